@@ -1,0 +1,323 @@
+"""Every error that a user can meet: who, what, and what to do now.
+
+Any process may import this; it stands on the lowest floor.  An error is worded here
+and nowhere else: constructors take facts.
+
+Each line names what happened, indented under what also catches it:
+
+* :exc:`NbdistError`
+    * :exc:`UsageError`: what was typed cannot be done; nothing has run
+        * :exc:`BadTopology`: `-n`, `--gpus` or `--backend`
+            * :exc:`NotEnoughGpus`: two ranks would share a GPU, which nccl cannot
+        * :exc:`BadRanks`: `-r`, or the line of `%%rank`
+        * :exc:`UnshippableName`: a name that the cell uses cannot be pickled
+        * :exc:`WorldNotStarted`: it takes workers and there are none
+        * :exc:`WorldChanged`: `-n` differs from the workers that are running
+        * :exc:`WorldBusy`: the workers have not finished what they were given before
+    * :exc:`StartError`: a worker, or an agent, could not start
+    * :exc:`WorkerError`: the code raised on some ranks
+        * :exc:`WorkerDied`: the process of a rank ended
+    * :exc:`AgentLost`: the agent of a machine ended, and its workers with it
+
+Stop raises Python's own :exc:`KeyboardInterrupt`.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+# Longer messages would no longer be one line on anybody's screen.
+LINE_LIMIT = 300
+START_LOG_LINES = 20
+
+
+class NbdistError(Exception):
+    """What went wrong and what to do about it, in one line.
+
+    IPython shows that line alone, without a traceback of nbdist's insides.
+    """
+
+    def _render_traceback_(self) -> list[str]:
+        """The lines that IPython shows, in a notebook and in a terminal.
+
+        Called by `InteractiveShell.showtraceback`, which wants a list.
+        """
+        return [f"\x1b[31m{type(self).__name__}\x1b[0m: {self}"]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exception's own way calls the constructor with the message, but constructors
+        # here take facts.
+        return _rebuild, (type(self), self.args), self.__dict__
+
+
+def _rebuild(kind: type[NbdistError], args: tuple[object, ...]) -> NbdistError:
+    error = kind.__new__(kind)
+    error.args = args
+    return error
+
+
+# --- what was typed -------------------------------------------------------------------
+
+
+class UsageError(NbdistError):
+    """What was typed cannot be done; nothing has run."""
+
+
+class BadTopology(UsageError):
+    """An option that describes the world has no meaning."""
+
+    def __init__(self, option: str, text: str, why: str, forms: str) -> None:
+        self.option = option
+        self.text = text
+        super().__init__(f"`{option} {text}`: {why}. {forms}")
+
+
+class NotEnoughGpus(BadTopology):
+    """More ranks than GPUs were asked for with nccl, which needs one for each rank."""
+
+    def __init__(self, ranks: int, gpus: int, visible_devices: str | None) -> None:
+        self.ranks = ranks
+        self.gpus = gpus
+        self.option = "-n"
+        self.text = str(ranks)
+        where = "" if visible_devices is None else f" (CUDA_VISIBLE_DEVICES={visible_devices})"
+        remedy = f"`-n {gpus}`, or `--backend gloo` to share them." if gpus else "`--backend gloo`."
+        Exception.__init__(
+            self,
+            f"{count(ranks, 'rank')} asked, {count(gpus, 'GPU')} visible{where}, and nccl needs "
+            f"one for each rank. {remedy}",
+        )
+
+
+class BadRanks(UsageError):
+    """A selection of ranks that cannot be read, or that names a rank that is not there."""
+
+    def __init__(self, text: str, world_size: int, why: str) -> None:
+        self.text = text
+        self.world_size = world_size
+        super().__init__(
+            f"`{text}` selects no ranks: {why}. {_there_are(world_size)}; "
+            "select with `0`, `0,2-3`, `1:3`, `::2`, `-1` or `all`."
+        )
+
+
+class UnshippableName(UsageError):
+    """A name of the notebook that the cell uses cannot travel to the workers.
+
+    `path` leads from the name to the culprit, `loader.lock`; `why` and `remedy` are
+    phrases, "a thread lock belongs to one process" and "make it inside the cell".
+    """
+
+    def __init__(self, name: str, path: str, type_name: str, why: str, remedy: str) -> None:
+        self.name = name
+        self.path = path
+        self.type_name = type_name
+        culprit = f"`{name}`" if path == name else f"`{name}`: `{path}`"
+        super().__init__(
+            f"{culprit} ({type_name}) cannot be sent to the workers: {why}; nothing has run. "
+            f"{_sentence(remedy)}"
+        )
+
+
+class WorldNotStarted(UsageError):
+    """There are no workers yet, and what was asked for needs some."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what} needs workers, and none are running. "
+            "A `%%distributed -n 4` cell or `%dist_init -n 4` starts them."
+        )
+
+
+class WorldChanged(UsageError):
+    """Another number of workers was asked for than is running."""
+
+    def __init__(self, running: int, asked: int) -> None:
+        self.running = running
+        self.asked = asked
+        some = f", `-r {format_ranks(range(asked))}` runs on some" if asked < running else ""
+        super().__init__(
+            f"{_are_running(running)}. `%dist_restart -n {asked}` starts {asked} anew{some}."
+        )
+
+
+class WorldBusy(UsageError):
+    """The workers have not finished what they were given before."""
+
+    def __init__(self, ranks: Iterable[int], seconds: float) -> None:
+        self.ranks = tuple(ranks)
+        verb = "is" if len(self.ranks) == 1 else "are"
+        super().__init__(
+            f"{name_ranks(self.ranks)} {verb} still running an earlier cell, for {seconds:.1f} s "
+            "now. Wait for it, stop it with the Stop button, or start anew with `%dist_restart`."
+        )
+
+
+# --- what happened --------------------------------------------------------------------
+
+
+class StartError(NbdistError):
+    """A worker could not start, or (`rank` None) an agent; nothing of the world is left.
+
+    The one error with more than one line: the last lines of its log follow the first.
+    """
+
+    def __init__(
+        self,
+        rank: int | None,
+        host: str,
+        command: str,
+        why: str,
+        log_lines: Sequence[str] = (),
+    ) -> None:
+        self.rank = rank
+        self.host = host
+        self.command = command
+        self.log_lines = tuple(log_lines[-START_LOG_LINES:])
+        who = "the agent" if rank is None else f"rank {rank}"
+        said = "its last lines:" if self.log_lines else "it left no output."
+        first = f"{who} on {host} could not start: {why}. Started with `{command}`; {said}"
+        super().__init__("\n".join([first, *(f"    {line}" for line in self.log_lines)]))
+
+
+class RankFailure(Protocol):
+    """What ended the cell on one rank: `Failure` or `Died` of `nbdist.wire.messages`."""
+
+    @property
+    def time_ns(self) -> int:
+        """When, on that rank's clock."""
+
+
+class WorkerError(NbdistError):
+    """The cell failed on some of the ranks that ran it.
+
+    `rank host pid` are those of the earliest failure, the cause; `errors` has every
+    failed rank.  The traceback is in that rank's output, above the error.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        host: str,
+        pid: int,
+        errors: Mapping[int, RankFailure],
+        ran: int,
+        seconds: float,
+        cause: tuple[str, str],
+    ) -> None:
+        """`ran` ranks ran the cell; `cause` is the exception's class name and message."""
+        self._keep(rank, host, pid, errors)
+        super().__init__(f"{_failed(self.errors, ran)} {_raised(rank, seconds, cause)}")
+
+    def _keep(self, rank: int, host: str, pid: int, errors: Mapping[int, RankFailure]) -> None:
+        self.rank = rank
+        self.host = host
+        self.pid = pid
+        self.errors = dict(errors)
+
+
+class WorkerDied(WorkerError):
+    """The process of a rank ended: killed, crashed, out of memory, or `os._exit`."""
+
+    def __init__(
+        self,
+        rank: int,
+        host: str,
+        pid: int,
+        errors: Mapping[int, RankFailure],
+        ran: int,
+        seconds: float,
+        exit_code: int | None,
+    ) -> None:
+        """`ran` is 0 when no cell was running; `exit_code` is negative for a signal."""
+        self._keep(rank, host, pid, errors)
+        self.exit_code = exit_code
+        when = f"{seconds:.1f} s into the cell" if ran else "while no cell was running"
+        NbdistError.__init__(
+            self,
+            f"rank {rank} on {host} (pid {pid}) {word_exit(exit_code)} {when}. "
+            "`%dist_restart` starts the workers anew; their variables are lost.",
+        )
+
+
+class AgentLost(NbdistError):
+    """The agent of a machine ended; its workers ended with it."""
+
+    def __init__(self, host: str, exit_code: int | None) -> None:
+        self.host = host
+        self.exit_code = exit_code
+        super().__init__(
+            f"the agent on {host} {word_exit(exit_code)}, and its workers ended with it. "
+            "`%dist_restart` starts new ones; the variables of the old ones are lost."
+        )
+
+
+# --- words that several errors share --------------------------------------------------
+
+
+def count(number: int, thing: str) -> str:
+    """`1 rank`, `4 ranks`."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Ranks as people write them: (0, 1, 2, 5) gives `0-2,5`."""
+    spans: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """`rank 5`, `ranks 0-2,5`."""
+    text = format_ranks(ranks)
+    return f"rank {text}" if text.isdigit() else f"ranks {text}"
+
+
+def word_exit(exit_code: int | None) -> str:
+    """How a process ended, from its exit code as `subprocess` gives it: `was killed by SIGKILL`."""
+    if exit_code is None:
+        return "ended"
+    if exit_code >= 0:
+        return f"exited with code {exit_code}"
+    if -exit_code in signal.valid_signals():
+        try:
+            return f"was killed by {signal.Signals(-exit_code).name}"
+        except ValueError:
+            pass  # A real-time signal: valid, and without a name.
+    return f"was killed by signal {-exit_code}"
+
+
+def one_line(text: str, limit: int = LINE_LIMIT) -> str:
+    """The first line of `text` that has something in it, cut where it is too long."""
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
+
+
+def _failed(errors: Mapping[int, RankFailure], ran: int) -> str:
+    return f"{len(errors)} of {count(ran, 'rank')} failed ({format_ranks(errors)});"
+
+
+def _raised(rank: int, seconds: float, cause: tuple[str, str]) -> str:
+    name, message = cause[0], one_line(cause[1])
+    said = f"{name}: {message}" if message else name
+    return f"first: rank {rank} after {seconds:.1f} s: {said}"
+
+
+def _there_are(world_size: int) -> str:
+    if world_size == 1:
+        return "There is only rank 0"
+    return f"There are ranks {format_ranks(range(world_size))}"
+
+
+def _are_running(number: int) -> str:
+    return "1 worker is running" if number == 1 else f"{number} workers are running"
+
+
+def _sentence(phrase: str) -> str:
+    return f"{phrase[:1].upper()}{phrase[1:].rstrip('.')}."

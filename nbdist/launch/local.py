@@ -1,0 +1,68 @@
+"""An agent on this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from nbdist.world.launcher import AgentProcess
+
+LAST_BYTES = 4096
+
+
+class LocalAgent:
+    """An agent started here: it ends when its stdin, a pipe of ours, does."""
+
+    def __init__(self, runtime: Path, *, nursery: bool) -> None:
+        self.host = socket.gethostname()
+        self._log = (runtime / "agent.log").open("w+b")
+        command = [sys.executable, "-m", "nbdist.node", str(runtime), str(os.getpid())]
+        if not nursery:
+            command.append("--no-nursery")
+        self.command = " ".join(command)
+        # A session of its own: Stop signals the notebook's whole process group.
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        self._pidfd = os.pidfd_open(self.pid)
+
+    def __repr__(self) -> str:
+        return f"<LocalAgent {self.pid} exit code {self.exit_code()}>"
+
+    def fileno(self) -> int:
+        return self._pidfd
+
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def last_lines(self) -> list[str]:
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - LAST_BYTES))
+        return self._log.read().decode(errors="replace").splitlines()
+
+    def end(self, timeout: float) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def close(self) -> None:
+        os.close(self._pidfd)
+        self._log.close()
+
+
+class LocalLauncher:
+    """`--launcher local`, the default."""
+
+    def launch(self, runtime: Path, *, nursery: bool) -> list[AgentProcess]:
+        return [LocalAgent(runtime, nursery=nursery)]

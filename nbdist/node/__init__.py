@@ -1,0 +1,1 @@
+"""Runs once per machine: the agent, the nursery, and what they keep."""

@@ -1,0 +1,48 @@
+"""What the agent and the nursery say to one another, over a socket pair.
+
+The agent sends a `RankStart` with the descriptors for stdout and stderr; the nursery
+answers in the order of asking.  Each message is a pickle after its length.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+
+LENGTH = struct.Struct("!I")
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """Nursery to agent, first: it has imported torch and can fork."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """Nursery to agent: the worker that was asked for, in the order of asking."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """Nursery to agent: a worker ended; the code is negative for a signal."""
+
+    pid: int
+    exit_code: int
+
+
+def adopt_orphans() -> None:
+    """Have processes whose parents end become children of this one, so that it can end them."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_group(pid: int) -> None:
+    """Kill the process group that a worker leads: itself and what it started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)

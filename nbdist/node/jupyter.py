@@ -1,0 +1,60 @@
+"""Raw Jupyter messages from a worker, turned into the classes of `nbdist.wire.messages`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nbdist.wire.messages import Clear, Display, Done, Failure, Output, Update
+from nbdist.wire.payload import Payload, SegmentRef
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A worker's execute_reply: the end of the cell that had this request."""
+
+    request_id: str
+    done: Done
+
+
+def output_from(message: Mapping[str, Any]) -> Output | Reply | None:
+    """The message as an output or reply; None for kinds that nbdist does not relay."""
+    content = message["content"]
+    match message["header"]["msg_type"]:
+        case "execute_reply":
+            return Reply(message["parent_header"]["msg_id"], _done(content))
+        case "error":
+            return Failure(
+                content["ename"],
+                content["evalue"],
+                tuple(content["traceback"]),
+                message["metadata"]["nbdist"]["time_ns"],
+            )
+        case "execute_result":
+            return Display(content["data"], content["metadata"], is_result=True)
+        case "display_data":
+            display_id = content.get("transient", {}).get("display_id")
+            return Display(content["data"], content["metadata"], display_id)
+        case "update_display_data":
+            return Update(content["data"], content["metadata"], content["transient"]["display_id"])
+        case "clear_output":
+            return Clear(bool(content.get("wait")))
+        case _:
+            return None
+
+
+def _done(content: Mapping[str, Any]) -> Done:
+    ours = content.get("nbdist", {})
+    values = None
+    if "segment" in ours:
+        path, sizes = ours["segment"]
+        values = Payload(segment=SegmentRef(path, tuple(sizes)))
+    elif "frames" in ours:
+        values = Payload(frames=tuple(bytes.fromhex(frame) for frame in ours["frames"]))
+    return Done(
+        status=content["status"],
+        seconds=ours.get("seconds", 0.0),
+        bound=frozenset(ours.get("bound", ())),
+        values=values,
+    )

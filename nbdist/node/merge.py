@@ -1,0 +1,125 @@
+"""One order for what a worker says on two channels: text on its pipes, the rest on iopub.
+
+Pure: bytes and messages go in, items come out in the order in which the worker said them.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from nbdist.wire.marks import Mark, mark_pattern, mark_value
+from nbdist.wire.messages import StreamName, Text
+
+LONGEST_MARK = 80
+"""Bytes; what is held back at most of a read that ends in the middle of a mark."""
+
+LOST_AFTER = 5.0
+"""Seconds after which a marked message is taken for lost."""
+
+Message = TypeVar("Message")
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where message `number` belongs, and since when it has been waited for."""
+
+    number: int
+    since: float
+
+
+class Merger(Generic[Message]):
+    """Puts the numbered messages of one worker where their marks are in its stdout.
+
+    `ready` turns true when the worker says so.
+    """
+
+    def __init__(self, token: str) -> None:
+        self.ready = False
+        self._pattern = mark_pattern(token)
+        self._start = f"\x1b_{token};".encode()
+        self._queue: deque[Text | _Place] = deque()
+        self._messages: dict[int, Message] = {}
+        self._rest = b""
+        self._stream: StreamName = "stdout"
+        self._decoders = {
+            "stdout": codecs.getincrementaldecoder("utf-8")("replace"),
+            "stderr": codecs.getincrementaldecoder("utf-8")("replace"),
+            "pipe": codecs.getincrementaldecoder("utf-8")("replace"),
+        }
+
+    def __repr__(self) -> str:
+        return f"<Merger {len(self._queue)} queued, {len(self._messages)} messages early>"
+
+    def receive_stdout(self, data: bytes, now: float) -> None:
+        """What was read from the worker's file descriptor 1."""
+        pieces = self._pattern.split(self._rest + data)
+        last = pieces.pop()
+        cut = self._unfinished_mark(last)
+        self._rest = last[cut:]
+        for index, piece in enumerate(pieces):
+            if index % 2:
+                self._receive_mark(mark_value(piece), now)
+            else:
+                self._add(self._stream, self._decoders[self._stream].decode(piece))
+        self._add(self._stream, self._decoders[self._stream].decode(last[:cut]))
+
+    def receive_stderr(self, data: bytes) -> None:
+        """What was read from file descriptor 2: written by C code and child processes."""
+        self._add("stderr", self._decoders["pipe"].decode(data))
+
+    def receive_message(self, number: int, message: Message) -> None:
+        """A message that the worker has numbered; it waits for its mark."""
+        self._messages[number] = message
+
+    def take(self, now: float) -> list[Text | Message]:
+        """All items whose turn has come."""
+        items: list[Text | Message] = []
+        while self._queue:
+            head = self._queue[0]
+            if isinstance(head, Text):
+                items.append(head)
+            elif head.number in self._messages:
+                items.append(self._messages.pop(head.number))
+            elif now - head.since < LOST_AFTER:
+                break
+            self._queue.popleft()
+        return items
+
+    def take_all(self) -> list[Text | Message]:
+        """Everything that is left of a worker that has ended, arrived messages last."""
+        self._add(self._stream, self._decoders[self._stream].decode(self._rest, final=True))
+        self._rest = b""
+        items = self.take(now=float("inf"))
+        items.extend(self._messages.pop(number) for number in sorted(self._messages))
+        return items
+
+    def _receive_mark(self, value: Mark, now: float) -> None:
+        if value == "ready":
+            self.ready = True
+        elif value == "stdout" or value == "stderr":
+            self._stream = value
+        else:
+            self._queue.append(_Place(value, now))
+
+    def _add(self, stream: StreamName, text: str) -> None:
+        if text:
+            self._queue.append(Text(stream, text))
+
+    def _unfinished_mark(self, data: bytes) -> int:
+        """Where a mark begins that the read has cut off; the length of `data` if none does."""
+        escape = data.rfind(b"\x1b", max(0, len(data) - LONGEST_MARK))
+        if escape < 0:
+            return len(data)
+        tail = data[escape:]
+        if tail == b"\x1b":
+            # Perhaps the first byte of a mark's end, perhaps of a mark.
+            start = data.rfind(b"\x1b", max(0, escape - LONGEST_MARK), escape)
+            if start >= 0 and data[start:].startswith(self._start):
+                return start
+            return escape
+        if tail.startswith(self._start) or self._start.startswith(tail):
+            return escape
+        return len(data)

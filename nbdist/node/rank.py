@@ -1,0 +1,284 @@
+"""One worker as its agent knows it: process, kernel, pipes, log, and what it is doing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import zmq
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import AsyncKernelManager
+from zmq.eventloop.zmqstream import ZMQStream
+
+from nbdist.node.jupyter import Reply, output_from
+from nbdist.node.logs import RankLog
+from nbdist.node.merge import Merger
+from nbdist.node.pipes import OutputPipe
+from nbdist.node.processes import ProcessSource, WorkerProcess
+from nbdist.wire.messages import Cell, Died, Done, Output, RankStart, Text, WorkerStatus
+
+log = logging.getLogger("nbdist.node")
+
+CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
+LAST_LINES = 20
+KILL_TIMEOUT = 5.0
+SUBSCRIBE_TIMEOUT = 10.0
+
+Emit = Callable[[int, str, Output], None]
+
+
+class Rank:
+    """A worker and everything that belongs to it; `emit` takes what it shows, in order."""
+
+    def __init__(self, orders: RankStart, log_folder: Path | None, emit: Emit) -> None:
+        self.rank = orders.rank
+        self.process: WorkerProcess | None = None
+        self.cell: Cell | None = None
+        self.log = RankLog(log_folder)
+        self._orders = orders
+        self._emit = emit
+        self._merger: Merger[Output | Reply | None] = Merger(orders.token)
+        self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._busy_since = 0.0
+        self._request_id = ""
+        self._pipes = (OutputPipe(self._read_stdout), OutputPipe(self._read_stderr))
+        self._ready = asyncio.Event()
+        self._manager = self._make_manager()
+        self._streams: dict[str, ZMQStream] = {}
+        self._sockets: list[zmq.Socket[bytes]] = []  # jupyter_client's, which the streams shadow
+
+    def __repr__(self) -> str:
+        return f"<Rank {self.rank} {self.state} {self.process}>"
+
+    @property
+    def pid(self) -> int:
+        """The worker's process, 0 before it has one."""
+        return self.process.pid if self.process else 0
+
+    @property
+    def state(self) -> str:
+        """What `%dist_status` shows."""
+        if self.process is None or not self._ready.is_set():
+            return "starting"
+        if self.process.exited.done():
+            return "dead"
+        return "busy" if self.cell else "idle"
+
+    @property
+    def last_lines(self) -> tuple[str, ...]:
+        """The end of what the worker has written, for whoever asks why it ended."""
+        text = "".join(self._last_lines)
+        return tuple(text.splitlines()[-LAST_LINES:])
+
+    # --- start ---------------------------------------------------------------------------
+
+    async def start(self, source: ProcessSource) -> None:
+        """Start the process and wait until its kernel is bound and its group formed.
+
+        Raises ChildProcessError when it ends before.
+        """
+        stdout, stderr = self._pipes
+        try:
+            await self._manager.start_kernel(
+                source=source,
+                orders=self._orders,
+                stdout=stdout.write_end,
+                stderr=stderr.write_end,
+            )
+        finally:
+            stdout.close_write_end()
+            stderr.close_write_end()
+        self.process = self._manager.provisioner.process  # type: ignore[union-attr]
+        assert self.process is not None
+        self.process.exited.add_done_callback(lambda _: self._ready.set())
+        await self._ready.wait()
+        if self.process.exited.done():
+            raise ChildProcessError(self.process.exited.result())
+        self.process.exited.add_done_callback(self._ended)
+        await self._connect()
+
+    def _make_manager(self) -> AsyncKernelManager:
+        """A kernel manager whose kernel is our worker, on unix sockets."""
+        file = self._orders.connection_file
+        manager = AsyncKernelManager(
+            connection_file=file,
+            transport="ipc",
+            ip=file.removesuffix(".json"),
+            **{f"{channel}_port": port for port, channel in enumerate(CHANNELS, start=1)},
+        )
+        manager._kernel_spec = KernelSpec(
+            argv=[],
+            display_name="nbdist worker",
+            metadata={"kernel_provisioner": {"provisioner_name": "nbdist-worker"}},
+        )
+        return manager
+
+    async def _connect(self) -> None:
+        """Connect to the kernel; on return no message of it can be missed."""
+        subscribed = asyncio.Event()
+        for channel in ("iopub", "shell"):
+            raw = getattr(self._manager, f"connect_{channel}")()
+            raw.rcvhwm = raw.sndhwm = 0
+            self._streams[channel] = ZMQStream(zmq.Socket.shadow(raw))
+            self._sockets.append(raw)
+        iopub = self._streams["iopub"]
+        iopub.setsockopt(zmq.UNSUBSCRIBE, b"")
+        status = b"kernel.%d.status" % self.rank
+        for topic in (b"display_data", b"comm", b"kernel.%d.e" % self.rank, status):
+            iopub.setsockopt(zmq.SUBSCRIBE, topic)
+        iopub.on_recv(lambda _: subscribed.set())
+        self._streams["shell"].on_recv(lambda _: None)
+        deadline = time.monotonic() + SUBSCRIBE_TIMEOUT
+        while not subscribed.is_set() and time.monotonic() < deadline:
+            self._send("kernel_info_request", {})
+            with suppress(asyncio.TimeoutError):  # subscribed after that status: ask again
+                await asyncio.wait_for(subscribed.wait(), 0.2)
+        iopub.setsockopt(zmq.UNSUBSCRIBE, status)
+        for stream in self._streams.values():
+            stream.on_recv(self._read_message)
+
+    # --- run -----------------------------------------------------------------------------
+
+    def run(self, cell: Cell) -> None:
+        """Start the cell; outputs follow, then `Done`, or `Died`."""
+        self.cell = cell
+        self._busy_since = time.monotonic()
+        names = cell.names
+        ours: dict[str, Any] = {"execution_count": cell.execution_count, "fetch": cell.fetch}
+        if names and names.segment:
+            ours["segment"] = [names.segment.path, names.segment.sizes]
+        content = {
+            "code": cell.source,
+            "silent": False,
+            "store_history": True,
+            "user_expressions": {},
+            "allow_stdin": False,
+            "stop_on_error": False,
+        }
+        frames = names.frames if names else ()
+        self._request_id = self._send("execute_request", content, {"nbdist": ours}, frames)
+
+    def interrupt(self) -> None:
+        """Send SIGINT to the worker and what it started."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGINT)
+
+    def status(self) -> WorkerStatus:
+        """What `%dist_status` shows of it; does not ask the worker, who may be deaf."""
+        return WorkerStatus(
+            rank=self.rank,
+            pid=self.pid,
+            host=socket.gethostname(),
+            state=self.state,  # type: ignore[arg-type]
+            busy_seconds=time.monotonic() - self._busy_since if self.cell else 0.0,
+            memory=_proportional_memory(self.pid),
+            device=f"cuda:{self._orders.local_rank}" if self._orders.world.gpus else "cpu",
+        )
+
+    # --- stop ----------------------------------------------------------------------------
+
+    async def stop(self, grace: float) -> None:
+        """End the worker: politely for `grace` seconds, then by SIGKILL; free all it held."""
+        if self.process is not None:
+            self.process.exited.remove_done_callback(self._ended)
+            if grace > 0 and self.state == "idle":
+                await self._manager.request_shutdown()
+                await asyncio.wait([self.process.exited], timeout=grace)
+            self.process.send_signal(signal.SIGKILL)
+            await asyncio.wait([self.process.exited], timeout=KILL_TIMEOUT)
+        for pipe in self._pipes:
+            pipe.close()
+        for stream in self._streams.values():
+            stream.close(linger=0)
+        for raw in self._sockets:
+            raw.close(linger=0)
+        self.log.close()
+        await self._manager.cleanup_resources()
+
+    def _ended(self, exited: asyncio.Future[int]) -> None:
+        """The worker died: say first all that it said, then so."""
+        for pipe in self._pipes:
+            pipe.drain()
+        for item in self._merger.take_all():
+            self._pass_on(item)
+        self._show(Died(exited.result(), time.time_ns()))
+        self.cell = None
+
+    # --- what the worker says -------------------------------------------------------------
+
+    def _send(
+        self,
+        kind: str,
+        content: dict[str, Any],
+        metadata: dict[str, Any] | None = None,
+        buffers: tuple[bytes, ...] = (),
+    ) -> str:
+        session = self._manager.session
+        message = session.msg(kind, content, metadata=metadata)
+        session.send(self._streams["shell"], message, buffers=list(buffers))
+        request_id: str = message["header"]["msg_id"]
+        return request_id
+
+    def _read_message(self, frames: list[bytes]) -> None:
+        session = self._manager.session
+        _, frames = session.feed_identities(frames)
+        message = session.deserialize(frames)
+        number = message["metadata"].get("nbdist", {}).get("number")
+        if number is not None:
+            self._merger.receive_message(number, output_from(message))
+            self._pass_on_all()
+
+    def _read_stdout(self, data: bytes) -> None:
+        self._merger.receive_stdout(data, time.monotonic())
+        if self._merger.ready and not self._ready.is_set():
+            self._ready.set()
+        self._pass_on_all()
+
+    def _read_stderr(self, data: bytes) -> None:
+        self._merger.receive_stderr(data)
+        self._pass_on_all()
+
+    def _pass_on_all(self) -> None:
+        for item in self._merger.take(time.monotonic()):
+            self._pass_on(item)
+
+    def _pass_on(self, item: Output | Reply | None) -> None:
+        match item:
+            case None:
+                pass
+            case Reply(request_id, done):
+                if request_id == self._request_id:
+                    self._show(done)
+                    self.cell = None
+            case Text(stream, text):
+                self.log.write(stream, text)
+                self._last_lines.append(text[-4096:])
+                self._show(item)
+            case _:
+                self._show(item)
+
+    def _show(self, output: Output) -> None:
+        if self._ready.is_set():
+            if isinstance(output, Done | Died):
+                self.log.flush()
+            self._emit(self.rank, self.cell.id if self.cell else "", output)
+
+
+def _proportional_memory(pid: int) -> int:
+    """PSS in bytes: pages that n processes share count 1/n in each (proc(5), smaps_rollup)."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as rollup:
+            for line in rollup:
+                if line.startswith("Pss:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass  # it has ended, or the kernel is older than 4.14
+    return 0

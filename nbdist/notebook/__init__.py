@@ -1,0 +1,1 @@
+"""Runs in the notebook's kernel: magics, display, and what to ship."""

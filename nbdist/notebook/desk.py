@@ -1,0 +1,263 @@
+"""What a notebook has of nbdist: one world, the names it shipped, the last cell's output."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from nbdist import topology
+from nbdist.errors import UsageError, WorldChanged, WorldNotStarted
+from nbdist.notebook.display import make_display
+from nbdist.notebook.ledger import Ledger
+from nbdist.notebook.names import names_bound
+from nbdist.notebook.shipping import Shipment, plan, push
+from nbdist.notebook.source import check_source, in_notebook_lines
+from nbdist.notebook.status import headline, owners_text, rows, status_html, status_text
+from nbdist.world.launcher import find_launcher
+from nbdist.world.link import Link
+from nbdist.world.running import RunningCell
+from nbdist.world.world import World
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from nbdist.notebook.display import PanelDisplay, PlainDisplay
+    from nbdist.notebook.settings import NbDist
+    from nbdist.wire.messages import Cell
+
+WORLD_OPTIONS = ("backend", "gpus", "name", "launcher")
+
+
+class Desk:
+    """The notebook's side of one world; only IPython's own thread works at it."""
+
+    def __init__(self, shell: InteractiveShell, settings: NbDist) -> None:
+        self.shell = shell
+        self.settings = settings
+        self.world: World | None = None
+        self.ledger = Ledger(shell.user_ns)
+        self._link: Link | None = None
+        self._last: RunningCell | None = None
+
+    def __repr__(self) -> str:
+        return f"<Desk {self.world} {self.ledger}>"
+
+    # --- the world ------------------------------------------------------------------------
+
+    def prestart(self) -> None:
+        """Start an agent, which has its nursery import torch meanwhile."""
+        self._link = Link(find_launcher("local"))
+
+    def ensure_world(self, options: argparse.Namespace | None) -> World:
+        """The running world, or a new one; UsageError when the options describe another."""
+        if self.world is not None and self.world.state.has_workers:
+            if options is not None:
+                self._check_same(self.world, options)
+            return self.world
+        if options is None:
+            raise WorldNotStarted("The cell")
+        return self._start(self._new_world(options))
+
+    def restart(self, options: argparse.Namespace) -> World:
+        """A world with new workers: as before but for what the options say."""
+        old = self.world
+        if old is None:
+            return self._start(self._new_world(options))
+        changed = [getattr(options, name) for name in WORLD_OPTIONS]
+        if any(changed) or options.no_nursery:
+            new = self._new_world(options, old)
+            old.shutdown()
+            return self._start(new)
+        self.ledger.forget()
+        old.restart(options.workers)
+        return old
+
+    def shutdown(self) -> bool:
+        """End the workers and the agent; whether there were workers."""
+        world, self.world = self.world, None
+        link, self._link = self._link, None
+        self.ledger.forget()
+        if link is not None:
+            link.close()
+        if world is None:
+            return False
+        was_running = world.state.has_workers
+        world.shutdown()
+        return was_running
+
+    def close(self) -> None:
+        """The notebook ends: end all that it started, at once."""
+        links = [self._link, self.world.detach_link() if self.world else None]
+        for link in links:
+            if link is not None:
+                link.close()
+        self._link = self.world = None
+
+    def _new_world(self, options: argparse.Namespace, old: World | None = None) -> World:
+        size = options.workers or (old.size if old else "auto")
+        link, self._link = self._link, None
+        try:
+            return World(
+                size,
+                backend=options.backend,
+                gpus=options.gpus,
+                name=options.name,
+                launcher=options.launcher or "local",
+                nursery=not options.no_nursery,
+                link=link,
+            )
+        except UsageError:
+            self._link = link
+            raise
+
+    def _start(self, world: World) -> World:
+        self.ledger.forget()
+        if world.warning:
+            self.say(world.warning)
+        world.start()
+        self.world = world
+        return world
+
+    def _check_same(self, world: World, options: argparse.Namespace) -> None:
+        """What a cell's options say of the world has to be true of the one that runs."""
+        if options.workers:
+            asked = world.resolve(options.workers)
+            if asked != world.size:
+                raise WorldChanged(world.size, asked)
+        for name in WORLD_OPTIONS:
+            asked_for, has = getattr(options, name), getattr(world, name, None)
+            if asked_for and asked_for != has:
+                raise UsageError(
+                    f"The running workers have --{name} {has}, not {asked_for}. "
+                    f"`%dist_restart --{name} {asked_for}` starts new ones."
+                )
+
+    # --- cells ----------------------------------------------------------------------------
+
+    def run_cell(
+        self,
+        first_line: str,
+        cell: str,
+        ranks: str | None,
+        options: argparse.Namespace | None = None,
+    ) -> None:
+        """Run a cell on the workers and show it; raises its one error when it failed."""
+        count = self._execution_count()
+        python = check_source(self.shell, first_line, cell)
+        world = self.ensure_world(options)
+        display = self._display()
+        on = topology.parse_ranks(ranks or "all", world.size)
+        source = in_notebook_lines(first_line, cell)
+        shipment = plan(python, self.ledger, on, self.shell.user_ns_hidden)
+        self._run(world.cell(source, ranks=on, execution_count=count), shipment, display)
+
+    def push(self, names: Sequence[str], ranks: str | None) -> None:
+        """Bind names of the notebook on the workers, whoever owns them there."""
+        if self.world is None:
+            raise WorldNotStarted("`%dist_push`")
+        missing = [name for name in names if name not in self.shell.user_ns]
+        if missing:
+            raise UsageError(f"`%dist_push`: the notebook has no {', '.join(missing)}.")
+        on = topology.parse_ranks(ranks or "all", self.world.size)
+        self._run(self.world.cell("", ranks=on), push(names, self.ledger, on), self._display())
+
+    def _run(
+        self, cell: Cell, shipment: Shipment | None, display: PanelDisplay | PlainDisplay
+    ) -> None:
+        assert self.world is not None
+        for notice in shipment.notices if shipment else ():
+            display.note(notice)
+        if shipment and shipment.names:
+            cell = replace(cell, names=shipment.payload)
+        try:
+            running = self._last = self.world.submit(cell)
+            self._follow(running, display)
+        finally:
+            if shipment and shipment.segment:
+                shipment.segment.close()
+        if shipment:
+            self.ledger.shipped(shipment.records, running.ranks_with_names)
+        self.ledger.bound_on_workers(running.bound, cell.ranks)
+        if error := running.error():
+            raise error
+
+    def _follow(self, running: RunningCell, display: PanelDisplay | PlainDisplay) -> None:
+        """Show the cell until it ends; Stop interrupts the ranks and gives control back."""
+        stopped = False
+        try:
+            for news in running:
+                display.show(running.transcript, news)
+        except KeyboardInterrupt:
+            stopped = True
+            running.interrupt()
+            for news in running:
+                display.show(running.transcript, news)
+        finally:
+            display.end(running.transcript, self._log_files())
+        if stopped and not running.unfinished:
+            raise KeyboardInterrupt
+
+    def show_again(self, ranks: str | None, *, everything: bool) -> None:
+        """The last cell's output once more; all of its lines with `everything`."""
+        if self._last is None:
+            raise UsageError("No distributed cell has run yet, so there is no output to show.")
+        display = self._display()
+        display.end(self._last.transcript, self._log_files())
+
+    # --- names ----------------------------------------------------------------------------
+
+    def gather(self, expression: str, ranks: str | None) -> list[Any]:
+        """The value of an expression on some ranks, in rank order."""
+        if self.world is None:
+            raise WorldNotStarted("`%dist_gather`")
+        on = topology.parse_ranks(ranks or "all", self.world.size)
+        return self.world.gather(expression, on)
+
+    def bind(self, name: str, value: object) -> None:
+        """Bind a name in the notebook, on behalf of the user."""
+        self.shell.user_ns[name] = value
+
+    def notice_cell(self, raw_cell: str) -> None:
+        """A cell of the notebook has run: what it bound is the notebook's."""
+        if raw_cell.lstrip().startswith(("%%distributed", "%%rank")):
+            return
+        try:
+            bound = names_bound(self.shell.transform_cell(raw_cell))
+        except SyntaxError:
+            return  # it bound nothing
+        self.ledger.bound_in_notebook(bound)
+
+    def show_status(self, *, with_owners: bool) -> None:
+        """The table of `%dist_status`, and who owns which name."""
+        workers = self.world.status() if self.world is not None else ()
+        head, table = headline(self.world), rows(workers)
+        text, html = status_text(head, table), status_html(head, table)
+        if with_owners:
+            owners = owners_text(self.ledger.owners())
+            text += f"\n{owners}"
+            html += f'<pre style="font-family:monospace">{escape(owners)}</pre>'
+        self._display().show_once(html, text)
+
+    # --- words ----------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        """One line that is not a cell's output."""
+        html = f'<div style="font-family:monospace;opacity:0.7">{escape(text)}</div>'
+        self._display().show_once(html, text)
+
+    def _display(self) -> PanelDisplay | PlainDisplay:
+        return make_display(self.shell, self.settings.display)
+
+    def _execution_count(self) -> int:
+        """The number of the cell that is running: IPython has stored its input already."""
+        inputs = self.shell.history_manager.input_hist_parsed  # type: ignore[union-attr]
+        return max(1, len(inputs) - 1)
+
+    def _log_files(self) -> dict[int, str]:
+        if self.world is None:
+            return {}
+        return {rank: f"{folder}/stdout.log" for rank, folder in self.world.logs.items() if folder}

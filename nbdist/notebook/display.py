@@ -1,0 +1,124 @@
+"""Shows a cell's output while it runs and when it has ended, on the thread that IPython gave us."""
+
+from __future__ import annotations
+
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from IPython.display import display, update_display
+
+from nbdist.notebook.blocks import dim, panel
+from nbdist.notebook.panel import final_html, leftovers, live_html
+from nbdist.notebook.plain import PlainLines
+from nbdist.notebook.summary import ranks_text, seconds_text
+from nbdist.notebook.text import final_text, live_text
+from nbdist.world.transcript import Transcript
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from nbdist.world.running import News
+
+FIRST_DRAWING = 0.15
+"""Seconds before anything is drawn, so that a fast cell does not flash."""
+
+REDRAW = 0.25
+"""Seconds between drawings: each makes the page build its part anew."""
+
+
+class CellDisplay(Protocol):
+    """Where one cell's output appears."""
+
+    def note(self, text: str) -> None:
+        """One line beside the output, such as a warning."""
+
+    def show(self, transcript: Transcript, news: News) -> None:
+        """Called whenever ranks have said something, and every so often."""
+
+    def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
+        """Called once, last."""
+
+
+class PanelDisplay:
+    """One display that is redrawn a few times a second and replaced at the end."""
+
+    def __init__(self) -> None:
+        self._id = f"nbdist-{uuid.uuid4().hex}"
+        self._is_there = False
+        self._drawn_version = -1
+        self._draw_at = time.monotonic() + FIRST_DRAWING
+        self._notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self._notes.append(text)
+        self._draw(panel(dim(text)), text)
+
+    def show_once(self, html: str, text: str) -> None:
+        """Something that is not a cell's output."""
+        self._draw(html, text)
+
+    def show(self, transcript: Transcript, news: News) -> None:
+        now = time.monotonic()
+        if now < self._draw_at:
+            return
+        self._draw_at = now + REDRAW
+        note = " · ".join(self._notes)
+        self._draw(live_html(transcript, now, note), live_text(transcript, now, note))
+
+    def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
+        note = " · ".join(self._notes)
+        self._draw(final_html(transcript, logs, note), final_text(transcript, logs, note))
+        for caption, data in leftovers(transcript):
+            display({"text/plain": caption}, raw=True)
+            display(data, raw=True)
+
+    def _draw(self, html: str, text: str) -> None:
+        bundle = {"text/html": html, "text/plain": text}
+        if self._is_there:
+            update_display(bundle, display_id=self._id, raw=True)
+        else:
+            display(bundle, display_id=self._id, raw=True)
+            self._is_there = True
+
+
+class PlainDisplay:
+    """Lines as they come, for terminals and logs, where nothing can be redrawn."""
+
+    def __init__(self) -> None:
+        self._lines: PlainLines | None = None
+
+    def note(self, text: str) -> None:
+        sys.stdout.write(f"nbdist: {text}\n")
+
+    def show_once(self, html: str, text: str) -> None:
+        """Something that is not a cell's output."""
+        sys.stdout.write(f"{text}\n")
+
+    def show(self, transcript: Transcript, news: News) -> None:
+        now = time.monotonic()
+        if self._lines is None:
+            self._lines = PlainLines(transcript.ranks)
+        for rank, output in news:
+            self._write(self._lines.receive(rank, output, now))
+        self._write(self._lines.due(now))
+
+    def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
+        if self._lines is not None:
+            self._write(self._lines.finish(time.monotonic()))
+        seconds = seconds_text(transcript.elapsed(time.monotonic()))
+        sys.stdout.write(f"{ranks_text(transcript)} · {seconds}\n")
+        sys.stdout.flush()
+
+    def _write(self, lines: object) -> None:
+        for line in lines:  # type: ignore[attr-defined]
+            sys.stdout.write(f"{line}\n")
+
+
+def make_display(shell: InteractiveShell, chosen: str) -> PanelDisplay | PlainDisplay:
+    """A panel where the shell is a kernel that a page draws for, else plain lines."""
+    if chosen == "panel" or (chosen == "auto" and hasattr(shell, "kernel")):
+        return PanelDisplay()
+    return PlainDisplay()

@@ -1,0 +1,51 @@
+"""The options of the magics, and what is wrong with them in one line."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from typing import Any
+
+from IPython.core.error import UsageError as IPythonUsageError
+from IPython.core.magic_arguments import argument, parse_argstring
+
+from nbdist.errors import UsageError
+
+RANKS = re.compile(r"(?:^|(?<=\s))(?:-r|--ranks)(?:\s*=\s*|\s+)(\S+)")
+"""`-r -1,0` would be read as an option without a value."""
+
+Magic = Callable[..., Any]
+
+
+def world_options(magic: Magic) -> Magic:
+    """What describes a world: for `%dist_init`, `%%distributed` and `%dist_restart`."""
+    for add in (
+        argument("-n", dest="workers", metavar="N", help="how many workers: a number, auto"
+                 " (one per GPU; without any one per core, at most 4), gpu or cpu"),
+        argument("--backend", help="gloo, nccl, cpu:gloo,cuda:nccl, or none for no group"),
+        argument("--gpus", help="the GPUs to use, as torch counts them: 0,1,3"),
+        argument("--name", help="shown in %%dist_status, and the log folder's name"),
+        argument("--launcher", help="how agents are started (default: local)"),
+        argument("--no-nursery", action="store_true", help="start each worker as a new"
+                 " interpreter instead of forking it from one that has imported torch"),
+    ):  # fmt: skip
+        magic = add(magic)
+    return magic
+
+
+def ranks_option(magic: Magic) -> Magic:
+    """Which ranks run it."""
+    add = argument("-r", "--ranks", help="which ranks: 0  0,2-3  1:3  ::2  -1  all (the default)")
+    return add(magic)  # type: ignore[no-any-return]
+
+
+def parse(magic: Magic, line: str) -> argparse.Namespace:
+    """The options in a magic's line; UsageError in one line that says where to read more."""
+    name = magic.__name__
+    sign = "%%" if name in ("distributed", "rank") else "%"
+    try:
+        return parse_argstring(magic, RANKS.sub(r"--ranks=\1", line))  # type: ignore[no-any-return]
+    except (IPythonUsageError, ValueError) as error:
+        text = str(error).rstrip(".")
+        raise UsageError(f"`{sign}{name}`: {text}. `{sign}{name}?` shows all options.") from None

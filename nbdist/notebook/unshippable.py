@@ -1,0 +1,237 @@
+"""Why a value cannot be pickled: the part of it that is to blame, and what to do instead.
+
+`nbdist.notebook.shipping` asks after pickling has failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import io
+import itertools
+import multiprocessing.process
+import socket
+import subprocess
+import threading
+import time
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nbdist.errors import UnshippableName
+
+SEARCH_TIMEOUT = 1.0
+DEEPEST = 12
+WIDEST = 1000
+
+_LOCKS = (
+    *(type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event),
+    *(threading.Semaphore, threading.Barrier, threading.local),
+)
+
+
+# The second is the base of all C data and functions, which has no public name.
+_CTYPES = (ctypes.CDLL, ctypes.c_int.__mro__[-2])
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What people call such objects, why they stay where they are, and the way out."""
+
+    holds: Callable[[Any], bool]
+    word: str
+    why: str
+    remedy: str
+
+
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
+
+
+def _comes_from(*modules: str) -> Callable[[Any], bool]:
+    return lambda value: type(value).__module__.partition(".")[0] in modules
+
+
+_KINDS = (
+    _Kind(
+        _is(types.GeneratorType, types.AsyncGeneratorType),
+        "generator",
+        "how far a generator has come cannot be copied",
+        "call the function that makes it inside the cell, or send `list(...)` of it",
+    ),
+    _Kind(
+        _is(types.CoroutineType, asyncio.Future),
+        "coroutine",
+        "something that is being awaited belongs to one event loop",
+        "call the async function inside the cell, and await it there",
+    ),
+    _Kind(
+        _is(*_LOCKS),
+        "thread lock",
+        "a lock works within one process",
+        "make it inside the cell, or drop it in `__getstate__` of the class that holds it",
+    ),
+    _Kind(
+        _is(socket.socket),
+        "socket",
+        "a connection belongs to the process that opened it",
+        "connect inside the cell",
+    ),
+    _Kind(
+        _is(io.IOBase),
+        "open file",
+        "where an open file stands belongs to the process that opened it",
+        "keep its path, and open it inside the cell",
+    ),
+    _Kind(
+        _is(types.ModuleType),
+        "module",
+        "the workers could not import it by its name",
+        "write it to a .py file that the workers can import",
+    ),
+    _Kind(
+        _is(subprocess.Popen, multiprocessing.process.BaseProcess, threading.Thread),
+        "process or thread",
+        "it is known only to the process that started it",
+        "start it inside the cell",
+    ),
+    _Kind(
+        _is(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType),
+        "weak reference",
+        "it points at an object of this process",
+        "send the object itself, or make the reference inside the cell",
+    ),
+    _Kind(
+        _is(types.FrameType, types.TracebackType),
+        "frame",
+        "a stack belongs to the thread that runs on it",
+        "send what you need from it: its text, or the values",
+    ),
+    _Kind(
+        _comes_from("IPython", "ipykernel", "ipywidgets", "traitlets", "comm"),
+        "part of this notebook",
+        "it belongs to this notebook's kernel",
+        "use it in a cell of the notebook, outside `%%distributed`",
+    ),
+    _Kind(
+        lambda value: isinstance(value, _CTYPES) or _looks_compiled(value),
+        "compiled function or C data",
+        "machine code and C pointers have a meaning in one process only",
+        "load or compile it inside the cell",
+    ),
+)
+
+
+def _looks_compiled(value: Any) -> bool:
+    kind = type(value)
+    words = f"{kind.__module__}.{kind.__qualname__}"
+    return words.startswith(("torch.jit.", "torch._C.", "torch.ScriptFunction", "triton.")) or (
+        kind.__name__
+        in ("CFunctionType", "builtin_function_or_method", "cython_function_or_method")
+    )
+
+
+def unshippable(
+    name: str, value: Any, fails: Callable[[Any], bool], problem: BaseException
+) -> UnshippableName:
+    """The error that tells the user about `value`, whose pickling raised `problem`.
+
+    `fails` tries to pickle a part.  The search ends after about a second, with what it
+    has found by then.
+    """
+    path, culprit = _find_culprit(name, value, fails)
+    for kind in _KINDS:
+        if kind.holds(culprit):
+            return UnshippableName(name, path, kind.word, kind.why, kind.remedy)
+    said = str(problem).splitlines() or [type(problem).__name__]
+    why = f"it cannot be pickled ({said[0].rstrip('.')})"
+    remedy = "make it inside the cell, or give its class a `__reduce__` that says how to make it"
+    return UnshippableName(name, path, type_name(culprit), why, remedy)
+
+
+def type_name(value: Any) -> str:
+    """The type of a value as one would write it."""
+    kind = type(value)
+    plain = kind.__module__ in ("builtins", "__main__")
+    return kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _find_culprit(name: str, value: Any, fails: Callable[[Any], bool]) -> tuple[str, Any]:
+    """The innermost part that fails, and how to get to it from the name."""
+    path, deadline, seen = name, time.monotonic() + SEARCH_TIMEOUT, {id(value)}
+    for _ in range(DEEPEST):
+        for more, part in itertools.islice(parts(value), WIDEST):
+            if time.monotonic() > deadline:
+                return path, value
+            if id(part) not in seen and not isinstance(part, _HARMLESS) and fails(part):
+                path, value = path + more, part
+                seen.add(id(part))
+                break
+        else:
+            return path, value
+    return path, value
+
+
+_HARMLESS = (str, bytes, int, float, complex, bool, type(None))
+
+
+def parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a value is made of, each with the text that leads to it."""
+    match value:
+        case types.FunctionType():
+            yield from _parts_of_function(value)
+        case types.MethodType():
+            yield "", value.__self__
+            yield "", value.__func__
+        case functools.partial():
+            yield ".func", value.func
+            yield from _items(".args", enumerate(value.args))
+            yield from _items(".keywords", value.keywords.items())
+        case Mapping():
+            yield from _items("", value.items())
+        case list() | tuple() | set() | frozenset() | deque():
+            yield from _items("", enumerate(value))
+        case property():
+            yield ".fget", value.fget
+        case classmethod() | staticmethod():
+            yield "", value.__func__
+    yield from _attributes(value)
+
+
+def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f".<closure>.{name}", cell.cell_contents
+        except ValueError:
+            continue  # It has no value yet.
+    arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
+    defaults = function.__defaults__ or ()
+    for name, default in zip(reversed(arguments), reversed(defaults), strict=False):
+        yield f".<default>.{name}", default
+    for name, default in (function.__kwdefaults__ or {}).items():
+        yield f".<default>.{name}", default
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    try:
+        found = dict(vars(value))
+    except TypeError:
+        found = {}
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if not name.startswith("__") and hasattr(value, name):
+                found.setdefault(name, getattr(value, name))
+    for name, part in found.items():
+        if not (isinstance(value, type) and name in ("__dict__", "__weakref__")):
+            yield f".{name}", part
+
+
+def _items(step: str, items: Any) -> Iterator[tuple[str, Any]]:
+    for key, part in items:
+        shown = repr(key) if isinstance(key, str | int | float | tuple) else type_name(key)
+        yield f"{step}[{shown if len(shown) <= 40 else shown[:37] + '...'}]", part

@@ -1,0 +1,294 @@
+"""How many workers, on which GPUs, with which backend, and which of their ranks.
+
+The text of `-n`, `--gpus`, `--backend` and `-r` becomes values here, or an error of
+`nbdist.errors` that shows the right forms.  Runs in the notebook kernel, which must not
+initialise CUDA: GPUs are counted from what the driver shows in files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from nbdist.errors import BadRanks, BadTopology, NotEnoughGpus, count, format_ranks
+
+__all__ = [
+    "GPU_BACKEND",
+    "WorkerCount",
+    "check_start",
+    "default_backend",
+    "format_ranks",
+    "installed_gpus",
+    "parse_backend",
+    "parse_gpus",
+    "parse_ranks",
+    "parse_workers",
+    "resolve",
+    "usable_cores",
+    "uses_nccl",
+    "visible_gpus",
+]
+
+WorkerCount = int | Literal["auto", "gpu", "cpu"]
+
+# What init_process_group() itself chooses on a machine with GPUs: collectives on CPU
+# tensors, and of objects, work too.
+GPU_BACKEND = "cpu:gloo,cuda:nccl"
+
+AUTO_LIMIT = 4
+NVIDIA_SMI_TIMEOUT = 5.0
+DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
+
+_WORKERS_WORDS: Mapping[str, WorkerCount] = {"auto": "auto", "gpu": "gpu", "cpu": "cpu"}
+_WORKERS_FORMS = "Use `-n 4`, `-n auto`, `-n gpu` or `-n cpu`."
+_BACKEND_FORMS = f'Use `--backend gloo`, `nccl`, `"{GPU_BACKEND}"` or `none`.'
+_GPUS_FORM = "Use numbers with commas, `--gpus 0,1,3` or `0-3`."
+
+# A limit on digits, because int() has one too and would raise beyond it.
+_NUMBER = re.compile(r"[0-9]{1,6}")
+_SPAN = re.compile(r"([0-9]{1,6})-([0-9]{1,6})")
+_SIGNED = re.compile(r"-?[0-9]{1,6}")
+_SLICE = re.compile(r"(-?[0-9]{1,6})?:(-?[0-9]{1,6})?(?::(-?[0-9]{1,6})?)?")
+
+
+# --- how many workers -----------------------------------------------------------------
+
+
+def parse_workers(text: str) -> WorkerCount:
+    """The value of `-n`: a number from 1 on, or `auto`, `gpu`, `cpu`."""
+    word = text.strip()
+    if word in _WORKERS_WORDS:
+        return _WORKERS_WORDS[word]
+    if not _NUMBER.fullmatch(word):
+        raise BadTopology("-n", text, "that is not a number of workers", _WORKERS_FORMS)
+    if int(word) < 1:
+        raise BadTopology("-n", text, "it takes at least one worker", _WORKERS_FORMS)
+    return int(word)
+
+
+def resolve(workers: WorkerCount, gpus: int, cores: int) -> int:
+    """How many workers `-n` means on a machine with that many GPUs and cores.
+
+    `auto` is one per GPU, and without any one per core, at most 4.
+    """
+    if workers == "auto":
+        return gpus or max(1, min(cores, AUTO_LIMIT))
+    if workers == "cpu":
+        return max(1, cores)
+    if workers == "gpu":
+        if not gpus:
+            raise BadTopology("-n", "gpu", "no GPU is visible here", _WORKERS_FORMS)
+        return gpus
+    return workers
+
+
+def usable_cores() -> int:
+    """How many cores this process may run on: fewer than the machine's under `taskset`."""
+    return len(os.sched_getaffinity(0))
+
+
+def check_start(
+    workers: int,
+    gpus: int,
+    cores: int,
+    backend: str,
+    visible_devices: str | None = None,
+) -> str | None:
+    """None when all is well, or one line to warn with; raises what cannot work.
+
+    Two ranks of nccl on one GPU is what cannot; `visible_devices` is the text of
+    CUDA_VISIBLE_DEVICES, for that error.
+    """
+    if workers > gpus and uses_nccl(backend):
+        raise NotEnoughGpus(workers, gpus, visible_devices)
+    if gpus and workers > gpus:
+        return f"{count(workers, 'worker')} share {count(gpus, 'GPU')}."
+    if not gpus and workers > cores:
+        return f"{count(workers, 'worker')} share {count(cores, 'core')}: they take turns."
+    return None
+
+
+# --- backends -------------------------------------------------------------------------
+
+
+def default_backend(gpus: int) -> str:
+    """The backend for ranks that have a GPU each (nccl for its tensors), or none."""
+    return GPU_BACKEND if gpus else "gloo"
+
+
+def parse_backend(text: str) -> str:
+    """The value of `--backend` as torch takes it, without spaces; `none` for no group."""
+    backend = text.replace(" ", "").lower()
+    if backend in ("gloo", "nccl", "none"):
+        return backend
+    pairs = [pair.split(":") for pair in backend.split(",")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise BadTopology("--backend", text, "that is not a backend", _BACKEND_FORMS)
+    for device, name in pairs:
+        if device not in ("cpu", "cuda") or name not in ("gloo", "nccl"):
+            why = f"`{device}:{name}` is not a device and its backend"
+            raise BadTopology("--backend", text, why, _BACKEND_FORMS)
+        if (device, name) == ("cpu", "nccl"):
+            raise BadTopology("--backend", text, "nccl has no CPU tensors", _BACKEND_FORMS)
+    if len({device for device, _ in pairs}) < len(pairs):
+        raise BadTopology("--backend", text, "a device stands there twice", _BACKEND_FORMS)
+    return backend
+
+
+def uses_nccl(backend: str) -> bool:
+    """Whether ranks of this backend need a GPU each."""
+    return "nccl" in backend
+
+
+# --- GPUs -----------------------------------------------------------------------------
+
+
+def visible_gpus(environ: Mapping[str, str], installed: int | None = None) -> tuple[str, ...]:
+    """The GPUs that a process with this environment would see, as CUDA_VISIBLE_DEVICES names them.
+
+    `installed` is their number on the machine, looked up when it is None.  Touches
+    neither torch nor CUDA.
+    """
+    text = environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = None if text is None else _cuda_list(text)
+    if chosen == ():
+        return ()
+    number = installed_gpus() if installed is None else installed
+    if chosen is None:
+        return tuple(str(index) for index in range(number))
+    if chosen[0].startswith("MIG-"):
+        # CUDA shows a process one slice, the first, however many are named.
+        return chosen[: min(number, 1)]
+    return _existing(chosen, number)
+
+
+def installed_gpus() -> int:
+    """How many NVIDIA GPUs the machine has: from the driver's files, else from nvidia-smi."""
+    try:
+        return len(list(DRIVER_FOLDER.iterdir()))
+    except OSError:
+        # No such driver, or one that hides its files: WSL, some containers.
+        return _count_by_nvidia_smi()
+
+
+def parse_gpus(text: str, visible: Sequence[str]) -> tuple[str, ...]:
+    """The value of `--gpus`, from the GPUs that are visible: numbers as torch counts them.
+
+    In the order given, and named as CUDA_VISIBLE_DEVICES names them, so that they can be
+    set there: `0,2` of ("4", "5", "GPU-8f") gives ("4", "GPU-8f").
+    """
+    numbers: list[int] = []
+    for item in text.replace(" ", "").split(","):
+        if span := _SPAN.fullmatch(item):
+            numbers += range(int(span[1]), int(span[2]) + 1)
+        elif _NUMBER.fullmatch(item):
+            numbers.append(int(item))
+        else:
+            raise BadTopology("--gpus", text, "that is not a list of GPUs", _GPUS_FORM)
+    if not numbers:
+        raise BadTopology("--gpus", text, "it runs backwards", _GPUS_FORM)
+    if len(set(numbers)) < len(numbers):
+        raise BadTopology("--gpus", text, "a GPU stands there twice", _GPUS_FORM)
+    if missing := [number for number in numbers if number >= len(visible)]:
+        why = f"there is no GPU {missing[0]}, {_visible(len(visible))}"
+        raise BadTopology("--gpus", text, why, _GPUS_FORM)
+    return tuple(visible[number] for number in numbers)
+
+
+def _cuda_list(text: str) -> tuple[str, ...]:
+    """What CUDA reads in CUDA_VISIBLE_DEVICES: up to the first entry that is none.
+
+    Nothing at all when one is named twice.
+    """
+    entries: list[str] = []
+    for entry in (part.strip() for part in text.split(",")):
+        if not (_NUMBER.fullmatch(entry) or entry.startswith(("GPU-", "MIG-"))):
+            break
+        entries.append(str(int(entry)) if entry.isdigit() else entry)
+    return tuple(entries) if len(set(entries)) == len(entries) else ()
+
+
+def _existing(chosen: Sequence[str], number: int) -> tuple[str, ...]:
+    for position, entry in enumerate(chosen):
+        if position >= number or (entry.isdigit() and int(entry) >= number):
+            return tuple(chosen[:position])
+    return tuple(chosen)
+
+
+def _count_by_nvidia_smi() -> int:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return 0
+    try:
+        listing = subprocess.run(
+            [program, "-L"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=NVIDIA_SMI_TIMEOUT,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    # MIG slices are listed too, indented under their GPU.
+    return sum(line.startswith("GPU ") for line in listing.splitlines())
+
+
+def _visible(number: int) -> str:
+    if number == 0:
+        return "none is visible"
+    return "only GPU 0 is visible" if number == 1 else f"0-{number - 1} are visible"
+
+
+# --- ranks ----------------------------------------------------------------------------
+
+
+def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
+    """The ranks that `-r` selects, ascending, each once.
+
+    Numbers, spans and slices with commas between them: `0`, `0,2-3`, `1:3`, `::2`, `-1`,
+    `all`.  Slices are Python's; the text is parsed, never evaluated.
+    """
+    if not text.strip():
+        raise BadRanks(text, world_size, "it is empty")
+    chosen: set[int] = set()
+    for item in text.split(","):
+        try:
+            chosen.update(_select(item.strip(), world_size))
+        except ValueError as why:
+            raise BadRanks(text.strip(), world_size, str(why)) from None
+    return tuple(sorted(chosen))
+
+
+def _select(item: str, world_size: int) -> Sequence[int]:
+    """The ranks of one item; ValueError with the reason, as a phrase."""
+    if item == "all":
+        return range(world_size)
+    if _SIGNED.fullmatch(item):
+        return (_rank(int(item), world_size),)
+    if span := _SPAN.fullmatch(item):
+        ranks = range(int(span[1]), int(span[2]) + 1)
+        if not ranks:
+            raise ValueError(f"`{item}` runs backwards")
+        _rank(ranks[-1], world_size)
+        return ranks
+    if parts := _SLICE.fullmatch(item):
+        start, stop, step = (None if part is None else int(part) for part in parts.groups())
+        if step == 0:
+            raise ValueError("a step cannot be 0")
+        ranks = range(world_size)[start:stop:step]
+        if not ranks:
+            raise ValueError(f"`{item}` is empty here")
+        return ranks
+    raise ValueError(f"`{item}` cannot be read" if item else "a comma has nothing beside it")
+
+
+def _rank(rank: int, world_size: int) -> int:
+    if not -world_size <= rank < world_size:
+        raise ValueError(f"there is no rank {rank}")
+    return rank % world_size

@@ -1,0 +1,1 @@
+"""What crosses between processes: messages, frames, pickling, shared memory."""

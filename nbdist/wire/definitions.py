@@ -1,0 +1,223 @@
+"""Functions and classes of `__main__`: taken apart for a pickle, and made anew from it.
+
+`nbdist.wire.pickling` calls the first half in the sender; pickles name the second half,
+which runs in the receiver.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import importlib
+import pickle
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import Any
+
+import cloudpickle.cloudpickle as by_value
+
+_receiver: ContextVar[dict[str, Any] | None] = ContextVar("nbdist_receiver", default=None)
+
+# Classes that came from another process: the others are this one's to change.
+_received: weakref.WeakSet[type] = weakref.WeakSet()
+
+_names_of_code: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+# --- the sender's side ------------------------------------------------------------------
+
+
+class _MainNamespace:
+    """Stands for the receiver's `__main__` in a pickle."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return receiving_namespace, ()
+
+
+MAIN = _MainNamespace()
+
+
+class ModuleNamespace:
+    """Stands for the namespace of a module that both processes can import."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return module_namespace, (self._name,)
+
+
+class Import:
+    """Stands for a module, and for submodules that are reached through it."""
+
+    def __init__(self, module: types.ModuleType, submodules: frozenset[str]) -> None:
+        self._module = module
+        self._submodules = submodules
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return import_by_name, (require_importable(self._module), *sorted(self._submodules))
+
+
+def require_importable(module: types.ModuleType) -> str:
+    """The name to import a module by; PicklingError where it cannot be imported."""
+    name = module.__name__
+    if sys.modules.get(name) is not module:
+        raise pickle.PicklingError(f"module {name!r} cannot be imported by its name")
+    # A module that somebody made by hand has no spec; but its package may make it.
+    if module.__spec__ is None and name != "__main__" and "." not in name:
+        raise pickle.PicklingError(f"module {name!r} does not come from a file")
+    return name
+
+
+def global_names(code: types.CodeType) -> frozenset[str]:
+    """Global names that a function, and the functions and classes inside it, read."""
+    found = _names_of_code.get(code)
+    if found is None:
+        found = frozenset(_read_names(code)).union(
+            *(global_names(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
+        )
+        _names_of_code[code] = found
+    return found
+
+
+def _read_names(code: types.CodeType) -> Iterator[str]:
+    stored = set()
+    for instruction in dis.get_instructions(code):
+        match instruction.opname:
+            case "LOAD_GLOBAL" | "DELETE_GLOBAL" | "LOAD_FROM_DICT_OR_GLOBALS":
+                yield instruction.argval
+            case "STORE_NAME":
+                stored.add(instruction.argval)
+            # The body of a class looks in itself first.
+            case "LOAD_NAME" if instruction.argval not in stored:
+                yield instruction.argval
+
+
+def imported_submodules(
+    function: types.FunctionType, names: frozenset[str]
+) -> list[types.ModuleType]:
+    """Submodules that a function reaches through a package: `xml` alone has no `xml.dom`."""
+    found = []
+    for name in sorted(names):
+        package = function.__globals__.get(name)
+        if isinstance(package, types.ModuleType) and hasattr(package, "__path__"):
+            found += _submodules(package.__name__, function.__code__.co_names)
+    return found
+
+
+def _submodules(package: str, names: tuple[str, ...]) -> list[types.ModuleType]:
+    found = []
+    for name in names:
+        module = sys.modules.get(f"{package}.{name}")
+        if module is not None:
+            found += [module, *_submodules(f"{package}.{name}", names)]
+    return found
+
+
+def is_importable(value: Any) -> bool:
+    """Whether another process finds this very object under its module and name."""
+    found: Any = sys.modules.get(value.__module__)
+    if value.__module__ == "__main__":
+        return False
+    for part in value.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is value
+
+
+# --- the receiver's side ----------------------------------------------------------------
+
+
+@contextmanager
+def receiving(namespace: dict[str, Any] | None) -> Iterator[None]:
+    """While it lasts, functions of the sender's `__main__` are made in this namespace."""
+    token = _receiver.set(namespace)
+    try:
+        yield
+    finally:
+        _receiver.reset(token)
+
+
+def receiving_namespace() -> dict[str, Any]:
+    """The globals for functions of `__main__`."""
+    namespace = _receiver.get()
+    return sys.modules["__main__"].__dict__ if namespace is None else namespace
+
+
+def module_namespace(name: str) -> dict[str, Any]:
+    """The globals for functions that a module made."""
+    return importlib.import_module(name).__dict__
+
+
+def import_by_name(name: str, *submodules: str) -> types.ModuleType:
+    """A module, not taken as an attribute of its package, which need not have it.
+
+    Its submodules are imported as well.
+    """
+    for submodule in submodules:
+        importlib.import_module(submodule)
+    return importlib.import_module(name)
+
+
+def make_function(
+    code: types.CodeType,
+    namespace: dict[str, Any],
+    name: str,
+    cells: tuple[types.CellType, ...] | None,
+) -> types.FunctionType:
+    """A function without its details, for `fill_function`."""
+    return types.FunctionType(code, namespace, name, None, cells)
+
+
+def fill_function(function: types.FunctionType, state: Any) -> None:
+    """Give a function its closure, defaults and attributes."""
+    closure, (_, (attributes, details, _), _) = state
+    for mine, sent in zip(function.__closure__ or (), closure or (), strict=True):
+        # ValueError: an empty cell, a variable that has no value yet.
+        with suppress(ValueError):
+            mine.cell_contents = sent.cell_contents
+    for name, value in details.items():
+        setattr(function, name, value)
+    function.__dict__.update(attributes)
+
+
+def make_class(maker: Callable[..., type], args: tuple[Any, ...]) -> type:
+    """The class that came under this id before, or a new one for `fill_class`."""
+    # cloudpickle looks afterwards, when the new one has been made and registered with
+    # its bases already.
+    tracker_id = args[5] if maker is by_value._make_skeleton_enum else args[4]
+    known: type | None = by_value._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
+    if known is not None:
+        return known
+    made = maker(*args)
+    _received.add(made)
+    return made
+
+
+def fill_class(kind: type, state: Any) -> None:
+    """Give a class that came from another process what it has there."""
+    if kind in _received:
+        by_value._class_setstate(kind, state[1])
+
+
+def make_cached_function(
+    function: Callable[..., Any],
+    maxsize: int | None,
+    typed: bool,  # noqa: FBT001 (arguments of a pickle have no names)
+) -> Callable[..., Any]:
+    """`functools.lru_cache` around it, empty."""
+    return functools.lru_cache(maxsize, typed)(function)
+
+
+def make_cached_property(
+    function: Callable[[Any], Any], name: str | None
+) -> functools.cached_property[Any]:
+    """A property that knows its name, as it would from the body of a class."""
+    made = functools.cached_property(function)
+    made.attrname = name
+    return made

@@ -1,0 +1,38 @@
+"""The environment variables that torchrun gives its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nbdist.wire.messages import WorldSpec
+
+
+def torchrun_variables(spec: WorldSpec, rank: int) -> Mapping[str, str]:
+    """The rank's part of the environment, on one machine.
+
+    Names and meanings are torch.distributed.elastic's (agent/server/local_elastic_agent.py);
+    libraries such as Accelerate and Lightning read them.
+    """
+    size = str(spec.world_size)
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": size,
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "localhost",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": spec.name,
+        "OMP_NUM_THREADS": str(spec.threads),
+        "NBDIST_WORLD": spec.name,
+        **({"CUDA_VISIBLE_DEVICES": ",".join(spec.gpus)} if spec.gpus else {}),
+        # gloo would ask the host's name for an address and listen on that one.
+        "GLOO_SOCKET_IFNAME": spec.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "MPLBACKEND": spec.environ.get("MPLBACKEND", "module://matplotlib_inline.backend_inline"),
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+    }

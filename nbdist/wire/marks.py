@@ -1,0 +1,36 @@
+"""Marks in a worker's stdout that tell its agent where rich output belongs.
+
+A worker writes text straight to its stdout, a pipe that the agent reads, so whatever it
+wrote before it died is there, and C code, child processes and Python share one order.
+Figures and errors travel over iopub.  Before it sends one, the worker writes a mark
+with its number; the agent puts the message where its mark is.
+
+A mark is an APC escape sequence (ECMA-48 8.3.2), which terminals ignore, with a token
+that no user's output can hold by chance.  It is shorter than PIPE_BUF, so the kernel
+writes it in one piece.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, cast
+
+Mark = int | Literal["ready", "stdout", "stderr"]
+"""A message's number; or `ready`: the worker's kernel is bound and its group formed; or
+the stream that the text which follows belongs to."""
+
+
+def mark(token: str, value: Mark) -> bytes:
+    """The bytes to write to stdout."""
+    return f"\x1b_{token};{value}\x1b\\".encode()
+
+
+def mark_pattern(token: str) -> re.Pattern[bytes]:
+    """Finds marks; group 1 is the value."""
+    return re.compile(rb"\x1b_" + token.encode() + rb";(\w+)\x1b\\")
+
+
+def mark_value(text: bytes) -> Mark:
+    """The value of a mark from what `mark_pattern` found."""
+    word = text.decode()
+    return int(word) if word.isdigit() else cast("Mark", word)

@@ -1,0 +1,299 @@
+"""What crosses between the notebook and an agent, as frozen dataclasses.
+
+Both sides run the same version of nbdist (`Hello` carries it), so these travel as
+pickles over a private channel; see `nbdist.wire.frames`.  A raw Jupyter message lives
+for one line in `nbdist.node`, then it is one of the `Output` classes below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nbdist.wire.payload import Payload
+
+StreamName = Literal["stdout", "stderr"]
+MimeBundle = Mapping[str, Any]
+
+
+# --- what one rank shows, in the order in which it showed it ---------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Characters written to a stream, with whatever control characters they hold."""
+
+    stream: StreamName
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Characters that were not sent because the notebook could not keep up.
+
+    They are in the rank's log file all the same.
+    """
+
+    stream: StreamName
+    characters: int
+    lines: int
+
+
+@dataclass(frozen=True, slots=True)
+class Display:
+    """A figure, a table, HTML: `display(x)`, or the value of the last expression."""
+
+    data: MimeBundle
+    metadata: MimeBundle
+    display_id: str | None = None
+    is_result: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """New content for every display that has this id."""
+
+    data: MimeBundle
+    metadata: MimeBundle
+    display_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """`clear_output(wait)`: forget what was shown, at once or with the next output."""
+
+    wait: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception that ended the rank's cell; `traceback` has ANSI colours."""
+
+    name: str
+    message: str
+    traceback: tuple[str, ...]
+    time_ns: int
+
+
+NAME_PROBLEM = "NameProblem"
+"""`Failure.name` where a name that came along could not be bound, or one not be fetched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The rank's process ended.
+
+    `exit_code` is negative for a signal, as in `subprocess`.
+    """
+
+    exit_code: int
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The rank has finished the cell; nothing of it follows.
+
+    `bound` are the names that the cell bound in the rank, `values` what the cell was
+    asked to bring back (`Cell.fetch`), `seconds` how long its source ran.
+    """
+
+    status: Literal["ok", "error", "aborted"]
+    seconds: float
+    bound: frozenset[str] = frozenset()
+    values: Payload | None = None
+
+
+Output = Text | Skipped | Display | Update | Clear | Failure | Died | Done
+
+
+# --- a cell on its way to the ranks -----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Source to run on some ranks at once.
+
+    `names` is a pickled mapping to bind in the ranks first; after the source has run
+    the values of the names in `fetch` come back in `Done.values`.  With
+    `execution_count` the ranks number the cell as the notebook does, so that their
+    tracebacks say `Cell In[5]`.
+    """
+
+    id: str
+    source: str
+    ranks: tuple[int, ...]
+    names: Payload | None = None
+    fetch: tuple[str, ...] = ()
+    execution_count: int | None = None
+
+
+# --- starting workers ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WorldSpec:
+    """What every rank of a world has in common.
+
+    `environ` is the notebook's whole environment; `threads` is how many each rank may
+    use for one operation; `backend` is None for no process group; `use_nursery` forks
+    the workers from a process that has torch imported, else each is spawned.
+    """
+
+    world_size: int
+    backend: str | None
+    environ: Mapping[str, str]
+    cwd: str
+    sys_path: tuple[str, ...]
+    threads: int
+    python: str
+    gpus: tuple[str, ...] = ()
+    name: str = "world"
+    log_dir: str = ""
+    use_nursery: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RankStart:
+    """What one worker process is told before its first import of user code.
+
+    `token` marks the escape sequences by which it talks to its agent on stdout;
+    `store_path` is the file through which the ranks of this machine find one another.
+    """
+
+    rank: int
+    local_rank: int
+    local_world_size: int
+    world: WorldSpec
+    connection_file: str
+    token: str
+    store_path: str
+    generation: int
+    environ: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker as its agent sees it; memory in bytes (PSS: shared pages count in part)."""
+
+    rank: int
+    pid: int
+    host: str
+    state: Literal["starting", "idle", "busy", "dead"]
+    busy_seconds: float
+    memory: int
+    device: str
+
+
+# --- calls to an agent, each answered by exactly one `Answer` ------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorld:
+    """Start all workers of `spec` and form their group; answered by `WorldStarted`."""
+
+    spec: WorldSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorld:
+    """End all workers, politely for `grace` seconds, then by force."""
+
+    grace: float
+
+
+@dataclass(frozen=True, slots=True)
+class GetStatus:
+    """Answered by a tuple of `WorkerStatus`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """Send SIGINT to these ranks, as Stop does to an ordinary kernel."""
+
+    ranks: tuple[int, ...]
+
+
+Request = StartWorld | StopWorld | GetStatus | Interrupt
+
+
+@dataclass(frozen=True, slots=True)
+class WorldStarted:
+    """All ranks are up and share a group; `logs` are their log folders ("" for none)."""
+
+    pids: Mapping[int, int]
+    logs: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailure:
+    """A rank could not start; nothing of the half-started world is left."""
+
+    rank: int
+    host: str
+    command: str
+    reason: str
+    last_lines: tuple[str, ...]
+
+
+Reply = WorldStarted | StartFailure | tuple[WorkerStatus, ...] | None
+
+
+# --- what goes over the link ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Notebook to agent: do this and answer under the same id."""
+
+    id: int
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Notebook to agent: run the cell on those of its ranks that live there, all at once."""
+
+    cell: Cell
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """Notebook to agent: one more batch of outputs has been taken in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Notebook to agent: end everything and go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Agent to notebook, once, first."""
+
+    version: str
+    pid: int
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Agent to notebook: the reply to the `Call` of this id."""
+
+    id: int
+    reply: Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Agent to notebook: what ranks have shown since the last batch, in each rank's order.
+
+    `cell_id` is the cell that was running then, "" where there was none.
+    """
+
+    items: tuple[tuple[int, str, Output], ...]
+
+
+Down = Call | Run | Received | Leave
+Up = Hello | Answer | Outputs

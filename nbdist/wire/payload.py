@@ -1,0 +1,41 @@
+"""Python values on their way between processes: pickled, big ones in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nbdist.wire.memory import Buffer, Segment, open_segment
+from nbdist.wire.memory import SegmentRef as SegmentRef
+
+INLINE_LIMIT = 64 * 1024
+"""From this many bytes on a payload goes into shared memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """Frames of one pickle (the first) and its out-of-band buffers (the others).
+
+    Small ones travel in the message; big ones stay in a segment that the sender owns.
+    """
+
+    frames: tuple[bytes, ...] = ()
+    segment: SegmentRef | None = None
+
+
+def pack_frames(frames: Sequence[Buffer]) -> tuple[Payload, Segment | None]:
+    """A payload of these frames, and the segment to keep open until it has been opened."""
+    if sum(memoryview(frame).nbytes for frame in frames) < INLINE_LIMIT:
+        return Payload(frames=tuple(bytes(memoryview(frame)) for frame in frames)), None
+    segment = Segment.holding(frames)
+    return Payload(segment=segment.ref), segment
+
+
+def open_payload(payload: Payload) -> list[Buffer]:
+    """The frames of a payload: those of a segment are writable and copied when written to.
+
+    Raises `nbdist.wire.memory.SegmentGone`.
+    """
+    if payload.segment is None:
+        return [*payload.frames]
+    return [*open_segment(payload.segment)]

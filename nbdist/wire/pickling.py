@@ -1,0 +1,296 @@
+"""Python values as frames: one pickle, and its big contents beside it, not copied.
+
+The notebook and the workers use it in both directions.  It is cloudpickle but for one
+thing: functions of the sender's `__main__` become functions of the receiver's
+`__main__`.  They find there whatever they use by name, so what they use is not in the
+pickle; it is reported instead (`Pickled.needs`).
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle as plain_pickle
+import sys
+import types
+from collections import ChainMap
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+import cloudpickle.cloudpickle as by_value
+
+from nbdist.wire.cells import CellSource, cell_source, keep_cell_sources
+from nbdist.wire.definitions import (
+    MAIN,
+    ModuleNamespace,
+    fill_class,
+    fill_function,
+    global_names,
+    import_by_name,
+    imported_submodules,
+    is_importable,
+    make_cached_function,
+    make_cached_property,
+    make_class,
+    make_function,
+    receiving,
+    require_importable,
+)
+from nbdist.wire.memory import Buffer
+from nbdist.wire.shared import Fence, mutable_ids
+from nbdist.wire.tensors import TensorReducer
+
+Reduced = tuple[Any, ...]
+
+
+class Pickled:
+    """A value as frames, and what was learnt on the way through it.
+
+    The frames show the value's own memory: pack them before the value changes.
+    """
+
+    def __init__(self, pickler: _Pickler) -> None:
+        # It keeps every object that it met alive, so that ids stay theirs.
+        self._pickler = pickler
+        self.frames: list[Buffer] = [pickler.file.getbuffer(), *pickler.buffers]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Names that the value's functions will look for in the receiver's `__main__`."""
+        return frozenset(self._pickler.needs)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """torch's counts of in-place changes, of the tensors in the order they were met."""
+        tensors = self._pickler.tensors
+        return tuple(tensors.versions) if tensors else ()
+
+    @property
+    def is_sketch(self) -> bool:
+        """It can be compared with, but not loaded: contents on a device were left out."""
+        tensors = self._pickler.tensors
+        return tensors is not None and tensors.sketched
+
+    @functools.cached_property
+    def shared(self) -> frozenset[int]:
+        """Ids of the mutable objects in it, and addresses of tensors' memory.
+
+        Two values share an object where these meet, if both `Pickled` are still there.
+        What classes and functions hold does not count: a class is the same one in the
+        receiver whoever brings it.
+        """
+        ids = mutable_ids(self._pickler.memo.copy(), self._pickler.fences)
+        tensors = self._pickler.tensors
+        return ids | tensors.addresses if tensors else ids
+
+
+def pickle(
+    value: Any,
+    namespace: dict[str, Any],
+    *,
+    tensors_to_cpu: bool = True,
+    sketch: bool = False,
+) -> Pickled:
+    """`value` for another process, where `namespace` is the `__main__` of this one.
+
+    Raises what pickling raises, for the most part `PicklingError` and `TypeError`; a
+    class's own `__reduce__` can raise anything.  With `sketch` tensors on a device are
+    not copied from there; the result tells whether they changed.
+    """
+    pickler = _Pickler(namespace, frozenset(), tensors_to_cpu, sketch)
+    pickler.dump((value, _SourcesOf(pickler)))
+    whole = pickler.tensors.overlapping if pickler.tensors else None
+    if whole:
+        pickler = _Pickler(namespace, whole, tensors_to_cpu, sketch)
+        pickler.dump((value, _SourcesOf(pickler)))
+    return Pickled(pickler)
+
+
+def unpickle(frames: Sequence[Buffer], namespace: dict[str, Any] | None = None) -> Any:
+    """The value of `pickle`'s frames; writable frames are used as memory, not copied.
+
+    Functions of the sender's `__main__` get `namespace`, by default this process's
+    `__main__`, as their globals.
+    """
+    # Arrays and tensors would otherwise be read-only.
+    buffers = [bytearray(frame) if isinstance(frame, bytes) else frame for frame in frames[1:]]
+    with receiving(namespace):
+        return _load(frames[0], buffers)
+
+
+def join(parts: Sequence[Pickled]) -> list[Buffer]:
+    """One list of frames for several pickled mappings; `unpickle` gives their union."""
+    if len(parts) == 1:
+        return parts[0].frames
+    buffers: list[Buffer] = []
+    joined = [[plain_pickle.PickleBuffer(frame) for frame in part.frames] for part in parts]
+    outer = plain_pickle.dumps((_Union(joined), None), 5, buffer_callback=buffers.append)
+    return [outer, *buffers]
+
+
+class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no types.
+    """Says how each object is taken apart; pickle's C code does the rest."""
+
+    dispatch_table: ClassVar[ChainMap[type, Any]] = ChainMap(
+        {functools.cached_property: lambda found: _reduce_cached_property(found)},
+        by_value.Pickler.dispatch_table,
+    )
+
+    def __init__(
+        self,
+        namespace: dict[str, Any],
+        whole: frozenset[int],
+        tensors_to_cpu: bool,  # noqa: FBT001
+        sketch: bool,  # noqa: FBT001
+    ) -> None:
+        self.file = io.BytesIO()
+        self.buffers: list[Buffer] = []
+        super().__init__(self.file, 5, buffer_callback=self._take)
+        self.needs: set[str] = set()
+        self.sources: dict[str, CellSource] = {}
+        self.fences: list[tuple[Fence, Fence]] = []
+        self.tensors: TensorReducer | None = None
+        torch = sys.modules.get("torch")
+        if hasattr(torch, "TypedStorage"):  # Not while it is still being imported.
+            assert torch is not None
+            self.tensors = TensorReducer(torch, whole, to_cpu=tensors_to_cpu, sketch=sketch)
+        self._namespace = namespace
+
+    def _take(self, buffer: plain_pickle.PickleBuffer) -> None:
+        # `raw` also flattens what is contiguous in Fortran's order.
+        self.buffers.append(buffer.raw())
+
+    def reducer_override(self, value: Any) -> Reduced:
+        """Called by pickle for whatever is not a plain built-in."""
+        kind = type(value)
+        if kind is types.FunctionType:
+            return self._reduce_function(value)
+        if issubclass(kind, type):
+            return self._reduce_class(value)
+        if self.tensors is not None and isinstance(value, self.tensors.types):
+            return self.tensors.reduce(value)
+        if isinstance(value, types.ModuleType):
+            return import_by_name, (require_importable(value),)
+        if isinstance(value, io.TextIOBase):
+            return _reduce_stream(value)
+        # Looked for here because the C code asks an object's `__reduce__` before the
+        # table when that gives a name.
+        if kind is functools._lru_cache_wrapper and not is_importable(value):
+            parameters = value.cache_parameters()
+            return make_cached_function, (value.__wrapped__, *parameters.values())
+        name = _SENTINELS.get(id(value))
+        if name is not None:
+            return getattr, (sys.modules["dataclasses"], name)
+        return cast(Reduced, NotImplemented)
+
+    def _reduce_function(self, function: types.FunctionType) -> Reduced:
+        own = function.__globals__
+        if own is self._namespace:
+            names = global_names(function.__code__)
+            self.needs |= names
+            return self._rebuild_in(MAIN, function, imported_submodules(function, names))
+        if by_value._should_pickle_by_reference(function):
+            return cast(Reduced, NotImplemented)
+        module = sys.modules.get(own.get("__name__", ""))
+        if module is not None and module.__dict__ is own:
+            # A closure that a library made, for instance by decorating: it belongs to the
+            # library's module there as here.
+            return self._rebuild_in(ModuleNamespace(module.__name__), function, [])
+        self._keep_source(function.__code__)
+        return cast(Reduced, self._dynamic_function_reduce(function))
+
+    def _rebuild_in(
+        self, namespace: object, function: types.FunctionType, submodules: list[types.ModuleType]
+    ) -> Reduced:
+        self._keep_source(function.__code__)
+        # The cells are filled after the function is there, because they may lead to it.
+        cells = tuple(types.CellType() for _ in function.__closure__ or ()) or None
+        details = {
+            "__qualname__": function.__qualname__,
+            "__annotations__": function.__annotations__,
+            "__kwdefaults__": function.__kwdefaults__,
+            "__defaults__": function.__defaults__,
+            "__module__": function.__module__,
+            "__doc__": function.__doc__,
+        }
+        if getattr(function, "__type_params__", ()):
+            details["__type_params__"] = function.__type_params__  # type: ignore[attr-defined]
+        inner = self._fenced((dict(function.__dict__), details, submodules))
+        return (
+            make_function,
+            (function.__code__, namespace, function.__name__, cells),
+            (function.__closure__, inner),
+            None,
+            None,
+            fill_function,
+        )
+
+    def _reduce_class(self, kind: type) -> Reduced:
+        reduced = by_value._class_reduce(kind)
+        if reduced is NotImplemented or reduced[0] not in _CLASS_MAKERS:
+            return cast(Reduced, reduced)
+        maker, args, state = reduced[:3]
+        return make_class, (maker, args), self._fenced(state), None, None, fill_class
+
+    def _fenced(self, state: Any) -> tuple[Fence, Any, Fence]:
+        fences = Fence(), Fence()
+        self.fences.append(fences)
+        return fences[0], state, fences[1]
+
+    def _keep_source(self, code: types.CodeType) -> None:
+        if code.co_filename not in self.sources:
+            source = cell_source(code.co_filename)
+            if source is not None:
+                self.sources[code.co_filename] = source
+
+
+class _SourcesOf:
+    """Comes after the value in its pickle, when all the cells in it are known."""
+
+    def __init__(self, pickler: _Pickler) -> None:
+        self._pickler = pickler
+
+    def __reduce__(self) -> Reduced:
+        return keep_cell_sources, (self._pickler.sources,)
+
+
+class _Union:
+    def __init__(self, parts: list[list[plain_pickle.PickleBuffer]]) -> None:
+        self._parts = parts
+
+    def __reduce__(self) -> Reduced:
+        return _load_union, (self._parts,)
+
+
+_CLASS_MAKERS = (by_value._make_skeleton_class, by_value._make_skeleton_enum)
+
+_SENTINELS = {
+    # `dataclasses` compares with these by identity.
+    id(getattr(sys.modules["dataclasses"], name)): name
+    for name in ("MISSING", "_HAS_DEFAULT_FACTORY")
+}
+
+
+def _reduce_stream(stream: io.TextIOBase) -> Reduced:
+    for name in ("stdout", "stderr"):
+        if stream is getattr(sys, name):
+            return getattr, (sys, name)
+    if isinstance(stream, io.TextIOWrapper):
+        # cloudpickle reads the whole file, and sends that.
+        raise plain_pickle.PicklingError("an open file cannot be pickled")
+    return cast(Reduced, NotImplemented)
+
+
+def _reduce_cached_property(found: functools.cached_property[Any]) -> Reduced:
+    return make_cached_property, (found.func, found.attrname)
+
+
+def _load(first: Buffer, buffers: Sequence[Buffer]) -> Any:
+    return plain_pickle.loads(first, buffers=buffers)[0]
+
+
+def _load_union(parts: list[list[Buffer]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for first, *buffers in parts:
+        values.update(_load(first, buffers))
+    return values

@@ -1,0 +1,205 @@
+"""torch tensors as pickles with their contents out of band; `nbdist.wire.pickling` calls it.
+
+The sender's side is `TensorReducer`, which exists only where torch has been imported;
+the receiver's are the functions below it, which import torch when they are called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from contextlib import suppress
+from pickle import PickleBuffer
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    import torch
+
+Reduced = tuple[Any, ...]
+
+
+class _Piece:
+    """Some bytes of a storage; two tensors that name the same one share it again."""
+
+    def __init__(self, address: int, contents: Any) -> None:
+        self.address = address
+        self.contents = contents
+
+    def __reduce__(self) -> Reduced:
+        return rebuild_storage, (self.contents,)
+
+
+class TensorReducer:
+    """How tensors and their storages are pickled, for the length of one pickle.
+
+    Contents are passed as buffers of the tensor's own memory, without copying.  A tensor
+    that shows a part of its storage takes only that part along, unless another tensor in
+    the same pickle overlaps it: then `overlapping` says which storages have to travel as
+    a whole for their tensors to stay one memory, and the pickle has to be made again
+    with these.
+    """
+
+    def __init__(
+        self,
+        torch: ModuleType,
+        whole: frozenset[int] = frozenset(),
+        *,
+        to_cpu: bool = True,
+        sketch: bool = False,
+    ) -> None:
+        self.types = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
+        self.versions: list[int] = []
+        self.sketched = False
+        self._torch = torch
+        self._whole = whole
+        self._to_cpu = to_cpu
+        self._sketch = sketch
+        self._plain = (torch.Tensor, torch.nn.Parameter)
+        self._pieces: dict[tuple[int, int, int], _Piece] = {}
+
+    @property
+    def addresses(self) -> frozenset[int]:
+        """The storages that were met."""
+        return frozenset(address for address, _, _ in self._pieces)
+
+    @property
+    def overlapping(self) -> frozenset[int]:
+        """The storages of which different parts were taken that overlap."""
+        found, last_address, last_end = set(), 0, 0
+        for address, start, end in sorted(self._pieces):
+            if address == last_address and start < last_end:
+                found.add(address)
+            last_end = max(end, last_end) if address == last_address else end
+            last_address = address
+        return frozenset(found)
+
+    def reduce(self, value: Any) -> Reduced:
+        """What to pickle for one of `types`, or NotImplemented: then torch's own way."""
+        if isinstance(value, self.types[2]):
+            return rebuild_typed_storage, (value._untyped_storage, value.dtype)
+        if isinstance(value, self.types[1]):
+            if value.device.type != "cpu":
+                return cast(Reduced, NotImplemented)
+            return _same, (self._piece(value, 0, value.nbytes()),)
+        return self._reduce_tensor(value)
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> Reduced:
+        if not self._has_plain_memory(tensor):
+            return cast(Reduced, NotImplemented)
+        # RuntimeError: inference tensors do not count their changes.
+        with suppress(RuntimeError):
+            self.versions.append(tensor._version)
+        data = tensor.detach()
+        if data.is_conj() or data.is_neg():
+            data = data.resolve_conj().resolve_neg()
+        piece, offset, stride = self._place(data)
+        kind = type(tensor) is not self._torch.Tensor
+        shape = (data.dtype, offset, tuple(data.shape), stride)
+        args = (piece, *shape, tensor.requires_grad, kind)
+        if not tensor.__dict__:
+            return rebuild_tensor, args
+        return rebuild_tensor, args, tensor.__dict__, None, None, set_attributes
+
+    def _has_plain_memory(self, tensor: torch.Tensor) -> bool:
+        where = tensor.device.type
+        return (
+            type(tensor) in self._plain
+            and tensor.layout is self._torch.strided
+            and not tensor.is_quantized
+            and not tensor.is_nested
+            and (where == "cpu" or (where != "meta" and self._to_cpu))
+            and (tensor.numel() == 0 or tensor.data_ptr() != 0)
+        )
+
+    def _place(self, data: torch.Tensor) -> tuple[_Piece, int, tuple[int, ...]]:
+        """The piece that a tensor's contents are in, and where in it: offset and strides."""
+        storage, width = data.untyped_storage(), data.element_size()
+        stride = data.stride()
+        steps = (step * (size - 1) for size, step in zip(data.shape, stride, strict=True))
+        # mypy: torch's types allow for symbolic numbers, which only tracing makes.
+        offset = int(data.storage_offset())
+        start = offset * width
+        end = start + (int(sum(steps)) + 1) * width if data.numel() else start
+        # Half a storage or more: the rest costs little, and all of its views stay one.
+        if storage.data_ptr() in self._whole or 2 * data.numel() * width >= storage.nbytes():
+            return self._piece(storage, 0, storage.nbytes()), offset, stride
+        if data.is_contiguous():
+            return self._piece(storage, start, end), 0, stride
+        copy = data.contiguous()
+        piece = self._piece(copy.untyped_storage(), 0, copy.untyped_storage().nbytes())
+        # So that a tensor which overlaps this one is noticed.
+        self._pieces[storage.data_ptr(), start, end] = piece
+        return piece, 0, copy.stride()
+
+    def _piece(self, storage: torch.UntypedStorage, start: int, end: int) -> _Piece:
+        address = storage.data_ptr()
+        known = self._pieces.get((address, start, end))
+        if known is None:
+            known = _Piece(address, self._contents(storage, start, end))
+            self._pieces[address, start, end] = known
+        return known
+
+    def _contents(self, storage: torch.UntypedStorage, start: int, end: int) -> Any:
+        if end == start:
+            return b""
+        if storage.device.type != "cpu":
+            if self._sketch:
+                self.sketched = True
+                return storage.data_ptr(), start, end
+            flat = self._torch.empty(0, dtype=self._torch.uint8, device=storage.device)
+            storage = flat.set_(storage, start, (end - start,), (1,)).cpu().untyped_storage()
+            start, end = 0, end - start
+        memory = (ctypes.c_char * (end - start)).from_address(storage.data_ptr() + start)
+        memory.storage = storage  # type: ignore[attr-defined]  # Whose memory it is.
+        return PickleBuffer(memory)
+
+
+# --- the receiver's side ----------------------------------------------------------------
+
+
+def rebuild_storage(contents: Any) -> torch.UntypedStorage:
+    """A storage that uses this memory, or a copy of it where it cannot be written to."""
+    import torch
+
+    view = memoryview(contents)
+    if not view.nbytes:
+        return torch.empty(0, dtype=torch.uint8).untyped_storage()
+    if view.readonly:
+        view = memoryview(bytearray(view))
+    return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+
+
+def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
+    """The `TypedStorage` around a storage."""
+    import torch
+
+    make = cast(Callable[..., Any], torch.TypedStorage)
+    return make(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def rebuild_tensor(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,  # noqa: FBT001 (arguments of a pickle have no names)
+    is_parameter: bool,  # noqa: FBT001
+) -> torch.Tensor:
+    """A leaf tensor, or parameter, that shows this storage."""
+    import torch
+
+    tensor = torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
+    """Give a tensor the attributes that Python code had put on it."""
+    tensor.__dict__.update(attributes)
+
+
+def _same(value: Any) -> Any:
+    return value

@@ -1,0 +1,1 @@
+"""Runs in each rank: the kernel, torchrun's environment, the process group."""

@@ -1,0 +1,185 @@
+"""The worker's kernel: a real ipykernel that takes names along and orders its output."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from typing import Any
+
+from ipykernel.displayhook import ZMQDisplayHook
+from ipykernel.ipkernel import IPythonKernel
+from ipykernel.kernelapp import IPKernelApp
+from IPython.core.autocall import IPyAutocall
+from jupyter_client.session import Session
+from traitlets import default
+
+from nbdist.wire.marks import mark
+from nbdist.wire.messages import NAME_PROBLEM
+from nbdist.worker.namespace import CellOrders, NameProblem, Namespace
+from nbdist.worker.streams import RankStream, flush_c_streams, write_all
+
+ORDERED = frozenset(
+    {
+        "execute_result",
+        "display_data",
+        "update_display_data",
+        "clear_output",
+        "error",
+        "comm_open",
+        "comm_msg",
+        "comm_close",
+        "execute_reply",
+    }
+)
+"""Messages whose place among the text matters."""
+
+
+class MarkingSession(Session):
+    """Marks in stdout where each ordered message belongs, and numbers the message alike."""
+
+    token = ""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._sent = 0
+        # The mark and its message must not be parted by another thread's.
+        self._in_order = threading.RLock()
+
+    def send(
+        self,
+        stream: Any,
+        msg_or_type: Any,
+        content: Any = None,
+        parent: Any = None,
+        ident: Any = None,
+        buffers: Any = None,
+        track: bool = False,  # noqa: FBT001, FBT002
+        header: Any = None,
+        metadata: Any = None,
+    ) -> Any:
+        """Send as any kernel does; called from every thread that publishes."""
+        is_message = not isinstance(msg_or_type, str)
+        kind = msg_or_type["header"]["msg_type"] if is_message else msg_or_type
+        with self._in_order:
+            if kind in ORDERED:
+                self._sent += 1
+                ours = {"nbdist": {"number": self._sent, "time_ns": time.time_ns()}}
+                metadata = {**(metadata or {}), **ours}
+                if is_message:
+                    msg_or_type["metadata"] = {**(msg_or_type.get("metadata") or {}), **ours}
+                write_all(mark(self.token, self._sent))
+            return super().send(
+                stream, msg_or_type, content, parent, ident, buffers, track, header, metadata
+            )
+
+
+class CellExit(IPyAutocall):
+    """`exit` and `quit`: end the cell on this rank; the worker stays."""
+
+    rewrite = False
+
+    def __call__(self, code: object = None) -> None:
+        raise SystemExit(code)
+
+
+class WorkerKernel(IPythonKernel):
+    """Runs cells with the names that came along, and reports what they bound."""
+
+    namespace: Namespace
+
+    @default("ident")
+    def _rank_as_ident(self) -> str:
+        """The agent subscribes to topics by rank."""
+        app: Any = self.parent
+        return str(app.rank)
+
+    async def do_execute(
+        self,
+        code: str,
+        silent: bool,  # noqa: FBT001 (the signature is ipykernel's)
+        store_history: bool = True,  # noqa: FBT001, FBT002
+        user_expressions: Any = None,
+        allow_stdin: bool = False,  # noqa: FBT001, FBT002
+        *,
+        cell_meta: Any = None,
+        cell_id: Any = None,
+    ) -> dict[str, Any]:
+        """Bind the cell's names, run it, and add what nbdist wants to know to the reply."""
+        orders = CellOrders.of(self.get_parent("shell"))
+        started = time.perf_counter()
+        try:
+            self.namespace.receive(orders.names)
+            before = self.namespace.snapshot()
+            shell: Any = self.shell
+            if orders.execution_count is not None:
+                shell.execution_count = orders.execution_count
+            reply: dict[str, Any] = await super().do_execute(
+                code, silent, store_history, user_expressions, allow_stdin
+            )
+            ours: dict[str, Any] = {"bound": sorted(self.namespace.bound_since(before))}
+            if orders.fetch and reply["status"] == "ok":
+                payload = self.namespace.fetch(orders.fetch)
+                ours["frames"] = [frame.hex() for frame in payload.frames]
+                if payload.segment:
+                    ours["segment"] = [payload.segment.path, payload.segment.sizes]
+        except NameProblem as problem:
+            reply, ours = self._report(NAME_PROBLEM, str(problem)), {}
+        except KeyboardInterrupt:  # between the lines of the cell; ipykernel would not reply
+            reply, ours = self._report("KeyboardInterrupt", ""), {}
+        ours["seconds"] = time.perf_counter() - started
+        flush_c_streams()
+        return {**reply, "nbdist": ours}
+
+    def _report(self, name: str, message: str) -> dict[str, Any]:
+        """Publish a failure outside the cell's code, as one line."""
+        error = {"ename": name, "evalue": message, "traceback": [f"{name}: {message}"]}
+        self.send_response(self.iopub_socket, "error", error, channel="shell")
+        return {"status": "error", **error}
+
+
+class WorkerApp(IPKernelApp):
+    """ipykernel's application with our kernel, streams and session."""
+
+    name = "nbdist-worker"
+    kernel_class = WorkerKernel
+    rank = 0
+    token = ""
+
+    def _session_default(self) -> Session:
+        session = MarkingSession(parent=self, username="nbdist")
+        session.token = self.token
+        return session
+
+    def init_iopub(self, context: Any) -> None:
+        """Never drop output: zmq would from the thousandth waiting message on."""
+        context.sndhwm = 0
+        super().init_iopub(context)
+
+    def init_io(self) -> None:
+        """Write text to the agent's pipes instead of to iopub."""
+        sys.stdout = RankStream("stdout", self.token)
+        sys.stderr = RankStream("stderr", self.token)
+        self.displayhook = ZMQDisplayHook(self.session, self.iopub_socket)
+        sys.displayhook = self.displayhook
+        self.patch_io()
+
+    def init_code(self) -> None:
+        """Run no start-up files: they are the notebook's, and what they bind is shipped."""
+
+
+def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
+    """The worker's kernel, bound to its sockets and ready to start."""
+    # A forked process may hold its parent's idea of a running loop.
+    asyncio.set_event_loop(asyncio.new_event_loop())
+    WorkerApp.rank, WorkerApp.token = rank, token
+    app = WorkerApp.instance(connection_file=connection_file, log_level=50)
+    app.config.HistoryManager.enabled = False
+    app.initialize([])
+    shell: Any = app.shell
+    shell.user_ns["exit"] = shell.user_ns["quit"] = CellExit(shell)
+    # tqdm shows widgets in any shell whose configuration names IPKernelApp; ours are not relayed.
+    shell.config.pop("IPKernelApp", None)
+    app.kernel.namespace = Namespace(shell.user_ns)
+    return app

@@ -1,0 +1,98 @@
+"""The worker's `__main__`: names that come with a cell, names it binds, values that go back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nbdist.wire.memory import Segment
+from nbdist.wire.payload import Payload, SegmentRef, open_payload, pack_frames
+from nbdist.wire.pickling import pickle, unpickle
+
+
+class NameProblem(Exception):
+    """A name could not be bound or brought back; the message is for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellOrders:
+    """What comes with a cell besides its source, in an execute_request's metadata and buffers."""
+
+    names: Payload | None
+    fetch: tuple[str, ...]
+    execution_count: int | None
+
+    @classmethod
+    def of(cls, request: Mapping[str, Any]) -> CellOrders:
+        """Read them from the request; any other client's request has none."""
+        extra = request.get("metadata", {}).get("nbdist", {})
+        names = None
+        if extra.get("segment"):
+            path, sizes = extra["segment"]
+            names = Payload(segment=SegmentRef(path, tuple(sizes)))
+        elif request.get("buffers"):
+            names = Payload(frames=tuple(bytes(frame) for frame in request["buffers"]))
+        return cls(names, tuple(extra.get("fetch", ())), extra.get("execution_count"))
+
+
+class Namespace:
+    """Wraps the kernel's `user_ns`, which is also the `__main__` of the process."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self._names = names
+        self._lent: Segment | None = None
+
+    def start_with(self, names: Mapping[str, Any]) -> None:
+        """Bind what every worker has from its start."""
+        self._names.update(names)
+
+    def receive(self, payload: Payload | None) -> None:
+        """Bind the names that came along; with none of them bound when one cannot be read."""
+        # What the last cell brought back has been read by now.
+        if self._lent is not None:
+            self._lent.close()
+            self._lent = None
+        if payload is None:
+            return
+        try:
+            names = unpickle(open_payload(payload), self._names)
+        except Exception as error:  # a user's class can raise anything while it is rebuilt
+            raise NameProblem(
+                f"a name that the cell uses could not be rebuilt in the worker: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        self._names.update(names)
+
+    def snapshot(self) -> dict[str, int]:
+        """Which object each name is bound to; compare with `bound_since`."""
+        return {name: id(value) for name, value in self._names.items()}
+
+    def bound_since(self, before: Mapping[str, int]) -> frozenset[str]:
+        """Names that are bound to another object now, without IPython's own `_`, `In`, `_i3`."""
+        return frozenset(
+            name
+            for name, value in self._names.items()
+            if not name.startswith("_") and before.get(name) != id(value)
+        )
+
+    def fetch(self, expressions: Sequence[str]) -> Payload:
+        """The values of some names (or expressions), CUDA tensors moved to the CPU.
+
+        A big payload stays in memory that this process lends until its next cell.
+        """
+        values = {}
+        for expression in expressions:
+            try:
+                values[expression] = eval(expression, self._names)
+            except Exception as error:  # the expression is the user's
+                raise NameProblem(f"{type(error).__name__}: {error}") from error
+        try:
+            pickled = pickle(values, self._names, tensors_to_cpu=True)
+        except Exception as error:  # a user's __reduce__ can raise anything
+            raise NameProblem(
+                f"`{', '.join(expressions)}` cannot be sent to the notebook: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        payload, self._lent = pack_frames(pickled.frames)
+        return payload

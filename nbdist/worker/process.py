@@ -1,0 +1,44 @@
+"""Turns a fresh process, forked or spawned, into the worker of one rank.
+
+Called by `nbdist.worker.__main__` and, in the child of a fork, by `nbdist.node.nursery`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+from nbdist.wire.messages import RankStart
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends.
+
+    Python polls for a lost parent need the GIL; this does not.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it ended before we asked
+        os._exit(1)
+
+
+def set_environment(orders: RankStart) -> None:
+    """Give the process the notebook's environment, path and folder, and torchrun's variables."""
+    os.environ.clear()
+    os.environ.update(orders.world.environ)
+    os.environ.update(orders.environ)
+    sys.path[:] = orders.world.sys_path
+    os.chdir(orders.world.cwd)
+
+
+def become_worker(orders: RankStart, parent_pid: int) -> None:
+    """Run the worker of this rank until its kernel ends."""
+    die_with_parent(parent_pid)
+    set_environment(orders)
+    # Imports wait until here, so that a spawned worker has its environment before torch.
+    from nbdist.worker.run import run_worker
+
+    run_worker(orders)

@@ -1,0 +1,40 @@
+"""The life of a worker: its kernel, its group, its cells, its end."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import torch.distributed as dist
+
+from nbdist.wire.marks import mark
+from nbdist.wire.messages import RankStart
+from nbdist.worker.environment import prepare_torch, ready_names
+from nbdist.worker.group import form_group
+from nbdist.worker.kernel import make_app
+from nbdist.worker.spawning import pickle_cell_classes_by_value
+from nbdist.worker.streams import write_all
+
+
+def run_worker(orders: RankStart) -> None:
+    """Bind the kernel, join the group, say so, and run cells until told to end."""
+    prepare_torch(orders)
+    app = make_app(orders.connection_file, orders.rank, orders.token)
+    app.kernel.namespace.start_with(ready_names(orders))
+    quieten()
+    pickle_cell_classes_by_value()
+    form_group(orders)
+    write_all(mark(orders.token, "ready"))
+    app.start()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def quieten() -> None:
+    """Drop what IPython does and says for people who sit at a terminal."""
+    # Lightning refuses to run several processes where it finds a prompt.
+    for prompt in ("ps1", "ps2"):
+        if hasattr(sys, prompt):
+            delattr(sys, prompt)
+    # Leaving by exit() is not how a worker ends.
+    warnings.filterwarnings("ignore", message="To exit: use")

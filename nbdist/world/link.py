@@ -1,0 +1,207 @@
+"""The one bridge between the notebook's thread and the agents.
+
+A thread of the link owns the socket.  The notebook's thread calls, waits on queues and
+futures, and is the only one that meets KeyboardInterrupt.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import queue
+import shutil
+import threading
+from collections import deque
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+
+import zmq
+
+from nbdist import __version__
+from nbdist.errors import AgentLost, StartError
+from nbdist.wire.frames import to_bytes, up_from
+from nbdist.wire.messages import (
+    Answer,
+    Call,
+    Cell,
+    Down,
+    Hello,
+    Leave,
+    Output,
+    Outputs,
+    Received,
+    Reply,
+    Request,
+    Run,
+)
+from nbdist.world.launcher import AgentProcess, Launcher
+from nbdist.world.runtime import make_runtime_folder
+
+log = logging.getLogger("nbdist.world")
+
+HELLO_TIMEOUT = 30.0
+CALL_TIMEOUT = 240.0
+"""Longer than an agent takes for its slowest answer, a start; `AgentLost` comes at once."""
+LEAVE_TIMEOUT = 8.0
+
+Item = tuple[int, str, Output]
+
+
+class Link:
+    """A connection to the agents of a world, from their start to their end."""
+
+    def __init__(self, launcher: Launcher, *, nursery: bool = True) -> None:
+        self.pid = os.getpid()
+        self.outputs: queue.SimpleQueue[tuple[Item, ...] | AgentLost] = queue.SimpleQueue()
+        self._runtime = make_runtime_folder()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.sndhwm = self._socket.rcvhwm = 0
+        # Bound before the agent is started: no port is guessed, no connection retried.
+        self._socket.bind(f"ipc://{self._runtime}/notebook.sock")
+        self._wake, self._wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._waiting: deque[Down] = deque()
+        self._answers: dict[int, Future[Reply]] = {}
+        self._numbers = itertools.count(1)
+        self._hello: Future[Hello] = Future()
+        self._lost: AgentLost | None = None
+        self._closing = False
+        self._identity = b""
+        self.agents = launcher.launch(self._runtime, nursery=nursery)
+        self._thread = threading.Thread(target=self._run, name="nbdist-link", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        state = "lost" if self._lost else "closed" if self._closing else "up"
+        return f"<Link {state} {self.agents} {len(self._answers)} calls open>"
+
+    @property
+    def is_up(self) -> bool:
+        """Whether calls can be made."""
+        return self._lost is None and not self._closing
+
+    def call(self, request: Request, timeout: float = CALL_TIMEOUT) -> Reply:
+        """The agent's reply.  Raises AgentLost, StartError, or KeyboardInterrupt on Stop."""
+        self._wait_for_hello()
+        answer: Future[Reply] = Future()
+        number = next(self._numbers)
+        self._answers[number] = answer
+        self._send(Call(number, request))
+        if self._lost is not None:
+            raise self._lost
+        try:
+            return answer.result(timeout)
+        except FutureTimeoutError:
+            raise self._lost_now() from None
+        finally:
+            self._answers.pop(number, None)
+
+    def run(self, cell: Cell) -> None:
+        """Send the cell to the agents; what it shows arrives in `outputs`."""
+        self._send(Run(cell))
+
+    def received(self) -> None:
+        """Say that one batch of `outputs` has been taken in."""
+        self._send(Received())
+
+    def close(self) -> None:
+        """End the agents and all they hold; afterwards nothing of the link is left."""
+        if self._closing or os.getpid() != self.pid:  # a fork of the notebook owns nothing here
+            return
+        self._closing = True
+        self._send(Leave())
+        for agent in self.agents:
+            agent.end(LEAVE_TIMEOUT)
+        self._thread.join(LEAVE_TIMEOUT)
+        for agent in self.agents:
+            agent.close()
+        self._socket.close()
+        self._context.term()
+        os.close(self._wake)
+        os.close(self._wake_end)
+        # The agent removes it; an agent that was killed cannot.
+        shutil.rmtree(self._runtime, ignore_errors=True)
+
+    # --- the notebook's thread ----------------------------------------------------------
+
+    def _send(self, message: Down) -> None:
+        self._waiting.append(message)
+        with suppress(BlockingIOError):  # full of wakes, so it will wake
+            os.write(self._wake_end, b"x")
+
+    def _wait_for_hello(self) -> None:
+        try:
+            hello = self._hello.result(HELLO_TIMEOUT)
+        except FutureTimeoutError:
+            raise self._start_error("said nothing within 30 s") from None
+        except AgentLost as lost:
+            raise self._start_error("ended at once") from lost
+        if hello.version != __version__:
+            raise self._start_error(f"is nbdist {hello.version}, the notebook {__version__}")
+
+    def _start_error(self, why: str) -> StartError:
+        agent = self.agents[0]
+        return StartError(None, agent.host, agent.command, why, agent.last_lines())
+
+    def _lost_now(self) -> AgentLost:
+        agent = self.agents[0]
+        return AgentLost(agent.host, agent.exit_code())
+
+    # --- the link's thread ---------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        for agent in self.agents:
+            poller.register(agent.fileno(), zmq.POLLIN)
+        ends = {agent.fileno(): agent for agent in self.agents}
+        while True:
+            ready = dict(poller.poll())
+            if self._socket in ready:
+                self._read()
+            if self._wake in ready:
+                with suppress(BlockingIOError):
+                    os.read(self._wake, 4096)
+            self._write()
+            for end in ends.keys() & ready.keys():
+                self._agent_ended(ends[end])
+                return
+
+    def _write(self) -> None:
+        while self._waiting and self._identity:
+            self._socket.send_multipart([self._identity, to_bytes(self._waiting.popleft())])
+
+    def _read(self) -> None:
+        with suppress(zmq.Again):
+            while True:
+                identity, frame = self._socket.recv_multipart(zmq.NOBLOCK)
+                self._take(identity, frame)
+
+    def _take(self, identity: bytes, frame: bytes) -> None:
+        match up_from(frame):
+            case Hello() as hello:
+                self._identity = identity
+                self._hello.set_result(hello)
+            case Answer(number, reply):
+                answer = self._answers.get(number)
+                if answer is not None:
+                    answer.set_result(reply)
+            case Outputs(items):
+                self.outputs.put(items)
+
+    def _agent_ended(self, agent: AgentProcess) -> None:
+        """Fail whoever waits; called in the link's thread, which ends then."""
+        self._read()
+        lost = AgentLost(agent.host, agent.exit_code())
+        log.debug("agent ended: %s", lost)
+        self._lost = lost
+        if not self._hello.done():
+            self._hello.set_exception(lost)
+        for answer in list(self._answers.values()):
+            if not answer.done():
+                answer.set_exception(lost)
+        self.outputs.put(lost)

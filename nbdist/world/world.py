@@ -1,0 +1,401 @@
+"""World: N workers as one."""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from nbdist import topology
+from nbdist.errors import (
+    AgentLost,
+    NbdistError,
+    StartError,
+    UsageError,
+    WorkerDied,
+    WorldBusy,
+    WorldNotStarted,
+)
+from nbdist.wire.messages import (
+    Cell,
+    Died,
+    GetStatus,
+    StartFailure,
+    StartWorld,
+    StopWorld,
+    WorkerStatus,
+    WorldSpec,
+    WorldStarted,
+)
+from nbdist.wire.payload import Payload, pack_frames
+from nbdist.wire.pickling import pickle
+from nbdist.world.launcher import find_launcher
+from nbdist.world.link import Link
+from nbdist.world.result import CellResult
+from nbdist.world.running import News, RunningCell
+from nbdist.world.states import Event, State, next_state
+
+STOP_GRACE = 2.0
+"""Seconds that idle workers have to run their exit handlers."""
+
+RESTART_GRACE = 0.3
+STATUS_TIMEOUT = 5.0
+ERROR_ECHO = 0.5
+
+
+class World:
+    """N workers that share one process group, with their variables, until shut down.
+
+        with World(n=4) as world:
+            world.execute("x = torch.ones(1) * rank; dist.all_reduce(x)")
+            print(world.gather("x"))
+
+    Not for use from several threads at once.
+
+    Args:
+        n: how many workers: a number, `"auto"` (one per visible GPU; without any one per
+            core, at most 4), `"gpu"` or `"cpu"` (one per core).
+        backend: torch's name, `"none"` for no process group; by default nccl for GPUs
+            beside gloo for the CPU, or gloo alone.
+        gpus: the GPUs to use, as torch counts them: `"0,1,3"`.
+        name: shown in `%dist_status`, and the name of the log folder.
+        launcher: how agents are started, a name of the entry points `nbdist.launchers`.
+        nursery: fork workers from a process that has torch imported; else spawn each.
+        log_dir: where log files go, "" for none; by default `$NBDIST_LOG_DIR`, else
+            `~/.local/state/nbdist`.
+
+    Raises:
+        UsageError: before anything is started, for arguments that cannot be.
+    """
+
+    def __init__(
+        self,
+        n: int | str = "auto",
+        *,
+        backend: str | None = None,
+        gpus: str | None = None,
+        name: str | None = None,
+        launcher: str = "local",
+        nursery: bool = True,
+        log_dir: str | None = None,
+        link: Link | None = None,
+    ) -> None:
+        self.warning = ""
+        self.state = State.STOPPED
+        self.pids: Mapping[int, int] = {}
+        self.logs: Mapping[int, str] = {}
+        self.namespace: dict[str, Any] = sys.modules["__main__"].__dict__
+        self.late: list[tuple[int, Any]] = []
+        self.dead: dict[int, Died] = {}
+        self.name = name or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self.launcher = launcher
+        self._link = link
+        self._nursery = nursery
+        self._log_dir = default_log_dir() if log_dir is None else log_dir
+        self._running: RunningCell | None = None
+        self._configure(n, backend, gpus)
+
+    def __repr__(self) -> str:
+        cell = f" {self._running}" if self._running and self._running.unfinished else ""
+        return f"<World {self.size} ranks, {self.state.value}{cell}>"
+
+    # --- life -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the workers and form their group; does nothing when they are there.
+
+        Raises StartError with the rank's last lines; nothing of the world is left then.
+        """
+        if self.state is not State.STOPPED:
+            return
+        self.advance(Event.START)
+        try:
+            if self._link is None or not self._link.is_up:
+                self._link = Link(find_launcher(self.launcher), nursery=self._nursery)
+            started = self._link.call(StartWorld(self._spec))
+        except BaseException:  # Stop too: whatever has been started is ended
+            self.advance(Event.START_FAILED)
+            self._close_link()
+            raise
+        if isinstance(started, StartFailure):
+            self.advance(Event.START_FAILED)
+            raise StartError(
+                started.rank, started.host, started.command, started.reason, started.last_lines
+            )
+        assert isinstance(started, WorldStarted)
+        self.pids, self.logs = started.pids, started.logs
+        self.advance(Event.STARTED)
+
+    def restart(self, n: int | str | None = None) -> None:
+        """End all workers and start new ones, out of every state; variables are lost."""
+        if n is not None:
+            self._configure(n, self._asked_backend, self._asked_gpus)
+        if self._link is not None and self._link.is_up and self.state is not State.STOPPED:
+            self.advance(Event.STOP)
+            with suppress(AgentLost):  # then its workers are gone too
+                self._link.call(StopWorld(RESTART_GRACE))
+            self.advance(Event.STOPPED)
+        self._drop_outputs()
+        self.start()
+
+    def shutdown(self) -> None:
+        """End all workers and their agent; nothing of them is left."""
+        self.advance(Event.STOP)
+        if self._link is not None and self._link.is_up:
+            with suppress(AgentLost, StartError):  # ended before, which is what is wanted
+                self._link.call(StopWorld(STOP_GRACE))
+        self._close_link()
+        self.advance(Event.STOPPED)
+
+    def __enter__(self) -> World:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    # --- cells ----------------------------------------------------------------------------
+
+    def submit(self, cell: Cell) -> RunningCell:
+        """Send a cell to all of its ranks at once; iterate over what is returned.
+
+        Raises what keeps it from running, with nothing sent: WorldNotStarted, WorldBusy,
+        WorkerDied, AgentLost.
+        """
+        self.receive_waiting()
+        self._check_ready()
+        running = RunningCell(self, cell)
+        self.advance(Event.CELL)
+        self._running = running
+        self.link.run(cell)
+        return running
+
+    def stream(self, cell: Cell) -> Iterator[News]:
+        """What ranks show, by rank, as it comes, until the cell has ended."""
+        yield from self.submit(cell)
+
+    def execute(
+        self,
+        source: str,
+        *,
+        ranks: Sequence[int] | None = None,
+        names: Mapping[str, Any] | None = None,
+        fetch: Sequence[str] = (),
+    ) -> CellResult:
+        """Run source on all ranks, or some, and wait for it.
+
+        Args:
+            source: what a cell could hold, magics and top-level `await` included.
+            ranks: by default all.
+            names: bound on the ranks first.
+            fetch: names (or expressions) whose values come back: `result.rank(i)` is the
+                value when there is one, else a mapping.
+
+        Raises:
+            WorkerError: the source raised on a rank; WorkerDied: a rank's process ended.
+        """
+        payload, segment = self._pack(names)
+        try:
+            running = self.submit(self.cell(source, ranks=ranks, names=payload, fetch=tuple(fetch)))
+            result = running.result()
+        finally:
+            if segment is not None:
+                segment.close()
+        error = running.error()
+        if error is not None:
+            raise error
+        return result
+
+    def gather(self, name: str, ranks: Sequence[int] | None = None) -> list[Any]:
+        """The value of a name on each rank, in rank order; tensors arrive on the CPU."""
+        result = self.execute("", ranks=ranks, fetch=(name,))
+        return list(result)
+
+    def cell(
+        self,
+        source: str,
+        *,
+        ranks: Sequence[int] | None = None,
+        names: Payload | None = None,
+        fetch: tuple[str, ...] = (),
+        execution_count: int | None = None,
+    ) -> Cell:
+        """A cell for this world, on all of its ranks by default."""
+        on = tuple(range(self.size)) if ranks is None else tuple(ranks)
+        return Cell(uuid.uuid4().hex, source, on, names, fetch, execution_count)
+
+    def interrupt(self) -> None:
+        """Send SIGINT to the ranks that run a cell; does nothing when none does."""
+        if self._running is not None and self._running.unfinished:
+            self._running.interrupt()
+
+    def status(self) -> tuple[WorkerStatus, ...]:
+        """One row per rank, from the agent; answers while ranks are busy."""
+        if not self.state.has_workers:
+            return ()
+        self.receive_waiting()
+        rows = self.link.call(GetStatus(), timeout=STATUS_TIMEOUT)
+        assert isinstance(rows, tuple)
+        return rows
+
+    # --- for RunningCell ----------------------------------------------------------------------
+
+    @property
+    def link(self) -> Link:
+        """The connection to the agents of a world that has workers."""
+        if self._link is None:
+            raise WorldNotStarted("This")
+        return self._link
+
+    @property
+    def host(self) -> str:
+        """The machine of the workers."""
+        return self.link.agents[0].host
+
+    def detach_link(self) -> Link | None:
+        """The link, for whoever ends it; the world is none without it."""
+        link, self._link = self._link, None
+        return link
+
+    def advance(self, event: Event) -> None:
+        """The only door to another state."""
+        self.state = next_state(self.state, event)
+
+    def receive(self, timeout: float) -> None:
+        """Take in what ranks have shown; wait for the first of it, at most `timeout` seconds."""
+        try:
+            items = self.link.outputs.get(timeout=timeout)
+        except queue.Empty:
+            return
+        if isinstance(items, AgentLost):
+            self._take_loss(items)
+            return
+        for rank, cell_id, output in items:
+            self._take(rank, cell_id, output)
+        self.link.received()
+
+    def receive_waiting(self) -> None:
+        """Take in all that has arrived so far."""
+        while self._link is not None and not self._link.outputs.empty():
+            self.receive(timeout=0.0)
+
+    # --- inside ---------------------------------------------------------------------------
+
+    def resolve(self, n: int | str, gpus: int | None = None) -> int:
+        """How many workers `n` means here."""
+        if gpus is None:
+            gpus = len(self._spec.gpus)
+        return topology.resolve(topology.parse_workers(str(n)), gpus, topology.usable_cores())
+
+    def _configure(self, n: int | str, backend: str | None, gpus: str | None) -> None:
+        """Work out the spec of the workers; UsageError for what cannot be."""
+        self._asked_backend, self._asked_gpus = backend, gpus
+        visible = topology.visible_gpus(os.environ)
+        chosen = visible if gpus is None else topology.parse_gpus(gpus, visible)
+        cores = topology.usable_cores()
+        size = self.resolve(n, len(chosen))
+        named = backend and topology.parse_backend(backend)
+        used = named or topology.default_backend(len(chosen))
+        self.warning = (
+            topology.check_start(
+                size, len(chosen), cores, used, os.environ.get("CUDA_VISIBLE_DEVICES")
+            )
+            or ""
+        )
+        self.size = size
+        self.backend = used
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        self._spec = WorldSpec(
+            world_size=size,
+            backend=None if used == "none" else used,
+            environ=dict(os.environ),
+            cwd=os.getcwd(),
+            sys_path=tuple(sys.path),
+            threads=int(threads) if threads.isdigit() else max(1, cores // size),
+            python=sys.executable,
+            gpus=chosen,
+            name=self.name,
+            log_dir=self._log_dir,
+            use_nursery=self._nursery,
+        )
+
+    def _check_ready(self) -> None:
+        if self.state.takes_cells:
+            return
+        if self.state in (State.STOPPED, State.STARTING, State.STOPPING):
+            raise WorldNotStarted("The cell")
+        if self.state is State.BROKEN:
+            raise self._death()
+        assert self._running is not None
+        raise WorldBusy(self._running.unfinished, self._running.age)
+
+    def _death(self) -> NbdistError:
+        """Why there are fewer workers than ranks; said again for every cell until a restart."""
+        if self._running is not None and (error := self._running.error()):
+            return error
+        rank, died = next(iter(self.dead.items()))
+        return WorkerDied(
+            rank, self.host, self.pids.get(rank, 0), self.dead, 0, 0.0, died.exit_code
+        )
+
+    def _take(self, rank: int, cell_id: str, output: Any) -> None:
+        if isinstance(output, Died):
+            self.dead[rank] = output
+            self.advance(Event.RANK_DIED)
+        running = self._running
+        if running is not None and cell_id == running.cell.id:
+            running.take(rank, output)
+            if not running.unfinished and self.state is not State.BROKEN:
+                self.advance(Event.CELL_DONE)
+        else:
+            self.late.append((rank, output))
+
+    def _take_loss(self, lost: AgentLost) -> None:
+        if self._running is not None:
+            self._running.take_loss()
+        self.advance(Event.AGENT_LOST)
+        self._close_link()
+
+    def _drop_outputs(self) -> None:
+        """Forget what the workers before had still to say."""
+        self.dead = {}
+        self._running = None
+        self.late.clear()
+        while self._link is not None and not self._link.outputs.empty():
+            self._link.outputs.get()
+            if self._link.is_up:
+                self._link.received()
+
+    def _close_link(self) -> None:
+        link = self.detach_link()
+        if link is not None:
+            link.close()
+
+    def _pack(self, names: Mapping[str, Any] | None) -> tuple[Payload | None, Any]:
+        if not names:
+            return None, None
+        pickled = pickle(dict(names), self.namespace)
+        if pickled.needs - names.keys():
+            missing = ", ".join(sorted(pickled.needs - names.keys()))
+            raise UsageError(f"The functions among `names` use {missing}: pass these too.")
+        return pack_frames(pickled.frames)
+
+
+def default_log_dir() -> str:
+    """`$NBDIST_LOG_DIR` (empty for no log files), else the user's state folder."""
+    if "NBDIST_LOG_DIR" in os.environ:
+        return os.environ["NBDIST_LOG_DIR"]
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return str(Path(state).expanduser() / "nbdist")
