@@ -9,6 +9,8 @@ from typing import Any
 from nbdist.wire.messages import Clear, Display, Done, Failure, Output, Update
 from nbdist.wire.payload import Payload, SegmentRef
 
+ENDING = "`%dist_shutdown` ends all workers."
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:
@@ -25,12 +27,7 @@ def output_from(message: Mapping[str, Any]) -> Output | Reply | None:
         case "execute_reply":
             return Reply(message["parent_header"]["msg_id"], _done(content))
         case "error":
-            return Failure(
-                content["ename"],
-                content["evalue"],
-                tuple(content["traceback"]),
-                message["metadata"]["nbdist"]["time_ns"],
-            )
+            return _failure(content, message["metadata"]["nbdist"]["time_ns"])
         case "execute_result":
             return Display(content["data"], content["metadata"], is_result=True)
         case "display_data":
@@ -42,6 +39,15 @@ def output_from(message: Mapping[str, Any]) -> Output | Reply | None:
             return Clear(bool(content.get("wait")))
         case _:
             return None
+
+
+def _failure(content: Mapping[str, Any], time_ns: int) -> Failure:
+    name, message, traceback = content["ename"], content["evalue"], tuple(content["traceback"])
+    if name == "SystemExit":
+        # IPython explains at length how to leave a terminal.
+        said = f"SystemExit({message})"
+        traceback = (f"{said}: it ended the cell on this rank; the worker lives on. {ENDING}",)
+    return Failure(name, message, traceback, time_ns)
 
 
 def _done(content: Mapping[str, Any]) -> Done:

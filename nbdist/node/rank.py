@@ -31,6 +31,7 @@ CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 LAST_LINES = 20
 KILL_TIMEOUT = 5.0
 SUBSCRIBE_TIMEOUT = 10.0
+RETRY_SECONDS = 0.02
 
 Emit = Callable[[int, str, Output], None]
 
@@ -140,7 +141,7 @@ class Rank:
         while not subscribed.is_set() and time.monotonic() < deadline:
             self._send("kernel_info_request", {})
             with suppress(asyncio.TimeoutError):  # subscribed after that status: ask again
-                await asyncio.wait_for(subscribed.wait(), 0.2)
+                await asyncio.wait_for(subscribed.wait(), RETRY_SECONDS)
         iopub.setsockopt(zmq.UNSUBSCRIBE, status)
         for stream in self._streams.values():
             stream.on_recv(self._read_message)

@@ -40,6 +40,7 @@ _SQUARE = (
     "text-align:center"
 )
 _MOST_SQUARES = 128
+_CODES_PER_CHARACTER = 8
 TABLE = (
     "border-collapse:collapse;border:none;margin:2px 0;font-size:13px;table-layout:auto;"
     "text-align:left"
@@ -133,13 +134,16 @@ def display_html(html: str) -> str:
 
 def clip(text: str, width: int) -> str:
     """The text, or as much of it as fits in `width` characters and how many follow."""
-    # Colour codes take no room; only a text that looks too long is worth measuring.
     if len(text) <= width:
         return text
-    plain = strip(text)
-    if len(plain) <= width:
-        return text if len(text) <= 8 * width else plain
-    return f"{plain[:width]} … {len(plain) - width:,} more characters"
+    if "\x1b" not in text:
+        return f"{text[:width]} … {len(text) - width:,} more characters"
+    # Colour codes take no room, but neither they nor the search for them may go on for ever.
+    start = text[: _CODES_PER_CHARACTER * width]
+    plain = strip(start).partition("\x1b")[0]
+    if len(start) == len(text) and len(plain) <= width:
+        return text
+    return f"{plain[:width]} … more characters"
 
 
 def size(html: str) -> int:

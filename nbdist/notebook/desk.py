@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from nbdist import topology
-from nbdist.errors import UsageError, WorldChanged, WorldNotStarted
+from nbdist.errors import UsageError, WorldChanged, WorldNotStarted, count
 from nbdist.notebook.display import make_display
 from nbdist.notebook.ledger import Ledger
 from nbdist.notebook.names import names_bound
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nbdist.notebook.display import PanelDisplay, PlainDisplay
+    from nbdist.notebook.display import CellDisplay
     from nbdist.notebook.settings import NbDist
     from nbdist.wire.messages import Cell
 
@@ -52,29 +52,27 @@ class Desk:
         """Start an agent, which has its nursery import torch meanwhile."""
         self._link = Link(find_launcher("local"))
 
-    def ensure_world(self, options: argparse.Namespace | None) -> World:
-        """The running world, or a new one; UsageError when the options describe another."""
-        if self.world is not None and self.world.state.has_workers:
-            if options is not None:
-                self._check_same(self.world, options)
-            return self.world
-        if options is None:
-            raise WorldNotStarted("The cell")
-        return self._start(self._new_world(options))
+    def init(self, options: argparse.Namespace) -> None:
+        """Start workers unless they are there, and say so."""
+        display = self._display()
+        world = self._ensure_world(options, display)
+        display.say(f"{count(world.size, 'worker')} ready · {world.backend}")
 
-    def restart(self, options: argparse.Namespace) -> World:
-        """A world with new workers: as before but for what the options say."""
-        old = self.world
-        if old is None:
-            return self._start(self._new_world(options))
-        changed = [getattr(options, name) for name in WORLD_OPTIONS]
-        if any(changed) or options.no_nursery:
-            new = self._new_world(options, old)
-            old.shutdown()
-            return self._start(new)
-        self.ledger.forget()
-        old.restart(options.workers)
-        return old
+    def restart(self, options: argparse.Namespace) -> None:
+        """Have new workers: as the ones before but for what the options say."""
+        display, old = self._display(), self.world
+        changed = options.no_nursery or any(getattr(options, name) for name in WORLD_OPTIONS)
+        if old is None or changed:
+            world = self._new_world(options, old)
+            if old is not None:
+                old.shutdown()
+            self._start(world, display)
+        else:
+            world = old
+            self.ledger.forget()
+            display.wait_for("restarting")
+            world.restart(options.workers)
+        display.say(f"{count(world.size, 'worker')} ready · {world.backend} · variables are new")
 
     def shutdown(self) -> bool:
         """End the workers and the agent; whether there were workers."""
@@ -114,13 +112,29 @@ class Desk:
             self._link = link
             raise
 
-    def _start(self, world: World) -> World:
+    def _ensure_world(self, options: argparse.Namespace | None, display: CellDisplay) -> World:
+        """The running world, or a new one; UsageError when the options describe another."""
+        if self.world is not None and self.world.state.has_workers:
+            if options is not None:
+                self._check_same(self.world, options)
+            return self.world
+        if options is None:
+            raise WorldNotStarted("The cell")
+        world = self._new_world(options)
+        self._start(world, display)
+        return world
+
+    def _start(self, world: World, display: CellDisplay) -> None:
         self.ledger.forget()
         if world.warning:
-            self.say(world.warning)
-        world.start()
+            display.note(world.warning)
+        display.wait_for(f"starting {count(world.size, 'worker')} …")
+        try:
+            world.start()
+        except BaseException:
+            display.say("no workers were started")
+            raise
         self.world = world
-        return world
 
     def _check_same(self, world: World, options: argparse.Namespace) -> None:
         """What a cell's options say of the world has to be true of the one that runs."""
@@ -146,14 +160,14 @@ class Desk:
         options: argparse.Namespace | None = None,
     ) -> None:
         """Run a cell on the workers and show it; raises its one error when it failed."""
-        count = self._execution_count()
+        number = self._execution_count()
         python = check_source(self.shell, first_line, cell)
-        world = self.ensure_world(options)
         display = self._display()
+        world = self._ensure_world(options, display)
         on = topology.parse_ranks(ranks or "all", world.size)
         source = in_notebook_lines(first_line, cell)
         shipment = plan(python, self.ledger, on, self.shell.user_ns_hidden)
-        self._run(world.cell(source, ranks=on, execution_count=count), shipment, display)
+        self._run(world.cell(source, ranks=on, execution_count=number), shipment, display)
 
     def push(self, names: Sequence[str], ranks: str | None) -> None:
         """Bind names of the notebook on the workers, whoever owns them there."""
@@ -165,9 +179,7 @@ class Desk:
         on = topology.parse_ranks(ranks or "all", self.world.size)
         self._run(self.world.cell("", ranks=on), push(names, self.ledger, on), self._display())
 
-    def _run(
-        self, cell: Cell, shipment: Shipment | None, display: PanelDisplay | PlainDisplay
-    ) -> None:
+    def _run(self, cell: Cell, shipment: Shipment | None, display: CellDisplay) -> None:
         assert self.world is not None
         for notice in shipment.notices if shipment else ():
             display.note(notice)
@@ -185,7 +197,7 @@ class Desk:
         if error := running.error():
             raise error
 
-    def _follow(self, running: RunningCell, display: PanelDisplay | PlainDisplay) -> None:
+    def _follow(self, running: RunningCell, display: CellDisplay) -> None:
         """Show the cell until it ends; Stop interrupts the ranks and gives control back."""
         stopped = False
         try:
@@ -210,16 +222,15 @@ class Desk:
 
     # --- names ----------------------------------------------------------------------------
 
-    def gather(self, expression: str, ranks: str | None) -> list[Any]:
-        """The value of an expression on some ranks, in rank order."""
+    def gather(self, expression: str, ranks: str | None, target: str) -> None:
+        """Bind a list of the values of an expression on some ranks, in rank order."""
         if self.world is None:
             raise WorldNotStarted("`%dist_gather`")
         on = topology.parse_ranks(ranks or "all", self.world.size)
-        return self.world.gather(expression, on)
-
-    def bind(self, name: str, value: object) -> None:
-        """Bind a name in the notebook, on behalf of the user."""
-        self.shell.user_ns[name] = value
+        self.shell.user_ns[target] = self.world.gather(expression, on)
+        if target == expression:
+            # The list is for the notebook: in the next cell the name means what it meant.
+            self.ledger.bound_on_workers([target], on)
 
     def notice_cell(self, raw_cell: str) -> None:
         """A cell of the notebook has run: what it bound is the notebook's."""
@@ -240,16 +251,15 @@ class Desk:
             owners = owners_text(self.ledger.owners())
             text += f"\n{owners}"
             html += f'<pre style="font-family:monospace">{escape(owners)}</pre>'
-        self._display().show_once(html, text)
+        self._display().show_table(html, text)
 
     # --- words ----------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
         """One line that is not a cell's output."""
-        html = f'<div style="font-family:monospace;opacity:0.7">{escape(text)}</div>'
-        self._display().show_once(html, text)
+        self._display().say(text)
 
-    def _display(self) -> PanelDisplay | PlainDisplay:
+    def _display(self) -> CellDisplay:
         return make_display(self.shell, self.settings.display)
 
     def _execution_count(self) -> int:

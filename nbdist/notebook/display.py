@@ -30,10 +30,19 @@ REDRAW = 0.25
 
 
 class CellDisplay(Protocol):
-    """Where one cell's output appears."""
+    """Where the output of one cell, or of one magic, appears."""
 
     def note(self, text: str) -> None:
-        """One line beside the output, such as a warning."""
+        """A line that stays with the output, such as a warning; shown at once."""
+
+    def wait_for(self, text: str) -> None:
+        """A line to look at until there is something else."""
+
+    def say(self, text: str) -> None:
+        """A line that is all the output there is."""
+
+    def show_table(self, html: str, text: str) -> None:
+        """A table that is all the output there is, in both forms."""
 
     def show(self, transcript: Transcript, news: News) -> None:
         """Called whenever ranks have said something, and every so often."""
@@ -54,10 +63,15 @@ class PanelDisplay:
 
     def note(self, text: str) -> None:
         self._notes.append(text)
+        self.wait_for("")
+
+    def wait_for(self, text: str) -> None:
+        self.say(" · ".join([*self._notes, text] if text else self._notes))
+
+    def say(self, text: str) -> None:
         self._draw(panel(dim(text)), text)
 
-    def show_once(self, html: str, text: str) -> None:
-        """Something that is not a cell's output."""
+    def show_table(self, html: str, text: str) -> None:
         self._draw(html, text)
 
     def show(self, transcript: Transcript, news: News) -> None:
@@ -91,11 +105,13 @@ class PlainDisplay:
         self._lines: PlainLines | None = None
 
     def note(self, text: str) -> None:
-        sys.stdout.write(f"nbdist: {text}\n")
-
-    def show_once(self, html: str, text: str) -> None:
-        """Something that is not a cell's output."""
         sys.stdout.write(f"{text}\n")
+
+    wait_for = note
+    say = note
+
+    def show_table(self, html: str, text: str) -> None:
+        self.say(text)
 
     def show(self, transcript: Transcript, news: News) -> None:
         now = time.monotonic()
@@ -117,7 +133,7 @@ class PlainDisplay:
             sys.stdout.write(f"{line}\n")
 
 
-def make_display(shell: InteractiveShell, chosen: str) -> PanelDisplay | PlainDisplay:
+def make_display(shell: InteractiveShell, chosen: str) -> CellDisplay:
     """A panel where the shell is a kernel that a page draws for, else plain lines."""
     if chosen == "panel" or (chosen == "auto" and hasattr(shell, "kernel")):
         return PanelDisplay()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments
 
-from nbdist.errors import UsageError, count
+from nbdist.errors import UsageError
 from nbdist.notebook.desk import Desk
 from nbdist.notebook.options import parse, ranks_option, world_options
 
@@ -55,8 +55,7 @@ class DistributedMagics(Magics):
     @line_magic
     def dist_init(self, line: str) -> None:
         """Start workers now, as the first `%%distributed` cell would."""
-        world = self.desk.ensure_world(parse(self.dist_init, line))
-        self.desk.say(f"{count(world.size, 'worker')} ready · {world.backend}")
+        self.desk.init(parse(self.dist_init, line))
 
     @magic_arguments()
     @world_options
@@ -66,8 +65,7 @@ class DistributedMagics(Magics):
 
         The notebook keeps its own.
         """
-        world = self.desk.restart(parse(self.dist_restart, line))
-        self.desk.say(f"{count(world.size, 'worker')} ready · {world.backend} · variables are new")
+        self.desk.restart(parse(self.dist_restart, line))
 
     @magic_arguments()
     @line_magic
@@ -95,7 +93,8 @@ class DistributedMagics(Magics):
     def dist_gather(self, line: str) -> None:
         """Bring a name home: a list with the value of each rank, tensors on the CPU.
 
-        It is bound in the notebook, under its own name or the one after `--as`.
+        It is bound in the notebook, under its own name or the one after `--as`.  On the
+        workers the name keeps its meaning.
         """
         options = parse(self.dist_gather, line)
         target = options.target or options.name
@@ -104,8 +103,7 @@ class DistributedMagics(Magics):
                 f"`%dist_gather {options.name}`: the list needs a name here, "
                 f"such as `%dist_gather {options.name} --as values`."
             )
-        values = self.desk.gather(options.name, options.ranks)
-        self.desk.bind(target, values)
+        self.desk.gather(options.name, options.ranks, target)
 
     @magic_arguments()
     @argument("names", nargs="+", help="names of the notebook")

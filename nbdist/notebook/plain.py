@@ -32,8 +32,8 @@ BAR_SECONDS = 10.0
 # A rank that is this many lines behind another is not waited for.
 _LOOK_AHEAD = 50
 # Text goes into a screen in pieces, so that no line is dropped before it was taken out.
-_SLICE = 8_000
-_KEEP = 10_000
+_SLICE = 64_000
+_KEEP = 64_000
 
 
 @dataclass(slots=True)
@@ -120,7 +120,8 @@ class PlainLines:
             rank.screen.write(stream, text[start : start + _SLICE])
             cursor = rank.screen.cursor
             # Nested progress bars go back up to lines that were complete before.
-            rank.taken = min(rank.taken, cursor)
+            rank.taken = min(rank.taken, rank.screen.changed_from)
+            rank.screen.changed_from = cursor
             self._take_lines(rank, cursor, now)
         self._show_bar(rank, now)
 

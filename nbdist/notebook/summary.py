@@ -193,7 +193,7 @@ def sameness(group: Group) -> str:
 def amount(track: Track) -> str:
     """`3 lines`, `1 line, 2 displays`."""
     lines, displays = track.line_count, len(track.displays)
-    parts = [count(lines, "line")] if lines else []
+    parts = [_lines(lines)] if lines else []
     parts += [count(displays, "display")] if displays else []
     return ", ".join(parts)
 

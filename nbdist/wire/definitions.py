@@ -53,6 +53,24 @@ class ModuleNamespace:
         return module_namespace, (self._name,)
 
 
+class Variable:
+    """Stands for a variable that closures capture: one in the receiver for one here."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        self.cell = cell
+
+    def contents(self) -> tuple[Any, ...]:
+        """Its value, alone; nothing if it has none yet."""
+        # ValueError: the cell is empty.
+        with suppress(ValueError):
+            return (self.cell.cell_contents,)
+        return ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without its value, which may lead to the functions that capture it.
+        return types.CellType, ()
+
+
 class Import:
     """Stands for a module, and for submodules that are reached through it."""
 
@@ -95,7 +113,7 @@ def _read_names(code: types.CodeType) -> Iterator[str]:
             case "STORE_NAME":
                 stored.add(instruction.argval)
             # The body of a class looks in itself first.
-            case "LOAD_NAME" if instruction.argval not in stored:
+            case "LOAD_NAME" if instruction.argval not in {*stored, "__name__"}:
                 yield instruction.argval
 
 
@@ -168,25 +186,24 @@ def make_function(
     code: types.CodeType,
     namespace: dict[str, Any],
     name: str,
-    cells: tuple[types.CellType, ...] | None,
+    cells: tuple[types.CellType, ...],
 ) -> types.FunctionType:
     """A function without its details, for `fill_function`."""
-    return types.FunctionType(code, namespace, name, None, cells)
+    return types.FunctionType(code, namespace, name, None, cells or None)
 
 
 def fill_function(function: types.FunctionType, state: Any) -> None:
-    """Give a function its closure, defaults and attributes."""
-    closure, (_, (attributes, details, _), _) = state
-    for mine, sent in zip(function.__closure__ or (), closure or (), strict=True):
-        # ValueError: an empty cell, a variable that has no value yet.
-        with suppress(ValueError):
-            mine.cell_contents = sent.cell_contents
+    """Give a function the values of its closure, its defaults and attributes."""
+    values, (_, (attributes, details, _), _) = state
+    for cell, contents in zip(function.__closure__ or (), values, strict=True):
+        if contents:
+            (cell.cell_contents,) = contents
     for name, value in details.items():
         setattr(function, name, value)
     function.__dict__.update(attributes)
 
 
-def make_class(maker: Callable[..., type], args: tuple[Any, ...]) -> type:
+def make_class(maker: Callable[..., type], args: tuple[Any, ...], qualname: str) -> type:
     """The class that came under this id before, or a new one for `fill_class`."""
     # cloudpickle looks afterwards, when the new one has been made and registered with
     # its bases already.
@@ -195,6 +212,7 @@ def make_class(maker: Callable[..., type], args: tuple[Any, ...]) -> type:
     if known is not None:
         return known
     made = maker(*args)
+    made.__qualname__ = qualname
     _received.add(made)
     return made
 

@@ -23,6 +23,7 @@ from nbdist.wire.cells import CellSource, cell_source, keep_cell_sources
 from nbdist.wire.definitions import (
     MAIN,
     ModuleNamespace,
+    Variable,
     fill_class,
     fill_function,
     global_names,
@@ -98,11 +99,11 @@ def pickle(
     not copied from there; the result tells whether they changed.
     """
     pickler = _Pickler(namespace, frozenset(), tensors_to_cpu, sketch)
-    pickler.dump((value, _SourcesOf(pickler)))
+    pickler.dump((value, _Cells(pickler.sources)))
     whole = pickler.tensors.overlapping if pickler.tensors else None
     if whole:
         pickler = _Pickler(namespace, whole, tensors_to_cpu, sketch)
-        pickler.dump((value, _SourcesOf(pickler)))
+        pickler.dump((value, _Cells(pickler.sources)))
     return Pickled(pickler)
 
 
@@ -145,7 +146,10 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
     ) -> None:
         self.file = io.BytesIO()
         self.buffers: list[Buffer] = []
-        super().__init__(self.file, 5, buffer_callback=self._take)
+        # Nothing that it holds may refer to it: what it met would be kept alive until
+        # Python looks for cycles.  `raw` flattens what is contiguous in Fortran's order.
+        take = self.buffers.append
+        super().__init__(self.file, 5, buffer_callback=lambda buffer: take(buffer.raw()))
         self.needs: set[str] = set()
         self.sources: dict[str, CellSource] = {}
         self.fences: list[tuple[Fence, Fence]] = []
@@ -155,10 +159,7 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
             assert torch is not None
             self.tensors = TensorReducer(torch, whole, to_cpu=tensors_to_cpu, sketch=sketch)
         self._namespace = namespace
-
-    def _take(self, buffer: plain_pickle.PickleBuffer) -> None:
-        # `raw` also flattens what is contiguous in Fortran's order.
-        self.buffers.append(buffer.raw())
+        self._variables: dict[int, Variable] = {}
 
     def reducer_override(self, value: Any) -> Reduced:
         """Called by pickle for whatever is not a plain built-in."""
@@ -203,8 +204,8 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         self, namespace: object, function: types.FunctionType, submodules: list[types.ModuleType]
     ) -> Reduced:
         self._keep_source(function.__code__)
-        # The cells are filled after the function is there, because they may lead to it.
-        cells = tuple(types.CellType() for _ in function.__closure__ or ()) or None
+        # They get their values after the function is there, because these may lead to it.
+        closure = [self._variable(cell) for cell in function.__closure__ or ()]
         details = {
             "__qualname__": function.__qualname__,
             "__annotations__": function.__annotations__,
@@ -218,19 +219,33 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         inner = self._fenced((dict(function.__dict__), details, submodules))
         return (
             make_function,
-            (function.__code__, namespace, function.__name__, cells),
-            (function.__closure__, inner),
+            (function.__code__, namespace, function.__name__, tuple(closure)),
+            ([variable.contents() for variable in closure], inner),
             None,
             None,
             fill_function,
         )
+
+    def _variable(self, cell: types.CellType) -> Variable:
+        return self._variables.setdefault(id(cell), Variable(cell))
 
     def _reduce_class(self, kind: type) -> Reduced:
         reduced = by_value._class_reduce(kind)
         if reduced is NotImplemented or reduced[0] not in _CLASS_MAKERS:
             return cast(Reduced, reduced)
         maker, args, state = reduced[:3]
-        return make_class, (maker, args), self._fenced(state), None, None, fill_class
+        # Python puts these there when they are first asked for: that is no change.
+        state[0].pop("__slotnames__", None)
+        if not state[0].get("__annotations__", True):
+            del state[0]["__annotations__"]
+        return (
+            make_class,
+            (maker, args, kind.__qualname__),
+            self._fenced(state),
+            None,
+            None,
+            fill_class,
+        )
 
     def _fenced(self, state: Any) -> tuple[Fence, Any, Fence]:
         fences = Fence(), Fence()
@@ -244,14 +259,14 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
                 self.sources[code.co_filename] = source
 
 
-class _SourcesOf:
+class _Cells:
     """Comes after the value in its pickle, when all the cells in it are known."""
 
-    def __init__(self, pickler: _Pickler) -> None:
-        self._pickler = pickler
+    def __init__(self, sources: dict[str, CellSource]) -> None:
+        self._sources = sources
 
     def __reduce__(self) -> Reduced:
-        return keep_cell_sources, (self._pickler.sources,)
+        return keep_cell_sources, (self._sources,)
 
 
 class _Union:

@@ -20,6 +20,8 @@ _VARIES = re.compile(
     r"|(?P<nccl>:)\d+:\d+ \[\d+\](?= NCCL)"
 )
 _HINTS = ("0x", "cuda:", "xpu:", "npu:", "hpu:", "mps:", "GPU ", "pid", "PID", "rocess", " NCCL")
+# So much of an error's text is looked at.
+_MOST_COMPARED = 100_000
 
 
 def normal(text: str) -> str:
@@ -86,14 +88,14 @@ def error_keys(rank: int, error: Failure | Died | None) -> tuple[str, ...]:
             return (f"died {code}",)
         case Failure(name=name, message=message):
             place = _place(error)
-            said = normal(strip(message))
+            said = normal(strip(message[:_MOST_COMPARED]))
             own = re.sub(rf"(?<!\d)(?<!\d\.){rank}(?!\d|\.\d)", "<rank>", said)
             return tuple(f"{place}\n{name}: {text}" for text in (said, own))
 
 
 def _place(failure: Failure) -> str:
     """The traceback without the message at its end: numbers in it are line numbers."""
-    text = strip("\n".join(failure.traceback)).rstrip()
+    text = strip("\n".join(failure.traceback)[-_MOST_COMPARED:]).rstrip()
     return normal(text.removesuffix(strip(failure.message).rstrip()))
 
 

@@ -50,11 +50,12 @@ class Line(NamedTuple):
 class _OpenRow:
     """The characters of the row that is being written, each with its style."""
 
-    __slots__ = ("_characters", "_styles", "width")
+    __slots__ = ("_characters", "_rendered", "_styles", "width")
 
     def __init__(self, text: str) -> None:
         self._characters = StringIO()
         self._styles: list[Style] | None = None  # None: all plain
+        self._rendered: str | None = None
         self.width = 0
         style, position = PLAIN, 0
         for code in SGR.finditer(text):
@@ -68,6 +69,7 @@ class _OpenRow:
             return
         if column > self.width:
             self.put(self.width, " " * (column - self.width), PLAIN)
+        self._rendered = None
         if self._styles is None and style != PLAIN:
             self._styles = [PLAIN] * self.width
         self._characters.seek(column)
@@ -79,6 +81,7 @@ class _OpenRow:
     def cut(self, column: int) -> None:
         """Erase from `column` to the end."""
         if column < self.width:
+            self._rendered = None
             self._characters.seek(column)
             self._characters.truncate()
             self.width = column
@@ -86,6 +89,12 @@ class _OpenRow:
                 del self._styles[column:]
 
     def render(self) -> str:
+        """The row with its colour codes; asking again costs nothing, however long it is."""
+        if self._rendered is None:
+            self._rendered = self._render()
+        return self._rendered
+
+    def _render(self) -> str:
         text = self._characters.getvalue()
         if self._styles is None:
             return text
@@ -102,9 +111,11 @@ class Screen:
     """The lines that `write` has left; rows are counted from the first ever written.
 
     At most `keep_lines` of them can be read; the older ones still count in `key`.
+    `changed_from` is the topmost row that was written in since the reader last set it.
     """
 
     def __init__(self, keep_lines: int = 10_000) -> None:
+        self.changed_from = 0
         self._keep = keep_lines
         self._rows = [""]
         self._flags = bytearray(1)
@@ -300,6 +311,7 @@ class Screen:
             self._flags.append(0)
 
     def _open_row(self) -> _OpenRow:
+        self.changed_from = min(self.changed_from, self.cursor)
         if self._open is None:
             self._open = _OpenRow(self._rows[self._row])
             self._characters -= len(self._rows[self._row])

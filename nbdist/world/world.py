@@ -7,6 +7,7 @@ import queue
 import sys
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -47,7 +48,9 @@ STOP_GRACE = 2.0
 
 RESTART_GRACE = 0.3
 STATUS_TIMEOUT = 5.0
-ERROR_ECHO = 0.5
+
+LATE_KEPT = 1000
+"""Outputs of threads that outlived their cell; all text is in the log files too."""
 
 
 class World:
@@ -92,7 +95,7 @@ class World:
         self.pids: Mapping[int, int] = {}
         self.logs: Mapping[int, str] = {}
         self.namespace: dict[str, Any] = sys.modules["__main__"].__dict__
-        self.late: list[tuple[int, Any]] = []
+        self.late: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)
         self.dead: dict[int, Died] = {}
         self.name = name or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.launcher = launcher
@@ -135,8 +138,8 @@ class World:
 
     def restart(self, n: int | str | None = None) -> None:
         """End all workers and start new ones, out of every state; variables are lost."""
-        if n is not None:
-            self._configure(n, self._asked_backend, self._asked_gpus)
+        # The notebook's environment, path and folder may have changed meanwhile.
+        self._configure(self.size if n is None else n, self._asked_backend, self._asked_gpus)
         if self._link is not None and self._link.is_up and self.state is not State.STOPPED:
             self.advance(Event.STOP)
             with suppress(AgentLost):  # then its workers are gone too
