@@ -14,12 +14,13 @@ Each line names what happened, indented under what also catches it:
         * :exc:`WorldNotStarted`: it takes workers and there are none
         * :exc:`WorldChanged`: `-n` differs from the workers that are running
         * :exc:`WorldBusy`: the workers have not finished what they were given before
+        * :exc:`WorldStuck`: ranks did not stop when they were asked to
     * :exc:`StartError`: a worker, or an agent, could not start
     * :exc:`WorkerError`: the code raised on some ranks
         * :exc:`WorkerDied`: the process of a rank ended
     * :exc:`AgentLost`: the agent of a machine ended, and its workers with it
 
-Stop raises Python's own :exc:`KeyboardInterrupt`.
+Stop raises :exc:`Interrupted`, which is Python's own :exc:`KeyboardInterrupt`.
 """
 
 from __future__ import annotations
@@ -155,6 +156,18 @@ class WorldBusy(UsageError):
         )
 
 
+class WorldStuck(UsageError):
+    """Ranks went on after Stop: Python cannot interrupt what they do."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.ranks = tuple(ranks)
+        verb = "does" if len(self.ranks) == 1 else "do"
+        super().__init__(
+            f"{name_ranks(self.ranks)} {verb} not stop: waiting in a collective, or in C code. "
+            "The notebook is free; `%dist_restart` ends them and starts all workers anew."
+        )
+
+
 # --- what happened --------------------------------------------------------------------
 
 
@@ -252,6 +265,22 @@ class AgentLost(NbdistError):
             f"the agent on {host} {word_exit(exit_code)}, and its workers ended with it. "
             "`%dist_restart` starts new ones; the variables of the old ones are lost."
         )
+
+
+class Interrupted(KeyboardInterrupt):
+    """Stop ended the cell on these ranks, which keep their variables; or, of none, a start."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.ranks = tuple(ranks)
+        verb = "has" if len(self.ranks) == 1 else "have"
+        super().__init__(
+            f"{name_ranks(self.ranks)} {verb} stopped, and their variables are kept."
+            if self.ranks
+            else "no workers were started."
+        )
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"\x1b[31mKeyboardInterrupt\x1b[0m: {self}"]
 
 
 # --- words that several errors share --------------------------------------------------

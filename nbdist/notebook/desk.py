@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbdist import topology
-from nbdist.errors import UsageError, WorldChanged, WorldNotStarted, count
+from nbdist.errors import Interrupted, UsageError, WorldChanged, WorldNotStarted, count
 from nbdist.notebook.display import make_display
 from nbdist.notebook.ledger import Ledger
 from nbdist.notebook.names import names_bound
@@ -17,6 +18,7 @@ from nbdist.notebook.status import headline, owners_text, rows, status_html, sta
 from nbdist.world.launcher import find_launcher
 from nbdist.world.link import Link
 from nbdist.world.running import RunningCell
+from nbdist.world.states import State
 from nbdist.world.world import World
 
 if TYPE_CHECKING:
@@ -114,7 +116,9 @@ class Desk:
 
     def _ensure_world(self, options: argparse.Namespace | None, display: CellDisplay) -> World:
         """The running world, or a new one; UsageError when the options describe another."""
-        if self.world is not None and self.world.state.has_workers:
+        if self.world is not None:
+            self.world.receive_waiting()
+        if self.world is not None and self.world.state is not State.STOPPED:
             if options is not None:
                 self._check_same(self.world, options)
             return self.world
@@ -131,9 +135,8 @@ class Desk:
         display.wait_for(f"starting {count(world.size, 'worker')} …")
         try:
             world.start()
-        except BaseException:
-            display.say("no workers were started")
-            raise
+        except KeyboardInterrupt:
+            raise Interrupted(()) from None
         self.world = world
 
     def _check_same(self, world: World, options: argparse.Namespace) -> None:
@@ -187,31 +190,35 @@ class Desk:
             cell = replace(cell, names=shipment.payload)
         try:
             running = self._last = self.world.submit(cell)
-            self._follow(running, display)
+            stopped = self._follow(running, display)
         finally:
             if shipment and shipment.segment:
                 shipment.segment.close()
         if shipment:
             self.ledger.shipped(shipment.records, running.ranks_with_names)
         self.ledger.bound_on_workers(running.bound, cell.ranks)
+        if stopped and not running.unfinished and not running.died:
+            raise Interrupted(cell.ranks)
         if error := running.error():
             raise error
 
-    def _follow(self, running: RunningCell, display: CellDisplay) -> None:
-        """Show the cell until it ends; Stop interrupts the ranks and gives control back."""
+    def _follow(self, running: RunningCell, display: CellDisplay) -> bool:
+        """Show the cell until it ends; True when Stop ended it.
+
+        The first Stop interrupts the ranks and waits for them, the second does not wait.
+        """
         stopped = False
         try:
             for news in running:
                 display.show(running.transcript, news)
         except KeyboardInterrupt:
             stopped = True
-            running.interrupt()
-            for news in running:
-                display.show(running.transcript, news)
-        finally:
-            display.end(running.transcript, self._log_files())
-        if stopped and not running.unfinished:
-            raise KeyboardInterrupt
+            with suppress(KeyboardInterrupt):
+                running.interrupt()
+                for news in running:
+                    display.show(running.transcript, news)
+        display.end(running.transcript, self._log_files())
+        return stopped
 
     def show_again(self, ranks: str | None, *, everything: bool) -> None:
         """The last cell's output once more; all of its lines with `everything`."""

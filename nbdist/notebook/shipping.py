@@ -234,9 +234,9 @@ class _Plan:
         try:
             return pickle(values, self._names, sketch=sketch)
         except _PICKLING_ERRORS as problem:
-            for name, value in values.items():
-                if self._fails(value):
-                    raise unshippable(name, value, self._fails, problem) from problem
+            for name in values:
+                if self._fails(self._names[name]):
+                    raise unshippable(name, self._names[name], self._fails, problem) from problem
             raise
 
     def _fails(self, value: Any) -> bool:

@@ -144,9 +144,8 @@ def unshippable(
     has found by then.
     """
     path, culprit = _find_culprit(name, value, fails)
-    for kind in _KINDS:
-        if kind.holds(culprit):
-            return UnshippableName(name, path, kind.word, kind.why, kind.remedy)
+    if kind := _kind_of(culprit):
+        return UnshippableName(name, path, kind.word, kind.why, kind.remedy)
     said = str(problem).splitlines() or [type(problem).__name__]
     why = f"it cannot be pickled ({said[0].rstrip('.')})"
     remedy = "make it inside the cell, or give its class a `__reduce__` that says how to make it"
@@ -160,10 +159,16 @@ def type_name(value: Any) -> str:
     return kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}"
 
 
+def _kind_of(value: Any) -> _Kind | None:
+    return next((kind for kind in _KINDS if kind.holds(value)), None)
+
+
 def _find_culprit(name: str, value: Any, fails: Callable[[Any], bool]) -> tuple[str, Any]:
     """The innermost part that fails, and how to get to it from the name."""
     path, deadline, seen = name, time.monotonic() + SEARCH_TIMEOUT, {id(value)}
     for _ in range(DEEPEST):
+        if _kind_of(value):
+            break  # What it is made of is of no use to anybody.
         for more, part in itertools.islice(parts(value), WIDEST):
             if time.monotonic() > deadline:
                 return path, value

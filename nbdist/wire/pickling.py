@@ -8,6 +8,7 @@ pickle; it is reported instead (`Pickled.needs`).
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import io
 import pickle as plain_pickle
@@ -174,6 +175,9 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
             return import_by_name, (require_importable(value),)
         if isinstance(value, io.TextIOBase):
             return _reduce_stream(value)
+        if isinstance(value, ctypes.CDLL):
+            # Its handle is a number, which pickle would take along as one.
+            raise plain_pickle.PicklingError("a loaded library cannot be pickled")
         # Looked for here because the C code asks an object's `__reduce__` before the
         # table when that gives a name.
         if kind is functools._lru_cache_wrapper and not is_importable(value):

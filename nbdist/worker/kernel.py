@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 import threading
 import time
@@ -188,10 +190,23 @@ class WorkerApp(IPKernelApp):
         """Run no start-up files: they are the notebook's, and what they bind is shipped."""
 
 
+def wake_on_signals(loop: asyncio.AbstractEventLoop) -> None:
+    """Have every signal wake the loop.
+
+    ipykernel's handler for SIGINT during a top-level `await` only queues a callback, which
+    a loop that sleeps in the selector does not notice.
+    """
+    wake, wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
+    loop.add_reader(wake, os.read, wake, 4096)
+
+
 def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
     """The worker's kernel, bound to its sockets and ready to start."""
     # A forked process may hold its parent's idea of a running loop.
-    asyncio.set_event_loop(asyncio.new_event_loop())
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    wake_on_signals(loop)
     WorkerApp.rank, WorkerApp.token = rank, token
     app = WorkerApp.instance(connection_file=connection_file, log_level=50)
     app.config.HistoryManager.enabled = False

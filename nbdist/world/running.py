@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from nbdist.errors import NbdistError, WorkerDied, WorkerError, WorldBusy
+from nbdist.errors import NbdistError, WorkerDied, WorkerError, WorldStuck
 from nbdist.wire.messages import NAME_PROBLEM, Cell, Died, Done, Failure, Interrupt, Output
 from nbdist.wire.payload import open_payload
 from nbdist.wire.pickling import unpickle
@@ -87,6 +87,11 @@ class RunningCell:
             self.take(rank, Died(-signal.SIGKILL, time.time_ns()))
 
     @property
+    def died(self) -> bool:
+        """Whether the process of any rank ended."""
+        return any(isinstance(error, Died) for error in self.transcript.errors.values())
+
+    @property
     def ranks_with_names(self) -> tuple[int, ...]:
         """The ranks where the names that came along were bound, as far as is known."""
         refused = {
@@ -113,8 +118,10 @@ class RunningCell:
 
     def error(self) -> NbdistError | None:
         """The one error that a failed or unfinished cell raises; None when all went well."""
+        if self._world.lost is not None:
+            return self._world.lost
         if self.unfinished:
-            return WorldBusy(self.unfinished, self.age)
+            return WorldStuck(self.unfinished)
         cause = self.transcript.root_cause()
         if cause is None:
             return None

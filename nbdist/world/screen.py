@@ -217,7 +217,7 @@ class Screen:
             text, self._pending[stream] = self._pending[stream] + text, ""
         if "\x1b" in text:
             text = self._hold_back(stream, text)
-        if "\r\n" in text:
+        if "\r\n" in text:  # It means the same, but a plain newline is much faster.
             text = text.replace("\r\n", "\n")
         flag = _STDERR if stream == "stderr" else 0
         if self._is_simple(text):

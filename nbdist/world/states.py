@@ -15,6 +15,7 @@ class State(Enum):
     INTERRUPTING = "interrupting a cell"
     STUCK = "stuck: some ranks did not stop"
     BROKEN = "broken: a rank has died"
+    LOST = "lost: the agent has ended"
     STOPPING = "stopping"
 
     @property
@@ -25,7 +26,7 @@ class State(Enum):
     @property
     def has_workers(self) -> bool:
         """Whether there are worker processes to look at or to end."""
-        return self not in (State.STOPPED, State.STOPPING, State.STARTING)
+        return self not in (State.STOPPED, State.STOPPING, State.STARTING, State.LOST)
 
 
 class Event(Enum):
@@ -72,8 +73,10 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.BROKEN, Event.STOP): State.STOPPING,
     (State.STOPPING, Event.STOP): State.STOPPING,
     (State.STOPPING, Event.STOPPED): State.STOPPED,
+    (State.LOST, Event.START): State.STARTING,
+    (State.LOST, Event.STOP): State.STOPPING,
     (State.STOPPED, Event.STOP): State.STOPPING,
-    **{(state, Event.AGENT_LOST): State.STOPPED for state in State},
+    **{(state, Event.AGENT_LOST): State.LOST for state in State},
 }
 
 

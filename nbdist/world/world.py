@@ -23,6 +23,7 @@ from nbdist.errors import (
     WorkerDied,
     WorldBusy,
     WorldNotStarted,
+    WorldStuck,
 )
 from nbdist.wire.messages import (
     Cell,
@@ -97,6 +98,8 @@ class World:
         self.namespace: dict[str, Any] = sys.modules["__main__"].__dict__
         self.late: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)
         self.dead: dict[int, Died] = {}
+        self.host = ""
+        self.lost: AgentLost | None = None
         self.name = name or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.launcher = launcher
         self._link = link
@@ -116,9 +119,10 @@ class World:
 
         Raises StartError with the rank's last lines; nothing of the world is left then.
         """
-        if self.state is not State.STOPPED:
+        if self.state not in (State.STOPPED, State.LOST):
             return
         self.advance(Event.START)
+        self.lost = None
         try:
             if self._link is None or not self._link.is_up:
                 self._link = Link(find_launcher(self.launcher), nursery=self._nursery)
@@ -134,13 +138,14 @@ class World:
             )
         assert isinstance(started, WorldStarted)
         self.pids, self.logs = started.pids, started.logs
+        self.host = self._link.agents[0].host
         self.advance(Event.STARTED)
 
     def restart(self, n: int | str | None = None) -> None:
         """End all workers and start new ones, out of every state; variables are lost."""
         # The notebook's environment, path and folder may have changed meanwhile.
         self._configure(self.size if n is None else n, self._asked_backend, self._asked_gpus)
-        if self._link is not None and self._link.is_up and self.state is not State.STOPPED:
+        if self._link is not None and self._link.is_up and self.state.has_workers:
             self.advance(Event.STOP)
             with suppress(AgentLost):  # then its workers are gone too
                 self._link.call(StopWorld(RESTART_GRACE))
@@ -262,11 +267,6 @@ class World:
             raise WorldNotStarted("This")
         return self._link
 
-    @property
-    def host(self) -> str:
-        """The machine of the workers."""
-        return self.link.agents[0].host
-
     def detach_link(self) -> Link | None:
         """The link, for whoever ends it; the world is none without it."""
         link, self._link = self._link, None
@@ -337,10 +337,15 @@ class World:
     def _check_ready(self) -> None:
         if self.state.takes_cells:
             return
+        if self.state is State.STUCK:
+            assert self._running is not None
+            raise WorldStuck(self._running.unfinished)
         if self.state in (State.STOPPED, State.STARTING, State.STOPPING):
             raise WorldNotStarted("The cell")
         if self.state is State.BROKEN:
             raise self._death()
+        if self.lost is not None:
+            raise self.lost
         assert self._running is not None
         raise WorldBusy(self._running.unfinished, self._running.age)
 
@@ -366,6 +371,7 @@ class World:
             self.late.append((rank, output))
 
     def _take_loss(self, lost: AgentLost) -> None:
+        self.lost = lost
         if self._running is not None:
             self._running.take_loss()
         self.advance(Event.AGENT_LOST)
