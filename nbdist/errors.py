@@ -274,7 +274,7 @@ class Interrupted(KeyboardInterrupt):
         self.ranks = tuple(ranks)
         verb = "has" if len(self.ranks) == 1 else "have"
         super().__init__(
-            f"{name_ranks(self.ranks)} {verb} stopped, and their variables are kept."
+            f"{name_ranks(self.ranks)} {verb} stopped; all variables are kept."
             if self.ranks
             else "no workers were started."
         )

@@ -14,7 +14,7 @@ from nbdist.node.processes import Nursery
 def main() -> None:
     """Start the nursery before anything else: its import of torch takes longest."""
     runtime, notebook_pid = Path(sys.argv[1]), int(sys.argv[2])
-    nursery = None if "--no-nursery" in sys.argv else Nursery()
+    nursery = None if "--no-nursery" in sys.argv else Nursery(runtime)
     from nbdist.node.agent import run_agent
 
     run_agent(runtime, notebook_pid, nursery)

@@ -45,6 +45,7 @@ def _failure(content: Mapping[str, Any], time_ns: int) -> Failure:
     name, message, traceback = content["ename"], content["evalue"], tuple(content["traceback"])
     if name == "SystemExit":
         # IPython explains at length how to leave a terminal.
+        message = "" if message == "None" else message
         said = f"SystemExit({message})"
         traceback = (f"{said}: it ended the cell on this rank; the worker lives on. {ENDING}",)
     return Failure(name, message, traceback, time_ns)

@@ -88,11 +88,22 @@ class Merger(Generic[Message]):
             self._queue.popleft()
         return items
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a message is waited for that may have been lost."""
+        return bool(self._queue)
+
+    def take_cut_off(self) -> list[Text]:
+        """What is left of characters that were cut off, once a cell has ended."""
+        ends = [(name, decoder.decode(b"", final=True)) for name, decoder in self._decoders.items()]
+        return [Text("stdout" if name == "stdout" else "stderr", text) for name, text in ends if text]
+
     def take_all(self) -> list[Text | Message]:
         """Everything that is left of a worker that has ended, arrived messages last."""
-        self._add(self._stream, self._decoders[self._stream].decode(self._rest, final=True))
+        self._add(self._stream, self._decoders[self._stream].decode(self._rest))
         self._rest = b""
-        items = self.take(now=float("inf"))
+        items: list[Text | Message] = self.take(now=float("inf"))
+        items.extend(self.take_cut_off())
         items.extend(self._messages.pop(number) for number in sorted(self._messages))
         return items
 

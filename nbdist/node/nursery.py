@@ -1,8 +1,9 @@
 """A process that has torch imported and forks workers on request.
 
-Started by `nbdist.node.processes` with one end of a socket pair.  It has one thread, no event
-loop, no zmq context and no CUDA context, so that its forks are safe; the agent does the
-talking.  When its socket ends, so does it, and it takes its workers along.
+Started by `nbdist.node.processes` with one end of a socket pair and the runtime folder.
+It has one thread, no event loop, no zmq context and no CUDA context, so that its forks
+are safe; the agent does the talking.  When its socket ends, so does it, and it takes its
+workers along.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gc
 import os
 import pickle
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -152,6 +154,8 @@ def main() -> None:
         orders = None
     if orders is None:
         nursery.end_workers()
+        # The agent does this too, unless it was killed.
+        shutil.rmtree(sys.argv[2], ignore_errors=True)
         return
     from nbdist.worker.process import become_worker
 

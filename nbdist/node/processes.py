@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections import deque
 from contextlib import suppress
+from pathlib import Path
 from typing import Protocol
 
 from nbdist.node.birth import LENGTH, Exited, Forked, Imported, end_group
@@ -59,12 +60,15 @@ class ProcessSource(Protocol):
 class Nursery:
     """Forks workers from a process that has torch imported (`nbdist.node.nursery`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, runtime: Path) -> None:
         ours, theirs = socket.socketpair()
         self._socket = ours
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "nbdist.node.nursery", str(theirs.fileno())],
+                [
+                    *(sys.executable, "-m", "nbdist.node.nursery"),
+                    *(str(theirs.fileno()), str(runtime)),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,

@@ -20,7 +20,7 @@ from zmq.eventloop.zmqstream import ZMQStream
 
 from nbdist.node.jupyter import Reply, output_from
 from nbdist.node.logs import RankLog
-from nbdist.node.merge import Merger
+from nbdist.node.merge import LOST_AFTER, Merger
 from nbdist.node.pipes import OutputPipe
 from nbdist.node.processes import ProcessSource, WorkerProcess
 from nbdist.wire.messages import Cell, Died, Done, Output, RankStart, Text, WorkerStatus
@@ -54,6 +54,7 @@ class Rank:
         self._ready = asyncio.Event()
         self._manager = self._make_manager()
         self._streams: dict[str, ZMQStream] = {}
+        self._retry: asyncio.TimerHandle | None = None
         self._sockets: list[zmq.Socket[bytes]] = []  # jupyter_client's, which the streams shadow
 
     def __repr__(self) -> str:
@@ -195,6 +196,8 @@ class Rank:
                 await asyncio.wait([self.process.exited], timeout=grace)
             self.process.send_signal(signal.SIGKILL)
             await asyncio.wait([self.process.exited], timeout=KILL_TIMEOUT)
+        if self._retry is not None:
+            self._retry.cancel()
         for pipe in self._pipes:
             pipe.close()
         for stream in self._streams.values():
@@ -250,6 +253,13 @@ class Rank:
     def _pass_on_all(self) -> None:
         for item in self._merger.take(time.monotonic()):
             self._pass_on(item)
+        if self._merger.is_waiting and self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(LOST_AFTER, self._pass_on_late)
+
+    def _pass_on_late(self) -> None:
+        """Go on without a message that was lost, though the worker says nothing more."""
+        self._retry = None
+        self._pass_on_all()
 
     def _pass_on(self, item: Output | Reply | None) -> None:
         match item:
@@ -257,6 +267,8 @@ class Rank:
                 pass
             case Reply(request_id, done):
                 if request_id == self._request_id:
+                    for text in self._merger.take_cut_off():
+                        self._pass_on(text)
                     self._show(done)
                     self.cell = None
             case Text(stream, text):

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from nbdist import topology
 from nbdist.errors import Interrupted, UsageError, WorldChanged, WorldNotStarted, count
 from nbdist.notebook.display import make_display
-from nbdist.notebook.ledger import Ledger
-from nbdist.notebook.names import names_bound
-from nbdist.notebook.shipping import Shipment, plan, push
+from nbdist.notebook.ship.ledger import Ledger
+from nbdist.notebook.ship.names import names_bound
+from nbdist.notebook.ship.plan import Shipment, plan, push
 from nbdist.notebook.source import check_source, in_notebook_lines
 from nbdist.notebook.status import headline, owners_text, rows, status_html, status_text
 from nbdist.world.launcher import find_launcher

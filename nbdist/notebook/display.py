@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from IPython.display import display, update_display
 
-from nbdist.notebook.blocks import dim, panel
-from nbdist.notebook.panel import final_html, leftovers, live_html
-from nbdist.notebook.plain import PlainLines
-from nbdist.notebook.summary import ranks_text, seconds_text
-from nbdist.notebook.text import final_text, live_text
+from nbdist.notebook.draw import final_html, final_text, leftovers, live_html, live_text
+from nbdist.notebook.draw.blocks import dim, panel
+from nbdist.notebook.draw.plain import PlainLines
+from nbdist.notebook.draw.summary import ranks_text, seconds_text
 from nbdist.world.transcript import Transcript
 
 if TYPE_CHECKING:

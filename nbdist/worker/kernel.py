@@ -15,13 +15,13 @@ from ipykernel.displayhook import ZMQDisplayHook
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
 from IPython.core.autocall import IPyAutocall
+from IPython.core.page import as_hook, display_page
 from jupyter_client.session import Session
 from traitlets import default
 
-from nbdist.wire.marks import mark
 from nbdist.wire.messages import NAME_PROBLEM
 from nbdist.worker.namespace import CellOrders, NameProblem, Namespace
-from nbdist.worker.streams import RankStream, flush_c_streams, write_all
+from nbdist.worker.streams import RankStream, flush_c_streams, write_mark
 
 
 def _without_debugpy() -> None:
@@ -83,17 +83,22 @@ class MarkingSession(Session):
         """Send as any kernel does; called from every thread that publishes."""
         is_message = not isinstance(msg_or_type, str)
         kind = msg_or_type["header"]["msg_type"] if is_message else msg_or_type
+        # A forked child sends nothing, so it must not mark anything either.
+        is_ordered = kind in ORDERED and os.getpid() == self.pid
         with self._in_order:
-            if kind in ORDERED:
-                self._sent += 1
-                ours = {"nbdist": {"number": self._sent, "time_ns": time.time_ns()}}
+            if is_ordered:
+                ours = {"nbdist": {"number": self._sent + 1, "time_ns": time.time_ns()}}
                 metadata = {**(metadata or {}), **ours}
                 if is_message:
                     msg_or_type["metadata"] = {**(msg_or_type.get("metadata") or {}), **ours}
-                write_all(mark(self.token, self._sent))
-            return super().send(
+            sent = super().send(
                 stream, msg_or_type, content, parent, ident, buffers, track, header, metadata
             )
+            if is_ordered:
+                # Afterwards: a message that cannot be written as JSON has raised by now.
+                self._sent += 1
+                write_mark(self.token, self._sent)
+        return sent
 
 
 class CellExit(IPyAutocall):
@@ -156,7 +161,9 @@ class WorkerKernel(IPythonKernel):
     def _report(self, name: str, message: str) -> dict[str, Any]:
         """Publish a failure outside the cell's code, as one line."""
         error = {"ename": name, "evalue": message, "traceback": [f"{name}: {message}"]}
-        self.send_response(self.iopub_socket, "error", error, channel="shell")
+        self.send_response(
+            self.iopub_socket, "error", error, ident=self._topic("error"), channel="shell"
+        )
         return {"status": "error", **error}
 
 
@@ -213,6 +220,8 @@ def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
     app.initialize([])
     shell: Any = app.shell
     shell.user_ns["exit"] = shell.user_ns["quit"] = CellExit(shell)
+    # What `x?` and `%psource` show is output like any other: nobody here has a pager.
+    shell.set_hook("show_in_pager", as_hook(display_page), 0)
     # tqdm shows widgets in any shell whose configuration names IPKernelApp; ours are not relayed.
     shell.config.pop("IPKernelApp", None)
     app.kernel.namespace = Namespace(shell.user_ns)

@@ -56,6 +56,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.INTERRUPTING, Event.INTERRUPT): State.INTERRUPTING,
     (State.INTERRUPTING, Event.CELL_DONE): State.READY,
     (State.INTERRUPTING, Event.GAVE_UP): State.STUCK,
+    (State.STUCK, Event.INTERRUPT): State.STUCK,
     # The ranks that did not stop have come back after all.
     (State.STUCK, Event.CELL_DONE): State.READY,
     (State.READY, Event.RANK_DIED): State.BROKEN,

@@ -254,7 +254,13 @@ class World:
         if not self.state.has_workers:
             return ()
         self.receive_waiting()
-        rows = self.link.call(GetStatus(), timeout=STATUS_TIMEOUT)
+        if not self.state.has_workers:
+            return ()
+        try:
+            rows = self.link.call(GetStatus(), timeout=STATUS_TIMEOUT)
+        except AgentLost as lost:
+            self._take_loss(lost)
+            return ()
         assert isinstance(rows, tuple)
         return rows
 
@@ -351,7 +357,8 @@ class World:
 
     def _death(self) -> NbdistError:
         """Why there are fewer workers than ranks; said again for every cell until a restart."""
-        if self._running is not None and (error := self._running.error()):
+        running = self._running
+        if running is not None and running.died and (error := running.error()):
             return error
         rank, died = next(iter(self.dead.items()))
         return WorkerDied(

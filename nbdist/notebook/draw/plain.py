@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from nbdist.errors import format_ranks, word_exit
-from nbdist.notebook.summary import in_log_only, traceback_text
+from nbdist.notebook.draw.summary import in_log_only, traceback_text
 from nbdist.wire.messages import (
     Clear,
     Died,

@@ -7,8 +7,8 @@ header above it.  Colours are left out: saved notebooks are read in diffs.
 from __future__ import annotations
 
 from nbdist.errors import format_ranks, name_ranks
-from nbdist.notebook.blocks import clip
-from nbdist.notebook.summary import (
+from nbdist.notebook.draw.blocks import clip
+from nbdist.notebook.draw.summary import (
     MANY_RANKS,
     MARKS,
     Blocks,

@@ -1,6 +1,6 @@
 """Python's rules of scope over a syntax tree, as far as global names go; pure.
 
-`nbdist.notebook.names` is the door.
+`nbdist.notebook.ship.names` is the door.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import ast
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from nbdist.notebook.binding import Binding, Comprehension, arguments_of, defaults
-from nbdist.notebook.magic_strings import code_in_magic
+from nbdist.notebook.ship.binding import Binding, Comprehension, arguments_of, defaults
+from nbdist.notebook.ship.magic_strings import code_in_magic
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 

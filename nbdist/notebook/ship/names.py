@@ -1,6 +1,6 @@
 """Which global names the source of a cell reads, and which it binds; pure.
 
-`nbdist.notebook.shipping` asks it before a cell goes to the workers.  The source has
+`nbdist.notebook.ship.plan` asks it before a cell goes to the workers.  The source has
 been through IPython's input transformer, so magics and `!` lines are calls of
 `get_ipython()` with strings; names inside these strings count.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 import ast
 import functools
 
-from nbdist.notebook.binding import Binding
-from nbdist.notebook.scopes import Flow
+from nbdist.notebook.ship.binding import Binding
+from nbdist.notebook.ship.scopes import Flow
 
 
 def names_used(source: str) -> frozenset[str]:

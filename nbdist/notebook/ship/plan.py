@@ -16,10 +16,10 @@ from pickle import PicklingError
 from typing import Any
 
 from nbdist.errors import count, name_ranks
-from nbdist.notebook.ledger import Ledger, Record
-from nbdist.notebook.names import dotted_names, names_used
-from nbdist.notebook.unshippable import parts, unshippable
-from nbdist.notebook.versions import (
+from nbdist.notebook.ship.ledger import Ledger, Record
+from nbdist.notebook.ship.names import dotted_names, names_used
+from nbdist.notebook.ship.unshippable import parts, unshippable
+from nbdist.notebook.ship.versions import (
     DIGEST_LIMIT,
     Identity,
     atomic_version,
@@ -294,6 +294,10 @@ class _Plan:
             if name not in taken:
                 groups.append(self._connected(name, candidates))
                 taken.update(groups[-1])
+        for name in taken.difference(changed):
+            look = self._looks[name]
+            if look.pickled:  # It may have changed since a cell last used it.
+                look.record = _record_of(look.value, look.pickled)
         self._explain(set(changed), groups)
         return groups
 
@@ -305,9 +309,8 @@ class _Plan:
                     pickled = pickle({name: value}, self._names, sketch=True)
                 except _PICKLING_ERRORS:
                     continue  # This cell does not use it; the one that does will say so.
-                self._looks[name] = _Look(
-                    value, _record_of(value, pickled), changed=False, pickled=pickled
-                )
+                record = self._ledger.record(name) or _record_of(value, pickled)
+                self._looks[name] = _Look(value, record, changed=False, pickled=pickled)
         return [name for name, look in self._looks.items() if look.pickled and not look.changed]
 
     def _connected(self, name: str, candidates: list[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """Why a value cannot be pickled: the part of it that is to blame, and what to do instead.
 
-`nbdist.notebook.shipping` asks after pickling has failed.
+`nbdist.notebook.ship.plan` asks after pickling has failed.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nbdist.errors import count, format_ranks, name_ranks
-from nbdist.notebook import blocks
-from nbdist.notebook.rich import embed, is_image, is_leftover
-from nbdist.notebook.summary import (
+from nbdist.notebook.draw import blocks
+from nbdist.notebook.draw.rich import embed, is_image, is_leftover
+from nbdist.notebook.draw.summary import (
     Blocks,
     Hidden,
     Item,

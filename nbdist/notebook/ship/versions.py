@@ -1,6 +1,6 @@
 """How a value looked when it was last shipped, to tell later whether it has changed.
 
-`nbdist.notebook.ledger` keeps these; nothing here keeps a big value alive.
+`nbdist.notebook.ship.ledger` keeps these; nothing here keeps a big value alive.
 """
 
 from __future__ import annotations

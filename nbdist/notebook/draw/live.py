@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from nbdist.errors import format_ranks, name_ranks
-from nbdist.notebook import blocks
-from nbdist.notebook.rich import embed
-from nbdist.notebook.summary import (
+from nbdist.notebook.draw import blocks
+from nbdist.notebook.draw.rich import embed
+from nbdist.notebook.draw.summary import (
     MANY_RANKS,
     failed_with,
     in_log_only,

@@ -11,8 +11,8 @@ from html import escape
 from itertools import groupby
 
 from nbdist.errors import format_ranks
-from nbdist.notebook.ansi import ansi_html
-from nbdist.notebook.summary import (
+from nbdist.notebook.draw.ansi import ansi_html
+from nbdist.notebook.draw.summary import (
     MANY_RANKS,
     MARKS,
     ranks_text,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
-from nbdist.notebook.magic_strings import code_in_magic
+from nbdist.notebook.ship.magic_strings import code_in_magic
 
 Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 

@@ -1,0 +1,1 @@
+"""Which names of the notebook go with a cell, who owns them, and how they are packed."""

@@ -1,0 +1,193 @@
+"""What every test gets: a runtime folder of its own, and a guard against what it leaves behind.
+
+The guard looks from outside, by process id: at processes, wherever they have been
+reparented to, and at this process's threads and descriptors, shared memory and runtime
+folders.  What is only ending gets some seconds.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+# Long enough for an agent that ends its workers politely first.
+LEAK_TIMEOUT = float(os.environ.get("NBDIST_LEAK_TIMEOUT", "8"))
+POLL_SECONDS = 0.02
+
+# Every process that a test starts inherits this, also when it outlives its parent, or has
+# left its session.
+MARK = f"NBDIST_TEST_RUN={uuid.uuid4().hex}"
+
+# Kinds of descriptors that somebody has to close.  Others belong to libraries, which
+# open them once for the whole process (zmq's eventfds, asyncio's epoll).
+CLOSABLE = ("socket:", "pipe:", "anon_inode:[pidfd]", "/memfd:nbdist")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    line = "shared_world: the world outlives the test; what is left is counted after the module"
+    config.addinivalue_line("markers", line)
+    name, _, value = MARK.partition("=")
+    os.environ[name] = value
+    # A short path, because it holds unix sockets, and nobody else's folders beside ours.
+    home = tempfile.mkdtemp(prefix="nbt-")
+    for name in ("XDG_RUNTIME_DIR", "IPYTHONDIR"):
+        folder = Path(home, name[:2].lower())
+        folder.mkdir(mode=0o700)
+        os.environ[name] = str(folder)
+    config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
+
+
+@dataclass(frozen=True)
+class Traces:
+    """What exists now, of everything that a test can leave behind."""
+
+    processes: frozenset[str]
+    threads: frozenset[threading.Thread]
+    descriptors: frozenset[tuple[str, str]]
+    shared_memory: frozenset[str]
+    folders: frozenset[str]
+
+    @classmethod
+    def now(cls) -> Traces:
+        return cls(
+            processes=frozenset(name for name in os.listdir("/proc") if name.isdigit()),
+            threads=frozenset(threading.enumerate()),
+            descriptors=frozenset(_descriptors()),
+            shared_memory=frozenset(_listing("/dev/shm")),
+            folders=frozenset(
+                name
+                for name in _listing(os.environ.get("XDG_RUNTIME_DIR", ""))
+                if name.startswith("nbdist-")  # Other programs keep theirs.
+            ),
+        )
+
+    def left_since(self, before: Traces) -> list[str]:
+        """One line for each thing that is here and was not before, and is ours."""
+        processes = (pid for pid in self.processes - before.processes if _is_ours(pid))
+        memory = (name for name in self.shared_memory - before.shared_memory if _is_unused(name))
+        return [
+            *(f"process {pid}: {_command(pid)}" for pid in sorted(processes, key=int)),
+            *(f"thread {thread.name}" for thread in self.threads - before.threads),
+            *(f"descriptor {fd}: {to}" for fd, to in self.descriptors - before.descriptors),
+            *(f"shared memory /dev/shm/{name}" for name in memory),
+            *(f"runtime folder {name}" for name in self.folders - before.folders),
+        ]
+
+
+def _listing(folder: str) -> list[str]:
+    return os.listdir(folder) if os.path.isdir(folder) else []
+
+
+def _descriptors() -> Iterator[tuple[str, str]]:
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:
+            continue  # The one of the listing itself.
+        # pytest itself puts other files in the place of the standard streams.
+        if target.startswith(CLOSABLE) and int(fd) > 2:
+            yield fd, target
+
+
+def _is_ours(pid: str) -> bool:
+    """Whether this test run started it and it has not ended.
+
+    By the mark in its environment, or by its parent: one that has only just been started
+    shows no environment yet, and a test can start one with an environment of its own.
+    """
+    if pid == str(os.getpid()):
+        return True
+    try:
+        # What stands before is the program's name, which may hold anything.
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[:2]
+        marked = MARK.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False  # It has ended, or belongs to somebody else.
+    return state != "Z" and (marked or (parent != "0" and _is_ours(parent)))
+
+
+def _command(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    except OSError:
+        return "ended just now"
+
+
+def _is_unused(segment: str) -> bool:
+    """Whether no process that is not ours has the segment mapped: they have tests too."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            mapped = f"/dev/shm/{segment}" in Path(f"/proc/{pid}/maps").read_text()
+        except OSError:
+            continue
+        if mapped and not _is_ours(pid):
+            return False
+    return True
+
+
+def _complain(before: Traces, where: str, told: set[str]) -> None:
+    """Fails unless all that is new has gone, after some seconds at most.
+
+    What a test was blamed for, and `told` holds, the module is not blamed for again.
+    """
+    deadline = time.monotonic() + LEAK_TIMEOUT
+    collected = False
+    while left := [line for line in Traces.now().left_since(before) if line not in told]:
+        if not collected:
+            # Sockets and threads may wait for the cycle that holds them.
+            gc.collect()
+            collected = True
+        if time.monotonic() > deadline:
+            told.update(left)
+            pytest.fail(f"left behind by {where}:\n  " + "\n  ".join(left), pytrace=False)
+        time.sleep(POLL_SECONDS)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left_by_all() -> Iterator[set[str]]:
+    """What session-wide fixtures leave behind is an error of the last test."""
+    before = Traces.now()
+    told: set[str] = set()
+    yield told
+    _complain(before, "the whole run", told)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left_by_the_module(nothing_is_left_by_all: set[str]) -> Iterator[set[str]]:
+    """What a module's fixtures leave behind is an error of its last test."""
+    before = Traces.now()
+    yield nothing_is_left_by_all
+    _complain(before, "the module", nothing_is_left_by_all)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(
+    request: pytest.FixtureRequest, nothing_is_left_by_the_module: set[str]
+) -> Iterator[None]:
+    """What a test leaves behind is an error of the test.
+
+    Tests whose world is shared by the module say so: `pytestmark = pytest.mark.shared_world`.
+    """
+    if request.node.get_closest_marker("shared_world"):
+        yield
+        return
+    before = Traces.now()
+    yield
+    _complain(before, "the test", nothing_is_left_by_the_module)
+
+
+@pytest.fixture
+def traces_left() -> Callable[[], list[str]]:
+    """A question to ask in mid-test: what is there that was not when it began?"""
+    before = Traces.now()
+    return lambda: Traces.now().left_since(before)

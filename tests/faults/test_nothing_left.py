@@ -1,0 +1,172 @@
+"""Whoever is killed, and whenever: no process, socket, segment or folder stays behind.
+
+The guard in `tests/conftest.py` does the counting, after each test.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from jupyter_client.blocking import BlockingKernelClient
+from jupyter_client.manager import start_new_kernel
+from jupyter_core.utils import ensure_event_loop
+
+# jupyter_client's blocking calls run on a loop that lives as long as the process.
+ensure_event_loop()
+
+WAIT = 30.0
+
+STARTED = "%%distributed -n 2\nimport subprocess; child = subprocess.Popen(['sleep', '1000'])"
+MOMENTS = {
+    "idle": "",
+    "in a cell": "%%distributed\nimport time; time.sleep(1000)",
+    "in a collective": "%%distributed\ndist.barrier() if rank else __import__('time').sleep(1000)",
+    "in a loop": "%%distributed\nwhile True: pass",
+    "while starting": "%dist_restart",
+}
+
+
+class Notebook:
+    """A real notebook kernel, and the processes that hang on it."""
+
+    def __init__(self) -> None:
+        self.manager, self.client = start_new_kernel(kernel_name="python3")
+        assert isinstance(self.client, BlockingKernelClient)
+        self.run("%load_ext nbdist")
+        self.run(STARTED)
+
+    def run(self, source: str) -> None:
+        reply = self.client.execute_interactive(source, timeout=WAIT, output_hook=lambda _: None)
+        assert reply["content"]["status"] == "ok", reply
+
+    def begin(self, source: str) -> None:
+        """Start a cell that will not end by itself, and wait until the workers have it."""
+        if source:
+            self.client.execute(source)
+            time.sleep(0.5)  # there is no fact to wait for: the moment is arbitrary anyway
+
+    @property
+    def kernel(self) -> psutil.Process:
+        return psutil.Process(self.manager.provisioner.process.pid)  # type: ignore[union-attr]
+
+    def find(self, part: str) -> list[psutil.Process]:
+        """The kernel's descendants whose command line holds `part`."""
+        return [
+            process
+            for process in self.kernel.children(recursive=True)
+            if process.status() != psutil.STATUS_ZOMBIE and part in " ".join(process.cmdline())
+        ]
+
+    @property
+    def agent(self) -> psutil.Process:
+        return self.find("nbdist.node /")[0]
+
+    @property
+    def nursery(self) -> psutil.Process:
+        return self.agent.children()[0]
+
+    @property
+    def workers(self) -> list[psutil.Process]:
+        return self.nursery.children()
+
+    def close(self) -> None:
+        self.client.stop_channels()
+        if self.manager.has_kernel:
+            self.manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def notebook() -> Iterator[Notebook]:
+    notebook = Notebook()
+    try:
+        yield notebook
+    finally:
+        notebook.close()
+
+
+def kill_kernel(notebook: Notebook) -> None:
+    notebook.kernel.kill()
+
+
+def kill_agent(notebook: Notebook) -> None:
+    notebook.agent.kill()
+
+
+def stop_agent(notebook: Notebook) -> None:
+    notebook.agent.send_signal(signal.SIGTERM)
+
+
+def kill_nursery(notebook: Notebook) -> None:
+    notebook.nursery.kill()
+
+
+def kill_all_workers(notebook: Notebook) -> None:
+    for worker in notebook.workers:
+        worker.kill()
+
+
+def kill_kernel_and_agent(notebook: Notebook) -> None:
+    agent = notebook.agent
+    notebook.kernel.kill()
+    agent.kill()
+
+
+def restart_kernel(notebook: Notebook) -> None:
+    notebook.manager.restart_kernel(now=False)
+
+
+def shut_down_kernel(notebook: Notebook) -> None:
+    notebook.manager.shutdown_kernel(now=False)
+
+
+ALWAYS = (kill_kernel, kill_agent)
+DEATHS = (
+    stop_agent,
+    kill_nursery,
+    kill_all_workers,
+    kill_kernel_and_agent,
+    restart_kernel,
+    shut_down_kernel,
+)
+
+
+MATRIX = [
+    pytest.param(death, moment, id=f"{death.__name__}-{moment}")
+    for deaths, moments in ((ALWAYS, tuple(MOMENTS)), (DEATHS, ("idle", "in a collective")))
+    for death in deaths
+    for moment in moments
+]
+
+
+@pytest.mark.parametrize(("death", "moment"), MATRIX)
+def test_nothing_is_left(
+    notebook: Notebook, death: Callable[[Notebook], None], moment: str
+) -> None:
+    """Whoever dies, everything that hung on it is gone within seconds, children included."""
+    notebook.begin(MOMENTS[moment])
+    death(notebook)
+
+
+def test_shutdown_leaves_nothing_while_the_notebook_goes_on(notebook: Notebook) -> None:
+    """After `%dist_shutdown` the notebook has no process of nbdist's, and no runtime folder."""
+    notebook.run("%dist_shutdown")
+    assert notebook.kernel.children(recursive=True) == []
+    folder = Path(os.environ["XDG_RUNTIME_DIR"])
+    assert not [found for found in folder.iterdir() if found.name.startswith("nbdist-")]
+
+
+def test_a_daemon_started_in_a_cell_ends_with_the_workers(notebook: Notebook) -> None:
+    """A process that left its session and its parent is ended too."""
+    notebook.run(
+        "%%distributed -r 0\nimport os\nif os.fork() == 0:\n    os.setsid()\n"
+        "    os.execvp('sleep', ['sleep', '1001']) if os.fork() == 0 else os._exit(0)"
+    )
+    assert notebook.find("1001")
+    notebook.run("%dist_shutdown")
+    assert not notebook.find("1001")

@@ -1,0 +1,92 @@
+"""The tutorials: each runs from top to bottom, and is saved with what it shows."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat import NotebookNode
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+CELL_TIMEOUT = 60
+RUN_TIMEOUT = 120
+EXECUTE = "from nbclient.cli import main; main()"
+FOLDERS = ("CONFIG", "DATA", "RUNTIME")
+
+pytestmark = pytest.mark.timeout(150)
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem, scope="module")
+def saved(request: pytest.FixtureRequest) -> NotebookNode:
+    """A tutorial as it is in the repository."""
+    return nbformat.read(request.param, as_version=4)
+
+
+def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def errors(notebook: NotebookNode) -> list[str]:
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    return [output.evalue for output in outputs if output.output_type == "error"]
+
+
+def kinds(cell: NotebookNode) -> set[str]:
+    """What a cell shows, by type: the texts of two runs differ in their times."""
+    return {kind for output in cell.outputs for kind in output.get("data", {"text/plain": ""})}
+
+
+def text(notebook: NotebookNode) -> str:
+    """All that the cells show, as plain text."""
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    return "\n".join(
+        output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs
+    )
+
+
+def run(notebook: NotebookNode, folder: Path) -> NotebookNode:
+    """A copy of the notebook, run by nbclient in another folder and another process."""
+    copy = nbformat.from_dict(notebook)
+    for cell in code_cells(copy):
+        cell.outputs, cell.execution_count = [], None
+    file = folder / "copy.ipynb"
+    nbformat.write(copy, file)
+    options = ["--inplace", f"--timeout={CELL_TIMEOUT}", "--kernel_name=python3"]
+    done = subprocess.run(
+        [sys.executable, "-c", EXECUTE, *options, file.name],
+        cwd=folder,
+        env=os.environ | {f"JUPYTER_{name}_DIR": str(folder / name) for name in FOLDERS},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=RUN_TIMEOUT,
+    )
+    assert done.returncode == 0, done.stderr
+    return nbformat.read(file, as_version=4)
+
+
+def test_it_runs_and_is_saved_as_it_runs(saved, tmp_path):
+    """Every cell runs without an error, and the saved file shows what a new run shows."""
+    fresh = run(saved, tmp_path)
+    assert errors(fresh) == []
+    assert errors(saved) == []
+    assert [kinds(cell) for cell in code_cells(saved)] == [kinds(c) for c in code_cells(fresh)]
+    counts = [cell.execution_count for cell in code_cells(saved)]
+    assert counts == list(range(1, len(counts) + 1)), "saved after cells ran out of order"
+
+
+@pytest.mark.parametrize("source", NOTEBOOKS[:1], ids=lambda path: path.stem)
+def test_the_quickstart_learns(source):
+    """The saved quickstart shows what four ranks have learned together."""
+    shown = text(nbformat.read(source, as_version=4))
+    [accuracy] = re.findall(r"accuracy (\d+\.\d)%", shown)
+    assert float(accuracy) > 95
+    assert "I am rank 3 of 4" in shown
+
+
+def test_there_are_tutorials():
+    """The folder of notebooks is where these tests look for it."""
+    assert [path.name for path in NOTEBOOKS][:1] == ["01-quickstart.ipynb"]

@@ -1,0 +1,250 @@
+"""nbdist.errors: one line each, worded from facts, and fit to travel."""
+
+import copy
+import pickle
+import re
+from dataclasses import dataclass
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+from traitlets.config import Config
+
+from nbdist import errors
+
+
+@dataclass(frozen=True)
+class Failed:
+    time_ns: int
+
+
+def worker_error(message: str = "bad shard", failed: tuple[int, ...] = (5,), ran: int = 8):
+    return errors.WorkerError(
+        rank=failed[0],
+        host="node1",
+        pid=4711,
+        errors={rank: Failed(rank) for rank in failed},
+        ran=ran,
+        seconds=1.234,
+        cause=("ValueError", message),
+    )
+
+
+def worker_died(ran: int = 4, exit_code: int | None = -9):
+    return errors.WorkerDied(2, "node1", 4711, {2: Failed(1)}, ran, 3.21, exit_code)
+
+
+EVERY_ERROR = [
+    errors.UsageError("`--bogus` is not an option."),
+    errors.BadTopology("-n", "x", "that is not a number of workers", "Use `-n 4`."),
+    errors.NotEnoughGpus(4, 2, "0,1"),
+    errors.BadRanks("9", 4, "there is no rank 9"),
+    errors.UnshippableName("loader", "loader.lock", "lock", "it stays here", "make it there"),
+    errors.WorldNotStarted("`%dist_gather`"),
+    errors.WorldChanged(8, 4),
+    errors.WorldBusy(range(4), 12.3),
+    errors.WorldStuck([1]),
+    errors.StartError(1, "node1", "python -m x", "it exited with code 1", ["one", "two"]),
+    worker_error(),
+    worker_died(),
+    errors.AgentLost("node1", -9),
+]
+
+
+def ids(error: Exception) -> str:
+    return type(error).__name__
+
+
+def test_every_error_is_in_the_table_above():
+    """Each class of the module is exercised by the tests that go over all of them."""
+    defined = {
+        value
+        for value in vars(errors).values()
+        if isinstance(value, type) and issubclass(value, errors.NbdistError)
+    }
+    assert defined - {errors.NbdistError} == {type(error) for error in EVERY_ERROR}
+
+
+def test_the_docstring_shows_the_hierarchy():
+    """The module's docstring lists every error under the one that also catches it."""
+    stack: list[tuple[int, str]] = []
+    shown = {}
+    for indent, name in re.findall(r"^( *)\* :exc:`(\w+)`", errors.__doc__ or "", re.M):
+        while stack and stack[-1][0] >= len(indent):
+            stack.pop()
+        shown[name] = stack[-1][1] if stack else "Exception"
+        stack.append((len(indent), name))
+    true = {
+        name: value.__base__.__name__
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.NbdistError)
+    }
+    assert shown == true
+
+
+@pytest.mark.parametrize("error", EVERY_ERROR, ids=ids)
+def test_an_error_is_one_line_that_ends_like_one(error):
+    """The message is one line without repeated stops; a failed start's is followed by its log."""
+    first, *rest = str(error).split("\n")
+    assert ".." not in first
+    assert first.strip() == first
+    assert bool(rest) == isinstance(error, errors.StartError)
+
+
+@pytest.mark.parametrize("error", EVERY_ERROR, ids=ids)
+def test_an_error_survives_pickle_and_copy(error):
+    """An error that crosses a process boundary keeps its class, message and facts."""
+    for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(twin) is type(error)
+        assert str(twin) == str(error)
+        assert vars(twin) == vars(error)
+
+
+def test_ipython_shows_the_line_and_no_traceback():
+    """In IPython the error is that line alone, and the cell has failed."""
+    shell = InteractiveShell(config=Config({"HistoryManager": {"enabled": False}}))
+    shell.user_ns["error"] = worker_error()
+    with capture_output() as shown:
+        result = shell.run_cell("raise error", store_history=False)
+    assert result.error_in_exec is not None
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown.stdout)
+    assert plain == "WorkerError: " + str(worker_error()) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            errors.NotEnoughGpus(4, 2, "0,1"),
+            "4 ranks asked, 2 GPUs visible (CUDA_VISIBLE_DEVICES=0,1), and nccl needs one for "
+            "each rank. `-n 2`, or `--backend gloo` to share them.",
+        ),
+        (
+            errors.NotEnoughGpus(2, 1, None),
+            "2 ranks asked, 1 GPU visible, and nccl needs one for each rank. "
+            "`-n 1`, or `--backend gloo` to share them.",
+        ),
+        (
+            errors.NotEnoughGpus(1, 0, ""),
+            "1 rank asked, 0 GPUs visible (CUDA_VISIBLE_DEVICES=), and nccl needs one for each "
+            "rank. `--backend gloo`.",
+        ),
+        (
+            errors.WorldChanged(8, 4),
+            "8 workers are running. `%dist_restart -n 4` starts 4 anew, `-r 0-3` runs on some.",
+        ),
+        (
+            errors.WorldChanged(1, 8),
+            "1 worker is running. `%dist_restart -n 8` starts 8 anew.",
+        ),
+        (
+            errors.WorldBusy([2], 3),
+            "rank 2 is still running an earlier cell, for 3.0 s now. Wait for it, stop it with "
+            "the Stop button, or start anew with `%dist_restart`.",
+        ),
+        (
+            errors.WorldStuck([0, 1]),
+            "ranks 0-1 do not stop: waiting in a collective, or in C code. The notebook is "
+            "free; `%dist_restart` ends them and starts all workers anew.",
+        ),
+        (errors.Interrupted([0, 1, 3]), "ranks 0-1,3 have stopped; all variables are kept."),
+        (errors.Interrupted([2]), "rank 2 has stopped; all variables are kept."),
+        (errors.Interrupted([]), "no workers were started."),
+        (
+            errors.UnshippableName("f", "f", "generator", "it cannot be copied", "use a list"),
+            "`f` (generator) cannot be sent to the workers: it cannot be copied; nothing has "
+            "run. Use a list.",
+        ),
+        (
+            errors.UnshippableName("loader", "loader.lock", "lock", "it stays here", "omit it"),
+            "`loader`: `loader.lock` (lock) cannot be sent to the workers: it stays here; "
+            "nothing has run. Omit it.",
+        ),
+        (
+            worker_error(),
+            "1 of 8 ranks failed (5); first: rank 5 after 1.2 s: ValueError: bad shard",
+        ),
+        (
+            worker_error("", failed=(3, 0, 1, 2), ran=4),
+            "4 of 4 ranks failed (0-3); first: rank 3 after 1.2 s: ValueError",
+        ),
+        (
+            worker_error("\n two\nlines"),
+            "1 of 8 ranks failed (5); first: rank 5 after 1.2 s: ValueError: two",
+        ),
+        (
+            worker_died(),
+            "rank 2 on node1 (pid 4711) was killed by SIGKILL 3.2 s into the cell. "
+            "`%dist_restart` starts the workers anew; their variables are lost.",
+        ),
+        (
+            worker_died(ran=0, exit_code=3),
+            "rank 2 on node1 (pid 4711) exited with code 3 while no cell was running. "
+            "`%dist_restart` starts the workers anew; their variables are lost.",
+        ),
+        (
+            errors.StartError(None, "node1", "python -m x", "it took more than 30 s"),
+            "the agent on node1 could not start: it took more than 30 s. Started with "
+            "`python -m x`; it left no output.",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
+)
+def test_wording(error, text):
+    """Each error says who, what, and what to do now."""
+    assert str(error) == text
+
+
+def test_stop_is_pythons_own():
+    """`except KeyboardInterrupt` catches what Stop raises, and IPython shows its one line."""
+    error = errors.Interrupted([0])
+    assert isinstance(error, KeyboardInterrupt)
+    [line] = error._render_traceback_()
+    assert line.endswith(f"KeyboardInterrupt\x1b[0m: {error}")
+
+
+def test_a_failed_start_shows_the_end_of_the_log():
+    """The last lines of the log follow, and only so many that the first stays in sight."""
+    log = [f"line {i}" for i in range(100)]
+    first, *rest = str(errors.StartError(1, "node1", "python -m x", "it died", log)).split("\n")
+    assert first.endswith("its last lines:")
+    assert [line.strip() for line in rest] == log[-errors.START_LOG_LINES :]
+
+
+def test_a_worker_error_tells_the_ranks_apart():
+    """The failure of every rank is at hand, and the rank that failed first is named."""
+    error = worker_error(failed=(5, 1))
+    assert (error.rank, error.host, error.pid) == (5, "node1", 4711)
+    assert error.errors == {5: Failed(5), 1: Failed(1)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [((0, 1, 2, 5), "0-2,5"), ((), ""), ((3,), "3"), ((2, 1, 2), "1-2"), (range(1024), "0-1023")],
+)
+def test_ranks_are_written_as_spans(ranks, text):
+    """Ranks are written the way that `-r` reads them."""
+    assert errors.format_ranks(ranks) == text
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "text"),
+    [
+        (None, "ended"),
+        (0, "exited with code 0"),
+        (3, "exited with code 3"),
+        (-11, "was killed by SIGSEGV"),
+        (-40, "was killed by signal 40"),
+        (-100, "was killed by signal 100"),
+    ],
+)
+def test_an_exit_code_becomes_words(exit_code, text):
+    """Signals are told by name, where they have one."""
+    assert errors.word_exit(exit_code) == text
+
+
+def test_a_long_message_is_cut_to_a_line():
+    """What an exception says is cut where it would no longer fit on a screen."""
+    line = errors.one_line("x" * 1000)
+    assert len(line) == errors.LINE_LIMIT
+    assert line.endswith("...")

@@ -1,0 +1,241 @@
+"""How the house is built: who may import whom, what lies at the top, what an import costs."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "nbdist"
+
+# The floors: each room, and the rooms below it, which are all that it may import.  The
+# notebook's side never imports node or worker: they are other processes.
+FLOORS = {
+    "errors": set(),
+    "topology": {"errors"},
+    "wire": {"errors", "topology"},
+    "world": {"errors", "topology", "wire"},
+    "launch": {"errors", "topology", "wire", "world"},
+    "notebook": {"errors", "topology", "wire", "world", "launch"},
+    "node": {"errors", "topology", "wire"},
+    "worker": {"errors", "wire"},
+    # The package itself has the public names, which it takes from everywhere on the
+    # notebook's side; everybody may ask it for what stands in it.
+    "__init__": {"errors", "topology", "wire", "world", "launch", "notebook"},
+}
+
+# Doors between rooms: the nursery becomes a worker when it forks.
+DOORS = {("node/nursery.py", "worker")}
+
+# Who may import torch when it is imported itself.
+TORCH_ROOMS = ("worker/", "node/nursery.py")
+
+TOP_LEVEL = {"pyproject.toml", "nbdist", "tests", "notebooks", "README.md", "LICENSE"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: by which file, in which line, and whether importing the file runs it."""
+
+    file: str
+    line: int
+    name: str
+    at_once: bool
+
+    @property
+    def importer(self) -> str:
+        """The room that the file is in."""
+        return self.file.partition("/")[0].removesuffix(".py")
+
+    @property
+    def room(self) -> str | None:
+        """The room of nbdist that is imported, or None for what is none."""
+        head, _, rest = self.name.partition(".")
+        if head != "nbdist":
+            return None
+        room = rest.partition(".")[0]
+        return room if room in FLOORS or _is_module(room) else "__init__"
+
+    def __str__(self) -> str:
+        return f"nbdist/{self.file}:{self.line} imports {self.name}"
+
+
+def _is_module(room: str) -> bool:
+    return bool(room) and ((PACKAGE / room).is_dir() or (PACKAGE / f"{room}.py").is_file())
+
+
+def imports_of(file: str, source: str) -> Iterator[Import]:
+    """Every import statement of a file, wherever it stands."""
+    package = ["nbdist", *file.split("/")[:-1]]
+    waiting = [(node, True) for node in ast.parse(source).body]
+    while waiting:
+        node, at_once = waiting.pop()
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(file, node.lineno, alias.name, at_once)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            for alias in node.names:
+                yield Import(file, node.lineno, f"{module}.{alias.name}", at_once)
+        for child in ast.iter_child_nodes(node):
+            waiting.append((child, at_once and _runs(node, child)))
+
+
+def _runs(node: ast.AST, child: ast.AST) -> bool:
+    """Whether importing the file runs this part of a statement."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        return False
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        return child in node.orelse
+    return True
+
+
+def all_imports() -> list[Import]:
+    """The imports of the package, in reading order."""
+    files = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+    found = [each for file in files for each in imports_of(file, (PACKAGE / file).read_text())]
+    return sorted(found, key=lambda each: (each.file, each.line, each.name))
+
+
+def points_up(each: Import) -> bool:
+    """Whether a room imports one that is not below it."""
+    room = each.room
+    if room is None or room in (each.importer, "__init__") or (each.file, room) in DOORS:
+        return False
+    return room not in FLOORS.get(each.importer, set())
+
+
+def is_early_torch(each: Import) -> bool:
+    """Whether importing a file imports torch where it must not."""
+    is_torch = each.name.partition(".")[0] == "torch"
+    return is_torch and each.at_once and not each.file.startswith(TORCH_ROOMS)
+
+
+def test_no_import_points_up():
+    """A room imports only rooms below it, also inside functions and for type checkers."""
+    assert "\n".join(str(each) for each in all_imports() if points_up(each)) == ""
+
+
+def test_only_workers_import_torch():
+    """Nothing but a worker and the nursery imports torch when it is imported."""
+    assert "\n".join(str(each) for each in all_imports() if is_early_torch(each)) == ""
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "told"),
+    [
+        ("wire/x.py", "from nbdist.world import link", "1 imports nbdist.world.link"),
+        ("wire/x.py", "def f():\n    import nbdist.node", "2 imports nbdist.node"),
+        ("world/x.py", "from ..notebook import y", "1 imports nbdist.notebook.y"),
+        ("errors.py", "from nbdist import topology", "1 imports nbdist.topology"),
+        ("worker/x.py", "from nbdist import topology", "1 imports nbdist.topology"),
+        ("notebook/x.py", "import nbdist.worker.y", "1 imports nbdist.worker.y"),
+        ("node/x.py", "if TYPE_CHECKING:\n    import nbdist.worker", "2 imports nbdist.worker"),
+        ("nowhere/x.py", "import nbdist.wire", "1 imports nbdist.wire"),
+        ("node/nursery.py", "import nbdist.worker", None),
+        ("worker/x.py", "from . import y\nfrom nbdist.wire.payload import Payload", None),
+        ("node/x.py", "from nbdist import __version__\nimport nbdist", None),
+    ],
+)
+def test_an_import_that_points_up_is_told(file, source, told):
+    """The file, the line and the import are named."""
+    found = [str(each) for each in imports_of(file, source) if points_up(each)]
+    assert found == ([] if told is None else [f"nbdist/{file}:{told}"])
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "told"),
+    [
+        ("wire/x.py", "import torch.nn", True),
+        ("wire/x.py", "try:\n    from torch import nn\nexcept ImportError: pass", True),
+        ("wire/x.py", "class C:\n    import torch", True),
+        ("wire/x.py", "def f():\n    import torch", False),
+        ("wire/x.py", "if TYPE_CHECKING:\n    import torch", False),
+        ("wire/x.py", "import torchless", False),
+        ("worker/x.py", "import torch", False),
+        ("node/nursery.py", "import torch", False),
+    ],
+)
+def test_an_early_torch_is_told(file, source, told):
+    """Importing torch in a function or for type checkers is fine; when it is run at once, not."""
+    assert any(is_early_torch(each) for each in imports_of(file, source)) == told
+
+
+def test_every_room_has_its_floor():
+    """What lies in the package is in the table of floors."""
+    rooms = {path.name.removesuffix(".py") for path in PACKAGE.iterdir()}
+    assert rooms - {"__pycache__", "py.typed"} <= set(FLOORS)
+
+
+def test_the_top_level():
+    """The repository shows exactly these names, and hidden ones."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("not in a git checkout, so there is no list of the repository's files")
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listing = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+    ).stdout
+    names = {line.partition("/")[0] for line in listing.splitlines()}
+    assert {name for name in names if not name.startswith(".")} == TOP_LEVEL
+
+
+PROBE = """
+import json, os, sys, threading
+
+def opened():
+    return sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+                  if os.path.exists(f"/proc/self/fd/{fd}"))
+
+before = opened()
+environ = dict(os.environ)
+for name in sys.argv[1:]:
+    __import__(name)
+print(json.dumps({
+    "heavy": sorted({"torch", "zmq", "IPython", "numpy"} & set(sys.modules)),
+    "opened": [each for each in opened() if each not in before],
+    "threads": threading.active_count(),
+    "environ": dict(os.environ) == environ,
+}))
+"""
+
+
+def probe(*modules: str) -> dict[str, object]:
+    """What a fresh process has and has opened after it imported these modules."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *modules],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        stdin=subprocess.DEVNULL,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1, f"something is printed at import: {done.stdout}"
+    return dict(json.loads(done.stdout))
+
+
+def test_importing_nbdist_costs_nothing():
+    """`import nbdist` loads neither torch, zmq nor IPython, opens nothing and starts nothing."""
+    assert probe("nbdist") == {"heavy": [], "opened": [], "threads": 1, "environ": True}
+
+
+def test_the_notebooks_side_loads_no_torch():
+    """No module that runs in the notebook kernel or in the agent brings torch, by any detour."""
+    modules = [
+        "nbdist." + path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".")
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if not path.relative_to(PACKAGE).as_posix().startswith(TORCH_ROOMS)
+        and path.name not in ("__main__.py", "__init__.py")
+    ]
+    found = probe(*modules)
+    assert "torch" not in found["heavy"]
+    assert (found["threads"], found["environ"]) == (1, True)

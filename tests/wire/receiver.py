@@ -1,0 +1,142 @@
+"""A notebook and a worker for tests: two real namespaces called `__main__`, in two processes.
+
+Run as a script it is the worker; tests load it with `runpy` for the two classes.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+REPLY_TIMEOUT = 30.0
+
+
+class Notebook(types.ModuleType):
+    """A namespace that is `__main__` here; `run` runs a cell in it."""
+
+    def __init__(self) -> None:
+        super().__init__("__main__")
+        self.names = vars(self)
+        self._cells = 0
+
+    def run(self, source: str) -> Any:
+        """Run a cell as IPython does, which keeps its source; the value of the last line."""
+        self._cells += 1
+        filename = f"/tmp/ipykernel_1/{self._cells}.py"
+        lines = source.splitlines(keepends=True)
+        linecache.cache[filename] = (len(source), None, lines, filename)
+        return _run(source, self.names, filename)
+
+
+class Worker:
+    """Another process: give it frames to bind, source to run, and read what comes of it."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(Path(__file__).parents[2]),
+                "PYTHONWARNINGS": "error",
+            },
+        )
+
+    def bind(self, frames: Sequence[Any]) -> None:
+        """Bind the names of a pickled mapping in the worker's `__main__`."""
+        self._ask("bind", [bytes(memoryview(frame)) for frame in frames])
+
+    def bind_payload(self, payload: Any) -> None:
+        """The same with a `Payload`, whose segment it opens."""
+        self._ask("bind_payload", payload)
+
+    def run(self, source: str) -> Any:
+        """Run source there; the value of its last line, if that is an expression."""
+        return self._ask("run", source)
+
+    def fetch(self, expression: str) -> Any:
+        """The frames of a value, as the worker pickles it."""
+        return self._ask("fetch", expression)
+
+    def clear(self) -> None:
+        """Unbind all names, for the next test."""
+        self._ask("clear", None)
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.communicate(timeout=REPLY_TIMEOUT)
+
+    def _ask(self, *request: Any) -> Any:
+        assert self._process.stdin
+        assert self._process.stdout
+        pickle.dump(request, self._process.stdin)
+        self._process.stdin.flush()
+        worked, reply = pickle.load(self._process.stdout)
+        assert worked, reply
+        return reply
+
+
+def _run(source: str, names: dict[str, Any], filename: str) -> Any:
+    tree = ast.parse(source, filename)
+    last = tree.body[-1] if tree.body else None
+    if not isinstance(last, ast.Expr):
+        exec(compile(tree, filename, "exec", dont_inherit=True), names)
+        return None
+    before = ast.Module(tree.body[:-1], [])
+    exec(compile(before, filename, "exec", dont_inherit=True), names)
+    value = compile(ast.Expression(last.value), filename, "eval", dont_inherit=True)
+    return eval(value, names)
+
+
+def _answer(kind: str, what: Any) -> Any:
+    from nbdist.wire.payload import open_payload
+    from nbdist.wire.pickling import pickle as nbdist_pickle
+    from nbdist.wire.pickling import unpickle
+
+    names = sys.modules["__main__"].__dict__
+    match kind:
+        case "bind":
+            names.update(unpickle(what))
+        case "bind_payload":
+            names.update(unpickle(open_payload(what)))
+        case "clear":
+            for name in [name for name in names if not name.startswith("__")]:
+                del names[name]
+        case "run":
+            return _run(what, names, "<worker>")
+        case "fetch":
+            pickled = nbdist_pickle(eval(what, names), names)
+            return [bytes(memoryview(frame)) for frame in pickled.frames]
+    return None
+
+
+def _serve() -> None:
+    channel, sys.stdout = sys.stdout.buffer, sys.stderr
+    # The names of this script are not the worker's.
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    while True:
+        try:
+            request = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            reply = pickle.dumps((True, _answer(*request)))
+        except Exception:  # noqa: BLE001 (a test's code may raise anything)
+            reply = pickle.dumps((False, traceback.format_exc()))
+        channel.write(reply)
+        channel.flush()
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,327 @@
+"""Functions and classes of one `__main__` on their way to another."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from nbdist.wire.pickling import pickle, unpickle
+
+FUNCTIONS = {
+    "plain": ("def f(x): return x + 1", "f(1)", 2),
+    "defaults": ("def f(x, y=2, *, z=3): return x + y + z", "f(1), f(1, 1, z=1)", (6, 3)),
+    "lambda": ("f = lambda x: x * 2", "f(4)", 8),
+    "recursion": ("def f(n): return 1 if n < 2 else n * f(n - 1)", "f(5)", 120),
+    "closure": (
+        "def make(n):\n    def f(x): return x + n\n    return f\nf = make(10)",
+        "f(1)",
+        11,
+    ),
+    "recursive closure": (
+        "def make():\n    def g(n): return n and 1 + g(n - 1)\n    return g\nf = make()",
+        "f(7)",
+        7,
+    ),
+    "closure with an empty cell": (
+        "def make():\n    def g(): return late\n    if 0: late = 1\n    return g\nf = make()",
+        "f.__closure__[0] != 1",
+        True,
+    ),
+    "generator": ("def f():\n    yield 1\n    yield 2", "list(f())", [1, 2]),
+    "async": (
+        "async def f(x): return x",
+        "__import__('asyncio').run(f(3))",
+        3,
+    ),
+    "partial": (
+        "import functools\ndef g(a, b): return a - b\nf = functools.partial(g, 10)",
+        "f(b=3)",
+        7,
+    ),
+    "lru_cache": (
+        "import functools\n@functools.lru_cache(maxsize=7, typed=True)\ndef f(x): return x + 1",
+        "f(1), f.cache_info().maxsize, f.__name__",
+        (2, 7, "f"),
+    ),
+    "wraps": (
+        "import functools\ndef twice(g):\n    @functools.wraps(g)\n    def inner(*a):\n"
+        "        return g(*a) * 2\n    return inner\n@twice\ndef f(x):\n    'doc'\n    return x",
+        "f(4), f.__name__, f.__doc__, f.__wrapped__(4)",
+        (8, "f", "doc", 4),
+    ),
+    "decorated by a library": (
+        "import contextlib\n@contextlib.contextmanager\ndef c():\n    yield 5\n"
+        "def f():\n    with c() as x: return x",
+        "f()",
+        5,
+    ),
+    "attributes": ("def f(): return f.count\nf.count = 3", "f()", 3),
+    "annotations": ("def f(x: int) -> str: ...", "f.__annotations__", {"x": int, "return": str}),
+    "kept names": (
+        "def f(): ...\nf.__qualname__ = 'A.f'",
+        "f.__module__, f.__qualname__",
+        ("__main__", "A.f"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FUNCTIONS)
+def test_functions_work_in_the_other_process(
+    case: str, notebook: Any, worker: Any, ship: Callable[..., frozenset[str]]
+) -> None:
+    """A function does there what it does here, with what it needs shipped by name."""
+    source, expression, result = FUNCTIONS[case]
+    notebook.run(source)
+    names, waiting = set(), {"f"}
+    while waiting:
+        names |= waiting
+        waiting = ship(*waiting) - names
+    assert worker.run(expression) == result
+
+
+def test_functions_use_the_receivers_names(
+    notebook: Any, worker: Any, ship: Callable[..., frozenset[str]]
+) -> None:
+    """A function that uses `model` finds the worker's, now and after it is bound again."""
+    notebook.run("model = 'notebook'\ndef f(): return model")
+    assert ship("f") == {"model"}
+    worker.run("model = 'worker'")
+    assert worker.run("f()") == "worker"
+    worker.run("model = 'new'")
+    assert worker.run("f()") == "new"
+    assert worker.run("f.__globals__ is __import__('sys').modules['__main__'].__dict__")
+
+
+def test_a_function_may_use_a_name_that_only_workers_have(
+    notebook: Any, worker: Any, ship: Callable[..., frozenset[str]]
+) -> None:
+    """The name need not exist here."""
+    notebook.run("def f(): return only_there")
+    assert ship("f") == frozenset()
+    worker.run("only_there = 3")
+    assert worker.run("f()") == 3
+
+
+def test_functions_assign_the_receivers_globals(
+    notebook: Any, worker: Any, ship: Callable[..., frozenset[str]]
+) -> None:
+    """`global` in a shipped function means the worker's namespace."""
+    notebook.run("count = 5\ndef f():\n    global count\n    count += 1")
+    ship("f")
+    worker.run("count = 10\nf()")
+    assert worker.run("count") == 11
+    assert notebook.names["count"] == 5
+
+
+def test_values_of_globals_are_not_in_the_pickle(notebook: Any) -> None:
+    """A function that uses a big list by name is still small, also inside a container."""
+    notebook.run("big = list(range(100_000))\ndef f(): return big\nholder = {'f': [f]}")
+    pickled = pickle(notebook.names["holder"], notebook.names)
+    assert sum(memoryview(frame).nbytes for frame in pickled.frames) < 3000
+    assert pickled.needs == {"big"}
+
+
+NEEDS = {
+    "function": ("def f(): return a(b.c)", {"a", "b"}),
+    "inner function": ("def f():\n    def g(): return a\n    return g", {"a"}),
+    "lambda": ("f = lambda x: x + a", {"a"}),
+    "comprehension": ("def f(): return [a for x in b if c]", {"a", "b", "c"}),
+    "class inside": (
+        "def f():\n    class A(b):\n        x = a\n        y = x\n    return A",
+        {"a", "b"},
+    ),
+    "methods": (
+        "class f:\n    def m(self): return a\n    @property\n    def p(self): return b\n"
+        "    @staticmethod\n    def s(): return c",
+        {"a", "b", "c"},
+    ),
+    "instance": ("class A:\n    def m(self): return a\nf = A()", {"a"}),
+    "bound method": ("class A:\n    def m(self): return a\nf = A().m", {"a"}),
+    "closure": ("def make(g):\n    return lambda: g()\ndef g(): return a\nf = make(g)", {"a"}),
+    "only assigned": ("def f():\n    global a\n    a = 1", set()),
+    "own name": ("def f(): return f()", {"f"}),
+}
+
+
+@pytest.mark.parametrize("case", NEEDS)
+def test_needs_are_the_names_that_are_looked_up(case: str, notebook: Any) -> None:
+    """What functions read by name is reported, wherever in the value they are."""
+    source, needs = NEEDS[case]
+    notebook.run("a, b, c = 1, object, 3")
+    notebook.run(source)
+    pickled = pickle(notebook.names["f"], notebook.names)
+    assert {name for name in pickled.needs if name in notebook.names} == needs
+
+
+def test_mutual_recursion(notebook: Any, worker: Any, ship: Callable[..., frozenset[str]]) -> None:
+    """Two functions that call each other can come one after the other."""
+    notebook.run(
+        "def even(n): return n == 0 or odd(n - 1)\ndef odd(n): return n > 0 and even(n - 1)"
+    )
+    assert ship("even") == {"odd"}
+    ship("odd")
+    assert worker.run("even(10), odd(10)") == (True, False)
+
+
+def test_closures_that_share_a_variable_go_on_sharing_it(
+    notebook: Any, worker: Any, ship: Callable[..., frozenset[str]]
+) -> None:
+    """Two closures over one counter count together there, if they travel together."""
+    notebook.run(
+        "def make():\n    n = 0\n    def up():\n        nonlocal n\n        n += 1\n"
+        "    def get(): return n\n    return up, get\nup, get = make()"
+    )
+    ship("up", "get")
+    assert worker.run("up(); up()\nget()") == 2
+
+
+def test_a_librarys_closure_belongs_to_the_library(notebook: Any) -> None:
+    """What a decorator of a module wraps around keeps the module's globals, by reference."""
+    notebook.run("import contextlib\n@contextlib.contextmanager\ndef f(): yield")
+    pickled = pickle(notebook.names["f"], notebook.names)
+    rebuilt = unpickle(pickled.frames)
+    assert rebuilt.__globals__ is sys.modules["contextlib"].__dict__
+
+
+CLASSES = {
+    "methods and super": (
+        "class A:\n    def m(self): return 1\nclass B(A):\n    def m(self): return super().m() + 1",
+        "B().m()",
+        2,
+    ),
+    "property, static, class method": (
+        "class B:\n    @property\n    def p(self): return 1\n    @staticmethod\n"
+        "    def s(): return 2\n    @classmethod\n    def c(cls): return cls.__name__",
+        "B().p, B.s(), B.c()",
+        (1, 2, "B"),
+    ),
+    "cached_property": (
+        "import functools\nclass B:\n    @functools.cached_property\n    def p(self): return 4",
+        "B().p",
+        4,
+    ),
+    "dataclass": (
+        "import dataclasses\n@dataclasses.dataclass\nclass B:\n    x: int\n"
+        "    y: list = dataclasses.field(default_factory=list)",
+        "B(1), B(1) == B(1, []), __import__('dataclasses').replace(B(1), x=2).x",
+        "(B(x=1, y=[]), True, 2)",
+    ),
+    "dataclass to inherit from": (
+        "import dataclasses\n@dataclasses.dataclass\nclass B:\n    x: int\n    y: int = 2",
+        "import dataclasses\n@dataclasses.dataclass\nclass C(B):\n    z: int = 3\nC(1)",
+        "C(x=1, y=2, z=3)",
+    ),
+    "enum": (
+        "import enum\nclass B(enum.Enum):\n    RED = 1\n"
+        "    def low(self): return self.name.lower()",
+        "B.RED.low(), B(1) is B.RED",
+        ("red", True),
+    ),
+    "NamedTuple": (
+        "from typing import NamedTuple\nclass B(NamedTuple):\n    x: int\n    y: int = 2",
+        "B(1).y, B(1)._replace(x=5)",
+        "(2, B(x=5, y=2))",
+    ),
+    "namedtuple": (
+        "import collections\nB = collections.namedtuple('B', 'x y')",
+        "B(1, 2)",
+        "B(x=1, y=2)",
+    ),
+    "Generic": (
+        "from typing import Generic, TypeVar\nT = TypeVar('T')\nclass B(Generic[T]):\n"
+        "    def get(self, x: T) -> T: return x",
+        "B[int]().get(3)",
+        3,
+    ),
+    "abstract": (
+        "import abc\nclass A(abc.ABC):\n    @abc.abstractmethod\n    def m(self): ...\n"
+        "class B(A):\n    def m(self): return 5",
+        "B().m()",
+        5,
+    ),
+    "slots": ("class B:\n    __slots__ = ('x',)\n    def __init__(self): self.x = 6", "B().x", 6),
+    "metaclass": (
+        "class M(type):\n    def hello(cls): return cls.__name__\nclass B(metaclass=M): pass",
+        "B.hello()",
+        "B",
+    ),
+    "exception": ("class B(Exception): pass", "str(B('no'))", "no"),
+    "nested": ("class B:\n    class C:\n        x = 7", "B.C.x, B.C.__qualname__", (7, "B.C")),
+}
+
+
+@pytest.mark.parametrize("case", CLASSES)
+def test_classes_work_in_the_other_process(
+    case: str, notebook: Any, worker: Any, ship: Callable[..., frozenset[str]]
+) -> None:
+    """A class of a cell does there what it does here."""
+    source, expression, result = CLASSES[case]
+    notebook.run(source)
+    ship("B")
+    if case in ("dataclass", "dataclass to inherit from", "NamedTuple", "namedtuple"):
+        *lines, last = expression.split("\n")
+        expression = "\n".join([*lines, f"repr(({last}))"])
+    assert worker.run(expression) == result
+
+
+def test_a_class_arrives_once(
+    notebook: Any, worker: Any, ship: Callable[..., frozenset[str]]
+) -> None:
+    """Instances that come later are of the class that came before."""
+    notebook.run("class A: pass\na, b = A(), A()")
+    ship("A")
+    ship("a")
+    ship("b")
+    assert worker.run("type(a) is A and type(b) is A and isinstance(b, A)") is True
+
+
+def test_a_class_that_comes_again_is_not_made_again(
+    notebook: Any, worker: Any, ship: Callable[..., frozenset[str]]
+) -> None:
+    """`__init_subclass__` of its base runs there once."""
+    notebook.run(
+        "made = []\nclass Base:\n    def __init_subclass__(cls): made.append(1)\n"
+        "class A(Base): pass\na = A()"
+    )
+    worker.run("made = []")
+    ship("Base")
+    ship("a")
+    ship("A")
+    assert worker.run("len(made)") == 1
+
+
+def test_a_class_changed_here_is_changed_there(
+    notebook: Any, worker: Any, ship: Callable[..., frozenset[str]]
+) -> None:
+    """What is set on a class reaches those who have it already."""
+    notebook.run("class A:\n    x = 1\na = A()")
+    ship("a")
+    notebook.run("A.x = 2")
+    ship("A")
+    assert worker.run("a.x") == 2
+
+
+def test_a_class_that_comes_home_stays_as_it_is(
+    notebook: Any, worker: Any, ship: Callable[..., frozenset[str]]
+) -> None:
+    """A worker's copy of the notebook's class does not overwrite the notebook's."""
+    notebook.run("class A:\n    def m(self): return 1\na = A()")
+    ship("a")
+    method = notebook.names["A"].m
+    worker.run("type(a).x = 'changed'")
+    (back,) = unpickle(worker.fetch("(a,)"), notebook.names)
+    assert type(back) is notebook.names["A"]
+    assert notebook.names["A"].m is method
+    assert not hasattr(back, "x")
+
+
+def test_a_class_of_the_workers_comes_to_the_notebook(notebook: Any, worker: Any) -> None:
+    """A value whose class was defined on a worker works here, with the notebook's names."""
+    worker.run("k = 1\nclass W:\n    def m(self): return k\nw = W()")
+    notebook.names["k"] = 2
+    back = unpickle(worker.fetch("w"), notebook.names)
+    assert back.m() == 2
+    assert type(unpickle(worker.fetch("W()"), notebook.names)) is type(back)

@@ -1,0 +1,114 @@
+"""Values on their way between processes: modules, buffers, what is left alone."""
+
+from __future__ import annotations
+
+import pickle as plain_pickle
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbdist.wire.pickling import join, pickle, unpickle
+
+
+def test_modules_go_by_name(
+    notebook: Any, worker: Any, ship: Callable[..., frozenset[str]]
+) -> None:
+    """`import x as y` becomes the same import there."""
+    notebook.run("import json as j\nimport os.path as p\nimport xml.dom.minidom as m")
+    ship("j", "p", "m")
+    assert worker.run("j.__name__, m.__name__") == ("json", "xml.dom.minidom")
+
+
+def test_submodules_that_a_function_uses_are_imported(
+    notebook: Any, worker: Any, ship: Callable[..., frozenset[str]]
+) -> None:
+    """`xml.dom.minidom` works there though only the name `xml` is bound."""
+    notebook.run("import xml.sax.saxutils\ndef f(): return xml.sax.saxutils.escape('<')")
+    ship("f")
+    worker.run("import xml")
+    assert worker.run("f()") == "&lt;"
+
+
+def test_a_module_made_by_hand_is_refused(notebook: Any) -> None:
+    """What cannot be imported there is an error here."""
+    notebook.names["m"] = types.ModuleType("made_by_hand")
+    with pytest.raises(plain_pickle.PicklingError, match="made_by_hand"):
+        pickle(notebook.names["m"], notebook.names)
+
+
+def test_an_open_file_is_refused(notebook: Any, tmp_path: Path) -> None:
+    """cloudpickle would send the whole file as a `StringIO`."""
+    (tmp_path / "x").write_text("text")
+    with (
+        open(tmp_path / "x") as notebook.names["file"],
+        pytest.raises(plain_pickle.PicklingError, match="open file"),
+    ):
+        pickle(notebook.names["file"], notebook.names)
+
+
+def test_arrays_are_not_copied(notebook: Any) -> None:
+    """An array's memory is a frame, and the receiver's frame is the array's memory."""
+    numpy = pytest.importorskip("numpy")
+    array = numpy.arange(100_000.0)
+    pickled = pickle(array, notebook.names)
+    assert memoryview(pickled.frames[0]).nbytes < 500
+    assert numpy.shares_memory(numpy.frombuffer(pickled.frames[1]), array)
+    memory = bytearray(memoryview(pickled.frames[1]))
+    back = unpickle([pickled.frames[0], memory])
+    assert numpy.shares_memory(numpy.frombuffer(memory), back)
+    assert back.flags.writeable
+
+
+def test_arrays_in_fortrans_order_and_read_only_arrays(notebook: Any) -> None:
+    """Order and read-only flag come back as they were."""
+    numpy = pytest.importorskip("numpy")
+    array = numpy.asfortranarray(numpy.arange(6.0).reshape(2, 3))
+    frozen = numpy.arange(3)
+    frozen.flags.writeable = False
+    frames = [bytes(memoryview(f)) for f in pickle([array, frozen], notebook.names).frames]
+    back = unpickle(frames)
+    assert (back[0] == array).all()
+    assert back[0].flags.f_contiguous
+    assert [part.flags.writeable for part in back] == [True, False]
+
+
+def test_joined_pickles_give_the_union(notebook: Any, worker: Any) -> None:
+    """Several pickled mappings travel as one, with their buffers."""
+    numpy = pytest.importorskip("numpy")
+    notebook.run("def f(): return x")
+    parts = [
+        pickle({"f": notebook.names["f"]}, notebook.names),
+        pickle({"x": 3, "a": numpy.arange(4)}, notebook.names),
+        pickle({"b": numpy.ones(3)}, notebook.names),
+    ]
+    worker.bind(join(parts))
+    assert worker.run("f(), a.tolist(), b.tolist()") == (3, [0, 1, 2, 3], [1, 1, 1])
+    assert worker.run("a[0] = 5\nint(a[0])") == 5
+
+
+def test_torch_is_imported_by_neither_side(worker: Any) -> None:
+    """A process without torch can pickle and unpickle without importing it."""
+    worker.fetch("[1, {'a': lambda: 2}]")
+    assert worker.run("import sys\n'torch' in sys.modules") is False
+
+
+def test_builtins_of_the_receiver_are_left_alone(
+    notebook: Any, worker: Any, ship: Callable[..., frozenset[str]]
+) -> None:
+    """Making a function changes nothing in the namespace but what is bound."""
+    notebook.run("def f(): return len([1])")
+    before = worker.run("x = 1\nsorted(globals())")
+    ship("f")
+    assert worker.run("sorted(globals())") == sorted({*before, "f"})
+    assert worker.run("f()") == 1
+
+
+@pytest.mark.parametrize("value", [threading.Lock(), (x for x in ())])
+def test_what_pickle_refuses_is_refused(value: Any, notebook: Any) -> None:
+    """Errors of pickling come as they are."""
+    with pytest.raises(TypeError):
+        pickle(value, notebook.names)

@@ -1,0 +1,244 @@
+"""torch tensors between processes: contents out of band, and what makes them what they are."""
+
+from __future__ import annotations
+
+import copyreg
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from nbdist.wire.pickling import Pickled, pickle, unpickle
+
+torch = pytest.importorskip("torch")
+
+
+def _frames(value: Any) -> list[bytearray]:
+    return [bytearray(memoryview(frame)) for frame in pickle(value, {}).frames]
+
+
+def _there_and_back(value: Any) -> Any:
+    return unpickle(_frames(value))
+
+
+def _size(pickled: Pickled) -> int:
+    return sum(memoryview(frame).nbytes for frame in pickled.frames)
+
+
+TENSORS = {
+    "float": lambda: torch.randn(3, 4),
+    "bfloat16": lambda: torch.randn(5).bfloat16(),
+    "float8": lambda: torch.randn(5).to(torch.float8_e4m3fn),
+    "int64": lambda: torch.arange(7),
+    "bool": lambda: torch.tensor([True, False]),
+    "complex": lambda: torch.randn(3, dtype=torch.complex64),
+    "conjugate": lambda: torch.randn(3, dtype=torch.complex64).conj(),
+    "scalar": lambda: torch.tensor(3.5),
+    "empty": lambda: torch.empty(0, 3),
+    "transposed": lambda: torch.randn(3, 4).t(),
+    "channels last": lambda: torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "expanded": lambda: torch.randn(1, 3).expand(4, 3),
+    "part": lambda: torch.arange(1000.0)[10:20],
+    "column": lambda: torch.arange(1000.0).reshape(100, 10)[:, 3],
+    "one of a big one": lambda: torch.arange(1000.0)[7],
+}
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_tensors_come_back_as_they_were(case: str) -> None:
+    """Contents, type, shape, whether it needs a gradient."""
+    tensor = TENSORS[case]()
+    back = _there_and_back(tensor)
+    assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(back.to(torch.complex64), tensor.to(torch.complex64))
+    assert back.requires_grad is False
+    assert back.is_leaf
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:Sparse CSR", "ignore:TypedStorage")
+@pytest.mark.parametrize("case", ["sparse", "csr", "quantized", "meta", "subclass"])
+def test_tensors_without_plain_memory_go_torchs_way(case: str) -> None:
+    """Sparse, quantized and other tensors are left to torch."""
+    match case:
+        case "sparse":
+            tensor = torch.eye(3).to_sparse().coalesce()
+            assert torch.equal(_there_and_back(tensor).to_dense(), torch.eye(3))
+        case "csr":
+            tensor = torch.eye(3).to_sparse_csr()
+            assert torch.equal(_there_and_back(tensor).to_dense(), torch.eye(3))
+        case "quantized":
+            tensor = torch.quantize_per_tensor(torch.ones(3), 0.5, 1, torch.qint8)
+            assert torch.equal(_there_and_back(tensor).dequantize(), torch.ones(3))
+        case "meta":
+            assert _there_and_back(torch.empty(3, device="meta")).shape == (3,)
+        case "subclass":
+            tensor = torch.ones(3).as_subclass(Sub)
+            back = _there_and_back(tensor)
+            assert type(back) is Sub
+            assert torch.equal(back, tensor)
+
+
+class Sub(torch.Tensor):
+    """A tensor of the user's own."""
+
+
+def test_leaves_parameters_and_attributes() -> None:
+    """`requires_grad`, the class Parameter and what Python code put on a tensor are kept."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    weight.is_embedding = True
+    leaf = torch.ones(2, requires_grad=True)
+    back = _there_and_back([weight, frozen, leaf])
+    assert [type(t) for t in back] == [torch.nn.Parameter] * 2 + [torch.Tensor]
+    assert [t.requires_grad for t in back] == [True, False, True]
+    assert back[0].is_embedding is True
+    (back[0] * back[2].sum()).sum().backward()
+    assert back[0].grad is not None
+
+
+def test_contents_are_not_copied() -> None:
+    """The frame is the tensor's memory here, and the frame is the tensor's memory there."""
+    tensor = torch.zeros(10_000)
+    pickled = pickle(tensor, {})
+    assert memoryview(pickled.frames[0]).nbytes < 500
+    tensor[0] = 1
+    frame = bytearray(memoryview(pickled.frames[1]))
+    back = unpickle([pickled.frames[0], frame])
+    assert back[0] == 1
+    frame[4:8] = frame[0:4]
+    assert back[1] == 1
+
+
+def test_frames_keep_the_memory() -> None:
+    """A tensor that is gone by the time its frames are packed is still in them."""
+    pickled = pickle(torch.full((100_000,), 7.0), {})
+    torch.zeros(100_000)
+    assert unpickle([bytearray(memoryview(f)) for f in pickled.frames]).eq(7).all()
+
+
+def test_read_only_frames_become_writable_tensors() -> None:
+    """Frames from a message are bytes: the tensor is a copy, without a warning."""
+    back = unpickle([bytes(frame) for frame in _frames(torch.zeros(3))])
+    back += 1
+    assert back.sum() == 3
+
+
+def test_one_tensor_in_two_places_is_one_tensor() -> None:
+    """Tied weights stay tied, and are sent once."""
+    weight = torch.nn.Parameter(torch.ones(1000))
+    frames = _frames({"a": weight, "b": [weight]})
+    back = unpickle(frames)
+    assert back["a"] is back["b"][0]
+    assert len(frames) == 2
+
+
+VIEWS = {
+    "whole and part": lambda x: [x, x[2:5]],
+    "part and whole": lambda x: [x[2:5], x],
+    "overlapping parts": lambda x: [x[0:20], x[10:30]],
+    "two shapes": lambda x: [x, x.view(10, 100)],
+    "transposed": lambda x: [x.view(10, 100), x.view(10, 100).t()],
+    "column and row": lambda x: [x.view(10, 100)[:, 0], x.view(10, 100)[0]],
+    "detached": lambda x: [x.detach(), torch.nn.Parameter(x)],
+}
+
+
+@pytest.mark.parametrize("case", VIEWS)
+def test_views_of_one_memory_stay_that(case: str) -> None:
+    """What is written through one is seen through the other, if they overlap."""
+    views = VIEWS[case]
+    for tensors in (views(torch.zeros(1000)), _there_and_back(views(torch.zeros(1000)))):
+        with torch.no_grad():
+            tensors[0].fill_(1)
+        assert tensors[1].sum() > 0
+
+
+def test_a_small_part_of_a_big_tensor_goes_alone() -> None:
+    """`batch = data[:32]` does not take all of `data` along."""
+    data = torch.zeros(1_000_000)
+    assert _size(pickle(data[:32], {})) < 1000
+    assert _size(pickle([data[:32], data[100:132]], {})) < 2000
+    assert _size(pickle(data.view(1000, 1000)[:, 3], {})) < 5000
+
+
+def test_a_model_and_its_optimizer() -> None:
+    """Parameters of the optimizer are the model's; a step works and counts."""
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    there, its_optimizer = _there_and_back((model, optimizer))
+    assert its_optimizer.param_groups[0]["params"][0] is there.weight
+    assert torch.equal(there.weight, model.weight)
+    there(torch.ones(1, 4)).sum().backward()
+    its_optimizer.step()
+    assert not torch.equal(there.weight, model.weight)
+
+
+def test_shared_memory_is_reported() -> None:
+    """Two tensors over one memory count as sharing, and so do two owners of a tensor."""
+    data = torch.zeros(1000)
+    model = torch.nn.Linear(2, 2)
+    pickles = [
+        pickle(v, {}) for v in (data, data.view(10, 100), model, [model.bias], torch.ones(9))
+    ]
+    ids = [pickled.shared for pickled in pickles]
+    assert ids[0] & ids[1]
+    assert ids[2] & ids[3]
+    assert not ids[0] & ids[2]
+    assert not any(ids[4] & other for other in ids[:4])
+
+
+def test_versions_count_changes_in_place() -> None:
+    """They differ after a change, in the order of the tensors."""
+    a, b = torch.zeros(2), torch.zeros(2)
+    before = pickle([a, b], {}).versions
+    b += 1
+    after = pickle([a, b], {}).versions
+    assert (after[0] - before[0], after[1] - before[1]) == (0, 1)
+    with torch.inference_mode():
+        assert pickle(torch.zeros(2), {}).versions == ()
+
+
+def test_storages_and_dtypes() -> None:
+    """Storages themselves, dtypes, devices and sizes."""
+    storage = torch.arange(3, dtype=torch.uint8).untyped_storage()
+    back = _there_and_back([storage, torch.float16, torch.device("cpu"), torch.Size([2])])
+    assert bytes(back[0].tolist()) == b"\0\1\2"
+    assert back[1:] == [torch.float16, torch.device("cpu"), torch.Size([2])]
+
+
+def test_the_receiver_imports_torch_when_a_tensor_comes() -> None:
+    """Not before, and without being told."""
+    frames = [bytes(frame) for frame in _frames({"x": torch.ones(3)})]
+    source = (
+        "import sys\nfrom nbdist.wire.pickling import unpickle\nassert 'torch' not in sys.modules\n"
+        f"print(unpickle({frames!r})['x'].sum().item())"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=50, check=True
+    )
+    assert shown.stdout == "3.0\n"
+
+
+def test_other_picklers_are_left_alone() -> None:
+    """Nothing is registered for all of the process."""
+    assert torch.Tensor not in copyreg.dispatch_table
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tensors_of_a_gpu_arrive_on_the_cpu() -> None:
+    """Contents are copied from the device; a sketch leaves them there and tells of changes."""
+    weight = torch.nn.Parameter(torch.arange(10.0, device="cuda"))
+    back = _there_and_back({"w": weight, "part": weight.detach()[2:4]})
+    assert back["w"].device.type == "cpu"
+    assert torch.equal(back["w"], weight.cpu())
+    back["part"].fill_(-1)
+    assert back["w"][2] == -1
+    sketch = pickle(weight, {}, sketch=True)
+    assert sketch.is_sketch
+    assert not pickle(torch.ones(3), {}, sketch=True).is_sketch
+    with torch.no_grad():
+        weight += 1
+    assert pickle(weight, {}, sketch=True).versions != sketch.versions

@@ -1,0 +1,280 @@
+"""Tests of `nbdist.world.transcript` (and `track`, `sameness`): one cell on N ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from nbdist.wire.messages import (
+    Clear,
+    Died,
+    Display,
+    Done,
+    Failure,
+    Output,
+    Skipped,
+    Text,
+    Update,
+)
+from nbdist.world.screen import Line
+from nbdist.world.track import Gap, Shown
+from nbdist.world.transcript import Transcript
+
+
+def out(text: str) -> Text:
+    return Text("stdout", text)
+
+
+def failure(message: str, time_ns: int, name: str = "ValueError", line: int = 5) -> Failure:
+    lines = ("-----", f"\x1b[36mCell In[1], line {line}\x1b[39m\nraise it", f"{name}: {message}")
+    return Failure(name, message, lines, time_ns)
+
+
+def ran(ranks: int, said: Callable[[int], list[Output]]) -> Transcript:
+    """A transcript in which every rank has said something; none has finished."""
+    transcript = Transcript(range(ranks))
+    transcript.start(0.0)
+    for rank in range(ranks):
+        for output in said(rank):
+            transcript.receive(rank, output, 1.0)
+    return transcript
+
+
+def groups(transcript: Transcript) -> list[tuple[int, ...]]:
+    return [group.ranks for group in transcript.groups()]
+
+
+def texts(transcript: Transcript, rank: int = 0) -> list[str]:
+    found = []
+    for item in transcript[rank].tail(100):
+        match item:
+            case Line(text=text):
+                found.append(text)
+            case Shown():
+                found.append(f"<{item.plain}>")
+            case Gap(lines=lines):
+                found.append(f"({lines} skipped)")
+    return found
+
+
+def figure(name: str, display_id: str | None = None) -> Display:
+    return Display({"text/plain": name}, {}, display_id)
+
+
+# --- states and times -------------------------------------------------------------------
+
+
+def test_states() -> None:
+    """A rank waits, runs, and ends in the state that its last output tells."""
+    transcript = Transcript([0, 1, 2, 3, 4])
+    assert transcript.states() == {"waiting": 5}
+    transcript.start(10.0)
+    assert transcript.states() == {"running": 5}
+    transcript.receive(0, Done("ok", 1.5), 12.0)
+    transcript.receive(1, failure("x", 5), 12.0)
+    assert transcript[1].state == "failed"
+    assert not transcript.is_finished
+    transcript.receive(1, Done("error", 2.0), 12.5)
+    transcript.receive(2, Died(-9, 6), 13.0)
+    transcript.receive(3, Done("aborted", 0.0), 13.0)
+    assert not transcript.is_finished
+    transcript.receive(4, Done("ok", 4.0), 14.0)
+    assert transcript.is_finished
+    assert [track.state for track in transcript] == ["ok", "failed", "died", "aborted", "ok"]
+    assert transcript.failed == (1, 2)
+    assert repr(transcript) == "<Transcript ranks 0-4: 2 ok, 1 failed, 1 died, 1 aborted>"
+
+
+def test_times() -> None:
+    """Time runs until the last rank has finished; each rank's seconds are its own."""
+    transcript = Transcript([0, 1])
+    assert transcript.elapsed(5.0) == 0.0
+    transcript.start(10.0)
+    assert transcript.elapsed(12.0) == 2.0
+    transcript.receive(0, Done("ok", 1.5), 12.0)
+    transcript.receive(1, Died(-9, 1), 13.0)
+    assert transcript.elapsed(99.0) == 3.0
+    assert (transcript[0].seconds, transcript[1].seconds) == (1.5, 3.0)
+
+
+def test_version() -> None:
+    """The version changes with what there is to see, and with nothing else."""
+    transcript = Transcript([0, 1])
+    versions = [transcript.version]
+    for output in (out("a"), figure("f", "id"), Update({}, {}, "id"), Done("ok", 1.0)):
+        transcript.receive(0, output, 1.0)
+        versions.append(transcript.version)
+    assert len(set(versions)) == len(versions)
+    for nothing in (out(""), Update({}, {}, "unknown"), Clear(wait=True)):
+        transcript.receive(0, nothing, 1.0)
+        assert transcript.version == versions[-1]
+
+
+# --- pieces -----------------------------------------------------------------------------
+
+
+def test_order() -> None:
+    """Text, displays and gaps stay in the order in which the rank showed them."""
+    said = [out("a\nb"), figure("plot"), out("c\n"), Skipped("stdout", 90, 7), out("d\n")]
+    transcript = ran(1, lambda rank: said)
+    assert texts(transcript) == ["a", "b", "<plot>", "c", "(7 skipped)", "d"]
+    assert transcript[0].line_count == 11
+    assert [item.text for item in transcript[0].tail(1) if isinstance(item, Line)] == ["d"]
+
+
+def test_gaps_are_merged() -> None:
+    """What was skipped twice in a row is counted together."""
+    said = [Skipped("stdout", 10, 2), Skipped("stderr", 20, 3)]
+    assert texts(ran(1, lambda rank: said)) == ["(5 skipped)"]
+
+
+def test_update_in_place() -> None:
+    """An update changes every display with its id, where it is."""
+    said = [figure("one", "x"), out("between\n"), figure("two", "x"), figure("other", "y")]
+    transcript = ran(1, lambda rank: [*said, Update({"text/plain": "new"}, {}, "x")])
+    assert texts(transcript) == ["<new>", "between", "<new>", "<other>"]
+
+
+def test_clear() -> None:
+    """`clear_output()` forgets at once, with wait=True only when the next output comes."""
+    transcript = ran(1, lambda rank: [out("a\n"), Clear(wait=False)])
+    assert texts(transcript) == []
+    transcript = ran(1, lambda rank: [out("a\n"), Clear(wait=True)])
+    assert texts(transcript) == ["a"]
+    transcript.receive(0, figure("b"), 2.0)
+    assert texts(transcript) == ["<b>"]
+    transcript.receive(0, figure("c"), 2.0)
+    assert texts(transcript) == ["<b>", "<c>"]
+
+
+def test_limit_of_lines() -> None:
+    """A rank keeps its last lines, over displays between them; all lines are counted."""
+    transcript = Transcript([0], keep_lines=100)
+    for number in range(300):
+        transcript.receive(0, out(f"{number}\n" * 10), 1.0)
+        if number % 10 == 0:
+            transcript.receive(0, figure("f"), 1.0)
+    lines = [item for item in transcript[0].tail(10_000) if isinstance(item, Line)]
+    assert 100 <= len(lines) <= 200
+    assert lines[-1].text == "299"
+    assert transcript[0].line_count == 3000
+
+
+# --- equal ranks ------------------------------------------------------------------------
+
+
+def test_equal_ranks() -> None:
+    """Ranks with the same output are one group; the order is that of their first ranks."""
+    said = {1: "b\n", 3: "b\n", 4: "c\n"}
+    assert groups(ran(6, lambda rank: [out(said.get(rank, "a\n"))])) == [(0, 2, 5), (1, 3), (4,)]
+
+
+def test_own_number_in_text_counts() -> None:
+    """What a rank prints about itself is output of its own."""
+    assert len(groups(ran(4, lambda rank: [out(f"rank {rank}: loss\n")]))) == 4
+
+
+def test_addresses_devices_processes() -> None:
+    """Addresses, devices and process ids do not tell ranks apart, but the group says so."""
+    transcript = ran(
+        3, lambda rank: [out(f"<M at 0x7f00000000{rank:02x}> cuda:{rank} pid={400 + rank}\n")]
+    )
+    assert groups(transcript) == [(0, 1, 2)]
+    assert not transcript.groups()[0].is_exact
+    assert ran(3, lambda rank: [out("x\n")]).groups()[0].is_exact
+
+
+def test_displays_count() -> None:
+    """Equal text does not make ranks equal if their displays differ."""
+    transcript = ran(4, lambda rank: [out("a\n"), figure("odd" if rank % 2 else "even")])
+    assert groups(transcript) == [(0, 2), (1, 3)]
+    transcript.receive(1, Update({"text/plain": "?"}, {}, "no such id"), 1.0)
+    assert groups(transcript) == [(0, 2), (1, 3)]
+
+
+def test_wiped_output_equals_none() -> None:
+    """A bar that has wiped itself out leaves the rank equal to one that showed none."""
+    said = [[out("50%\r   \r")], []]
+    assert groups(ran(2, lambda rank: said[rank])) == [(0, 1)]
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["bad shard {rank}", "rank {rank} of 8.", "on cuda:{rank}", "5 shards, not 3", "plain"],
+)
+def test_equal_errors(message: str) -> None:
+    """Errors are the same if only the rank's own number differs, wherever it stands."""
+    transcript = ran(6, lambda rank: [failure(message.format(rank=rank), 100 - rank)])
+    assert groups(transcript) == [(0, 1, 2, 3, 4, 5)]
+    assert transcript.same_error(2) == (0, 1, 2, 3, 4, 5)
+
+
+def test_different_errors() -> None:
+    """Another message, type or line of code is another error; an error is not a success."""
+    said = [
+        [failure("bad 17", 1)],
+        [failure("bad 18", 2)],
+        [failure("bad 17", 3, name="TypeError")],
+        [failure("bad 17", 4, line=6)],
+        [],
+    ]
+    assert len(groups(ran(5, lambda rank: said[rank]))) == 5
+
+
+def test_failed_first() -> None:
+    """While a cell runs the groups that failed can be had first."""
+    said = {2: [failure("x", 1)]}
+    transcript = ran(4, lambda rank: said.get(rank, []))
+    assert groups(transcript) == [(0, 1, 3), (2,)]
+    assert [group.ranks for group in transcript.groups(failed_first=True)] == [(2,), (0, 1, 3)]
+
+
+# --- failures ---------------------------------------------------------------------------
+
+
+def test_root_cause() -> None:
+    """The earliest failure is the cause, to the nanosecond, whichever arrived first."""
+    lost = "Connection closed by peer"
+    transcript = Transcript(range(5))
+    assert transcript.root_cause() is None
+    transcript.receive(0, failure(lost, 1_000_000_002, "RuntimeError"), 1.0)
+    transcript.receive(3, failure("bad", 1_000_000_001), 1.0)
+    transcript.receive(1, failure(lost, 1_000_000_003, "RuntimeError"), 1.0)
+    transcript.receive(4, Died(-9, 1_000_000_009), 1.0)
+    cause = transcript.root_cause()
+    assert cause is not None
+    assert cause[0] == 3
+    assert set(transcript.errors) == {0, 1, 3, 4}
+    assert transcript.same_error(0) == (0, 1)
+    parts = {group.ranks: group.part for group in transcript.groups()}
+    assert parts == {(0, 1): "other", (2,): "none", (3,): "first", (4,): "other"}
+
+
+def test_error_of_a_dead_rank() -> None:
+    """Of a rank that raised and then died the earlier of both is the error."""
+    transcript = ran(1, lambda rank: [failure("x", 5), Died(1, 9)])
+    assert transcript[0].state == "died"
+    assert isinstance(transcript[0].error, Failure)
+
+
+def test_same_error_different_output() -> None:
+    """A rank with the first one's error and other output is marked as having the same."""
+    transcript = ran(2, lambda rank: [out(f"rank {rank}\n"), failure("x", rank)])
+    assert [group.part for group in transcript.groups()] == ["first", "same"]
+
+
+# --- size -------------------------------------------------------------------------------
+
+
+def test_speed_of_grouping() -> None:
+    """Grouping 64 chatty ranks costs little enough to do it several times a second."""
+    block = "".join(f"step {number} loss 0.{number}\n" for number in range(5_000))
+    transcript = ran(64, lambda rank: [out(block), out(f"{rank}\n")])
+    transcript.groups()
+    for rank in range(64):
+        transcript.receive(rank, out("more\n"), 2.0)
+    start = time.perf_counter()
+    assert len(transcript.groups()) == 64
+    assert time.perf_counter() - start < 0.1
