@@ -209,13 +209,16 @@ class Agent:
         return root / spec.name / f"attempt_{self._generation - 1}"
 
     def _start_failure(self, rank: Rank, error: BaseException | None) -> StartFailure:
-        reason = str(error) if error else f"was not ready after {START_TIMEOUT:.0f} s"
+        reason = str(error) if error else f"it was not ready after {START_TIMEOUT:.0f} s"
+        said = rank.last_lines
+        if not said and self._nursery:
+            said = self._nursery.last_lines()
         return StartFailure(
             rank=rank.rank,
             host=socket.gethostname(),
             command=f"{self._spec.python if self._spec else sys.executable} -m nbdist.worker",
             reason=reason,
-            last_lines=rank.last_lines,
+            last_lines=said,
         )
 
     async def _stop_ranks(self, grace: float) -> None:

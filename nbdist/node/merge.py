@@ -95,8 +95,11 @@ class Merger(Generic[Message]):
 
     def take_cut_off(self) -> list[Text]:
         """What is left of characters that were cut off, once a cell has ended."""
-        ends = [(name, decoder.decode(b"", final=True)) for name, decoder in self._decoders.items()]
-        return [Text("stdout" if name == "stdout" else "stderr", text) for name, text in ends if text]
+        ends: list[Text] = []
+        for name, decoder in self._decoders.items():
+            if text := decoder.decode(b"", final=True):
+                ends.append(Text("stdout" if name == "stdout" else "stderr", text))
+        return ends
 
     def take_all(self) -> list[Text | Message]:
         """Everything that is left of a worker that has ended, arrived messages last."""

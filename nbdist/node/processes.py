@@ -63,7 +63,8 @@ class Nursery:
     def __init__(self, runtime: Path) -> None:
         ours, theirs = socket.socketpair()
         self._socket = ours
-        with theirs:
+        self._log = runtime / "nursery.log"
+        with theirs, self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "nbdist.node.nursery"),
@@ -71,6 +72,8 @@ class Nursery:
                 ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,
             )
         self._received = b""
@@ -83,6 +86,10 @@ class Nursery:
         loop = asyncio.get_running_loop()
         self._imported = loop.create_future()
         loop.add_reader(self._socket, self._read)
+
+    def last_lines(self) -> tuple[str, ...]:
+        """What it said itself: why it could not import torch."""
+        return tuple(self._log.read_text(errors="replace").splitlines())
 
     async def start(self, orders: RankStart, stdout: int, stderr: int) -> WorkerProcess:
         assert self._imported is not None

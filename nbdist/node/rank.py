@@ -18,6 +18,7 @@ from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 from zmq.eventloop.zmqstream import ZMQStream
 
+from nbdist.errors import word_exit
 from nbdist.node.jupyter import Reply, output_from
 from nbdist.node.logs import RankLog
 from nbdist.node.merge import LOST_AFTER, Merger
@@ -103,7 +104,7 @@ class Rank:
         self.process.exited.add_done_callback(lambda _: self._ready.set())
         await self._ready.wait()
         if self.process.exited.done():
-            raise ChildProcessError(self.process.exited.result())
+            raise ChildProcessError(f"it {word_exit(self.process.exited.result())}")
         self.process.exited.add_done_callback(self._ended)
         await self._connect()
 

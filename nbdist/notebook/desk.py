@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from nbdist import topology
 from nbdist.errors import Interrupted, UsageError, WorldChanged, WorldNotStarted, count
 from nbdist.notebook.display import make_display
+from nbdist.notebook.draw import whole_text
 from nbdist.notebook.ship.ledger import Ledger
 from nbdist.notebook.ship.names import names_bound
 from nbdist.notebook.ship.plan import Shipment, plan, push
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from nbdist.notebook.display import CellDisplay
     from nbdist.notebook.settings import NbDist
     from nbdist.wire.messages import Cell
+
+LINES_AGAIN = 1000
+"""Lines that `%dist_output -r 3` shows without `--all`."""
 
 WORLD_OPTIONS = ("backend", "gpus", "name", "launcher")
 
@@ -167,7 +171,7 @@ class Desk:
         python = check_source(self.shell, first_line, cell)
         display = self._display()
         world = self._ensure_world(options, display)
-        on = topology.parse_ranks(ranks or "all", world.size)
+        on = _ranks(ranks, world)
         source = in_notebook_lines(first_line, cell)
         shipment = plan(python, self.ledger, on, self.shell.user_ns_hidden)
         self._run(world.cell(source, ranks=on, execution_count=number), shipment, display)
@@ -179,7 +183,7 @@ class Desk:
         missing = [name for name in names if name not in self.shell.user_ns]
         if missing:
             raise UsageError(f"`%dist_push`: the notebook has no {', '.join(missing)}.")
-        on = topology.parse_ranks(ranks or "all", self.world.size)
+        on = _ranks(ranks, self.world)
         self._run(self.world.cell("", ranks=on), push(names, self.ledger, on), self._display())
 
     def _run(self, cell: Cell, shipment: Shipment | None, display: CellDisplay) -> None:
@@ -202,30 +206,41 @@ class Desk:
         if error := running.error():
             raise error
 
-    def _follow(self, running: RunningCell, display: CellDisplay) -> bool:
-        """Show the cell until it ends; True when Stop ended it.
+    def _follow(self, running: RunningCell, display: CellDisplay | None) -> bool:
+        """Show the cell (or not) until it ends; True when Stop ended it.
 
         The first Stop interrupts the ranks and waits for them, the second does not wait.
         """
         stopped = False
         try:
             for news in running:
-                display.show(running.transcript, news)
+                if display:
+                    display.show(running.transcript, news)
         except KeyboardInterrupt:
             stopped = True
             with suppress(KeyboardInterrupt):
                 running.interrupt()
                 for news in running:
-                    display.show(running.transcript, news)
-        display.end(running.transcript, self._log_files())
+                    if display:
+                        display.show(running.transcript, news)
+        if display:
+            display.end(running.transcript, self._log_files())
         return stopped
 
     def show_again(self, ranks: str | None, *, everything: bool) -> None:
-        """The last cell's output once more; all of its lines with `everything`."""
-        if self._last is None:
+        """The last cell's panel once more; or some ranks' own lines, or all lines there are."""
+        if self._last is None or self.world is None:
             raise UsageError("No distributed cell has run yet, so there is no output to show.")
-        display = self._display()
-        display.end(self._last.transcript, self._log_files())
+        transcript = self._last.transcript
+        if ranks is None and not everything:
+            self._display().end(transcript, self._log_files())
+            return
+        on = [rank for rank in _ranks(ranks, self.world) if rank in transcript.ranks]
+        text = whole_text(transcript, on)
+        if not everything:
+            text = "\n".join(text.splitlines()[-LINES_AGAIN:])
+        html = f'<pre style="font-family:monospace;white-space:pre-wrap">{escape(text)}</pre>'
+        self._display().show_table(html, text)
 
     # --- names ----------------------------------------------------------------------------
 
@@ -233,8 +248,13 @@ class Desk:
         """Bind a list of the values of an expression on some ranks, in rank order."""
         if self.world is None:
             raise WorldNotStarted("`%dist_gather`")
-        on = topology.parse_ranks(ranks or "all", self.world.size)
-        self.shell.user_ns[target] = self.world.gather(expression, on)
+        on = _ranks(ranks, self.world)
+        running = self.world.submit(self.world.cell("", ranks=on, fetch=(expression,)))
+        if self._follow(running, None) and not running.unfinished and not running.died:
+            raise Interrupted(on)
+        if error := running.error():
+            raise error
+        self.shell.user_ns[target] = list(running.result())
         if target == expression:
             # The list is for the notebook: in the next cell the name means what it meant.
             self.ledger.bound_on_workers([target], on)
@@ -278,3 +298,8 @@ class Desk:
         if self.world is None:
             return {}
         return {rank: f"{folder}/stdout.log" for rank, folder in self.world.logs.items() if folder}
+
+
+def _ranks(text: str | None, world: World) -> tuple[int, ...]:
+    """The ranks that `-r` selects; all where it is not given."""
+    return topology.parse_ranks("all" if text is None else text, world.size)

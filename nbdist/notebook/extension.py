@@ -34,7 +34,9 @@ def unload(shell: InteractiveShell) -> None:
     magics.desk.close()
     atexit.unregister(magics.desk.close)
     shell.events.unregister("post_run_cell", magics.notice_names)
-    shell.configurables.remove(magics.desk.settings)  # type: ignore[arg-type]
+    # Magics put themselves there.
+    for configurable in (magics.desk.settings, magics):
+        shell.configurables.remove(configurable)  # type: ignore[arg-type]
     for kind, names in magics.magics.items():
         for name in names:
             shell.magics_manager.magics[kind].pop(name, None)

@@ -45,7 +45,17 @@ def parse(magic: Magic, line: str) -> argparse.Namespace:
     name = magic.__name__
     sign = "%%" if name in ("distributed", "rank") else "%"
     try:
-        return parse_argstring(magic, RANKS.sub(r"--ranks=\1", line))  # type: ignore[no-any-return]
+        options = parse_argstring(magic, RANKS.sub(r"--ranks=\1", line))
     except (IPythonUsageError, ValueError) as error:
         text = str(error).rstrip(".")
         raise UsageError(f"`{sign}{name}`: {text}. `{sign}{name}?` shows all options.") from None
+    for option, value in vars(options).items():
+        setattr(options, option, _unquoted(value))
+    return options  # type: ignore[no-any-return]
+
+
+def _unquoted(value: Any) -> Any:
+    """The value without the quotes around it, which IPython leaves there."""
+    if isinstance(value, str) and len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
+        return value[1:-1]
+    return value

@@ -11,7 +11,9 @@ import time
 from importlib import import_module
 from typing import Any
 
+from ipykernel import kernelapp
 from ipykernel.displayhook import ZMQDisplayHook
+from ipykernel.iostream import IOPubThread
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
 from IPython.core.autocall import IPyAutocall
@@ -109,6 +111,9 @@ class CellExit(IPyAutocall):
     def __call__(self, code: object = None) -> None:
         raise SystemExit(code)
 
+    def __repr__(self) -> str:
+        return "exit() ends the cell on this rank; `%dist_shutdown` ends all workers."
+
 
 class WorkerKernel(IPythonKernel):
     """Runs cells with the names that came along, and reports what they bound."""
@@ -167,6 +172,13 @@ class WorkerKernel(IPythonKernel):
         return {"status": "error", **error}
 
 
+class _IOPubThread(IOPubThread):
+    """Without the TCP port by which children of a kernel would reach its OutStream."""
+
+    def __init__(self, socket: Any, pipe: bool = False, session: Any = False) -> None:  # noqa: FBT001, FBT002
+        super().__init__(socket, pipe=False, session=session)
+
+
 class WorkerApp(IPKernelApp):
     """ipykernel's application with our kernel, streams and session."""
 
@@ -183,6 +195,7 @@ class WorkerApp(IPKernelApp):
     def init_iopub(self, context: Any) -> None:
         """Never drop output: zmq would from the thousandth waiting message on."""
         context.sndhwm = 0
+        kernelapp.IOPubThread = _IOPubThread  # type: ignore[attr-defined]
         super().init_iopub(context)
 
     def init_io(self) -> None:
@@ -192,6 +205,9 @@ class WorkerApp(IPKernelApp):
         self.displayhook = ZMQDisplayHook(self.session, self.iopub_socket)
         sys.displayhook = self.displayhook
         self.patch_io()
+
+    def init_poller(self) -> None:
+        """Do not poll for a lost parent: the kernel's PDEATHSIG is there at once."""
 
     def init_code(self) -> None:
         """Run no start-up files: they are the notebook's, and what they bind is shipped."""

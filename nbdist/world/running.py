@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 TICK = 0.25
 """Seconds between two yields when nothing is said: enough for a clock that people read."""
 
+EAGER_SECONDS, EAGER_TICK = 0.2, 0.05
+"""The same for the first moments, so that the first drawing comes when it is due."""
+
 INTERRUPT_GRACE = 3.0
 """Seconds that ranks have to stop after SIGINT, before control is given back without them."""
 
@@ -62,7 +65,8 @@ class RunningCell:
 
     def __iter__(self) -> Iterator[News]:
         while self.unfinished:
-            wait = min(TICK, self._give_up_at - time.monotonic())
+            tick = TICK if self.age > EAGER_SECONDS else EAGER_TICK
+            wait = min(tick, self._give_up_at - time.monotonic())
             if wait <= 0:
                 self._world.advance(Event.GAVE_UP)
                 return

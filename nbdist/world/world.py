@@ -133,6 +133,7 @@ class World:
             raise
         if isinstance(started, StartFailure):
             self.advance(Event.START_FAILED)
+            self._close_link()
             raise StartError(
                 started.rank, started.host, started.command, started.reason, started.last_lines
             )

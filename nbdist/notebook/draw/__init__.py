@@ -6,6 +6,6 @@ for each of `leftovers`.  All of it is pure.
 
 from nbdist.notebook.draw.final import final_html, leftovers
 from nbdist.notebook.draw.live import live_html
-from nbdist.notebook.draw.text import final_text, live_text
+from nbdist.notebook.draw.text import final_text, live_text, whole_text
 
-__all__ = ["final_html", "final_text", "leftovers", "live_html", "live_text"]
+__all__ = ["final_html", "final_text", "leftovers", "live_html", "live_text", "whole_text"]

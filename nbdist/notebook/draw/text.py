@@ -6,6 +6,8 @@ header above it.  Colours are left out: saved notebooks are read in diffs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from nbdist.errors import format_ranks, name_ranks
 from nbdist.notebook.draw.blocks import clip
 from nbdist.notebook.draw.summary import (
@@ -110,6 +112,17 @@ def _output(transcript: Transcript, group: Group, budget: int, logs: Logs) -> li
                 break
             parts.append(row)
     return parts[::-1]
+
+
+def whole_text(transcript: Transcript, ranks: Iterable[int]) -> str:
+    """All lines of some ranks that are still kept, each rank under a header of its own."""
+    parts: list[str] = []
+    for rank in ranks:
+        track = transcript[rank]
+        parts.append(f"── rank {rank} ──")
+        for item in track.tail(track.line_count + len(track.pieces)):
+            parts.extend(_plain(item))
+    return "\n".join(parts)
 
 
 def _rows(item: list[Line] | Shown) -> list[str]:
