@@ -1,0 +1,19 @@
+"""Figures of a real notebook kernel, beside their budgets: `python -m tests.bench`.
+
+    python -m tests.bench                      all rows, 5 runs each: about 6 minutes
+    python -m tests.bench --only start,pass    some rows; `--list` names them all
+    python -m tests.bench --json figures.json  the figures to a file too; `--json` to stdout
+
+Each line is one figure: median, min and max of its runs, its budget and the ratio of the
+median to it; `miss` marks a median above its budget.  A figure without a budget has `-`: it is
+a limit or a peer, measured in the same run to compare with, or asked for only to be known.
+
+- Times are seen by a front end: from sending a cell to a notebook kernel until its reply.
+- `p50` and `p95` are of 30 cells; each run gives one of either.
+- `x` is a ratio between two times of the same run.
+- `busy` marks figures that were measured while something else used the processors.
+
+Nothing is asserted here, and missed budgets leave the exit code 0: a machine that others
+use cannot keep a promise.  Each measurement begins with a fresh notebook kernel, ends with it,
+and names on stderr what it found left behind.
+"""

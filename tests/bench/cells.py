@@ -1,0 +1,107 @@
+"""Rows of cells: how long one takes that does little, and one that says much."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from tests.bench.harness import Figure, percentile
+from tests.bench.lab import Lab
+from tests.bench.notebook import DONE, REPLIED, CellFailed, Notebook
+from tests.bench.starting import start_world
+
+SIZES = (1, 2, 4, 8, 16, 32)
+PEER_SIZES = (4, 16)
+CELLS = 30
+WARM_UP = 5
+PASS = "%%distributed\npass"
+PASS_BUDGETS = {4: 15, 8: 25, 16: 50, 32: 120}
+BARRIER = "%%distributed\ndist.barrier()"
+LINES = '%%distributed\nfor i in range(50_000):\n    print(f"rank {rank} line {i}")'
+FIRST = (
+    '%%distributed\nimport time\nif rank == 0:\n    print("the first line")\n'
+    "    time.sleep(2)\nelse:\n    time.sleep(2)"
+)
+
+
+def pass_cell(lab: Lab) -> Iterator[Figure]:
+    """The least that a distributed cell takes, and what the notebook and Jupyter alone take."""
+    with lab.notebook() as notebook:
+        yield from _spread("pass", "limit: in the notebook only", _cells(lab, notebook, "pass"))
+    for count in PEER_SIZES:
+        with lab.notebooks(count) as kernels:
+            times = _rounds(lab, partial(_pass_at_once, kernels))
+            yield from _spread("pass", f"peer: jupyter_client, n={count}", times)
+    for ranks in SIZES:
+        with lab.notebook() as notebook:
+            start_world(notebook, ranks)
+            times = _cells(lab, notebook, PASS)
+            yield from _spread("pass", f"pass cell, n={ranks}", times, PASS_BUDGETS.get(ranks))
+
+
+def barrier(lab: Lab) -> Iterator[Figure]:
+    """A cell in which all ranks meet."""
+    for ranks in SIZES:
+        with lab.notebook() as notebook:
+            start_world(notebook, ranks)
+            times = _cells(lab, notebook, BARRIER)
+            yield from _spread("barrier", f"barrier cell, n={ranks}", times)
+
+
+def lines(lab: Lab) -> Iterator[Figure]:
+    """Four ranks that print 50,000 lines each; the last line of each has to be shown."""
+    with lab.notebook() as notebook:
+        start_world(notebook, 4)
+        runs = [notebook.run(LINES) for _ in range(lab.runs)]
+    for run in runs:
+        if not all(f"rank {rank} line 49999" in run.displays[-1].text for rank in range(4)):
+            raise CellFailed("a last line is not shown")
+    sizes = tuple(sum(output.size for output in run.outputs) / 1000 for run in runs)
+    yield Figure("lines", "4 ranks x 50,000 lines", "s", tuple(run.seconds for run in runs), 5)
+    yield Figure("lines", "what the notebook published meanwhile", "kB", sizes)
+
+
+def firstline(lab: Lab) -> Iterator[Figure]:
+    """How soon a line is seen while its rank goes on."""
+    with lab.notebook() as notebook:
+        start_world(notebook, 4)
+        values = tuple(_first_line_once(notebook) for _ in range(lab.runs))
+    yield Figure("firstline", "rank 0's line shown, all sleep 2 s, n=4", "ms", values)
+
+
+def _first_line_once(notebook: Notebook) -> float:
+    for shown in notebook.run(FIRST).displays:
+        if "the first line" in shown.text:
+            return 1000 * shown.after
+    raise CellFailed("the line was never shown")
+
+
+def _pass_at_once(kernels: list[Notebook]) -> float:
+    """One `pass` to each kernel, until all have replied."""
+    sent = [(kernel, kernel.send("pass")) for kernel in kernels]
+    for kernel, each in sent:
+        kernel.wait(each, REPLIED)
+    last = max(each.started + each.seconds for _, each in sent)
+    for kernel, each in sent:
+        kernel.wait(each, DONE)
+    return last - sent[0][1].started
+
+
+def _cells(lab: Lab, notebook: Notebook, source: str) -> list[list[float]]:
+    return _rounds(lab, lambda: notebook.run(source).seconds)
+
+
+def _rounds(lab: Lab, once: Callable[[], float]) -> list[list[float]]:
+    """For each run the times of its cells, in milliseconds."""
+    for _ in range(WARM_UP):
+        once()
+    return [[1000 * once() for _ in range(CELLS)] for _ in range(lab.runs)]
+
+
+def _spread(
+    row: str, what: str, rounds: list[list[float]], budget: float | None = None
+) -> Iterator[Figure]:
+    for percent in (50, 95):
+        values = tuple(percentile(times, percent) for times in rounds)
+        limit = budget if percent == 50 else None
+        yield Figure(row, f"{what}, p{percent}", "ms", values, limit)

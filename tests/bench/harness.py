@@ -1,0 +1,93 @@
+"""Figures, their statistics, and the table; no measuring here."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+WIDTHS = (9, 48, 9, 9, 9, 5, 8, 6)
+TITLES = ("row", "what", "median", "min", "max", "unit", "budget", "ratio")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One line of the table: what several runs gave."""
+
+    row: str
+    what: str
+    unit: str
+    values: tuple[float, ...]
+    budget: float | None = None
+    busy: bool = False
+
+    @property
+    def median(self) -> float:
+        """What is compared with the budget."""
+        return statistics.median(self.values)
+
+    @property
+    def ratio(self) -> float | None:
+        """The median as a multiple of the budget; above 1 it is missed."""
+        return None if self.budget is None else self.median / self.budget
+
+    @property
+    def remark(self) -> str:
+        """What the last column says."""
+        missed = self.ratio is not None and self.ratio > 1
+        return " ".join(filter(None, ["miss" if missed else "", "busy" if self.busy else ""]))
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """A value that so many percent of the others do not exceed, interpolated."""
+    if len(values) < 2:
+        return values[0]
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def header(runs: int) -> str:
+    """Where and under which load the figures were taken, and the titles of the table."""
+    loads = " ".join(f"{load:.2f}" for load in os.getloadavg())
+    where = f"Python {platform.python_version()}, {os.cpu_count()} cores, {runs} runs"
+    titles = _columns(TITLES)
+    return f"{where}, load average {loads}\n{titles}\n{'-' * len(titles)}"
+
+
+def line(figure: Figure) -> str:
+    """The figure as a line of the table."""
+    budget = "-" if figure.budget is None else _short(figure.budget)
+    ratio = "-" if figure.ratio is None else f"{figure.ratio:.2f}"
+    spread = [_short(value) for value in (figure.median, min(figure.values), max(figure.values))]
+    cells = (figure.row, figure.what, *spread, figure.unit, budget, ratio)
+    return f"{_columns(cells)}  {figure.remark}".rstrip()
+
+
+def to_json(figures: Iterable[Figure], runs: int) -> str:
+    """All figures with all of their values, for programs."""
+    rows = [
+        {**asdict(figure), "median": figure.median, "ratio": figure.ratio} for figure in figures
+    ]
+    machine = {"python": platform.python_version(), "cores": os.cpu_count()}
+    return json.dumps({**machine, "load": os.getloadavg(), "runs": runs, "figures": rows}, indent=1)
+
+
+def marked_busy(figure: Figure, *, busy: bool) -> Figure:
+    """The figure, with whether others used the machine meanwhile."""
+    return replace(figure, busy=busy)
+
+
+def _short(value: float) -> str:
+    """Three digits or so, which is more than such figures are good for."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _columns(cells: Iterable[str]) -> str:
+    """Words to the left, numbers to the right."""
+    padded = [
+        cell.ljust(width) if index in (0, 1, 5) else cell.rjust(width)
+        for index, (cell, width) in enumerate(zip(cells, WIDTHS, strict=True))
+    ]
+    return " ".join(padded)

@@ -1,0 +1,85 @@
+"""Rows of values that travel: a tensor to all ranks, and one from each, beside a memcpy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tests.bench.harness import Figure
+from tests.bench.lab import Lab
+from tests.bench.notebook import CellFailed, Notebook
+from tests.bench.starting import start_world
+
+RANKS = 4
+BUDGET = 1.5
+
+PREPARE = """
+import ctypes, mmap, os, time, torch
+source, target = torch.ones(2**28), torch.zeros(2**28)
+def copied(address):
+    started = time.perf_counter()
+    ctypes.memmove(address, source.data_ptr(), 2**30)
+    return time.perf_counter() - started
+"""
+COPY = "print(copied(target.data_ptr()))"
+COPY_FRESH = """
+fresh = mmap.mmap(-1, 2**30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # as malloc does
+address = ctypes.addressof(view := ctypes.c_char.from_buffer(fresh))
+print(copied(address))
+del view
+fresh.close()
+"""
+COPY_SHARED = """
+contents = (ctypes.c_char * 2**30).from_address(source.data_ptr())
+descriptor, done = os.memfd_create("bench"), 0
+started = time.perf_counter()
+while done < 2**30:
+    done += os.pwrite(descriptor, memoryview(contents)[done:], done)
+print(time.perf_counter() - started)
+os.close(descriptor)
+"""
+CHANGE = "source += 1\nexpected = float(source[-1])"
+SHIP = "%%distributed\nlast = float(source[-1])"
+CHECK_SHIPPED = "%dist_gather last --as lasts"
+PIECES = "%%distributed\npiece = torch.full((2**26,), float(rank))"
+GATHER = "%dist_gather piece --as pieces"
+CHECK_GATHERED = "print([float(piece[-1]) for piece in pieces])\ndel pieces"
+
+
+def ship(lab: Lab) -> Iterator[Figure]:
+    """1 GiB to four ranks, and 256 MiB from each, as multiples of one memcpy of 1 GiB."""
+    with lab.notebook() as notebook:
+        start_world(notebook, RANKS)
+        notebook.run(PREPARE, PIECES)
+        # Once in vain: a virtual machine may have to ask its host for the memory first.
+        _once(notebook)
+        # By turns, so that what else goes on meets all of them.
+        runs = [_once(notebook) for _ in range(lab.runs)]
+    warm, fresh, shared, there, back = (tuple(values) for values in zip(*runs, strict=True))
+    yield Figure("ship", "limit: memcpy of 1 GiB", "s", warm)
+    yield Figure("ship", "limit: the same into a new array (page faults)", "s", fresh)
+    yield Figure("ship", "limit: the same into new shared memory", "s", shared)
+    for what, times in (("1 GiB to 4 ranks", there), ("256 MiB from each of 4", back)):
+        yield Figure("ship", what, "s", times)
+        yield Figure("ship", f"{what} / memcpy", "x", _ratios(times, warm), BUDGET)
+        yield Figure(
+            "ship", f"{what} / memcpy into a new array", "x", _ratios(times, fresh), BUDGET
+        )
+
+
+def _once(notebook: Notebook) -> tuple[float, ...]:
+    warm = float(notebook.run(COPY).printed)
+    fresh = float(notebook.run(COPY_FRESH).printed)
+    shared = float(notebook.run(COPY_SHARED).printed)
+    notebook.run(CHANGE)
+    there = notebook.run(SHIP).seconds
+    notebook.run(CHECK_SHIPPED)
+    if notebook.run("print(set(lasts) == {expected})").printed.strip() != "True":
+        raise CellFailed("the ranks did not get the tensor as it is now")
+    back = notebook.run(GATHER).seconds
+    if notebook.run(CHECK_GATHERED).printed.strip() != "[0.0, 1.0, 2.0, 3.0]":
+        raise CellFailed("the pieces that came back are not those of the ranks")
+    return warm, fresh, shared, there, back
+
+
+def _ratios(times: tuple[float, ...], limits: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(time / limit for time, limit in zip(times, limits, strict=True))

@@ -1,0 +1,135 @@
+"""Rows of what happens before the first cell: loading, starting, starting again, memory."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+from tests.bench.harness import Figure
+from tests.bench.lab import Lab
+from tests.bench.notebook import CellFailed, Notebook, Sent
+
+LOAD = "%load_ext nbdist"
+TIMED_LOAD = """
+import time
+started = time.perf_counter()
+get_ipython().run_line_magic("load_ext", "nbdist")
+print(time.perf_counter() - started)
+"""
+ALL_REDUCE = """%%distributed{options}
+value = torch.ones(1)
+dist.all_reduce(value)
+print("sum", value.item())
+"""
+
+START_BUDGETS = {4: 2.4, 8: 2.8}
+WARM_BUDGETS = {4: 0.5, 8: 0.8}
+HEAD_START = 5.0
+RESTART_BUDGETS = {8: 0.7}
+MEMORY_RANKS = 8
+
+
+def load(lab: Lab) -> Iterator[Figure]:
+    """`%load_ext nbdist`, as the kernel sees it."""
+    yield Figure("load", LOAD, "ms", tuple(_load_once(lab) for _ in range(lab.runs)), 150)
+
+
+def _load_once(lab: Lab) -> float:
+    with lab.notebook() as notebook:
+        return 1000 * float(notebook.run(TIMED_LOAD).printed)
+
+
+def start(lab: Lab) -> Iterator[Figure]:
+    """The first distributed result of a fresh notebook, cold and with the nursery ready."""
+    yield Figure("start", "limit: import torch", "s", tuple(map(_import_torch, range(lab.runs))))
+    for ranks in (1, 2, 4, 8, 16):
+        values = tuple(_start_once(lab, ranks) for _ in range(lab.runs))
+        yield Figure("start", f"first all_reduce, n={ranks}", "s", values, START_BUDGETS.get(ranks))
+    for ranks, budget in WARM_BUDGETS.items():
+        values = tuple(_warm_start_once(lab, ranks) for _ in range(lab.runs))
+        what = f"the same {HEAD_START:.0f} s after %load_ext, n={ranks}"
+        yield Figure("start", what, "s", values, budget)
+
+
+def _import_torch(_run: int) -> float:
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True, timeout=60)
+    return time.perf_counter() - started
+
+
+def _start_once(lab: Lab, ranks: int) -> float:
+    with lab.notebook() as notebook:
+        return _checked(notebook.run(LOAD, ALL_REDUCE.format(options=f" -n {ranks}")), ranks)
+
+
+def _warm_start_once(lab: Lab, ranks: int) -> float:
+    with lab.notebook() as notebook:
+        notebook.run(LOAD)
+        time.sleep(HEAD_START)  # this is what is measured: a user who types
+        return _checked(notebook.run(ALL_REDUCE.format(options=f" -n {ranks}")), ranks)
+
+
+def _checked(sent: Sent, ranks: int) -> float:
+    """How long it took, if the sum was right."""
+    if not any(f"sum {ranks}.0" in shown.text for shown in sent.displays):
+        raise CellFailed(f"no sum of {ranks} ranks among {[each.text for each in sent.displays]}")
+    return sent.seconds
+
+
+def start_world(notebook: Notebook, ranks: int) -> None:
+    """For rows that measure something else."""
+    notebook.run(LOAD, f"%%distributed -n {ranks}\npass")
+
+
+def restart(lab: Lab) -> Iterator[Figure]:
+    """`%dist_restart`, to a working all_reduce."""
+    for ranks in (4, 8):
+        with lab.notebook() as notebook:
+            start_world(notebook, ranks)
+            cells = ("%dist_restart", ALL_REDUCE.format(options=""))
+            values = tuple(_checked(notebook.run(*cells), ranks) for _ in range(lab.runs))
+        what = f"%dist_restart + all_reduce, n={ranks}"
+        yield Figure("restart", what, "s", values, RESTART_BUDGETS.get(ranks))
+
+
+def ranks32(lab: Lab) -> Iterator[Figure]:
+    """The start of 32 ranks; their `pass` cell is in the row of that name."""
+    values = tuple(_start_once(lab, 32) for _ in range(lab.runs))
+    yield Figure("ranks32", "first all_reduce, n=32", "s", values, 6)
+
+
+def memory(lab: Lab) -> Iterator[Figure]:
+    """What each worker takes, shared pages divided among those who share them."""
+    ours = [_memory_once(lab) for _ in range(lab.runs)]
+    whole = tuple(total for _, total in ours)
+    n = MEMORY_RANKS
+    yield Figure("memory", f"PSS per worker, n={n}", "MB", tuple(each for each, _ in ours), 60)
+    yield Figure("memory", f"PSS of agent, nursery, workers, n={n}", "MB", whole)
+    with lab.notebooks(n) as kernels:
+        for kernel in kernels:
+            kernel.run("import torch")
+        plain = tuple(megabytes(kernel.pid) for kernel in kernels)
+    yield Figure("memory", f"peer: plain ipykernel with torch, {n} of them", "MB", plain)
+
+
+def _memory_once(lab: Lab) -> tuple[float, float]:
+    """The mean of a fresh world's workers, and all that nbdist started."""
+    with lab.notebook() as notebook:
+        start_world(notebook, MEMORY_RANKS)
+        notebook.run("%%distributed\nimport os\npid = os.getpid()", "%dist_gather pid --as pids")
+        pids = [int(pid) for pid in re.findall(r"\d+", notebook.run("print(pids)").printed)]
+        workers = sum(map(megabytes, pids)) / len(pids)
+        everything = sum(megabytes(pid) for pid in lab.processes() if pid != notebook.pid)
+        return workers, everything
+
+
+def megabytes(pid: int) -> float:
+    """PSS: pages that n processes share count 1/n in each (proc(5), smaps_rollup)."""
+    with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as rollup:
+        for line in rollup:
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024 / 1e6
+    raise CellFailed(f"process {pid} has no Pss")

@@ -1,0 +1,301 @@
+"""Tests of `nbdist.node.agent`: real agents, and whatever ends them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import zmq
+
+from nbdist import __version__
+from nbdist.wire.frames import to_bytes, up_from
+from nbdist.wire.messages import (
+    Answer,
+    Call,
+    Cell,
+    Died,
+    Done,
+    Down,
+    Failure,
+    GetStatus,
+    Hello,
+    Interrupt,
+    Leave,
+    Outputs,
+    Received,
+    Request,
+    Run,
+    StartFailure,
+    StartWorld,
+    StopWorld,
+    Text,
+    Up,
+    WorldSpec,
+    WorldStarted,
+)
+
+SOON = 30.0
+ENDED_IN = 10.0
+
+both_sources = pytest.mark.parametrize("nursery", [True, False], ids=["nursery", "spawn"])
+
+
+class Notebook:
+    """The notebook's end of a link, with an agent at the other; `life` is its process."""
+
+    def __init__(self, *, nursery: bool) -> None:
+        self.runtime = Path(tempfile.mkdtemp(prefix="nbdist-", dir=os.environ["XDG_RUNTIME_DIR"]))
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.bind(f"ipc://{self.runtime}/notebook.sock")
+        self.life = subprocess.Popen(["sleep", "1000"])
+        command = [sys.executable, "-m", "nbdist.node", str(self.runtime), str(self.life.pid)]
+        self.agent = subprocess.Popen(
+            command if nursery else [*command, "--no-nursery"],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._identity, first = self._receive()
+        assert first == Hello(__version__, self.agent.pid, os.uname().nodename)
+        self.outputs: list[tuple[int, str, Any]] = []
+        self._calls = 0
+
+    def send(self, message: Down) -> None:
+        self._socket.send_multipart([self._identity, to_bytes(message)])
+
+    def _receive(self) -> tuple[bytes, Up]:
+        assert self._socket.poll(SOON * 1000), "the agent says nothing"
+        identity, frame = self._socket.recv_multipart()
+        return identity, up_from(frame)
+
+    def take_one(self) -> Answer | None:
+        """The next message; outputs are kept and acknowledged."""
+        _, message = self._receive()
+        match message:
+            case Outputs(items):
+                self.outputs.extend(items)
+                self.send(Received())
+            case Answer():
+                return message
+        return None
+
+    def call(self, request: Request) -> Any:
+        """The reply to a call."""
+        self._calls += 1
+        self.send(Call(self._calls, request))
+        while (answer := self.take_one()) is None or answer.id != self._calls:
+            pass
+        return answer.reply
+
+    def start(self, spec: WorldSpec | None = None) -> Any:
+        return self.call(StartWorld(spec or self.spec()))
+
+    def spec(self, backend: str | None = None, **changes: Any) -> WorldSpec:
+        environ = {**os.environ, **changes}
+        path = tuple(sys.path)
+        return WorldSpec(2, backend, environ, os.getcwd(), path, 1, sys.executable)
+
+    def run(self, source: str) -> list[tuple[int, Any]]:
+        """Run a cell on both ranks, until both are done."""
+        self.send(Run(Cell(source, source, (0, 1))))
+        ends = (Done, Died)
+        while sum(name == source and isinstance(o, ends) for _, name, o in self.outputs) < 2:
+            self.take_one()
+        return [(rank, output) for rank, name, output in self.outputs if name == source]
+
+    def close(self) -> None:
+        for process in (self.agent, self.life):
+            process.kill()
+            process.wait()
+        assert self.agent.stdin is not None
+        self.agent.stdin.close()
+        self._socket.close()
+        self._context.term()
+        shutil.rmtree(self.runtime, ignore_errors=True)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Notebook]]:
+    made: list[Notebook] = []
+
+    def one(*, nursery: bool = True) -> Notebook:
+        made.append(Notebook(nursery=nursery))
+        return made[-1]
+
+    yield one
+    for notebook in made:
+        notebook.close()
+
+
+def close_stdin(notebook: Notebook) -> None:
+    assert notebook.agent.stdin is not None
+    notebook.agent.stdin.close()
+
+
+def end_notebook(notebook: Notebook) -> None:
+    notebook.life.kill()
+    notebook.life.wait()
+
+
+def terminate(notebook: Notebook) -> None:
+    notebook.agent.terminate()
+
+
+def leave(notebook: Notebook) -> None:
+    notebook.send(Leave())
+
+
+ENDS = [close_stdin, end_notebook, terminate, leave]
+
+
+@both_sources
+@pytest.mark.parametrize("end", ENDS)
+def test_end(
+    make: Callable[..., Notebook],
+    end: Callable[[Notebook], None],
+    nursery: bool,  # noqa: FBT001
+) -> None:
+    """Whatever ends the agent: its workers, what they started, and its folder go with it."""
+    notebook = make(nursery=nursery)
+    assert isinstance(notebook.start(), WorldStarted)
+    notebook.run(
+        "import subprocess, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "children = [subprocess.Popen(['sleep', '1000'], start_new_session=s) for s in (0, 1)]"
+    )
+    processes = psutil.Process(notebook.agent.pid).children(recursive=True)
+    assert len([each for each in processes if "sleep" in each.cmdline()]) == 4
+    end(notebook)
+    assert notebook.agent.wait(ENDED_IN) == 0
+    _gone, alive = psutil.wait_procs(processes, timeout=ENDED_IN)
+    assert alive == []
+    assert not notebook.runtime.exists()
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_end_while_starting(make: Callable[..., Notebook], end: Callable[[Notebook], None]) -> None:
+    """An agent that is told to end while its nursery still imports ends at once."""
+    notebook = make()
+    notebook.send(Call(1, StartWorld(notebook.spec("gloo"))))
+    end(notebook)
+    assert notebook.agent.wait(ENDED_IN) == 0
+    assert not notebook.runtime.exists()
+
+
+def test_end_in_mid_cell(make: Callable[..., Notebook]) -> None:
+    """A cell that ignores signals does not keep the agent."""
+    notebook = make()
+    notebook.start()
+    busy = "import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\nprint(1)\nwhile 1: 0"
+    notebook.send(Run(Cell("busy", busy, (0, 1))))
+    while len(notebook.outputs) < 2:
+        notebook.take_one()
+    close_stdin(notebook)
+    assert notebook.agent.wait(ENDED_IN) == 0
+
+
+def test_stop_button_does_not_reach_the_agent(make: Callable[..., Notebook]) -> None:
+    """SIGINT to the agent changes nothing."""
+    notebook = make()
+    notebook.start()
+    notebook.agent.send_signal(signal.SIGINT)
+    assert [row.state for row in notebook.call(GetStatus())] == ["idle", "idle"]
+
+
+@both_sources
+def test_cell_and_interrupt(
+    make: Callable[..., Notebook],
+    nursery: bool,  # noqa: FBT001
+) -> None:
+    """Cells run on all ranks; an interrupt is answered while a cell runs, and ends it."""
+    notebook = make(nursery=nursery)
+    notebook.start()
+    said = notebook.run("print('rank', rank)")
+    assert {o.text for _, o in said if isinstance(o, Text)} == {"rank 0\n", "rank 1\n"}
+    source = "print('runs')\nimport time\ntime.sleep(600)"
+    notebook.send(Run(Cell("slow", source, (0, 1))))
+    while len([o for _, name, o in notebook.outputs if name == "slow"]) < 2:
+        notebook.take_one()
+    assert [row.state for row in notebook.call(GetStatus())] == ["busy", "busy"]
+    assert notebook.call(Interrupt((0, 1))) is None
+    while sum(name == "slow" and isinstance(o, Done) for _, name, o in notebook.outputs) < 2:
+        notebook.take_one()
+    names = {o.name for _, name, o in notebook.outputs if name == "slow" and type(o) is Failure}
+    assert names == {"KeyboardInterrupt"}
+
+
+@both_sources
+def test_stop_and_start_again(
+    make: Callable[..., Notebook],
+    nursery: bool,  # noqa: FBT001
+) -> None:
+    """The agent outlives its workers, and starts new ones, with a folder kept tidy."""
+    notebook = make(nursery=nursery)
+    first = notebook.start(notebook.spec("gloo"))
+    notebook.call(StopWorld(1.0))
+    assert notebook.call(GetStatus()) == ()
+    assert not any(map(psutil.pid_exists, first.pids.values()))
+    second = notebook.start(notebook.spec("gloo"))
+    assert set(first.pids.values()).isdisjoint(second.pids.values())
+    assert [o for _, o in notebook.run("dist.barrier()") if isinstance(o, Failure)] == []
+
+
+@both_sources
+def test_start_that_fails(
+    make: Callable[..., Notebook],
+    nursery: bool,  # noqa: FBT001
+) -> None:
+    """A failed start says which rank and why, leaves no worker, and the next one can work."""
+    notebook = make(nursery=nursery)
+    failure = notebook.start(notebook.spec("gloo", GLOO_SOCKET_IFNAME="nowhere0"))
+    assert isinstance(failure, StartFailure)
+    assert failure.reason == "it exited with code 1"
+    assert "nowhere0" in failure.last_lines[-1]
+    assert notebook.call(GetStatus()) == ()
+    assert isinstance(notebook.start(notebook.spec("gloo")), WorldStarted)
+
+
+def test_last_words_come_before_the_death(make: Callable[..., Notebook]) -> None:
+    """All that a rank wrote before it died comes before the news of its death."""
+    notebook = make()
+    notebook.start()
+    said = notebook.run("import os\nprint('x' * 1_000_000)\nos.write(2, b'bye')\nos._exit(7)")
+    for rank in (0, 1):
+        mine = [output for who, output in said if who == rank]
+        assert sum(len(o.text) for o in mine if isinstance(o, Text)) == 1_000_001 + 3
+        assert isinstance(mine[-1], Died)
+        assert mine[-1].exit_code == 7
+
+
+def test_folder_of_sockets_is_private(make: Callable[..., Notebook]) -> None:
+    """Nobody else can open the folder, and nothing listens on TCP before there is a group."""
+    notebook = make()
+    notebook.start()
+    assert notebook.runtime.stat().st_mode & 0o777 == 0o700
+    agent = psutil.Process(notebook.agent.pid)
+    for process in (agent, *agent.children(recursive=True)):
+        assert process.net_connections("inet") == []
+
+
+def test_notebook_that_is_gone_already() -> None:
+    """An agent whose notebook ended before it began ends by itself."""
+    life = subprocess.Popen(["true"])
+    life.wait()
+    runtime = Path(tempfile.mkdtemp(prefix="nbdist-", dir=os.environ["XDG_RUNTIME_DIR"]))
+    command = [sys.executable, "-m", "nbdist.node", str(runtime), str(life.pid)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as agent:
+        assert agent.wait(ENDED_IN) == 0
+    deadline = time.monotonic() + ENDED_IN
+    while runtime.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

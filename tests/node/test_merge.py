@@ -1,0 +1,188 @@
+"""Tests of `nbdist.node.merge`: one order for text on pipes and numbered messages."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbdist.node.merge import LOST_AFTER, Merger
+from nbdist.wire.marks import mark
+from nbdist.wire.messages import Text
+
+TOKEN = "0123456789abcdef"
+
+
+def joined(items: list[Text | str]) -> list[Text | str]:
+    """The same items, neighbouring text of one stream put together."""
+    found: list[Text | str] = []
+    for item in items:
+        match item, found[-1:]:
+            case Text(stream, text), [Text(before, start)] if stream == before:
+                found[-1] = Text(stream, start + text)
+            case _:
+                found.append(item)
+    return found
+
+
+def fed(*reads: bytes, messages: tuple[int, ...] = ()) -> list[Text | str]:
+    """What comes out after these reads of stdout, and messages that arrived before."""
+    merger: Merger[str] = Merger(TOKEN)
+    for number in messages:
+        merger.receive_message(number, f"<{number}>")
+    items: list[Text | str] = []
+    for read in reads:
+        merger.receive_stdout(read, now=0.0)
+        items += merger.take(now=0.0)
+    return joined(items)
+
+
+STREAM = (
+    "first é\n".encode()
+    + mark(TOKEN, 1)
+    + "€ second\n".encode()
+    + mark(TOKEN, "stderr")
+    + "err 😀".encode()
+    + mark(TOKEN, "stdout")
+    + b"\x1b[31mred\x1b[0m"
+    + mark(TOKEN, 2)
+    + mark(TOKEN, 3)
+    + b"end\x1b"
+)
+EXPECTED = [
+    Text("stdout", "first é\n"),
+    "<1>",
+    Text("stdout", "€ second\n"),
+    Text("stderr", "err 😀"),
+    Text("stdout", "\x1b[31mred\x1b[0m"),
+    "<2>",
+    "<3>",
+    Text("stdout", "end"),  # the escape may begin a mark
+]
+
+
+def test_messages_are_where_their_marks_are():
+    """Text and messages come out in the order in which the worker said them."""
+    assert fed(STREAM, messages=(1, 2, 3)) == EXPECTED
+
+
+@pytest.mark.parametrize("cut", range(1, len(STREAM)))
+def test_reads_end_anywhere(cut: int):
+    """A read that ends within a mark or a character changes nothing."""
+    assert fed(STREAM[:cut], STREAM[cut:], messages=(1, 2, 3)) == EXPECTED
+
+
+def test_bytes_come_one_by_one():
+    """Not even when every read is one byte."""
+    assert fed(*(bytes([byte]) for byte in STREAM), messages=(1, 2, 3)) == EXPECTED
+
+
+def test_text_is_not_held_back():
+    """Text that ends like the start of another escape sequence comes out at once."""
+    assert fed(b"prompt> ") == [Text("stdout", "prompt> ")]
+    assert fed(b"\x1b[3") == [Text("stdout", "\x1b[3")]
+
+
+def test_what_began_like_a_mark_and_is_none_comes_out():
+    """A torn mark of some child process is text, after at most one more read."""
+    torn = b"\x1b_" + TOKEN.encode() + b";" + b"7" * 100
+    assert fed(torn, b" text") == [Text("stdout", torn.decode() + " text")]
+    merger: Merger[str] = Merger(TOKEN)
+    merger.receive_stdout(mark(TOKEN, 1)[:-1], now=0.0)
+    assert merger.take(now=0.0) == []
+    assert merger.take_all() == [Text("stdout", mark(TOKEN, 1)[:-1].decode())]
+
+
+def test_message_that_comes_later_holds_back_what_follows():
+    """Text after a mark waits for the mark's message."""
+    merger: Merger[str] = Merger(TOKEN)
+    merger.receive_stdout(b"a" + mark(TOKEN, 1) + b"b", now=0.0)
+    assert merger.take(now=0.0) == [Text("stdout", "a")]
+    assert merger.is_waiting
+    merger.receive_message(1, "<1>")
+    assert merger.take(now=0.1) == ["<1>", Text("stdout", "b")]
+    assert not merger.is_waiting
+
+
+def test_message_without_a_mark_waits_for_it():
+    """A message never comes out before the text that was printed before it."""
+    merger: Merger[str] = Merger(TOKEN)
+    merger.receive_message(1, "<1>")
+    assert merger.take(now=0.0) == []
+    merger.receive_stdout(b"a" + mark(TOKEN, 1), now=0.0)
+    assert merger.take(now=0.0) == [Text("stdout", "a"), "<1>"]
+
+
+def test_lost_message_is_waited_for_some_seconds():
+    """What follows a message that never comes is shown after a while."""
+    merger: Merger[str] = Merger(TOKEN)
+    merger.receive_stdout(mark(TOKEN, 1) + b"after", now=10.0)
+    assert merger.take(now=10.0 + LOST_AFTER - 0.1) == []
+    assert merger.is_waiting
+    assert merger.take(now=10.0 + LOST_AFTER) == [Text("stdout", "after")]
+
+
+def test_end_of_the_worker():
+    """When a worker has died, all that is there comes out, messages without marks last."""
+    merger: Merger[str] = Merger(TOKEN)
+    merger.receive_stdout(b"a" + mark(TOKEN, 1) + b"b\xe2", now=0.0)
+    merger.receive_message(9, "<9>")
+    merger.receive_message(8, "<8>")
+    assert merger.take_all() == [
+        Text("stdout", "a"),
+        Text("stdout", "b"),
+        Text("stdout", "\ufffd"),
+        "<8>",
+        "<9>",
+    ]
+
+
+def test_stderr_by_its_own_pipe():
+    """What C code writes to descriptor 2 is stderr, wherever stdout is just then."""
+    merger: Merger[str] = Merger(TOKEN)
+    merger.receive_stdout(b"out", now=0.0)
+    merger.receive_stderr(b"err \xf0\x9f")
+    merger.receive_stderr(b"\x98\x80")
+    assert joined(merger.take(now=0.0)) == [Text("stdout", "out"), Text("stderr", "err 😀")]
+
+
+def test_invalid_utf8():
+    """Bytes that are no UTF-8 become replacement characters, also at the end of a read."""
+    assert fed(b"a\xff", b"\xfeb") == [Text("stdout", "a\ufffd\ufffdb")]
+    assert fed(b"\xe2\x82", b"x") == [Text("stdout", "\ufffdx")]
+
+
+def test_character_torn_by_another_stream():
+    """Each stream has its own half characters."""
+    read = b"\xe2" + mark(TOKEN, "stderr") + b"\xc3" + mark(TOKEN, "stdout") + b"\x82\xac"
+    assert fed(read) == [Text("stdout", "€")]
+    read += mark(TOKEN, "stderr") + b"\xa9"
+    assert fed(read) == [Text("stdout", "€"), Text("stderr", "é")]
+
+
+def test_cut_off_characters_end_with_their_cell():
+    """Half a character at the end of a cell does not change what the next cell says."""
+    merger: Merger[str] = Merger(TOKEN)
+    merger.receive_stdout(b"a\xe2\x82", now=0.0)
+    merger.receive_stderr(b"\xe2")
+    assert merger.take(now=0.0) == [Text("stdout", "a")]
+    assert merger.take_cut_off() == [Text("stdout", "\ufffd"), Text("stderr", "\ufffd")]
+    assert merger.take_cut_off() == []
+    merger.receive_stdout(b"next", now=0.0)
+    assert merger.take(now=0.0) == [Text("stdout", "next")]
+
+
+def test_ready():
+    """The worker says once that it is ready, and the mark is no output."""
+    merger: Merger[str] = Merger(TOKEN)
+    merger.receive_stdout(b"noise", now=0.0)
+    assert not merger.ready
+    merger.receive_stdout(mark(TOKEN, "ready"), now=0.0)
+    assert merger.ready
+    assert merger.take(now=0.0) == [Text("stdout", "noise")]
+
+
+def test_repr_tells_what_is_waited_for():
+    """`repr` counts what is queued and what came early."""
+    merger: Merger[str] = Merger(TOKEN)
+    merger.receive_stdout(mark(TOKEN, 1), now=0.0)
+    merger.receive_message(2, "<2>")
+    assert repr(merger) == "<Merger 1 queued, 1 messages early>"

@@ -1,0 +1,173 @@
+"""Tests of nbdist where no page draws: a terminal, nbclient, papermill."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pexpect
+import psutil
+import pytest
+from jupyter_core.utils import ensure_event_loop
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from nbformat.v4 import new_code_cell, new_notebook
+
+# jupyter_client's blocking calls run on a loop that lives as long as the process.
+ensure_event_loop()
+
+WAIT = 40
+
+
+class Terminal:
+    """IPython in a terminal of 200 columns."""
+
+    def __init__(self) -> None:
+        self.child = pexpect.spawn(
+            sys.executable,
+            ["-m", "IPython", "--no-banner", "--colors=NoColor", "--no-confirm-exit"],
+            dimensions=(50, 200),
+            env={**os.environ, "TERM": "dumb", "NBDIST_LOG_DIR": ""},
+            encoding="utf-8",
+            timeout=WAIT,
+        )
+        self.prompts = 1
+        self.wait_for_prompt()
+        self.enter("%load_ext nbdist")
+
+    def wait_for_prompt(self) -> str:
+        """What was shown until the next prompt."""
+        self.child.expect_exact(f"In [{self.prompts}]:")
+        return str(self.child.before)
+
+    def begin(self, *lines: str) -> None:
+        """Type a cell, and Alt-Enter, which runs it."""
+        self.child.send("\r".join(lines))
+        self.child.send("\x1b\r")
+
+    def enter(self, *lines: str) -> list[str]:
+        """Type a cell; the lines that it shows."""
+        self.begin(*lines)
+        return self.finish()
+
+    def finish(self) -> list[str]:
+        """The lines that the running cell still shows."""
+        self.prompts += 1
+        said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.wait_for_prompt())
+        return [line.strip("\r") for line in said.split("\n")]
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    terminal = Terminal()
+    yield terminal
+    terminal.child.close(force=True)
+
+
+def test_terminal(terminal: Terminal) -> None:
+    """Lines come as they are printed, each with its ranks; a failed cell shows its traceback."""
+    lines = terminal.enter("%%distributed -n 2", "print('same'); print('mine', rank)")
+    assert "[0-1] same" in lines
+    assert "[0] mine 0" in lines
+    assert "[1] mine 1" in lines
+    assert any(re.fullmatch(r"2 ranks · \d+\.\d s", line) for line in lines)
+    lines = terminal.enter("%%distributed", "if rank: raise ValueError('bad')")
+    assert any("1 of 2 ranks failed (1); first: rank 1" in line for line in lines)
+    assert any("raise ValueError('bad')" in line and "[1]" in line for line in lines)
+    assert "nbdist/" not in "\n".join(lines)
+    lines = terminal.enter("%dist_status")
+    assert any(line.startswith("2 workers on") for line in lines)
+
+
+def test_terminal_shows_lines_at_once(terminal: Terminal) -> None:
+    """A line is there while its cell still runs."""
+    terminal.enter("%dist_init -n 2")
+    terminal.begin("%%distributed", "print('at once'); import time; time.sleep(2); print('later')")
+    terminal.child.expect_exact("[0-1] at once")
+    assert "later" not in terminal.child.before.rpartition("print('later')")[2]
+    assert "[0-1] later" in terminal.finish()
+
+
+def test_terminal_ctrl_c(terminal: Terminal) -> None:
+    """Ctrl-C ends the cell within seconds, and the workers live on."""
+    terminal.enter("%dist_init -n 2")
+    terminal.begin("%%distributed", "kept = rank; print('runs'); import time; time.sleep(600)")
+    terminal.child.expect_exact("[0-1] runs")
+    terminal.child.sendintr()
+    lines = terminal.finish()
+    assert "KeyboardInterrupt: ranks 0-1 have stopped; all variables are kept." in lines
+    assert "[1] 1" in terminal.enter("%%distributed", "print(kept)")
+
+
+def test_terminal_ends_its_workers(terminal: Terminal) -> None:
+    """`exit` of the terminal takes the workers along."""
+    terminal.enter("%dist_init -n 2")
+    processes = psutil.Process(terminal.child.pid).children(recursive=True)
+    assert len(processes) >= 4
+    terminal.child.send("exit\r")
+    terminal.child.expect(pexpect.EOF)
+    _gone, alive = psutil.wait_procs(processes, timeout=10)
+    assert alive == []
+
+
+CELLS = (
+    "%load_ext nbdist",
+    "%%distributed -n 2\nx = rank + 1\nprint('x is', x)",
+    "%dist_gather x",
+    "total = sum(x)",
+)
+
+
+def a_notebook(*cells: str) -> nbformat.NotebookNode:
+    kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    metadata = {"kernelspec": kernelspec, "language_info": {"name": "python"}}
+    return new_notebook(cells=[new_code_cell(cell) for cell in cells], metadata=metadata)
+
+
+def test_nbclient_stops_at_a_failed_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell in which a rank failed is a failed cell: those after it do not run."""
+    monkeypatch.setenv("NBDIST_LOG_DIR", "")
+    notebook = a_notebook(*CELLS, "%%distributed\nif rank: raise ValueError('bad')", "after = 1")
+    with pytest.raises(CellExecutionError, match="ValueError: bad"):
+        NotebookClient(notebook, timeout=WAIT).execute()
+    *_, failed, after = notebook.cells
+    assert after.outputs == []
+    assert after.execution_count is None
+    assert [output.output_type for output in failed.outputs] == ["display_data", "error"]
+    (error,) = [output for output in failed.outputs if output.output_type == "error"]
+    assert len(error.traceback) == 1
+
+
+def test_nbclient_saves_one_display_per_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved is the final view, in HTML and as text, with empty metadata."""
+    monkeypatch.setenv("NBDIST_LOG_DIR", "")
+    slow = "%%distributed\nimport time\nprint('start')\ntime.sleep(0.6)\nprint('end')"
+    notebook = a_notebook(*CELLS, slow)
+    NotebookClient(notebook, timeout=WAIT).execute()
+    for cell in (notebook.cells[1], notebook.cells[-1]):
+        (output,) = cell.outputs
+        assert output.output_type == "display_data"
+        assert {*output.data} == {"text/html", "text/plain"}
+        assert output.metadata == {}
+    assert notebook.cells[-1].outputs[0].data["text/plain"].endswith("start\nend")
+    nbformat.validate(notebook)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_papermill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """papermill runs a notebook with its parameters, which go along to the workers."""
+    import papermill
+
+    monkeypatch.setenv("NBDIST_LOG_DIR", "")
+    notebook = a_notebook("scale = 1", *CELLS, "%%distributed\nprint('scaled', scale * x)")
+    notebook.cells[0].metadata["tags"] = ["parameters"]
+    source, target = tmp_path / "in.ipynb", tmp_path / "out.ipynb"
+    nbformat.write(notebook, source)
+    papermill.execute_notebook(source, target, {"scale": 10}, progress_bar=False)
+    last = nbformat.read(target, as_version=4).cells[-1]
+    assert "scaled 10" in last.outputs[0].data["text/plain"]
+    assert "scaled 20" in last.outputs[0].data["text/plain"]

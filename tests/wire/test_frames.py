@@ -1,0 +1,85 @@
+"""Tests of `nbdist.wire.frames`: every message crosses the link and comes out equal."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbdist.wire.frames import down_from, to_bytes, up_from
+from nbdist.wire.messages import (
+    Answer,
+    Call,
+    Cell,
+    Clear,
+    Died,
+    Display,
+    Done,
+    Down,
+    Failure,
+    GetStatus,
+    Hello,
+    Interrupt,
+    Leave,
+    Outputs,
+    Received,
+    Run,
+    Skipped,
+    StartFailure,
+    StartWorld,
+    StopWorld,
+    Text,
+    Up,
+    Update,
+    WorkerStatus,
+    WorldSpec,
+    WorldStarted,
+)
+from nbdist.wire.payload import Payload, SegmentRef
+
+SPEC = WorldSpec(2, "gloo", {"HOME": "/root"}, "/tmp", ("", "/lib"), 1, "/usr/bin/python3")
+
+DOWN: list[Down] = [
+    Call(1, StartWorld(SPEC)),
+    Call(2, StopWorld(0.5)),
+    Call(3, GetStatus()),
+    Call(4, Interrupt((0, 3))),
+    Run(Cell("a1", "x = 'é\udc80'", (0, 1), Payload(frames=(b"\x80\x05", b"")), ("x",), 7)),
+    Run(Cell("a2", "1", (1,), Payload(segment=SegmentRef("/proc/1/fd/3#9", (1, 2))))),
+    Received(),
+    Leave(),
+]
+
+UP: list[Up] = [
+    Hello("0.1.0", 5, "node01"),
+    Answer(1, None),
+    Answer(2, WorldStarted({0: 10}, {0: "/logs/0"})),
+    Answer(3, StartFailure(1, "node01", "python", "it exited with code 1", ("Traceback",))),
+    Answer(4, (WorkerStatus(0, 10, "node01", "busy", 1.5, 1 << 40, "cuda:0"),)),
+    Outputs(
+        (
+            (0, "a1", Text("stdout", "é\x00\x1b[31m")),
+            (0, "a1", Skipped("stderr", 100, 3)),
+            (
+                1,
+                "a1",
+                Display({"image/png": "iVBO"}, {"image/png": {"width": 3}}, "id", is_result=True),
+            ),
+            (1, "a1", Update({"text/plain": "5"}, {}, "id")),
+            (1, "a1", Clear(wait=True)),
+            (0, "a1", Failure("ValueError", "bad", ("line 1", "line 2"), 1 << 60)),
+            (1, "", Died(-9, 5)),
+            (0, "a1", Done("ok", 0.25, frozenset({"x"}), Payload(frames=(b"1",)))),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("message", DOWN, ids=repr)
+def test_what_goes_down_arrives_equal(message: Down):
+    """The agent gets what the notebook sent."""
+    assert down_from(to_bytes(message)) == message
+
+
+@pytest.mark.parametrize("message", UP, ids=repr)
+def test_what_comes_up_arrives_equal(message: Up):
+    """The notebook gets what an agent sent."""
+    assert up_from(to_bytes(message)) == message

@@ -1,0 +1,889 @@
+"""Tests of `nbdist.world` with real workers: cells, output, failures, and ways out of each.
+
+Every test runs on workers that the nursery forked, and on workers that were spawned.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from nbdist.errors import (
+    AgentLost,
+    NbdistError,
+    UsageError,
+    WorkerDied,
+    WorkerError,
+    WorldNotStarted,
+)
+from nbdist.node.merge import LOST_AFTER
+from nbdist.wire.messages import Clear, Display, Failure, Output, Text, Update
+from nbdist.world.running import RunningCell
+from nbdist.world.screen import Line
+from nbdist.world.states import State
+from nbdist.world.track import Gap, Shown
+from nbdist.world.world import World
+
+pytestmark = pytest.mark.shared_world
+
+SOON = 10.0
+
+
+@pytest.fixture(scope="module", params=["nursery", "spawn"])
+def started(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[World]:
+    """A world for all tests of the module; fewer ranks where each imports torch anew."""
+    nursery = request.param == "nursery"
+    logs = tmp_path_factory.mktemp("logs")
+    with World(4 if nursery else 2, nursery=nursery, log_dir=str(logs), name="test") as world:
+        yield world
+
+
+@pytest.fixture
+def world(started: World) -> World:
+    """The world, ready: started anew if the test before has left it otherwise."""
+    started.receive_waiting()
+    if started.state is not State.READY:
+        started.restart()
+    return started
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A cell that has ended: what it said and how it failed."""
+
+    running: RunningCell
+    error: NbdistError | None
+    news: list[tuple[int, Output]]
+
+    def lines(self, rank: int = 0) -> list[str]:
+        """What the rank's screen shows, displays in angle brackets."""
+        found = []
+        for item in self.running.transcript[rank].tail(10_000):
+            match item:
+                case Line(text=text):
+                    found.append(text)
+                case Shown(display=display):
+                    found.append(f"<{display.data['text/plain']}>")
+                case Gap(lines=number):
+                    found.append(f"({number} lines skipped)")
+        return found
+
+    def stderr(self, rank: int = 0) -> list[str]:
+        """The lines among them that came by stderr."""
+        items = self.running.transcript[rank].tail(10_000)
+        return [item.text for item in items if isinstance(item, Line) and item.stderr]
+
+    def failure(self, rank: int = 0) -> Failure:
+        failure = self.running.transcript[rank].failure
+        assert failure is not None
+        return failure
+
+
+def follow(running: RunningCell) -> Ran:
+    """Iterate until the cell ends."""
+    news = list(itertools.chain.from_iterable(running))
+    return Ran(running, running.error(), news)
+
+
+def run(world: World, source: str, ranks: tuple[int, ...] | None = None, count: int = 7) -> Ran:
+    """Run a cell to its end, whatever that is."""
+    return follow(world.submit(world.cell(source, ranks=ranks, execution_count=count)))
+
+
+def run_well(world: World, source: str, ranks: tuple[int, ...] | None = None) -> Ran:
+    """Run a cell that has to succeed."""
+    ran = run(world, source, ranks)
+    assert ran.error is None, ran.running.transcript.errors
+    return ran
+
+
+def wait_until(is_so: Callable[[], bool], what: str) -> None:
+    """Poll for a fact."""
+    deadline = time.monotonic() + SOON
+    while not is_so():
+        assert time.monotonic() < deadline, f"still not so after {SOON} s: {what}"
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def begin(world: World, source: str) -> RunningCell:
+    """Submit a cell that prints when it has begun, and return when all ranks have."""
+    running = world.submit(world.cell(f"print('begun')\n{source}"))
+
+    def all_have_begun() -> bool:
+        world.receive(0.05)
+        return all(track.line_count for track in running.transcript)
+
+    wait_until(all_have_begun, "all ranks have begun")
+    return running
+
+
+# --- where a cell runs ------------------------------------------------------------------
+
+
+def test_environment_is_torchruns(world: World) -> None:
+    """Every rank has the variables that torchrun sets, with its own numbers in them."""
+    names = [
+        "RANK",
+        "LOCAL_RANK",
+        "ROLE_RANK",
+        "GROUP_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_WORLD_SIZE",
+        "ROLE_WORLD_SIZE",
+        "ROLE_NAME",
+        "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_MAX_RESTARTS",
+        "TORCHELASTIC_RUN_ID",
+        "OMP_NUM_THREADS",
+    ]
+    found = world.gather(f"[__import__('os').environ.get(name) for name in {names}]")
+    size = str(world.size)
+    threads = str(max(1, len(os.sched_getaffinity(0)) // world.size))
+    for rank in range(world.size):
+        mine = str(rank)
+        expected = [mine, mine, mine, "0", size, size, "1", size, "default", "0", "0", "test"]
+        assert found[rank] == [*expected, threads]
+    assert world.gather("dist.is_torchelastic_launched()") == [True] * world.size
+    assert world.gather("torch.get_num_threads()") == [int(threads)] * world.size
+
+
+def test_process_inherits_the_notebooks_folder_and_path(world: World) -> None:
+    """Workers import what the notebook imports and open files where it does."""
+    found = world.gather("(__import__('os').getcwd(), __import__('sys').path)")
+    for folder, path in found:
+        assert folder == os.getcwd()
+        # ipykernel adds the current folder, as it has done in a notebook.
+        assert [entry for entry in path if entry] == [entry for entry in sys.path if entry]
+
+
+def test_names_are_ready(world: World) -> None:
+    """`rank world_size local_rank device torch dist` are there without an import."""
+    expected = [(rank, world.size, rank, "cpu") for rank in range(world.size)]
+    assert world.gather("(rank, world_size, local_rank, str(device))") == expected
+    assert world.gather("dist.get_rank() if torch.__version__ else None") == [*range(world.size)]
+
+
+def test_users_own_variable_wins(world: World) -> None:
+    """A cell can bind `rank` to what it likes, and that is what later cells find."""
+    run_well(world, "before, rank = rank, 'mine'")
+    assert world.gather("rank") == ["mine"] * world.size
+    run_well(world, "rank = before")
+
+
+def test_state_is_kept(world: World) -> None:
+    """Later cells find the variables, imports and functions of earlier ones."""
+    run_well(world, "import math\nx = 10 + rank\ndef twice(): return 2 * x")
+    run_well(world, "x += math.floor(1.5)")
+    assert world.gather("twice()") == [2 * (11 + rank) for rank in range(world.size)]
+
+
+def test_collectives(world: World) -> None:
+    """All ranks share a group: all_reduce, barrier and all_gather_object give right results."""
+    run_well(
+        world,
+        "t = torch.ones(3) * rank\ndist.all_reduce(t)\ndist.barrier()\n"
+        "all_of_them = [None] * world_size\ndist.all_gather_object(all_of_them, rank)",
+    )
+    total = float(sum(range(world.size)))
+    for rank, (t, ranks) in enumerate(world.gather("(t, all_of_them)")):
+        assert t.tolist() == [total] * 3, rank
+        assert ranks == [*range(world.size)]
+
+
+def test_cell_on_some_ranks(world: World) -> None:
+    """A cell for some ranks runs there only."""
+    run_well(world, "ran = False")
+    ran = run_well(world, "ran = True", ranks=(1,))
+    assert ran.running.transcript.ranks == (1,)
+    assert world.gather("ran") == [rank == 1 for rank in range(world.size)]
+    assert world.gather("rank", ranks=[1]) == [1]
+
+
+def test_numpy_and_python_random_differ_by_rank(world: World) -> None:
+    """Ranks do not inherit one state of the random number generators."""
+    run_well(world, "import random, numpy")
+    found = world.gather("(random.random(), numpy.random.rand())")
+    assert len(set(found)) == world.size
+
+
+def test_ids_and_folders_are_the_ranks_own(world: World) -> None:
+    """Every rank is a process of its own, the leader of its own session."""
+    pids = world.gather("__import__('os').getpid()")
+    assert pids == [world.pids[rank] for rank in range(world.size)]
+    assert world.gather("__import__('os').getsid(0)") == pids
+
+
+# --- real IPython -----------------------------------------------------------------------
+
+
+def test_ipython_syntax(world: World) -> None:
+    """Top-level await, `!command`, its result, and line magics work in a cell."""
+    ran = run_well(
+        world,
+        "import asyncio\nawait asyncio.sleep(0)\n!echo from a child\nlisting = !echo a b\n"
+        "print(listing)\n%env NBDIST_TEST_X=3\nimport os\nprint(os.environ['NBDIST_TEST_X'])",
+    )
+    for rank in range(world.size):
+        assert ran.lines(rank) == ["from a child", "['a b']", "env: NBDIST_TEST_X=3", "3"]
+
+
+def test_cell_magic_inside(world: World) -> None:
+    """Another cell magic as the cell's first line works."""
+    assert run_well(world, "%%capture said\nprint('quiet')").lines() == []
+    assert world.gather("said.stdout") == ["quiet\n"] * world.size
+
+
+def test_question_mark_shows_help(world: World) -> None:
+    """`x?` shows what it shows in a notebook."""
+    ran = run_well(world, "def documented():\n    'Says hello.'\ndocumented?")
+    assert "Says hello." in "\n".join(ran.lines())
+
+
+def test_last_value_is_shown_and_kept(world: World) -> None:
+    """The value of the last expression is shown, and `_`, `Out` and `_7` have it."""
+    ran = run(world, "x = 40\nx + rank", count=7)
+    for rank in range(world.size):
+        assert ran.lines(rank) == [f"<{40 + rank}>"]
+    expected = [(40 + rank, 40 + rank, 40 + rank) for rank in range(world.size)]
+    assert world.gather("(_, Out[7], _7)") == expected
+    assert run_well(world, "x + 1;").lines() == []
+
+
+def test_main_is_main(world: World) -> None:
+    """`__name__` is `__main__`, and that module is the namespace of the cells."""
+    run_well(world, "y = 5\nimport sys\nhere = sys.modules['__main__'].y, __name__")
+    assert world.gather("here") == [(5, "__main__")] * world.size
+
+
+def test_source_of_cell_functions(world: World) -> None:
+    """`inspect.getsource` finds functions and methods of cells."""
+    run_well(
+        world,
+        "import inspect\ndef f():\n    return 1  # here\n"
+        "class C:\n    def m(self):\n        return 2  # there\n"
+        "found = inspect.getsource(f), inspect.getsource(C.m)",
+    )
+    f, m = world.gather("found")[0]
+    assert f == "def f():\n    return 1  # here\n"
+    assert m == "    def m(self):\n        return 2  # there\n"
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_data_loader_with_workers(world: World, method: str) -> None:
+    """A data set class of a cell works in a DataLoader with worker processes."""
+    ran = run_well(
+        world,
+        "class Squares(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 8\n"
+        "    def __getitem__(self, i): return offset() + i * i\n"
+        "def offset(): return 100\n"
+        "loader = torch.utils.data.DataLoader(\n"
+        f"    Squares(), batch_size=4, num_workers=2, multiprocessing_context='{method}')\n"
+        "print([batch.tolist() for batch in loader])\n"
+        "del loader",
+        ranks=(0,) if method == "spawn" else None,
+    )
+    assert ran.lines() == ["[[100, 101, 104, 109], [116, 125, 136, 149]]"]
+    assert ran.stderr() == []
+
+
+def test_execution_count(world: World) -> None:
+    """Ranks number the cell as the notebook does, also in tracebacks."""
+    ran = run(world, "x = 1\nraise ValueError('bad')", count=12)
+    assert "Cell In[12], line 2" in _plain(ran.failure())
+
+
+# --- output -----------------------------------------------------------------------------
+
+
+def test_order_of_everything(world: World) -> None:
+    """Text, descriptors, child processes, figures and stderr keep one order."""
+    ran = run_well(
+        world,
+        "import os, sys, subprocess\nfrom IPython.display import display\n"
+        "for i in range(3):\n"
+        "    print('print', i)\n"
+        "    _ = os.write(1, b'write %d\\n' % i)\n"
+        "    display(i)\n"
+        "    print('stderr', i, file=sys.stderr)\n"
+        "    _ = subprocess.run(['echo', 'child', str(i)])\n",
+    )
+    expected = [
+        line
+        for i in range(3)
+        for line in (f"print {i}", f"write {i}", f"<{i}>", f"stderr {i}", f"child {i}")
+    ]
+    for rank in range(world.size):
+        assert ran.lines(rank) == expected
+        assert ran.stderr(rank) == ["stderr 0", "stderr 1", "stderr 2"]
+
+
+def test_text_is_not_changed(world: World) -> None:
+    """Leading spaces, tabs, missing newlines, colours, unicode: as they were printed."""
+    said = "  two spaces\ttab\n\n\x1b[31mred\x1b[0m é€😀 no newline"
+    ran = run_well(world, f"print({said!r}, end='')")
+    text = "".join(output.text for rank, output in ran.news if (rank, type(output)) == (0, Text))
+    assert text == said
+
+
+def test_c_stdio_is_flushed_at_the_end(world: World) -> None:
+    """What C code printed and did not flush belongs to the cell that ran it."""
+    ran = run_well(world, "import ctypes\n_ = ctypes.CDLL(None).printf(b'from C\\n')")
+    assert ran.lines() == ["from C"]
+
+
+def test_invalid_utf8(world: World) -> None:
+    """Bytes that are no UTF-8 show as replacement characters, in their own cell."""
+    ran = run_well(world, "import os\n_ = os.write(1, b'a\\xff\\xfeb\\n')\nprint('é')")
+    assert ran.lines() == ["a\ufffd\ufffdb", "é"]
+    assert run_well(world, "_ = os.write(1, b'cut \\xe2\\x82')").lines() == ["cut \ufffd"]
+    assert run_well(world, "_ = os.write(2, b'cut \\xe2\\x82')").lines() == ["cut \ufffd"]
+    assert run_well(world, "print('next')").lines() == ["next"]
+
+
+def test_surrogates(world: World) -> None:
+    """A lone surrogate, as in names of files, can be printed."""
+    assert run_well(world, "print('a\\udc80b')").lines() == ["a\\udc80b"]
+
+
+def test_ten_megabyte_line(world: World) -> None:
+    """A line of 10 MB is in the log file in full, and accounted for in the notebook."""
+    ran = run_well(world, "print('x' * 10_000_000)\nprint('end')", ranks=(0,))
+    assert ran.lines()[-1] == "end"
+    assert f"{'x' * 10_000_000}\nend\n" in (Path(world.logs[0]) / "stdout.log").read_text()
+
+
+def test_one_megabyte_to_stderr_with_the_gil_held(world: World) -> None:
+    """C code that fills stderr while it holds the GIL does not block its rank."""
+    ran = run_well(
+        world,
+        "import ctypes\n"
+        "line = b'e' * 999 + b'\\n'\n"
+        "written = ctypes.PyDLL(None).write(2, line * 1000, 1_000_000)\n"
+        "print(written)",
+    )
+    for rank in range(world.size):
+        assert "1000000" in ran.lines(rank)
+        assert ran.running.transcript[rank].line_count == 1001
+
+
+def test_display_update_clear(world: World) -> None:
+    """`display_id` updates and `clear_output` do on each rank what they do in a notebook."""
+    ran = run_well(
+        world,
+        "from IPython.display import display, clear_output\n"
+        "print('gone')\nclear_output()\nshown = display('first', display_id=True)\n"
+        "print('kept')\nshown.update(f'second {rank}')\n",
+    )
+    for rank in range(world.size):
+        assert ran.lines(rank) == [f"<'second {rank}'>", "kept"]
+    kinds = {type(output) for _, output in ran.news}
+    assert kinds >= {Clear, Display, Update, Text}
+
+
+def test_figure(world: World) -> None:
+    """A matplotlib figure arrives as an image, in its place."""
+    pytest.importorskip("matplotlib")
+    ran = run_well(
+        world,
+        "import matplotlib.pyplot as plt\nprint('before')\nplt.plot([1, rank]);",
+        ranks=(0,),
+    )
+    assert ran.lines()[0] == "before"
+    (shown,) = ran.running.transcript[0].displays
+    assert shown.display.data["image/png"]
+
+
+def test_display_that_cannot_be_sent(world: World) -> None:
+    """A display that no message can hold fails its cell, and the next one runs."""
+    ran = run(world, "display({'application/json': object()}, raw=True)")
+    assert isinstance(ran.error, WorkerError)
+    assert run_well(world, "print('next')").lines() == ["next"]
+
+
+def test_display_in_a_forked_child(world: World) -> None:
+    """A child process that displays something, which it cannot, holds nobody up."""
+    ran = run_well(
+        world,
+        "import os\nif (pid := os.fork()) == 0:\n    display(5)\n    os._exit(0)\n"
+        "_ = os.waitpid(pid, 0)\ndisplay(6)\nprint('end')",
+    )
+    assert ran.lines()[-2:] == ["<6>", "end"]
+    assert ran.running.transcript.elapsed() < LOST_AFTER
+
+
+def test_threads_print_and_display_at_once(world: World) -> None:
+    """Text and displays of several threads arrive whole."""
+    log = Path(world.logs[0]) / "stdout.log"
+    before, errors = log.stat().st_size, log.with_name("stderr.log").stat().st_size
+    ran = run_well(
+        world,
+        "import sys, threading\nfrom IPython.display import display\n"
+        "def say(what, where):\n"
+        "    for _ in range(10): print(what * 100_000, file=where)\n"
+        "def show():\n"
+        "    for number in range(50): display(number)\n"
+        "threads = [threading.Thread(target=say, args=('€', sys.stdout)),\n"
+        "           threading.Thread(target=say, args=('e', sys.stderr)),\n"
+        "           threading.Thread(target=show)]\n"
+        "for thread in threads: thread.start()\n"
+        "for thread in threads: thread.join()\n",
+        ranks=(0,),
+    )
+    text = log.read_bytes()[before:].decode()
+    assert text.count("€") == 10 * 100_000
+    assert "\ufffd" not in text
+    assert "\x1b_" not in text
+    shown = [output.data["text/plain"] for _, output in ran.news if isinstance(output, Display)]
+    assert shown == [str(number) for number in range(50)]
+    assert log.with_name("stderr.log").read_bytes()[errors:].count(b"e") == 10 * 100_000
+
+
+def test_thread_that_outlives_its_cell(world: World) -> None:
+    """What a thread says after its cell has ended does not show up under another cell."""
+    run_well(
+        world,
+        "import threading\nmay_go = threading.Event()\n"
+        "def later():\n    may_go.wait()\n    print('late', flush=True)\n    said.set()\n"
+        "said = threading.Event()\nthreading.Thread(target=later).start()",
+        ranks=(0,),
+    )
+    ran = run_well(world, "may_go.set()\n_ = said.wait(5)\nprint('mine')", ranks=(0,))
+    assert ran.lines()[-1] == "mine"
+    run_well(world, "pass", ranks=(0,))
+
+
+# --- values back ------------------------------------------------------------------------
+
+
+def test_gather_tensors_arrays_functions(world: World) -> None:
+    """Values come back in rank order: tensors, big and small arrays, functions of a cell."""
+    run_well(
+        world,
+        "import numpy as np\nsmall, big = torch.full((2,), rank), torch.full((300_000,), rank)\n"
+        "array = np.arange(4) * rank\ndef add(a): return a + number\nnumber = rank",
+    )
+    for rank, (small, big, array) in enumerate(world.gather("(small, big, array)")):
+        assert torch.equal(small, torch.full((2,), rank))
+        assert torch.equal(big, torch.full((300_000,), rank))
+        assert np.array_equal(array, np.arange(4) * rank)
+    world.namespace["number"] = 1000
+    try:
+        assert world.gather("add")[1](1) == 1001
+    finally:
+        del world.namespace["number"]
+
+
+def test_fetch_of_expressions(world: World) -> None:
+    """`execute` brings back values of names and expressions after the source has run."""
+    result = world.execute("x = rank * 2", fetch=("x", "x + 1"))
+    assert list(result) == [{"x": 2 * r, "x + 1": 2 * r + 1} for r in range(world.size)]
+    assert list(world.execute("", fetch=("x",))) == [2 * rank for rank in range(world.size)]
+
+
+def test_gather_what_cannot_be_pickled(world: World) -> None:
+    """One clear line names the value and the reason."""
+    run_well(world, "import threading\nlock = threading.Lock()")
+    with pytest.raises(WorkerError) as caught:
+        world.gather("lock")
+    assert "`lock` cannot be sent to the notebook" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(WorkerError, match="NameError: name 'nowhere' is not defined"):
+        world.gather("nowhere")
+    with pytest.raises(WorkerError, match="SyntaxError"):
+        world.gather("no python")
+
+
+def test_names_go_along(world: World) -> None:
+    """`execute(names=...)` binds values on the ranks first."""
+    result = world.execute("y = [a + rank, b.sum()]", names={"a": 1, "b": np.ones(5)}, fetch=("y",))
+    assert list(result) == [[1 + rank, 5.0] for rank in range(world.size)]
+
+
+# --- errors -----------------------------------------------------------------------------
+
+
+def test_one_rank_raises(world: World) -> None:
+    """The error names the rank; the other ranks' work is kept; the traceback shows the line."""
+    ran = run(world, "done = rank\nif rank == 1:\n    raise KeyError('lost')  # here")
+    assert isinstance(ran.error, WorkerError)
+    assert ran.error.rank == 1
+    assert ran.error.pid == world.pids[1]
+    assert [*ran.error.errors] == [1]
+    assert f"1 of {world.size} ranks failed (1); first: rank 1 after 0." in str(ran.error)
+    assert str(ran.error).endswith("KeyError: 'lost'")
+    traceback = _plain(ran.failure(1))
+    assert "raise KeyError('lost')  # here" in traceback
+    assert "nbdist" not in traceback
+    assert world.gather("done") == [*range(world.size)]
+
+
+def test_all_raise_and_the_earliest_is_the_cause(world: World) -> None:
+    """The rank that failed first is named first, whatever its number."""
+    ran = run(world, "import time\ntime.sleep(0.2 * (world_size - 1 - rank))\nraise OSError(rank)")
+    assert isinstance(ran.error, WorkerError)
+    assert ran.error.rank == world.size - 1
+    assert len(ran.error.errors) == world.size
+
+
+def test_deep_traceback_shows_cell_lines(world: World) -> None:
+    """A function of an earlier cell appears in the traceback with its own line."""
+    run(world, "def divide(a, b):\n    return a / b  # the culprit", count=3)
+    ran = run(world, "divide(1, 0)", count=4)
+    traceback = _plain(ran.failure())
+    assert "Cell In[3], line 2" in traceback
+    assert "return a / b  # the culprit" in traceback
+    assert "Cell In[4], line 1" in traceback
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("exit()", "SystemExit"),
+        ("quit", "SystemExit"),
+        ("exit(4)", "SystemExit: 4"),
+        ("import sys\nsys.exit(3)", "SystemExit: 3"),
+        ("raise SystemExit('bye')", "SystemExit: bye"),
+    ],
+)
+def test_exit_ends_the_cell_not_the_worker(world: World, source: str, message: str) -> None:
+    """`exit()` and its relatives fail the cell, say so in a line, and the worker lives on."""
+    run_well(world, "kept = 1")
+    # IPython takes a bare `quit` for a call in a cell of one line.
+    ran = run(world, source if source == "quit" else f"{source}\nprint('not reached')")
+    assert isinstance(ran.error, WorkerError)
+    assert ran.lines() == []
+    assert message in str(ran.error)
+    assert "None" not in str(ran.error)
+    assert "the worker lives on" in "\n".join(ran.failure().traceback)
+    assert ran.stderr() == []
+    assert world.gather("kept") == [1] * world.size
+
+
+def test_syntax_error(world: World) -> None:
+    """Source that is no Python fails on all ranks alike, and nothing of it has run."""
+    ran = run(world, "print('a')\nx = = 1")
+    assert isinstance(ran.error, WorkerError)
+    assert ran.error.errors.keys() == {*range(world.size)}
+    assert ran.lines() == []
+    assert "SyntaxError" in str(ran.error)
+
+
+def test_rank_dies_in_a_collective(world: World) -> None:
+    """A rank that dies in the middle of a collective is the cause, and Stop ends the waiting."""
+    running = begin(world, "import os\nif rank == 1:\n    os._exit(3)\ndist.barrier()")
+
+    def is_told() -> bool:
+        world.receive(0.05)
+        return world.state is State.BROKEN
+
+    wait_until(is_told, "the death is known while the others wait")
+    if running.unfinished:
+        running.interrupt()
+    ran = follow(running)
+    assert isinstance(ran.error, NbdistError)
+    assert "%dist_restart" in str(ran.error)
+    world.restart()
+    run_well(world, "dist.barrier()")
+
+
+# --- deaths -----------------------------------------------------------------------------
+
+
+def test_os_exit(world: World) -> None:
+    """`os._exit(3)` on one rank is told with its code and remedy; what it said is kept."""
+    ran = run(world, "import os\nprint('last words')\nif rank == 1:\n    os._exit(3)")
+    assert isinstance(ran.error, WorkerDied)
+    assert ran.error.exit_code == 3
+    assert "rank 1" in str(ran.error)
+    assert "exited with code 3" in str(ran.error)
+    assert "%dist_restart" in str(ran.error)
+    assert ran.lines(1) == ["last words"]
+    assert repr(world) == f"<World {world.size} ranks, broken: a rank has died>"
+
+
+def test_killed_in_mid_cell(world: World) -> None:
+    """SIGKILL of a worker in mid-cell fails the cell and names the signal."""
+    running = begin(world, "import time\nif rank == 0: time.sleep(600)")
+    os.kill(world.pids[0], signal.SIGKILL)
+    ran = follow(running)
+    assert isinstance(ran.error, WorkerDied)
+    assert ran.error.rank == 0
+    assert "was killed by SIGKILL" in str(ran.error)
+    with pytest.raises(WorkerDied, match="was killed by SIGKILL"):
+        run(world, "1")
+
+
+def test_killed_while_idle(world: World) -> None:
+    """A worker that dies between cells is named by the next cell, and by the status."""
+    with pytest.raises(WorkerError):
+        world.execute("raise ValueError('of a cell before')")
+    os.kill(world.pids[1], signal.SIGKILL)
+
+    def is_told() -> bool:
+        world.receive_waiting()
+        return world.state is State.BROKEN
+
+    wait_until(is_told, "the death of the worker is known")
+    assert [row.state for row in world.status()].count("dead") == 1
+    with pytest.raises(WorkerDied) as caught:
+        run(world, "1")
+    assert caught.value.rank == 1
+    assert "was killed by SIGKILL while no cell was running" in str(caught.value)
+    world.restart()
+    assert world.gather("rank") == [*range(world.size)]
+
+
+@pytest.mark.parametrize("killed", ["SIGSEGV", "SIGABRT"])
+def test_crash_in_c_code(world: World, killed: str) -> None:
+    """A crash is told with its signal's name."""
+    ran = run(world, f"import os, signal\nif rank == 0: os.kill(os.getpid(), signal.{killed})")
+    assert isinstance(ran.error, WorkerDied)
+    assert f"was killed by {killed}" in str(ran.error)
+
+
+# --- stop -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("while True: pass", "KeyboardInterrupt"),
+        ("import time\ntime.sleep(600)", "KeyboardInterrupt"),
+        ("import subprocess\n_ = subprocess.run(['sleep', '600'])", "KeyboardInterrupt"),
+        # What ipykernel does with a coroutine.
+        ("import asyncio\nawait asyncio.sleep(600)", "CancelledError"),
+    ],
+)
+def test_interrupt(world: World, source: str, name: str) -> None:
+    """Stop raises KeyboardInterrupt in Python code, and everything is kept."""
+    run_well(world, "kept = rank")
+    running = begin(world, source)
+    asked = time.monotonic()
+    world.interrupt()
+    ran = follow(running)
+    assert time.monotonic() - asked < 2.5
+    assert isinstance(ran.error, WorkerError)
+    assert {failure.name for failure in ran.error.errors.values()} == {name}
+    assert world.state is State.READY
+    assert world.gather("kept") == [*range(world.size)]
+
+
+def test_interrupt_of_a_shell_command(world: World) -> None:
+    """Stop ends a `!command` as it does in a notebook, where the cell goes on after it."""
+    running = begin(world, "!echo started; sleep 600\nprint('after')")
+
+    def all_have_started() -> bool:
+        world.receive(0.05)
+        return all(track.line_count >= 2 for track in running.transcript)
+
+    wait_until(all_have_started, "the commands run")
+    running.interrupt()
+    ran = follow(running)
+    assert ran.error is None
+    for rank in range(world.size):
+        assert ran.lines(rank)[-1] == "after"
+
+
+def test_interrupt_when_nothing_runs(world: World) -> None:
+    """Stop between cells changes nothing."""
+    run_well(world, "kept = 1")
+    world.interrupt()
+    assert world.gather("kept") == [1] * world.size
+
+
+def test_rank_that_ignores_sigint(world: World) -> None:
+    """Control is back in 5 s; the world says who is stuck; a restart gets out."""
+    running = begin(
+        world,
+        "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "while True: time.sleep(1)",
+    )
+    asked = time.monotonic()
+    running.interrupt()
+    ran = follow(running)
+    assert time.monotonic() - asked < 5.0
+    assert isinstance(ran.error, UsageError | NbdistError)
+    assert "%dist_restart" in str(ran.error)
+    assert world.state is State.STUCK
+    assert [row.state for row in world.status()] == ["busy"] * world.size
+    with pytest.raises(NbdistError, match="%dist_restart"):
+        run(world, "1")
+    world.interrupt()
+    assert world.state is State.STUCK
+    world.restart()
+    assert world.gather("rank") == [*range(world.size)]
+
+
+def test_stuck_ranks_that_come_back(world: World) -> None:
+    """A rank that finishes after all, long after Stop gave up, takes cells again."""
+    running = begin(
+        world,
+        "import os, signal, time\nhandler = signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "while not os.path.exists(f'/tmp/nbdist-go-{os.getpid()}'): time.sleep(0.05)\n"
+        "os.remove(f'/tmp/nbdist-go-{os.getpid()}')\nkept = signal.signal(signal.SIGINT, handler)",
+    )
+    running.interrupt()
+    follow(running)
+    assert world.state is State.STUCK
+    for pid in world.pids.values():
+        Path(f"/tmp/nbdist-go-{pid}").touch()
+
+    def is_ready() -> bool:
+        world.receive_waiting()
+        return world.state is State.READY
+
+    wait_until(is_ready, "the ranks have come back")
+    assert world.gather("kept is signal.SIG_IGN") == [True] * world.size
+
+
+def test_rank_blocked_in_a_collective(world: World) -> None:
+    """A rank that waits for one that never comes is got out of by Stop and a restart."""
+    running = begin(world, "if rank == 0: dist.barrier()")
+    running.interrupt()
+    ran = follow(running)
+    assert ran.running.unfinished in ((0,), ())
+    world.restart()
+    run_well(world, "dist.barrier()")
+
+
+# --- restart ----------------------------------------------------------------------------
+
+
+def test_restart_forgets_variables(world: World) -> None:
+    """New workers have new processes, a working group, and none of the variables."""
+    run_well(world, "gone = 1")
+    before = dict(world.pids)
+    world.restart()
+    assert set(before.values()).isdisjoint(world.pids.values())
+    assert world.gather("'gone' in globals()") == [False] * world.size
+    run_well(world, "dist.barrier()")
+    assert not any(psutil.pid_exists(pid) for pid in before.values())
+
+
+def test_restart_while_a_cell_runs(world: World) -> None:
+    """A restart ends a running cell and all it started, and the world is ready."""
+    running = begin(world, "import subprocess\n_ = subprocess.run(['sleep', '600'])")
+    children = [
+        child.pid
+        for pid in world.pids.values()
+        for child in psutil.Process(pid).children(recursive=True)
+    ]
+    assert len(children) == world.size
+    world.restart()
+    assert running.unfinished == (*range(world.size),)
+    assert world.gather("rank") == [*range(world.size)]
+    wait_until(lambda: not any(map(is_running, children)), "the cell's children have ended")
+
+
+def test_restart_with_another_size(world: World) -> None:
+    """`restart(n)` gives that many workers."""
+    size = world.size
+    world.restart(size - 1)
+    assert world.gather("world_size") == [size - 1] * (size - 1)
+    world.restart(size)
+    assert world.gather("world_size") == [size] * size
+
+
+def test_restart_takes_the_notebooks_new_environment(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What changed in the notebook's environment and folder holds after a restart."""
+    monkeypatch.setenv("NBDIST_TEST_NEW", "1")
+    monkeypatch.chdir(tmp_path)
+    world.restart()
+    found = world.gather("(os := __import__('os')).environ['NBDIST_TEST_NEW'], os.getcwd()")
+    assert found == [("1", str(tmp_path))] * world.size
+    monkeypatch.undo()
+    world.restart()
+
+
+def test_agent_killed_while_idle(world: World) -> None:
+    """The next cell says once that the agent is gone; a restart works."""
+    workers = list(world.pids.values())
+    world.link.agents[0].pid  # noqa: B018
+    os.kill(world.link.agents[0].pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(psutil.pid_exists, workers)), "the workers end with it")
+    with pytest.raises(AgentLost, match="was killed by SIGKILL"):
+        run(world, "1")
+    world.restart()
+    assert world.gather("rank") == [*range(world.size)]
+
+
+def test_status_after_the_agent_was_killed(world: World) -> None:
+    """The status says that there are no workers any more, rather than fail."""
+    os.kill(world.link.agents[0].pid, signal.SIGKILL)
+
+    def is_told() -> bool:
+        assert world.status() is not None
+        return world.state is State.LOST
+
+    wait_until(is_told, "the loss is known")
+    assert world.status() == ()
+    world.restart()
+
+
+def test_agent_killed_in_mid_cell(world: World) -> None:
+    """The cell fails with one clear error; a restart works."""
+    running = begin(world, "import time\ntime.sleep(600)")
+    os.kill(world.link.agents[0].pid, signal.SIGKILL)
+    ran = follow(running)
+    assert isinstance(ran.error, AgentLost)
+    assert "%dist_restart" in str(ran.error)
+    world.restart()
+    assert world.gather("rank") == [*range(world.size)]
+
+
+def test_shutdown_and_start_again(world: World) -> None:
+    """A world that was shut down takes no cells, and can be started again."""
+    world.shutdown()
+    assert repr(world) == f"<World {world.size} ranks, stopped>"
+    with pytest.raises(WorldNotStarted, match="%dist_init -n 4"):
+        run(world, "1")
+    assert world.status() == ()
+    world.shutdown()
+    world.start()
+    assert world.gather("rank") == [*range(world.size)]
+
+
+def test_status(world: World) -> None:
+    """One row per rank with pid, state, device and memory, also while ranks are busy."""
+    rows = world.status()
+    assert [row.rank for row in rows] == [*range(world.size)]
+    assert {row.pid for row in rows} == set(world.pids.values())
+    assert {row.state for row in rows} == {"idle"}
+    assert all(row.device == "cpu" and row.memory > 1 << 20 for row in rows)
+    running = begin(world, "import time\ntime.sleep(600)")
+    assert {row.state for row in world.status()} == {"busy"}
+    with pytest.raises(UsageError, match="still running"):
+        run(world, "1")
+    running.interrupt()
+    follow(running)
+
+
+def _plain(failure: Failure) -> str:
+    from nbdist.world.sgr import strip
+
+    return strip("\n".join(failure.traceback))
