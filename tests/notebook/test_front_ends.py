@@ -26,12 +26,13 @@ WAIT = 40
 class Terminal:
     """IPython in a terminal of 200 columns."""
 
-    def __init__(self) -> None:
+    def __init__(self, home: Path) -> None:
         self.child = pexpect.spawn(
             sys.executable,
             ["-m", "IPython", "--no-banner", "--colors=NoColor", "--no-confirm-exit"],
             dimensions=(50, 200),
-            env={**os.environ, "TERM": "dumb", "NBDIST_LOG_DIR": ""},
+            cwd=str(home),
+            env={**os.environ, "TERM": "dumb", "NBDIST_LOG_DIR": "", "IPYTHONDIR": str(home)},
             encoding="utf-8",
             timeout=WAIT,
         )
@@ -62,8 +63,8 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal() -> Iterator[Terminal]:
-    terminal = Terminal()
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    terminal = Terminal(tmp_path)
     yield terminal
     terminal.child.close(force=True)
 

@@ -421,7 +421,6 @@ def test_output_again(notebook: Notebook) -> None:
     assert "0:17\n" not in again
 
 
-@pytest.mark.xfail(strict=True, reason="%dist_output does not look at its options yet")
 def test_output_of_some_ranks(notebook: Notebook) -> None:
     """`%dist_output -r 1 --all` shows all lines of that rank, and of no other."""
     notebook.run("%%distributed\nfor i in range(500): print(f'{rank}:{i}')")
