@@ -175,8 +175,8 @@ class WorkerKernel(IPythonKernel):
 class _IOPubThread(IOPubThread):
     """Without the TCP port by which children of a kernel would reach its OutStream."""
 
-    def __init__(self, socket: Any, pipe: bool = False, session: Any = False) -> None:  # noqa: FBT001, FBT002
-        super().__init__(socket, pipe=False, session=session)
+    def __init__(self, socket: Any, *, pipe: bool = False, **session: Any) -> None:
+        super().__init__(socket, pipe=False, **session)  # 6.29 passes no session
 
 
 class WorkerApp(IPKernelApp):
@@ -195,7 +195,7 @@ class WorkerApp(IPKernelApp):
     def init_iopub(self, context: Any) -> None:
         """Never drop output: zmq would from the thousandth waiting message on."""
         context.sndhwm = 0
-        kernelapp.IOPubThread = _IOPubThread  # type: ignore[attr-defined]
+        kernelapp.IOPubThread = _IOPubThread  # type: ignore[attr-defined, assignment]
         super().init_iopub(context)
 
     def init_io(self) -> None:

@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 import sys
+import traceback
 
 from nbdist.wire.messages import RankStart
 
@@ -41,4 +42,10 @@ def become_worker(orders: RankStart, parent_pid: int) -> None:
     # Imports wait until here, so that a spawned worker has its environment before torch.
     from nbdist.worker.run import run_worker
 
-    run_worker(orders)
+    try:
+        run_worker(orders)
+    except Exception:  # noqa: BLE001 (whatever it was: told, and the end of the process)
+        # Taking the interpreter apart could wait for ever for the kernel's open sockets.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
