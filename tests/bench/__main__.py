@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.bench.cells import barrier, firstline, lines, pass_cell
+from tests.bench.drawing import draw
 from tests.bench.harness import Figure, header, line, marked_busy, to_json
 from tests.bench.lab import Lab
 from tests.bench.notebook import CellFailed
@@ -25,6 +26,7 @@ ROWS: dict[str, Callable[[Lab], Iterator[Figure]]] = {
     "firstline": firstline,
     "ranks32": ranks32,
     "ship": ship,
+    "draw": draw,
 }
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import random
-import time
-from collections.abc import Callable
 
 import pytest
 from tqdm import tqdm
@@ -214,31 +212,18 @@ BAR = "".join(f"\rtrain {number}%|####    | {number}/100000" for number in range
 
 
 @pytest.mark.parametrize(
-    ("text", "chunk", "limit"),
+    ("text", "chunk", "last"),
     [
-        pytest.param(PLAIN, 65_536, 0.3, id="200,000 lines"),
-        pytest.param(COLOURED, 65_536, 0.3, id="50,000 coloured lines"),
-        pytest.param("x" * 10_000_000, 65_536, 0.4, id="a line of 10 MB"),
-        pytest.param("x" * 200_000, 1, 1.0, id="200,000 single characters"),
-        pytest.param(BAR, 65_536, 0.6, id="100,000 states of a bar"),
-        pytest.param("x" * 10_000_000 + BAR, 65_536, 1.0, id="a bar over a line of 10 MB"),
+        pytest.param(PLAIN, 65_536, "step 199999 loss 0.199999", id="200,000 lines"),
+        pytest.param(COLOURED, 65_536, "step 49999 loss 0.49999", id="50,000 coloured lines"),
+        pytest.param("x" * 10_000_000, 65_536, "x" * 80, id="a line of 10 MB"),
+        pytest.param("x" * 200_000, 1, "x" * 80, id="200,000 single characters"),
+        pytest.param(BAR, 65_536, BAR.rpartition("\r")[2], id="100,000 states of a bar"),
     ],
 )
-def test_speed(text: str, chunk: int, limit: float, best_of: Callable[..., float]) -> None:
-    """Text is taken in as fast as it can come, and never in quadratic time."""
-    assert best_of(lambda: screen_of(text, chunk).tail(200)) < limit
+def test_floods(text: str, chunk: int, last: str) -> None:
+    """However much comes, and in whatever pieces, the last line is the right one.
 
-
-@pytest.fixture
-def best_of() -> Callable[..., float]:
-    """The shorter of two runs: other processes may use the machine."""
-
-    def measure(action: Callable[[], object]) -> float:
-        seconds = []
-        for _ in range(2):
-            start = time.perf_counter()
-            action()
-            seconds.append(time.perf_counter() - start)
-        return min(seconds)
-
-    return measure
+    In quadratic time this would outlast every limit; how long it takes, the bench tells.
+    """
+    assert strip(screen_of(text, chunk).tail(200)[-1].text).startswith(last)

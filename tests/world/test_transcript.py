@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -263,18 +262,3 @@ def test_same_error_different_output() -> None:
     """A rank with the first one's error and other output is marked as having the same."""
     transcript = ran(2, lambda rank: [out(f"rank {rank}\n"), failure("x", rank)])
     assert [group.part for group in transcript.groups()] == ["first", "same"]
-
-
-# --- size -------------------------------------------------------------------------------
-
-
-def test_speed_of_grouping() -> None:
-    """Grouping 64 chatty ranks costs little enough to do it several times a second."""
-    block = "".join(f"step {number} loss 0.{number}\n" for number in range(5_000))
-    transcript = ran(64, lambda rank: [out(block), out(f"{rank}\n")])
-    transcript.groups()
-    for rank in range(64):
-        transcript.receive(rank, out("more\n"), 2.0)
-    start = time.perf_counter()
-    assert len(transcript.groups()) == 64
-    assert time.perf_counter() - start < 0.1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 
@@ -65,13 +64,3 @@ def luminance(html: str) -> float:
     assert found is not None
     red, green, blue = ((int(part, 16) / 255) ** 2.2 for part in found.groups())
     return float(0.2126 * red + 0.7152 * green + 0.0722 * blue)
-
-
-def test_speed() -> None:
-    """10,000 lines take a moment, coloured or not."""
-    lines = [f"step {number} <loss> \x1b[32m0.{number}\x1b[0m" for number in range(5_000)]
-    lines += ["plain text & more"] * 5_000
-    start = time.perf_counter()
-    for line in lines:
-        ansi_html(line)
-    assert time.perf_counter() - start < 0.3

@@ -6,7 +6,6 @@ import base64
 import io
 import re
 import sys
-import time
 from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -454,9 +453,8 @@ TILES = "\x1b[31m<<<<\x1b[32m&&&&" * 45 + "\x1b[0m\n"
     ],
 )
 def test_bounds(ranks: int, said: Callable[[int], Sequence[Output]]) -> None:
-    """A live panel is at most 64 KB, a final one 1 MB, each drawn in a moment."""
+    """A live panel is at most 64 KB, a final one 1 MB."""
     transcript = make(ranks, said, finished=False)
-    start = time.perf_counter()
     live = live_html(transcript, 1.0)
     assert 400 < len(live.encode()) <= 64_000
     assert ranks > 16 or len(Panel(live).lines) > ranks
@@ -464,7 +462,6 @@ def test_bounds(ranks: int, said: Callable[[int], Sequence[Output]]) -> None:
         transcript.receive(rank, Done("ok", 1.0), 1.0)
     final = final_html(transcript)
     assert len(final.encode()) <= 1_000_000
-    assert time.perf_counter() - start < 3
 
 
 # --- JupyterLab -------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 
 import pytest
 from tqdm import tqdm
@@ -147,15 +146,13 @@ def test_other_outputs() -> None:
 
 
 def test_nothing_is_lost() -> None:
-    """Every line of a big burst comes out, in order, quickly, also when ranks differ."""
+    """Every line of a big burst comes out, in order, also when ranks differ."""
     lines = PlainLines(range(4))
     shown: list[str] = []
-    start = time.perf_counter()
     for rank in range(4):
         text = "".join(f"{rank if number % 2 else 'all'} {number}\n" for number in range(20_000))
         shown += lines.receive(rank, out(text), 0.0)
     shown += lines.finish(0.1)
-    assert time.perf_counter() - start < 3
     for rank in range(4):
         mine = [line for line in shown if names(line, rank)]
         assert [int(line.split()[-1]) for line in mine] == list(range(20_000))
