@@ -57,6 +57,7 @@ class Desk:
     def prestart(self) -> None:
         """Start an agent, which has its nursery import torch meanwhile."""
         self._link = Link(find_launcher("local"))
+        self._link.open()
 
     def init(self, options: argparse.Namespace) -> None:
         """Start workers unless they are there, and say so."""

@@ -12,10 +12,12 @@ import os
 import queue
 import shutil
 import threading
+import time
 from collections import deque
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
+from functools import partial
 
 import zmq
 
@@ -45,6 +47,8 @@ HELLO_TIMEOUT = 30.0
 CALL_TIMEOUT = 240.0
 """Longer than an agent takes for its slowest answer, a start; `AgentLost` comes at once."""
 LEAVE_TIMEOUT = 8.0
+SHORTEST_WAIT = 0.001
+"""A queue's `get` with some microseconds can find them negative, and waits for ever."""
 
 Item = tuple[int, str, Output]
 
@@ -54,7 +58,8 @@ class Link:
 
     def __init__(self, launcher: Launcher, *, nursery: bool = True) -> None:
         self.pid = os.getpid()
-        self.outputs: queue.SimpleQueue[tuple[Item, ...] | AgentLost] = queue.SimpleQueue()
+        self.arrived: deque[Item | Received | AgentLost] = deque()
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._runtime = make_runtime_folder()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -68,10 +73,21 @@ class Link:
         self._numbers = itertools.count(1)
         self._hello: Future[Hello] = Future()
         self._lost: AgentLost | None = None
-        self._closing = False
+        self._opened = self._closing = False
+        self._launched = threading.Event()
         self._identity = b""
-        self.agents = launcher.launch(self._runtime, nursery=nursery)
+        self.agents: list[AgentProcess] = []
+        self._launcher = f"{type(launcher).__name__}.launch"
+        self._launch = partial(launcher.launch, self._runtime, nursery=nursery)
         self._thread = threading.Thread(target=self._run, name="nbdist-link", daemon=True)
+
+    def open(self) -> None:
+        """Start the agents; they say hello later.
+
+        In the link's thread, where no KeyboardInterrupt can come between a process and its
+        owner; whoever has called this, or began to, calls `close`.
+        """
+        self._opened = True
         self._thread.start()
 
     def __repr__(self) -> str:
@@ -100,11 +116,22 @@ class Link:
             self._answers.pop(number, None)
 
     def run(self, cell: Cell) -> None:
-        """Send the cell to the agents; what it shows arrives in `outputs`."""
+        """Send the cell to the agents; what it shows arrives in `arrived`."""
         self._send(Run(cell))
 
+    def wait(self, timeout: float) -> None:
+        """Until something is in `arrived`, at most `timeout` seconds.
+
+        Stop may come here.  What has arrived is not in anybody's hands then, so none of it
+        can be lost: whoever takes it in removes it afterwards.
+        """
+        deadline = time.monotonic() + timeout
+        while not self.arrived and (left := deadline - time.monotonic()) > 0:
+            with suppress(queue.Empty):
+                self._bell.get(timeout=max(left, SHORTEST_WAIT))
+
     def received(self) -> None:
-        """Say that one batch of `outputs` has been taken in."""
+        """Say that one batch has been taken in."""
         self._send(Received())
 
     def close(self) -> None:
@@ -113,9 +140,12 @@ class Link:
             return
         self._closing = True
         self._send(Leave())
+        if self._opened:
+            self._launched.wait(LEAVE_TIMEOUT)
         for agent in self.agents:
             agent.end(LEAVE_TIMEOUT)
-        self._thread.join(LEAVE_TIMEOUT)
+        if self._thread.is_alive():
+            self._thread.join(LEAVE_TIMEOUT)
         for agent in self.agents:
             agent.close()
         self._socket.close()
@@ -139,6 +169,8 @@ class Link:
             raise self._start_error("said nothing within 30 s") from None
         except AgentLost as lost:
             raise self._start_error("ended at once") from lost
+        except OSError as error:
+            raise StartError(None, os.uname().nodename, self._launcher, str(error)) from None
         if hello.version != __version__:
             raise self._start_error(f"is nbdist {hello.version}, the notebook {__version__}")
 
@@ -153,6 +185,13 @@ class Link:
     # --- the link's thread ---------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self.agents = self._launch()
+        except OSError as error:
+            self._hello.set_exception(error)
+            return
+        finally:
+            self._launched.set()
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
@@ -191,7 +230,9 @@ class Link:
                 if answer is not None:
                     answer.set_result(reply)
             case Outputs(items):
-                self.outputs.put(items)
+                self.arrived.extend(items)
+                self.arrived.append(Received())  # what ends a batch, and is to be sent back
+                self._bell.put(None)
 
     def _agent_ended(self, agent: AgentProcess) -> None:
         """Fail whoever waits; called in the link's thread, which ends then."""
@@ -204,4 +245,5 @@ class Link:
         for answer in list(self._answers.values()):
             if not answer.done():
                 answer.set_exception(lost)
-        self.outputs.put(lost)
+        self.arrived.append(lost)
+        self._bell.put(None)

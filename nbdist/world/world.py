@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
 import sys
 import time
 import uuid
@@ -29,6 +28,7 @@ from nbdist.wire.messages import (
     Cell,
     Died,
     GetStatus,
+    Received,
     StartFailure,
     StartWorld,
     StopWorld,
@@ -126,6 +126,7 @@ class World:
         try:
             if self._link is None or not self._link.is_up:
                 self._link = Link(find_launcher(self.launcher), nursery=self._nursery)
+                self._link.open()
             started = self._link.call(StartWorld(self._spec))
         except BaseException:  # Stop too: whatever has been started is ended
             self.advance(Event.START_FAILED)
@@ -285,21 +286,21 @@ class World:
 
     def receive(self, timeout: float) -> None:
         """Take in what ranks have shown; wait for the first of it, at most `timeout` seconds."""
-        try:
-            items = self.link.outputs.get(timeout=timeout)
-        except queue.Empty:
-            return
-        if isinstance(items, AgentLost):
-            self._take_loss(items)
-            return
-        for rank, cell_id, output in items:
-            self._take(rank, cell_id, output)
-        self.link.received()
+        self.link.wait(timeout)
+        self.receive_waiting()
 
     def receive_waiting(self) -> None:
         """Take in all that has arrived so far."""
-        while self._link is not None and not self._link.outputs.empty():
-            self.receive(timeout=0.0)
+        while self._link is not None and self._link.arrived:
+            link = self._link
+            match link.arrived[0]:
+                case AgentLost() as lost:
+                    self._take_loss(lost)
+                case Received():
+                    link.received()
+                case (rank, cell_id, output):
+                    self._take(rank, cell_id, output)
+            link.arrived.popleft()
 
     # --- inside ---------------------------------------------------------------------------
 
@@ -390,9 +391,8 @@ class World:
         self.dead = {}
         self._running = None
         self.late.clear()
-        while self._link is not None and not self._link.outputs.empty():
-            self._link.outputs.get()
-            if self._link.is_up:
+        while self._link is not None and self._link.arrived:
+            if isinstance(self._link.arrived.popleft(), Received) and self._link.is_up:
                 self._link.received()
 
     def _close_link(self) -> None:

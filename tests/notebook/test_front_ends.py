@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,13 @@ class Terminal:
             ["-m", "IPython", "--no-banner", "--colors=NoColor", "--no-confirm-exit"],
             dimensions=(50, 200),
             cwd=str(home),
-            env={**os.environ, "TERM": "dumb", "NBDIST_LOG_DIR": "", "IPYTHONDIR": str(home)},
+            env={
+                **os.environ,
+                "TERM": "dumb",
+                "NBDIST_LOG_DIR": "",
+                "IPYTHONDIR": str(home),
+                "PYTHONFAULTHANDLER": "1",
+            },
             encoding="utf-8",
             timeout=WAIT,
         )
@@ -42,7 +49,12 @@ class Terminal:
 
     def wait_for_prompt(self) -> str:
         """What was shown until the next prompt."""
-        self.child.expect_exact(f"In [{self.prompts}]:")
+        try:
+            self.child.expect_exact(f"In [{self.prompts}]:")
+        except pexpect.TIMEOUT:
+            self.child.kill(signal.SIGABRT)  # faulthandler writes where all threads are
+            said, stacks = self.child.before, self.child.read()
+            raise AssertionError(f"no prompt after {WAIT} s, only {said!r}\n{stacks}") from None
         return str(self.child.before)
 
     def begin(self, *lines: str) -> None:
