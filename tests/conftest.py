@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -38,6 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", line)
     name, _, value = MARK.partition("=")
     os.environ[name] = value
+    # A shell's background jobs ignore Ctrl-C, and so would all that the tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # A short path, because it holds unix sockets, and nobody else's folders beside ours.
     home = tempfile.mkdtemp(prefix="nbt-")
     for name in ("XDG_RUNTIME_DIR", "IPYTHONDIR"):
