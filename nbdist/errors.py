@@ -14,10 +14,12 @@ Each line names what happened, indented under what also catches it:
         * :exc:`WorldNotStarted`: it takes workers and there are none
         * :exc:`WorldChanged`: `-n` differs from the workers that are running
         * :exc:`WorldBusy`: the workers have not finished what they were given before
+        * :exc:`WorldBroken`: the workers share no group any more
         * :exc:`WorldStuck`: ranks did not stop when they were asked to
     * :exc:`StartError`: a worker, or an agent, could not start
     * :exc:`WorkerError`: the code raised on some ranks
         * :exc:`WorkerDied`: the process of a rank ended
+        * :exc:`RanksFreed`: ranks waited for others that had finished the cell
     * :exc:`AgentLost`: the agent of a machine ended, and its workers with it
 
 Stop raises :exc:`Interrupted`, which is Python's own :exc:`KeyboardInterrupt`.
@@ -168,6 +170,16 @@ class WorldStuck(UsageError):
         )
 
 
+class WorldBroken(UsageError):
+    """The ranks share no group any more, and could not form one anew."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"the workers could not form their group anew: {why}. "
+            "`%dist_restart` starts all workers anew."
+        )
+
+
 # --- what happened --------------------------------------------------------------------
 
 
@@ -224,6 +236,11 @@ class WorkerError(NbdistError):
         self._keep(rank, host, pid, errors)
         super().__init__(f"{_failed(self.errors, ran)} {_raised(rank, seconds, cause)}")
 
+    def add(self, sentence: str) -> None:
+        """Say more: what was done about it."""
+        if sentence:
+            self.args = (f"{str(self).rstrip('.')}. {sentence[:1].upper()}{sentence[1:]}",)
+
     def _keep(self, rank: int, host: str, pid: int, errors: Mapping[int, RankFailure]) -> None:
         self.rank = rank
         self.host = host
@@ -250,8 +267,28 @@ class WorkerDied(WorkerError):
         when = f"{seconds:.1f} s into the cell" if ran else "while no cell was running"
         NbdistError.__init__(
             self,
-            f"rank {rank} on {host} (pid {pid}) {word_exit(exit_code)} {when}. "
-            "`%dist_restart` starts the workers anew; their variables are lost.",
+            f"rank {rank} on {host} (pid {pid}) {word_exit(exit_code)} {when}.",
+        )
+
+
+class RanksFreed(WorkerError):
+    """Ranks waited in a collective that the others had finished the cell without."""
+
+    def __init__(
+        self,
+        rank: int,
+        host: str,
+        pid: int,
+        errors: Mapping[int, RankFailure],
+        waits: str,
+        others: Iterable[int],
+    ) -> None:
+        """`waits` says who waits in what; `others` are the ranks that never came."""
+        self._keep(rank, host, pid, errors)
+        NbdistError.__init__(
+            self,
+            f"{waits}; {name_ranks(others)} finished the cell without it. "
+            "Who waited was freed; all variables are kept.",
         )
 
 

@@ -43,10 +43,12 @@ EVERY_ERROR = [
     errors.WorldNotStarted("`%dist_gather`"),
     errors.WorldChanged(8, 4),
     errors.WorldBusy(range(4), 12.3),
+    errors.WorldBroken("a rank did not answer"),
     errors.WorldStuck([1]),
     errors.StartError(1, "node1", "python -m x", "it exited with code 1", ["one", "two"]),
     worker_error(),
     worker_died(),
+    errors.RanksFreed(0, "node1", 4711, {0: Failed(0)}, "rank 0 waits in barrier, line 2", [1]),
     errors.AgentLost("node1", -9),
 ]
 
@@ -174,13 +176,11 @@ def test_ipython_shows_the_line_and_no_traceback():
         ),
         (
             worker_died(),
-            "rank 2 on node1 (pid 4711) was killed by SIGKILL 3.2 s into the cell. "
-            "`%dist_restart` starts the workers anew; their variables are lost.",
+            "rank 2 on node1 (pid 4711) was killed by SIGKILL 3.2 s into the cell.",
         ),
         (
             worker_died(ran=0, exit_code=3),
-            "rank 2 on node1 (pid 4711) exited with code 3 while no cell was running. "
-            "`%dist_restart` starts the workers anew; their variables are lost.",
+            "rank 2 on node1 (pid 4711) exited with code 3 while no cell was running.",
         ),
         (
             errors.StartError(None, "node1", "python -m x", "it took more than 30 s"),

@@ -11,7 +11,9 @@ import shutil
 import signal
 import socket
 import sys
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +33,21 @@ from nbdist.wire.messages import (
     Answer,
     Call,
     Cell,
+    Free,
     GetStatus,
+    Heal,
+    Healed,
     Hello,
     Interrupt,
+    Kill,
     Leave,
+    LivingGroups,
+    Look,
     RankStart,
     Received,
     Reply,
     Run,
+    Seen,
     StartFailure,
     StartWorld,
     StopWorld,
@@ -53,6 +62,11 @@ log = logging.getLogger("nbdist.node")
 START_TIMEOUT = 180.0
 """Seconds for all workers to import, bind and meet; a spawned world on a busy disk is slow."""
 
+HEAL_TIMEOUT = 30.0
+"""Seconds for survivors and new workers to meet."""
+
+FREE_TIMEOUT = 1.0
+
 LINK_LINGER = 500
 """Milliseconds that the last messages may take to reach the notebook."""
 
@@ -66,7 +80,8 @@ class Agent:
         self._spawner = Spawner()
         self._ranks: dict[int, Rank] = {}
         self._spec: WorldSpec | None = None
-        self._generation = 0
+        self._attempt = self._generation = 0
+        self._tasks: set[asyncio.Task[None]] = set()
         self._calls: asyncio.Queue[Call] = asyncio.Queue()
         self._gone = asyncio.Event()
         self._outbox = Outbox(self._send)
@@ -127,6 +142,10 @@ class Agent:
                 self._send(Answer(call.id, self._status()))
             case Call() as call:
                 self._calls.put_nowait(call)
+            case Look(ranks):
+                self._do(self._look(ranks))
+            case Free(ranks):
+                self._do(self._free(ranks))
             case Received():
                 self._outbox.acknowledge()
             case Leave():
@@ -141,7 +160,37 @@ class Agent:
                     reply = await self._start_world(spec)
                 case StopWorld(grace):
                     await self._stop_ranks(grace)
+                case Heal():
+                    reply = await self._heal()
+                case Kill(ranks):
+                    for rank in self._living(ranks):
+                        rank.kill()
             self._send(Answer(call.id, reply))
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something beside the calls; what it raises ends the agent, as any fault of ours."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finish)
+
+    def _finish(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.result()
+
+    async def _look(self, ranks: Sequence[int]) -> None:
+        living = self._living(ranks)
+        places = await asyncio.gather(*(rank.look() for rank in living))
+        found = zip(living, places, strict=True)
+        self._send(Seen({rank.rank: place for rank, place in found}))
+
+    async def _free(self, ranks: Sequence[int]) -> None:
+        asked = (rank.ask({"do": "free"}, FREE_TIMEOUT) for rank in self._living(ranks))
+        await asyncio.gather(*asked)
+
+    def _living(self, ranks: Iterable[int]) -> list[Rank]:
+        found = (self._ranks[rank] for rank in ranks if rank in self._ranks)
+        return [rank for rank in found if rank.state in ("idle", "busy")]
 
     def _run(self, cell: Cell) -> None:
         for rank in cell.ranks:
@@ -155,10 +204,9 @@ class Agent:
     async def _start_world(self, spec: WorldSpec) -> WorldStarted | StartFailure:
         """Start all ranks at once; when one fails, end the others."""
         self._spec = spec
-        self._generation += 1
-        source: ProcessSource = self._spawner
-        if spec.use_nursery and self._nursery:
-            source = self._nursery
+        self._attempt += 1
+        self._generation = 1
+        source = self._source()
         logs = self._log_folder(spec)
         self._ranks = {
             number: Rank(
@@ -172,10 +220,7 @@ class Agent:
         )
         failed = [start for start in done if start.exception()]
         if not failed and not pending:
-            pids = {number: rank.pid for number, rank in self._ranks.items()}
-            return WorldStarted(
-                pids, {number: str(rank.log.folder or "") for number, rank in self._ranks.items()}
-            )
+            return WorldStarted(*self._whereabouts())
         late = failed or sorted(pending, key=lambda start: starts[start].rank)
         failure = self._start_failure(starts[late[0]], late[0].exception() if failed else None)
         for start in pending:
@@ -185,10 +230,67 @@ class Agent:
         await self._stop_ranks(grace=0.0)
         return failure
 
-    def _orders(self, spec: WorldSpec, number: int) -> RankStart:
+    async def _heal(self) -> Healed:
+        """Give all workers a new generation of the group; start those that are missing."""
+        spec = self._spec
+        assert spec is not None
+        self._generation += 1
+        living = self._living(range(spec.world_size))
+        missing = [rank for rank in self._ranks.values() if rank not in living]
+        await asyncio.gather(*(rank.stop(0.0) for rank in missing))
+        groups = await self._groups(living)
+        new = [
+            Rank(self._orders(spec, rank.rank, groups), rank.log.folder, self._outbox.add)
+            for rank in missing
+        ]
+        self._ranks.update({rank.rank: rank for rank in new})
+        form = {"do": "form", "generation": self._generation, **asdict(groups)}
+        answers, starts = await asyncio.gather(
+            asyncio.gather(*(rank.ask(form, HEAL_TIMEOUT) for rank in living)),
+            asyncio.gather(*(self._start(rank) for rank in new)),
+        )
+        problems = [
+            a.get("error", "") if a is not None else "a rank did not answer" for a in answers
+        ]
+        return Healed(*self._whereabouts(), next(filter(None, [*starts, *problems]), ""))
+
+    async def _groups(self, living: Sequence[Rank]) -> LivingGroups:
+        """All groups that survivors hold."""
+        answers = await asyncio.gather(
+            *(rank.ask({"do": "living"}, HEAL_TIMEOUT) for rank in living)
+        )
+        members: dict[str, tuple[int, ...]] = {}
+        count = 0
+        for answer in filter(None, answers):
+            members.update({name: tuple(ranks) for name, ranks in answer["members"].items()})
+            count = max(count, answer["count"])
+        return LivingGroups(members, count)
+
+    async def _start(self, rank: Rank) -> str:
+        """Start a worker in the place of a dead one; what kept it from starting, else ""."""
+        try:
+            await asyncio.wait_for(rank.start(self._source()), HEAL_TIMEOUT)
+        except (ChildProcessError, asyncio.TimeoutError) as error:
+            said = "\n".join(rank.last_lines[-1:])
+            return f"rank {rank.rank} could not be replaced: {error or 'not in time'} {said}"
+        return ""
+
+    def _source(self) -> ProcessSource:
+        if self._spec and self._spec.use_nursery and self._nursery:
+            return self._nursery
+        return self._spawner
+
+    def _whereabouts(self) -> tuple[dict[int, int], dict[int, str]]:
+        """Process and log folder of each rank."""
+        pids = {number: rank.pid for number, rank in self._ranks.items()}
+        return pids, {number: str(rank.log.folder or "") for number, rank in self._ranks.items()}
+
+    def _orders(
+        self, spec: WorldSpec, number: int, living: LivingGroups | None = None
+    ) -> RankStart:
         token = secrets.token_hex(8)
-        name = f"{self._runtime}/g{self._generation}r{number}"
-        store = self._runtime / f"store{self._generation}"
+        name = f"{self._runtime}/a{self._attempt}g{self._generation}r{number}"
+        store = self._runtime / f"store{self._attempt}"
         return RankStart(
             rank=number,
             local_rank=number,
@@ -199,6 +301,7 @@ class Agent:
             store_path=str(store),
             generation=self._generation,
             environ=torchrun_variables(spec, number),
+            living=living,
         )
 
     def _log_folder(self, spec: WorldSpec) -> Path | None:
@@ -206,7 +309,7 @@ class Agent:
             return None
         root = Path(spec.log_dir)
         drop_old_runs(root)
-        return root / spec.name / f"attempt_{self._generation - 1}"
+        return root / spec.name / f"attempt_{self._attempt - 1}"
 
     def _start_failure(self, rank: Rank, error: BaseException | None) -> StartFailure:
         reason = str(error) if error else f"it was not ready after {START_TIMEOUT:.0f} s"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nbdist.wire.messages import Clear, Display, Done, Failure, Output, Update
 from nbdist.wire.payload import Payload, SegmentRef
+
+OUR_FRAME = os.path.join("nbdist", "worker", "watching.py")
 
 ENDING = "`%dist_shutdown` ends all workers."
 
@@ -42,7 +45,9 @@ def output_from(message: Mapping[str, Any]) -> Output | Reply | None:
 
 
 def _failure(content: Mapping[str, Any], time_ns: int) -> Failure:
-    name, message, traceback = content["ename"], content["evalue"], tuple(content["traceback"])
+    name, message = content["ename"], content["evalue"]
+    # The frame by which a worker knows that it waits is nobody's business.
+    traceback = tuple(frame for frame in content["traceback"] if OUR_FRAME not in frame)
     if name == "SystemExit":
         # IPython explains at length how to leave a terminal.
         message = "" if message == "None" else message

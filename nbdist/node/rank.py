@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from nbdist.node.logs import RankLog
 from nbdist.node.merge import LOST_AFTER, Merger
 from nbdist.node.pipes import OutputPipe
 from nbdist.node.processes import ProcessSource, WorkerProcess
-from nbdist.wire.messages import Cell, Died, Done, Output, RankStart, Text, WorkerStatus
+from nbdist.wire.messages import Cell, Died, Done, Output, Place, RankStart, Text, WorkerStatus
 
 log = logging.getLogger("nbdist.node")
 
@@ -33,6 +33,10 @@ LAST_LINES = 20
 KILL_TIMEOUT = 5.0
 SUBSCRIBE_TIMEOUT = 10.0
 RETRY_SECONDS = 0.02
+LOOK_TIMEOUT = 0.2
+
+REQUEST = "nbdist_request"
+"""What `nbdist.worker.control` answers."""
 
 Emit = Callable[[int, str, Output], None]
 
@@ -51,6 +55,7 @@ class Rank:
         self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self._busy_since = 0.0
         self._request_id = ""
+        self._answers: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._pipes = (OutputPipe(self._read_stdout), OutputPipe(self._read_stderr))
         self._ready = asyncio.Event()
         self._manager = self._make_manager()
@@ -127,7 +132,7 @@ class Rank:
     async def _connect(self) -> None:
         """Connect to the kernel; on return no message of it can be missed."""
         subscribed = asyncio.Event()
-        for channel in ("iopub", "shell"):
+        for channel in ("iopub", "shell", "control"):
             raw = getattr(self._manager, f"connect_{channel}")()
             raw.rcvhwm = raw.sndhwm = 0
             self._streams[channel] = ZMQStream(zmq.Socket.shadow(raw))
@@ -138,15 +143,16 @@ class Rank:
         for topic in (b"display_data", b"comm", b"kernel.%d.e" % self.rank, status):
             iopub.setsockopt(zmq.SUBSCRIBE, topic)
         iopub.on_recv(lambda _: subscribed.set())
-        self._streams["shell"].on_recv(lambda _: None)
+        for channel in ("shell", "control"):
+            self._streams[channel].on_recv(lambda _: None)
         deadline = time.monotonic() + SUBSCRIBE_TIMEOUT
         while not subscribed.is_set() and time.monotonic() < deadline:
             self._send("kernel_info_request", {})
             with suppress(asyncio.TimeoutError):  # subscribed after that status: ask again
                 await asyncio.wait_for(subscribed.wait(), RETRY_SECONDS)
         iopub.setsockopt(zmq.UNSUBSCRIBE, status)
-        for stream in self._streams.values():
-            stream.on_recv(self._read_message)
+        for channel, stream in self._streams.items():
+            stream.on_recv(self._read_answer if channel == "control" else self._read_message)
 
     # --- run -----------------------------------------------------------------------------
 
@@ -168,6 +174,27 @@ class Rank:
         }
         frames = names.frames if names else ()
         self._request_id = self._send("execute_request", content, {"nbdist": ours}, frames)
+
+    async def ask(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any] | None:
+        """The answer of the worker's control thread; None if it gives none in time."""
+        number = self._send(REQUEST, dict(request), channel="control")
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            return await asyncio.wait_for(answer, timeout)
+        except asyncio.TimeoutError:
+            return None
+        finally:
+            del self._answers[number]
+
+    async def look(self) -> Place:
+        """Where it is."""
+        seen = await self.ask({"do": "look"}, LOOK_TIMEOUT)
+        return Place(is_deaf=True) if seen is None else Place(**seen)
+
+    def kill(self) -> None:
+        """End the process; `Died` follows."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGKILL)
 
     def interrupt(self) -> None:
         """Send SIGINT to the worker and what it started."""
@@ -225,10 +252,11 @@ class Rank:
         content: dict[str, Any],
         metadata: dict[str, Any] | None = None,
         buffers: tuple[bytes, ...] = (),
+        channel: str = "shell",
     ) -> str:
         session = self._manager.session
         message = session.msg(kind, content, metadata=metadata)
-        session.send(self._streams["shell"], message, buffers=list(buffers))
+        session.send(self._streams[channel], message, buffers=list(buffers))
         request_id: str = message["header"]["msg_id"]
         return request_id
 
@@ -240,6 +268,13 @@ class Rank:
         if number is not None:
             self._merger.receive_message(number, output_from(message))
             self._pass_on_all()
+
+    def _read_answer(self, frames: list[bytes]) -> None:
+        session = self._manager.session
+        message = session.deserialize(session.feed_identities(frames)[1])
+        answer = self._answers.get(message["parent_header"].get("msg_id", ""))
+        if answer is not None and not answer.done():
+            answer.set_result(message["content"])
 
     def _read_stdout(self, data: bytes) -> None:
         self._merger.receive_stdout(data, time.monotonic())

@@ -8,7 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from nbdist import topology
-from nbdist.errors import Interrupted, UsageError, WorldChanged, WorldNotStarted, count
+from nbdist.errors import Interrupted, UsageError, WorldChanged, WorldNotStarted, count, word_exit
 from nbdist.notebook.display import make_display
 from nbdist.notebook.draw import whole_text
 from nbdist.notebook.ship.ledger import Ledger
@@ -122,7 +122,7 @@ class Desk:
     def _ensure_world(self, options: argparse.Namespace | None, display: CellDisplay) -> World:
         """The running world, or a new one; UsageError when the options describe another."""
         if self.world is not None:
-            self.world.receive_waiting()
+            self._mend(self.world, display)
         if self.world is not None and self.world.state is not State.STOPPED:
             if options is not None:
                 self._check_same(self.world, options)
@@ -132,6 +132,20 @@ class Desk:
         world = self._new_world(options)
         self._start(world, display)
         return world
+
+    def _mend(self, world: World, display: CellDisplay | None) -> None:
+        """Replace workers that died while no cell was running, and say so."""
+        world.receive_waiting()
+        if not world.is_idle:
+            return
+        world.heal()
+        for rank, died in world.take_replaced().items():
+            self.ledger.forget([rank])
+            if display:
+                display.note(
+                    f"rank {rank} {word_exit(died.exit_code)} while no cell was running: "
+                    "it was replaced, its variables are lost"
+                )
 
     def _start(self, world: World, display: CellDisplay) -> None:
         self.ledger.forget()
@@ -202,6 +216,7 @@ class Desk:
         if shipment:
             self.ledger.shipped(shipment.records, running.ranks_with_names)
         self.ledger.bound_on_workers(running.bound, cell.ranks)
+        self.ledger.forget(self.world.take_replaced())
         if stopped and not running.unfinished and not running.died:
             raise Interrupted(cell.ranks)
         if error := running.error():

@@ -8,7 +8,7 @@ for one line in `nbdist.node`, then it is one of the `Output` classes below.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nbdist.wire.payload import Payload
@@ -155,11 +155,24 @@ class WorldSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LivingGroups:
+    """What a worker that replaces a dead one has to join besides the world's own group.
+
+    `members` are the ranks of each group that survivors hold, by its name; `count` how many
+    groups they have made, so that the next one has the same name on all ranks.
+    """
+
+    members: Mapping[str, tuple[int, ...]]
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankStart:
     """What one worker process is told before its first import of user code.
 
     `token` marks the escape sequences by which it talks to its agent on stdout;
-    `store_path` is the file through which the ranks of this machine find one another.
+    `store_path` is the file through which the ranks of this machine find one another;
+    with `living` it replaces a worker that has died.
     """
 
     rank: int
@@ -171,6 +184,7 @@ class RankStart:
     store_path: str
     generation: int
     environ: Mapping[str, str]
+    living: LivingGroups | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +198,24 @@ class WorkerStatus:
     busy_seconds: float
     memory: int
     device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank that runs a cell is.
+
+    `line` of the cell, 0 where unknown; `operation` is the collective it waits for, "" if it
+    does something else; `counts` has by group how many collectives it has begun, `moved` the
+    bytes that its connections have carried, `is_calm` whether none of its other threads has
+    anything to do.  `is_deaf`: C code holds the GIL, so nothing more is known.
+    """
+
+    line: int = 0
+    operation: str = ""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    moved: int = 0
+    is_calm: bool = False
+    is_deaf: bool = False
 
 
 # --- calls to an agent, each answered by exactly one `Answer` ------------------------------
@@ -215,7 +247,19 @@ class Interrupt:
     ranks: tuple[int, ...]
 
 
-Request = StartWorld | StopWorld | GetStatus | Interrupt
+@dataclass(frozen=True, slots=True)
+class Heal:
+    """Replace dead workers and form the group anew in all; answered by `Healed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End these ranks' processes now; `Died` follows for each."""
+
+    ranks: tuple[int, ...]
+
+
+Request = StartWorld | StopWorld | GetStatus | Interrupt | Heal | Kill
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +281,16 @@ class StartFailure:
     last_lines: tuple[str, ...]
 
 
-Reply = WorldStarted | StartFailure | tuple[WorkerStatus, ...] | None
+@dataclass(frozen=True, slots=True)
+class Healed:
+    """All ranks share a group again; `problem` says why they do not, "" when they do."""
+
+    pids: Mapping[int, int]
+    logs: Mapping[int, str]
+    problem: str = ""
+
+
+Reply = WorldStarted | StartFailure | Healed | tuple[WorkerStatus, ...] | None
 
 
 # --- what goes over the link ----------------------------------------------------------------
@@ -256,6 +309,20 @@ class Run:
     """Notebook to agent: run the cell on those of its ranks that live there, all at once."""
 
     cell: Cell
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Notebook to agent: say where these ranks are; answered by `Seen`."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Notebook to agent: break open whatever collective these ranks wait in."""
+
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +353,13 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class Seen:
+    """Agent to notebook: where the ranks are that a `Look` asked for."""
+
+    places: Mapping[int, Place]
+
+
+@dataclass(frozen=True, slots=True)
 class Outputs:
     """Agent to notebook: what ranks have shown since the last batch, in each rank's order.
 
@@ -295,5 +369,5 @@ class Outputs:
     items: tuple[tuple[int, str, Output], ...]
 
 
-Down = Call | Run | Received | Leave
-Up = Hello | Answer | Outputs
+Down = Call | Run | Look | Free | Received | Leave
+Up = Hello | Answer | Outputs | Seen

@@ -1,14 +1,33 @@
-"""The process group that all ranks of a world share."""
+"""The process group that all ranks of a world share: formed, broken open, formed again.
+
+Gloo has no abort: a rank that waits in a collective ignores signals for up to half an hour.
+What frees it is the end of its connections.  So all of a worker's gloo groups, also those
+that user code makes, share one device with one listening port, by which their connections
+are known; shutting these down wakes every rank within milliseconds, with an error.
+(`abort` and `shutdown` of ProcessGroupGloo do nothing, torch 2.13.)
+
+Then each living group gets a new backend in place.  A ProcessGroup keeps a backend whose
+type it knows, but takes one of a type it has not seen, and makes it the default; so the
+group's object stays the same one, and with it DDP modules, subgroups and meshes.
+"""
 
 from __future__ import annotations
 
+import os
+import socket
+import stat
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore
+from torch.distributed import ProcessGroup, ProcessGroupGloo, distributed_c10d
 
-from nbdist.wire.messages import RankStart
+from nbdist.wire.messages import LivingGroups, RankStart
 
 FORM_TIMEOUT = 120.0
 """Seconds for all ranks to meet; torch's own default is ten to thirty minutes."""
@@ -16,27 +35,195 @@ FORM_TIMEOUT = 120.0
 COLLECTIVE_TIMEOUT = 30 * 60.0
 """Seconds that one collective may take: torch's default for gloo."""
 
+THREADS = 2
+"""For each group, as torch has it: with one a small all_reduce takes 1.7 times as long."""
 
-def form_group(orders: RankStart) -> None:
-    """Join the world's group, waiting until every rank has.
+FIRST_TYPE = 20
+"""Types of backends up to 255 are free from here on (torch 2.13 names less than ten)."""
 
-    The ranks meet in a file that only this user can open: no port, and the store
-    outlives rank 0.  Each generation of the group has keys of its own.
-    """
-    if orders.world.backend is None:
-        return
-    file_store = FileStore(orders.store_path, orders.world.world_size)
-    file_store.set_timeout(timedelta(seconds=FORM_TIMEOUT))
-    store = PrefixStore(f"generation{orders.generation}", file_store)
-    # init_process_group wraps sys.excepthook each time it is called.
-    excepthook = sys.excepthook
-    try:
-        dist.init_process_group(
-            backend=orders.world.backend,
-            store=store,
-            rank=orders.rank,
-            world_size=orders.world.world_size,
-            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT),
+WORLD = "world"
+"""The world's own group in the store; others have names that torch gave them."""
+
+MOST_GENERATIONS = 255 - FIRST_TYPE
+
+
+class Group:
+    """A worker's side of the world's group, and of every group made from it."""
+
+    def __init__(self, orders: RankStart) -> None:
+        self._orders = orders
+        self._store = FileStore(orders.store_path, orders.world.world_size)
+        self._store.set_timeout(timedelta(seconds=FORM_TIMEOUT))
+        self._device, self._port = _make_device()
+        self._stand_ins: list[ProcessGroupGloo] = []
+        self._joining: Any = None
+        self._put_all_gloo_on_it()
+
+    def __repr__(self) -> str:
+        return f"<Group of {self._orders.world.world_size}, port {self._port}>"
+
+    def form(self) -> None:
+        """Join the world's group, waiting until every rank has.
+
+        The ranks meet in a file that only this user can open: no port, and the store
+        outlives rank 0.  Each generation of the group has keys of its own.
+        """
+        # init_process_group wraps sys.excepthook each time it is called.
+        excepthook = sys.excepthook
+        # torch puts prefixes of its own before; survivors of a death meet without them.
+        self._joining = self._store_of(self._orders.generation, WORLD)
+        try:
+            dist.init_process_group(
+                backend=self._orders.world.backend,
+                # The same in all generations: `new_group` meets there.
+                store=self._store_of(0, WORLD),
+                rank=self._orders.rank,
+                world_size=self._orders.world.world_size,
+                timeout=timedelta(seconds=COLLECTIVE_TIMEOUT),
+            )
+        finally:
+            sys.excepthook = excepthook
+            self._joining = None
+        if self._orders.living is not None:
+            self._form_others(self._orders.generation, self._orders.living)
+            distributed_c10d._world.group_count = self._orders.living.count
+
+    def living(self) -> dict[str, Any]:
+        """The fields of `LivingGroups`: what this rank holds besides the world's group."""
+        world = distributed_c10d._world
+        members = {
+            world.pg_names[group]: tuple(dist.get_process_group_ranks(group))
+            for group in world.pg_map
+            if group is not dist.group.WORLD
+        }
+        return {"members": members, "count": world.group_count}
+
+    def form_again(self, generation: int, living: LivingGroups) -> None:
+        """Give every living group a new backend in place; all its members do so at once.
+
+        `living` is what all ranks hold together.  Raises RuntimeError when they do not meet.
+        """
+        if generation > MOST_GENERATIONS:
+            raise RuntimeError(f"the group was formed {MOST_GENERATIONS} times, which is all")
+        if dist.group.WORLD is not None:
+            members = range(self._orders.world.world_size)
+            self._renew(dist.group.WORLD, generation, self._gloo(generation, WORLD, members))
+        self._form_others(generation, living)
+
+    def _form_others(self, generation: int, living: LivingGroups) -> None:
+        """In an order that is the same on all ranks, or they would wait for one another.
+
+        Where this rank, or the one that it replaces, does not hold the group, a backend
+        that nobody uses stands in for it, because the others connect to all members.
+        """
+        world = distributed_c10d._world
+        own = {str(world.pg_names[group]): group for group in world.pg_map}
+        self._stand_ins.clear()
+        for name, members in sorted(living.members.items()):
+            if self._orders.rank in members:
+                backend = self._gloo(generation, name, members)
+                if name in own:
+                    self._renew(own[name], generation, backend)
+                else:
+                    self._stand_ins.append(backend)
+
+    def _gloo(self, generation: int, name: str, members: Sequence[int]) -> ProcessGroupGloo:
+        return ProcessGroupGloo(
+            self._store_of(generation, name),
+            members.index(self._orders.rank),
+            len(members),
+            timedelta(seconds=COLLECTIVE_TIMEOUT),
         )
-    finally:
-        sys.excepthook = excepthook
+
+    def _renew(self, group: ProcessGroup, generation: int, backend: ProcessGroupGloo) -> None:
+        """Put the backend into the group, which then uses it alone."""
+        name, kind = group.group_name, ProcessGroup.BackendType(FIRST_TYPE + generation)
+        backend.options.group_name = name
+        backend.options.global_ranks_in_group = dist.get_process_group_ranks(group)
+        backend._set_sequence_number_for_group()
+        group._register_backend(torch.device("cpu"), kind, backend)
+        group._set_default_backend(kind)
+        group._set_group_name(name)  # in the new backend too
+        group._set_group_desc(group.group_desc)
+
+    def _store_of(self, generation: int, name: str) -> Any:
+        return PrefixStore(f"generation{generation}/{name}", self._store)
+
+    def free(self) -> int:
+        """End all connections of gloo, which frees whoever waits; how many there were.
+
+        One end of each is enough, the one that accepted it.  From any thread.
+        """
+        ended = 0
+        for connection in self.connections():
+            with suppress(OSError):  # the other rank was quicker
+                connection.shutdown(socket.SHUT_RDWR)
+                ended += 1
+        return ended
+
+    def connections(self) -> Iterator[socket.socket]:
+        """The connections that gloo accepted, each valid until the next is asked for."""
+        for fd, inode in _sockets():
+            with suppress(OSError), _borrowed(fd, inode) as found:
+                if found.getsockname()[1] == self._port and not _listens(found):
+                    yield found
+
+    def _options(self, timeout: timedelta | None) -> Any:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [self._device]
+        options._threads = THREADS
+        if timeout is not None:
+            options._timeout = timeout
+        return options
+
+    def _put_all_gloo_on_it(self) -> None:
+        """Have gloo groups that torch or the user makes share the device too."""
+        init, make_options, group = ProcessGroupGloo.__init__, self._options, self
+
+        def on_one_device(
+            self: ProcessGroupGloo, store: Any, rank: int, size: int, timeout: Any = None
+        ) -> None:
+            store = group._joining or store
+            is_time = timeout is None or isinstance(timeout, timedelta)
+            init(self, store, rank, size, make_options(timeout) if is_time else timeout)
+
+        ProcessGroupGloo.__init__ = on_one_device  # type: ignore[method-assign]
+
+
+def _make_device() -> tuple[Any, int]:
+    """A device of gloo's, as torch would make it, and the port on which it listens."""
+    before = set(_sockets())
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if interface:
+        device = ProcessGroupGloo.create_device(interface=interface)
+    else:
+        device = ProcessGroupGloo.create_default_device()
+    for fd, inode in set(_sockets()) - before:
+        with suppress(OSError), _borrowed(fd, inode) as found:
+            if _listens(found):
+                return device, int(found.getsockname()[1])
+    raise RuntimeError("gloo's listening socket was not found")
+
+
+def _listens(found: socket.socket) -> bool:
+    return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _sockets() -> Iterator[tuple[int, int]]:
+    """Descriptor and inode of each socket of this process."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                yield int(name), status.st_ino
+
+
+@contextmanager
+def _borrowed(fd: int, inode: int) -> Iterator[socket.socket]:
+    """The internet socket behind a descriptor; OSError when it is none, or none any more."""
+    with socket.socket(fileno=os.dup(fd)) as found:
+        if found.family not in (socket.AF_INET, socket.AF_INET6):
+            raise OSError("no internet socket")
+        if os.fstat(found.fileno()).st_ino != inode:
+            raise OSError("closed meanwhile")
+        yield found

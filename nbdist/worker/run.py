@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from nbdist.wire.marks import mark
 from nbdist.wire.messages import RankStart
+from nbdist.worker.control import answer_control
 from nbdist.worker.environment import prepare_torch, ready_names
-from nbdist.worker.group import form_group
+from nbdist.worker.group import Group
 from nbdist.worker.kernel import make_app
 from nbdist.worker.spawning import pickle_cell_classes_by_value
 from nbdist.worker.streams import flush_c_streams, write_all
@@ -25,7 +26,10 @@ def run_worker(orders: RankStart) -> None:
     app.kernel.namespace.start_with(ready_names(orders))
     quieten()
     pickle_cell_classes_by_value()
-    form_group(orders)
+    group = Group(orders) if orders.world.backend is not None else None
+    answer_control(app.kernel, group)
+    if group is not None:
+        group.form()
     write_all(mark(orders.token, "ready"))
     app.start()
     if dist.is_initialized():

@@ -29,14 +29,17 @@ from nbdist.wire.messages import (
     Call,
     Cell,
     Down,
+    Free,
     Hello,
     Leave,
+    Look,
     Output,
     Outputs,
     Received,
     Reply,
     Request,
     Run,
+    Seen,
 )
 from nbdist.world.launcher import AgentProcess, Launcher
 from nbdist.world.runtime import make_runtime_folder
@@ -58,7 +61,7 @@ class Link:
 
     def __init__(self, launcher: Launcher, *, nursery: bool = True) -> None:
         self.pid = os.getpid()
-        self.arrived: deque[Item | Received | AgentLost] = deque()
+        self.arrived: deque[Item | Received | Seen | AgentLost] = deque()
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._runtime = make_runtime_folder()
         self._context = zmq.Context()
@@ -118,6 +121,14 @@ class Link:
     def run(self, cell: Cell) -> None:
         """Send the cell to the agents; what it shows arrives in `arrived`."""
         self._send(Run(cell))
+
+    def look(self, ranks: tuple[int, ...]) -> None:
+        """Ask where these ranks are; `Seen` arrives in `arrived`."""
+        self._send(Look(ranks))
+
+    def free(self, ranks: tuple[int, ...]) -> None:
+        """Break open the collectives that these ranks wait in."""
+        self._send(Free(ranks))
 
     def wait(self, timeout: float) -> None:
         """Until something is in `arrived`, at most `timeout` seconds.
@@ -232,6 +243,9 @@ class Link:
             case Outputs(items):
                 self.arrived.extend(items)
                 self.arrived.append(Received())  # what ends a batch, and is to be sent back
+                self._bell.put(None)
+            case Seen() as seen:
+                self.arrived.append(seen)
                 self._bell.put(None)
 
     def _agent_ended(self, agent: AgentProcess) -> None:

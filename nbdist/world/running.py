@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from nbdist.errors import NbdistError, WorkerDied, WorkerError, WorldStuck
-from nbdist.wire.messages import NAME_PROBLEM, Cell, Died, Done, Failure, Interrupt, Output
+from nbdist.errors import NbdistError, RanksFreed, WorkerDied, WorkerError, WorldStuck
+from nbdist.wire.messages import (
+    NAME_PROBLEM,
+    Cell,
+    Died,
+    Done,
+    Failure,
+    Interrupt,
+    Kill,
+    Output,
+    Place,
+)
 from nbdist.wire.payload import open_payload
 from nbdist.wire.pickling import unpickle
 from nbdist.world.result import CellResult
+from nbdist.world.sgr import strip
 from nbdist.world.states import Event
-from nbdist.world.transcript import Transcript
+from nbdist.world.transcript import CONNECTION_LOST, FREED, Transcript, follows
+from nbdist.world.watch import Watch, waited_text, waits_text
 
 if TYPE_CHECKING:
     from nbdist.world.world import World
@@ -24,9 +37,14 @@ TICK = 0.25
 EAGER_SECONDS, EAGER_TICK = 0.2, 0.05
 """The same for the first moments, so that the first drawing comes when it is due."""
 
-INTERRUPT_GRACE = 3.0
-"""Seconds that ranks have to stop after SIGINT, before control is given back without them."""
+INTERRUPT_GRACE = 2.0
+"""Seconds that ranks have to stop after SIGINT, before they are killed and replaced."""
 
+KILL_GRACE = 1.0
+"""Seconds for killed ranks to be gone, before control is given back without them."""
+
+
+CELL_LINE = re.compile(r"Cell In\[\d+\], line (\d+)")
 
 News = list[tuple[int, Output]]
 
@@ -48,6 +66,11 @@ class RunningCell:
         self._started_ns = time.time_ns()
         self._give_up_at = float("inf")
         self._news: News = []
+        self._pids = dict(world.pids)
+        self.freed: dict[int, Place] = {}
+        self._stopping = False
+        self._killed: tuple[int, ...] = ()
+        self._watch = Watch(self._started)
         self.transcript.start(self._started)
 
     def __repr__(self) -> str:
@@ -66,24 +89,81 @@ class RunningCell:
     def __iter__(self) -> Iterator[News]:
         while self.unfinished:
             tick = TICK if self.age > EAGER_SECONDS else EAGER_TICK
-            wait = min(tick, self._give_up_at - time.monotonic())
-            if wait <= 0:
+            now = time.monotonic()
+            wait = min(tick, self._give_up_at - now, self._watch.wait(now))
+            if now >= self._give_up_at and not self._kill():
                 self._world.advance(Event.GAVE_UP)
                 return
-            self._world.receive(wait)
+            self._world.receive(max(0.0, wait))
+            self._watch_over()
             news, self._news = self._news, []
             yield news
+        self._world.heal()
 
     def interrupt(self) -> None:
-        """Send SIGINT to the ranks that still run it."""
+        """Send SIGINT to the ranks that still run it, and break their collectives open."""
         self._world.advance(Event.INTERRUPT)
+        self._stopping = True
         self._give_up_at = time.monotonic() + INTERRUPT_GRACE
+        self._watch.hurry(time.monotonic())
         self._world.link.call(Interrupt(self.unfinished), timeout=INTERRUPT_GRACE)
+
+    def _kill(self) -> bool:
+        """End the ranks that did not stop; False when that was done before."""
+        if self._killed:
+            return False
+        self._killed = self.unfinished
+        self._give_up_at = time.monotonic() + KILL_GRACE
+        self._world.link.call(Kill(self._killed), timeout=KILL_GRACE)
+        return True
+
+    def _watch_over(self) -> None:
+        """Look where ranks are when it is time to, and free those that can never go on."""
+        now, unfinished = time.monotonic(), self.unfinished
+        if not unfinished or not self._world.has_group:
+            return
+        some_finished = len(unfinished) < len(self.cell.ranks)
+        if some_finished:
+            self._watch.hurry(now)
+        if self._stopping:
+            stuck = [rank for rank, place in self._watch.places.items() if place.operation]
+        else:
+            stuck = list(unfinished) if some_finished and self._watch.never(unfinished, now) else []
+        if stuck:
+            self._free(stuck, now)
+        elif self._watch.wait(now) == 0:
+            self._watch.asked(now)
+            self._world.link.look(unfinished)
+
+    def _free(self, ranks: list[int], now: float) -> None:
+        self._world.advance(Event.FREED)
+        self.freed.update({rank: self._watch.places[rank] for rank in ranks})
+        self._watch.start_over(now)
+        # All ends of all connections: one that is busy now must not wait for a freed one later.
+        self._world.link.free(self.cell.ranks)
+
+    def see(self, places: Mapping[int, Place]) -> None:
+        """Called by the world with where ranks are."""
+        known = {rank: place for rank, place in places.items() if rank in self.unfinished}
+        self._watch.take(known, time.monotonic())
 
     def take(self, rank: int, output: Output) -> None:
         """Called by the world with each output of the cell."""
+        if isinstance(output, Failure) and CONNECTION_LOST.search(output.message):
+            output = self._in_one_line(rank, output)
         self.transcript.receive(rank, output, time.monotonic())
         self._news.append((rank, output))
+
+    def _in_one_line(self, rank: int, failure: Failure) -> Failure:
+        """What torch says at length where connections have ended: ours, or a dead rank's."""
+        if rank in self.freed:
+            said = f"waited in {waited_text(self.freed[rank])} and was freed"
+        else:
+            found = CELL_LINE.findall(strip("\n".join(failure.traceback)))
+            line = f" (cell line {found[0]})" if found else ""
+            said = f"waited for a rank that has ended{line} and was freed"
+        said += "; all variables are kept"
+        return Failure(FREED, said, (said,), failure.time_ns)
 
     def take_loss(self) -> None:
         """Called by the world when the agent has ended: so have the ranks."""
@@ -130,12 +210,24 @@ class RunningCell:
         if cause is None:
             return None
         rank, first = cause
-        host, pid = self._world.host, self._world.pids.get(rank, 0)
+        host, pid = self._world.host, self._pids.get(rank, 0)
         errors, ran = self.transcript.errors, len(self.cell.ranks)
+        own = {rank: error for rank, error in errors.items() if not follows(error)}
         seconds = max(0.0, (first.time_ns - self._started_ns) / 1e9)
         if isinstance(first, Died):
-            return WorkerDied(rank, host, pid, errors, ran, seconds, first.exit_code)
-        return WorkerError(rank, host, pid, errors, ran, seconds, cause=(first.name, first.message))
+            died = WorkerDied(rank, host, pid, errors, ran, seconds, first.exit_code)
+            gone = (rank for rank, error in errors.items() if isinstance(error, Died))
+            died.add(self._world.healing_text(gone))
+            return died
+        if not own and self.freed and not self._stopping:
+            others = set(self.cell.ranks) - self.freed.keys()
+            return RanksFreed(rank, host, pid, errors, waits_text(self.freed), others)
+        error = WorkerError(
+            rank, host, pid, own or errors, ran, seconds, cause=(first.name, first.message)
+        )
+        if self.freed:
+            error.add(f"{waits_text(self.freed)}: freed; all variables are kept.")
+        return error
 
     def _done(self) -> dict[int, Done]:
         return {track.rank: track.done for track in self.transcript if track.done is not None}

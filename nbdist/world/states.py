@@ -14,7 +14,8 @@ class State(Enum):
     RUNNING = "running a cell"
     INTERRUPTING = "interrupting a cell"
     STUCK = "stuck: some ranks did not stop"
-    BROKEN = "broken: a rank has died"
+    BROKEN = "broken: the group has to be formed anew"
+    HEALING = "forming the group anew"
     LOST = "lost: the agent has ended"
     STOPPING = "stopping"
 
@@ -40,6 +41,10 @@ class Event(Enum):
     INTERRUPT = "interrupt"
     GAVE_UP = "gave up waiting"
     RANK_DIED = "rank died"
+    FREED = "collectives broken open"
+    HEAL = "heal"
+    HEALED = "healed"
+    HEAL_FAILED = "heal failed"
     AGENT_LOST = "agent lost"
     STOP = "stop"
     STOPPED = "all stopped"
@@ -64,7 +69,16 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.INTERRUPTING, Event.RANK_DIED): State.BROKEN,
     (State.STUCK, Event.RANK_DIED): State.BROKEN,
     (State.BROKEN, Event.RANK_DIED): State.BROKEN,
+    (State.RUNNING, Event.FREED): State.BROKEN,
+    (State.INTERRUPTING, Event.FREED): State.BROKEN,
+    (State.STUCK, Event.FREED): State.BROKEN,
+    (State.BROKEN, Event.FREED): State.BROKEN,
     (State.BROKEN, Event.CELL_DONE): State.BROKEN,
+    (State.BROKEN, Event.HEAL): State.HEALING,
+    (State.HEALING, Event.HEALED): State.READY,
+    (State.HEALING, Event.HEAL_FAILED): State.BROKEN,
+    (State.HEALING, Event.RANK_DIED): State.HEALING,
+    (State.HEALING, Event.STOP): State.STOPPING,
     (State.BROKEN, Event.INTERRUPT): State.BROKEN,
     (State.BROKEN, Event.GAVE_UP): State.BROKEN,
     (State.READY, Event.STOP): State.STOPPING,

@@ -6,6 +6,7 @@ draws asks for `groups`.  Runs in the notebook kernel.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,12 @@ from typing import Literal
 from nbdist.errors import format_ranks
 from nbdist.wire.messages import Died, Failure, Output
 from nbdist.world.track import ENDED, FAILED, State, Track
+
+FREED = "Freed"
+"""`Failure.name` of a rank whose collective was broken open."""
+
+CONNECTION_LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
+"""What gloo says on a rank whose connections have ended."""
 
 # What a group's error has to do with the first one of the cell.
 Part = Literal["none", "first", "same", "other"]
@@ -130,8 +137,10 @@ class Transcript:
         return {track.rank: error for track in self if (error := track.error) is not None}
 
     def root_cause(self) -> tuple[int, Failure | Died] | None:
-        """The earliest failure of all, and its rank; None if nothing failed."""
-        return min(self.errors.items(), key=lambda item: item[1].time_ns, default=None)
+        """The earliest failure that follows from no other, and its rank; None for no failure."""
+        return min(
+            self.errors.items(), key=lambda item: (follows(item[1]), item[1].time_ns), default=None
+        )
 
     def same_error(self, rank: int) -> tuple[int, ...]:
         """The ranks that failed with the same error as `rank`, itself included."""
@@ -141,6 +150,14 @@ class Transcript:
             for other in self.errors
             if other == rank or not keys.isdisjoint(self.tracks[other].error_keys)
         )
+
+
+def follows(error: Failure | Died) -> bool:
+    """Whether it is only what another rank's failure, or Stop, has led to."""
+    if not isinstance(error, Failure):
+        return False
+    said = error.name in (FREED, "KeyboardInterrupt")
+    return said or CONNECTION_LOST.search(error.message) is not None
 
 
 def _group(tracks: list[Track], first: int | None, same: set[int]) -> Group:

@@ -7,7 +7,7 @@ import sys
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -20,15 +20,20 @@ from nbdist.errors import (
     StartError,
     UsageError,
     WorkerDied,
+    WorldBroken,
     WorldBusy,
     WorldNotStarted,
     WorldStuck,
+    name_ranks,
 )
 from nbdist.wire.messages import (
     Cell,
     Died,
     GetStatus,
+    Heal,
+    Healed,
     Received,
+    Seen,
     StartFailure,
     StartWorld,
     StopWorld,
@@ -49,6 +54,9 @@ STOP_GRACE = 2.0
 
 RESTART_GRACE = 0.3
 STATUS_TIMEOUT = 5.0
+HEAL_TIMEOUT = 70.0
+"""Longer than an agent takes when ranks do not meet."""
+
 
 LATE_KEPT = 1000
 """Outputs of threads that outlived their cell; all text is in the log files too."""
@@ -100,6 +108,8 @@ class World:
         self.dead: dict[int, Died] = {}
         self.host = ""
         self.lost: AgentLost | None = None
+        self.problem = ""
+        self._replaced: dict[int, Died] = {}
         self.name = name or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.launcher = launcher
         self._link = link
@@ -178,6 +188,56 @@ class World:
 
     # --- cells ----------------------------------------------------------------------------
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no rank has anything of a cell left to do."""
+        return self._running is None or not self._running.unfinished
+
+    @property
+    def has_group(self) -> bool:
+        """Whether the ranks share a process group."""
+        return self._spec.backend is not None
+
+    def heal(self) -> None:
+        """Replace dead workers and form the group anew, where that is needed.
+
+        All other workers keep their variables, and their modules, meshes and subgroups.
+        Raises AgentLost.  Where it cannot be done the state stays BROKEN, `problem` says why.
+        """
+        if self.state is not State.BROKEN:
+            return
+        self.advance(Event.HEAL)
+        outcome, self.problem = Event.HEAL_FAILED, "it was interrupted"
+        try:
+            healed = self.link.call(Heal(), timeout=HEAL_TIMEOUT)
+            assert isinstance(healed, Healed)
+            self.pids, self.logs, self.problem = healed.pids, healed.logs, healed.problem
+            if not self.problem:
+                outcome = Event.HEALED
+                self._replaced.update(self.dead)
+                self.dead = {}
+        except AgentLost as lost:
+            outcome, self.problem = Event.AGENT_LOST, ""
+            self._take_loss(lost)
+        finally:
+            self.advance(outcome)
+
+    def healing_text(self, dead: Iterable[int]) -> str:
+        """What became of a world some of whose workers have died."""
+        if self.state is State.BROKEN:
+            why = f" ({self.problem})" if self.problem else ""
+            return f"`%dist_restart` starts all workers anew; their variables are lost{why}."
+        ranks = name_ranks(dead)
+        lost = "was replaced and has lost its variables"
+        if ranks.startswith("ranks"):
+            lost = "were replaced and have lost their variables"
+        return f"{ranks} {lost}; the others keep theirs."
+
+    def take_replaced(self) -> dict[int, Died]:
+        """The ranks that were replaced since this was last asked, and how they had ended."""
+        replaced, self._replaced = self._replaced, {}
+        return replaced
+
     def submit(self, cell: Cell) -> RunningCell:
         """Send a cell to all of its ranks at once; iterate over what is returned.
 
@@ -185,6 +245,8 @@ class World:
         WorkerDied, AgentLost.
         """
         self.receive_waiting()
+        if self.is_idle:
+            self.heal()
         self._check_ready()
         running = RunningCell(self, cell)
         self.advance(Event.CELL)
@@ -298,6 +360,9 @@ class World:
                     self._take_loss(lost)
                 case Received():
                     link.received()
+                case Seen(places):
+                    if self._running is not None:
+                        self._running.see(places)
                 case (rank, cell_id, output):
                     self._take(rank, cell_id, output)
             link.arrived.popleft()
@@ -358,14 +423,17 @@ class World:
         raise WorldBusy(self._running.unfinished, self._running.age)
 
     def _death(self) -> NbdistError:
-        """Why there are fewer workers than ranks; said again for every cell until a restart."""
+        """Why the workers share no group; said again for every cell until a restart."""
         running = self._running
         if running is not None and running.died and (error := running.error()):
             return error
-        rank, died = next(iter(self.dead.items()))
-        return WorkerDied(
-            rank, self.host, self.pids.get(rank, 0), self.dead, 0, 0.0, died.exit_code
-        )
+        rank, died = next(iter(self.dead.items()), (0, None))
+        if died is None:
+            return WorldBroken(self.problem)
+        pid = self.pids.get(rank, 0)
+        told = WorkerDied(rank, self.host, pid, self.dead, 0, 0.0, died.exit_code)
+        told.add(self.healing_text(self.dead))
+        return told
 
     def _take(self, rank: int, cell_id: str, output: Any) -> None:
         if isinstance(output, Died):
@@ -389,6 +457,7 @@ class World:
     def _drop_outputs(self) -> None:
         """Forget what the workers before had still to say."""
         self.dead = {}
+        self._replaced = {}
         self._running = None
         self.late.clear()
         while self._link is not None and self._link.arrived:

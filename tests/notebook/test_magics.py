@@ -432,16 +432,34 @@ def test_output_of_some_ranks(notebook: Notebook) -> None:
 
 
 def test_rank_that_dies(notebook: Notebook) -> None:
-    """The cell says which rank died and how; the next cell says so again; a restart gets out."""
+    """The cell says which rank died and how; the rank is replaced, the others keep all."""
+    shipped = "%%distributed\nassert weights == [1, 2]"
+    notebook.run("weights = [1, 2]")
+    notebook.run("%%distributed\nkept = weights")
     outcome = notebook.run("%%distributed\nimport os\nif rank == 2: os._exit(3)")
     assert "rank 2 on " in outcome.error
     assert "exited with code 3 0." in outcome.error
-    assert "`%dist_restart` starts the workers anew" in outcome.error
-    again = notebook.run("%%distributed\n1")
-    assert "exited with code 3" in again.error
-    assert "broken: a rank has died" in notebook.run("%dist_status").text
-    notebook.run("%dist_restart")
-    assert notebook.run("%%distributed\ndist.barrier()").text.startswith("4 ranks")
+    assert "Rank 2 was replaced and has lost its variables; the others keep" in outcome.error
+    assert notebook.run(shipped).errors == []  # to the new rank too
+    assert body(notebook.run("%%distributed\n'kept' in globals()")) == [
+        "── ranks 0-1,3 (same) ──",
+        "True",
+        "── rank 2 ──",
+        "False",
+    ]
+
+
+def test_rank_that_dies_while_idle(notebook: Notebook) -> None:
+    """The next cell runs, with a rank in its place, and says so."""
+    notebook.run(
+        "%%rank 1\nimport os, signal, threading\n"
+        "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()"
+    )
+    time.sleep(0.8)
+    outcome = notebook.run("%%distributed\ndist.barrier()")
+    assert outcome.errors == []
+    said = "rank 1 was killed by SIGKILL while no cell was running: it was replaced"
+    assert said in outcome.text
 
 
 def test_agent_that_dies(notebook: Notebook) -> None:
@@ -488,22 +506,32 @@ def test_stop(notebook: Notebook, waits: str) -> None:
 
 
 def test_stop_of_ranks_that_do_not_listen(notebook: Notebook) -> None:
-    """Control is back in 5 s; the next cell says why it cannot run; a restart gets out."""
+    """Control is back in 5 s; who did not stop is replaced, the others keep all."""
     asked = time.monotonic()
     outcome = notebook.run(
-        "%%distributed\nimport signal, time\n"
+        "%%distributed\nimport signal, time\nkept = rank\n"
         "if rank: signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "print('running')\nwhile True: time.sleep(0.1)",
         interrupt_when(notebook, "running"),
     )
     assert time.monotonic() - asked < 7
-    assert "ranks 1-3" in outcome.error
-    assert "%dist_restart" in outcome.error
-    assert "ranks 1-3" in notebook.run("%%distributed\n1").error
-    status = notebook.run("%dist_status").text
-    assert status.count("busy") == 3
-    assert "4 workers ready" in notebook.run("%dist_restart").text
+    assert "Ranks 1-3 were replaced and have lost their variables" in outcome.error
+    assert body(notebook.run("%%distributed -r 0\nkept")) == ["── rank 0 ──", "0"]
     assert notebook.run("%%distributed\ndist.barrier()").errors == []
+
+
+def test_rank_that_raises_while_others_wait(notebook: Notebook) -> None:
+    """The exception comes first; who waited is told in one line, and was freed."""
+    outcome = notebook.run(
+        "%%distributed\nkept = rank\nif rank == 1: raise ValueError('bad shard')\ndist.barrier()"
+    )
+    assert "1 of 4 ranks failed (1); first: rank 1 after 0." in outcome.error
+    freed = "ValueError: bad shard. Ranks 0,2-3 wait in barrier, line 4: freed; all variables"
+    assert freed in outcome.error
+    shown = (*outcome.displays, *outcome.updates)[-1]["data"]["text/plain"]
+    assert "waited in barrier (cell line 4) and was freed; all variables are kept" in shown
+    assert "Connection closed" not in shown
+    assert notebook.run("%%distributed\nassert kept == rank; dist.barrier()").errors == []
 
 
 def test_stop_of_a_gather(notebook: Notebook) -> None:

@@ -1,0 +1,47 @@
+"""What a worker does when its agent asks, on the control thread, whatever its cell does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nbdist.wire.messages import LivingGroups
+from nbdist.worker.watching import Watcher
+
+if TYPE_CHECKING:
+    from nbdist.worker.group import Group
+    from nbdist.worker.kernel import WorkerKernel
+
+REQUEST, REPLY = "nbdist_request", "nbdist_reply"
+
+
+def answer_control(kernel: WorkerKernel, group: Group | None) -> None:
+    """Have the kernel answer `nbdist_request` on its control channel.
+
+    `{"do": "look"}` asks where the main thread is, `"living"` for the groups there are;
+    `"free"` breaks collectives open, `"form"` makes the groups whole again.  The answer
+    holds `error` where that failed.
+    """
+    watcher = Watcher(kernel.shell, group)
+
+    def do(request: dict[str, Any]) -> dict[str, Any]:
+        match request:
+            case {"do": "look"}:
+                return watcher.look()
+            case {"do": "living"} if group is not None:
+                return group.living()
+            case {"do": "free"} if group is not None:
+                return {"connections": group.free()}
+            case {"do": "form"} if group is not None:
+                members = {name: tuple(ranks) for name, ranks in request["members"].items()}
+                try:
+                    group.form_again(request["generation"], LivingGroups(members, request["count"]))
+                except RuntimeError as error:
+                    return {"error": str(error)}
+        return {}
+
+    def answer(stream: Any, ident: Any, request: dict[str, Any]) -> None:
+        content = do(request["content"])
+        assert kernel.session is not None
+        kernel.session.send(stream, REPLY, content, request, ident)
+
+    kernel.control_handlers[REQUEST] = answer

@@ -1,0 +1,150 @@
+"""Where the worker's main thread is: in which line of the cell, waiting for which collective.
+
+Asked from the control thread, while the main thread runs or waits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from torch._C import _distributed_c10d as c10d
+
+if TYPE_CHECKING:
+    from nbdist.worker.group import Group
+
+IN_TORCH = os.path.join("torch", "distributed") + os.sep
+FUTEX = 202 if os.uname().machine == "x86_64" else 98
+TCP_INFO, TCP_INFO_BYTES = 11, struct.Struct("=120xQQ")
+"""`tcpi_bytes_acked` and `tcpi_bytes_received` of struct tcp_info (linux/tcp.h)."""
+
+UNREAD, UNSENT = 0x541B, 0x5411
+"""SIOCINQ and SIOCOUTQ (linux/sockios.h): bytes that wait in a socket."""
+
+
+_wait_for_work = c10d.Work.wait
+
+
+def _wait(self: c10d.Work, *args: Any, **options: Any) -> Any:
+    """Stands for `Work.wait`, so that a thread that waits there has a frame that shows it."""
+    __tracebackhide__ = True
+    return _wait_for_work(self, *args, **options)
+
+
+c10d.Work.wait = _wait  # type: ignore[method-assign]
+
+
+class Watcher:
+    """Looks at the main thread; cheap enough for ten times a second."""
+
+    def __init__(self, shell: Any, group: Group | None) -> None:
+        self._shell = shell
+        self._group = group
+        self._ident = threading.main_thread().ident or 0
+        # Not `native_id`, which a forked process takes over from its parent (Python 3.11).
+        self._native_id = os.getpid()
+
+    def __repr__(self) -> str:
+        return f"<Watcher of thread {self._native_id}>"
+
+    def look(self) -> dict[str, Any]:
+        """The fields of `nbdist.wire.messages.Place`."""
+        frames = list(self._frames())
+        return {
+            "line": self._line(frames),
+            "operation": self._operation(frames),
+            "counts": _counts(),
+            "moved": self._moved(),
+            "is_calm": self._is_calm(),
+        }
+
+    def _frames(self) -> Iterator[FrameType]:
+        """From the innermost out."""
+        frame = sys._current_frames().get(self._ident)
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
+
+    def _line(self, frames: list[FrameType]) -> int:
+        """The line of the cell that runs, 0 when none does."""
+        cells = getattr(self._shell.compile, "_filename_map", {})
+        return next((f.f_lineno for f in reversed(frames) if f.f_code.co_filename in cells), 0)
+
+    def _operation(self, frames: list[FrameType]) -> str:
+        """What the thread waits for: a collective, by torch's name; "" when it does not wait.
+
+        In a futex wait, with a collective begun that is not completed; or (Flight Recorder
+        does not record what goes from rank to rank) inside one of torch.distributed's functions.
+        """
+        if self._group is None or not self._is_in_futex():
+            return ""
+        if begun := _begun():
+            return begun
+        if any(frame.f_code is _wait.__code__ for frame in frames):
+            return "send or recv"
+        called = [f.f_code.co_name for f in frames if IN_TORCH in f.f_code.co_filename]
+        names = [name for name in called if name != "wrapper"]
+        return names[-1] if names else ""
+
+    def _is_in_futex(self) -> bool:
+        try:
+            with open(f"/proc/self/task/{self._native_id}/syscall", encoding="ascii") as file:
+                return file.read().startswith(f"{FUTEX} ")
+        except OSError:
+            return False
+
+    def _moved(self) -> int:
+        """Bytes that gloo's connections have carried so far."""
+        if self._group is None:
+            return 0
+        total = 0
+        for connection in self._group.connections():
+            info = connection.getsockopt(6, TCP_INFO, TCP_INFO_BYTES.size)
+            total += sum(TCP_INFO_BYTES.unpack(info))
+        return total
+
+    def _is_calm(self) -> bool:
+        """Whether no other thread of the process has anything to do."""
+        own = threading.get_native_id()
+        states = (_state(tid) for tid in os.listdir("/proc/self/task") if int(tid) != own)
+        return all(state not in "RD" for state in states)
+
+
+def _begun() -> str:
+    """The collective that was begun last, of a group that has not completed all of them."""
+    for numbers in _recorded(entries=False)["pg_status"].values():
+        last = int(numbers["last_enqueued_collective"])
+        if last > int(numbers["last_completed_collective"]):
+            for entry in reversed(_recorded(entries=True)["entries"]):
+                # Its group has another number there once the group was formed anew.
+                if entry["collective_seq_id"] == last:
+                    return re.sub(r"^\w+:", "", entry["profiling_name"])
+            return "collective"
+    return ""
+
+
+def _counts() -> dict[str, int]:
+    """By group, how many collectives were begun."""
+    groups = _recorded(entries=False)["pg_status"]
+    return {group: int(numbers["last_enqueued_collective"]) for group, numbers in groups.items()}
+
+
+def _recorded(*, entries: bool) -> dict[str, Any]:
+    """What Flight Recorder has: the state of each group, and each collective if asked for."""
+    dump = c10d._dump_fr_trace_json(entries, False)  # type: ignore[attr-defined]  # noqa: FBT003
+    return {"pg_status": {}, "entries": [], **json.loads(dump)}
+
+
+def _state(tid: str) -> str:
+    try:
+        with open(f"/proc/self/task/{tid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(") ")[2][:1]
+    except OSError:
+        return "X"  # it has ended

@@ -1,0 +1,115 @@
+"""When ranks that wait in a collective can never go on; pure.
+
+They cannot where some ranks have finished the cell, all others wait in collectives, and
+nothing moves among them: who has finished will not join.  A rank that computes may still
+join, so as long as there is one, nobody is freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from nbdist.errors import name_ranks
+from nbdist.wire.messages import Place
+
+FIRST_LOOK = 4.0
+"""Seconds into a cell whose ranks are all at work; what is told then is told within 5 s."""
+
+LOOK_EVERY = 1.0
+SOON = 0.1
+"""The same once a rank has finished."""
+
+ANSWER_TIMEOUT = 1.0
+UNCHANGED = 3.0
+"""Seconds after which nothing moves, though some thread has something to do."""
+
+
+class Watch:
+    """The last two places of each rank of a cell, and when to look again."""
+
+    def __init__(self, started: float) -> None:
+        self.places: dict[int, Place] = {}
+        self._before: dict[int, Place] = {}
+        self._since: dict[int, float] = {}
+        self._next = started + FIRST_LOOK
+        self._every = LOOK_EVERY
+
+    def __repr__(self) -> str:
+        return f"<Watch {waits_text(self.places)}>"
+
+    def hurry(self, now: float) -> None:
+        """Some ranks have finished, or shall: look soon, and often."""
+        if self._every != SOON:
+            self._every = SOON
+            self._next = min(self._next, now + SOON)
+
+    def wait(self, now: float) -> float:
+        """Seconds until it is time to look."""
+        return max(0.0, self._next - now)
+
+    def asked(self, now: float) -> None:
+        """The ranks are being asked: not again before they have answered, or should have."""
+        self._next = now + ANSWER_TIMEOUT
+
+    def take(self, places: Mapping[int, Place], now: float) -> None:
+        """Take in where ranks are."""
+        self._before, self.places = self.places, dict(places)
+        for rank, place in places.items():
+            if not _is_same(place, self._before.get(rank)):
+                self._since[rank] = now
+        self._next = now + self._every
+
+    def never(self, unfinished: Iterable[int], now: float) -> bool:
+        """Whether all of these wait, and can never go on without the others."""
+        ranks = tuple(unfinished)
+        return all(self._rests(rank, now) for rank in ranks)
+
+    def _rests(self, rank: int, now: float) -> bool:
+        place, before = self.places.get(rank), self._before.get(rank)
+        if place is None or not place.operation or not _is_same(place, before):
+            return False
+        assert before is not None
+        is_calm = place.is_calm and before.is_calm
+        return is_calm or now - self._since[rank] >= UNCHANGED
+
+    def start_over(self, now: float) -> None:
+        """They have been freed: look again in a while whether they are free."""
+        self.places, self._before = {}, {}
+        self._next = now + 5 * SOON
+
+
+def _is_same(place: Place, before: Place | None) -> bool:
+    """Whether a rank has not moved on."""
+    return before is not None and (
+        (place.operation, place.line, place.counts, place.moved)
+        == (before.operation, before.line, before.counts, before.moved)
+    )
+
+
+def waits_text(places: Mapping[int, Place]) -> str:
+    """`ranks 0-2 wait in all_reduce, line 6 · rank 3 is in line 5`."""
+    found: dict[str, list[int]] = {}
+    for rank, place in sorted(places.items()):
+        found.setdefault(_doing(place), []).append(rank)
+    return " · ".join(
+        f"{name_ranks(ranks)} {_verb(ranks, doing)}" for doing, ranks in found.items()
+    )
+
+
+def waited_text(place: Place) -> str:
+    """`all_reduce (cell line 7)`."""
+    line = f" (cell line {place.line})" if place.line else ""
+    return f"{place.operation}{line}"
+
+
+def _doing(place: Place) -> str:
+    if place.is_deaf:
+        return "busy in C code that holds the GIL"
+    line = f"line {place.line}" if place.line else "no line of the cell"
+    return f"wait in {place.operation}, {line}" if place.operation else f"in {line}"
+
+
+def _verb(ranks: list[int], doing: str) -> str:
+    if doing.startswith("wait"):
+        return doing.replace("wait", "waits", 1) if len(ranks) == 1 else doing
+    return f"{'is' if len(ranks) == 1 else 'are'} {doing}"

@@ -1,0 +1,231 @@
+"""A rank that fails frees those that wait for it; all keep what they have, and go on."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from nbdist.errors import RanksFreed, WorkerDied, WorkerError
+from nbdist.world.running import RunningCell
+from nbdist.world.states import State
+from nbdist.world.world import World
+
+pytestmark = pytest.mark.shared_world
+
+BEFORE = """
+from torch.distributed.device_mesh import init_device_mesh
+kept = rank
+torch.manual_seed(0)
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+evens = dist.new_group([*range(0, world_size, 2)])
+mesh = init_device_mesh("cpu", (world_size,))
+"""
+
+COLLECTIVES = {
+    "all_reduce": "dist.all_reduce(t)",
+    "broadcast": "dist.broadcast(t, 1)",
+    "all_gather": "dist.all_gather([torch.empty_like(t) for _ in range(world_size)], t)",
+    "reduce_scatter": "dist.reduce_scatter_tensor(t[: len(t) // world_size].clone(),"
+    " t[: len(t) // world_size * world_size])",
+    "all_to_all": "dist.all_to_all_single(torch.empty_like(u), u)",
+    "scatter": "dist.scatter(t, [t] * world_size if rank == 1 else None, src=1)",
+    "recv": "dist.recv(t, 1)",
+    "batch_isend_irecv": "[w.wait() for w in"
+    " dist.batch_isend_irecv([dist.P2POp(dist.irecv, t, 1)])]",
+    "async": "work = dist.all_reduce(t, async_op=True); work.wait()",
+    "mesh": "dist.all_reduce(t, group=mesh.get_group())",
+    "DDP": "net(torch.ones(2, 64)).sum().backward()",
+}
+
+SMALL_ONLY = {
+    "barrier": "dist.barrier()",
+    "all_gather_object": "dist.all_gather_object([None] * world_size, rank)",
+    "broadcast_object_list": "dist.broadcast_object_list([rank], src=1)",
+}
+
+CASES = [
+    *((source, 256) for source in (*COLLECTIVES.values(), *SMALL_ONLY.values())),
+    *((source, 25_000_000) for source in COLLECTIVES.values()),
+]
+NAMES = [*COLLECTIVES, *SMALL_ONLY, *(f"{name} of 100 MB" for name in COLLECTIVES)]
+
+WORKS = """
+t = torch.full((1,), float(rank))
+dist.all_reduce(t)
+assert t.item() == sum(range(world_size)), t
+dist.all_reduce(t, group=mesh.get_group())
+if rank % 2 == 0:
+    t = torch.ones(1)
+    dist.all_reduce(t, group=evens)
+    assert t.item() == (world_size + 1) // 2, t
+optimizer.zero_grad()
+net(torch.full((2, 64), float(rank))).sum().backward()
+optimizer.step()
+weights = [torch.empty_like(net.module.weight) for _ in range(world_size)]
+dist.all_gather(weights, net.module.weight.detach())
+assert all(torch.equal(weights[0], other) for other in weights)
+"""
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def started(request: pytest.FixtureRequest) -> Iterator[World]:
+    with World(request.param, log_dir="") as world:
+        world.execute(BEFORE)
+        yield world
+
+
+@pytest.fixture
+def world(started: World) -> World:
+    """The world, with what `BEFORE` makes, made anew where a test has lost it."""
+    if started.state is not State.READY or None in started.gather("globals().get('kept')"):
+        started.restart()
+        started.execute(BEFORE)
+    return started
+
+
+def fails(world: World, source: str) -> tuple[RunningCell, WorkerError]:
+    """Run a cell that has to fail; how long it took is printed."""
+    running = world.submit(world.cell(source))
+    started = time.monotonic()
+    running.result()
+    seconds = time.monotonic() - started
+    sys.stdout.write(f"{seconds:.2f} s from the start to idle\n")
+    error = running.error()
+    assert isinstance(error, WorkerError)
+    assert not running.unfinished
+    assert world.state is State.READY
+    return running, error
+
+
+def goes_on(world: World) -> None:
+    """All variables are there, and all that was built before works."""
+    assert world.gather("kept") == [*range(world.size)]
+    world.execute(WORKS)
+
+
+@pytest.mark.parametrize(("source", "length"), CASES, ids=NAMES)
+def test_one_rank_raises(world: World, source: str, length: int) -> None:
+    """The cell ends with that one exception, and says who waited in what; all goes on."""
+    before = dict(world.pids)
+    _, error = fails(
+        world,
+        f"t = torch.ones({length})\nu = torch.ones(world_size * 64)\n"
+        f"if rank == 1:\n    raise ValueError('bad')\n{source}",
+    )
+    assert error.errors.keys() == {1}
+    assert str(error).startswith(f"1 of {world.size} ranks failed (1); first: rank 1 after ")
+    others = "Rank 0 waits" if world.size == 2 else "Ranks 0,2-3 wait"
+    assert f"ValueError: bad. {others} in " in str(error)
+    assert "line 5: freed; all variables are kept." in str(error)
+    assert world.pids == before
+    goes_on(world)
+
+
+def test_a_subgroups_collective(world: World) -> None:
+    """A rank that waits for one of its subgroup's that has failed is freed."""
+    if world.size == 2:
+        pytest.skip("the subgroup has one rank")
+    _, error = fails(
+        world,
+        "if rank == 2: raise ValueError('bad')\n"
+        "if rank == 0: dist.all_reduce(torch.ones(1), group=evens)",
+    )
+    assert "Rank 0 waits in all_reduce, line 2: freed" in str(error)
+    goes_on(world)
+
+
+def test_ten_times_in_a_row(world: World) -> None:
+    """Each time the same, with no more descriptors than after the first."""
+    counts = []
+    for _ in range(10):
+        fails(world, "if rank == 0: raise ValueError('bad')\ndist.all_reduce(torch.ones(9))")
+        goes_on(world)
+        counts.append(world.gather("len(__import__('os').listdir('/proc/self/fd'))"))
+    assert counts[-1] == counts[0]
+
+
+def test_a_skipped_collective(world: World) -> None:
+    """Ranks that wait for one that has finished the cell are freed, and the cell says so."""
+    _, error = fails(world, "if rank != 1:\n    dist.barrier()")
+    assert isinstance(error, RanksFreed)
+    others = "rank 0 waits" if world.size == 2 else "ranks 0,2-3 wait"
+    assert str(error).startswith(f"{others} in barrier, line 2; rank 1 finished the cell without")
+    goes_on(world)
+
+
+def test_slow_is_not_stuck(world: World) -> None:
+    """A rank that computes before it joins is waited for, though another has finished."""
+    if world.size == 2:
+        pytest.skip("needs a third rank")
+    world.execute("far = dist.new_group([0, 2])")
+    result = world.execute(
+        "import time\nt = torch.ones(1)\n"
+        "if rank == 2: time.sleep(3)\n"
+        "if rank in (0, 2): dist.all_reduce(t, group=far)",
+        fetch=("t.item()",),
+    )
+    assert list(result) == [2.0, 1.0, 2.0, 1.0]
+
+
+def test_long_transfers_are_not_stuck(world: World) -> None:
+    """Ranks that still move data are let be after the others have finished."""
+    result = world.execute(
+        "t = torch.ones(25_000_000)\nfor _ in range(5):\n    dist.broadcast(t, 0)",
+        fetch=("t[-1].item()",),
+    )
+    assert list(result) == [1.0] * world.size
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV"),
+        ("os._exit(3)", "exited with code 3"),
+    ],
+)
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_rank_dies_in_a_collective(world: World, end: str, told: str, dying: int) -> None:
+    """It is replaced under its number; the others keep processes and variables."""
+    before = dict(world.pids)
+    _, error = fails(
+        world,
+        f"import os, signal, time\nif rank == {dying}:\n    time.sleep(0.2); {end}\n"
+        "dist.all_reduce(torch.ones(1000))",
+    )
+    assert isinstance(error, WorkerDied)
+    assert (error.rank, error.pid) == (dying, before[dying])
+    assert told in str(error)
+    assert f"Rank {dying} was replaced and has lost its variables; the others keep" in str(error)
+    assert {rank for rank in before if before[rank] != world.pids[rank]} == {dying}
+    kept = [None if rank == dying else rank for rank in range(world.size)]
+    assert world.gather("globals().get('kept')") == kept
+    # Also a group that is made only now, and those that survivors still hold.
+    world.execute(
+        "t = torch.full((1,), float(rank)); dist.all_reduce(t, group=dist.new_group())\n"
+        "assert t.item() == sum(range(world_size))"
+    )
+
+
+def test_a_second_death_before_the_first_is_healed(world: World) -> None:
+    """Both are replaced."""
+    _, error = fails(world, "import os\nif rank < 2: os._exit(rank + 1)\ndist.barrier()")
+    assert isinstance(error, WorkerDied)
+    assert world.gather("rank") == [*range(world.size)]
+    world.execute("dist.barrier()")
+
+
+def test_stop_in_a_collective(world: World) -> None:
+    """Stop frees who waits, and nobody loses anything."""
+    running = world.submit(world.cell("import time\nif rank: time.sleep(600)\ndist.barrier()"))
+    for _ in running:
+        if running.age > 0.5:
+            break
+    running.interrupt()
+    running.result()
+    assert world.state is State.READY
+    goes_on(world)
