@@ -231,14 +231,14 @@ class Desk:
         try:
             for news in running:
                 if display:
-                    display.show(running.transcript, news)
+                    display.show(running.transcript, news, running.waits)
         except KeyboardInterrupt:
             stopped = True
             with suppress(KeyboardInterrupt):
                 running.interrupt()
                 for news in running:
                     if display:
-                        display.show(running.transcript, news)
+                        display.show(running.transcript, news, running.waits)
         if display:
             display.end(running.transcript, self._log_files())
         return stopped

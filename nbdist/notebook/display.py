@@ -43,8 +43,11 @@ class CellDisplay(Protocol):
     def show_table(self, html: str, text: str) -> None:
         """A table that is all the output there is, in both forms."""
 
-    def show(self, transcript: Transcript, news: News) -> None:
-        """Called whenever ranks have said something, and every so often."""
+    def show(self, transcript: Transcript, news: News, waits: str = "") -> None:
+        """Called whenever ranks have said something, and every so often.
+
+        `waits` is a line on ranks that wait for others, as long as they do.
+        """
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         """Called once, last."""
@@ -73,12 +76,12 @@ class PanelDisplay:
     def show_table(self, html: str, text: str) -> None:
         self._draw(html, text)
 
-    def show(self, transcript: Transcript, news: News) -> None:
+    def show(self, transcript: Transcript, news: News, waits: str = "") -> None:
         now = time.monotonic()
         if now < self._draw_at:
             return
         self._draw_at = now + REDRAW
-        note = " · ".join(self._notes)
+        note = " · ".join(filter(None, [*self._notes, waits]))
         self._draw(live_html(transcript, now, note), live_text(transcript, now, note))
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
@@ -102,6 +105,7 @@ class PlainDisplay:
 
     def __init__(self) -> None:
         self._lines: PlainLines | None = None
+        self._waits = ""
 
     def note(self, text: str) -> None:
         sys.stdout.write(f"{text}\n")
@@ -112,13 +116,16 @@ class PlainDisplay:
     def show_table(self, html: str, text: str) -> None:
         self.say(text)
 
-    def show(self, transcript: Transcript, news: News) -> None:
+    def show(self, transcript: Transcript, news: News, waits: str = "") -> None:
         now = time.monotonic()
         if self._lines is None:
             self._lines = PlainLines(transcript.ranks)
         for rank, output in news:
             self._write(self._lines.receive(rank, output, now))
         self._write(self._lines.due(now))
+        if waits and waits != self._waits:
+            self.note(waits)
+        self._waits = waits
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         if self._lines is not None:

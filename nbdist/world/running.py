@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from nbdist.errors import NbdistError, RanksFreed, WorkerDied, WorkerError, WorldStuck
+from nbdist.errors import NbdistError, RanksFreed, WorkerDied, WorkerError, WorldStuck, name_ranks
 from nbdist.wire.messages import (
     NAME_PROBLEM,
     Cell,
@@ -26,7 +26,7 @@ from nbdist.world.result import CellResult
 from nbdist.world.sgr import strip
 from nbdist.world.states import Event
 from nbdist.world.transcript import CONNECTION_LOST, FREED, Transcript, follows
-from nbdist.world.watch import Watch, waited_text, waits_text
+from nbdist.world.watch import FIRST_LOOK, Watch, waited_text, waits_text
 
 if TYPE_CHECKING:
     from nbdist.world.world import World
@@ -80,6 +80,17 @@ class RunningCell:
     def unfinished(self) -> tuple[int, ...]:
         """The ranks that still run it."""
         return tuple(track.rank for track in self.transcript if track.finished is None)
+
+    @property
+    def waits(self) -> str:
+        """Which ranks wait in which collective, and where the others are; "" if none waits."""
+        unfinished = self.unfinished
+        places = {rank: self._watch.places.get(rank, Place()) for rank in unfinished}
+        if self.age < FIRST_LOOK or not any(place.operation for place in places.values()):
+            return ""
+        done = set(self.cell.ranks) - set(unfinished)
+        finished = f" · {name_ranks(done)} finished" if done else ""
+        return waits_text(places, self.cell.source) + finished
 
     @property
     def age(self) -> float:

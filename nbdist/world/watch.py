@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from nbdist.errors import name_ranks
+from nbdist.errors import name_ranks, one_line
 from nbdist.wire.messages import Place
 
 FIRST_LOOK = 4.0
 """Seconds into a cell whose ranks are all at work; what is told then is told within 5 s."""
 
 LOOK_EVERY = 1.0
-SOON = 0.1
-"""The same once a rank has finished."""
+SOON, HURRY_SECONDS = 0.1, 2.0
+"""The same once a rank has finished, and for how long: a rank may go on for hours."""
 
 ANSWER_TIMEOUT = 1.0
+LONGEST_CODE = 60
+
 UNCHANGED = 3.0
 """Seconds after which nothing moves, though some thread has something to do."""
 
@@ -32,15 +34,15 @@ class Watch:
         self._before: dict[int, Place] = {}
         self._since: dict[int, float] = {}
         self._next = started + FIRST_LOOK
-        self._every = LOOK_EVERY
+        self._hurried: float | None = None
 
     def __repr__(self) -> str:
         return f"<Watch {waits_text(self.places)}>"
 
     def hurry(self, now: float) -> None:
         """Some ranks have finished, or shall: look soon, and often."""
-        if self._every != SOON:
-            self._every = SOON
+        if self._hurried is None:
+            self._hurried = now
             self._next = min(self._next, now + SOON)
 
     def wait(self, now: float) -> float:
@@ -57,7 +59,8 @@ class Watch:
         for rank, place in places.items():
             if not _is_same(place, self._before.get(rank)):
                 self._since[rank] = now
-        self._next = now + self._every
+        in_a_hurry = self._hurried is not None and now - self._hurried < HURRY_SECONDS
+        self._next = now + (SOON if in_a_hurry else LOOK_EVERY)
 
     def never(self, unfinished: Iterable[int], now: float) -> bool:
         """Whether all of these wait, and can never go on without the others."""
@@ -86,11 +89,11 @@ def _is_same(place: Place, before: Place | None) -> bool:
     )
 
 
-def waits_text(places: Mapping[int, Place]) -> str:
-    """`ranks 0-2 wait in all_reduce, line 6 · rank 3 is in line 5`."""
+def waits_text(places: Mapping[int, Place], source: str = "") -> str:
+    """`ranks 0-2 wait in all_reduce, line 6 · rank 3 is in line 5: time.sleep(600)`."""
     found: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
-        found.setdefault(_doing(place), []).append(rank)
+        found.setdefault(_doing(place, source), []).append(rank)
     return " · ".join(
         f"{name_ranks(ranks)} {_verb(ranks, doing)}" for doing, ranks in found.items()
     )
@@ -102,11 +105,14 @@ def waited_text(place: Place) -> str:
     return f"{place.operation}{line}"
 
 
-def _doing(place: Place) -> str:
+def _doing(place: Place, source: str) -> str:
     if place.is_deaf:
         return "busy in C code that holds the GIL"
     line = f"line {place.line}" if place.line else "no line of the cell"
-    return f"wait in {place.operation}, {line}" if place.operation else f"in {line}"
+    if place.operation:
+        return f"wait in {place.operation}, {line}"
+    lines = source.splitlines()[max(0, place.line - 1) : place.line]
+    return f"in {line}" + "".join(f": {one_line(text, LONGEST_CODE)}" for text in lines)
 
 
 def _verb(ranks: list[int], doing: str) -> str:

@@ -157,6 +157,20 @@ def test_a_skipped_collective(world: World) -> None:
     goes_on(world)
 
 
+def test_who_waits_for_whom_is_told(world: World) -> None:
+    """Within 5 s a cell says who waits in what, and in which line the others are."""
+    source = "import time\nif rank == 1:\n    time.sleep(6)\ndist.barrier()"
+    running = world.submit(world.cell(source))
+    told = {}
+    for _ in running:
+        told.setdefault(running.waits, running.age)
+    assert running.error() is None
+    others = "rank 0 waits" if world.size == 2 else "ranks 0,2-3 wait"
+    said = f"{others} in barrier, line 4 · rank 1 is in line 3: time.sleep(6)"
+    assert [*told][1] == said
+    sys.stdout.write(f"told after {told[said]:.2f} s\n")
+
+
 def test_slow_is_not_stuck(world: World) -> None:
     """A rank that computes before it joins is waited for, though another has finished."""
     if world.size == 2:
