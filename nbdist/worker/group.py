@@ -13,6 +13,7 @@ group's object stays the same one, and with it DDP modules, subgroups and meshes
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import stat
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore
 from torch.distributed import ProcessGroup, ProcessGroupGloo, distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.wire.messages import LivingGroups, RankStart
 
@@ -109,6 +111,7 @@ class Group:
             members = range(self._orders.world.world_size)
             self._renew(dist.group.WORLD, generation, self._gloo(generation, WORLD, members))
         self._form_others(generation, living)
+        _reset_ddp()
 
     def _form_others(self, generation: int, living: LivingGroups) -> None:
         """In an order that is the same on all ranks, or they would wait for one another.
@@ -142,7 +145,6 @@ class Group:
         backend.options.global_ranks_in_group = dist.get_process_group_ranks(group)
         backend._set_sequence_number_for_group()
         group._register_backend(torch.device("cpu"), kind, backend)
-        group._set_default_backend(kind)
         group._set_group_name(name)  # in the new backend too
         group._set_group_desc(group.group_desc)
 
@@ -188,6 +190,16 @@ class Group:
             init(self, store, rank, size, make_options(timeout) if is_time else timeout)
 
         ProcessGroupGloo.__init__ = on_one_device  # type: ignore[method-assign]
+
+
+def _reset_ddp() -> None:
+    """Have DDP forget a backward that was broken off; on all ranks, or their buckets differ.
+
+    It would take the next one for a second of the same iteration.
+    """
+    for found in gc.get_objects():
+        if type(found) is DistributedDataParallel:
+            found._update_process_group(found.process_group)  # type: ignore[no-untyped-call]
 
 
 def _make_device() -> tuple[Any, int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.bench.cells import barrier, firstline, lines, pass_cell
 from tests.bench.drawing import draw
+from tests.bench.faults import faults
 from tests.bench.harness import Figure, header, line, marked_busy, to_json
 from tests.bench.lab import Lab
 from tests.bench.notebook import CellFailed
@@ -27,6 +28,7 @@ ROWS: dict[str, Callable[[Lab], Iterator[Figure]]] = {
     "ranks32": ranks32,
     "ship": ship,
     "draw": draw,
+    "faults": faults,
 }
 
 
