@@ -167,6 +167,9 @@ def test_a_daemon_started_in_a_cell_ends_with_the_workers(notebook: Notebook) ->
         "%%distributed -r 0\nimport os\nif os.fork() == 0:\n    os.setsid()\n"
         "    os.execvp('sleep', ['sleep', '1001']) if os.fork() == 0 else os._exit(0)"
     )
-    assert notebook.find("1001")
+    deadline = time.monotonic() + 10
+    while not notebook.find("1001"):  # the cell does not wait until it has begun
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     notebook.run("%dist_shutdown")
     assert not notebook.find("1001")
