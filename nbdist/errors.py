@@ -281,15 +281,19 @@ class RanksFreed(WorkerError):
         pid: int,
         errors: Mapping[int, RankFailure],
         waits: str,
-        others: Iterable[int],
+        ran: Iterable[int],
+        world_size: int,
     ) -> None:
-        """`waits` says who waits in what; `others` are the ranks that never came."""
+        """`waits` says who waits in what; `ran` are the ranks that ran the cell."""
         self._keep(rank, host, pid, errors)
-        NbdistError.__init__(
-            self,
-            f"{waits}; {name_ranks(others)} finished the cell without it. "
-            "Who waited was freed; all variables are kept.",
-        )
+        ran = set(ran)
+        finished = ran - errors.keys()
+        why = f"{name_ranks(finished)} finished the cell without it"
+        if not finished:
+            outside = set(range(world_size)) - ran
+            verb = "does" if len(outside) == 1 else "do"
+            why = f"{name_ranks(outside)} {verb} not run this cell"
+        NbdistError.__init__(self, f"{waits}; {why}. Who waited was freed; all variables are kept.")
 
 
 class AgentLost(NbdistError):

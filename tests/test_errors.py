@@ -48,7 +48,9 @@ EVERY_ERROR = [
     errors.StartError(1, "node1", "python -m x", "it exited with code 1", ["one", "two"]),
     worker_error(),
     worker_died(),
-    errors.RanksFreed(0, "node1", 4711, {0: Failed(0)}, "rank 0 waits in barrier, line 2", [1]),
+    errors.RanksFreed(
+        0, "node1", 4711, {0: Failed(0)}, "rank 0 waits in barrier, line 2", [0, 1], 2
+    ),
     errors.AgentLost("node1", -9),
 ]
 

@@ -113,6 +113,8 @@ class RunningCell:
 
     def interrupt(self) -> None:
         """Send SIGINT to the ranks that still run it, and break their collectives open."""
+        if not self.unfinished:
+            return
         self._world.advance(Event.INTERRUPT)
         self._stopping = True
         self._give_up_at = time.monotonic() + INTERRUPT_GRACE
@@ -131,9 +133,10 @@ class RunningCell:
     def _watch_over(self) -> None:
         """Look where ranks are when it is time to, and free those that can never go on."""
         now, unfinished = time.monotonic(), self.unfinished
-        if not unfinished or not self._world.has_group:
+        if not unfinished or not self._world.can_free:
             return
-        some_finished = len(unfinished) < len(self.cell.ranks)
+        # Ranks that do not run the cell will not join either.
+        some_finished = len(unfinished) < self._world.size
         if some_finished:
             self._watch.hurry(now)
         if self._stopping:
@@ -150,8 +153,9 @@ class RunningCell:
         self._world.advance(Event.FREED)
         self.freed.update({rank: self._watch.places[rank] for rank in ranks})
         self._watch.start_over(now)
-        # All ends of all connections: one that is busy now must not wait for a freed one later.
-        self._world.link.free(self.cell.ranks)
+        # On all ranks: a connection is ended by the one that accepted it, wherever it is, and
+        # who is busy now must not wait for a freed one later.
+        self._world.link.free(tuple(range(self._world.size)))
 
     def see(self, places: Mapping[int, Place]) -> None:
         """Called by the world with where ranks are."""
@@ -231,8 +235,8 @@ class RunningCell:
             died.add(self._world.healing_text(gone))
             return died
         if not own and self.freed and not self._stopping:
-            others = set(self.cell.ranks) - self.freed.keys()
-            return RanksFreed(rank, host, pid, errors, waits_text(self.freed), others)
+            waits = waits_text(self.freed)
+            return RanksFreed(rank, host, pid, errors, waits, self.cell.ranks, self._world.size)
         error = WorkerError(
             rank, host, pid, own or errors, ran, seconds, cause=(first.name, first.message)
         )

@@ -194,9 +194,9 @@ class World:
         return self._running is None or not self._running.unfinished
 
     @property
-    def has_group(self) -> bool:
-        """Whether the ranks share a process group."""
-        return self._spec.backend is not None
+    def can_free(self) -> bool:
+        """Whether collectives can be broken open and the group formed anew: gloo's alone can."""
+        return self._spec.backend is not None and "nccl" not in self.backend
 
     def heal(self) -> None:
         """Replace dead workers and form the group anew, where that is needed.
@@ -205,6 +205,9 @@ class World:
         Raises AgentLost.  Where it cannot be done the state stays BROKEN, `problem` says why.
         """
         if self.state is not State.BROKEN:
+            return
+        if "nccl" in self.backend:
+            self.problem = "groups of nccl are not formed anew in place yet"
             return
         self.advance(Event.HEAL)
         outcome, self.problem = Event.HEAL_FAILED, "it was interrupted"

@@ -157,6 +157,18 @@ def test_a_skipped_collective(world: World) -> None:
     goes_on(world)
 
 
+def test_a_cell_for_some_ranks(world: World) -> None:
+    """A cell for one rank with a collective of all cannot hang, and says why."""
+    running = world.submit(world.cell("x = 1\ndist.barrier()", ranks=[0]))
+    running.result()
+    others = "rank 1 does" if world.size == 2 else "ranks 1-3 do"
+    assert str(running.error()) == (
+        f"rank 0 waits in barrier, line 2; {others} not run this cell. "
+        "Who waited was freed; all variables are kept."
+    )
+    goes_on(world)
+
+
 def test_who_waits_for_whom_is_told(world: World) -> None:
     """Within 5 s a cell says who waits in what, and in which line the others are."""
     source = "import time\nif rank == 1:\n    time.sleep(6)\ndist.barrier()"
