@@ -25,16 +25,11 @@ FUTEX = 202 if os.uname().machine == "x86_64" else 98
 TCP_INFO, TCP_INFO_BYTES = 11, struct.Struct("=120xQQ")
 """`tcpi_bytes_acked` and `tcpi_bytes_received` of struct tcp_info (linux/tcp.h)."""
 
-UNREAD, UNSENT = 0x541B, 0x5411
-"""SIOCINQ and SIOCOUTQ (linux/sockios.h): bytes that wait in a socket."""
-
-
 _wait_for_work = c10d.Work.wait
 
 
 def _wait(self: c10d.Work, *args: Any, **options: Any) -> Any:
     """Stands for `Work.wait`, so that a thread that waits there has a frame that shows it."""
-    __tracebackhide__ = True
     return _wait_for_work(self, *args, **options)
 
 

@@ -9,7 +9,6 @@ import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -38,7 +37,6 @@ from nbdist.wire.messages import (
     StartWorld,
     StopWorld,
     WorkerStatus,
-    WorldSpec,
     WorldStarted,
 )
 from nbdist.wire.payload import Payload, pack_frames
@@ -47,6 +45,7 @@ from nbdist.world.launcher import find_launcher
 from nbdist.world.link import Link
 from nbdist.world.result import CellResult
 from nbdist.world.running import News, RunningCell
+from nbdist.world.spec import default_log_dir, make_spec
 from nbdist.world.states import Event, State, next_state
 
 STOP_GRACE = 2.0
@@ -372,43 +371,18 @@ class World:
 
     # --- inside ---------------------------------------------------------------------------
 
-    def resolve(self, n: int | str, gpus: int | None = None) -> int:
+    def resolve(self, n: int | str) -> int:
         """How many workers `n` means here."""
-        if gpus is None:
-            gpus = len(self._spec.gpus)
-        return topology.resolve(topology.parse_workers(str(n)), gpus, topology.usable_cores())
+        workers = topology.parse_workers(str(n))
+        return topology.resolve(workers, len(self._spec.gpus), topology.usable_cores())
 
     def _configure(self, n: int | str, backend: str | None, gpus: str | None) -> None:
         """Work out the spec of the workers; UsageError for what cannot be."""
         self._asked_backend, self._asked_gpus = backend, gpus
-        visible = topology.visible_gpus(os.environ)
-        chosen = visible if gpus is None else topology.parse_gpus(gpus, visible)
-        cores = topology.usable_cores()
-        size = self.resolve(n, len(chosen))
-        named = backend and topology.parse_backend(backend)
-        used = named or topology.default_backend(len(chosen))
-        self.warning = (
-            topology.check_start(
-                size, len(chosen), cores, used, os.environ.get("CUDA_VISIBLE_DEVICES")
-            )
-            or ""
+        self._spec, self.backend, self.warning = make_spec(
+            n, backend, gpus, name=self.name, log_dir=self._log_dir, nursery=self._nursery
         )
-        self.size = size
-        self.backend = used
-        threads = os.environ.get("OMP_NUM_THREADS", "")
-        self._spec = WorldSpec(
-            world_size=size,
-            backend=None if used == "none" else used,
-            environ=dict(os.environ),
-            cwd=os.getcwd(),
-            sys_path=tuple(sys.path),
-            threads=int(threads) if threads.isdigit() else max(1, cores // size),
-            python=sys.executable,
-            gpus=chosen,
-            name=self.name,
-            log_dir=self._log_dir,
-            use_nursery=self._nursery,
-        )
+        self.size = self._spec.world_size
 
     def _check_ready(self) -> None:
         if self.state.takes_cells:
@@ -480,11 +454,3 @@ class World:
             missing = ", ".join(sorted(pickled.needs - names.keys()))
             raise UsageError(f"The functions among `names` use {missing}: pass these too.")
         return pack_frames(pickled.frames)
-
-
-def default_log_dir() -> str:
-    """`$NBDIST_LOG_DIR` (empty for no log files), else the user's state folder."""
-    if "NBDIST_LOG_DIR" in os.environ:
-        return os.environ["NBDIST_LOG_DIR"]
-    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return str(Path(state).expanduser() / "nbdist")

@@ -1,0 +1,156 @@
+"""Random faults in a row, each followed by a collective: `python -m tests.faults.soak`.
+
+    python -m tests.faults.soak --seed 7 --faults 200
+
+Kind, rank and moment come from the seed, which is printed.  After each fault an all_reduce
+has to give the right sum, and every rank that lived its variables.  At the end the
+descriptors, threads and processes of notebook, agent and nursery have to be as many as
+after the first faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import psutil
+
+from nbdist.errors import NbdistError
+from nbdist.world.states import State
+from nbdist.world.world import World
+
+RANKS = 4
+SETTLED = 10
+"""Faults after which nothing may grow any more: each kind has been met by then."""
+
+COLLECTIVES = (
+    "dist.all_reduce(torch.ones(9))",
+    "dist.all_reduce(torch.ones(2_000_000))",
+    "dist.barrier()",
+    "dist.all_gather_object([None] * world_size, rank)",
+    "dist.recv(torch.ones(1), (rank + 1) % world_size)",
+)
+
+KINDS = {
+    "raises": "if rank == {rank}:\n    time.sleep({moment}); raise ValueError('bad')\n{collective}",
+    "skips": "if rank != {rank}:\n    {collective}",
+    "exits": "if rank == {rank}:\n    time.sleep({moment}); os._exit(3)\n{collective}",
+    "killed": "if rank == {rank}:\n    time.sleep({moment})\n"
+    "    os.kill(os.getpid(), signal.SIGKILL)\n{collective}",
+    "stopped": "if rank == {rank}: time.sleep(600)\n{collective}",
+    "killed while idle": "",
+}
+DEADLY = ("exits", "killed", "killed while idle")
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What the processes that outlive every fault have."""
+
+    descriptors: int
+    threads: int
+    processes: int
+
+    def has_grown_since(self, before: Holdings) -> bool:
+        """Whether there is more than a connection more, which may just be being made."""
+        return (
+            self.descriptors > before.descriptors + 3
+            or self.threads > before.threads
+            or self.processes > before.processes
+        )
+
+    @classmethod
+    def now(cls, world: World) -> Holdings:
+        """Of this process, which is the notebook, of the agent and the nursery."""
+        workers = set(world.pids.values())
+        notebook = psutil.Process()
+        found = [p for p in notebook.children(recursive=True) if p.pid not in workers]
+        lasting = [notebook, *found]
+        return cls(
+            sum(process.num_fds() for process in lasting),
+            sum(process.num_threads() for process in lasting),
+            len(lasting),
+        )
+
+
+def one_fault(world: World, dice: random.Random) -> str:
+    """Make a fault, and check that all goes on; its kind."""
+    kind, rank = dice.choice(list(KINDS)), dice.randrange(RANKS)
+    moment, collective = dice.choice((0, 0.01, 0.2)), dice.choice(COLLECTIVES)
+    source = "import os, signal, time\n" + KINDS[kind].format(
+        rank=rank, moment=moment, collective=collective
+    )
+    dead = world.pids[rank]
+    if kind == "killed while idle":
+        os.kill(dead, signal.SIGKILL)
+        _wait_until_known(world)
+    else:
+        running = world.submit(world.cell(source))
+        for _ in running:
+            if kind == "stopped" and running.age > 0.1 + moment:
+                break
+        running.interrupt()
+        running.result()
+        if running.error() is None:
+            raise AssertionError(f"nothing failed: {kind} {source}")
+    world.execute(
+        "t = torch.full((1,), float(rank)); dist.all_reduce(t)\n"
+        "assert t.item() == sum(range(world_size)), t"
+    )
+    lost = {rank} if kind in DEADLY else set()
+    kept = world.gather("globals().get('kept')")
+    expected = [None if r in lost else r for r in range(RANKS)]
+    if kept != expected or (world.pids[rank] != dead) != bool(lost):
+        raise AssertionError(f"{kept} instead of {expected} after {kind} of rank {rank}:\n{source}")
+    world.execute("kept = rank")
+    return kind
+
+
+def _wait_until_known(world: World) -> None:
+    deadline = time.monotonic() + 10
+    while world.state is State.READY:
+        if time.monotonic() > deadline:
+            raise AssertionError("a death while idle was not told within 10 s")
+        world.receive(0.05)
+
+
+def soak(seed: int, faults: int) -> tuple[Counter[str], Holdings, Holdings]:
+    """Make the faults; how many of each kind, and what was held after `SETTLED` and at the end."""
+    dice, kinds = random.Random(seed), Counter[str]()
+    with World(RANKS, log_dir="") as world:
+        world.execute("kept = rank")
+        settled = None
+        for number in range(faults):
+            kinds[one_fault(world, dice)] += 1
+            if number + 1 == min(SETTLED, faults):
+                settled = Holdings.now(world)
+        assert settled is not None
+        return kinds, settled, Holdings.now(world)
+
+
+def main() -> None:
+    """Print what was done, and how it went; exit code 1 for something that grew."""
+    parser = argparse.ArgumentParser("python -m tests.faults.soak", description=__doc__)
+    parser.add_argument("--seed", type=int, default=random.randrange(10_000))
+    parser.add_argument("--faults", type=int, default=200)
+    options = parser.parse_args()
+    sys.stdout.write(f"seed {options.seed}, {options.faults} faults, {RANKS} ranks\n")
+    started = time.monotonic()
+    try:
+        kinds, settled, end = soak(options.seed, options.faults)
+    except NbdistError as error:
+        sys.exit(f"after {time.monotonic() - started:.0f} s: {error}")
+    seconds = time.monotonic() - started
+    sys.stdout.write(f"{dict(kinds)}\n{settled}\n{end}\n{seconds / options.faults:.2f} s each\n")
+    if end.has_grown_since(settled):
+        sys.exit("something grew")
+
+
+if __name__ == "__main__":
+    main()
