@@ -33,7 +33,7 @@ LAST_LINES = 20
 KILL_TIMEOUT = 5.0
 SUBSCRIBE_TIMEOUT = 10.0
 RETRY_SECONDS = 0.02
-LOOK_TIMEOUT = 0.2
+LOOK_TIMEOUT = 0.5
 
 REQUEST = "nbdist_request"
 """What `nbdist.worker.control` answers."""

@@ -455,7 +455,10 @@ def test_rank_that_dies_while_idle(notebook: Notebook) -> None:
         "%%rank 1\nimport os, signal, threading\n"
         "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()"
     )
-    time.sleep(0.8)
+    deadline = time.monotonic() + WAIT
+    while "dead" not in notebook.run("%dist_status").text:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     outcome = notebook.run("%%distributed\ndist.barrier()")
     assert outcome.errors == []
     said = "rank 1 was killed by SIGKILL while no cell was running: it was replaced"
