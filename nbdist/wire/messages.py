@@ -206,7 +206,7 @@ class Place:
 
     `line` of the cell, 0 where unknown; `operation` is the collective it waits for, "" if it
     does something else; `counts` has by group how many collectives it has begun, `moved` the
-    bytes that its connections have carried, `is_calm` whether none of its other threads has
+    bytes that its connections have carried, `is_calm` whether none of gloo's threads has
     anything to do.  `is_deaf`: C code holds the GIL, so nothing more is known.
     """
 

@@ -106,10 +106,8 @@ class Watcher:
         return total
 
     def _is_calm(self) -> bool:
-        """Whether no other thread of the process has anything to do."""
-        own = threading.get_native_id()
-        states = (_state(tid) for tid in os.listdir("/proc/self/task") if int(tid) != own)
-        return all(state not in "RD" for state in states)
+        """Whether none of gloo's threads has anything to do; the kernel's own often have."""
+        return not any(_is_at_work(tid) for tid in os.listdir("/proc/self/task"))
 
 
 def _begun() -> str:
@@ -137,9 +135,11 @@ def _recorded(*, entries: bool) -> dict[str, Any]:
     return {"pg_status": {}, "entries": [], **json.loads(dump)}
 
 
-def _state(tid: str) -> str:
+def _is_at_work(tid: str) -> bool:
+    """Whether the thread is one of gloo's (`gloo_tcp_loop`, `pt_gloo_runloop`), and runs."""
     try:
         with open(f"/proc/self/task/{tid}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(") ")[2][:1]
+            name, _, rest = file.read().rpartition(") ")
     except OSError:
-        return "X"  # it has ended
+        return False  # it has ended
+    return "gloo" in name and rest[0] in "RD"
