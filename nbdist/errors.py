@@ -238,8 +238,7 @@ class WorkerError(NbdistError):
 
     def add(self, sentence: str) -> None:
         """Say more: what was done about it."""
-        if sentence:
-            self.args = (f"{str(self).rstrip('.')}. {sentence[:1].upper()}{sentence[1:]}",)
+        self.args = (f"{str(self).rstrip('.')}. {sentence[:1].upper()}{sentence[1:]}",)
 
     def _keep(self, rank: int, host: str, pid: int, errors: Mapping[int, RankFailure]) -> None:
         self.rank = rank

@@ -24,7 +24,17 @@ from nbdist.node.logs import RankLog
 from nbdist.node.merge import LOST_AFTER, Merger
 from nbdist.node.pipes import OutputPipe
 from nbdist.node.processes import ProcessSource, WorkerProcess
-from nbdist.wire.messages import Cell, Died, Done, Output, Place, RankStart, Text, WorkerStatus
+from nbdist.wire.messages import (
+    CONTROL_REQUEST,
+    Cell,
+    Died,
+    Done,
+    Output,
+    Place,
+    RankStart,
+    Text,
+    WorkerStatus,
+)
 
 log = logging.getLogger("nbdist.node")
 
@@ -34,9 +44,6 @@ KILL_TIMEOUT = 5.0
 SUBSCRIBE_TIMEOUT = 10.0
 RETRY_SECONDS = 0.02
 LOOK_TIMEOUT = 0.5
-
-REQUEST = "nbdist_request"
-"""What `nbdist.worker.control` answers."""
 
 Emit = Callable[[int, str, Output], None]
 
@@ -177,7 +184,7 @@ class Rank:
 
     async def ask(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any] | None:
         """The answer of the worker's control thread; None if it gives none in time."""
-        number = self._send(REQUEST, dict(request), channel="control")
+        number = self._send(CONTROL_REQUEST, dict(request), channel="control")
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
             return await asyncio.wait_for(answer, timeout)

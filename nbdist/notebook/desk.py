@@ -133,7 +133,7 @@ class Desk:
         self._start(world, display)
         return world
 
-    def _mend(self, world: World, display: CellDisplay | None) -> None:
+    def _mend(self, world: World, display: CellDisplay) -> None:
         """Replace workers that died while no cell was running, and say so."""
         world.receive_waiting()
         if not world.is_idle:
@@ -141,11 +141,10 @@ class Desk:
         world.heal()
         for rank, died in world.take_replaced().items():
             self.ledger.forget([rank])
-            if display:
-                display.note(
-                    f"rank {rank} {word_exit(died.exit_code)} while no cell was running: "
-                    "it was replaced, its variables are lost"
-                )
+            display.note(
+                f"rank {rank} {word_exit(died.exit_code)} while no cell was running: "
+                "it was replaced, its variables are lost"
+            )
 
     def _start(self, world: World, display: CellDisplay) -> None:
         self.ledger.forget()
@@ -216,9 +215,13 @@ class Desk:
         if shipment:
             self.ledger.shipped(shipment.records, running.ranks_with_names)
         self.ledger.bound_on_workers(running.bound, cell.ranks)
-        self.ledger.forget(self.world.take_replaced())
+        self._check_end(self.world, running, stopped=stopped)
+
+    def _check_end(self, world: World, running: RunningCell, *, stopped: bool) -> None:
+        """Forget what replaced ranks had, and raise the one error of a cell that failed."""
+        self.ledger.forget(world.take_replaced())
         if stopped and not running.unfinished and not running.died:
-            raise Interrupted(cell.ranks)
+            raise Interrupted(running.cell.ranks)
         if error := running.error():
             raise error
 
@@ -266,10 +269,8 @@ class Desk:
             raise WorldNotStarted("`%dist_gather`")
         on = _ranks(ranks, self.world)
         running = self.world.submit(self.world.cell("", ranks=on, fetch=(expression,)))
-        if self._follow(running, None) and not running.unfinished and not running.died:
-            raise Interrupted(on)
-        if error := running.error():
-            raise error
+        stopped = self._follow(running, None)
+        self._check_end(self.world, running, stopped=stopped)
         self.shell.user_ns[target] = list(running.result())
         if target == expression:
             # The list is for the notebook: in the next cell the name means what it meant.

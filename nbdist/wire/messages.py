@@ -76,6 +76,9 @@ class Failure:
     time_ns: int
 
 
+CONTROL_REQUEST = "nbdist_request"
+"""The kind of message by which an agent asks a worker's control thread for something."""
+
 NAME_PROBLEM = "NameProblem"
 """`Failure.name` where a name that came along could not be bound, or one not be fetched."""
 

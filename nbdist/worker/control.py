@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nbdist.wire.messages import LivingGroups
+from nbdist.wire.messages import CONTROL_REQUEST, LivingGroups
 from nbdist.worker.watching import Watcher
 
 if TYPE_CHECKING:
     from nbdist.worker.group import Group
     from nbdist.worker.kernel import WorkerKernel
 
-REQUEST, REPLY = "nbdist_request", "nbdist_reply"
+REPLY = "nbdist_reply"
 
 
 def answer_control(kernel: WorkerKernel, group: Group | None) -> None:
@@ -44,4 +44,4 @@ def answer_control(kernel: WorkerKernel, group: Group | None) -> None:
         assert kernel.session is not None
         kernel.session.send(stream, REPLY, content, request, ident)
 
-    kernel.control_handlers[REQUEST] = answer
+    kernel.control_handlers[CONTROL_REQUEST] = answer

@@ -11,7 +11,7 @@ import re
 import struct
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -52,10 +52,11 @@ class Watcher:
     def look(self) -> dict[str, Any]:
         """The fields of `nbdist.wire.messages.Place`."""
         frames = list(self._frames())
+        groups = _recorded(entries=False)["pg_status"]
         return {
             "line": self._line(frames),
-            "operation": self._operation(frames),
-            "counts": _counts(),
+            "operation": self._operation(frames, groups),
+            "counts": {name: _begun_by(group) for name, group in groups.items()},
             "moved": self._moved(),
             "is_calm": self._is_calm(),
         }
@@ -72,7 +73,7 @@ class Watcher:
         cells = getattr(self._shell.compile, "_filename_map", {})
         return next((f.f_lineno for f in reversed(frames) if f.f_code.co_filename in cells), 0)
 
-    def _operation(self, frames: list[FrameType]) -> str:
+    def _operation(self, frames: list[FrameType], groups: Mapping[str, Any]) -> str:
         """What the thread waits for: a collective, by torch's name; "" when it does not wait.
 
         In a futex wait, with a collective begun that is not completed; or (Flight Recorder
@@ -80,7 +81,7 @@ class Watcher:
         """
         if self._group is None or not self._is_in_futex():
             return ""
-        if begun := _begun():
+        if begun := _begun(groups):
             return begun
         if any(frame.f_code is _wait.__code__ for frame in frames):
             return "send or recv"
@@ -110,23 +111,22 @@ class Watcher:
         return not any(_is_at_work(tid) for tid in os.listdir("/proc/self/task"))
 
 
-def _begun() -> str:
+def _begun_by(group: Mapping[str, Any]) -> int:
+    """How many collectives the group has begun."""
+    return int(group["last_enqueued_collective"])
+
+
+def _begun(groups: Mapping[str, Any]) -> str:
     """The collective that was begun last, of a group that has not completed all of them."""
-    for numbers in _recorded(entries=False)["pg_status"].values():
-        last = int(numbers["last_enqueued_collective"])
-        if last > int(numbers["last_completed_collective"]):
+    for group in groups.values():
+        last = _begun_by(group)
+        if last > int(group["last_completed_collective"]):
             for entry in reversed(_recorded(entries=True)["entries"]):
                 # Its group has another number there once the group was formed anew.
                 if entry["collective_seq_id"] == last:
                     return re.sub(r"^\w+:", "", entry["profiling_name"])
             return "collective"
     return ""
-
-
-def _counts() -> dict[str, int]:
-    """By group, how many collectives were begun."""
-    groups = _recorded(entries=False)["pg_status"]
-    return {group: int(numbers["last_enqueued_collective"]) for group, numbers in groups.items()}
 
 
 def _recorded(*, entries: bool) -> dict[str, Any]:

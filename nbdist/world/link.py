@@ -241,12 +241,14 @@ class Link:
                 if answer is not None:
                     answer.set_result(reply)
             case Outputs(items):
-                self.arrived.extend(items)
-                self.arrived.append(Received())  # what ends a batch, and is to be sent back
-                self._bell.put(None)
+                # What ends a batch is to be sent back.
+                self._arrive(*items, Received())
             case Seen() as seen:
-                self.arrived.append(seen)
-                self._bell.put(None)
+                self._arrive(seen)
+
+    def _arrive(self, *items: Item | Received | Seen | AgentLost) -> None:
+        self.arrived.extend(items)
+        self._bell.put(None)
 
     def _agent_ended(self, agent: AgentProcess) -> None:
         """Fail whoever waits; called in the link's thread, which ends then."""
@@ -259,5 +261,4 @@ class Link:
         for answer in list(self._answers.values()):
             if not answer.done():
                 answer.set_exception(lost)
-        self.arrived.append(lost)
-        self._bell.put(None)
+        self._arrive(lost)

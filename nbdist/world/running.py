@@ -69,7 +69,7 @@ class RunningCell:
         self._pids = dict(world.pids)
         self.freed: dict[int, Place] = {}
         self._stopping = False
-        self._killed: tuple[int, ...] = ()
+        self._has_killed = False
         self._watch = Watch(self._started)
         self.transcript.start(self._started)
 
@@ -123,11 +123,11 @@ class RunningCell:
 
     def _kill(self) -> bool:
         """End the ranks that did not stop; False when that was done before."""
-        if self._killed:
+        if self._has_killed:
             return False
-        self._killed = self.unfinished
+        self._has_killed = True
         self._give_up_at = time.monotonic() + KILL_GRACE
-        self._world.link.call(Kill(self._killed), timeout=KILL_GRACE)
+        self._world.link.call(Kill(self.unfinished), timeout=KILL_GRACE)
         return True
 
     def _watch_over(self) -> None:

@@ -201,7 +201,7 @@ class World:
         """Replace dead workers and form the group anew, where that is needed.
 
         All other workers keep their variables, and their modules, meshes and subgroups.
-        Raises AgentLost.  Where it cannot be done the state stays BROKEN, `problem` says why.
+        Where it cannot be done the state stays BROKEN, and `problem` says why.
         """
         if self.state is not State.BROKEN:
             return
