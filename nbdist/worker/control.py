@@ -32,6 +32,7 @@ def answer_control(kernel: WorkerKernel, group: Group | None) -> None:
             case {"do": "free"} if group is not None:
                 return {"connections": group.free()}
             case {"do": "form"} if group is not None:
+                watcher.start_over()
                 members = {name: tuple(ranks) for name, ranks in request["members"].items()}
                 try:
                     group.form_again(request["generation"], LivingGroups(members, request["count"]))

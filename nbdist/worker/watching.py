@@ -45,6 +45,7 @@ class Watcher:
         self._ident = threading.main_thread().ident or 0
         # Not `native_id`, which a forked process takes over from its parent (Python 3.11).
         self._native_id = os.getpid()
+        self._over: set[str] = set()
 
     def __repr__(self) -> str:
         return f"<Watcher of thread {self._native_id}>"
@@ -52,7 +53,7 @@ class Watcher:
     def look(self) -> dict[str, Any]:
         """The fields of `nbdist.wire.messages.Place`."""
         frames = list(self._frames())
-        groups = _recorded(entries=False)["pg_status"]
+        groups = self._groups()
         return {
             "line": self._line(frames),
             "operation": self._operation(frames, groups),
@@ -60,6 +61,18 @@ class Watcher:
             "moved": self._moved(),
             "is_calm": self._is_calm(),
         }
+
+    def start_over(self) -> None:
+        """The groups are being formed anew: what their backends so far have begun is over.
+
+        Flight Recorder keeps their numbers, and never takes what failed for completed.
+        """
+        self._over = set(_recorded(entries=False)["pg_status"])
+
+    def _groups(self) -> dict[str, Any]:
+        """What Flight Recorder has of each backend in use, by its number."""
+        status = _recorded(entries=False)["pg_status"]
+        return {number: group for number, group in status.items() if number not in self._over}
 
     def _frames(self) -> Iterator[FrameType]:
         """From the innermost out."""
@@ -118,12 +131,11 @@ def _begun_by(group: Mapping[str, Any]) -> int:
 
 def _begun(groups: Mapping[str, Any]) -> str:
     """The collective that was begun last, of a group that has not completed all of them."""
-    for group in groups.values():
+    for number, group in groups.items():
         last = _begun_by(group)
         if last > int(group["last_completed_collective"]):
             for entry in reversed(_recorded(entries=True)["entries"]):
-                # Its group has another number there once the group was formed anew.
-                if entry["collective_seq_id"] == last:
+                if (entry["pg_id"], entry["collective_seq_id"]) == (int(number), last):
                     return re.sub(r"^\w+:", "", entry["profiling_name"])
             return "collective"
     return ""

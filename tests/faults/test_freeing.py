@@ -169,6 +169,17 @@ def test_a_cell_for_some_ranks(world: World) -> None:
     goes_on(world)
 
 
+def test_what_failed_before_is_over(world: World) -> None:
+    """Collectives of a group that was formed anew since are no sign of a wait."""
+    fails(
+        world,
+        "if rank == 1: raise ValueError('bad')\n"
+        "works = [dist.all_reduce(torch.ones(3_000_000), async_op=True) for _ in range(20)]\n"
+        "works[-1].wait()",
+    )
+    test_a_skipped_collective(world)
+
+
 def test_who_waits_for_whom_is_told(world: World) -> None:
     """Within 5 s a cell says who waits in what, and in which line the others are."""
     source = "import time\nif rank == 1:\n    time.sleep(6)\ndist.barrier()"
