@@ -5,21 +5,33 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nbdist import topology
-from nbdist.errors import Interrupted, UsageError, WorldChanged, WorldNotStarted, count, word_exit
+from nbdist.errors import (
+    Interrupted,
+    UsageError,
+    WorldChanged,
+    WorldNotStarted,
+    count,
+    name_ranks,
+    word_exit,
+)
 from nbdist.notebook.display import make_display
 from nbdist.notebook.draw import whole_text
+from nbdist.notebook.idle import IdleWatch
+from nbdist.notebook.options import patience
 from nbdist.notebook.ship.ledger import Ledger
 from nbdist.notebook.ship.names import names_bound
 from nbdist.notebook.ship.plan import Shipment, plan, push
 from nbdist.notebook.source import check_source, in_notebook_lines
 from nbdist.notebook.status import headline, owners_text, rows, status_html, status_text
+from nbdist.world.healing import healing_text, parse_on_failure
 from nbdist.world.launcher import find_launcher
 from nbdist.world.link import Link
 from nbdist.world.running import RunningCell
 from nbdist.world.states import State
+from nbdist.world.watch import Patience
 from nbdist.world.world import World
 
 if TYPE_CHECKING:
@@ -48,6 +60,7 @@ class Desk:
         self.ledger = Ledger(shell.user_ns)
         self._link: Link | None = None
         self._last: RunningCell | None = None
+        self._idle = IdleWatch(self._notice)
 
     def __repr__(self) -> str:
         return f"<Desk {self.world} {self.ledger}>"
@@ -63,28 +76,60 @@ class Desk:
         """Start workers unless they are there, and say so."""
         display = self._display()
         world = self._ensure_world(options, display)
+        world.patience = patience(options, world.patience)
         display.say(f"{count(world.size, 'worker')} ready · {world.backend}")
 
     def restart(self, options: argparse.Namespace) -> None:
         """Have new workers: as the ones before but for what the options say."""
         display, old = self._display(), self.world
         changed = options.no_nursery or any(getattr(options, name) for name in WORLD_OPTIONS)
+        if options.ranks is not None:
+            if changed or options.workers:
+                raise UsageError("`%dist_restart -r`: only all workers together can be changed.")
+            self._replace(options.ranks, display)
+            return
         if old is None or changed:
             world = self._new_world(options, old)
             if old is not None:
+                world.setup, old.setup = old.setup, world.setup
                 old.shutdown()
             self._start(world, display)
         else:
             world = old
             self.ledger.forget()
             display.wait_for("restarting")
+            self._set_policy(world, options)
+            world.patience = patience(options, world.patience)
             world.restart(options.workers)
+            self._watch_while_idle()
         display.say(f"{count(world.size, 'worker')} ready · {world.backend} · variables are new")
+
+    def _replace(self, text: str, display: CellDisplay) -> None:
+        """Start some ranks anew in their places."""
+        if self.world is None:
+            raise WorldNotStarted("`%dist_restart -r`")
+        ranks = _ranks(text, self.world)
+        display.wait_for(f"restarting {name_ranks(ranks)}")
+        self.world.replace(ranks)
+        self.ledger.forget(self.world.losses.take_replaced())
+        display.say(healing_text(self.world, ranks))
+
+    def interrupt(self) -> None:
+        """Stop what the workers run: after a second Stop, which does not wait, they may."""
+        running = self._last
+        if self.world is None or running is None or not running.unfinished:
+            self.say("no cell is running on the workers")
+            return
+        running.interrupt()
+        self._follow(running, self._display())
+        self._check_end(self.world, running, stopped=False)
+        self.say(str(Interrupted(running.cell.ranks)))
 
     def shutdown(self) -> bool:
         """End the workers and the agent; whether there were workers."""
         world, self.world = self.world, None
         link, self._link = self._link, None
+        self._idle.stop()
         self.ledger.forget()
         if link is not None:
             link.close()
@@ -96,6 +141,7 @@ class Desk:
 
     def close(self) -> None:
         """The notebook ends: end all that it started, at once."""
+        self._idle.stop()
         links = [self._link, self.world.detach_link() if self.world else None]
         for link in links:
             if link is not None:
@@ -113,6 +159,8 @@ class Desk:
                 name=options.name,
                 launcher=options.launcher or "local",
                 nursery=not options.no_nursery,
+                on_failure=options.on_failure or (old.on_failure if old else "heal"),
+                patience=patience(options, old.patience if old else Patience()),
                 link=link,
             )
         except UsageError:
@@ -126,12 +174,17 @@ class Desk:
         if self.world is not None and self.world.state is not State.STOPPED:
             if options is not None:
                 self._check_same(self.world, options)
+                self._set_policy(self.world, options)
             return self.world
         if options is None:
             raise WorldNotStarted("The cell")
-        world = self._new_world(options)
+        world = self._new_world(options, self.world)
         self._start(world, display)
         return world
+
+    def _set_policy(self, world: World, options: argparse.Namespace) -> None:
+        if options.on_failure:
+            world.on_failure = parse_on_failure(options.on_failure)
 
     def _mend(self, world: World, display: CellDisplay) -> None:
         """Replace workers that died while no cell was running, and say so."""
@@ -139,12 +192,13 @@ class Desk:
         if not world.is_idle:
             return
         world.heal()
-        for rank, died in world.take_replaced().items():
-            self.ledger.forget([rank])
-            display.note(
-                f"rank {rank} {word_exit(died.exit_code)} while no cell was running: "
-                "it was replaced, its variables are lost"
-            )
+        replaced = world.losses.take_replaced()
+        self.ledger.forget(replaced)
+        dead = {rank: died for rank, died in replaced.items() if died is not None}
+        for rank, died in dead.items():
+            display.note(f"rank {rank} {word_exit(died.exit_code)} while no cell was running")
+        if dead:
+            display.note(healing_text(world, dead).rstrip("."))
 
     def _start(self, world: World, display: CellDisplay) -> None:
         self.ledger.forget()
@@ -156,6 +210,21 @@ class Desk:
         except KeyboardInterrupt:
             raise Interrupted(()) from None
         self.world = world
+        self._watch_while_idle()
+
+    def _watch_while_idle(self) -> None:
+        has_workers = self.world is not None and self.world.state.has_workers
+        self._idle.follow(self.world.link if self.world and has_workers else None)
+
+    def _notice(self) -> None:
+        """A worker has died, perhaps while no cell was running: replace it, and say so."""
+        world = self.world
+        if world is None or not world.is_idle or not world.state.has_workers:
+            return
+        display = self._display()
+        self._mend(world, display)
+        if world.lost is not None:
+            display.note(str(world.lost))
 
     def _check_same(self, world: World, options: argparse.Namespace) -> None:
         """What a cell's options say of the world has to be true of the one that runs."""
@@ -188,7 +257,10 @@ class Desk:
         on = _ranks(ranks, world)
         source = in_notebook_lines(first_line, cell)
         shipment = plan(python, self.ledger, on, self.shell.user_ns_hidden)
-        self._run(world.cell(source, ranks=on, execution_count=number), shipment, display)
+        prepared = world.cell(source, ranks=on, execution_count=number)
+        wanted = patience(options, world.patience) if options else world.patience
+        setup = self._cell_key(source) if options and options.setup else ""
+        self._run(prepared, shipment, display, wanted, setup)
 
     def push(self, names: Sequence[str], ranks: str | None) -> None:
         """Bind names of the notebook on the workers, whoever owns them there."""
@@ -200,18 +272,30 @@ class Desk:
         on = _ranks(ranks, self.world)
         self._run(self.world.cell("", ranks=on), push(names, self.ledger, on), self._display())
 
-    def _run(self, cell: Cell, shipment: Shipment | None, display: CellDisplay) -> None:
+    def _run(
+        self,
+        cell: Cell,
+        shipment: Shipment | None,
+        display: CellDisplay,
+        wanted: Patience | None = None,
+        setup: str = "",
+    ) -> None:
+        """Run a prepared cell; with `setup`, its key, again in every new worker."""
         assert self.world is not None
         for notice in shipment.notices if shipment else ():
             display.note(notice)
         if shipment and shipment.names:
             cell = replace(cell, names=shipment.payload)
+        segment = shipment.segment if shipment else None
         try:
-            running = self._last = self.world.submit(cell)
+            running = self._last = self.world.submit(cell, wanted)
             stopped = self._follow(running, display)
+            if setup and not running.error():
+                self.world.setup.keep(setup, cell, segment)
+                segment = None
         finally:
-            if shipment and shipment.segment:
-                shipment.segment.close()
+            if segment:
+                segment.close()
         if shipment:
             self.ledger.shipped(shipment.records, running.ranks_with_names)
         self.ledger.bound_on_workers(running.bound, cell.ranks)
@@ -219,7 +303,7 @@ class Desk:
 
     def _check_end(self, world: World, running: RunningCell, *, stopped: bool) -> None:
         """Forget what replaced ranks had, and raise the one error of a cell that failed."""
-        self.ledger.forget(world.take_replaced())
+        self.ledger.forget(world.losses.take_replaced())
         if stopped and not running.unfinished and not running.died:
             raise Interrupted(running.cell.ranks)
         if error := running.error():
@@ -310,6 +394,11 @@ class Desk:
         """The number of the cell that is running: IPython has stored its input already."""
         inputs = self.shell.history_manager.input_hist_parsed  # type: ignore[union-attr]
         return max(1, len(inputs) - 1)
+
+    def _cell_key(self, source: str) -> str:
+        """What tells a cell from others: the front end's id of it, else its source."""
+        parent: Any = getattr(self.shell, "get_parent", dict)()  # a terminal's shell has none
+        return str(parent.get("metadata", {}).get("cellId") or source)
 
     def _log_files(self) -> dict[int, str]:
         if self.world is None:

@@ -29,6 +29,7 @@ class DistributedMagics(Magics):
 
     @magic_arguments()
     @ranks_option
+    @argument("--setup", action="store_true", help="run the cell again in every new worker")
     @world_options
     @cell_magic
     def distributed(self, line: str, cell: str) -> None:
@@ -58,14 +59,23 @@ class DistributedMagics(Magics):
         self.desk.init(parse(self.dist_init, line))
 
     @magic_arguments()
+    @ranks_option
     @world_options
     @line_magic
     def dist_restart(self, line: str) -> None:
         """End all workers and start new ones: out of every situation, with all variables lost.
 
-        The notebook keeps its own.
+        The notebook keeps its own.  With `-r 2` only that rank is started anew, and the
+        others keep their variables.
         """
         self.desk.restart(parse(self.dist_restart, line))
+
+    @magic_arguments()
+    @line_magic
+    def dist_interrupt(self, line: str) -> None:
+        """Stop what the workers run, as the Stop button does."""
+        parse(self.dist_interrupt, line)
+        self.desk.interrupt()
 
     @magic_arguments()
     @line_magic

@@ -11,6 +11,7 @@ from IPython.core.error import UsageError as IPythonUsageError
 from IPython.core.magic_arguments import argument, parse_argstring
 
 from nbdist.errors import UsageError
+from nbdist.world.watch import Patience
 
 RANKS = re.compile(r"(?:^|(?<=\s))(?:-r|--ranks)(?:\s*=\s*|\s+)(\S+)")
 """`-r -1,0` would be read as an option without a value."""
@@ -19,7 +20,7 @@ Magic = Callable[..., Any]
 
 
 def world_options(magic: Magic) -> Magic:
-    """What describes a world: for `%dist_init`, `%%distributed` and `%dist_restart`."""
+    """What concerns a world: for `%dist_init`, `%%distributed` and `%dist_restart`."""
     for add in (
         argument("-n", dest="workers", metavar="N", help="how many workers: a number, auto"
                  " (one per GPU; without any one per core, at most 4), gpu or cpu"),
@@ -29,9 +30,35 @@ def world_options(magic: Magic) -> Magic:
         argument("--launcher", help="how agents are started (default: local)"),
         argument("--no-nursery", action="store_true", help="start each worker as a new"
                  " interpreter instead of forking it from one that has imported torch"),
+        argument("--on-failure", metavar="WHAT", help="what the death of a worker leads to:"
+                 " heal replaces it (the default), restart-all starts all anew, stop ends all"),
+    ):  # fmt: skip
+        magic = add(magic)
+    return patience_options(magic)
+
+
+def patience_options(magic: Magic) -> Magic:
+    """When ranks that wait for one another are told of, and freed."""
+    for add in (
+        argument("--hang-timeout", metavar="SECONDS", help="seconds after which a running cell"
+                 " says which ranks wait for which (4)"),
+        argument("--no-free", action="store_true", help="only say so: ranks that wait for what"
+                 " can never come stay as they are until Stop"),
     ):  # fmt: skip
         magic = add(magic)
     return magic
+
+
+def patience(options: argparse.Namespace, default: Patience) -> Patience:
+    """What the options say of it."""
+    text = options.hang_timeout
+    try:
+        timeout = default.hang_timeout if text is None else float(text)
+    except ValueError:
+        timeout = -1.0
+    if not 0 < timeout < float("inf"):
+        raise UsageError(f"`--hang-timeout {text}`: a number of seconds, such as 30 or 0.5.")
+    return Patience(timeout, default.frees and not options.no_free)
 
 
 def ranks_option(magic: Magic) -> Magic:

@@ -210,7 +210,8 @@ class Place:
     `line` of the cell, 0 where unknown; `operation` is the collective it waits for, "" if it
     does something else; `counts` has by group how many collectives it has begun, `moved` the
     bytes that its connections have carried, `is_calm` whether none of gloo's threads has
-    anything to do.  `is_deaf`: C code holds the GIL, so nothing more is known.
+    anything to do; `unfinished` how many collectives have begun and not been completed.
+    `is_deaf`: C code holds the GIL, so nothing more is known.
     """
 
     line: int = 0
@@ -218,6 +219,7 @@ class Place:
     counts: Mapping[str, int] = field(default_factory=dict)
     moved: int = 0
     is_calm: bool = False
+    unfinished: int = 0
     is_deaf: bool = False
 
 

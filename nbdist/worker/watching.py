@@ -60,6 +60,7 @@ class Watcher:
             "counts": {name: _begun_by(group) for name, group in groups.items()},
             "moved": self._moved(),
             "is_calm": self._is_calm(),
+            "unfinished": sum(map(_unfinished_by, groups.values())),
         }
 
     def start_over(self) -> None:
@@ -129,11 +130,16 @@ def _begun_by(group: Mapping[str, Any]) -> int:
     return int(group["last_enqueued_collective"])
 
 
+def _unfinished_by(group: Mapping[str, Any]) -> int:
+    """How many of them are not completed; -1 stands for none completed."""
+    return _begun_by(group) - max(0, int(group["last_completed_collective"]))
+
+
 def _begun(groups: Mapping[str, Any]) -> str:
     """The collective that was begun last, of a group that has not completed all of them."""
     for number, group in groups.items():
         last = _begun_by(group)
-        if last > int(group["last_completed_collective"]):
+        if _unfinished_by(group):
             for entry in reversed(_recorded(entries=True)["entries"]):
                 if (entry["pg_id"], entry["collective_seq_id"]) == (int(number), last):
                     return re.sub(r"^\w+:", "", entry["profiling_name"])

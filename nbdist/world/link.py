@@ -28,6 +28,7 @@ from nbdist.wire.messages import (
     Answer,
     Call,
     Cell,
+    Died,
     Down,
     Free,
     Hello,
@@ -71,6 +72,7 @@ class Link:
         # Bound before the agent is started: no port is guessed, no connection retried.
         self._socket.bind(f"ipc://{self._runtime}/notebook.sock")
         self._wake, self._wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.deaths, self._deaths_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._waiting: deque[Down] = deque()
         self._answers: dict[int, Future[Reply]] = {}
         self._numbers = itertools.count(1)
@@ -161,8 +163,8 @@ class Link:
             agent.close()
         self._socket.close()
         self._context.term()
-        os.close(self._wake)
-        os.close(self._wake_end)
+        for end in (self._wake, self._wake_end, self.deaths, self._deaths_end):
+            os.close(end)
         # The agent removes it; an agent that was killed cannot.
         shutil.rmtree(self._runtime, ignore_errors=True)
 
@@ -249,6 +251,9 @@ class Link:
     def _arrive(self, *items: Item | Received | Seen | AgentLost) -> None:
         self.arrived.extend(items)
         self._bell.put(None)
+        if any(isinstance(item, AgentLost) or _is_death(item) for item in items):
+            with suppress(BlockingIOError):  # full: it is readable
+                os.write(self._deaths_end, b"x")
 
     def _agent_ended(self, agent: AgentProcess) -> None:
         """Fail whoever waits; called in the link's thread, which ends then."""
@@ -262,3 +267,7 @@ class Link:
             if not answer.done():
                 answer.set_exception(lost)
         self._arrive(lost)
+
+
+def _is_death(item: Item | Received | Seen | AgentLost) -> bool:
+    return isinstance(item, tuple) and isinstance(item[2], Died)

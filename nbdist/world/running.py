@@ -22,11 +22,12 @@ from nbdist.wire.messages import (
 )
 from nbdist.wire.payload import open_payload
 from nbdist.wire.pickling import unpickle
+from nbdist.world.healing import healing_text
 from nbdist.world.result import CellResult
 from nbdist.world.sgr import strip
-from nbdist.world.states import Event
+from nbdist.world.states import Event, State
 from nbdist.world.transcript import CONNECTION_LOST, FREED, Transcript, follows
-from nbdist.world.watch import FIRST_LOOK, Watch, waited_text, waits_text
+from nbdist.world.watch import ANSWER_TIMEOUT, Patience, Watch, waited_text, waits_text
 
 if TYPE_CHECKING:
     from nbdist.world.world import World
@@ -58,8 +59,9 @@ class RunningCell:
     iterating, which then ends within `INTERRUPT_GRACE` seconds.
     """
 
-    def __init__(self, world: World, cell: Cell) -> None:
+    def __init__(self, world: World, cell: Cell, patience: Patience) -> None:
         self.cell = cell
+        self.patience = patience
         self.transcript = Transcript(cell.ranks)
         self._world = world
         self._started = time.monotonic()
@@ -68,9 +70,11 @@ class RunningCell:
         self._news: News = []
         self._pids = dict(world.pids)
         self.freed: dict[int, Place] = {}
+        self._seen: dict[int, Place] = {}
         self._stopping = False
         self._has_killed = False
-        self._watch = Watch(self._started)
+        self._has_told_death = False
+        self._watch = Watch(self._started, patience.hang_timeout)
         self.transcript.start(self._started)
 
     def __repr__(self) -> str:
@@ -86,7 +90,9 @@ class RunningCell:
         """Which ranks wait in which collective, and where the others are; "" if none waits."""
         unfinished = self.unfinished
         places = {rank: self._watch.places.get(rank, Place()) for rank in unfinished}
-        if self.age < FIRST_LOOK or not any(place.operation for place in places.values()):
+        if self.age < self.patience.hang_timeout or not any(
+            place.operation for place in places.values()
+        ):
             return ""
         done = set(self.cell.ranks) - set(unfinished)
         finished = f" · {name_ranks(done)} finished" if done else ""
@@ -109,6 +115,7 @@ class RunningCell:
             self._watch_over()
             news, self._news = self._news, []
             yield news
+        self._free_leftovers()
         self._world.heal()
 
     def interrupt(self) -> None:
@@ -133,7 +140,12 @@ class RunningCell:
     def _watch_over(self) -> None:
         """Look where ranks are when it is time to, and free those that can never go on."""
         now, unfinished = time.monotonic(), self.unfinished
-        if not unfinished or not self._world.can_free:
+        if not unfinished:
+            return
+        if self.died and not self._has_told_death:
+            self._has_told_death = True
+            self._end_wait_for_dead(unfinished)
+        if not self._world.can_free:
             return
         # Ranks that do not run the cell will not join either.
         some_finished = len(unfinished) < self._world.size
@@ -141,13 +153,46 @@ class RunningCell:
             self._watch.hurry(now)
         if self._stopping:
             stuck = [rank for rank, place in self._watch.places.items() if place.operation]
+        elif self.patience.frees and some_finished and self._watch.never(unfinished, now):
+            stuck = list(unfinished)
         else:
-            stuck = list(unfinished) if some_finished and self._watch.never(unfinished, now) else []
+            stuck = []
         if stuck:
             self._free(stuck, now)
         elif self._watch.wait(now) == 0:
             self._watch.asked(now)
             self._world.link.look(unfinished)
+
+    def _end_wait_for_dead(self, survivors: tuple[int, ...]) -> None:
+        """They may wait for one another without a connection to the dead: free them now."""
+        if self._world.on_failure != "heal":
+            self._world.link.call(Kill(survivors), timeout=KILL_GRACE)
+        elif self._world.can_free:
+            self._world.link.free(tuple(range(self._world.size)))
+
+    def _free_leftovers(self) -> None:
+        """End collectives that a failed cell began and nobody will complete.
+
+        The next cell's would meet them, and give wrong results.
+        """
+        world = self._world
+        if not self.transcript.errors or world.state is not State.READY or not world.can_free:
+            return
+        for _ in range(2):
+            places = self._look_now()
+            if not any(place.unfinished for place in places.values()):
+                return
+        world.advance(Event.FREED)
+        world.link.free(tuple(range(world.size)))
+
+    def _look_now(self) -> dict[int, Place]:
+        """Where all ranks of the world are."""
+        self._seen = {}
+        self._world.link.look(tuple(range(self._world.size)))
+        deadline = time.monotonic() + ANSWER_TIMEOUT
+        while not self._seen and (left := deadline - time.monotonic()) > 0:
+            self._world.receive(left)
+        return self._seen
 
     def _free(self, ranks: list[int], now: float) -> None:
         self._world.advance(Event.FREED)
@@ -159,6 +204,7 @@ class RunningCell:
 
     def see(self, places: Mapping[int, Place]) -> None:
         """Called by the world with where ranks are."""
+        self._seen = dict(places)
         known = {rank: place for rank, place in places.items() if rank in self.unfinished}
         self._watch.take(known, time.monotonic())
 
@@ -232,7 +278,7 @@ class RunningCell:
         if isinstance(first, Died):
             died = WorkerDied(rank, host, pid, errors, ran, seconds, first.exit_code)
             gone = (rank for rank, error in errors.items() if isinstance(error, Died))
-            died.add(self._world.healing_text(gone))
+            died.add(healing_text(self._world, gone))
             return died
         if not own and self.freed and not self._stopping:
             waits = waits_text(self.freed)

@@ -69,6 +69,8 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.INTERRUPTING, Event.RANK_DIED): State.BROKEN,
     (State.STUCK, Event.RANK_DIED): State.BROKEN,
     (State.BROKEN, Event.RANK_DIED): State.BROKEN,
+    # A failed cell had left collectives under way.
+    (State.READY, Event.FREED): State.BROKEN,
     (State.RUNNING, Event.FREED): State.BROKEN,
     (State.INTERRUPTING, Event.FREED): State.BROKEN,
     (State.STUCK, Event.FREED): State.BROKEN,

@@ -8,11 +8,12 @@ join, so as long as there is one, nobody is freed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from nbdist.errors import name_ranks, one_line
 from nbdist.wire.messages import Place
 
-FIRST_LOOK = 4.0
+HANG_TIMEOUT = 4.0
 """Seconds into a cell whose ranks are all at work; what is told then is told within 5 s."""
 
 LOOK_EVERY = 1.0
@@ -26,14 +27,26 @@ UNCHANGED = 3.0
 """Seconds after which nothing moves, though some thread has something to do."""
 
 
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a cell's ranks may wait for one another, and what happens then.
+
+    After `hang_timeout` seconds a running cell says who waits for whom; with `frees`, those
+    who wait for what can never come are freed, else that is for Stop.
+    """
+
+    hang_timeout: float = HANG_TIMEOUT
+    frees: bool = True
+
+
 class Watch:
     """The last two places of each rank of a cell, and when to look again."""
 
-    def __init__(self, started: float) -> None:
+    def __init__(self, started: float, hang_timeout: float = HANG_TIMEOUT) -> None:
         self.places: dict[int, Place] = {}
         self._before: dict[int, Place] = {}
         self._since: dict[int, float] = {}
-        self._next = started + FIRST_LOOK
+        self._next = started + hang_timeout
         self._hurried: float | None = None
 
     def __repr__(self) -> str:

@@ -7,7 +7,7 @@ import sys
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -23,14 +23,11 @@ from nbdist.errors import (
     WorldBusy,
     WorldNotStarted,
     WorldStuck,
-    name_ranks,
 )
 from nbdist.wire.messages import (
     Cell,
     Died,
     GetStatus,
-    Heal,
-    Healed,
     Received,
     Seen,
     StartFailure,
@@ -41,22 +38,22 @@ from nbdist.wire.messages import (
 )
 from nbdist.wire.payload import Payload, pack_frames
 from nbdist.wire.pickling import pickle
+from nbdist.world import healing
 from nbdist.world.launcher import find_launcher
 from nbdist.world.link import Link
+from nbdist.world.losses import Losses
 from nbdist.world.result import CellResult
 from nbdist.world.running import News, RunningCell
+from nbdist.world.setup import Setup, problem_text
 from nbdist.world.spec import default_log_dir, make_spec
 from nbdist.world.states import Event, State, next_state
+from nbdist.world.watch import Patience
 
 STOP_GRACE = 2.0
 """Seconds that idle workers have to run their exit handlers."""
 
 RESTART_GRACE = 0.3
 STATUS_TIMEOUT = 5.0
-HEAL_TIMEOUT = 70.0
-"""Longer than an agent takes when ranks do not meet."""
-
-
 LATE_KEPT = 1000
 """Outputs of threads that outlived their cell; all text is in the log files too."""
 
@@ -81,6 +78,10 @@ class World:
         nursery: fork workers from a process that has torch imported; else spawn each.
         log_dir: where log files go, "" for none; by default `$NBDIST_LOG_DIR`, else
             `~/.local/state/nbdist`.
+        on_failure: what the death of a worker leads to: `"heal"` replaces it, and the others
+            keep their variables; `"restart-all"` starts all anew, as torchrun does; `"stop"`
+            ends all.
+        patience: when to say that ranks wait for one another, and whether to free them.
 
     Raises:
         UsageError: before anything is started, for arguments that cannot be.
@@ -96,6 +97,8 @@ class World:
         launcher: str = "local",
         nursery: bool = True,
         log_dir: str | None = None,
+        on_failure: str = "heal",
+        patience: Patience | None = None,
         link: Link | None = None,
     ) -> None:
         self.warning = ""
@@ -104,13 +107,16 @@ class World:
         self.logs: Mapping[int, str] = {}
         self.namespace: dict[str, Any] = sys.modules["__main__"].__dict__
         self.late: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)
-        self.dead: dict[int, Died] = {}
+        self.losses = Losses()
         self.host = ""
         self.lost: AgentLost | None = None
-        self.problem = ""
-        self._replaced: dict[int, Died] = {}
+        self.problem = self.setup_problem = ""
+        self.setup = Setup()
+        self._replaying = False
         self.name = name or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.launcher = launcher
+        self.on_failure = healing.parse_on_failure(on_failure)
+        self.patience = patience or Patience()
         self._link = link
         self._nursery = nursery
         self._log_dir = default_log_dir() if log_dir is None else log_dir
@@ -156,6 +162,12 @@ class World:
         """End all workers and start new ones, out of every state; variables are lost."""
         # The notebook's environment, path and folder may have changed meanwhile.
         self._configure(self.size if n is None else n, self._asked_backend, self._asked_gpus)
+        self.restart_workers()
+        if error := self.replay_setup(range(self.size)):
+            raise error
+
+    def restart_workers(self) -> None:
+        """End all workers and start as many, without set-up cells."""
         if self._link is not None and self._link.is_up and self.state.has_workers:
             self.advance(Event.STOP)
             with suppress(AgentLost):  # then its workers are gone too
@@ -166,6 +178,7 @@ class World:
 
     def shutdown(self) -> None:
         """End all workers and their agent; nothing of them is left."""
+        self.setup.forget()
         self.advance(Event.STOP)
         if self._link is not None and self._link.is_up:
             with suppress(AgentLost, StartError):  # ended before, which is what is wanted
@@ -198,50 +211,26 @@ class World:
         return self._spec.backend is not None and "nccl" not in self.backend
 
     def heal(self) -> None:
-        """Replace dead workers and form the group anew, where that is needed.
+        """Do about deaths and broken collectives what `on_failure` says; nothing if all is well.
 
-        All other workers keep their variables, and their modules, meshes and subgroups.
         Where it cannot be done the state stays BROKEN, and `problem` says why.
         """
-        if self.state is not State.BROKEN:
-            return
-        if "nccl" in self.backend:
-            self.problem = "groups of nccl are not formed anew in place yet"
-            return
-        self.advance(Event.HEAL)
-        outcome, self.problem = Event.HEAL_FAILED, "it was interrupted"
-        try:
-            healed = self.link.call(Heal(), timeout=HEAL_TIMEOUT)
-            assert isinstance(healed, Healed)
-            self.pids, self.logs, self.problem = healed.pids, healed.logs, healed.problem
-            if not self.problem:
-                outcome = Event.HEALED
-                self._replaced.update(self.dead)
-                self.dead = {}
-        except AgentLost as lost:
-            outcome, self.problem = Event.AGENT_LOST, ""
-            self._take_loss(lost)
-        finally:
-            self.advance(outcome)
+        healing.heal(self)
 
-    def healing_text(self, dead: Iterable[int]) -> str:
-        """What became of a world some of whose workers have died."""
-        if self.state is State.BROKEN:
-            why = f" ({self.problem})" if self.problem else ""
-            return f"`%dist_restart` starts all workers anew; their variables are lost{why}."
-        ranks = name_ranks(dead)
-        lost = "was replaced and has lost its variables"
-        if ranks.startswith("ranks"):
-            lost = "were replaced and have lost their variables"
-        return f"{ranks} {lost}; the others keep theirs."
+    def replace(self, ranks: Sequence[int]) -> None:
+        """Start these ranks anew, in place; the others keep their variables.
 
-    def take_replaced(self) -> dict[int, Died]:
-        """The ranks that were replaced since this was last asked, and how they had ended."""
-        replaced, self._replaced = self._replaced, {}
-        return replaced
+        Raises WorldNotStarted, and WorldBusy while a cell runs.
+        """
+        self.receive_waiting()
+        if self.state not in (State.READY, State.BROKEN):
+            self._check_ready()
+        healing.replace(self, ranks)
 
-    def submit(self, cell: Cell) -> RunningCell:
+    def submit(self, cell: Cell, patience: Patience | None = None) -> RunningCell:
         """Send a cell to all of its ranks at once; iterate over what is returned.
+
+        `patience` is for this cell alone, the world's own by default.
 
         Raises what keeps it from running, with nothing sent: WorldNotStarted, WorldBusy,
         WorkerDied, AgentLost.
@@ -250,7 +239,11 @@ class World:
         if self.is_idle:
             self.heal()
         self._check_ready()
-        running = RunningCell(self, cell)
+        return self.send(cell, patience)
+
+    def send(self, cell: Cell, patience: Patience | None = None) -> RunningCell:
+        """Send a cell to its ranks, which are ready."""
+        running = RunningCell(self, cell, patience or self.patience)
         self.advance(Event.CELL)
         self._running = running
         self.link.run(cell)
@@ -325,12 +318,12 @@ class World:
         try:
             rows = self.link.call(GetStatus(), timeout=STATUS_TIMEOUT)
         except AgentLost as lost:
-            self._take_loss(lost)
+            self.take_loss(lost)
             return ()
         assert isinstance(rows, tuple)
         return rows
 
-    # --- for RunningCell ----------------------------------------------------------------------
+    # --- for RunningCell and healing ------------------------------------------------------
 
     @property
     def link(self) -> Link:
@@ -348,6 +341,24 @@ class World:
         """The only door to another state."""
         self.state = next_state(self.state, event)
 
+    @property
+    def bound_lately(self) -> frozenset[str]:
+        """Names that the last cell bound on any rank, if a rank died in it."""
+        running = self._running
+        return running.bound if running is not None and running.died else frozenset()
+
+    def replay_setup(self, ranks: Collection[int]) -> NbdistError | None:
+        """Run the set-up cells on new workers; what they failed with."""
+        if self._replaying or self.state is not State.READY:
+            return None
+        self._replaying, running = True, self._running
+        try:
+            error = self.setup.replay(self, ranks)
+            self.setup_problem = problem_text(error)
+        finally:
+            self._replaying, self._running = False, running
+        return error
+
     def receive(self, timeout: float) -> None:
         """Take in what ranks have shown; wait for the first of it, at most `timeout` seconds."""
         self.link.wait(timeout)
@@ -359,7 +370,7 @@ class World:
             link = self._link
             match link.arrived[0]:
                 case AgentLost() as lost:
-                    self._take_loss(lost)
+                    self.take_loss(lost)
                 case Received():
                     link.received()
                 case Seen(places):
@@ -404,17 +415,18 @@ class World:
         running = self._running
         if running is not None and running.died and (error := running.error()):
             return error
-        rank, died = next(iter(self.dead.items()), (0, None))
+        dead = self.losses.dead
+        rank, died = next(iter(dead.items()), (0, None))
         if died is None:
             return WorldBroken(self.problem)
         pid = self.pids.get(rank, 0)
-        told = WorkerDied(rank, self.host, pid, self.dead, 0, 0.0, died.exit_code)
-        told.add(self.healing_text(self.dead))
+        told = WorkerDied(rank, self.host, pid, dead, 0, 0.0, died.exit_code)
+        told.add(healing.healing_text(self, dead))
         return told
 
     def _take(self, rank: int, cell_id: str, output: Any) -> None:
+        self.losses.take(rank, output)
         if isinstance(output, Died):
-            self.dead[rank] = output
             self.advance(Event.RANK_DIED)
         running = self._running
         if running is not None and cell_id == running.cell.id:
@@ -424,7 +436,7 @@ class World:
         else:
             self.late.append((rank, output))
 
-    def _take_loss(self, lost: AgentLost) -> None:
+    def take_loss(self, lost: AgentLost) -> None:
         self.lost = lost
         if self._running is not None:
             self._running.take_loss()
@@ -433,8 +445,7 @@ class World:
 
     def _drop_outputs(self) -> None:
         """Forget what the workers before had still to say."""
-        self.dead = {}
-        self._replaced = {}
+        self.losses = Losses()
         self._running = None
         self.late.clear()
         while self._link is not None and self._link.arrived:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,6 +30,7 @@ WAIT = 40.0
 MAGICS = (
     "%dist_gather",
     "%dist_init",
+    "%dist_interrupt",
     "%dist_output",
     "%dist_push",
     "%dist_restart",
@@ -439,7 +442,8 @@ def test_rank_that_dies(notebook: Notebook) -> None:
     outcome = notebook.run("%%distributed\nimport os\nif rank == 2: os._exit(3)")
     assert "rank 2 on " in outcome.error
     assert "exited with code 3 0." in outcome.error
-    assert "Rank 2 was replaced and has lost its variables; the others keep" in outcome.error
+    said = r"Rank 2 was replaced and has lost its variables \(.+\); the others keep theirs"
+    assert re.search(said, outcome.error)
     assert notebook.run(shipped).errors == []  # to the new rank too
     assert body(notebook.run("%%distributed\n'kept' in globals()")) == [
         "── ranks 0-1,3 (same) ──",
@@ -450,26 +454,64 @@ def test_rank_that_dies(notebook: Notebook) -> None:
 
 
 def test_rank_that_dies_while_idle(notebook: Notebook) -> None:
-    """The next cell runs, with a rank in its place, and says so."""
-    notebook.run(
-        "%%rank 1\nimport os, signal, threading\n"
-        "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()"
+    """It is told under the last cell, with no cell run, and a new rank is in its place."""
+    last = notebook.client.execute(
+        "%%rank 1\nimport os, signal, threading\nkept = 1\n"
+        "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()"
     )
-    deadline = time.monotonic() + WAIT
-    while "dead" not in notebook.run("%dist_status").text:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    said = (
+        r"rank 1 was killed by SIGKILL while no cell was running · rank 1 was replaced and has "
+        r"lost its variables \(.+\); the others keep theirs"
+    )
+    started, deadline = time.monotonic(), time.monotonic() + WAIT
+    shown = ""
+    while not re.fullmatch(said, shown):
+        message = notebook.client.get_iopub_msg(timeout=deadline - time.monotonic())
+        if message["msg_type"] in ("display_data", "update_display_data"):
+            shown = message["content"]["data"]["text/plain"]
+            sys.stdout.write(f"{shown}\n")
+            assert message["parent_header"]["msg_id"] == last
+    sys.stdout.write(f"told {time.monotonic() - started - 0.5:.2f} s after the death\n")
     outcome = notebook.run("%%distributed\ndist.barrier()")
+    assert "rank 1" not in outcome.text
+
+
+def test_death_while_idle_that_the_event_loop_did_not_see(notebook: Notebook) -> None:
+    """The next cell runs, with a rank in its place, and says so."""
+    outcome = notebook.run(
+        "import os, signal, time\n"
+        "get_ipython().run_cell_magic('rank', '1', 'import os; pid = os.getpid()')\n"
+        "get_ipython().run_line_magic('dist_gather', 'pid -r 1')\n"
+        "os.kill(pid[0], signal.SIGKILL); time.sleep(0.5)\n"
+        "get_ipython().run_cell_magic('distributed', '', 'dist.barrier()')"
+    )
     assert outcome.errors == []
-    said = "rank 1 was killed by SIGKILL while no cell was running: it was replaced"
-    assert said in outcome.text
+    said = "rank 1 was killed by SIGKILL while no cell was running"
+    assert said in outcome.displays[-1]["data"]["text/plain"]
+
+
+def test_agent_that_dies_while_idle(notebook: Notebook) -> None:
+    """It is told under the last cell."""
+    notebook.run("%%distributed\npass")
+    _agent(notebook).kill()
+    shown, deadline = "", time.monotonic() + WAIT
+    while "was killed by SIGKILL, and its workers ended with it" not in shown:
+        message = notebook.client.get_iopub_msg(timeout=deadline - time.monotonic())
+        if message["msg_type"] in ("display_data", "update_display_data"):
+            shown = message["content"]["data"]["text/plain"]
+    assert "4 workers ready" in notebook.run("%dist_restart").text
+
+
+def _agent(notebook: Notebook) -> psutil.Process:
+    (agent,) = [
+        child for child in notebook.process.children() if "nbdist.node" in " ".join(child.cmdline())
+    ]
+    return agent
 
 
 def test_agent_that_dies(notebook: Notebook) -> None:
     """The loss of the agent is one clear line, in the next cell as in the status."""
-    (agent,) = [
-        child for child in notebook.process.children() if "nbdist.node" in " ".join(child.cmdline())
-    ]
+    agent = _agent(notebook)
     agent.kill()
     agent.wait(10)
     error = notebook.run("%%distributed\n1").error

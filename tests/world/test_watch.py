@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from nbdist.wire.messages import Place
-from nbdist.world.watch import FIRST_LOOK, SOON, UNCHANGED, Watch, waits_text
+from nbdist.world.watch import HANG_TIMEOUT, SOON, UNCHANGED, Watch, waits_text
 
 WAITS = Place(line=3, operation="barrier", counts={"0": 4}, moved=100, is_calm=True)
 COMPUTES = Place(line=2, counts={"0": 3}, moved=100, is_calm=True)
@@ -62,7 +62,7 @@ def test_threads_that_are_always_at_work() -> None:
 def test_when_to_look() -> None:
     """Late while all are at work, soon once one has finished, not while an answer is due."""
     found = Watch(10.0)
-    assert found.wait(10.0) == FIRST_LOOK
+    assert found.wait(10.0) == HANG_TIMEOUT
     found.hurry(11.0)
     assert found.wait(11.0) == pytest.approx(SOON)
     found.asked(11.2)

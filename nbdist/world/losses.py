@@ -1,0 +1,78 @@
+"""Which ranks of a world have died, and what those in their place lack; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from nbdist.errors import name_ranks
+from nbdist.wire.messages import Died, Done, Output
+
+MOST_NAMES = 6
+"""Names that a message lists before it only counts the others."""
+
+
+class Losses:
+    """Takes in what ranks report, and says what is gone."""
+
+    def __init__(self) -> None:
+        self.dead: dict[int, Died] = {}
+        self._replaced: dict[int, Died | None] = {}
+        self._bound: dict[int, set[str]] = {}
+        self._lacks: dict[int, set[str]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Losses dead {sorted(self.dead)} lacking {self._lacks}>"
+
+    def take(self, rank: int, output: Output) -> None:
+        """Take in an output: a death, or the names that a cell has bound."""
+        match output:
+            case Died():
+                self.dead[rank] = output
+            case Done(bound=names):
+                self._bound.setdefault(rank, set()).update(names)
+                self._lacks.get(rank, set()).difference_update(names)
+
+    def replace(self, bound_at_death: Iterable[str] = ()) -> tuple[int, ...]:
+        """The dead have been replaced; which they were.
+
+        `bound_at_death` are names that the cell in which they died bound on the others.
+        """
+        ranks = tuple(self.dead)
+        for rank in ranks:
+            had = self._bound.pop(rank, set()) | self._lacks.get(rank, set())
+            self._lacks[rank] = had | set(bound_at_death)
+        self._replaced.update(self.dead)
+        self.dead = {}
+        return ranks
+
+    def replace_all(self, size: int, dead: Mapping[int, Died]) -> None:
+        """All ranks have been started anew: these had died, the others were ended."""
+        self._replaced.update({rank: dead.get(rank) for rank in range(size)})
+
+    def take_replaced(self) -> dict[int, Died | None]:
+        """The ranks replaced since this was last asked, and how they ended (None: by nbdist)."""
+        replaced, self._replaced = self._replaced, {}
+        return replaced
+
+    def lacking(self, ranks: Iterable[int]) -> str:
+        """What these ranks lack since they were replaced: `model, x and 3 more`; "" for nothing."""
+        missing: set[str] = set().union(*(self._lacks.get(rank, set()) for rank in ranks))
+        return list_names(missing)
+
+
+def list_names(names: Iterable[str]) -> str:
+    """`a, b and c`, or `a, b, c, d, e, f and 3 more`."""
+    ordered = sorted(names)
+    shown, more = ordered[:MOST_NAMES], len(ordered) - MOST_NAMES
+    if more > 0:
+        return f"{', '.join(shown)} and {more} more"
+    return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
+
+
+def replaced_text(ranks: Iterable[int], lacking: str) -> str:
+    """`Rank 2 was replaced and has lost its variables (model, x)`."""
+    who = name_ranks(ranks)
+    lost = "were replaced and have lost their variables"
+    if not who.startswith("ranks"):
+        lost = "was replaced and has lost its variables"
+    return f"{who} {lost}" + (f" ({lacking})" if lacking else "")
