@@ -137,7 +137,7 @@ class World:
         if self.state not in (State.STOPPED, State.LOST):
             return
         self.advance(Event.START)
-        self.lost = None
+        self.lost, self.losses = None, Losses()
         try:
             if self._link is None or not self._link.is_up:
                 self._link = Link(find_launcher(self.launcher), nursery=self._nursery)
@@ -260,6 +260,7 @@ class World:
         ranks: Sequence[int] | None = None,
         names: Mapping[str, Any] | None = None,
         fetch: Sequence[str] = (),
+        setup: bool = False,
     ) -> CellResult:
         """Run source on all ranks, or some, and wait for it.
 
@@ -269,20 +270,24 @@ class World:
             names: bound on the ranks first.
             fetch: names (or expressions) whose values come back: `result.rank(i)` is the
                 value when there is one, else a mapping.
+            setup: run it again in every new worker, with the same names.
 
         Raises:
             WorkerError: the source raised on a rank; WorkerDied: a rank's process ended.
         """
         payload, segment = self._pack(names)
+        cell = self.cell(source, ranks=ranks, names=payload, fetch=tuple(fetch))
         try:
-            running = self.submit(self.cell(source, ranks=ranks, names=payload, fetch=tuple(fetch)))
+            running = self.submit(cell)
             result = running.result()
+            if error := running.error():
+                raise error
+            if setup:
+                self.setup.keep(source, cell, segment)
+                segment = None
         finally:
             if segment is not None:
                 segment.close()
-        error = running.error()
-        if error is not None:
-            raise error
         return result
 
     def gather(self, name: str, ranks: Sequence[int] | None = None) -> list[Any]:
@@ -445,7 +450,6 @@ class World:
 
     def _drop_outputs(self) -> None:
         """Forget what the workers before had still to say."""
-        self.losses = Losses()
         self._running = None
         self.late.clear()
         while self._link is not None and self._link.arrived:

@@ -1,0 +1,260 @@
+"""What the user can say about deaths and waits, and what new workers start with."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from nbdist.errors import NbdistError, RanksFreed, UsageError, WorkerDied, WorkerError
+from nbdist.world.running import RunningCell
+from nbdist.world.states import State
+from nbdist.world.watch import Patience
+from nbdist.world.world import World
+
+pytestmark = pytest.mark.shared_world
+
+SUM = "t = torch.ones(1); dist.all_reduce(t); assert t.item() == world_size"
+
+DIES = "import os, time\nif rank == 1: time.sleep(0.2); os.kill(os.getpid(), 9)\n"
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[World]:
+    with World(4, log_dir="") as world:
+        yield world
+
+
+@pytest.fixture
+def world(started: World) -> World:
+    """Four ready ranks with `kept`, and no set-up cells."""
+    started.setup.forget()
+    started.on_failure = "heal"
+    if started.state is not State.READY:
+        started.restart()
+    started.execute("kept = rank")
+    return started
+
+
+def ends(running: RunningCell) -> NbdistError | None:
+    """Wait for the end of a cell; how long that took is printed."""
+    running.result()
+    sys.stdout.write(f"{running.age:.2f} s from the start to idle\n")
+    return running.error()
+
+
+# --- what a death leads to ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("others", ["dist.barrier()", "time.sleep(600)"])
+def test_restart_all(world: World, others: str) -> None:
+    """All workers are new after a death, as with torchrun; those that lived end at once."""
+    world.on_failure = "restart-all"
+    before = dict(world.pids)
+    error = ends(world.submit(world.cell(DIES + others)))
+    assert isinstance(error, WorkerDied)
+    assert error.rank == 1
+    assert "All workers were started anew (`--on-failure restart-all`); their" in str(error)
+    assert set(before.values()).isdisjoint(world.pids.values())
+    assert world.gather("globals().get('kept')") == [None] * 4
+    world.execute(SUM)
+
+
+def test_stop_policy(world: World) -> None:
+    """All workers end with a death; a start gives new ones."""
+    world.on_failure = "stop"
+    before = dict(world.pids)
+    error = ends(world.submit(world.cell(DIES + "dist.barrier()")))
+    assert isinstance(error, WorkerDied)
+    assert "All workers were ended (`--on-failure stop`)" in str(error)
+    assert world.state is State.STOPPED
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in before.values())
+    world.start()
+    world.execute(SUM)
+
+
+def test_policies_concern_deaths_alone(world: World) -> None:
+    """An exception ends nothing but the cell, whatever the policy is."""
+    world.on_failure = "stop"
+    error = ends(world.submit(world.cell("if rank == 1: raise ValueError\ndist.barrier()")))
+    assert type(error) is WorkerError
+    assert world.gather("kept") == [0, 1, 2, 3]
+
+
+def test_policy_that_is_none() -> None:
+    """It is refused before anything is started."""
+    with pytest.raises(UsageError, match="`--on-failure retry`: there are heal"):
+        World(2, on_failure="retry")
+
+
+def test_survivors_are_freed_whoever_they_wait_for(world: World) -> None:
+    """Also those of a group without the dead rank, whose cell has failed all the same."""
+    error = ends(
+        world.submit(
+            world.cell(
+                "pair = dist.new_group([2, 3])\n"
+                + DIES
+                + "if rank == 2: dist.barrier(group=pair)\nif rank == 3: time.sleep(3)"
+            )
+        )
+    )
+    assert isinstance(error, WorkerDied)
+    world.execute(SUM)
+
+
+# --- some ranks anew ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [(2,), (0, 3), (0, 1, 2, 3)])
+def test_replace(world: World, ranks: tuple[int, ...]) -> None:
+    """These ranks are new, and lack what was bound on them; the others keep all."""
+    world.execute("net = rank")
+    before = dict(world.pids)
+    started = time.monotonic()
+    world.replace(ranks)
+    sys.stdout.write(f"{time.monotonic() - started:.2f} s\n")
+    assert {rank for rank in before if before[rank] != world.pids[rank]} == set(ranks)
+    kept = [None if rank in ranks else rank for rank in range(4)]
+    assert world.gather("globals().get('kept')") == kept
+    assert re.match("kept(,| and) net", world.losses.lacking(ranks))
+    world.execute(SUM)
+
+
+def test_replace_while_a_cell_runs(world: World) -> None:
+    """It is refused; nothing is ended."""
+    running = world.submit(world.cell("import time; time.sleep(1)"))
+    with pytest.raises(UsageError, match="still running an earlier cell"):
+        world.replace([1])
+    assert ends(running) is None
+
+
+# --- set-up cells ---------------------------------------------------------------------------
+
+
+def test_setup_runs_in_every_new_worker(world: World) -> None:
+    """After a death, a replacement and a restart, with the names that came along."""
+    numbers = list(range(100_000))  # too many for a message: they stay in shared memory
+    world.execute("base = sum(numbers) + rank", names={"numbers": numbers}, setup=True)
+    expected = [sum(numbers) + rank for rank in range(4)]
+    error = ends(world.submit(world.cell("base = 0\n" + DIES + "dist.barrier()")))
+    assert isinstance(error, WorkerDied)
+    assert world.gather("base") == [0, expected[1], 0, 0]
+    assert "base" not in world.losses.lacking([1])
+    world.replace([2])
+    assert world.gather("base") == [0, expected[1], expected[2], 0]
+    world.restart()
+    assert world.gather("base") == expected
+
+
+def test_setup_runs_in_order_on_its_ranks(world: World) -> None:
+    """Once for each cell: the same cell again takes the place of what it was."""
+    world.execute("order = ['a']", setup=True)
+    world.execute("order.append('b')", ranks=[0, 2], setup=True)
+    world.execute("order = ['a']", setup=True)
+    world.restart()
+    assert world.gather("order") == [["a", "b"], ["a"], ["a", "b"], ["a"]]
+
+
+def test_setup_with_collectives(world: World) -> None:
+    """They work where all workers are new; in one new worker they are freed, and it is told."""
+    world.execute(SUM, setup=True)
+    world.restart()
+    assert world.gather("t.item()") == [4.0] * 4
+    error = ends(world.submit(world.cell(DIES + "dist.barrier()")))
+    assert "A `--setup` cell failed there: rank 1 waits in all_reduce, line 1; ranks 0,2-3" in str(
+        error
+    )
+    world.setup.forget()
+    world.execute(SUM)
+
+
+def test_setup_that_fails(world: World) -> None:
+    """A restart says so; the workers are there."""
+    world.execute("dict(); assert kept >= 0", setup=True)
+    with pytest.raises(WorkerError, match="NameError: name 'kept' is not defined"):
+        world.restart()
+    world.setup.forget()
+    world.execute(SUM)
+
+
+def test_setup_that_kills_its_worker(world: World) -> None:
+    """It is not run over and over."""
+    world.execute("import os\nif 'kept' not in globals(): os._exit(7)", setup=True)
+    error = ends(world.submit(world.cell(DIES + "dist.barrier()")))
+    assert isinstance(error, WorkerDied)
+    assert "A `--setup` cell failed there: rank 1 on" in str(error)
+    assert "exited with code 7" in str(error)
+    world.setup.forget()
+    world.execute(SUM)
+
+
+# --- waits ----------------------------------------------------------------------------------
+
+
+def test_no_free(world: World) -> None:
+    """Who waits for what can never come is told, and stays as it is until Stop."""
+    patience = Patience(hang_timeout=0.5, frees=False)
+    running = world.submit(world.cell("if rank != 1: dist.barrier()"), patience)
+    for _ in running:
+        if running.age > 4:
+            break
+    assert running.unfinished == (0, 2, 3)
+    assert running.waits == "ranks 0,2-3 wait in barrier, line 1 · rank 1 finished"
+    running.interrupt()
+    assert ends(running) is not None
+    assert world.gather("kept") == [0, 1, 2, 3]
+    world.execute(SUM)
+
+
+def test_hang_timeout(world: World) -> None:
+    """It says when waits are told; then is when they are."""
+    source = "import time\nif rank == 1: time.sleep(2.5)\ndist.barrier()"
+    told: dict[float, float] = {}
+    for seconds in (0.5, 30.0):
+        running = world.submit(world.cell(source), Patience(hang_timeout=seconds))
+        for _ in running:
+            if running.waits:
+                told.setdefault(seconds, running.age)
+        assert running.error() is None
+    assert told.keys() == {0.5}
+    sys.stdout.write(f"told after {told[0.5]:.2f} s\n")
+
+
+def test_what_a_failed_cell_has_begun_is_ended(world: World) -> None:
+    """The next cell's collectives do not meet those that nobody waited for."""
+    error = ends(
+        world.submit(
+            world.cell(
+                "if rank == 1: raise ValueError('bad')\n"
+                "works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(3)]"
+            )
+        )
+    )
+    assert isinstance(error, WorkerError)
+    assert not isinstance(error, RanksFreed)
+    result = world.execute("t = torch.full((1,), 5.0); dist.all_reduce(t)", fetch=("t.item()",))
+    assert list(result) == [20.0] * 4
+    assert world.gather("kept") == [0, 1, 2, 3]
+
+
+def test_stop_while_a_new_worker_is_set_up(world: World) -> None:
+    """Stop ends the set-up cell; the world takes cells."""
+    world.execute(
+        "import time\nif 'kept' not in globals(): print('set up'); time.sleep(600)", setup=True
+    )
+    running = world.submit(world.cell(DIES + "dist.barrier()"))
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 4.0)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            running.result()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    world.setup.forget()
+    world.execute(SUM)
