@@ -13,7 +13,6 @@ group's object stays the same one, and with it DDP modules, subgroups and meshes
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 import stat
@@ -27,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore
 from torch.distributed import ProcessGroup, ProcessGroupGloo, distributed_c10d
-from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.wire.messages import LivingGroups, RankStart
+from nbdist.worker.models import forget_broken_off_steps
 
 FORM_TIMEOUT = 120.0
 """Seconds for all ranks to meet; torch's own default is ten to thirty minutes."""
@@ -111,7 +110,7 @@ class Group:
             members = range(self._orders.world.world_size)
             self._renew(dist.group.WORLD, generation, self._gloo(generation, WORLD, members))
         self._form_others(generation, living)
-        _reset_ddp()
+        forget_broken_off_steps()
 
     def _form_others(self, generation: int, living: LivingGroups) -> None:
         """In an order that is the same on all ranks, or they would wait for one another.
@@ -190,16 +189,6 @@ class Group:
             init(self, store, rank, size, make_options(timeout) if is_time else timeout)
 
         ProcessGroupGloo.__init__ = on_one_device  # type: ignore[method-assign]
-
-
-def _reset_ddp() -> None:
-    """Have DDP forget a backward that was broken off; on all ranks, or their buckets differ.
-
-    It would take the next one for a second of the same iteration.
-    """
-    for found in gc.get_objects():
-        if type(found) is DistributedDataParallel:
-            found._update_process_group(found.process_group)  # type: ignore[no-untyped-call]
 
 
 def _make_device() -> tuple[Any, int]:
