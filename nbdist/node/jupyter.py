@@ -68,5 +68,6 @@ def _done(content: Mapping[str, Any]) -> Done:
         status=content["status"],
         seconds=ours.get("seconds", 0.0),
         bound=frozenset(ours.get("bound", ())),
+        imported=frozenset(ours.get("imported", ())),
         values=values,
     )

@@ -98,14 +98,21 @@ class Died:
 class Done:
     """The rank has finished the cell; nothing of it follows.
 
-    `bound` are the names that the cell bound in the rank, `values` what the cell was
-    asked to bring back (`Cell.fetch`), `seconds` how long its source ran.
+    `bound` are the names that the cell bound in the rank, `imported` those of them that
+    stand for modules or come from some; `values` is what the cell was asked to bring back
+    (`Cell.fetch`), `seconds` how long its source ran.
     """
 
     status: Literal["ok", "error", "aborted"]
     seconds: float
     bound: frozenset[str] = frozenset()
+    imported: frozenset[str] = frozenset()
     values: Payload | None = None
+
+    @property
+    def made(self) -> frozenset[str]:
+        """The names that nothing but the cell can give back."""
+        return self.bound - self.imported
 
 
 Output = Text | Skipped | Display | Update | Clear | Failure | Died | Done
@@ -210,7 +217,7 @@ class Place:
     `line` of the cell, 0 where unknown; `operation` is the collective it waits for, "" if it
     does something else; `counts` has by group how many collectives it has begun, `moved` the
     bytes that its connections have carried, `is_calm` whether none of gloo's threads has
-    anything to do; `unfinished` how many collectives have begun and not been completed.
+    anything to do; `unfinished` how many collectives seem to have begun and not ended.
     `is_deaf`: C code holds the GIL, so nothing more is known.
     """
 

@@ -149,7 +149,8 @@ class WorkerKernel(IPythonKernel):
             reply: dict[str, Any] = await super().do_execute(
                 code, silent, store_history, user_expressions, allow_stdin
             )
-            ours: dict[str, Any] = {"bound": sorted(self.namespace.bound_since(before))}
+            bound = sorted(self.namespace.bound_since(before))
+            ours: dict[str, Any] = {"bound": bound, "imported": self.namespace.imported(bound)}
             if orders.fetch and reply["status"] == "ok":
                 payload = self.namespace.fetch(orders.fetch)
                 ours["frames"] = [frame.hex() for frame in payload.frames]

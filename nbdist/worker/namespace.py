@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,10 @@ class Namespace:
             if not name.startswith("_") and before.get(name) != id(value)
         )
 
+    def imported(self, names: Iterable[str]) -> list[str]:
+        """Those of them that are modules, or functions and classes of modules."""
+        return [name for name in names if _is_imported(self._names.get(name))]
+
     def fetch(self, expressions: Sequence[str]) -> Payload:
         """The values of some names (or expressions), CUDA tensors moved to the CPU.
 
@@ -96,3 +101,9 @@ class Namespace:
             ) from error
         payload, self._lent = pack_frames(pickled.frames)
         return payload
+
+
+def _is_imported(value: Any) -> bool:
+    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+        return value.__module__ != "__main__"
+    return isinstance(value, types.ModuleType)

@@ -60,7 +60,7 @@ def form_anew(world: World) -> None:
         world.pids, world.logs, world.problem = healed.pids, healed.logs, healed.problem
         if not world.problem:
             outcome = Event.HEALED
-            replaced = world.losses.replace(world.bound_lately)
+            replaced = world.losses.replace(world.made_lately)
     except AgentLost as lost:
         outcome, world.problem = Event.AGENT_LOST, ""
         world.take_loss(lost)

@@ -1,4 +1,7 @@
-"""Which ranks of a world have died, and what those in their place lack; pure."""
+"""Which ranks of a world have died, and what those in their place lack; pure.
+
+What was imported is not listed: it is an import away, and would hide what is not.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,9 @@ class Losses:
         match output:
             case Died():
                 self.dead[rank] = output
-            case Done(bound=names):
-                self._bound.setdefault(rank, set()).update(names)
-                self._lacks.get(rank, set()).difference_update(names)
+            case Done() as done:
+                self._bound.setdefault(rank, set()).update(done.made)
+                self._lacks.get(rank, set()).difference_update(done.bound)
 
     def replace(self, bound_at_death: Iterable[str] = ()) -> tuple[int, ...]:
         """The dead have been replaced; which they were.

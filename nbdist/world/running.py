@@ -251,6 +251,11 @@ class RunningCell:
         """Names that it bound on any rank."""
         return frozenset().union(*(done.bound for done in self._done().values()))
 
+    @property
+    def made(self) -> frozenset[str]:
+        """The same without what it imported."""
+        return frozenset().union(*(done.made for done in self._done().values()))
+
     def result(self) -> CellResult:
         """Wait until it ends, and say what became of it; does not raise for failed ranks."""
         for _ in self:

@@ -347,10 +347,10 @@ class World:
         self.state = next_state(self.state, event)
 
     @property
-    def bound_lately(self) -> frozenset[str]:
+    def made_lately(self) -> frozenset[str]:
         """Names that the last cell bound on any rank, if a rank died in it."""
         running = self._running
-        return running.bound if running is not None and running.died else frozenset()
+        return running.made if running is not None and running.died else frozenset()
 
     def replay_setup(self, ranks: Collection[int]) -> NbdistError | None:
         """Run the set-up cells on new workers; what they failed with."""

@@ -18,12 +18,16 @@ pytestmark = pytest.mark.shared_world
 
 BEFORE = """
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 kept = rank
 torch.manual_seed(0)
 net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 evens = dist.new_group([*range(0, world_size, 2)])
 mesh = init_device_mesh("cpu", (world_size,))
+sharded = fully_shard(torch.nn.Linear(64, 64), mesh=mesh)
+spread = distribute_tensor(torch.ones(4 * world_size), mesh, [Shard(0)])
 """
 
 COLLECTIVES = {
@@ -43,16 +47,25 @@ COLLECTIVES = {
 }
 
 SMALL_ONLY = {
+    "FSDP2 forward": "sharded(torch.ones(2, 64))",
+    "FSDP2 backward": "sharded(torch.ones(2, 64)).sum().backward()",
+    "DTensor": "spread.full_tensor()",
     "barrier": "dist.barrier()",
     "all_gather_object": "dist.all_gather_object([None] * world_size, rank)",
     "broadcast_object_list": "dist.broadcast_object_list([rank], src=1)",
 }
 
+BIG_ONLY = {
+    # What a small message waits in, nobody has to take.
+    "send": "dist.send(t, 1)",
+}
+
+SMALL, BIG = {**COLLECTIVES, **SMALL_ONLY}, {**COLLECTIVES, **BIG_ONLY}
 CASES = [
-    *((source, 256) for source in (*COLLECTIVES.values(), *SMALL_ONLY.values())),
-    *((source, 25_000_000) for source in COLLECTIVES.values()),
+    *((source, 256) for source in SMALL.values()),
+    *((source, 25_000_000) for source in BIG.values()),
 ]
-NAMES = [*COLLECTIVES, *SMALL_ONLY, *(f"{name} of 100 MB" for name in COLLECTIVES)]
+NAMES = [*SMALL, *(f"{name} of 100 MB" for name in BIG)]
 
 WORKS = """
 t = torch.full((1,), float(rank))
@@ -69,6 +82,8 @@ optimizer.step()
 weights = [torch.empty_like(net.module.weight) for _ in range(world_size)]
 dist.all_gather(weights, net.module.weight.detach())
 assert all(torch.equal(weights[0], other) for other in weights)
+sharded(torch.full((2, 64), float(rank))).sum().backward()
+assert spread.full_tensor().sum() == 4 * world_size
 """
 
 
@@ -124,6 +139,42 @@ def test_one_rank_raises(world: World, source: str, length: int) -> None:
     assert "line 5: freed; all variables are kept." in str(error)
     assert world.pids == before
     goes_on(world)
+
+
+@pytest.fixture(scope="module", params=[8, 16])
+def many(request: pytest.FixtureRequest) -> Iterator[World]:
+    with World(request.param, log_dir="") as world:
+        world.execute(BEFORE)
+        yield world
+
+
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [
+        *((name, 256) for name in ("all_reduce", "barrier", "recv", "DDP", "all_gather_object")),
+        ("all_reduce", 25_000_000),
+    ],
+)
+def test_one_rank_of_many_raises(many: World, name: str, length: int) -> None:
+    """As with few: that one exception, who waited in what, and all goes on."""
+    _, error = fails(
+        many,
+        f"t = torch.ones({length})\nu = torch.ones(world_size * 64)\n"
+        f"if rank == 1:\n    raise ValueError('bad')\n{SMALL[name]}",
+    )
+    assert error.errors.keys() == {1}
+    assert f"ValueError: bad. Ranks 0,2-{many.size - 1} wait in " in str(error)
+    goes_on(many)
+
+
+def test_two_of_many_die(many: World) -> None:
+    """They are replaced, the others keep what they have."""
+    _, error = fails(many, "import os\nif rank in (3, 5): os._exit(1)\ndist.barrier()")
+    assert isinstance(error, WorkerDied)
+    assert "Ranks 3,5 were replaced and have lost their variables" in str(error)
+    kept = [None if rank in (3, 5) else rank for rank in range(many.size)]
+    assert many.gather("globals().get('kept')") == kept
+    many.execute("t = torch.ones(1); dist.all_reduce(t); assert t.item() == world_size")
 
 
 def test_a_subgroups_collective(world: World) -> None:
