@@ -7,6 +7,7 @@ for one line in `nbdist.node`, then it is one of the `Output` classes below.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -81,6 +82,10 @@ CONTROL_REQUEST = "nbdist_request"
 
 NAME_PROBLEM = "NameProblem"
 """`Failure.name` where a name that came along could not be bound, or one not be fetched."""
+
+
+CONNECTION_LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
+"""What gloo says on a rank whose connections have ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from traitlets import default
 from nbdist.wire.messages import NAME_PROBLEM
 from nbdist.worker.namespace import CellOrders, NameProblem, Namespace
 from nbdist.worker.streams import RankStream, flush_c_streams, write_mark
+from nbdist.worker.tracebacks import shorten_lost_connections
 
 
 def _without_debugpy() -> None:
@@ -241,5 +242,6 @@ def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
     shell.set_hook("show_in_pager", as_hook(display_page), 0)
     # tqdm shows widgets in any shell whose configuration names IPKernelApp; ours are not relayed.
     shell.config.pop("IPKernelApp", None)
+    shorten_lost_connections(shell)
     app.kernel.namespace = Namespace(shell.user_ns)
     return app

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import NbdistError, RanksFreed, WorkerDied, WorkerError, WorldStuck, name_ranks
 from nbdist.wire.messages import (
+    CONNECTION_LOST,
     NAME_PROBLEM,
     Cell,
     Died,
@@ -26,7 +27,7 @@ from nbdist.world.healing import healing_text
 from nbdist.world.result import CellResult
 from nbdist.world.sgr import strip
 from nbdist.world.states import Event, State
-from nbdist.world.transcript import CONNECTION_LOST, FREED, Transcript, follows
+from nbdist.world.transcript import FREED, Transcript, follows
 from nbdist.world.watch import ANSWER_TIMEOUT, Patience, Watch, waited_text, waits_text
 
 if TYPE_CHECKING:

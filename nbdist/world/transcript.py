@@ -6,21 +6,17 @@ draws asks for `groups`.  Runs in the notebook kernel.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from nbdist.errors import format_ranks
-from nbdist.wire.messages import Died, Failure, Output
+from nbdist.wire.messages import CONNECTION_LOST, Died, Failure, Output
 from nbdist.world.track import ENDED, FAILED, State, Track
 
 FREED = "Freed"
 """`Failure.name` of a rank whose collective was broken open."""
-
-CONNECTION_LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
-"""What gloo says on a rank whose connections have ended."""
 
 # What a group's error has to do with the first one of the cell.
 Part = Literal["none", "first", "same", "other"]
