@@ -29,6 +29,10 @@ MOMENTS = {
     "in a collective": "%%distributed\ndist.barrier() if rank else __import__('time').sleep(1000)",
     "in a loop": "%%distributed\nwhile True: pass",
     "while starting": "%dist_restart",
+    # Rank 0 is stopped, so that the agent waits for its part in a new group; rank 1 is dead.
+    "while healing": "%%distributed\nimport os, signal, threading\n"
+    "end = (signal.SIGSTOP, signal.SIGKILL)[rank]\n"
+    "threading.Timer(0.2, os.kill, (os.getpid(), end)).start()",
 }
 
 
@@ -49,7 +53,9 @@ class Notebook:
         """Start a cell that will not end by itself, and wait until the workers have it."""
         if source:
             self.client.execute(source)
-            time.sleep(0.5)  # there is no fact to wait for: the moment is arbitrary anyway
+            time.sleep(
+                1.0 if "Timer" in source else 0.5
+            )  # there is no fact to wait for: the moment is arbitrary anyway
 
     @property
     def kernel(self) -> psutil.Process:
@@ -106,6 +112,10 @@ def kill_nursery(notebook: Notebook) -> None:
     notebook.nursery.kill()
 
 
+def kill_one_worker(notebook: Notebook) -> None:
+    notebook.workers[-1].kill()
+
+
 def kill_all_workers(notebook: Notebook) -> None:
     for worker in notebook.workers:
         worker.kill()
@@ -129,6 +139,7 @@ ALWAYS = (kill_kernel, kill_agent)
 DEATHS = (
     stop_agent,
     kill_nursery,
+    kill_one_worker,
     kill_all_workers,
     kill_kernel_and_agent,
     restart_kernel,
@@ -136,9 +147,11 @@ DEATHS = (
 )
 
 
+OFTEN = ("idle", "in a collective", "while healing")
+
 MATRIX = [
     pytest.param(death, moment, id=f"{death.__name__}-{moment}")
-    for deaths, moments in ((ALWAYS, tuple(MOMENTS)), (DEATHS, ("idle", "in a collective")))
+    for deaths, moments in ((ALWAYS, tuple(MOMENTS)), (DEATHS, OFTEN))
     for death in deaths
     for moment in moments
 ]

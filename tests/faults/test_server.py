@@ -1,0 +1,116 @@
+"""The Jupyter server ends, by whatever: its kernels' workers end with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jupyter_client.blocking import BlockingKernelClient
+from jupyter_core.utils import ensure_event_loop
+
+# jupyter_client's blocking calls run on a loop that lives as long as the process.
+ensure_event_loop()
+
+WAIT = 40.0
+
+MOMENTS = {
+    "idle": "%%distributed\npass",
+    "in a cell": "%%distributed\nimport time; time.sleep(1000)",
+    "in a collective": "%%distributed\nimport time\ndist.barrier() if rank else time.sleep(900)",
+    "while starting": "%dist_restart",
+}
+
+
+class Server:
+    """A Jupyter server of its own, and a kernel that it has started."""
+
+    def __init__(self, folder: Path) -> None:
+        self._runtime = folder / "runtime"
+        names = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
+        places = dict(zip(names, ("config", "data", "runtime", "ipython"), strict=True))
+        folders = {name: str(folder / place) for name, place in places.items()}
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "jupyter_server", "--no-browser", "--port=0"),
+                *("--allow-root", "--IdentityProvider.token=", f"--ServerApp.root_dir={folder}"),
+                "--ServerApp.disable_check_xsrf=True",
+            ],
+            env={**os.environ, **folders, "NBDIST_LOG_DIR": ""},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._client = BlockingKernelClient()
+
+    def start_kernel(self) -> None:
+        """Have the server start one, as JupyterLab does, and load nbdist in it."""
+        kernel = self._ask("kernels", {"name": "python3"})["id"]
+        self._client.load_connection_file(str(self._runtime / f"kernel-{kernel}.json"))
+        self._client.start_channels()
+        self._client.wait_for_ready(timeout=WAIT)
+        self.run("%load_ext nbdist")
+        self.run("%%distributed -n 2\nimport subprocess; subprocess.Popen(['sleep', '1000'])")
+
+    def run(self, source: str) -> None:
+        """A cell, until it has ended."""
+        reply = self._client.execute_interactive(source, timeout=WAIT, output_hook=lambda _: None)
+        assert reply["content"]["status"] == "ok", reply
+
+    def begin(self, source: str) -> None:
+        """A cell that need not end, and half a second of it."""
+        self._client.execute(source)
+        time.sleep(0.5)
+
+    def close(self) -> None:
+        self._client.stop_channels()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(WAIT)
+
+    def _ask(self, path: str, body: dict[str, Any]) -> Any:
+        request = urllib.request.Request(
+            f"{self._url()}api/{path}", json.dumps(body).encode(), method="POST"
+        )
+        with urllib.request.urlopen(request, timeout=WAIT) as answer:
+            return json.load(answer)
+
+    def _url(self) -> str:
+        """Where it listens: it writes that down when it does."""
+        deadline = time.monotonic() + WAIT
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, "the server did not start"
+            for found in self._runtime.glob("jpserver-*.json"):
+                if text := found.read_text():
+                    return str(json.loads(text)["url"])
+            time.sleep(0.05)
+        raise TimeoutError("the server did not start")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path)
+    try:
+        server.start_kernel()
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("end", "moment"),
+    [*((signal.SIGKILL, moment) for moment in MOMENTS), (signal.SIGTERM, "in a collective")],
+)
+def test_nothing_is_left(server: Server, end: signal.Signals, moment: str) -> None:
+    """No process, socket or folder; the guard in `tests/conftest.py` does the counting."""
+    server.begin(MOMENTS[moment])
+    server.process.send_signal(end)
+    server.process.wait(WAIT)
