@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,22 +78,22 @@ class Server:
         self.process.wait(WAIT)
 
     def _ask(self, path: str, body: dict[str, Any]) -> Any:
-        request = urllib.request.Request(
-            f"{self._url()}api/{path}", json.dumps(body).encode(), method="POST"
-        )
-        with urllib.request.urlopen(request, timeout=WAIT) as answer:
-            return json.load(answer)
+        """Ask until the server listens, which it writes down somewhat earlier."""
+        deadline = time.monotonic() + WAIT
+        while True:
+            assert self.process.poll() is None, "the server did not start"
+            try:
+                request = urllib.request.Request(
+                    f"{self._url()}api/{path}", json.dumps(body).encode(), method="POST"
+                )
+                with urllib.request.urlopen(request, timeout=WAIT) as answer:
+                    return json.load(answer)
+            except (urllib.error.URLError, StopIteration, json.JSONDecodeError):
+                assert time.monotonic() < deadline, "the server does not listen"
+                time.sleep(0.05)
 
     def _url(self) -> str:
-        """Where it listens: it writes that down when it does."""
-        deadline = time.monotonic() + WAIT
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, "the server did not start"
-            for found in self._runtime.glob("jpserver-*.json"):
-                if text := found.read_text():
-                    return str(json.loads(text)["url"])
-            time.sleep(0.05)
-        raise TimeoutError("the server did not start")
+        return str(json.loads(next(self._runtime.glob("jpserver-*.json")).read_text())["url"])
 
 
 @pytest.fixture
