@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.bench.cells import barrier, firstline, lines, pass_cell
+from tests.bench.collectives import collectives
 from tests.bench.drawing import draw
 from tests.bench.faults import faults
 from tests.bench.harness import Figure, header, line, marked_busy, to_json
@@ -29,6 +30,7 @@ ROWS: dict[str, Callable[[Lab], Iterator[Figure]]] = {
     "ship": ship,
     "draw": draw,
     "faults": faults,
+    "collect": collectives,
 }
 
 
