@@ -33,6 +33,10 @@ def torchrun_variables(spec: WorldSpec, rank: int) -> Mapping[str, str]:
         **({"CUDA_VISIBLE_DEVICES": ",".join(spec.gpus)} if spec.gpus else {}),
         # gloo would ask the host's name for an address and listen on that one.
         "GLOO_SOCKET_IFNAME": spec.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        # torchrun's 1, as torch's 3, ends a worker ten minutes into a wait, also for somebody who
+        # sits in a debugger.  Who waits in vain is found and freed by nbdist.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": spec.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
+        "TORCH_NCCL_ENABLE_MONITORING": spec.environ.get("TORCH_NCCL_ENABLE_MONITORING", "0"),
         "MPLBACKEND": spec.environ.get("MPLBACKEND", "module://matplotlib_inline.backend_inline"),
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     }
