@@ -260,11 +260,9 @@ class Agent:
             *(rank.ask({"do": "living"}, HEAL_TIMEOUT) for rank in living)
         )
         members: dict[str, tuple[int, ...]] = {}
-        count = 0
         for answer in filter(None, answers):
             members.update({name: tuple(ranks) for name, ranks in answer["members"].items()})
-            count = max(count, answer["count"])
-        return LivingGroups(members, count)
+        return LivingGroups(members)
 
     async def _start(self, rank: Rank) -> str:
         """Start a worker in the place of a dead one; what kept it from starting, else ""."""

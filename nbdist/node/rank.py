@@ -168,7 +168,11 @@ class Rank:
         self.cell = cell
         self._busy_since = time.monotonic()
         names = cell.names
-        ours: dict[str, Any] = {"execution_count": cell.execution_count, "fetch": cell.fetch}
+        ours: dict[str, Any] = {
+            "cell": cell.id,
+            "execution_count": cell.execution_count,
+            "fetch": cell.fetch,
+        }
         if names and names.segment:
             ours["segment"] = [names.segment.path, names.segment.sizes]
         content = {

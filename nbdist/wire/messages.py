@@ -173,12 +173,10 @@ class WorldSpec:
 class LivingGroups:
     """What a worker that replaces a dead one has to join besides the world's own group.
 
-    `members` are the ranks of each group that survivors hold, by its name; `count` how many
-    groups they have made, so that the next one has the same name on all ranks.
+    `members` are the ranks of each group that survivors hold, by its name.
     """
 
     members: Mapping[str, tuple[int, ...]]
-    count: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def answer_control(kernel: WorkerKernel, group: Group | None) -> None:
                 watcher.start_over()
                 members = {name: tuple(ranks) for name, ranks in request["members"].items()}
                 try:
-                    group.form_again(request["generation"], LivingGroups(members, request["count"]))
+                    group.form_again(request["generation"], LivingGroups(members))
                 except RuntimeError as error:
                     return {"error": str(error)}
         return {}

@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo, distributed_c10d
 
 from nbdist.wire.messages import LivingGroups, RankStart
 from nbdist.worker.models import forget_broken_off_steps
+from nbdist.worker.naming import GroupNames
 
 FORM_TIMEOUT = 120.0
 """Seconds for all ranks to meet; torch's own default is ten to thirty minutes."""
@@ -58,6 +59,7 @@ class Group:
         self._device, self._port = _make_device()
         self._stand_ins: list[ProcessGroupGloo] = []
         self._joining: Any = None
+        self._names = GroupNames()
         self._put_all_gloo_on_it()
 
     def __repr__(self) -> str:
@@ -87,7 +89,10 @@ class Group:
             self._joining = None
         if self._orders.living is not None:
             self._form_others(self._orders.generation, self._orders.living)
-            distributed_c10d._world.group_count = self._orders.living.count
+
+    def begin_cell(self, cell_id: str) -> None:
+        """All ranks that run the cell do so before its first line."""
+        self._names.begin_cell(cell_id)
 
     def living(self) -> dict[str, Any]:
         """The fields of `LivingGroups`: what this rank holds besides the world's group."""
@@ -97,7 +102,7 @@ class Group:
             for group in world.pg_map
             if group is not dist.group.WORLD
         }
-        return {"members": members, "count": world.group_count}
+        return {"members": members}
 
     def form_again(self, generation: int, living: LivingGroups) -> None:
         """Give every living group a new backend in place; all its members do so at once.

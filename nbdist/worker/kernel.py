@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ipykernel import kernelapp
 from ipykernel.displayhook import ZMQDisplayHook
@@ -25,6 +25,9 @@ from nbdist.wire.messages import NAME_PROBLEM
 from nbdist.worker.namespace import CellOrders, NameProblem, Namespace
 from nbdist.worker.streams import RankStream, flush_c_streams, write_mark
 from nbdist.worker.tracebacks import shorten_lost_connections
+
+if TYPE_CHECKING:
+    from nbdist.worker.group import Group
 
 
 def _without_debugpy() -> None:
@@ -120,6 +123,7 @@ class WorkerKernel(IPythonKernel):
     """Runs cells with the names that came along, and reports what they bound."""
 
     namespace: Namespace
+    group: Group | None = None
 
     @default("ident")
     def _rank_as_ident(self) -> str:
@@ -142,6 +146,8 @@ class WorkerKernel(IPythonKernel):
         orders = CellOrders.of(self.get_parent("shell"))
         started = time.perf_counter()
         try:
+            if self.group is not None:
+                self.group.begin_cell(orders.cell_id)
             self.namespace.receive(orders.names)
             before = self.namespace.snapshot()
             shell: Any = self.shell

@@ -20,6 +20,7 @@ class NameProblem(Exception):
 class CellOrders:
     """What comes with a cell besides its source, in an execute_request's metadata and buffers."""
 
+    cell_id: str
     names: Payload | None
     fetch: tuple[str, ...]
     execution_count: int | None
@@ -34,7 +35,12 @@ class CellOrders:
             names = Payload(segment=SegmentRef(path, tuple(sizes)))
         elif request.get("buffers"):
             names = Payload(frames=tuple(bytes(frame) for frame in request["buffers"]))
-        return cls(names, tuple(extra.get("fetch", ())), extra.get("execution_count"))
+        return cls(
+            extra.get("cell", ""),
+            names,
+            tuple(extra.get("fetch", ())),
+            extra.get("execution_count"),
+        )
 
 
 class Namespace:

@@ -27,6 +27,7 @@ def run_worker(orders: RankStart) -> None:
     quieten()
     pickle_cell_classes_by_value()
     group = Group(orders) if orders.world.backend is not None else None
+    app.kernel.group = group
     answer_control(app.kernel, group)
     if group is not None:
         group.form()
