@@ -25,9 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore
-from torch.distributed import ProcessGroup, ProcessGroupGloo, distributed_c10d
+from torch.distributed import ProcessGroup, ProcessGroupGloo
 
 from nbdist.wire.messages import LivingGroups, RankStart
+from nbdist.worker.default import DefaultGroup
 from nbdist.worker.models import forget_broken_off_steps
 from nbdist.worker.naming import GroupNames
 
@@ -59,6 +60,7 @@ class Group:
         self._device, self._port = _make_device()
         self._stand_ins: list[ProcessGroupGloo] = []
         self._joining: Any = None
+        self._default: DefaultGroup  # once it is formed
         self._names = GroupNames()
         self._put_all_gloo_on_it()
 
@@ -73,6 +75,7 @@ class Group:
         """
         # init_process_group wraps sys.excepthook each time it is called.
         excepthook = sys.excepthook
+        timeout = timedelta(seconds=COLLECTIVE_TIMEOUT)
         # torch puts prefixes of its own before; survivors of a death meet without them.
         self._joining = self._store_of(self._orders.generation, WORLD)
         try:
@@ -82,26 +85,28 @@ class Group:
                 store=self._store_of(0, WORLD),
                 rank=self._orders.rank,
                 world_size=self._orders.world.world_size,
-                timeout=timedelta(seconds=COLLECTIVE_TIMEOUT),
+                timeout=timeout,
             )
         finally:
             sys.excepthook = excepthook
             self._joining = None
+        self._default = DefaultGroup(self._orders, timeout)
         if self._orders.living is not None:
             self._form_others(self._orders.generation, self._orders.living)
 
     def begin_cell(self, cell_id: str) -> None:
         """All ranks that run the cell do so before its first line."""
         self._names.begin_cell(cell_id)
+        self._default.begin_cell()
+
+    def end(self) -> None:
+        """Shut all of it down, at the end of the worker."""
+        self._default.end()
 
     def living(self) -> dict[str, Any]:
         """The fields of `LivingGroups`: what this rank holds besides the world's group."""
-        world = distributed_c10d._world
-        members = {
-            world.pg_names[group]: tuple(dist.get_process_group_ranks(group))
-            for group in world.pg_map
-            if group is not dist.group.WORLD
-        }
+        groups = self._default.subgroups().items()
+        members = {name: tuple(dist.get_process_group_ranks(group)) for name, group in groups}
         return {"members": members}
 
     def form_again(self, generation: int, living: LivingGroups) -> None:
@@ -111,9 +116,10 @@ class Group:
         """
         if generation > MOST_GENERATIONS:
             raise RuntimeError(f"the group was formed {MOST_GENERATIONS} times, which is all")
-        if dist.group.WORLD is not None:
-            members = range(self._orders.world.world_size)
-            self._renew(dist.group.WORLD, generation, self._gloo(generation, WORLD, members))
+        # Also while user code has destroyed it: it is there again with the next cell.
+        members, default = range(self._orders.world.world_size), self._default
+        backend = self._gloo(generation, WORLD, members, default.timeout)
+        self._renew(default.group, members, generation, backend)
         self._form_others(generation, living)
         forget_broken_off_steps()
 
@@ -123,30 +129,37 @@ class Group:
         Where this rank, or the one that it replaces, does not hold the group, a backend
         that nobody uses stands in for it, because the others connect to all members.
         """
-        world = distributed_c10d._world
-        own = {str(world.pg_names[group]): group for group in world.pg_map}
+        own = self._default.subgroups()
         self._stand_ins.clear()
         for name, members in sorted(living.members.items()):
             if self._orders.rank in members:
                 backend = self._gloo(generation, name, members)
                 if name in own:
-                    self._renew(own[name], generation, backend)
+                    self._renew(own[name], members, generation, backend)
                 else:
                     self._stand_ins.append(backend)
 
-    def _gloo(self, generation: int, name: str, members: Sequence[int]) -> ProcessGroupGloo:
-        return ProcessGroupGloo(
-            self._store_of(generation, name),
-            members.index(self._orders.rank),
-            len(members),
-            timedelta(seconds=COLLECTIVE_TIMEOUT),
-        )
+    def _gloo(
+        self,
+        generation: int,
+        name: str,
+        members: Sequence[int],
+        timeout: timedelta = timedelta(seconds=COLLECTIVE_TIMEOUT),
+    ) -> ProcessGroupGloo:
+        store = self._store_of(generation, name)
+        return ProcessGroupGloo(store, members.index(self._orders.rank), len(members), timeout)
 
-    def _renew(self, group: ProcessGroup, generation: int, backend: ProcessGroupGloo) -> None:
+    def _renew(
+        self,
+        group: ProcessGroup,
+        members: Sequence[int],
+        generation: int,
+        backend: ProcessGroupGloo,
+    ) -> None:
         """Put the backend into the group, which then uses it alone."""
         name, kind = group.group_name, ProcessGroup.BackendType(FIRST_TYPE + generation)
         backend.options.group_name = name
-        backend.options.global_ranks_in_group = dist.get_process_group_ranks(group)
+        backend.options.global_ranks_in_group = list(members)
         backend._set_sequence_number_for_group()
         group._register_backend(torch.device("cpu"), kind, backend)
         group._set_group_name(name)  # in the new backend too

@@ -33,7 +33,9 @@ def run_worker(orders: RankStart) -> None:
         group.form()
     write_all(mark(orders.token, "ready"))
     app.start()
-    if dist.is_initialized():
+    if group is not None:
+        group.end()
+    elif dist.is_initialized():
         dist.destroy_process_group()
     # What exit handlers do is wanted; taking the interpreter apart would take 0.15 s more.
     atexit._run_exitfuncs()

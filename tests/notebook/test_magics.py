@@ -230,6 +230,21 @@ def test_ranks_never_interleave(notebook: Notebook) -> None:
     assert said == [f"rank {rank} line {i}" for rank in range(4) for i in range(3)]
 
 
+def test_tutorials_that_make_the_group(notebook: Notebook) -> None:
+    """Cells that initialise and destroy the group run as they are, any number of times."""
+    cells = (
+        "dist.init_process_group('gloo', rank=rank, world_size=world_size)",
+        "t = torch.ones(1); dist.all_reduce(t); print(t.item())",
+        "dist.destroy_process_group()",
+    )
+    assert notebook.run("%dist_restart").errors == []
+    said = [notebook.run(f"%%distributed\n{cell}").text for cell in cells * 2]
+    there = "The group of all 4 ranks (gloo) is there already."
+    assert [there in text for text in said] == [True, *[False] * 5]
+    assert said[0].splitlines()[1:] == ["── ranks 0-3 (same) ──", there]
+    assert "4.0" in said[4]
+
+
 def test_last_values_are_a_table(notebook: Notebook) -> None:
     """The value of the last expression of each rank is shown, equal ones merged."""
     outcome = notebook.run("%%distributed\nrank // 2")
