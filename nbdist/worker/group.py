@@ -31,6 +31,7 @@ from nbdist.wire.messages import LivingGroups, RankStart
 from nbdist.worker.default import DefaultGroup
 from nbdist.worker.models import forget_broken_off_steps
 from nbdist.worker.naming import GroupNames
+from nbdist.worker.store import FreeableStore
 
 FORM_TIMEOUT = 120.0
 """Seconds for all ranks to meet; torch's own default is ten to thirty minutes."""
@@ -57,6 +58,8 @@ class Group:
         self._orders = orders
         self._store = FileStore(orders.store_path, orders.world.world_size)
         self._store.set_timeout(timedelta(seconds=FORM_TIMEOUT))
+        # The same in all generations: `new_group` meets there.
+        self._meeting = FreeableStore(self._store_of(0, WORLD), FORM_TIMEOUT)
         self._device, self._port = _make_device()
         self._stand_ins: list[ProcessGroupGloo] = []
         self._joining: Any = None
@@ -76,13 +79,15 @@ class Group:
         # init_process_group wraps sys.excepthook each time it is called.
         excepthook = sys.excepthook
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT)
+        backend = self._orders.world.backend or ""
+        # Threads of nccl's look into the store, and must never wait for the GIL.
+        meeting = self._store_of(0, WORLD) if "nccl" in backend else self._meeting
         # torch puts prefixes of its own before; survivors of a death meet without them.
         self._joining = self._store_of(self._orders.generation, WORLD)
         try:
             dist.init_process_group(
-                backend=self._orders.world.backend,
-                # The same in all generations: `new_group` meets there.
-                store=self._store_of(0, WORLD),
+                backend=backend,
+                store=meeting,
                 rank=self._orders.rank,
                 world_size=self._orders.world.world_size,
                 timeout=timeout,
@@ -122,6 +127,7 @@ class Group:
         self._renew(default.group, members, generation, backend)
         self._form_others(generation, living)
         forget_broken_off_steps()
+        self._meeting.start_over()
 
     def _form_others(self, generation: int, living: LivingGroups) -> None:
         """In an order that is the same on all ranks, or they would wait for one another.
@@ -171,14 +177,21 @@ class Group:
     def free(self) -> int:
         """End all connections of gloo, which frees whoever waits; how many there were.
 
-        One end of each is enough, the one that accepted it.  From any thread.
+        One end of each is enough, the one that accepted it.  Who waits for others to make
+        a group is freed too.  From any thread.
         """
+        self._meeting.free()
         ended = 0
         for connection in self.connections():
             with suppress(OSError):  # the other rank was quicker
                 connection.shutdown(socket.SHUT_RDWR)
                 ended += 1
         return ended
+
+    @property
+    def waits_to_meet(self) -> bool:
+        """Whether somebody waits for ranks that have not come to make a group."""
+        return self._meeting.is_waited_in
 
     def connections(self) -> Iterator[socket.socket]:
         """The connections that gloo accepted, each valid until the next is asked for."""

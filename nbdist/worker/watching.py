@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch._C import _distributed_c10d as c10d
 
+from nbdist.worker.store import FreeableStore
+
 if TYPE_CHECKING:
     from nbdist.worker.group import Group
 
@@ -91,17 +93,20 @@ class Watcher:
         """What the thread waits for: a collective, by torch's name; "" when it does not wait.
 
         In a futex wait, with a collective begun that is not completed; or (Flight Recorder
-        does not record what goes from rank to rank) inside one of torch.distributed's functions.
+        does not record what goes from rank to rank) inside one of torch.distributed's
+        functions.  Or in the store, for the others to make a group.
         """
-        if self._group is None or not self._is_in_futex():
+        if self._group is None:
+            return ""
+        if any(frame.f_code is FreeableStore.wait.__code__ for frame in frames):
+            return _called(frames) or "store" if self._group.waits_to_meet else ""
+        if not self._is_in_futex():
             return ""
         if begun := _begun(groups):
             return begun
         if any(frame.f_code is _wait.__code__ for frame in frames):
             return "send or recv"
-        called = [f.f_code.co_name for f in frames if IN_TORCH in f.f_code.co_filename]
-        names = [name for name in called if name != "wrapper"]
-        return names[-1] if names else ""
+        return _called(frames)
 
     def _is_in_futex(self) -> bool:
         try:
@@ -123,6 +128,14 @@ class Watcher:
     def _is_calm(self) -> bool:
         """Whether none of gloo's threads has anything to do; the kernel's own often have."""
         return not any(_is_at_work(tid) for tid in os.listdir("/proc/self/task"))
+
+
+def _called(frames: list[FrameType]) -> str:
+    """The function of torch.distributed that user code called, a public one if there is any."""
+    names = [f.f_code.co_name for f in frames if IN_TORCH in f.f_code.co_filename]
+    names = [name for name in names if name != "wrapper"]
+    public = [name for name in names if not name.startswith("_")]
+    return next(reversed(public or names), "")
 
 
 def _begun_by(group: Mapping[str, Any]) -> int:

@@ -221,6 +221,83 @@ def test_a_cell_for_some_ranks(world: World) -> None:
     goes_on(world)
 
 
+ALL_MEET = """
+t = torch.full((1,), float(rank))
+dist.all_reduce(t, group=dist.new_group())
+assert t.item() == sum(range(world_size)), t
+"""
+
+MEETINGS = {
+    "new_group": "dist.new_group()",
+    "new_subgroups": "dist.new_subgroups(world_size)",
+    "init_device_mesh": "init_device_mesh('cpu', (2, world_size // 2))",
+}
+
+
+@pytest.mark.parametrize("function", MEETINGS)
+def test_one_rank_raises_before_a_group_is_made(world: World, function: str) -> None:
+    """Who waits for it in the store is freed, and the next group is made by all."""
+    if world.size == 2 and function == "init_device_mesh":
+        pytest.skip("its groups have one rank each")
+    before = dict(world.pids)
+    _, error = fails(world, f"if rank == 1: raise ValueError('bad')\n{MEETINGS[function]}")
+    others = "Rank 0 waits" if world.size == 2 else "Ranks 0,2-3 wait"
+    assert f"ValueError: bad. {others} in {function}, line 2: freed; all " in str(error)
+    assert world.pids == before
+    world.execute(ALL_MEET)
+    goes_on(world)
+
+
+def test_a_skipped_new_group(world: World) -> None:
+    """The cell says who waits in the store for whom."""
+    _, error = fails(world, "if rank != 1:\n    dist.new_group()")
+    assert isinstance(error, RanksFreed)
+    others = "rank 0 waits" if world.size == 2 else "ranks 0,2-3 wait"
+    assert str(error).startswith(f"{others} in new_group, line 2; rank 1 finished the cell")
+    world.execute(ALL_MEET)
+    goes_on(world)
+
+
+def test_a_rank_dies_before_a_group_is_made(world: World) -> None:
+    """Who waits for it in the store is freed, and it is replaced."""
+    _, error = fails(world, "import os\nif rank == 1: os._exit(3)\ndist.new_group()")
+    assert isinstance(error, WorkerDied)
+    world.execute(ALL_MEET)
+
+
+def test_a_group_made_late_is_waited_for(world: World) -> None:
+    """A rank that computes before it joins a `new_group` may take its time."""
+    if world.size == 2:
+        pytest.skip("needs a third rank")
+    result = world.execute(
+        "import time\nt = torch.ones(1)\nif rank == 2: time.sleep(3)\n"
+        "late = dist.new_group([0, 2])\nif rank in (0, 2): dist.all_reduce(t, group=late)",
+        fetch=("t.item()",),
+    )
+    assert list(result) == [2.0, 1.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_stop_in_new_group(world: World, listens: bool) -> None:  # noqa: FBT001
+    """Stop ends a wait in the store, also of code that ignores SIGINT."""
+    ignore = "" if listens else "signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    source = f"import time, signal\nif rank: time.sleep(600)\n{ignore}\ndist.new_group()"
+    before = dict(world.pids)
+    running = world.submit(world.cell(source))
+    for _ in running:
+        if running.age > 0.5:
+            break
+    stopped = time.monotonic()
+    running.interrupt()
+    running.result()
+    sys.stdout.write(f"{time.monotonic() - stopped:.2f} s from Stop to idle\n")
+    assert time.monotonic() - stopped < 2.0
+    assert world.pids == before
+    world.execute("import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)")
+    world.execute(ALL_MEET)
+    goes_on(world)
+
+
 def test_what_failed_before_is_over(world: World) -> None:
     """Collectives of a group that was formed anew since are no sign of a wait."""
     fails(
