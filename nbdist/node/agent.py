@@ -24,11 +24,13 @@ from zmq.eventloop.zmqstream import ZMQStream
 from nbdist import __version__
 from nbdist.node.birth import adopt_orphans
 from nbdist.node.logs import drop_old_runs
+from nbdist.node.looking import stack_of
 from nbdist.node.outbox import Outbox
 from nbdist.node.processes import Nursery, ProcessSource, Spawner
 from nbdist.node.rank import Rank
 from nbdist.wire.environ import torchrun_variables
 from nbdist.wire.frames import down_from, to_bytes
+from nbdist.wire.looks import GetStacks
 from nbdist.wire.messages import (
     Answer,
     Call,
@@ -140,6 +142,8 @@ class Agent:
                 self._send(Answer(call.id, None))
             case Call(_, GetStatus()) as call:
                 self._send(Answer(call.id, self._status()))
+            case Call(_, GetStacks(ranks)) as call:
+                self._do(self._tell_stacks(call.id, ranks))
             case Call() as call:
                 self._calls.put_nowait(call)
             case Look(ranks):
@@ -183,6 +187,10 @@ class Agent:
         places = await asyncio.gather(*(rank.look() for rank in living))
         found = zip(living, places, strict=True)
         self._send(Seen({rank.rank: place for rank, place in found}))
+
+    async def _tell_stacks(self, number: int, ranks: Sequence[int]) -> None:
+        asked = [self._ranks[rank] for rank in ranks if rank in self._ranks]
+        self._send(Answer(number, tuple(await asyncio.gather(*map(stack_of, asked)))))
 
     async def _free(self, ranks: Sequence[int]) -> None:
         asked = (rank.ask({"do": "free"}, FREE_TIMEOUT) for rank in self._living(ranks))

@@ -19,11 +19,13 @@ from jupyter_client.manager import AsyncKernelManager
 from zmq.eventloop.zmqstream import ZMQStream
 
 from nbdist.errors import word_exit
+from nbdist.node.dumps import StackFile
 from nbdist.node.jupyter import Reply, output_from
 from nbdist.node.logs import RankLog
 from nbdist.node.merge import LOST_AFTER, Merger
 from nbdist.node.pipes import OutputPipe
 from nbdist.node.processes import ProcessSource, WorkerProcess
+from nbdist.wire.looks import RankState
 from nbdist.wire.messages import (
     CONTROL_REQUEST,
     Cell,
@@ -56,6 +58,7 @@ class Rank:
         self.process: WorkerProcess | None = None
         self.cell: Cell | None = None
         self.log = RankLog(log_folder)
+        self.stacks = StackFile(orders.stack_file)
         self._orders = orders
         self._emit = emit
         self._merger: Merger[Output | Reply | None] = Merger(orders.token)
@@ -79,7 +82,7 @@ class Rank:
         return self.process.pid if self.process else 0
 
     @property
-    def state(self) -> str:
+    def state(self) -> RankState:
         """What `%dist_status` shows."""
         if self.process is None or not self._ready.is_set():
             return "starting"
@@ -188,6 +191,8 @@ class Rank:
 
     async def ask(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any] | None:
         """The answer of the worker's control thread; None if it gives none in time."""
+        if "control" not in self._streams:
+            return None
         number = self._send(CONTROL_REQUEST, dict(request), channel="control")
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
@@ -218,7 +223,7 @@ class Rank:
             rank=self.rank,
             pid=self.pid,
             host=socket.gethostname(),
-            state=self.state,  # type: ignore[arg-type]
+            state=self.state,
             busy_seconds=time.monotonic() - self._busy_since if self.cell else 0.0,
             memory=_proportional_memory(self.pid),
             device=f"cuda:{self._orders.local_rank}" if self._orders.world.gpus else "cpu",
@@ -244,6 +249,7 @@ class Rank:
         for raw in self._sockets:
             raw.close(linger=0)
         self.log.close()
+        self.stacks.remove()
         await self._manager.cleanup_resources()
 
     def _ended(self, exited: asyncio.Future[int]) -> None:

@@ -25,6 +25,7 @@ from nbdist.notebook.ship.ledger import Ledger
 from nbdist.notebook.ship.names import names_bound
 from nbdist.notebook.ship.plan import Shipment, plan, push
 from nbdist.notebook.source import check_source, in_notebook_lines
+from nbdist.notebook.stacks import stacks_html, stacks_text
 from nbdist.notebook.status import headline, owners_text, rows, status_html, status_text
 from nbdist.world.healing import healing_text, parse_on_failure
 from nbdist.world.launcher import find_launcher
@@ -380,6 +381,13 @@ class Desk:
             text += f"\n{owners}"
             html += f'<pre style="font-family:monospace">{escape(owners)}</pre>'
         self._display().show_table(html, text)
+
+    def show_stacks(self, ranks: str | None) -> None:
+        """What `%dist_stack` shows."""
+        world = self.world
+        stacks = world.stacks(_ranks(ranks, world)) if world is not None else ()
+        head = headline(world)
+        self._display().show_table(stacks_html(head, stacks), stacks_text(head, stacks))
 
     # --- words ----------------------------------------------------------------------------
 

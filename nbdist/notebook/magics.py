@@ -93,6 +93,16 @@ class DistributedMagics(Magics):
         options = parse(self.dist_status, line)
         self.desk.show_status(with_owners=options.verbose)
 
+    @magic_arguments()
+    @ranks_option
+    @line_magic
+    def dist_stack(self, line: str) -> None:
+        """Where each rank is now, and how it came there; equal stacks once.
+
+        Whatever they do: compute, wait in a collective, or hold the GIL in C code.
+        """
+        self.desk.show_stacks(parse(self.dist_stack, line).ranks)
+
     # --- values ---------------------------------------------------------------------------
 
     @magic_arguments()

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from nbdist.wire.looks import GetStacks, RankState, Stack
 from nbdist.wire.payload import Payload
 
 StreamName = Literal["stdout", "stderr"]
@@ -199,6 +200,11 @@ class RankStart:
     environ: Mapping[str, str]
     living: LivingGroups | None = None
 
+    @property
+    def stack_file(self) -> str:
+        """Into which its C code writes stacks: at a signal, and when it crashes."""
+        return self.connection_file.removesuffix(".json") + ".stack"
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
@@ -207,7 +213,7 @@ class WorkerStatus:
     rank: int
     pid: int
     host: str
-    state: Literal["starting", "idle", "busy", "dead"]
+    state: RankState
     busy_seconds: float
     memory: int
     device: str
@@ -221,7 +227,8 @@ class Place:
     does something else; `counts` has by group how many collectives it has begun, `moved` the
     bytes that its connections have carried, `is_calm` whether none of gloo's threads has
     anything to do; `unfinished` how many collectives seem to have begun and not ended.
-    `is_deaf`: C code holds the GIL, so nothing more is known.
+    `is_deaf`: C code holds the GIL, so nothing more is known, unless the line is.
+    `is_stopped`: by a signal such as SIGSTOP.
     """
 
     line: int = 0
@@ -231,6 +238,7 @@ class Place:
     is_calm: bool = False
     unfinished: int = 0
     is_deaf: bool = False
+    is_stopped: bool = False
 
 
 # --- calls to an agent, each answered by exactly one `Answer` ------------------------------
@@ -274,7 +282,7 @@ class Kill:
     ranks: tuple[int, ...]
 
 
-Request = StartWorld | StopWorld | GetStatus | Interrupt | Heal | Kill
+Request = StartWorld | StopWorld | GetStatus | GetStacks | Interrupt | Heal | Kill
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +313,7 @@ class Healed:
     problem: str = ""
 
 
-Reply = WorldStarted | StartFailure | Healed | tuple[WorkerStatus, ...] | None
+Reply = WorldStarted | StartFailure | Healed | tuple[WorkerStatus, ...] | tuple[Stack, ...] | None
 
 
 # --- what goes over the link ----------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from nbdist.wire.marks import mark
 from nbdist.wire.messages import RankStart
 from nbdist.worker.control import answer_control
+from nbdist.worker.dumping import write_stacks_to
 from nbdist.worker.environment import prepare_torch, ready_names
 from nbdist.worker.group import Group
 from nbdist.worker.kernel import make_app
@@ -25,6 +26,7 @@ def run_worker(orders: RankStart) -> None:
     app = make_app(orders.connection_file, orders.rank, orders.token)
     app.kernel.namespace.start_with(ready_names(orders))
     quieten()
+    write_stacks_to(orders.stack_file, app.control_thread)
     pickle_cell_classes_by_value()
     group = Group(orders) if orders.world.backend is not None else None
     app.kernel.group = group

@@ -5,6 +5,7 @@ Asked from the control thread, while the main thread runs or waits.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch._C import _distributed_c10d as c10d
 
+from nbdist.worker.frames import awaited, described
 from nbdist.worker.store import FreeableStore
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class Watcher:
 
     def __init__(self, shell: Any, group: Group | None) -> None:
         self._shell = shell
+        self._loop = asyncio.get_event_loop()  # the main thread's, which makes this
         self._group = group
         self._ident = threading.main_thread().ident or 0
         # Not `native_id`, which a forked process takes over from its parent (Python 3.11).
@@ -65,6 +68,18 @@ class Watcher:
             "unfinished": sum(map(_unfinished_by, groups.values())),
         }
 
+    def stack(self) -> dict[str, Any]:
+        """What of the fields of `Place` people read, and the stack from the innermost out."""
+        frames, cells = list(self._frames()), self._cells()
+        if not any(frame.f_code.co_filename in cells for frame in frames):
+            frames = awaited(self._loop, cells) or frames
+        place = {
+            "line": self._line(frames),
+            "operation": self._operation(frames, self._groups()),
+        }
+        frames = [frame for frame in frames if frame.f_code is not _wait.__code__]
+        return {"place": place, "frames": described(frames, cells)}
+
     def start_over(self) -> None:
         """The groups are being formed anew: what their backends so far have begun is over.
 
@@ -86,8 +101,12 @@ class Watcher:
 
     def _line(self, frames: list[FrameType]) -> int:
         """The line of the cell that runs, 0 when none does."""
-        cells = getattr(self._shell.compile, "_filename_map", {})
+        cells = self._cells()
         return next((f.f_lineno for f in reversed(frames) if f.f_code.co_filename in cells), 0)
+
+    def _cells(self) -> Mapping[str, int]:
+        """The number of each cell by the name of its file."""
+        return getattr(self._shell.compile, "_filename_map", {})
 
     def _operation(self, frames: list[FrameType], groups: Mapping[str, Any]) -> str:
         """What the thread waits for: a collective, by torch's name; "" when it does not wait.

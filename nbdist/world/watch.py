@@ -107,7 +107,7 @@ def waits_text(places: Mapping[int, Place], source: str = "") -> str:
     """`ranks 0-2 wait in all_reduce, line 6 · rank 3 is in line 5: time.sleep(600)`."""
     found: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
-        found.setdefault(_doing(place, source), []).append(rank)
+        found.setdefault(doing_text(place, source), []).append(rank)
     return " · ".join(
         f"{name_ranks(ranks)} {_verb(ranks, doing)}" for doing, ranks in found.items()
     )
@@ -119,10 +119,13 @@ def waited_text(place: Place) -> str:
     return f"{place.operation}{line}"
 
 
-def _doing(place: Place, source: str) -> str:
-    if place.is_deaf:
-        return "busy in C code that holds the GIL"
+def doing_text(place: Place, source: str = "") -> str:
+    """`wait in all_reduce, line 6`, `in line 5: time.sleep(600)`."""
     line = f"line {place.line}" if place.line else "no line of the cell"
+    if place.is_stopped:
+        return "stopped by a signal"
+    if place.is_deaf:
+        return "busy in C code that holds the GIL" + (f", {line}" if place.line else "")
     if place.operation:
         return f"wait in {place.operation}, {line}"
     lines = source.splitlines()[max(0, place.line - 1) : place.line]

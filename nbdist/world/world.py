@@ -24,11 +24,13 @@ from nbdist.errors import (
     WorldNotStarted,
     WorldStuck,
 )
+from nbdist.wire.looks import GetStacks, Stack
 from nbdist.wire.messages import (
     Cell,
     Died,
     GetStatus,
     Received,
+    Request,
     Seen,
     StartFailure,
     StartWorld,
@@ -315,18 +317,27 @@ class World:
 
     def status(self) -> tuple[WorkerStatus, ...]:
         """One row per rank, from the agent; answers while ranks are busy."""
+        rows: tuple[WorkerStatus, ...] = self._ask(GetStatus())
+        return rows
+
+    def stacks(self, ranks: Sequence[int] | None = None) -> tuple[Stack, ...]:
+        """Where the main thread of each rank is, now; answers whatever they are doing."""
+        on = tuple(range(self.size)) if ranks is None else tuple(ranks)
+        stacks: tuple[Stack, ...] = self._ask(GetStacks(on))
+        return stacks
+
+    def _ask(self, request: Request) -> Any:
+        """The agent's rows on its ranks; none where there are no workers."""
         if not self.state.has_workers:
             return ()
         self.receive_waiting()
         if not self.state.has_workers:
             return ()
         try:
-            rows = self.link.call(GetStatus(), timeout=STATUS_TIMEOUT)
+            return self.link.call(request, timeout=STATUS_TIMEOUT)
         except AgentLost as lost:
             self.take_loss(lost)
             return ()
-        assert isinstance(rows, tuple)
-        return rows
 
     # --- for RunningCell and healing ------------------------------------------------------
 

@@ -35,6 +35,7 @@ MAGICS = (
     "%dist_push",
     "%dist_restart",
     "%dist_shutdown",
+    "%dist_stack",
     "%dist_status",
 )
 
@@ -535,6 +536,42 @@ def test_agent_that_dies(notebook: Notebook) -> None:
     assert "the agent" in notebook.run("%%distributed -n 4\n1").error
     assert "4 workers ready" in notebook.run("%dist_restart").text
     assert notebook.run("%%distributed\npass").errors == []
+
+
+# --- what ranks are doing ---------------------------------------------------------------
+
+
+def test_stacks_of_idle_ranks(notebook: Notebook) -> None:
+    """`%dist_stack` says that they are idle, equal ones once."""
+    lines = body(notebook.run("%dist_stack"))
+    assert lines == ["── ranks 0-3 same · idle ──"]
+    assert body(notebook.run("%dist_stack -r -1")) == ["── rank 3 · idle ──"]
+    assert "BadRanks" in notebook.run("%dist_stack -r 9").error
+
+
+def test_stacks_of_a_deaf_rank(notebook: Notebook) -> None:
+    """A rank that is stopped says so, and how it goes on."""
+    status = notebook.run("%dist_status").text.splitlines()
+    pid = int(status[4].split()[2])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        said = notebook.run("%dist_stack")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert body(said) == [
+        "── ranks 0-1,3 same · idle ──",
+        "── rank 2 · stopped by a signal ──",
+        f"  `kill -CONT {pid}` lets it go on",
+    ]
+    html = said.panel["text/html"]
+    assert "<details open" in html
+    assert "rank 2" in html
+
+
+def test_stacks_without_workers(fresh: Callable[..., Notebook]) -> None:
+    """Without workers one line says how to start some."""
+    notebook = fresh("%load_ext nbdist")
+    assert notebook.run("%dist_stack").text.startswith("no workers are running")
 
 
 # --- stop -------------------------------------------------------------------------------
