@@ -24,7 +24,8 @@ from zmq.eventloop.zmqstream import ZMQStream
 from nbdist import __version__
 from nbdist.node.birth import adopt_orphans
 from nbdist.node.logs import drop_old_runs
-from nbdist.node.looking import stack_of
+from nbdist.node.looking import stack_of, status_of
+from nbdist.node.memory import MemoryGauge
 from nbdist.node.outbox import Outbox
 from nbdist.node.processes import Nursery, ProcessSource, Spawner
 from nbdist.node.rank import Rank
@@ -54,7 +55,6 @@ from nbdist.wire.messages import (
     StartWorld,
     StopWorld,
     Up,
-    WorkerStatus,
     WorldSpec,
     WorldStarted,
 )
@@ -86,6 +86,7 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._calls: asyncio.Queue[Call] = asyncio.Queue()
         self._gone = asyncio.Event()
+        self._gauge = MemoryGauge()
         self._outbox = Outbox(self._send)
         link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         link.linger = LINK_LINGER
@@ -141,7 +142,7 @@ class Agent:
                     self._ranks[rank].interrupt()
                 self._send(Answer(call.id, None))
             case Call(_, GetStatus()) as call:
-                self._send(Answer(call.id, self._status()))
+                self._do(self._tell_status(call.id))
             case Call(_, GetStacks(ranks)) as call:
                 self._do(self._tell_stacks(call.id, ranks))
             case Call() as call:
@@ -188,6 +189,10 @@ class Agent:
         found = zip(living, places, strict=True)
         self._send(Seen({rank.rank: place for rank, place in found}))
 
+    async def _tell_status(self, number: int) -> None:
+        rows = await status_of(tuple(self._ranks.values()), self._gauge)
+        self._send(Answer(number, rows))
+
     async def _tell_stacks(self, number: int, ranks: Sequence[int]) -> None:
         asked = [self._ranks[rank] for rank in ranks if rank in self._ranks]
         self._send(Answer(number, tuple(await asyncio.gather(*map(stack_of, asked)))))
@@ -203,9 +208,6 @@ class Agent:
     def _run(self, cell: Cell) -> None:
         for rank in cell.ranks:
             self._ranks[rank].run(cell)
-
-    def _status(self) -> tuple[WorkerStatus, ...]:
-        return tuple(rank.status() for rank in self._ranks.values())
 
     # --- the world's workers -----------------------------------------------------------------
 

@@ -18,7 +18,6 @@ from nbdist.wire.looks import STACK_SIGNAL, StackFrame
 TGKILL = 234 if os.uname().machine == "x86_64" else 131
 """Its number: glibc has a function for it only since 2.30."""
 
-READ_TIMEOUT = 0.4
 READ_EVERY = 0.005
 
 THREAD = re.compile(r"^(?:Current t|T)hread 0x(\w+).*:$")
@@ -42,10 +41,10 @@ class StackFile:
     def __repr__(self) -> str:
         return f"<StackFile {self._path}>"
 
-    async def sample(self, pid: int) -> tuple[tuple[str, int, str], ...]:
+    async def sample(self, pid: int, timeout: float) -> tuple[tuple[str, int, str], ...]:
         """The main thread's calls now, as file, line and function, from the innermost out.
 
-        Nothing where the worker's C code does not write them within `READ_TIMEOUT`.
+        Nothing where the worker's C code does not write them within `timeout` seconds.
         """
         async with self._busy:
             try:
@@ -58,7 +57,7 @@ class StackFile:
                 _signal(pid, control if thread_state(pid) in "SD" else pid)
             except (OSError, ValueError):
                 return ()  # it has ended
-            return calls_of(await self._read_all(), main)
+            return calls_of(await self._read_all(timeout), main)
 
     def remove(self) -> None:
         """The worker is no more."""
@@ -72,9 +71,9 @@ class StackFile:
         main, control = self._head.split()
         return main.decode(), int(control)
 
-    async def _read_all(self) -> str:
+    async def _read_all(self, timeout: float) -> str:
         """The stacks once they are complete, or what there is of them."""
-        text, deadline = "", time.monotonic() + READ_TIMEOUT
+        text, deadline = "", time.monotonic() + timeout
         while time.monotonic() < deadline:
             if (text := self._read()).endswith(ENDS):
                 break

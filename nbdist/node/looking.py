@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import linecache
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from nbdist.node.dumps import frames_of, thread_state
-from nbdist.wire.looks import Stack, StackFrame
-from nbdist.wire.messages import Place
+from nbdist.node.memory import MemoryGauge
+from nbdist.wire.looks import Collective, Stack, StackFrame
+from nbdist.wire.messages import Place, WorkerStatus
 
 if TYPE_CHECKING:
     from nbdist.node.rank import Rank
@@ -22,8 +25,15 @@ OURS = (
 )
 """Parts of the files that run cells, and wait for the next one."""
 
+STATUS_TIMEOUT = 0.12
+LAST_TIMEOUT = 2.0
+BRIEF_SAMPLE_TIMEOUT = 0.04
+SAMPLE_TIMEOUT = 0.4
+
+IN_TORCH = "/torch/distributed/"
+
 NO_ANSWER = "it does not answer, and its stack cannot be read"
-AWAITS_NOTHING = "no line of the cell runs: names are bound, or values brought back"
+NO_LINE = "no line of the cell runs: names are bound, or values brought back"
 
 
 def is_stopped(pid: int) -> bool:
@@ -36,25 +46,83 @@ async def stack_of(rank: Rank) -> Stack:
     state = rank.state
     if state in ("starting", "dead"):
         return Stack(rank.rank, rank.pid, state, Place())
-    if is_stopped(rank.pid):
-        return Stack(rank.rank, rank.pid, state, Place(is_stopped=True))
-    seen = await rank.ask({"do": "stack"}, STACK_TIMEOUT)
+    seen = await _ask(rank, {"do": "stack"}, STACK_TIMEOUT)
+    if isinstance(seen, Place):
+        return Stack(rank.rank, rank.pid, state, seen)
     if seen is not None:
         place = Place(**seen["place"])
         frames = [StackFrame(*fields) for fields in seen["frames"]]
-    elif is_stopped(rank.pid):
-        return Stack(rank.rank, rank.pid, state, Place(is_stopped=True))
     else:
-        cell = rank.cell
-        number, source = (cell.execution_count, cell.source) if cell else (None, "")
-        frames = frames_of(await rank.stacks.sample(rank.pid), number, source)
-        line = next((frame.line for frame in reversed(frames) if frame.is_cell), 0)
-        place = Place(line=line, is_deaf=True)
+        place, frames = await _of_deaf(rank, SAMPLE_TIMEOUT)
         if not frames:
             return Stack(rank.rank, rank.pid, state, place, problem=NO_ANSWER)
     own = own_frames(frames)
-    problem = AWAITS_NOTHING if state == "busy" and not own else ""
+    problem = NO_LINE if state == "busy" and not own else ""
     return Stack(rank.rank, rank.pid, state, place, with_code(own), problem)
+
+
+async def status_of(ranks: Sequence[Rank], gauge: MemoryGauge) -> tuple[WorkerStatus, ...]:
+    """What `%dist_status` shows of them.
+
+    Takes `STATUS_TIMEOUT` and `BRIEF_SAMPLE_TIMEOUT` at most, and what time the agent has to
+    wait for a processor.
+    """
+    memory, rows = await asyncio.gather(
+        gauge.read([rank.pid for rank in ranks], STATUS_TIMEOUT),
+        asyncio.gather(*map(_status_of, ranks)),
+    )
+    return tuple(replace(row, memory=memory[row.pid]) for row in rows)
+
+
+async def _status_of(rank: Rank) -> WorkerStatus:
+    """All but the memory."""
+    found = rank.status()
+    if found.state in ("starting", "dead"):
+        return found
+    place, collective = await asyncio.gather(_place(rank), _last_collective(rank))
+    lines = rank.cell.source.splitlines() if rank.cell else []
+    code = lines[place.line - 1] if 0 < place.line <= len(lines) else ""
+    shown = place if found.state == "busy" or place.is_deaf or place.is_stopped else None
+    return replace(found, place=shown, code=code, collective=collective)
+
+
+async def _ask(rank: Rank, request: Mapping[str, Any], timeout: float) -> Any:
+    """The rank's answer; a `Place` if its process is stopped, None if it is deaf."""
+    if not is_stopped(rank.pid):
+        answer = await rank.ask(request, timeout)
+        if answer is not None or not is_stopped(rank.pid):
+            return answer
+    return Place(is_stopped=True)
+
+
+async def _of_deaf(rank: Rank, timeout: float) -> tuple[Place, list[StackFrame]]:
+    """What the C code of a rank that cannot answer writes of it, from the innermost out."""
+    cell = rank.cell
+    number, source = (cell.execution_count, cell.source) if cell else (None, "")
+    frames = frames_of(await rank.stacks.sample(rank.pid, timeout), number, source)
+    line = next((frame.line for frame in reversed(frames) if frame.is_cell), 0)
+    # What waits in a collective does not hold the GIL: the machine is busy.
+    is_deaf = not frames or IN_TORCH not in frames[0].file
+    return Place(line=line, is_deaf=is_deaf), frames
+
+
+async def _place(rank: Rank) -> Place:
+    seen = await _ask(rank, {"do": "where"}, STATUS_TIMEOUT)
+    if isinstance(seen, Place):
+        return seen
+    if seen is not None:
+        return Place(**seen)
+    return (await _of_deaf(rank, BRIEF_SAMPLE_TIMEOUT))[0]
+
+
+async def _last_collective(rank: Rank) -> Collective | None:
+    """Unknown where it takes too long; then it is not asked for again before it is there."""
+    if rank.last_collective is None or rank.last_collective.done():
+        asking = _ask(rank, {"do": "last"}, LAST_TIMEOUT)
+        rank.last_collective = asyncio.ensure_future(asking)
+    await asyncio.wait([rank.last_collective], timeout=STATUS_TIMEOUT)
+    seen = rank.last_collective.result() if rank.last_collective.done() else None
+    return Collective(**seen) if isinstance(seen, dict) and seen else None
 
 
 def own_frames(frames: Iterable[StackFrame]) -> list[StackFrame]:

@@ -59,6 +59,7 @@ class Rank:
         self.cell: Cell | None = None
         self.log = RankLog(log_folder)
         self.stacks = StackFile(orders.stack_file)
+        self.last_collective: asyncio.Task[Any] | None = None  # while it is being asked for
         self._orders = orders
         self._emit = emit
         self._merger: Merger[Output | Reply | None] = Merger(orders.token)
@@ -218,14 +219,14 @@ class Rank:
             self.process.send_signal(signal.SIGINT)
 
     def status(self) -> WorkerStatus:
-        """What `%dist_status` shows of it; does not ask the worker, who may be deaf."""
+        """What is known of it without asking; `nbdist.node.looking` finds out the rest."""
         return WorkerStatus(
             rank=self.rank,
             pid=self.pid,
             host=socket.gethostname(),
             state=self.state,
             busy_seconds=time.monotonic() - self._busy_since if self.cell else 0.0,
-            memory=_proportional_memory(self.pid),
+            memory=0,
             device=f"cuda:{self._orders.local_rank}" if self._orders.world.gpus else "cpu",
         )
 
@@ -336,15 +337,3 @@ class Rank:
             if isinstance(output, Done | Died):
                 self.log.flush()
             self._emit(self.rank, self.cell.id if self.cell else "", output)
-
-
-def _proportional_memory(pid: int) -> int:
-    """PSS in bytes: pages that n processes share count 1/n in each (proc(5), smaps_rollup)."""
-    try:
-        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as rollup:
-            for line in rollup:
-                if line.startswith("Pss:"):
-                    return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass  # it has ended, or the kernel is older than 4.14
-    return 0

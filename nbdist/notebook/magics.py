@@ -89,7 +89,10 @@ class DistributedMagics(Magics):
     @argument("-v", "--verbose", action="store_true", help="also who owns which name")
     @line_magic
     def dist_status(self, line: str) -> None:
-        """Each rank's state, process, device and memory; answers while ranks are busy."""
+        """Each rank's state, process, device, memory, its line of the cell, its last collective.
+
+        Answers within 0.2 s whatever they do.
+        """
         options = parse(self.dist_status, line)
         self.desk.show_status(with_owners=options.verbose)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
@@ -11,7 +11,7 @@ from nbdist.errors import name_ranks
 from nbdist.notebook.draw.blocks import AMBER, BLUE, GREEN, LINES, RED, bold, dim, panel
 from nbdist.wire.looks import Stack, StackFrame
 from nbdist.world.sameness import normal
-from nbdist.world.watch import doing_text
+from nbdist.world.watch import doing_of
 
 PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/|^.*/lib/python3\.\d+/(?=[^/]+)")
 """What stands before a library's own path."""
@@ -31,8 +31,8 @@ class StackGroup:
         """`wait in all_reduce, line 7`."""
         stack = self.stack
         if stack.state == "busy" or stack.place.is_stopped or stack.place.is_deaf:
-            doing = doing_text(stack.place, cell_source(stack.frames))
-            return doing.replace("wait ", "waits ", 1) if len(self.ranks) == 1 else doing
+            code = stack.frames[0].code if stack.frames and stack.frames[0].is_cell else ""
+            return doing_of(self.ranks, stack.place, code)
         return stack.state
 
     @property
@@ -53,13 +53,6 @@ def grouped(stacks: Iterable[Stack]) -> list[StackGroup]:
         said = "\n".join([one.title, *one.lines]).replace(str(stack.pid), "<pid>")
         found.setdefault(normal(said), []).append(stack)
     return [StackGroup(tuple(stack.rank for stack in same), same[0]) for same in found.values()]
-
-
-def cell_source(frames: Sequence[StackFrame]) -> str:
-    """The running cell as far as it is known: its current line, in its place."""
-    if not frames or not frames[0].is_cell:
-        return ""
-    return "\n" * (frames[0].line - 1) + frames[0].code
 
 
 def stacks_text(head: str, stacks: Iterable[Stack]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nbdist.wire.looks import GetStacks, RankState, Stack
+from nbdist.wire.looks import Collective, GetStacks, RankState, Stack
 from nbdist.wire.payload import Payload
 
 StreamName = Literal["stdout", "stderr"]
@@ -208,7 +208,10 @@ class RankStart:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """One worker as its agent sees it; memory in bytes (PSS: shared pages count in part)."""
+    """One worker as its agent sees it; memory in bytes (PSS: shared pages count in part).
+
+    A busy one has a `place` and its line's `code`; `collective` is its last, None if unknown.
+    """
 
     rank: int
     pid: int
@@ -217,6 +220,9 @@ class WorkerStatus:
     busy_seconds: float
     memory: int
     device: str
+    place: Place | None = None
+    code: str = ""
+    collective: Collective | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,10 @@ REPLY = "nbdist_reply"
 def answer_control(kernel: WorkerKernel, group: Group | None) -> None:
     """Have the kernel answer `nbdist_request` on its control channel.
 
-    `{"do": "look"}` asks where the main thread is, `"stack"` for its calls, `"living"` for
-    the groups there are; `"free"` breaks collectives open, `"form"` makes the groups whole
-    again.  The answer holds `error` where that failed.
+    `{"do": "look"}` asks where the main thread is, `"where"` for less of it, `"stack"` for its
+    calls, `"last"` for the last collective, `"living"` for the groups there are; `"free"`
+    breaks collectives open, `"form"` makes the groups whole again.  The answer holds `error`
+    where that failed.
     """
     watcher = Watcher(kernel.shell, group)
 
@@ -27,8 +28,12 @@ def answer_control(kernel: WorkerKernel, group: Group | None) -> None:
         match request:
             case {"do": "look"}:
                 return watcher.look()
+            case {"do": "where"}:
+                return watcher.where()
             case {"do": "stack"}:
                 return watcher.stack()
+            case {"do": "last"}:
+                return watcher.last_collective()
             case {"do": "living"} if group is not None:
                 return group.living()
             case {"do": "free"} if group is not None:

@@ -7,7 +7,7 @@ join, so as long as there is one, nobody is freed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nbdist.errors import name_ranks, one_line
@@ -107,7 +107,7 @@ def waits_text(places: Mapping[int, Place], source: str = "") -> str:
     """`ranks 0-2 wait in all_reduce, line 6 · rank 3 is in line 5: time.sleep(600)`."""
     found: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
-        found.setdefault(doing_text(place, source), []).append(rank)
+        found.setdefault(_doing(place, source), []).append(rank)
     return " · ".join(
         f"{name_ranks(ranks)} {_verb(ranks, doing)}" for doing, ranks in found.items()
     )
@@ -119,7 +119,7 @@ def waited_text(place: Place) -> str:
     return f"{place.operation}{line}"
 
 
-def doing_text(place: Place, source: str = "") -> str:
+def _doing(place: Place, source: str = "") -> str:
     """`wait in all_reduce, line 6`, `in line 5: time.sleep(600)`."""
     line = f"line {place.line}" if place.line else "no line of the cell"
     if place.is_stopped:
@@ -132,7 +132,13 @@ def doing_text(place: Place, source: str = "") -> str:
     return f"in {line}" + "".join(f": {one_line(text, LONGEST_CODE)}" for text in lines)
 
 
-def _verb(ranks: list[int], doing: str) -> str:
+def doing_of(ranks: Sequence[int], place: Place, code: str) -> str:
+    """What these ranks do, of whose line the source is known: `waits in all_reduce, line 6`."""
+    doing = _doing(place, "\n" * (place.line - 1) + code)
+    return _verb(ranks, doing).removeprefix("is ").removeprefix("are ")
+
+
+def _verb(ranks: Sequence[int], doing: str) -> str:
     if doing.startswith("wait"):
         return doing.replace("wait", "waits", 1) if len(ranks) == 1 else doing
     return f"{'is' if len(ranks) == 1 else 'are'} {doing}"

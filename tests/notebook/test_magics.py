@@ -541,6 +541,17 @@ def test_agent_that_dies(notebook: Notebook) -> None:
 # --- what ranks are doing ---------------------------------------------------------------
 
 
+def test_status_has_the_last_collective(notebook: Notebook) -> None:
+    """Once there was one, `%dist_status` names each rank's last, and whether it is done."""
+    notebook.run("%%distributed\ndist.barrier()")
+    _, head, *lines = notebook.run("%dist_status").text.splitlines()
+    assert head.endswith("last collective")
+    assert len(lines) == 4
+    for line in lines:
+        assert "barrier #" in line
+        assert line.endswith(", done")
+
+
 def test_stacks_of_idle_ranks(notebook: Notebook) -> None:
     """`%dist_stack` says that they are idle, equal ones once."""
     lines = body(notebook.run("%dist_stack"))

@@ -14,6 +14,7 @@ import pytest
 
 from nbdist.node.dumps import thread_state
 from nbdist.wire.looks import Stack
+from nbdist.wire.messages import Place, WorkerStatus
 from nbdist.world.running import RunningCell
 from nbdist.world.states import State
 from nbdist.world.world import World
@@ -72,12 +73,15 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 def busy(world: World, source: str, is_there: Callable[[int], bool]) -> Iterator[RunningCell]:
     """A cell that runs, as cell 5, from when all ranks (by their pids) are where they should be.
 
-    It is let end by itself at the end.
+    It is let end by itself at the end, and stopped where the test has failed.
     """
     running = world.submit(world.cell(source, execution_count=5))
-    until(world, lambda: all(map(is_there, world.pids.values())))
     try:
+        until(world, lambda: all(map(is_there, world.pids.values())))
         yield running
+    except BaseException:
+        running.interrupt()
+        raise
     finally:
         running.result()
 
@@ -109,6 +113,88 @@ def stacks(world: World) -> dict[int, Stack]:
 def calls(stack: Stack) -> list[tuple[str, int, str]]:
     """Its frames without source lines, files by their last part."""
     return [(frame.file.rpartition("/")[2], frame.line, frame.function) for frame in stack.frames]
+
+
+def statuses(world: World) -> dict[int, WorkerStatus]:
+    """By rank; how long they took is printed."""
+    asked = time.monotonic()
+    found = {row.rank: row for row in world.status()}
+    sys.stdout.write(f"status after {time.monotonic() - asked:.3f} s\n")
+    return found
+
+
+# --- status -----------------------------------------------------------------------------
+
+
+def test_status_of_idle_ranks(world: World) -> None:
+    """An idle rank is nowhere in a cell; its last collective is done."""
+    world.execute("t = torch.ones(1)\ndist.all_reduce(t)\ndist.barrier()\ndist.all_reduce(t)")
+    first = {rank: row.collective for rank, row in statuses(world).items()}
+    for rank, collective in first.items():
+        assert collective is not None, rank
+        assert (collective.name, collective.is_done) == ("all_reduce", True)
+    world.execute("dist.broadcast(t, 0)")
+    for row in statuses(world).values():
+        assert (row.state, row.place, row.code) == ("idle", None, "")
+        assert row.memory > 1 << 20
+        before = first[row.rank]
+        assert row.collective is not None
+        assert before is not None
+        assert str(row.collective) == f"broadcast #{before.number + 1}"
+
+
+def test_status_in_a_collective(world: World, gate: Gate) -> None:
+    """Who waits in which collective, and where who does not wait is."""
+    world.execute("dist.all_reduce(torch.ones(1))")
+    source = f"{gate.cell}if rank == 1:\n    {WAIT}\ndist.barrier()"
+    with busy(world, source, lambda pid: pid != world.pids[1] or reads_a_pipe(pid)):
+        until(world, lambda: all(s.rank == 1 or s.place.operation for s in world.stacks()))
+        found = statuses(world)
+        late = found.pop(1)
+        assert late.place == Place(line=4)
+        assert late.code.strip() == WAIT
+        assert late.collective is not None
+        assert (late.collective.name, late.collective.is_done) == ("all_reduce", True)
+        for row in found.values():
+            assert row.state == "busy"
+            assert row.place == Place(line=5, operation="barrier")
+            assert row.collective is not None
+            assert (row.collective.name, row.collective.is_done) == ("barrier", False)
+            assert row.collective.number == late.collective.number + 1
+        gate.open()
+
+
+def test_status_of_a_rank_that_holds_the_gil(world: World, gate: Gate) -> None:
+    """It is told from its stack which line it is in; the others answer as ever."""
+    source = f"{gate.cell}if rank == 1:\n    {HOLD}"
+    with busy(world, source, lambda pid: pid != world.pids[1] or reads_a_pipe(pid)):
+        found = statuses(world)
+        assert found.pop(1).place == Place(line=4, is_deaf=True)
+        assert {row.place for row in found.values()} == {None}
+        gate.open()
+
+
+def test_status_of_a_stopped_process(world: World) -> None:
+    """It is told at once, though the rank is idle."""
+    os.kill(world.pids[1], signal.SIGSTOP)
+    try:
+        until(world, lambda: thread_state(world.pids[1]) == "T")
+        row = statuses(world)[1]
+        assert row.place == Place(is_stopped=True)
+        assert row.state == "idle"
+        assert row.memory > 1 << 20
+    finally:
+        os.kill(world.pids[1], signal.SIGCONT)
+    world.execute("dist.barrier()")
+
+
+def test_last_collective_of_a_group_that_was_formed_anew(world: World) -> None:
+    """What ranks did in the group before is not shown as if it were of this one."""
+    running = world.submit(world.cell("if rank == 1: raise ValueError\ndist.barrier()"))
+    running.result()
+    assert {row.collective for row in statuses(world).values()} == {None}
+    world.execute("dist.barrier()")
+    assert {str(row.collective) for row in statuses(world).values()} == {"barrier #1"}
 
 
 # --- stacks -----------------------------------------------------------------------------
@@ -240,11 +326,12 @@ def test_a_rank_that_took_the_signal_away(world: World, gate: Gate) -> None:
         "import faulthandler, signal\n"
         "for number in range(signal.SIGRTMIN, signal.SIGRTMAX): faulthandler.unregister(number)"
     )
-    with busy(world, f"{gate.cell}{HOLD}", reads_a_pipe):
+    with busy(world, f"{gate.cell}{HOLD}", reads_a_pipe) as running:
         for stack in stacks(world).values():
             assert (stack.frames, stack.place.is_deaf) == ((), True)
             assert stack.problem == "it does not answer, and its stack cannot be read"
         gate.open(world.size)
+    assert running.error() is None
     world.restart()
 
 
