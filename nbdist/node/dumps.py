@@ -21,6 +21,7 @@ TGKILL = 234 if os.uname().machine == "x86_64" else 131
 READ_EVERY = 0.005
 
 THREAD = re.compile(r"^(?:Current t|T)hread 0x(\w+).*:$")
+CRASH, CRASHED = "Fatal Python error: ", "Stack (most recent call first):"
 FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 ENDS = (" in _run_module_as_main\n", "  ...\n")
 """A worker's outermost call, or a stack too deep to be written in full."""
@@ -59,6 +60,11 @@ class StackFile:
                 return ()  # it has ended
             return calls_of(await self._read_all(timeout), main)
 
+    def read_crash(self) -> str:
+        """What was written of the worker's own crash; a child's can stand before it."""
+        _, start, text = self._read().rpartition(CRASH)
+        return start + text
+
     def remove(self) -> None:
         """The worker is no more."""
         self._path.unlink(missing_ok=True)
@@ -87,11 +93,13 @@ class StackFile:
 
 
 def calls_of(text: str, thread: str) -> tuple[tuple[str, int, str], ...]:
-    """The calls of one thread in what faulthandler wrote: file, line, function."""
+    """The calls of a thread, or of the one that `CRASHED`: file, line, function."""
     calls: list[tuple[str, int, str]] = []
     current = ""
     for line in text.splitlines():
-        if found := THREAD.match(line):
+        if line == CRASHED:
+            current = CRASHED
+        elif found := THREAD.match(line):
             current = found[1].lstrip("0")
         elif (found := FRAME.match(line)) and current == thread:
             calls.append((found[1], int(found[2]) if found[2].isdigit() else 0, found[3]))

@@ -19,6 +19,7 @@ from jupyter_client.manager import AsyncKernelManager
 from zmq.eventloop.zmqstream import ZMQStream
 
 from nbdist.errors import word_exit
+from nbdist.node.deaths import OomKills, crash_text
 from nbdist.node.dumps import StackFile
 from nbdist.node.jupyter import Reply, output_from
 from nbdist.node.logs import RankLog
@@ -46,6 +47,8 @@ KILL_TIMEOUT = 5.0
 SUBSCRIBE_TIMEOUT = 10.0
 RETRY_SECONDS = 0.02
 LOOK_TIMEOUT = 0.5
+COUNT_AFTER = 0.05
+"""Seconds into a cell: short ones are not to wait for 0.4 ms for each rank."""
 
 Emit = Callable[[int, str, Output], None]
 
@@ -65,6 +68,9 @@ class Rank:
         self._merger: Merger[Output | Reply | None] = Merger(orders.token)
         self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self._busy_since = 0.0
+        self._oom_kills: OomKills | None = None
+        self._counting: asyncio.TimerHandle | None = None
+        self._killed = False
         self._request_id = ""
         self._answers: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._pipes = (OutputPipe(self._read_stdout), OutputPipe(self._read_stderr))
@@ -122,6 +128,7 @@ class Rank:
         if self.process.exited.done():
             raise ChildProcessError(f"it {word_exit(self.process.exited.result())}")
         self.process.exited.add_done_callback(self._ended)
+        self._count_kills_in(0.0)
         await self._connect()
 
     def _make_manager(self) -> AsyncKernelManager:
@@ -171,6 +178,7 @@ class Rank:
         """Start the cell; outputs follow, then `Done`, or `Died`."""
         self.cell = cell
         self._busy_since = time.monotonic()
+        self._count_kills_in(COUNT_AFTER)
         names = cell.names
         ours: dict[str, Any] = {
             "cell": cell.id,
@@ -210,6 +218,7 @@ class Rank:
 
     def kill(self) -> None:
         """End the process; `Died` follows."""
+        self._killed = True
         if self.process is not None:
             self.process.send_signal(signal.SIGKILL)
 
@@ -241,8 +250,9 @@ class Rank:
                 await asyncio.wait([self.process.exited], timeout=grace)
             self.process.send_signal(signal.SIGKILL)
             await asyncio.wait([self.process.exited], timeout=KILL_TIMEOUT)
-        if self._retry is not None:
-            self._retry.cancel()
+        for timer in (self._retry, self._counting):
+            if timer is not None:
+                timer.cancel()
         for pipe in self._pipes:
             pipe.close()
         for stream in self._streams.values():
@@ -253,13 +263,29 @@ class Rank:
         self.stacks.remove()
         await self._manager.cleanup_resources()
 
+    def _count_kills_in(self, seconds: float) -> None:
+        """Note how often the kernel has killed so far, to compare with after a death."""
+        if self._counting is not None:
+            self._counting.cancel()
+        loop = asyncio.get_running_loop()
+        self._counting = loop.call_later(seconds, self._count_kills)
+
+    def _count_kills(self) -> None:
+        self._oom_kills = OomKills(self.pid)
+
     def _ended(self, exited: asyncio.Future[int]) -> None:
         """The worker died: say first all that it said, then so."""
         for pipe in self._pipes:
             pipe.drain()
         for item in self._merger.take_all():
             self._pass_on(item)
-        self._show(Died(exited.result(), time.time_ns()))
+        code = exited.result()
+        found = crash_text(self.stacks, code, self.cell)
+        if self._oom_kills is not None and not self._killed:
+            found += self._oom_kills.text(code)
+        if found:
+            self._pass_on(Text("stderr", found))
+        self._show(Died(code, time.time_ns(), self.pid, self.last_lines))
         self.cell = None
 
     # --- what the worker says -------------------------------------------------------------

@@ -27,6 +27,7 @@ from nbdist.notebook.ship.plan import Shipment, plan, push
 from nbdist.notebook.source import check_source, in_notebook_lines
 from nbdist.notebook.stacks import stacks_html, stacks_text
 from nbdist.notebook.status import headline, owners_text, rows, status_html, status_text
+from nbdist.notebook.why import Why, nothing, why_died, why_of
 from nbdist.world.healing import healing_text, parse_on_failure
 from nbdist.world.launcher import find_launcher
 from nbdist.world.link import Link
@@ -62,6 +63,7 @@ class Desk:
         self._link: Link | None = None
         self._last: RunningCell | None = None
         self._idle = IdleWatch(self._notice)
+        self._why: Why | None = None
 
     def __repr__(self) -> str:
         return f"<Desk {self.world} {self.ledger}>"
@@ -197,6 +199,7 @@ class Desk:
         self.ledger.forget(replaced)
         dead = {rank: died for rank, died in replaced.items() if died is not None}
         for rank, died in dead.items():
+            self._why = why_died(rank, world.host, died, self._log_files().get(rank, ""))
             display.note(f"rank {rank} {word_exit(died.exit_code)} while no cell was running")
         if dead:
             display.note(healing_text(world, dead).rstrip("."))
@@ -308,6 +311,7 @@ class Desk:
         if stopped and not running.unfinished and not running.died:
             raise Interrupted(running.cell.ranks)
         if error := running.error():
+            self._why = why_of(running, error, self._log_files()) or self._why
             raise error
 
     def _follow(self, running: RunningCell, display: CellDisplay | None) -> bool:
@@ -380,6 +384,11 @@ class Desk:
             owners = owners_text(self.ledger.owners())
             text += f"\n{owners}"
             html += f'<pre style="font-family:monospace">{escape(owners)}</pre>'
+        self._display().show_table(html, text)
+
+    def show_why(self) -> None:
+        """What `%dist_why` shows; restarts do not change it."""
+        html, text = (self._why.html, self._why.text) if self._why else nothing()
         self._display().show_table(html, text)
 
     def show_stacks(self, ranks: str | None) -> None:

@@ -106,6 +106,16 @@ class DistributedMagics(Magics):
         """
         self.desk.show_stacks(parse(self.dist_stack, line).ranks)
 
+    @magic_arguments()
+    @line_magic
+    def dist_why(self, line: str) -> None:
+        """The last failure once more: when, which rank, its traceback or its last words.
+
+        Also after `%dist_restart`.
+        """
+        parse(self.dist_why, line)
+        self.desk.show_why()
+
     # --- values ---------------------------------------------------------------------------
 
     @magic_arguments()

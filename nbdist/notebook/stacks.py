@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
 from nbdist.errors import name_ranks
 from nbdist.notebook.draw.blocks import AMBER, BLUE, GREEN, LINES, RED, bold, dim, panel
-from nbdist.wire.looks import Stack, StackFrame
+from nbdist.wire.looks import Stack
 from nbdist.world.sameness import normal
 from nbdist.world.watch import doing_of
-
-PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/|^.*/lib/python3\.\d+/(?=[^/]+)")
-"""What stands before a library's own path."""
 
 OPEN_LINES = 60
 
@@ -39,7 +35,7 @@ class StackGroup:
     def lines(self) -> list[str]:
         """The calls as Python's tracebacks show them, the innermost last."""
         stack = self.stack
-        lines = [line for frame in stack.frames for line in _lines(frame)]
+        lines = [line for frame in stack.frames for line in frame.lines]
         if stack.place.is_stopped:
             lines.append(f"  `kill -CONT {stack.pid}` lets it go on")
         return [*lines, *([f"  {stack.problem}"] if stack.problem else [])]
@@ -97,10 +93,3 @@ def _colour(stack: Stack) -> str:
     if stack.place.operation or stack.place.is_deaf:
         return AMBER
     return BLUE if stack.state == "busy" else GREEN
-
-
-def _lines(frame: StackFrame) -> list[str]:
-    where = f"  {PACKAGES.sub('', frame.file)}, line {frame.line}"
-    if frame.function != "<module>":
-        where += f", in {frame.function}"
-    return [where, f"    {frame.code}"] if frame.code else [where]

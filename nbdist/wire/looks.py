@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -16,6 +17,9 @@ STACK_SIGNAL = signal.SIGRTMAX - 6
 
 Not SIGUSR2, which user code may want for itself.
 """
+
+PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/|^.*/lib/python3\.\d+/(?=[^/]+)")
+"""What stands before a library's own path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,14 @@ class StackFrame:
     line: int
     function: str
     code: str = ""
+
+    @property
+    def lines(self) -> list[str]:
+        """As Python's tracebacks show a call."""
+        where = f"  {PACKAGES.sub('', self.file)}, line {self.line}"
+        if self.function != "<module>":
+            where += f", in {self.function}"
+        return [where, f"    {self.code}"] if self.code else [where]
 
     @property
     def is_cell(self) -> bool:

@@ -93,11 +93,14 @@ CONNECTION_LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
 class Died:
     """The rank's process ended.
 
-    `exit_code` is negative for a signal, as in `subprocess`.
+    `exit_code` is negative for a signal, as in `subprocess`; `last_lines` is the end of all
+    that it has written.
     """
 
     exit_code: int
     time_ns: int
+    pid: int = 0
+    last_lines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,10 @@ class RunningCell:
         """Seconds since it was sent."""
         return time.monotonic() - self._started
 
+    def seconds_until(self, time_ns: int) -> float:
+        """From when it was sent to a time on the clock."""
+        return max(0.0, (time_ns - self._started_ns) / 1e9)
+
     def __iter__(self) -> Iterator[News]:
         while self.unfinished:
             tick = TICK if self.age > EAGER_SECONDS else EAGER_TICK
@@ -280,7 +284,7 @@ class RunningCell:
         host, pid = self._world.host, self._pids.get(rank, 0)
         errors, ran = self.transcript.errors, len(self.cell.ranks)
         own = {rank: error for rank, error in errors.items() if not follows(error)}
-        seconds = max(0.0, (first.time_ns - self._started_ns) / 1e9)
+        seconds = self.seconds_until(first.time_ns)
         if isinstance(first, Died):
             died = WorkerDied(rank, host, pid, errors, ran, seconds, first.exit_code)
             gone = (rank for rank, error in errors.items() if isinstance(error, Died))

@@ -37,6 +37,7 @@ MAGICS = (
     "%dist_shutdown",
     "%dist_stack",
     "%dist_status",
+    "%dist_why",
 )
 
 
@@ -583,6 +584,86 @@ def test_stacks_without_workers(fresh: Callable[..., Notebook]) -> None:
     """Without workers one line says how to start some."""
     notebook = fresh("%load_ext nbdist")
     assert notebook.run("%dist_stack").text.startswith("no workers are running")
+
+
+# --- why ----------------------------------------------------------------------------------
+
+
+def test_why_nothing(fresh: Callable[..., Notebook]) -> None:
+    """Where nothing has failed one line says so."""
+    notebook = fresh("%load_ext nbdist")
+    assert notebook.run("%dist_why").text == "nothing has failed so far"
+    notebook.run("%%distributed -n 2\npass")
+    assert notebook.run("%dist_why").text == "nothing has failed so far"
+
+
+def test_why_of_an_exception(notebook: Notebook) -> None:
+    """`%dist_why` has time, rank, process and traceback, and a line for what followed."""
+    pid = notebook.value("get_ipython().magics_manager.magics['line']['dist_init']"
+                         ".__self__.desk.world.pids[1]")  # fmt: skip
+    failed = notebook.run(
+        "%%distributed\nif rank == 1:\n    raise ValueError('bad shard')\ndist.barrier()"
+    )
+    number = failed.reply["execution_count"]
+    why = notebook.run("%dist_why")
+    first, *lines = why.text.splitlines()
+    assert re.match(r"\d\d:\d\d:\d\d · rank 1 on ", first)
+    assert f" (pid {pid}) · 0." in first
+    assert first.endswith(f"s into Cell In[{number}] · ValueError: bad shard")
+    assert f"Cell In[{number}], line 3" in why.text
+    assert lines[-1].startswith("ranks 0,2-3: Freed: waited in barrier (cell line 4) and was freed")
+    assert "raise" in why.panel["text/html"]
+    # Restarts and other cells do not change it; the next failure does.
+    notebook.run("%dist_restart")
+    notebook.run("%%distributed\npass")
+    assert notebook.run("%dist_why").text == why.text
+    notebook.run("%%distributed\n1 / 0")
+    assert "ZeroDivisionError: division by zero" in notebook.run("%dist_why").text
+    assert notebook.run("%dist_why").text.endswith(": the same")
+
+
+def test_why_of_a_crash(notebook: Notebook) -> None:
+    """A rank that crashed left its Python stack, in its block and in `%dist_why`."""
+    outcome = notebook.run(
+        "%%distributed\nimport ctypes\nprint('hello')\ndef crash():\n    ctypes.string_at(0)\n"
+        "if rank == 2: crash()\ndist.barrier()"
+    )
+    number = outcome.reply["execution_count"]
+    assert "was killed by SIGSEGV" in outcome.error
+    stack = [
+        "Fatal Python error: Segmentation fault, in",
+        f"  Cell In[{number}], line 6",
+        "    if rank == 2: crash()",
+        f"  Cell In[{number}], line 5, in crash",
+        "    ctypes.string_at(0)",
+    ]
+    block = outcome.panel["text/plain"].partition("── rank 2 ✗ ──\n")[2].splitlines()
+    assert block[0] == "hello"
+    assert block[1:6] == stack
+    why = notebook.run("%dist_why").text.splitlines()
+    assert why[0].endswith(f"Cell In[{number}] · the process was killed by SIGSEGV")
+    assert why[1:3] == ["its last lines:", "hello"]
+    assert why[3:8] == stack
+    assert why[-1].startswith("ranks 0-1,3: Freed: waited ")
+
+
+def test_why_of_a_death_while_idle(notebook: Notebook) -> None:
+    """What a rank said before it died with no cell running can be read afterwards."""
+    notebook.run(
+        "%%rank 1\nimport os, threading\n"
+        "def end():\n    print('farewell')\n    os._exit(7)\n"
+        "threading.Timer(0.3, end).start()"
+    )
+    deadline = time.monotonic() + WAIT
+    while "dead" not in notebook.run("%dist_status").text:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    notebook.run("%%distributed\npass")
+    why = notebook.run("%dist_why").text.splitlines()
+    assert " · rank 1 on " in why[0]
+    assert why[0].endswith("the process exited with code 7 while no cell was running")
+    assert why[1] == "its last lines:"
+    assert why[-1] == "farewell"
 
 
 # --- stop -------------------------------------------------------------------------------
