@@ -13,6 +13,7 @@ from tests.bench.drawing import draw
 from tests.bench.faults import faults
 from tests.bench.harness import Figure, header, line, marked_busy, to_json
 from tests.bench.lab import Lab
+from tests.bench.looking import look
 from tests.bench.notebook import CellFailed
 from tests.bench.shipping import ship
 from tests.bench.starting import load, memory, ranks32, restart, start
@@ -31,6 +32,7 @@ ROWS: dict[str, Callable[[Lab], Iterator[Figure]]] = {
     "draw": draw,
     "faults": faults,
     "collect": collectives,
+    "look": look,
 }
 
 
