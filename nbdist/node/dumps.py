@@ -135,6 +135,11 @@ def thread_state(pid: int) -> str:
         return "X"
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal such as SIGSTOP, or a debugger, has stopped the process."""
+    return thread_state(pid) in "Tt"
+
+
 def _catches(pid: int) -> bool:
     """Whether the process has a handler for the signal."""
     with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as status:

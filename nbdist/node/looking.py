@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nbdist.node.dumps import frames_of, thread_state
+from nbdist.node.dumps import frames_of, is_stopped
 from nbdist.node.memory import MemoryGauge
 from nbdist.wire.looks import Collective, Stack, StackFrame
 from nbdist.wire.messages import Place, WorkerStatus
@@ -34,11 +34,6 @@ IN_TORCH = "/torch/distributed/"
 
 NO_ANSWER = "it does not answer, and its stack cannot be read"
 NO_LINE = "no line of the cell runs: names are bound, or values brought back"
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a signal such as SIGSTOP, or a debugger, has stopped the process."""
-    return thread_state(pid) in "Tt"
 
 
 async def stack_of(rank: Rank) -> Stack:

@@ -20,7 +20,7 @@ from zmq.eventloop.zmqstream import ZMQStream
 
 from nbdist.errors import word_exit
 from nbdist.node.deaths import OomKills, crash_text
-from nbdist.node.dumps import StackFile
+from nbdist.node.dumps import StackFile, is_stopped
 from nbdist.node.jupyter import Reply, output_from
 from nbdist.node.logs import RankLog
 from nbdist.node.merge import LOST_AFTER, Merger
@@ -214,7 +214,9 @@ class Rank:
     async def look(self) -> Place:
         """Where it is."""
         seen = await self.ask({"do": "look"}, LOOK_TIMEOUT)
-        return Place(is_deaf=True) if seen is None else Place(**seen)
+        if seen is None:
+            return Place(is_deaf=True, is_stopped=is_stopped(self.pid))
+        return Place(**seen)
 
     def kill(self) -> None:
         """End the process; `Died` follows."""

@@ -188,6 +188,20 @@ def test_status_of_a_stopped_process(world: World) -> None:
     world.execute("dist.barrier()")
 
 
+def test_a_running_cell_with_a_stopped_process(world: World) -> None:
+    """Who waits for a stopped rank is told why, as the cell runs."""
+    others = "rank 0 waits" if world.size == 2 else "ranks 0,2-3 wait"
+    said = f"{others} in barrier, line 1 · rank 1 is stopped by a signal"
+    os.kill(world.pids[1], signal.SIGSTOP)
+    try:
+        running = world.submit(world.cell("dist.barrier()"))
+        until(world, lambda: not next(iter(running)) and running.waits == said)
+    finally:
+        os.kill(world.pids[1], signal.SIGCONT)
+    running.result()
+    assert running.error() is None
+
+
 def test_last_collective_of_a_group_that_was_formed_anew(world: World) -> None:
     """What ranks did in the group before is not shown as if it were of this one."""
     running = world.submit(world.cell("if rank == 1: raise ValueError\ndist.barrier()"))
