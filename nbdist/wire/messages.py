@@ -85,8 +85,11 @@ NAME_PROBLEM = "NameProblem"
 """`Failure.name` where a name that came along could not be bound, or one not be fetched."""
 
 
-CONNECTION_LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
-"""What gloo says on a rank whose connections have ended."""
+CONNECTION_LOST = re.compile(
+    r"gloo/\S+\] .*(Connection (closed|reset) by peer|Broken pipe)"
+    r"|waited in the store and was freed"
+)
+"""What gloo says on a rank whose connections have ended, and our store that was left."""
 
 
 @dataclass(frozen=True, slots=True)

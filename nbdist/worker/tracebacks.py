@@ -20,7 +20,7 @@ def shorten_lost_connections(shell: Any) -> None:
     def structured_traceback(
         kind: Any, error: Any, tb: TracebackType | None = None, *args: Any, **options: Any
     ) -> Any:
-        if not (isinstance(error, RuntimeError) and CONNECTION_LOST.search(str(error))):
+        if not CONNECTION_LOST.search(str(error)):
             return whole(kind, error, tb, *args, **options)
         cells = getattr(shell.compile, "_filename_map", {})
         lines = [

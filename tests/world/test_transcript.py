@@ -235,7 +235,7 @@ def test_failed_first() -> None:
 
 def test_root_cause() -> None:
     """The earliest failure is the cause, to the nanosecond, whichever arrived first."""
-    lost = "Connection closed by peer"
+    lost = "[/gloo/transport/tcp/pair.cc:5] Connection closed by peer [127.0.0.1]:9"
     transcript = Transcript(range(5))
     assert transcript.root_cause() is None
     transcript.receive(0, failure(lost, 1_000_000_002, "RuntimeError"), 1.0)
@@ -249,6 +249,16 @@ def test_root_cause() -> None:
     assert transcript.same_error(0) == (0, 1)
     parts = {group.ranks: group.part for group in transcript.groups()}
     assert parts == {(0, 1): "other", (2,): "none", (3,): "first", (4,): "other"}
+
+
+def test_connections_of_the_user() -> None:
+    """That one of the user's own connections has ended follows from nothing."""
+    transcript = Transcript(range(2))
+    transcript.receive(0, failure("Connection reset by peer", 5, "ConnectionResetError"), 1.0)
+    transcript.receive(1, failure("bad", 9), 1.0)
+    cause = transcript.root_cause()
+    assert cause is not None
+    assert cause[0] == 0
 
 
 def test_error_of_a_dead_rank() -> None:

@@ -205,7 +205,8 @@ def test_failed_rank() -> None:
 
 def test_failures_that_follow() -> None:
     """What failed after the first is a line; equal errors refer to the first rank."""
-    lost = Failure("RuntimeError", "Connection closed by peer", ("tb of gloo",), 50)
+    text = "[gloo/pair.cc:5] Connection closed by peer"
+    lost = Failure("RuntimeError", text, ("tb of gloo",), 50)
     said: dict[int, list[Output]] = {
         0: [lost],
         1: [out("one\n"), failure("bad", 1)],
@@ -214,7 +215,7 @@ def test_failures_that_follow() -> None:
     }
     lines = Panel(final_html(make(4, lambda rank: said[rank]))).lines
     assert lines[0] == "4 ranks · 1.2 s · ✗ 4"
-    assert "rank 0 ✗ RuntimeError: Connection closed by peer" in " ".join(lines[1].split())
+    assert f"rank 0 ✗ RuntimeError: {text}" in " ".join(lines[1].split())
     assert "rank 1 ✗ first · 1 line" in lines
     assert "rank 2 ✗ 1 line ValueError: bad (as on rank 1)" in lines
     assert "rank 3 ✗  the process was killed by SIGKILL" in lines
