@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 from typing import TYPE_CHECKING, Any
 
 from nbdist.wire.messages import CONTROL_REQUEST, LivingGroups
@@ -37,7 +38,11 @@ def answer_control(kernel: WorkerKernel, group: Group | None) -> None:
             case {"do": "living"} if group is not None:
                 return group.living()
             case {"do": "free"} if group is not None:
-                return {"connections": group.free()}
+                ended = group.free()
+                if group.uses_nccl and watcher.is_in_cell:
+                    # What waited for an aborted collective goes on, with results of no meaning.
+                    _thread.interrupt_main()
+                return {"connections": ended}
             case {"do": "form"} if group is not None:
                 watcher.start_over()
                 members = {name: tuple(ranks) for name, ranks in request["members"].items()}

@@ -22,12 +22,12 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 
 from nbdist.wire.messages import LivingGroups, RankStart
+from nbdist.worker import nccl
 from nbdist.worker.default import DefaultGroup
 from nbdist.worker.models import forget_broken_off_steps
 from nbdist.worker.naming import GroupNames
@@ -48,7 +48,8 @@ FIRST_TYPE = 20
 WORLD = "world"
 """The world's own group in the store; others have names that torch gave them."""
 
-MOST_GENERATIONS = 255 - FIRST_TYPE
+MOST_GENERATIONS = (nccl.LAST_TYPE - FIRST_TYPE) // 2
+"""Half of them are nccl's."""
 
 
 class Group:
@@ -81,7 +82,7 @@ class Group:
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT)
         backend = self._orders.world.backend or ""
         # Threads of nccl's look into the store, and must never wait for the GIL.
-        meeting = self._store_of(0, WORLD) if "nccl" in backend else self._meeting
+        meeting = self._store_of(0, WORLD) if self.uses_nccl else self._meeting
         # torch puts prefixes of its own before; survivors of a death meet without them.
         self._joining = self._store_of(self._orders.generation, WORLD)
         try:
@@ -114,6 +115,11 @@ class Group:
         members = {name: tuple(dist.get_process_group_ranks(group)) for name, group in groups}
         return {"members": members}
 
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether the world's group, and so others too, may have nccl for CUDA tensors."""
+        return "nccl" in (self._orders.world.backend or "")
+
     def form_again(self, generation: int, living: LivingGroups) -> None:
         """Give every living group a new backend in place; all its members do so at once.
 
@@ -123,8 +129,7 @@ class Group:
             raise RuntimeError(f"the group was formed {MOST_GENERATIONS} times, which is all")
         # Also while user code has destroyed it: it is there again with the next cell.
         members, default = range(self._orders.world.world_size), self._default
-        backend = self._gloo(generation, WORLD, members, default.timeout)
-        self._renew(default.group, members, generation, backend)
+        self._form_one(WORLD, default.group, members, generation, default.timeout)
         self._form_others(generation, living)
         forget_broken_off_steps()
         self._meeting.start_over()
@@ -139,21 +144,26 @@ class Group:
         self._stand_ins.clear()
         for name, members in sorted(living.members.items()):
             if self._orders.rank in members:
-                backend = self._gloo(generation, name, members)
-                if name in own:
-                    self._renew(own[name], members, generation, backend)
-                else:
-                    self._stand_ins.append(backend)
+                self._form_one(name, own.get(name), members, generation)
 
-    def _gloo(
+    def _form_one(
         self,
-        generation: int,
         name: str,
+        group: ProcessGroup | None,
         members: Sequence[int],
+        generation: int,
         timeout: timedelta = timedelta(seconds=COLLECTIVE_TIMEOUT),
-    ) -> ProcessGroupGloo:
-        store = self._store_of(generation, name)
-        return ProcessGroupGloo(store, members.index(self._orders.rank), len(members), timeout)
+    ) -> None:
+        store, rank = self._store_of(generation, name), self._orders.rank
+        if group is not None and nccl.nccl_of(group) is not None:
+            nccl.renew(group, store, rank, members, generation, timeout)
+        if group is not None and not _has_gloo(group):
+            return
+        backend = ProcessGroupGloo(store, members.index(rank), len(members), timeout)
+        if group is None:
+            self._stand_ins.append(backend)
+        else:
+            self._renew(group, members, generation, backend)
 
     def _renew(
         self,
@@ -167,7 +177,9 @@ class Group:
         backend.options.group_name = name
         backend.options.global_ranks_in_group = list(members)
         backend._set_sequence_number_for_group()
-        group._register_backend(torch.device("cpu"), kind, backend)
+        for device in group._device_types:
+            if group._get_backend(device).name() == "gloo":
+                group._register_backend(device, kind, backend)
         group._set_group_name(name)  # in the new backend too
         group._set_group_desc(group.group_desc)
 
@@ -178,10 +190,13 @@ class Group:
         """End all connections of gloo, which frees whoever waits; how many there were.
 
         One end of each is enough, the one that accepted it.  Who waits for others to make
-        a group is freed too.  From any thread.
+        a group is freed too, and nccl's collectives are aborted.  From any thread.
         """
         self._meeting.free()
         ended = 0
+        if self.uses_nccl:
+            groups = [self._default.group, *self._default.subgroups().values()]
+            ended += nccl.abort(groups)
         for connection in self.connections():
             with suppress(OSError):  # the other rank was quicker
                 connection.shutdown(socket.SHUT_RDWR)
@@ -215,11 +230,16 @@ class Group:
         def on_one_device(
             self: ProcessGroupGloo, store: Any, rank: int, size: int, timeout: Any = None
         ) -> None:
-            store = group._joining or store
+            # The first alone: TORCH_DISTRIBUTED_DEBUG=DETAIL makes a helper besides.
+            store, group._joining = group._joining or store, None
             is_time = timeout is None or isinstance(timeout, timedelta)
             init(self, store, rank, size, make_options(timeout) if is_time else timeout)
 
         ProcessGroupGloo.__init__ = on_one_device  # type: ignore[method-assign]
+
+
+def _has_gloo(group: ProcessGroup) -> bool:
+    return any(group._get_backend(device).name() == "gloo" for device in group._device_types)
 
 
 def _make_device() -> tuple[Any, int]:

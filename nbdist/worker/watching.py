@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch._C import _distributed_c10d as c10d
 
 from nbdist.worker.frames import awaited, described
+from nbdist.worker.nccl import UnderWay
 from nbdist.worker.store import FreeableStore
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Watcher:
         # Not `native_id`, which a forked process takes over from its parent (Python 3.11).
         self._native_id = os.getpid()
         self._over: set[str] = set()
+        self._nccl = UnderWay() if group is not None and group.uses_nccl else None
         self._last: tuple[dict[str, int], dict[str, Any] | None] = {}, None
 
     def __repr__(self) -> str:
@@ -105,6 +107,8 @@ class Watcher:
         Flight Recorder keeps their numbers, and never takes what failed for completed.
         """
         self._over = set(_recorded(entries=False)["pg_status"])
+        if self._nccl is not None:
+            self._nccl.start_over()
 
     def _groups(self) -> dict[str, Any]:
         """What Flight Recorder has of each backend in use, by its number."""
@@ -131,6 +135,11 @@ class Watcher:
             return frames
         return awaited(self._loop, cells) or frames
 
+    @property
+    def is_in_cell(self) -> bool:
+        """Whether the main thread runs a cell."""
+        return self._line(list(self._frames())) > 0
+
     def _line(self, frames: list[FrameType]) -> int:
         """The line of the cell that runs, 0 when none does."""
         cells = self._cells()
@@ -151,6 +160,8 @@ class Watcher:
             return ""
         if any(frame.f_code is FreeableStore.wait.__code__ for frame in frames):
             return _called(frames) or "store" if self._group.waits_to_meet else ""
+        if self._nccl is not None and (begun := self._nccl.last()):
+            return begun
         if not self._is_in_futex():
             return ""
         if begun := _begun(groups):
@@ -177,8 +188,13 @@ class Watcher:
         return total
 
     def _is_calm(self) -> bool:
-        """Whether none of gloo's threads has anything to do; the kernel's own often have."""
-        return not any(_is_at_work(tid) for tid in os.listdir("/proc/self/task"))
+        """Whether none of gloo's threads has anything to do; the kernel's own often have.
+
+        What nccl does on a GPU cannot be seen.
+        """
+        return self._nccl is None and not any(
+            _is_at_work(tid) for tid in os.listdir("/proc/self/task")
+        )
 
 
 def _called(frames: list[FrameType]) -> str:

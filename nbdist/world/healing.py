@@ -48,9 +48,6 @@ def heal(world: World) -> None:
 
 def form_anew(world: World) -> None:
     """Start workers in the place of the dead, and form the group anew in all."""
-    if "nccl" in world.backend:
-        world.problem = "groups of nccl are not formed anew in place yet"
-        return
     world.advance(Event.HEAL)
     outcome, world.problem = Event.HEAL_FAILED, "it was interrupted"
     replaced: tuple[int, ...] = ()

@@ -158,7 +158,7 @@ class RunningCell:
             self._watch.hurry(now)
         if self._stopping:
             stuck = [rank for rank, place in self._watch.places.items() if place.operation]
-        elif self.patience.frees and some_finished and self._watch.never(unfinished, now):
+        elif self.patience.frees and some_finished and self._can_never_go_on(unfinished, now):
             stuck = list(unfinished)
         else:
             stuck = []
@@ -166,7 +166,13 @@ class RunningCell:
             self._free(stuck, now)
         elif self._watch.wait(now) == 0:
             self._watch.asked(now)
-            self._world.link.look(unfinished)
+            # With nccl a rank can have finished the cell before its collectives have ended.
+            everybody = "nccl" in self._world.backend
+            self._world.link.look(tuple(range(self._world.size)) if everybody else unfinished)
+
+    def _can_never_go_on(self, unfinished: tuple[int, ...], now: float) -> bool:
+        finished = (place for rank, place in self._seen.items() if rank not in unfinished)
+        return self._watch.never(unfinished, now) and not any(p.operation for p in finished)
 
     def _end_wait_for_dead(self, survivors: tuple[int, ...]) -> None:
         """They may wait for one another without a connection to the dead: free them now."""
@@ -215,10 +221,16 @@ class RunningCell:
 
     def take(self, rank: int, output: Output) -> None:
         """Called by the world with each output of the cell."""
-        if isinstance(output, Failure) and CONNECTION_LOST.search(output.message):
+        if isinstance(output, Failure) and self._is_of_freeing(rank, output):
             output = self._in_one_line(rank, output)
         self.transcript.receive(rank, output, time.monotonic())
         self._news.append((rank, output))
+
+    def _is_of_freeing(self, rank: int, failure: Failure) -> bool:
+        """Gloo's ends a wait with an error; with nccl the worker interrupts itself."""
+        is_interrupt = failure.name == "KeyboardInterrupt" and not self._stopping
+        is_lost = CONNECTION_LOST.search(failure.message) is not None
+        return is_lost or (is_interrupt and rank in self.freed)
 
     def _in_one_line(self, rank: int, failure: Failure) -> Failure:
         """What torch says at length where connections have ended: ours, or a dead rank's."""

@@ -209,8 +209,8 @@ class World:
 
     @property
     def can_free(self) -> bool:
-        """Whether collectives can be broken open and the group formed anew: gloo's alone can."""
-        return self._spec.backend is not None and "nccl" not in self.backend
+        """Whether there is a group whose collectives can be broken open."""
+        return self._spec.backend is not None
 
     def heal(self) -> None:
         """Do about deaths and broken collectives what `on_failure` says; nothing if all is well.

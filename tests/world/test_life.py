@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.errors import BadTopology, StartError, UsageError
+from nbdist.errors import BadTopology, StartError, UsageError, WorkerError
 from nbdist.world.states import State
 from nbdist.world.world import World
 
@@ -152,6 +152,16 @@ def test_world_without_a_group() -> None:
     """`backend="none"` gives workers without a process group."""
     with World(1, backend="none", log_dir="") as world:
         assert world.gather("dist.is_initialized()") == [False]
+
+
+def test_world_that_torch_watches_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL torch makes a second group for each, and all works."""
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    with World(2, log_dir="") as world:
+        world.execute("t = torch.ones(1); dist.all_reduce(t); assert t.item() == 2")
+        with pytest.raises(WorkerError, match="ValueError: bad"):
+            world.execute("if rank == 1: raise ValueError('bad')\ndist.all_reduce(t)")
+        world.execute("t = torch.ones(1); dist.all_reduce(t); assert t.item() == 2")
 
 
 def test_world_of_one() -> None:
