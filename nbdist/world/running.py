@@ -27,7 +27,7 @@ from nbdist.world.healing import healing_text
 from nbdist.world.result import CellResult
 from nbdist.world.sgr import strip
 from nbdist.world.states import Event, State
-from nbdist.world.transcript import FREED, Transcript, follows
+from nbdist.world.transcript import FREED, TIMED_OUT, Transcript, follows
 from nbdist.world.watch import ANSWER_TIMEOUT, Patience, Watch, waited_text, waits_text
 
 if TYPE_CHECKING:
@@ -221,10 +221,18 @@ class RunningCell:
 
     def take(self, rank: int, output: Output) -> None:
         """Called by the world with each output of the cell."""
-        if isinstance(output, Failure) and self._is_of_freeing(rank, output):
-            output = self._in_one_line(rank, output)
+        if isinstance(output, Failure):
+            if self._has_broken_group(output):
+                self._world.advance(Event.FREED)
+            if self._is_of_freeing(rank, output):
+                output = self._in_one_line(rank, output)
         self.transcript.receive(rank, output, time.monotonic())
         self._news.append((rank, output))
+
+    def _has_broken_group(self, failure: Failure) -> bool:
+        """Gloo's connections have ended, by us, with a dead rank, or by gloo itself."""
+        said = CONNECTION_LOST.search(failure.message) or TIMED_OUT.search(failure.message)
+        return said is not None and self._world.can_free
 
     def _is_of_freeing(self, rank: int, failure: Failure) -> bool:
         """Gloo's ends a wait with an error; with nccl the worker interrupts itself."""

@@ -6,6 +6,7 @@ draws asks for `groups`.  Runs in the notebook kernel.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from nbdist.world.track import ENDED, FAILED, State, Track
 
 FREED = "Freed"
 """`Failure.name` of a rank whose collective was broken open."""
+
+TIMED_OUT = re.compile(r"gloo/transport/.* Timed out waiting|timeout caused pair closure")
+"""What gloo says where a collective took too long: it closes the connections, for ever."""
 
 # What a group's error has to do with the first one of the cell.
 Part = Literal["none", "first", "same", "other"]

@@ -298,6 +298,19 @@ def test_a_timeout(world: World) -> None:
     assert world.gather(timeout) == [1800.0] * 3
 
 
+def test_a_collective_that_times_out(world: World) -> None:
+    """The cell fails as torch has it, and the group is whole again."""
+    world.execute(
+        "import datetime, time\nkept = rank\n"
+        "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=0.5))"
+    )
+    with pytest.raises(WorkerError, match="Timed out waiting 500ms"):
+        world.execute("if rank == 1: time.sleep(1.5)\ndist.all_reduce(torch.ones(1))")
+    world.execute(WORKS)
+    assert world.gather("kept") == [0, 1, 2]
+    world.execute(CLEANUP)
+
+
 def test_a_rank_raises_after_it_was_destroyed(world: World) -> None:
     """In the next cell's collective: who waits is freed, and the group is whole again."""
     world.execute("kept = rank")
