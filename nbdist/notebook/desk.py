@@ -28,6 +28,7 @@ from nbdist.notebook.source import check_source, in_notebook_lines
 from nbdist.notebook.stacks import stacks_html, stacks_text
 from nbdist.notebook.status import headline, owners_text, rows, status_html, status_text
 from nbdist.notebook.why import Why, nothing, why_died, why_of
+from nbdist.world import keeping
 from nbdist.world.healing import healing_text, parse_on_failure
 from nbdist.world.launcher import find_launcher
 from nbdist.world.link import Link
@@ -86,34 +87,53 @@ class Desk:
         """Have new workers: as the ones before but for what the options say."""
         display, old = self._display(), self.world
         changed = options.no_nursery or any(getattr(options, name) for name in WORLD_OPTIONS)
+        keep = _names(options.keep)
         if options.ranks is not None:
             if changed or options.workers:
                 raise UsageError("`%dist_restart -r`: only all workers together can be changed.")
-            self._replace(options.ranks, display)
+            self._replace(options.ranks, keep, display)
             return
         if old is None or changed:
-            world = self._new_world(options, old)
-            if old is not None:
-                world.setup, old.setup = old.setup, world.setup
-                old.shutdown()
-            self._start(world, display)
+            world = self._renew(options, old, keep, display)
         else:
             world = old
-            self.ledger.forget()
             display.wait_for("restarting")
             self._set_policy(world, options)
             world.patience = patience(options, world.patience)
-            world.restart(options.workers)
+            world.restart(options.workers, keep)
+            self.ledger.forget()
             self._watch_while_idle()
-        display.say(f"{count(world.size, 'worker')} ready · {world.backend} · variables are new")
+        self.ledger.bound_on_workers(keep, range(world.size))
+        new = f"variables are new but for {', '.join(keep)}" if keep else "variables are new"
+        display.say(f"{count(world.size, 'worker')} ready · {world.backend} · {new}")
 
-    def _replace(self, text: str, display: CellDisplay) -> None:
+    def _renew(
+        self,
+        options: argparse.Namespace,
+        old: World | None,
+        keep: Sequence[str],
+        display: CellDisplay,
+    ) -> World:
+        """Another world in the place of the old one, with its set-up cells."""
+        world = self._new_world(options, old)
+        kept = keeping.take(old, keep, range(old.size)) if old else {}
+        if old is not None:
+            world.setup, old.setup = old.setup, world.setup
+            old.shutdown()
+        self._start(world, display)
+        error = world.replay_setup(range(world.size))
+        keeping.give_back(world, keep, kept)
+        if error:
+            raise error
+        return world
+
+    def _replace(self, text: str, keep: Sequence[str], display: CellDisplay) -> None:
         """Start some ranks anew in their places."""
         if self.world is None:
             raise WorldNotStarted("`%dist_restart -r`")
         ranks = _ranks(text, self.world)
         display.wait_for(f"restarting {name_ranks(ranks)}")
-        self.world.replace(ranks)
+        self.world.replace(ranks, keep)
         self.ledger.forget(self.world.losses.take_replaced())
         display.say(healing_text(self.world, ranks))
 
@@ -426,3 +446,12 @@ class Desk:
 def _ranks(text: str | None, world: World) -> tuple[int, ...]:
     """The ranks that `-r` selects; all where it is not given."""
     return topology.parse_ranks("all" if text is None else text, world.size)
+
+
+def _names(text: str | None) -> list[str]:
+    """`a,b` as a list; UsageError for what is no name."""
+    names = [name.strip() for name in (text or "").split(",") if name.strip()]
+    for name in names:
+        if not name.isidentifier():
+            raise UsageError(f"`--keep {text}`: names with commas between, such as `step,history`.")
+    return names

@@ -60,6 +60,7 @@ class DistributedMagics(Magics):
 
     @magic_arguments()
     @ranks_option
+    @argument("--keep", metavar="NAMES", help="variables to carry over: --keep step,history")
     @world_options
     @line_magic
     def dist_restart(self, line: str) -> None:

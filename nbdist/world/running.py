@@ -21,7 +21,7 @@ from nbdist.wire.messages import (
     Output,
     Place,
 )
-from nbdist.wire.payload import open_payload
+from nbdist.wire.payload import Payload, open_payload
 from nbdist.wire.pickling import unpickle
 from nbdist.world.healing import healing_text
 from nbdist.world.result import CellResult
@@ -319,6 +319,10 @@ class RunningCell:
         if self.freed:
             error.add(f"{waits_text(self.freed)}: freed; all variables are kept.")
         return error
+
+    def payloads(self) -> dict[int, Payload]:
+        """The values that were fetched, as they came."""
+        return {rank: done.values for rank, done in self._done().items() if done.values}
 
     def _done(self) -> dict[int, Done]:
         return {track.rank: track.done for track in self.transcript if track.done is not None}

@@ -40,7 +40,7 @@ from nbdist.wire.messages import (
 )
 from nbdist.wire.payload import Payload, pack_frames
 from nbdist.wire.pickling import pickle
-from nbdist.world import healing
+from nbdist.world import healing, keeping
 from nbdist.world.launcher import find_launcher
 from nbdist.world.link import Link
 from nbdist.world.losses import Losses
@@ -160,12 +160,19 @@ class World:
         self.host = self._link.agents[0].host
         self.advance(Event.STARTED)
 
-    def restart(self, n: int | str | None = None) -> None:
-        """End all workers and start new ones, out of every state; variables are lost."""
+    def restart(self, n: int | str | None = None, keep: Sequence[str] = ()) -> None:
+        """End all workers and start new ones, out of every state; variables are lost.
+
+        But for those named in `keep`, which each rank has to be ready to give away; CUDA
+        tensors come back on the CPU.
+        """
+        kept = keeping.take(self, keep, range(self.size))
         # The notebook's environment, path and folder may have changed meanwhile.
         self._configure(self.size if n is None else n, self._asked_backend, self._asked_gpus)
         self.restart_workers()
-        if error := self.replay_setup(range(self.size)):
+        error = self.replay_setup(range(self.size))
+        keeping.give_back(self, keep, kept)
+        if error:
             raise error
 
     def restart_workers(self) -> None:
@@ -219,15 +226,18 @@ class World:
         """
         healing.heal(self)
 
-    def replace(self, ranks: Sequence[int]) -> None:
+    def replace(self, ranks: Sequence[int], keep: Sequence[str] = ()) -> None:
         """Start these ranks anew, in place; the others keep their variables.
 
-        Raises WorldNotStarted, and WorldBusy while a cell runs.
+        What `keep` names they keep too.  Raises WorldNotStarted, and WorldBusy while a cell
+        runs.
         """
         self.receive_waiting()
         if self.state not in (State.READY, State.BROKEN):
             self._check_ready()
+        kept = keeping.take(self, keep, ranks)
         healing.replace(self, ranks)
+        keeping.give_back(self, keep, kept)
 
     def submit(self, cell: Cell, patience: Patience | None = None) -> RunningCell:
         """Send a cell to all of its ranks at once; iterate over what is returned.

@@ -258,3 +258,29 @@ def test_stop_while_a_new_worker_is_set_up(world: World) -> None:
         signal.signal(signal.SIGALRM, previous)
     world.setup.forget()
     world.execute(SUM)
+
+
+# --- what is kept ---------------------------------------------------------------------------
+
+
+def test_keep(world: World) -> None:
+    """Named variables are carried over, each rank's own, big ones too; nothing else is."""
+    world.execute("big = torch.full((100_000,), float(rank)); both = [big, big]; other = 1")
+    world.restart(keep=["big", "both"])
+    assert world.gather("big.sum().item()") == [rank * 100_000.0 for rank in range(4)]
+    assert world.gather("both[0] is both[1] is big") == [True] * 4
+    assert world.gather("'other' in globals()") == [False] * 4
+    world.replace([2], keep=["big"])
+    assert world.gather("big[0].item()") == [0.0, 1.0, 2.0, 3.0]
+    assert world.losses.lacking([2]) == "both"
+
+
+@pytest.mark.parametrize("keep", ["nowhere", "lock"])
+def test_keep_what_cannot_be_kept(world: World, keep: str) -> None:
+    """It is told, and nothing is ended."""
+    world.execute("import threading; lock = threading.Lock()")
+    before = dict(world.pids)
+    with pytest.raises(WorkerError, match=keep):
+        world.restart(keep=[keep])
+    assert world.pids == before
+    assert world.gather("kept") == [0, 1, 2, 3]
