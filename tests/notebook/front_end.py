@@ -1,0 +1,144 @@
+"""A notebook kernel driven as a front end drives it, and what its cells show."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import Empty
+from typing import Any
+
+import psutil
+from jupyter_client.blocking import BlockingKernelClient
+from jupyter_client.manager import KernelManager
+from jupyter_core.utils import ensure_event_loop
+
+from nbdist.world.sgr import strip
+
+# jupyter_client's blocking calls run on a loop that lives as long as the process.
+ensure_event_loop()
+
+WAIT = 40.0
+
+
+@dataclass
+class Outcome:
+    """What a cell put under itself, as a front end sees it."""
+
+    displays: list[dict[str, Any]] = field(default_factory=list)
+    updates: list[dict[str, Any]] = field(default_factory=list)
+    streams: list[str] = field(default_factory=list)
+    results: list[dict[str, Any]] = field(default_factory=list)
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    reply: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def panel(self) -> dict[str, Any]:
+        """The cell's one display, with its last content; checks that it is one as agreed."""
+        assert self.streams == []
+        assert self.results == []
+        (first,) = self.displays
+        assert first["transient"]["display_id"].startswith("nbdist-")
+        for shown in (first, *self.updates):
+            assert shown["transient"] == first["transient"]
+            assert shown["metadata"] == {}
+            assert {*shown["data"]} == {"text/html", "text/plain"}
+        return (self.updates or self.displays)[-1]["data"]
+
+    @property
+    def text(self) -> str:
+        """The text of the panel."""
+        assert self.errors == []
+        return self.panel["text/plain"]
+
+    @property
+    def error(self) -> str:
+        """The one error, which is one line and shows nothing of nbdist's insides."""
+        (error,) = self.errors
+        assert self.reply["status"] == "error"
+        assert self.streams == []
+        said = strip("\n".join(error["traceback"]))
+        # nbdist's own kind of it is shown under the name that everybody knows.
+        name = error["ename"].replace("Interrupted", "KeyboardInterrupt")
+        assert said == f"{name}: {error['evalue']}"
+        assert "\n" not in said
+        assert len(said) < 500
+        return said
+
+
+class Notebook:
+    """A notebook kernel and its front end."""
+
+    def __init__(self, *first: str, env: dict[str, str] | None = None) -> None:
+        self.manager = KernelManager(kernel_name="python3")
+        self.manager.start_kernel(env={**os.environ, "NBDIST_LOG_DIR": "", **(env or {})})
+        client = self.manager.client()
+        assert isinstance(client, BlockingKernelClient)
+        self.client = client
+        try:
+            client.start_channels()
+            client.wait_for_ready(timeout=WAIT)
+            for source in first:
+                assert self.run(source).errors == []
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, source: str, meanwhile: Callable[[Outcome], None] | None = None) -> Outcome:
+        """Run a cell and collect all that belongs to it; `meanwhile` is called with each news."""
+        request = self.client.execute(source)
+        outcome, deadline = Outcome(), time.monotonic() + WAIT
+        while True:
+            try:
+                message = self.client.get_iopub_msg(timeout=0.2)
+            except Empty:
+                assert time.monotonic() < deadline, f"not done after {WAIT} s: {source}"
+                continue
+            if message["parent_header"].get("msg_id") != request:
+                continue
+            kind, content = message["msg_type"], message["content"]
+            if kind == "status" and content["execution_state"] == "idle":
+                break
+            self._take(outcome, kind, content)
+            if meanwhile is not None:
+                meanwhile(outcome)
+        while (reply := self.client.get_shell_msg(timeout=WAIT))["parent_header"]["msg_id"] != (
+            request
+        ):
+            pass
+        outcome.reply = reply["content"]
+        return outcome
+
+    def _take(self, outcome: Outcome, kind: str, content: dict[str, Any]) -> None:
+        match kind:
+            case "display_data":
+                outcome.displays.append(content)
+            case "update_display_data":
+                outcome.updates.append(content)
+            case "stream":
+                outcome.streams.append(content["text"])
+            case "execute_result":
+                outcome.results.append(content["data"])
+            case "error":
+                outcome.errors.append(content)
+
+    def value(self, expression: str) -> Any:
+        """The value of an expression in the notebook, which `repr` can show."""
+        outcome = self.run(expression)
+        assert outcome.errors == [], outcome.errors
+        (result,) = outcome.results
+        return eval(result["text/plain"], {"inf": float("inf")})
+
+    @property
+    def process(self) -> psutil.Process:
+        return psutil.Process(self.manager.provisioner.process.pid)  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+
+def body(outcome: Outcome) -> list[str]:
+    """The panel's lines below its head."""
+    return outcome.text.splitlines()[1:]
