@@ -20,6 +20,7 @@ _VARIES = re.compile(
     r"|(?P<nccl>:)\d+:\d+ \[\d+\](?= NCCL)"
 )
 _HINTS = ("0x", "cuda:", "xpu:", "npu:", "hpu:", "mps:", "GPU ", "pid", "PID", "rocess", " NCCL")
+_CELL_LINE = re.compile(r"Cell In\[\d+\], line \d+")
 # So much of an error's text is looked at.
 _MOST_COMPARED = 100_000
 
@@ -94,8 +95,13 @@ def error_keys(rank: int, error: Failure | Died | None) -> tuple[str, ...]:
 
 
 def _place(failure: Failure) -> str:
-    """The traceback without the message at its end: numbers in it are line numbers."""
+    """The traceback without the message at its end: numbers in it are line numbers.
+
+    Of Stop only the cell's own lines: where in a library it hits is chance.
+    """
     text = strip("\n".join(failure.traceback)[-_MOST_COMPARED:]).rstrip()
+    if failure.name == "KeyboardInterrupt":
+        return " ".join(_CELL_LINE.findall(text))
     return normal(text.removesuffix(strip(failure.message).rstrip()))
 
 

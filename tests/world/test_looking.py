@@ -167,10 +167,12 @@ def test_status_in_a_collective(world: World, gate: Gate) -> None:
 def test_status_of_a_rank_that_holds_the_gil(world: World, gate: Gate) -> None:
     """It is told from its stack which line it is in; the others answer as ever."""
     source = f"{gate.cell}if rank == 1:\n    {HOLD}"
+    others = [rank for rank in range(world.size) if rank != 1]
     with busy(world, source, lambda pid: pid != world.pids[1] or reads_a_pipe(pid)):
+        until(world, lambda: {stack.state for stack in world.stacks(others)} == {"idle"})
         found = statuses(world)
         assert found.pop(1).place == Place(line=4, is_deaf=True)
-        assert {row.place for row in found.values()} == {None}
+        assert [row.place for row in found.values()] == [None] * len(others)
         gate.open()
 
 

@@ -268,6 +268,19 @@ def test_error_of_a_dead_rank() -> None:
     assert isinstance(transcript[0].error, Failure)
 
 
+def test_stop_hits_anywhere() -> None:
+    """Ranks that Stop has ended in the same line of the cell are the same."""
+    transcript = Transcript(range(3))
+    for rank, (line, frame) in enumerate([(5, "wait"), (5, "all_reduce"), (4, "sleep")]):
+        traceback = (
+            f"Cell In[3], line {line}\n",
+            f"File torch.py, in {frame}",
+            "KeyboardInterrupt",
+        )
+        transcript.receive(rank, Failure("KeyboardInterrupt", "", traceback, rank), 1.0)
+    assert groups(transcript) == [(0, 1), (2,)]
+
+
 def test_same_error_different_output() -> None:
     """A rank with the first one's error and other output is marked as having the same."""
     transcript = ran(2, lambda rank: [out(f"rank {rank}\n"), failure("x", rank)])
