@@ -112,9 +112,11 @@ class Agent:
         await asyncio.wait([answering])
         await self._stop_ranks(grace=0.0)
         self._spawner.close()
+        self._link.close()
+        # Before the nursery ends: if this process is killed now, the nursery removes it.
+        shutil.rmtree(self._runtime, ignore_errors=True)
         if self._nursery:
             self._nursery.close()
-        self._link.close()
         if not answering.cancelled():
             answering.result()  # a fault of ours: its traceback goes to the agent's log
 
