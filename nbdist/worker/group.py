@@ -48,8 +48,8 @@ FIRST_TYPE = 20
 WORLD = "world"
 """The world's own group in the store; others have names that torch gave them."""
 
-MOST_GENERATIONS = (nccl.LAST_TYPE - FIRST_TYPE) // 2
-"""Half of them are nccl's."""
+MOST_GENERATIONS = nccl.LAST_TYPE - FIRST_TYPE
+"""Half of it where nccl takes types too, from the other end."""
 
 
 class Group:
@@ -125,8 +125,9 @@ class Group:
 
         `living` is what all ranks hold together.  Raises RuntimeError when they do not meet.
         """
-        if generation > MOST_GENERATIONS:
-            raise RuntimeError(f"the group was formed {MOST_GENERATIONS} times, which is all")
+        most = MOST_GENERATIONS // (2 if self.uses_nccl else 1)
+        if generation > most:
+            raise RuntimeError(f"the group was formed anew {most} times, which is all torch takes")
         # Also while user code has destroyed it: it is there again with the next cell.
         members, default = range(self._orders.world.world_size), self._default
         self._form_one(WORLD, default.group, members, generation, default.timeout)
