@@ -23,6 +23,7 @@ from zmq.eventloop.zmqstream import ZMQStream
 
 from nbdist import __version__
 from nbdist.node.birth import adopt_orphans
+from nbdist.node.calling_off import CallOff
 from nbdist.node.logs import drop_old_runs
 from nbdist.node.looking import stack_of, status_of
 from nbdist.node.memory import MemoryGauge
@@ -57,6 +58,7 @@ from nbdist.wire.messages import (
     Up,
     WorldSpec,
     WorldStarted,
+    over_file,
 )
 
 log = logging.getLogger("nbdist.node")
@@ -66,6 +68,9 @@ START_TIMEOUT = 180.0
 
 HEAL_TIMEOUT = 30.0
 """Seconds for survivors and new workers to meet."""
+
+HEAL_TRIES = 3
+"""As many times as further workers may die while that is under way."""
 
 FREE_TIMEOUT = 1.0
 
@@ -243,9 +248,17 @@ class Agent:
         return failure
 
     async def _heal(self) -> Healed:
-        """Give all workers a new generation of the group; start those that are missing."""
-        spec = self._spec
-        assert spec is not None
+        """Give all workers a group again, also where more of them die meanwhile."""
+        assert self._spec is not None
+        everybody = range(self._spec.world_size)
+        for _ in range(HEAL_TRIES):
+            problem = await self._form_anew(self._spec)
+            if not problem or len(self._living(everybody)) == len(everybody):
+                break
+        return Healed(*self._whereabouts(), problem)
+
+    async def _form_anew(self, spec: WorldSpec) -> str:
+        """Start those that are missing, and form a new generation of the group; a problem or ""."""
         self._generation += 1
         living = self._living(range(spec.world_size))
         missing = [rank for rank in self._ranks.values() if rank not in living]
@@ -257,14 +270,16 @@ class Agent:
         ]
         self._ranks.update({rank.rank: rank for rank in new})
         form = {"do": "form", "generation": self._generation, **asdict(groups)}
-        answers, starts = await asyncio.gather(
-            asyncio.gather(*(rank.ask(form, HEAL_TIMEOUT) for rank in living)),
-            asyncio.gather(*(self._start(rank) for rank in new)),
-        )
+        with CallOff(over_file(self._store(), self._generation), living) as call_off:
+            source = self._source()
+            answers, starts = await asyncio.gather(
+                asyncio.gather(*(rank.ask(form, HEAL_TIMEOUT) for rank in living)),
+                asyncio.gather(*(call_off.start(rank, source, HEAL_TIMEOUT) for rank in new)),
+            )
         problems = [
             a.get("error", "") if a is not None else "a rank did not answer" for a in answers
         ]
-        return Healed(*self._whereabouts(), next(filter(None, [*starts, *problems]), ""))
+        return next(filter(None, [*starts, *problems]), "")
 
     async def _groups(self, living: Sequence[Rank]) -> LivingGroups:
         """All groups that survivors hold."""
@@ -275,15 +290,6 @@ class Agent:
         for answer in filter(None, answers):
             members.update({name: tuple(ranks) for name, ranks in answer["members"].items()})
         return LivingGroups(members)
-
-    async def _start(self, rank: Rank) -> str:
-        """Start a worker in the place of a dead one; what kept it from starting, else ""."""
-        try:
-            await asyncio.wait_for(rank.start(self._source()), HEAL_TIMEOUT)
-        except (ChildProcessError, asyncio.TimeoutError) as error:
-            said = "\n".join(rank.last_lines[-1:])
-            return f"rank {rank.rank} could not be replaced: {error or 'not in time'} {said}"
-        return ""
 
     def _source(self) -> ProcessSource:
         if self._spec and self._spec.use_nursery and self._nursery:
@@ -300,7 +306,6 @@ class Agent:
     ) -> RankStart:
         token = secrets.token_hex(8)
         name = f"{self._runtime}/a{self._attempt}g{self._generation}r{number}"
-        store = self._runtime / f"store{self._attempt}"
         return RankStart(
             rank=number,
             local_rank=number,
@@ -308,11 +313,14 @@ class Agent:
             world=spec,
             connection_file=f"{name}.json",
             token=token,
-            store_path=str(store),
+            store_path=str(self._store()),
             generation=self._generation,
             environ=torchrun_variables(spec, number),
             living=living,
         )
+
+    def _store(self) -> Path:
+        return self._runtime / f"store{self._attempt}"
 
     def _log_folder(self, spec: WorldSpec) -> Path | None:
         if not spec.log_dir:

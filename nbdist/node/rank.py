@@ -199,15 +199,15 @@ class Rank:
         self._request_id = self._send("execute_request", content, {"nbdist": ours}, frames)
 
     async def ask(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any] | None:
-        """The answer of the worker's control thread; None if it gives none in time."""
-        if "control" not in self._streams:
+        """The answer of the worker's control thread; None if it gives none in time, or ends."""
+        if "control" not in self._streams or self.process is None:
             return None
         number = self._send(CONTROL_REQUEST, dict(request), channel="control")
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            return await asyncio.wait_for(answer, timeout)
-        except asyncio.TimeoutError:
-            return None
+            ends = (answer, self.process.exited)
+            await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            return answer.result() if answer.done() else None
         finally:
             del self._answers[number]
 

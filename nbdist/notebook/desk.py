@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 from nbdist import topology
@@ -18,16 +17,13 @@ from nbdist.errors import (
     word_exit,
 )
 from nbdist.notebook.display import make_display
-from nbdist.notebook.draw import whole_text
 from nbdist.notebook.idle import IdleWatch
 from nbdist.notebook.options import patience
 from nbdist.notebook.ship.ledger import Ledger
 from nbdist.notebook.ship.names import names_bound
 from nbdist.notebook.ship.plan import Shipment, plan, push
 from nbdist.notebook.source import check_source, in_notebook_lines
-from nbdist.notebook.stacks import stacks_html, stacks_text
-from nbdist.notebook.status import headline, owners_text, rows, status_html, status_text
-from nbdist.notebook.why import Why, nothing, why_died, why_of
+from nbdist.notebook.why import Why, why_died, why_of
 from nbdist.world import keeping
 from nbdist.world.healing import healing_text, parse_on_failure
 from nbdist.world.launcher import find_launcher
@@ -47,9 +43,6 @@ if TYPE_CHECKING:
     from nbdist.notebook.settings import NbDist
     from nbdist.wire.messages import Cell
 
-LINES_AGAIN = 1000
-"""Lines that `%dist_output -r 3` shows without `--all`."""
-
 WORLD_OPTIONS = ("backend", "gpus", "name", "launcher")
 
 
@@ -62,9 +55,9 @@ class Desk:
         self.world: World | None = None
         self.ledger = Ledger(shell.user_ns)
         self._link: Link | None = None
-        self._last: RunningCell | None = None
+        self.last: RunningCell | None = None
         self._idle = IdleWatch(self._notice)
-        self._why: Why | None = None
+        self.why: Why | None = None
 
     def __repr__(self) -> str:
         return f"<Desk {self.world} {self.ledger}>"
@@ -78,14 +71,14 @@ class Desk:
 
     def init(self, options: argparse.Namespace) -> None:
         """Start workers unless they are there, and say so."""
-        display = self._display()
+        display = self.display()
         world = self._ensure_world(options, display)
         world.patience = patience(options, world.patience)
         display.say(f"{count(world.size, 'worker')} ready · {world.backend}")
 
     def restart(self, options: argparse.Namespace) -> None:
         """Have new workers: as the ones before but for what the options say."""
-        display, old = self._display(), self.world
+        display, old = self.display(), self.world
         changed = options.no_nursery or any(getattr(options, name) for name in WORLD_OPTIONS)
         keep = _names(options.keep)
         if options.ranks is not None:
@@ -121,7 +114,7 @@ class Desk:
             world.setup, old.setup = old.setup, world.setup
             old.shutdown()
         self._start(world, display)
-        error = world.replay_setup(range(world.size))
+        error = world.setup.replay(world, range(world.size))
         keeping.give_back(world, keep, kept)
         if error:
             raise error
@@ -131,7 +124,7 @@ class Desk:
         """Start some ranks anew in their places."""
         if self.world is None:
             raise WorldNotStarted("`%dist_restart -r`")
-        ranks = _ranks(text, self.world)
+        ranks = ranks_of(text, self.world)
         display.wait_for(f"restarting {name_ranks(ranks)}")
         self.world.replace(ranks, keep)
         self.ledger.forget(self.world.losses.take_replaced())
@@ -139,12 +132,12 @@ class Desk:
 
     def interrupt(self) -> None:
         """Stop what the workers run: after a second Stop, which does not wait, they may."""
-        running = self._last
+        running = self.last
         if self.world is None or running is None or not running.unfinished:
             self.say("no cell is running on the workers")
             return
         running.interrupt()
-        self._follow(running, self._display())
+        self._follow(running, self.display())
         self._check_end(self.world, running, stopped=False)
         self.say(str(Interrupted(running.cell.ranks)))
 
@@ -219,7 +212,7 @@ class Desk:
         self.ledger.forget(replaced)
         dead = {rank: died for rank, died in replaced.items() if died is not None}
         for rank, died in dead.items():
-            self._why = why_died(rank, world.host, died, self._log_files().get(rank, ""))
+            self.why = why_died(rank, world.host, died, self.log_files().get(rank, ""))
             display.note(f"rank {rank} {word_exit(died.exit_code)} while no cell was running")
         if dead:
             display.note(healing_text(world, dead).rstrip("."))
@@ -245,7 +238,7 @@ class Desk:
         world = self.world
         if world is None or not world.is_idle or not world.state.has_workers:
             return
-        display = self._display()
+        display = self.display()
         self._mend(world, display)
         if world.lost is not None:
             display.note(str(world.lost))
@@ -276,9 +269,9 @@ class Desk:
         """Run a cell on the workers and show it; raises its one error when it failed."""
         number = self._execution_count()
         python = check_source(self.shell, first_line, cell)
-        display = self._display()
+        display = self.display()
         world = self._ensure_world(options, display)
-        on = _ranks(ranks, world)
+        on = ranks_of(ranks, world)
         source = in_notebook_lines(first_line, cell)
         shipment = plan(python, self.ledger, on, self.shell.user_ns_hidden)
         prepared = world.cell(source, ranks=on, execution_count=number)
@@ -293,8 +286,8 @@ class Desk:
         missing = [name for name in names if name not in self.shell.user_ns]
         if missing:
             raise UsageError(f"`%dist_push`: the notebook has no {', '.join(missing)}.")
-        on = _ranks(ranks, self.world)
-        self._run(self.world.cell("", ranks=on), push(names, self.ledger, on), self._display())
+        on = ranks_of(ranks, self.world)
+        self._run(self.world.cell("", ranks=on), push(names, self.ledger, on), self.display())
 
     def _run(
         self,
@@ -312,7 +305,7 @@ class Desk:
             cell = replace(cell, names=shipment.payload)
         segment = shipment.segment if shipment else None
         try:
-            running = self._last = self.world.submit(cell, wanted)
+            running = self.last = self.world.submit(cell, wanted)
             stopped = self._follow(running, display)
             if setup and not running.error():
                 self.world.setup.keep(setup, cell, segment)
@@ -331,7 +324,7 @@ class Desk:
         if stopped and not running.unfinished and not running.died:
             raise Interrupted(running.cell.ranks)
         if error := running.error():
-            self._why = why_of(running, error, self._log_files()) or self._why
+            self.why = why_of(running, error, self.log_files()) or self.why
             raise error
 
     def _follow(self, running: RunningCell, display: CellDisplay | None) -> bool:
@@ -352,23 +345,8 @@ class Desk:
                     if display:
                         display.show(running.transcript, news, running.waits)
         if display:
-            display.end(running.transcript, self._log_files())
+            display.end(running.transcript, self.log_files())
         return stopped
-
-    def show_again(self, ranks: str | None, *, everything: bool) -> None:
-        """The last cell's panel once more; or some ranks' own lines, or all lines there are."""
-        if self._last is None or self.world is None:
-            raise UsageError("No distributed cell has run yet, so there is no output to show.")
-        transcript = self._last.transcript
-        if ranks is None and not everything:
-            self._display().end(transcript, self._log_files())
-            return
-        on = [rank for rank in _ranks(ranks, self.world) if rank in transcript.ranks]
-        text = whole_text(transcript, on)
-        if not everything:
-            text = "\n".join(text.splitlines()[-LINES_AGAIN:])
-        html = f'<pre style="font-family:monospace;white-space:pre-wrap">{escape(text)}</pre>'
-        self._display().show_table(html, text)
 
     # --- names ----------------------------------------------------------------------------
 
@@ -376,7 +354,7 @@ class Desk:
         """Bind a list of the values of an expression on some ranks, in rank order."""
         if self.world is None:
             raise WorldNotStarted("`%dist_gather`")
-        on = _ranks(ranks, self.world)
+        on = ranks_of(ranks, self.world)
         running = self.world.submit(self.world.cell("", ranks=on, fetch=(expression,)))
         stopped = self._follow(running, None)
         self._check_end(self.world, running, stopped=stopped)
@@ -395,36 +373,14 @@ class Desk:
             return  # it bound nothing
         self.ledger.bound_in_notebook(bound)
 
-    def show_status(self, *, with_owners: bool) -> None:
-        """The table of `%dist_status`, and who owns which name."""
-        workers = self.world.status() if self.world is not None else ()
-        head, table = headline(self.world), rows(workers)
-        text, html = status_text(head, table), status_html(head, table)
-        if with_owners:
-            owners = owners_text(self.ledger.owners())
-            text += f"\n{owners}"
-            html += f'<pre style="font-family:monospace">{escape(owners)}</pre>'
-        self._display().show_table(html, text)
-
-    def show_why(self) -> None:
-        """What `%dist_why` shows; restarts do not change it."""
-        html, text = (self._why.html, self._why.text) if self._why else nothing()
-        self._display().show_table(html, text)
-
-    def show_stacks(self, ranks: str | None) -> None:
-        """What `%dist_stack` shows."""
-        world = self.world
-        stacks = world.stacks(_ranks(ranks, world)) if world is not None else ()
-        head = headline(world)
-        self._display().show_table(stacks_html(head, stacks), stacks_text(head, stacks))
-
     # --- words ----------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
         """One line that is not a cell's output."""
-        self._display().say(text)
+        self.display().say(text)
 
-    def _display(self) -> CellDisplay:
+    def display(self) -> CellDisplay:
+        """A new one, for what the cell that runs now has to show."""
         return make_display(self.shell, self.settings.display)
 
     def _execution_count(self) -> int:
@@ -437,13 +393,14 @@ class Desk:
         parent: Any = getattr(self.shell, "get_parent", dict)()  # a terminal's shell has none
         return str(parent.get("metadata", {}).get("cellId") or source)
 
-    def _log_files(self) -> dict[int, str]:
+    def log_files(self) -> dict[int, str]:
+        """Of each rank, where there are any."""
         if self.world is None:
             return {}
         return {rank: f"{folder}/stdout.log" for rank, folder in self.world.logs.items() if folder}
 
 
-def _ranks(text: str | None, world: World) -> tuple[int, ...]:
+def ranks_of(text: str | None, world: World) -> tuple[int, ...]:
     """The ranks that `-r` selects; all where it is not given."""
     return topology.parse_ranks("all" if text is None else text, world.size)
 

@@ -10,6 +10,7 @@ from IPython.core.magic_arguments import argument, magic_arguments
 from nbdist.errors import UsageError
 from nbdist.notebook.desk import Desk
 from nbdist.notebook.options import parse, ranks_option, world_options
+from nbdist.notebook.shows import show_output, show_stacks, show_status, show_why
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
@@ -95,7 +96,7 @@ class DistributedMagics(Magics):
         Answers within 0.2 s whatever they do.
         """
         options = parse(self.dist_status, line)
-        self.desk.show_status(with_owners=options.verbose)
+        show_status(self.desk, with_owners=options.verbose)
 
     @magic_arguments()
     @ranks_option
@@ -105,7 +106,7 @@ class DistributedMagics(Magics):
 
         Whatever they do: compute, wait in a collective, or hold the GIL in C code.
         """
-        self.desk.show_stacks(parse(self.dist_stack, line).ranks)
+        show_stacks(self.desk, parse(self.dist_stack, line).ranks)
 
     @magic_arguments()
     @line_magic
@@ -115,7 +116,7 @@ class DistributedMagics(Magics):
         Also after `%dist_restart`.
         """
         parse(self.dist_why, line)
-        self.desk.show_why()
+        show_why(self.desk)
 
     # --- values ---------------------------------------------------------------------------
 
@@ -157,7 +158,7 @@ class DistributedMagics(Magics):
     def dist_output(self, line: str) -> None:
         """Show the output of the last distributed cell again, or all of it of some ranks."""
         options = parse(self.dist_output, line)
-        self.desk.show_again(options.ranks, everything=options.everything)
+        show_output(self.desk, options.ranks, everything=options.everything)
 
     # --- IPython's events -------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from nbdist.wire.looks import Collective, GetStacks, RankState, Stack
@@ -210,6 +211,11 @@ class RankStart:
     def stack_file(self) -> str:
         """Into which its C code writes stacks: at a signal, and when it crashes."""
         return self.connection_file.removesuffix(".json") + ".stack"
+
+
+def over_file(store: str | Path, generation: int) -> Path:
+    """It is there when forming this generation of the group has been called off."""
+    return Path(f"{store}.over{generation}")
 
 
 @dataclass(frozen=True, slots=True)

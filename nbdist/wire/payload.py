@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from nbdist.errors import UsageError
 from nbdist.wire.memory import Buffer, Segment, open_segment
 from nbdist.wire.memory import SegmentRef as SegmentRef
+from nbdist.wire.pickling import pickle
 
 INLINE_LIMIT = 64 * 1024
 """From this many bytes on a payload goes into shared memory."""
@@ -29,6 +32,19 @@ def pack_frames(frames: Sequence[Buffer]) -> tuple[Payload, Segment | None]:
         return Payload(frames=tuple(bytes(memoryview(frame)) for frame in frames)), None
     segment = Segment.holding(frames)
     return Payload(segment=segment.ref), segment
+
+
+def pack_names(
+    names: Mapping[str, Any] | None, namespace: dict[str, Any]
+) -> tuple[Payload | None, Segment | None]:
+    """The same of a pickled mapping; UsageError where a function in it needs another name."""
+    if not names:
+        return None, None
+    pickled = pickle(dict(names), namespace)
+    if missing := pickled.needs - names.keys():
+        listed = ", ".join(sorted(missing))
+        raise UsageError(f"The functions among `names` use {listed}: pass these too.")
+    return pack_frames(pickled.frames)
 
 
 def open_payload(payload: Payload) -> list[Buffer]:

@@ -48,7 +48,7 @@ def answer_control(kernel: WorkerKernel, group: Group | None) -> None:
                 members = {name: tuple(ranks) for name, ranks in request["members"].items()}
                 try:
                     group.form_again(request["generation"], LivingGroups(members))
-                except RuntimeError as error:
+                except (RuntimeError, ConnectionResetError) as error:
                     return {"error": str(error)}
         return {}
 

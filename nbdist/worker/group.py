@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 
-from nbdist.wire.messages import LivingGroups, RankStart
+from nbdist.wire.messages import LivingGroups, RankStart, over_file
 from nbdist.worker import nccl
 from nbdist.worker.default import DefaultGroup
 from nbdist.worker.models import forget_broken_off_steps
@@ -160,7 +160,10 @@ class Group:
             nccl.renew(group, store, rank, members, generation, timeout)
         if group is not None and not _has_gloo(group):
             return
-        backend = ProcessGroupGloo(store, members.index(rank), len(members), timeout)
+        # It can be called off, when one of the members has died meanwhile.
+        over = over_file(self._orders.store_path, generation)
+        meeting = FreeableStore(store, FORM_TIMEOUT, over)
+        backend = ProcessGroupGloo(meeting, members.index(rank), len(members), timeout)
         if group is None:
             self._stand_ins.append(backend)
         else:

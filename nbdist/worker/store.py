@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -29,8 +30,10 @@ FREED = "Connection closed by peer: it waited in the store and was freed"
 class FreeableStore(Store):
     """Passes all on to another store, and waits for it."""
 
-    def __init__(self, store: Any, timeout: float) -> None:
+    def __init__(self, store: Any, timeout: float, over: Path | None = None) -> None:
+        """`over` is a file; when it is there, waiting has no sense any more."""
         super().__init__()
+        self._over = over
         self._store = store
         self._timeout = timedelta(seconds=timeout)
         self._freed = threading.Event()
@@ -71,7 +74,7 @@ class FreeableStore(Store):
         try:
             while not self._store.check(keys):
                 # Not a RuntimeError, as the end of a wait is: torch waits again after some.
-                if self._freed.wait(step):
+                if self._freed.wait(step) or (self._over is not None and self._over.exists()):
                     raise ConnectionResetError(FREED)
                 if time.monotonic() > end:
                     raise DistStoreError(f"wait timeout: {', '.join(keys)} did not come")

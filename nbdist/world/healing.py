@@ -63,7 +63,7 @@ def form_anew(world: World) -> None:
         world.take_loss(lost)
     finally:
         world.advance(outcome)
-    world.replay_setup(replaced)
+    world.setup.replay(world, replaced)
 
 
 def replace(world: World, ranks: Iterable[int]) -> None:
@@ -90,7 +90,7 @@ def _give_up(world: World) -> None:
         world.problem = str(error)
         return
     world.losses.replace_all(world.size, dead)
-    world.replay_setup(range(world.size))
+    world.setup.replay(world, range(world.size))
 
 
 def healing_text(world: World, dead: Iterable[int]) -> str:
@@ -104,7 +104,7 @@ def healing_text(world: World, dead: Iterable[int]) -> str:
         if world.problem:
             return f"All workers were ended, and could not be started anew: {world.problem}"
         done = "All workers were started anew (`--on-failure restart-all`)"
-        return f"{done}; their variables are lost.{world.setup_problem}"
+        return f"{done}; their variables are lost.{world.setup.problem}"
     ranks = tuple(dead)
     said = replaced_text(ranks, world.losses.lacking(ranks))
-    return f"{said}; the others keep theirs.{world.setup_problem}"
+    return f"{said}; the others keep theirs.{world.setup.problem}"

@@ -91,13 +91,15 @@ class RunningCell:
         """Which ranks wait in which collective, and where the others are; "" if none waits."""
         unfinished = self.unfinished
         places = {rank: self._watch.places.get(rank, Place()) for rank in unfinished}
-        if self.age < self.patience.hang_timeout or not any(
-            place.operation for place in places.values()
-        ):
+        waiting = any(place.operation for place in places.values())
+        others = set(range(self._world.size)) - set(self.cell.ranks)
+        # Who waits in a cell for some ranks may wait for those that do not run it.
+        if not waiting or (self.age < self.patience.hang_timeout and not others):
             return ""
         done = set(self.cell.ranks) - set(unfinished)
         finished = f" · {name_ranks(done)} finished" if done else ""
-        return waits_text(places, self.cell.source) + finished
+        absent = f" · not in this cell: {name_ranks(others)}" if others else ""
+        return waits_text(places, self.cell.source) + finished + absent
 
     @property
     def age(self) -> float:

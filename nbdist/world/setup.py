@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from nbdist.errors import NbdistError, one_line
 from nbdist.wire.memory import Segment
 from nbdist.wire.messages import Cell
+from nbdist.world.states import State
 
 if TYPE_CHECKING:
     from nbdist.world.world import World
@@ -27,7 +28,9 @@ class Setup:
     """The set-up cells of a world, in the order in which they first ran."""
 
     def __init__(self) -> None:
+        self.problem = ""
         self._cells: dict[str, SetupCell] = {}
+        self._is_replaying = False
 
     def __repr__(self) -> str:
         return f"<Setup of {len(self._cells)} cells>"
@@ -49,12 +52,20 @@ class Setup:
     def replay(self, world: World, ranks: Collection[int]) -> NbdistError | None:
         """Run all of them on those of the ranks that ran them; the first error ends it.
 
-        Stop ends it too, with the ranks interrupted.
+        Stop ends it too, with the ranks interrupted.  A set-up cell that ends its worker is
+        not run again in the one after it.
         """
-        for kept in self._cells.values():
-            on = tuple(rank for rank in kept.cell.ranks if rank in ranks)
-            if on and (error := _run(world, replace(kept.cell, id=uuid.uuid4().hex, ranks=on))):
-                return error
+        if self._is_replaying or world.state is not State.READY:
+            return None
+        self._is_replaying, running, self.problem = True, world.running, ""
+        try:
+            for kept in self._cells.values():
+                on = tuple(rank for rank in kept.cell.ranks if rank in ranks)
+                if on and (error := _run(world, replace(kept.cell, id=uuid.uuid4().hex, ranks=on))):
+                    self.problem = f" A `--setup` cell failed there: {one_line(str(error))}"
+                    return error
+        finally:
+            self._is_replaying, world.running = False, running
         return None
 
 
@@ -67,8 +78,3 @@ def _run(world: World, cell: Cell) -> NbdistError | None:
         running.result()
         raise
     return running.error()
-
-
-def problem_text(error: NbdistError | None) -> str:
-    """What a message about new workers adds where a set-up cell failed there."""
-    return f" A `--setup` cell failed there: {one_line(str(error))}" if error else ""

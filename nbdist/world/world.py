@@ -7,7 +7,7 @@ import sys
 import time
 import uuid
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -15,14 +15,8 @@ from typing import Any
 from nbdist import topology
 from nbdist.errors import (
     AgentLost,
-    NbdistError,
     StartError,
-    UsageError,
-    WorkerDied,
-    WorldBroken,
-    WorldBusy,
     WorldNotStarted,
-    WorldStuck,
 )
 from nbdist.wire.looks import GetStacks, Stack
 from nbdist.wire.messages import (
@@ -38,15 +32,15 @@ from nbdist.wire.messages import (
     WorkerStatus,
     WorldStarted,
 )
-from nbdist.wire.payload import Payload, pack_frames
-from nbdist.wire.pickling import pickle
+from nbdist.wire.payload import Payload, pack_names
 from nbdist.world import healing, keeping
 from nbdist.world.launcher import find_launcher
 from nbdist.world.link import Link
 from nbdist.world.losses import Losses
+from nbdist.world.refusal import refusal
 from nbdist.world.result import CellResult
 from nbdist.world.running import News, RunningCell
-from nbdist.world.setup import Setup, problem_text
+from nbdist.world.setup import Setup
 from nbdist.world.spec import default_log_dir, make_spec
 from nbdist.world.states import Event, State, next_state
 from nbdist.world.watch import Patience
@@ -112,9 +106,8 @@ class World:
         self.losses = Losses()
         self.host = ""
         self.lost: AgentLost | None = None
-        self.problem = self.setup_problem = ""
+        self.problem = ""
         self.setup = Setup()
-        self._replaying = False
         self.name = name or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.launcher = launcher
         self.on_failure = healing.parse_on_failure(on_failure)
@@ -122,11 +115,11 @@ class World:
         self._link = link
         self._nursery = nursery
         self._log_dir = default_log_dir() if log_dir is None else log_dir
-        self._running: RunningCell | None = None
+        self.running: RunningCell | None = None
         self._configure(n, backend, gpus)
 
     def __repr__(self) -> str:
-        cell = f" {self._running}" if self._running and self._running.unfinished else ""
+        cell = f" {self.running}" if self.running and self.running.unfinished else ""
         return f"<World {self.size} ranks, {self.state.value}{cell}>"
 
     # --- life -----------------------------------------------------------------------------
@@ -170,7 +163,7 @@ class World:
         # The notebook's environment, path and folder may have changed meanwhile.
         self._configure(self.size if n is None else n, self._asked_backend, self._asked_gpus)
         self.restart_workers()
-        error = self.replay_setup(range(self.size))
+        error = self.setup.replay(self, range(self.size))
         keeping.give_back(self, keep, kept)
         if error:
             raise error
@@ -212,7 +205,7 @@ class World:
     @property
     def is_idle(self) -> bool:
         """Whether no rank has anything of a cell left to do."""
-        return self._running is None or not self._running.unfinished
+        return self.running is None or not self.running.unfinished
 
     @property
     def can_free(self) -> bool:
@@ -257,7 +250,7 @@ class World:
         """Send a cell to its ranks, which are ready."""
         running = RunningCell(self, cell, patience or self.patience)
         self.advance(Event.CELL)
-        self._running = running
+        self.running = running
         self.link.run(cell)
         return running
 
@@ -287,7 +280,7 @@ class World:
         Raises:
             WorkerError: the source raised on a rank; WorkerDied: a rank's process ended.
         """
-        payload, segment = self._pack(names)
+        payload, segment = pack_names(names, self.namespace)
         cell = self.cell(source, ranks=ranks, names=payload, fetch=tuple(fetch))
         try:
             running = self.submit(cell)
@@ -322,8 +315,8 @@ class World:
 
     def interrupt(self) -> None:
         """Send SIGINT to the ranks that run a cell; does nothing when none does."""
-        if self._running is not None and self._running.unfinished:
-            self._running.interrupt()
+        if self.running is not None and self.running.unfinished:
+            self.running.interrupt()
 
     def status(self) -> tuple[WorkerStatus, ...]:
         """One row per rank, from the agent; answers while ranks are busy."""
@@ -370,20 +363,8 @@ class World:
     @property
     def made_lately(self) -> frozenset[str]:
         """Names that the last cell bound on any rank, if a rank died in it."""
-        running = self._running
+        running = self.running
         return running.made if running is not None and running.died else frozenset()
-
-    def replay_setup(self, ranks: Collection[int]) -> NbdistError | None:
-        """Run the set-up cells on new workers; what they failed with."""
-        if self._replaying or self.state is not State.READY:
-            return None
-        self._replaying, running = True, self._running
-        try:
-            error = self.setup.replay(self, ranks)
-            self.setup_problem = problem_text(error)
-        finally:
-            self._replaying, self._running = False, running
-        return error
 
     def receive(self, timeout: float) -> None:
         """Take in what ranks have shown; wait for the first of it, at most `timeout` seconds."""
@@ -400,8 +381,8 @@ class World:
                 case Received():
                     link.received()
                 case Seen(places):
-                    if self._running is not None:
-                        self._running.see(places)
+                    if self.running is not None:
+                        self.running.see(places)
                 case (rank, cell_id, output):
                     self._take(rank, cell_id, output)
             link.arrived.popleft()
@@ -422,39 +403,14 @@ class World:
         self.size = self._spec.world_size
 
     def _check_ready(self) -> None:
-        if self.state.takes_cells:
-            return
-        if self.state is State.STUCK:
-            assert self._running is not None
-            raise WorldStuck(self._running.unfinished)
-        if self.state in (State.STOPPED, State.STARTING, State.STOPPING):
-            raise WorldNotStarted("The cell")
-        if self.state is State.BROKEN:
-            raise self._death()
-        if self.lost is not None:
-            raise self.lost
-        assert self._running is not None
-        raise WorldBusy(self._running.unfinished, self._running.age)
-
-    def _death(self) -> NbdistError:
-        """Why the workers share no group; said again for every cell until a restart."""
-        running = self._running
-        if running is not None and running.died and (error := running.error()):
-            return error
-        dead = self.losses.dead
-        rank, died = next(iter(dead.items()), (0, None))
-        if died is None:
-            return WorldBroken(self.problem)
-        pid = self.pids.get(rank, 0)
-        told = WorkerDied(rank, self.host, pid, dead, 0, 0.0, died.exit_code)
-        told.add(healing.healing_text(self, dead))
-        return told
+        if error := refusal(self):
+            raise error
 
     def _take(self, rank: int, cell_id: str, output: Any) -> None:
         self.losses.take(rank, output)
         if isinstance(output, Died):
             self.advance(Event.RANK_DIED)
-        running = self._running
+        running = self.running
         if running is not None and cell_id == running.cell.id:
             running.take(rank, output)
             if not running.unfinished and self.state is not State.BROKEN:
@@ -464,14 +420,14 @@ class World:
 
     def take_loss(self, lost: AgentLost) -> None:
         self.lost = lost
-        if self._running is not None:
-            self._running.take_loss()
+        if self.running is not None:
+            self.running.take_loss()
         self.advance(Event.AGENT_LOST)
         self._close_link()
 
     def _drop_outputs(self) -> None:
         """Forget what the workers before had still to say."""
-        self._running = None
+        self.running = None
         self.late.clear()
         while self._link is not None and self._link.arrived:
             if isinstance(self._link.arrived.popleft(), Received) and self._link.is_up:
@@ -481,12 +437,3 @@ class World:
         link = self.detach_link()
         if link is not None:
             link.close()
-
-    def _pack(self, names: Mapping[str, Any] | None) -> tuple[Payload | None, Any]:
-        if not names:
-            return None, None
-        pickled = pickle(dict(names), self.namespace)
-        if pickled.needs - names.keys():
-            missing = ", ".join(sorted(pickled.needs - names.keys()))
-            raise UsageError(f"The functions among `names` use {missing}: pass these too.")
-        return pack_frames(pickled.frames)
