@@ -4,7 +4,7 @@
 
 Kind, rank and moment come from the seed, which is printed.  After each fault an all_reduce
 has to give the right sum, and every rank that lived its variables.  At the end the
-descriptors, threads and processes of notebook, agent and nursery have to be as many as
+memory, descriptors, threads and processes of notebook, agent and nursery have to be as many as
 after the first faults.
 """
 
@@ -56,11 +56,16 @@ class Holdings:
     descriptors: int
     threads: int
     processes: int
+    megabytes: float
 
     def has_grown_since(self, before: Holdings) -> bool:
-        """Whether there is more than a connection more, which may just be being made."""
+        """Whether there is more than a connection more, which may just be being made.
+
+        Memory has its ups and downs: 16 MiB in three processes are none yet.
+        """
         return (
-            self.descriptors > before.descriptors + 3
+            self.megabytes > before.megabytes + 16
+            or self.descriptors > before.descriptors + 3
             or self.threads > before.threads
             or self.processes > before.processes
         )
@@ -76,6 +81,7 @@ class Holdings:
             sum(process.num_fds() for process in lasting),
             sum(process.num_threads() for process in lasting),
             len(lasting),
+            round(sum(process.memory_full_info().uss for process in lasting) / 2**20, 1),
         )
 
 
