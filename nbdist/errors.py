@@ -27,6 +27,7 @@ Stop raises :exc:`Interrupted`, which is Python's own :exc:`KeyboardInterrupt`.
 
 from __future__ import annotations
 
+import builtins
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -218,8 +219,9 @@ class RankFailure(Protocol):
 class WorkerError(NbdistError):
     """The cell failed on some of the ranks that ran it.
 
-    `rank host pid` are those of the earliest failure, the cause; `errors` has every
-    failed rank.  The traceback is in that rank's output, above the error.
+    `except ValueError` catches it too, where that is what a rank raised.  `rank host pid`
+    are those of the earliest failure, the cause; `errors` has every failed rank.  The
+    traceback is in that rank's output, above the error.
     """
 
     def __init__(
@@ -239,6 +241,25 @@ class WorkerError(NbdistError):
     def add(self, sentence: str) -> None:
         """Say more: what was done about it."""
         self.args = (f"{str(self).rstrip('.')}. {sentence[:1].upper()}{sentence[1:]}",)
+
+    def as_raised(self, name: str) -> WorkerError:
+        """This error, as one that `except ValueError` catches too where the rank raised that.
+
+        Of Python's own exceptions, which have the same name everywhere; else the error itself.
+        """
+        original, kind = getattr(builtins, name, None), type(self)
+        if not isinstance(original, type) or not issubclass(original, Exception):
+            return self
+        own = {
+            "__module__": kind.__module__,
+            "__str__": Exception.__str__,  # KeyError has another
+            "__reduce__": lambda found: (_rebuild, (kind, found.args), found.__dict__),
+        }
+        both: type[WorkerError] = type(kind.__name__, (kind, original), own)
+        error = both.__new__(both, str(self))
+        error.args = self.args
+        error.__dict__.update(self.__dict__)
+        return error
 
     def _keep(self, rank: int, host: str, pid: int, errors: Mapping[int, RankFailure]) -> None:
         self.rank = rank

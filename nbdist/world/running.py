@@ -320,7 +320,7 @@ class RunningCell:
         )
         if self.freed:
             error.add(f"{waits_text(self.freed)}: freed; all variables are kept.")
-        return error
+        return error.as_raised(first.name)
 
     def payloads(self) -> dict[int, Payload]:
         """The values that were fetched, as they came."""

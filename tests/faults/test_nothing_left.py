@@ -113,7 +113,8 @@ def kill_nursery(notebook: Notebook) -> None:
 
 
 def kill_one_worker(notebook: Notebook) -> None:
-    notebook.workers[-1].kill()
+    for worker in notebook.workers[-1:]:  # none, where they are just being started
+        worker.kill()
 
 
 def kill_all_workers(notebook: Notebook) -> None:
@@ -135,12 +136,9 @@ def shut_down_kernel(notebook: Notebook) -> None:
     notebook.manager.shutdown_kernel(now=False)
 
 
-ALWAYS = (kill_kernel, kill_agent)
+ALWAYS = (kill_kernel, kill_agent, kill_nursery, kill_one_worker, kill_all_workers)
 DEATHS = (
     stop_agent,
-    kill_nursery,
-    kill_one_worker,
-    kill_all_workers,
     kill_kernel_and_agent,
     restart_kernel,
     shut_down_kernel,

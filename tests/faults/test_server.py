@@ -28,6 +28,10 @@ MOMENTS = {
     "in a cell": "%%distributed\nimport time; time.sleep(1000)",
     "in a collective": "%%distributed\nimport time\ndist.barrier() if rank else time.sleep(900)",
     "while starting": "%dist_restart",
+    # Rank 0 is stopped, so that the agent waits for its part in a new group; rank 1 is dead.
+    "while healing": "%%distributed\nimport os, signal, threading\n"
+    "end = (signal.SIGSTOP, signal.SIGKILL)[rank]\n"
+    "threading.Timer(0.2, os.kill, (os.getpid(), end)).start()",
 }
 
 
@@ -67,9 +71,9 @@ class Server:
         assert reply["content"]["status"] == "ok", reply
 
     def begin(self, source: str) -> None:
-        """A cell that need not end, and half a second of it."""
+        """A cell that need not end, and a second of it, or of what comes after it."""
         self._client.execute(source)
-        time.sleep(0.5)
+        time.sleep(1.0)
 
     def close(self) -> None:
         self._client.stop_channels()

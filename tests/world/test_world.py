@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import re
 import signal
 import sys
@@ -593,6 +594,38 @@ def test_syntax_error(world: World) -> None:
 
 
 # --- deaths -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        ("raise ValueError('bad')", ValueError),
+        ("{}['bad']", KeyError),
+        ("open('/nowhere/bad')", FileNotFoundError),
+        ("bad", NameError),
+        ("import bad", ModuleNotFoundError),
+        ("b'bad\\xff'.decode()", UnicodeDecodeError),
+        ("raise StopIteration('bad')", StopIteration),
+    ],
+)
+def test_caught_by_its_own_type(world: World, source: str, kind: type[Exception]) -> None:
+    """What a rank raised can be caught as what it is; it is one line all the same."""
+    with pytest.raises(kind) as caught:
+        world.execute(f"if rank == 1: {source}")
+    error = caught.value
+    assert isinstance(error, WorkerError)
+    assert (error.rank, type(error).__name__) == (1, "WorkerError")
+    assert str(error).startswith(f"1 of {world.size} ranks failed (1); first: rank 1 after 0.")
+    assert kind.__name__ in str(error)
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again)) == (WorkerError, str(error))
+
+
+def test_exceptions_of_the_users_own(world: World) -> None:
+    """Nobody else knows them by their names."""
+    with pytest.raises(WorkerError, match="Own: bad") as caught:
+        world.execute("class Own(ValueError): pass\nraise Own('bad')")
+    assert type(caught.value) is WorkerError
 
 
 REPLACED = r"was replaced and has lost its variables \(.+\); the others keep theirs\."
