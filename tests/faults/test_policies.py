@@ -34,8 +34,9 @@ def started() -> Iterator[World]:
 
 @pytest.fixture
 def world(started: World) -> World:
-    """Four ready ranks with `kept`, and no set-up cells."""
+    """Four ready ranks with `kept`, no set-up cells, and no earlier test's replacements."""
     started.setup.forget()
+    started.losses.take_replaced()
     started.on_failure = "heal"
     if started.state is not State.READY:
         started.restart()
