@@ -28,6 +28,7 @@ from nbdist.node.logs import drop_old_runs
 from nbdist.node.looking import stack_of, status_of
 from nbdist.node.memory import MemoryGauge
 from nbdist.node.outbox import Outbox
+from nbdist.node.port import HeldPort
 from nbdist.node.processes import Nursery, ProcessSource, Spawner
 from nbdist.node.rank import Rank
 from nbdist.wire.environ import torchrun_variables
@@ -92,6 +93,7 @@ class Agent:
         self._calls: asyncio.Queue[Call] = asyncio.Queue()
         self._gone = asyncio.Event()
         self._gauge = MemoryGauge()
+        self._port = HeldPort()
         self._outbox = Outbox(self._send)
         link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         link.linger = LINK_LINGER
@@ -117,6 +119,7 @@ class Agent:
         await asyncio.wait([answering])
         await self._stop_ranks(grace=0.0)
         self._spawner.close()
+        self._port.close()
         self._link.close()
         # Before the nursery ends: if this process is killed now, the nursery removes it.
         shutil.rmtree(self._runtime, ignore_errors=True)
@@ -315,7 +318,7 @@ class Agent:
             token=token,
             store_path=str(self._store()),
             generation=self._generation,
-            environ=torchrun_variables(spec, number),
+            environ=torchrun_variables(spec, number, self._port.number),
             living=living,
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nbdist.wire.messages import Clear, Display, Done, Failure, Output, Update
+from nbdist.wire.outputs import Clear, Display, Done, Failure, Output, Update
 from nbdist.wire.payload import Payload, SegmentRef
 
 OUR_FRAME = os.path.join("nbdist", "worker", "watching.py")

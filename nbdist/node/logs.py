@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from nbdist.wire.messages import StreamName
+from nbdist.wire.outputs import StreamName
 
 log = logging.getLogger("nbdist.node")
 

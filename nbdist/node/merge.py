@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from nbdist.wire.marks import Mark, mark_pattern, mark_value
-from nbdist.wire.messages import StreamName, Text
+from nbdist.wire.outputs import StreamName, Text
 
 LONGEST_MARK = 80
 """Bytes; what is held back at most of a read that ends in the middle of a mark."""

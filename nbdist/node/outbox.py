@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from nbdist.wire.messages import Died, Done, Failure, Output, Outputs, Skipped, Text, Update
+from nbdist.wire.messages import Outputs
+from nbdist.wire.outputs import Died, Done, Failure, Output, Skipped, Text, Update
 
 BATCH_SECONDS = 0.02
 BATCHES_UNDER_WAY = 4

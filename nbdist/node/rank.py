@@ -27,17 +27,8 @@ from nbdist.node.merge import LOST_AFTER, Merger
 from nbdist.node.pipes import OutputPipe
 from nbdist.node.processes import ProcessSource, WorkerProcess
 from nbdist.wire.looks import RankState
-from nbdist.wire.messages import (
-    CONTROL_REQUEST,
-    Cell,
-    Died,
-    Done,
-    Output,
-    Place,
-    RankStart,
-    Text,
-    WorkerStatus,
-)
+from nbdist.wire.messages import CONTROL_REQUEST, Cell, Place, RankStart, WorkerStatus
+from nbdist.wire.outputs import Died, Done, Output, Text
 
 log = logging.getLogger("nbdist.node")
 

@@ -49,9 +49,10 @@ WORLD_OPTIONS = ("backend", "gpus", "name", "launcher")
 class Desk:
     """The notebook's side of one world; only IPython's own thread works at it."""
 
-    def __init__(self, shell: InteractiveShell, settings: NbDist) -> None:
+    def __init__(self, shell: InteractiveShell, settings: NbDist, pool: str) -> None:
         self.shell = shell
         self.settings = settings
+        self.pool = pool
         self.world: World | None = None
         self.ledger = Ledger(shell.user_ns)
         self._link: Link | None = None
@@ -60,7 +61,7 @@ class Desk:
         self.why: Why | None = None
 
     def __repr__(self) -> str:
-        return f"<Desk {self.world} {self.ledger}>"
+        return f"<Desk {self.pool} {self.world} {self.ledger}>"
 
     # --- the world ------------------------------------------------------------------------
 
@@ -173,6 +174,7 @@ class Desk:
                 backend=options.backend,
                 gpus=options.gpus,
                 name=options.name,
+                pool=self.pool,
                 launcher=options.launcher or "local",
                 nursery=not options.no_nursery,
                 on_failure=options.on_failure or (old.on_failure if old else "heal"),

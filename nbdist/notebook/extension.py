@@ -6,37 +6,41 @@ import atexit
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from nbdist.notebook.magics import DistributedMagics
+from nbdist.notebook.desks import Desks
+from nbdist.notebook.magics import ALL_MAGICS
 from nbdist.notebook.settings import NbDist
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
+    from IPython.core.magic import Magics
 
-_loaded: WeakKeyDictionary[InteractiveShell, DistributedMagics] = WeakKeyDictionary()
+_loaded: WeakKeyDictionary[InteractiveShell, tuple[Desks, list[Magics]]] = WeakKeyDictionary()
 
 
 def load(shell: InteractiveShell) -> None:
     """Register the magics and the settings, and have torch imported in the background."""
     settings = NbDist(parent=shell)
-    magics = DistributedMagics(shell, settings)
+    desks = Desks(shell, settings)
+    magics: list[Magics] = [kind(shell, desks) for kind in ALL_MAGICS]
     shell.configurables.append(settings)  # type: ignore[arg-type]
-    shell.register_magics(magics)
-    shell.events.register("post_run_cell", magics.notice_names)
-    atexit.register(magics.desk.close)
-    _loaded[shell] = magics
+    shell.register_magics(*magics)
+    shell.events.register("post_run_cell", desks.notice_names)
+    atexit.register(desks.close)
+    _loaded[shell] = desks, magics
     if settings.prestart:
-        magics.desk.prestart()
+        desks.default.prestart()
 
 
 def unload(shell: InteractiveShell) -> None:
     """End the workers and leave the shell as it was."""
-    magics = _loaded.pop(shell)
-    magics.desk.close()
-    atexit.unregister(magics.desk.close)
-    shell.events.unregister("post_run_cell", magics.notice_names)
+    desks, magics = _loaded.pop(shell)
+    desks.close()
+    atexit.unregister(desks.close)
+    shell.events.unregister("post_run_cell", desks.notice_names)
     # Magics put themselves there.
-    for configurable in (magics.desk.settings, magics):
+    for configurable in (desks.settings, *magics):
         shell.configurables.remove(configurable)  # type: ignore[arg-type]
-    for kind, names in magics.magics.items():
-        for name in names:
-            shell.magics_manager.magics[kind].pop(name, None)
+    for each in magics:
+        for kind, names in each.magics.items():
+            for name in names:
+                shell.magics_manager.magics[kind].pop(name, None)

@@ -16,6 +16,8 @@ from nbdist.world.watch import Patience
 RANKS = re.compile(r"(?:^|(?<=\s))(?:-r|--ranks)(?:\s*=\s*|\s+)(\S+)")
 """`-r -1,0` would be read as an option without a value."""
 
+POOL = re.compile(r"(?:^|(?<=\s))--pool(?:\s*=\s*|\s+)(\S+)")
+
 Magic = Callable[..., Any]
 
 
@@ -34,7 +36,20 @@ def world_options(magic: Magic) -> Magic:
                  " heal replaces it (the default), restart-all starts all anew, stop ends all"),
     ):  # fmt: skip
         magic = add(magic)
-    return patience_options(magic)
+    return patience_options(pool_option(magic))
+
+
+def pool_option(magic: Magic) -> Magic:
+    """Which of several worlds."""
+    add = argument("--pool", metavar="NAME", help="the workers of this name, which have a group"
+                   " of their own beside others")  # fmt: skip
+    return add(magic)  # type: ignore[no-any-return]
+
+
+def take_pool(line: str) -> tuple[str | None, str]:
+    """The value of `--pool` in the line of a `%%rank`, None without, and the rest of the line."""
+    found = POOL.search(line)
+    return (found[1], POOL.sub(" ", line)) if found else (None, line)
 
 
 def patience_options(magic: Magic) -> Magic:

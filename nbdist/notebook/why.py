@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from nbdist.errors import AgentLost, NbdistError, WorkerError, name_ranks, word_exit
 from nbdist.notebook.draw.blocks import LINES, RED, bold, dim, panel, traceback_html
 from nbdist.notebook.draw.summary import error_text, traceback_text
-from nbdist.wire.messages import Died, Failure
+from nbdist.wire.outputs import Died, Failure
 from nbdist.world.running import RunningCell
 from nbdist.world.sgr import strip
 

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from nbdist.wire.messages import WorldSpec
 
 
-def torchrun_variables(spec: WorldSpec, rank: int) -> Mapping[str, str]:
+def torchrun_variables(spec: WorldSpec, rank: int, port: int) -> Mapping[str, str]:
     """The rank's part of the environment, on one machine.
 
+    `port` is one that nobody listens on yet; torchrun's agent has a store there, here rank
+    0 of whoever wants one makes it (TORCHELASTIC_USE_AGENT_STORE).
     Names and meanings are torch.distributed.elastic's (agent/server/local_elastic_agent.py);
     libraries such as Accelerate and Lightning read them.
     """
@@ -23,8 +25,10 @@ def torchrun_variables(spec: WorldSpec, rank: int) -> Mapping[str, str]:
         "GROUP_WORLD_SIZE": "1",
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": size,
-        "ROLE_NAME": "default",
+        "ROLE_NAME": spec.pool,
         "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": spec.name,

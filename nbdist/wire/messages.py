@@ -1,134 +1,22 @@
 """What crosses between the notebook and an agent, as frozen dataclasses.
 
 Both sides run the same version of nbdist (`Hello` carries it), so these travel as
-pickles over a private channel; see `nbdist.wire.frames`.  A raw Jupyter message lives
-for one line in `nbdist.node`, then it is one of the `Output` classes below.
+pickles over a private channel; see `nbdist.wire.frames`.  What ranks show is in
+`nbdist.wire.outputs`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
 
 from nbdist.wire.looks import Collective, GetStacks, RankState, Stack
+from nbdist.wire.outputs import Output
 from nbdist.wire.payload import Payload
-
-StreamName = Literal["stdout", "stderr"]
-MimeBundle = Mapping[str, Any]
-
-
-# --- what one rank shows, in the order in which it showed it ---------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """Characters written to a stream, with whatever control characters they hold."""
-
-    stream: StreamName
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """Characters that were not sent because the notebook could not keep up.
-
-    They are in the rank's log file all the same.
-    """
-
-    stream: StreamName
-    characters: int
-    lines: int
-
-
-@dataclass(frozen=True, slots=True)
-class Display:
-    """A figure, a table, HTML: `display(x)`, or the value of the last expression."""
-
-    data: MimeBundle
-    metadata: MimeBundle
-    display_id: str | None = None
-    is_result: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """New content for every display that has this id."""
-
-    data: MimeBundle
-    metadata: MimeBundle
-    display_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Clear:
-    """`clear_output(wait)`: forget what was shown, at once or with the next output."""
-
-    wait: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An exception that ended the rank's cell; `traceback` has ANSI colours."""
-
-    name: str
-    message: str
-    traceback: tuple[str, ...]
-    time_ns: int
-
 
 CONTROL_REQUEST = "nbdist_request"
 """The kind of message by which an agent asks a worker's control thread for something."""
-
-NAME_PROBLEM = "NameProblem"
-"""`Failure.name` where a name that came along could not be bound, or one not be fetched."""
-
-
-CONNECTION_LOST = re.compile(
-    r"gloo/\S+\] .*(Connection (closed|reset) by peer|Broken pipe)"
-    r"|waited in the store and was freed"
-)
-"""What gloo says on a rank whose connections have ended, and our store that was left."""
-
-
-@dataclass(frozen=True, slots=True)
-class Died:
-    """The rank's process ended.
-
-    `exit_code` is negative for a signal, as in `subprocess`; `last_lines` is the end of all
-    that it has written.
-    """
-
-    exit_code: int
-    time_ns: int
-    pid: int = 0
-    last_lines: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The rank has finished the cell; nothing of it follows.
-
-    `bound` are the names that the cell bound in the rank, `imported` those of them that
-    stand for modules or come from some; `values` is what the cell was asked to bring back
-    (`Cell.fetch`), `seconds` how long its source ran.
-    """
-
-    status: Literal["ok", "error", "aborted"]
-    seconds: float
-    bound: frozenset[str] = frozenset()
-    imported: frozenset[str] = frozenset()
-    values: Payload | None = None
-
-    @property
-    def made(self) -> frozenset[str]:
-        """The names that nothing but the cell can give back."""
-        return self.bound - self.imported
-
-
-Output = Text | Skipped | Display | Update | Clear | Failure | Died | Done
 
 
 # --- a cell on its way to the ranks -----------------------------------------------------
@@ -173,6 +61,7 @@ class WorldSpec:
     python: str
     gpus: tuple[str, ...] = ()
     name: str = "world"
+    pool: str = "default"
     log_dir: str = ""
     use_nursery: bool = True
 

@@ -21,7 +21,7 @@ from IPython.core.page import as_hook, display_page
 from jupyter_client.session import Session
 from traitlets import default
 
-from nbdist.wire.messages import NAME_PROBLEM
+from nbdist.wire.outputs import NAME_PROBLEM
 from nbdist.worker.namespace import CellOrders, NameProblem, Namespace
 from nbdist.worker.streams import RankStream, flush_c_streams, write_mark
 from nbdist.worker.tracebacks import shorten_lost_connections

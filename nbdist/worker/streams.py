@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from nbdist.wire.marks import Mark, mark
 
 if TYPE_CHECKING:
-    from nbdist.wire.messages import StreamName
+    from nbdist.wire.outputs import StreamName
 
 _libc = ctypes.CDLL(None)
 _write_lock = threading.RLock()

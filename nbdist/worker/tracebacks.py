@@ -10,7 +10,7 @@ import traceback
 from types import TracebackType
 from typing import Any
 
-from nbdist.wire.messages import CONNECTION_LOST
+from nbdist.wire.outputs import CONNECTION_LOST
 
 
 def shorten_lost_connections(shell: Any) -> None:

@@ -28,13 +28,11 @@ from nbdist.wire.messages import (
     Answer,
     Call,
     Cell,
-    Died,
     Down,
     Free,
     Hello,
     Leave,
     Look,
-    Output,
     Outputs,
     Received,
     Reply,
@@ -42,6 +40,7 @@ from nbdist.wire.messages import (
     Run,
     Seen,
 )
+from nbdist.wire.outputs import Died, Output
 from nbdist.world.launcher import AgentProcess, Launcher
 from nbdist.world.runtime import make_runtime_folder
 

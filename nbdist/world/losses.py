@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from nbdist.errors import name_ranks
-from nbdist.wire.messages import Died, Done, Output
+from nbdist.wire.outputs import Died, Done, Output
 
 MOST_NAMES = 6
 """Names that a message lists before it only counts the others."""

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbdist.wire.messages import Cell, Died, Failure
+from nbdist.wire.messages import Cell
+from nbdist.wire.outputs import Died, Failure
 from nbdist.world.transcript import Transcript
 
 

@@ -9,18 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import NbdistError, RanksFreed, WorkerDied, WorkerError, WorldStuck, name_ranks
-from nbdist.wire.messages import (
-    CONNECTION_LOST,
-    NAME_PROBLEM,
-    Cell,
-    Died,
-    Done,
-    Failure,
-    Interrupt,
-    Kill,
-    Output,
-    Place,
-)
+from nbdist.wire.messages import Cell, Interrupt, Kill, Place
+from nbdist.wire.outputs import CONNECTION_LOST, NAME_PROBLEM, Died, Done, Failure, Output
 from nbdist.wire.payload import Payload, open_payload
 from nbdist.wire.pickling import unpickle
 from nbdist.world.healing import healing_text

@@ -10,7 +10,7 @@ import hashlib
 import re
 from typing import NamedTuple
 
-from nbdist.wire.messages import Died, Failure
+from nbdist.wire.outputs import Died, Failure
 from nbdist.world.sgr import strip
 
 _VARIES = re.compile(

@@ -9,17 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from nbdist.wire.messages import (
-    Clear,
-    Died,
-    Display,
-    Done,
-    Failure,
-    Output,
-    Skipped,
-    Text,
-    Update,
-)
+from nbdist.wire.outputs import Clear, Died, Display, Done, Failure, Output, Skipped, Text, Update
 from nbdist.world.sameness import Key, error_keys, key_of
 from nbdist.world.screen import Line, Screen
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nbdist.errors import format_ranks
-from nbdist.wire.messages import CONNECTION_LOST, Died, Failure, Output
+from nbdist.wire.outputs import CONNECTION_LOST, Died, Failure, Output
 from nbdist.world.track import ENDED, FAILED, State, Track
 
 FREED = "Freed"

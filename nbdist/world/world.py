@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import time
 import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +20,6 @@ from nbdist.errors import (
 from nbdist.wire.looks import GetStacks, Stack
 from nbdist.wire.messages import (
     Cell,
-    Died,
     GetStatus,
     Received,
     Request,
@@ -32,6 +30,7 @@ from nbdist.wire.messages import (
     WorkerStatus,
     WorldStarted,
 )
+from nbdist.wire.outputs import Died
 from nbdist.wire.payload import Payload, pack_names
 from nbdist.world import healing, keeping
 from nbdist.world.launcher import find_launcher
@@ -41,7 +40,7 @@ from nbdist.world.refusal import refusal
 from nbdist.world.result import CellResult
 from nbdist.world.running import News, RunningCell
 from nbdist.world.setup import Setup
-from nbdist.world.spec import default_log_dir, make_spec
+from nbdist.world.spec import Asked, make_spec
 from nbdist.world.states import Event, State, next_state
 from nbdist.world.watch import Patience
 
@@ -69,6 +68,7 @@ class World:
         backend: torch's name, `"none"` for no process group; by default nccl for GPUs
             beside gloo for the CPU, or gloo alone.
         gpus: the GPUs to use, as torch counts them: `"0,1,3"`.
+        pool: tells worlds of one notebook apart; torchrun's role of the workers.
         name: shown in `%dist_status`, and the name of the log folder.
         launcher: how agents are started, a name of the entry points `nbdist.launchers`.
         nursery: fork workers from a process that has torch imported; else spawn each.
@@ -90,6 +90,7 @@ class World:
         backend: str | None = None,
         gpus: str | None = None,
         name: str | None = None,
+        pool: str = "default",
         launcher: str = "local",
         nursery: bool = True,
         log_dir: str | None = None,
@@ -108,15 +109,12 @@ class World:
         self.lost: AgentLost | None = None
         self.problem = ""
         self.setup = Setup()
-        self.name = name or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.launcher = launcher
         self.on_failure = healing.parse_on_failure(on_failure)
         self.patience = patience or Patience()
         self._link = link
-        self._nursery = nursery
-        self._log_dir = default_log_dir() if log_dir is None else log_dir
         self.running: RunningCell | None = None
-        self._configure(n, backend, gpus)
+        self._configure(Asked(n, backend, gpus, name, pool, log_dir, nursery))
 
     def __repr__(self) -> str:
         cell = f" {self.running}" if self.running and self.running.unfinished else ""
@@ -135,7 +133,7 @@ class World:
         self.lost, self.losses = None, Losses()
         try:
             if self._link is None or not self._link.is_up:
-                self._link = Link(find_launcher(self.launcher), nursery=self._nursery)
+                self._link = Link(find_launcher(self.launcher), nursery=self.asked.nursery)
                 self._link.open()
             started = self._link.call(StartWorld(self._spec))
         except BaseException:  # Stop too: whatever has been started is ended
@@ -161,7 +159,7 @@ class World:
         """
         kept = keeping.take(self, keep, range(self.size))
         # The notebook's environment, path and folder may have changed meanwhile.
-        self._configure(self.size if n is None else n, self._asked_backend, self._asked_gpus)
+        self._configure(self.asked if n is None else replace(self.asked, n=n))
         self.restart_workers()
         error = self.setup.replay(self, range(self.size))
         keeping.give_back(self, keep, kept)
@@ -394,13 +392,11 @@ class World:
         workers = topology.parse_workers(str(n))
         return topology.resolve(workers, len(self._spec.gpus), topology.usable_cores())
 
-    def _configure(self, n: int | str, backend: str | None, gpus: str | None) -> None:
+    def _configure(self, asked: Asked) -> None:
         """Work out the spec of the workers; UsageError for what cannot be."""
-        self._asked_backend, self._asked_gpus = backend, gpus
-        self._spec, self.backend, self.warning = make_spec(
-            n, backend, gpus, name=self.name, log_dir=self._log_dir, nursery=self._nursery
-        )
-        self.size = self._spec.world_size
+        self._spec, self.backend, self.warning = make_spec(asked)
+        self.asked = replace(asked, name=self._spec.name)
+        self.size, self.name = self._spec.world_size, self._spec.name
 
     def _check_ready(self) -> None:
         if error := refusal(self):

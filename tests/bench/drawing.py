@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from nbdist.notebook.draw.ansi import ansi_html
 from nbdist.notebook.draw.final import final_html
 from nbdist.notebook.draw.live import live_html
-from nbdist.wire.messages import Done, Text
+from nbdist.wire.outputs import Done, Text
 from nbdist.world.screen import Screen
 from nbdist.world.transcript import Transcript
 from tests.bench.harness import Figure

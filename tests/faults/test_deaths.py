@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.node.deaths import OomKills
-from nbdist.wire.messages import Died
+from nbdist.wire.outputs import Died
 from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world

@@ -23,10 +23,7 @@ from nbdist.wire.messages import (
     Answer,
     Call,
     Cell,
-    Died,
-    Done,
     Down,
-    Failure,
     GetStatus,
     Hello,
     Interrupt,
@@ -38,11 +35,11 @@ from nbdist.wire.messages import (
     StartFailure,
     StartWorld,
     StopWorld,
-    Text,
     Up,
     WorldSpec,
     WorldStarted,
 )
+from nbdist.wire.outputs import Died, Done, Failure, Text
 
 SOON = 30.0
 ENDED_IN = 10.0

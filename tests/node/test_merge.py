@@ -6,7 +6,7 @@ import pytest
 
 from nbdist.node.merge import LOST_AFTER, Merger
 from nbdist.wire.marks import mark
-from nbdist.wire.messages import Text
+from nbdist.wire.outputs import Text
 
 TOKEN = "0123456789abcdef"
 

@@ -10,16 +10,8 @@ from typing import Any
 import pytest
 
 from nbdist.node.outbox import BATCH_SECONDS, BATCHES_UNDER_WAY, TEXT_KEPT, Outbox
-from nbdist.wire.messages import (
-    Display,
-    Done,
-    Failure,
-    Output,
-    Outputs,
-    Skipped,
-    Text,
-    Update,
-)
+from nbdist.wire.messages import Outputs
+from nbdist.wire.outputs import Display, Done, Failure, Output, Skipped, Text, Update
 
 SOON = 5.0
 

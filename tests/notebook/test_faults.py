@@ -167,7 +167,7 @@ def test_why_nothing(fresh: Callable[..., Notebook]) -> None:
 def test_why_of_an_exception(notebook: Notebook) -> None:
     """`%dist_why` has time, rank, process and traceback, and a line for what followed."""
     pid = notebook.value("get_ipython().magics_manager.magics['line']['dist_init']"
-                         ".__self__.desk.world.pids[1]")  # fmt: skip
+                         ".__self__.desks.default.world.pids[1]")  # fmt: skip
     failed = notebook.run(
         "%%distributed\nif rank == 1:\n    raise ValueError('bad shard')\ndist.barrier()"
     )

@@ -9,12 +9,7 @@ from nbdist.wire.messages import (
     Answer,
     Call,
     Cell,
-    Clear,
-    Died,
-    Display,
-    Done,
     Down,
-    Failure,
     GetStatus,
     Hello,
     Interrupt,
@@ -22,17 +17,15 @@ from nbdist.wire.messages import (
     Outputs,
     Received,
     Run,
-    Skipped,
     StartFailure,
     StartWorld,
     StopWorld,
-    Text,
     Up,
-    Update,
     WorkerStatus,
     WorldSpec,
     WorldStarted,
 )
+from nbdist.wire.outputs import Clear, Died, Display, Done, Failure, Skipped, Text, Update
 from nbdist.wire.payload import Payload, SegmentRef
 
 SPEC = WorldSpec(2, "gloo", {"HOME": "/root"}, "/tmp", ("", "/lib"), 1, "/usr/bin/python3")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from nbdist.errors import RanksFreed, WorkerDied, WorkerError
-from nbdist.wire.messages import Text
+from nbdist.wire.outputs import Text
 from nbdist.world.states import State
 from nbdist.world.world import World
 

@@ -6,17 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from nbdist.wire.messages import (
-    Clear,
-    Died,
-    Display,
-    Done,
-    Failure,
-    Output,
-    Skipped,
-    Text,
-    Update,
-)
+from nbdist.wire.outputs import Clear, Died, Display, Done, Failure, Output, Skipped, Text, Update
 from nbdist.world.screen import Line
 from nbdist.world.track import Gap, Shown
 from nbdist.world.transcript import Transcript

@@ -30,7 +30,7 @@ from nbdist.errors import (
     WorldNotStarted,
 )
 from nbdist.node.merge import LOST_AFTER
-from nbdist.wire.messages import Clear, Display, Failure, Output, Text, Update
+from nbdist.wire.outputs import Clear, Display, Failure, Output, Text, Update
 from nbdist.world.running import RunningCell
 from nbdist.world.screen import Line
 from nbdist.world.states import State

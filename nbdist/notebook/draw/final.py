@@ -28,7 +28,7 @@ from nbdist.notebook.draw.summary import (
     traceback_text,
     where_rest,
 )
-from nbdist.wire.messages import Failure
+from nbdist.wire.outputs import Failure
 from nbdist.world.screen import Line
 from nbdist.world.track import FAILED, Shown
 from nbdist.world.transcript import Group, Transcript

@@ -19,7 +19,7 @@ from nbdist.notebook.draw.summary import (
     sameness,
     traceback_text,
 )
-from nbdist.wire.messages import Failure
+from nbdist.wire.outputs import Failure
 from nbdist.world.screen import Line
 from nbdist.world.track import FAILED, Gap, Shown, Track
 from nbdist.world.transcript import Group, Transcript

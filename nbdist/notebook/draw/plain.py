@@ -13,7 +13,7 @@ from itertools import islice
 
 from nbdist.errors import format_ranks, word_exit
 from nbdist.notebook.draw.summary import in_log_only, traceback_text
-from nbdist.wire.messages import (
+from nbdist.wire.outputs import (
     Clear,
     Died,
     Display,

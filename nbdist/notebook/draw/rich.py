@@ -14,7 +14,7 @@ from html import escape
 from html.parser import HTMLParser
 from typing import Any
 
-from nbdist.wire.messages import Display, MimeBundle
+from nbdist.wire.outputs import Display, MimeBundle
 
 _IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")
 # Mime types that stand next to an ordinary rendering of the same thing.

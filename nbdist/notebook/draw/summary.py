@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from nbdist.errors import count, format_ranks, one_line, word_exit
-from nbdist.wire.messages import Died, Failure
+from nbdist.wire.outputs import Died, Failure
 from nbdist.world.screen import Line, Screen
 from nbdist.world.sgr import strip
 from nbdist.world.track import FAILED, Gap, Shown, State, Track

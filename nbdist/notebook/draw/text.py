@@ -32,7 +32,7 @@ from nbdist.notebook.draw.summary import (
     traceback_text,
     where_rest,
 )
-from nbdist.wire.messages import Failure
+from nbdist.wire.outputs import Failure
 from nbdist.world.screen import Line
 from nbdist.world.sgr import strip
 from nbdist.world.track import FAILED, Gap, Shown

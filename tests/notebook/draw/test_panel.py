@@ -17,7 +17,7 @@ from IPython.core.ultratb import AutoFormattedTB
 from tqdm import tqdm
 
 from nbdist.notebook.draw import final_html, leftovers, live_html
-from nbdist.wire.messages import Died, Display, Done, Failure, Output, Skipped, Text
+from nbdist.wire.outputs import Died, Display, Done, Failure, Output, Skipped, Text
 from nbdist.world.transcript import Transcript
 
 # What a panel may consist of; `test_jupyterlab_allows_it` compares it with the real list.

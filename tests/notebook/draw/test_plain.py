@@ -8,7 +8,7 @@ import pytest
 from tqdm import tqdm
 
 from nbdist.notebook.draw.plain import PlainLines
-from nbdist.wire.messages import Clear, Died, Display, Done, Failure, Skipped, Text, Update
+from nbdist.wire.outputs import Clear, Died, Display, Done, Failure, Skipped, Text, Update
 
 
 def out(text: str) -> Text:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from nbdist.notebook.draw.text import MOST_CHARACTERS, final_text, live_text
-from nbdist.wire.messages import Died, Display, Done, Failure, Output, Skipped, Text
+from nbdist.wire.outputs import Died, Display, Done, Failure, Output, Skipped, Text
 from nbdist.world.transcript import Transcript
 
 

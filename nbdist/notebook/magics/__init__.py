@@ -1,0 +1,12 @@
+"""The magics, by what they concern: each parses its line, and a desk does the work."""
+
+from __future__ import annotations
+
+from nbdist.notebook.magics.cells import CellMagics
+from nbdist.notebook.magics.looks import LookMagics
+from nbdist.notebook.magics.values import ValueMagics
+from nbdist.notebook.magics.workers import WorkerMagics
+
+__all__ = ["ALL_MAGICS"]
+
+ALL_MAGICS = (CellMagics, WorkerMagics, ValueMagics, LookMagics)

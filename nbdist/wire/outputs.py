@@ -1,0 +1,121 @@
+"""What one rank shows, in the order in which it showed it, as frozen dataclasses.
+
+A raw Jupyter message lives for one line in `nbdist.node`, then it is one of these.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nbdist.wire.payload import Payload
+
+StreamName = Literal["stdout", "stderr"]
+MimeBundle = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Characters written to a stream, with whatever control characters they hold."""
+
+    stream: StreamName
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Characters that were not sent because the notebook could not keep up.
+
+    They are in the rank's log file all the same.
+    """
+
+    stream: StreamName
+    characters: int
+    lines: int
+
+
+@dataclass(frozen=True, slots=True)
+class Display:
+    """A figure, a table, HTML: `display(x)`, or the value of the last expression."""
+
+    data: MimeBundle
+    metadata: MimeBundle
+    display_id: str | None = None
+    is_result: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """New content for every display that has this id."""
+
+    data: MimeBundle
+    metadata: MimeBundle
+    display_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """`clear_output(wait)`: forget what was shown, at once or with the next output."""
+
+    wait: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception that ended the rank's cell; `traceback` has ANSI colours."""
+
+    name: str
+    message: str
+    traceback: tuple[str, ...]
+    time_ns: int
+
+
+NAME_PROBLEM = "NameProblem"
+"""`Failure.name` where a name that came along could not be bound, or one not be fetched."""
+
+
+CONNECTION_LOST = re.compile(
+    r"gloo/\S+\] .*(Connection (closed|reset) by peer|Broken pipe)"
+    r"|waited in the store and was freed"
+)
+"""What gloo says on a rank whose connections have ended, and our store that was left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The rank's process ended.
+
+    `exit_code` is negative for a signal, as in `subprocess`; `last_lines` is the end of all
+    that it has written.
+    """
+
+    exit_code: int
+    time_ns: int
+    pid: int = 0
+    last_lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The rank has finished the cell; nothing of it follows.
+
+    `bound` are the names that the cell bound in the rank, `imported` those of them that
+    stand for modules or come from some; `values` is what the cell was asked to bring back
+    (`Cell.fetch`), `seconds` how long its source ran.
+    """
+
+    status: Literal["ok", "error", "aborted"]
+    seconds: float
+    bound: frozenset[str] = frozenset()
+    imported: frozenset[str] = frozenset()
+    values: Payload | None = None
+
+    @property
+    def made(self) -> frozenset[str]:
+        """The names that nothing but the cell can give back."""
+        return self.bound - self.imported
+
+
+Output = Text | Skipped | Display | Update | Clear | Failure | Died | Done
