@@ -1,0 +1,72 @@
+"""Failures, deaths and the Stop button in JupyterLab, as a reader sees them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import nbformat
+import pytest
+
+from tests.browser.conftest import RUN_ALL, RUN_TIMEOUT
+from tests.browser.test_quickstart import all_text, clear_outputs
+
+if TYPE_CHECKING:
+    from tests.browser.conftest import Lab
+
+WRONG = Path(__file__).parents[2] / "notebooks" / "02-when-things-go-wrong.ipynb"
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+
+STOP = "jp-button[data-command='notebook:interrupt-kernel']"
+
+WAITING = """%%distributed -n 2
+kept = 10 + rank
+print("now it waits")
+if rank == 0:
+    import time
+    time.sleep(3600)
+dist.barrier()"""
+
+
+def test_all_that_goes_wrong_in_jupyterlab(lab: Lab) -> None:
+    """Run All goes through a failure, a stuck barrier, a death and Stop, and trains on."""
+    copy = Path(shutil.copy(WRONG, lab.folder))
+    clear_outputs(copy)
+    notebook = lab.open(copy.name)
+    cells = notebook.run_all()
+    notebook.screenshot("when-things-go-wrong")
+    assert all(re.fullmatch(r"\[\d+\]:", cell.prompt) for cell in cells)
+    errors = [error for cell in cells for error in cell.errors]
+    assert [re.split(r"[:(]", error)[0] for error in errors] == [
+        "WorkerError",
+        "RanksFreed",
+        "WorkerDied",
+        "Interrupted",
+    ]
+    shown = all_text(cells)
+    assert "Ranks 0-1,3 wait in all_reduce, line 4: freed; all variables are kept." in shown
+    assert "ranks 0,2-3 wait in barrier, line 3; rank 1 finished the cell without it." in shown
+    assert "was killed by SIGKILL" in shown
+    assert "ranks 0-3 have stopped; all variables are kept." in shown
+    assert len(re.findall(r"rank \d\s+loss \d\.\d+, same weights: True", shown)) == 5 * 4
+    assert "same weights: False" not in shown
+
+
+def test_the_stop_button(lab: Lab) -> None:
+    """It ends a cell that waits, whose variables are there for the next one."""
+    cells = ["%load_ext nbdist", WAITING]
+    content = nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, cells)])
+    content.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3"}
+    nbformat.write(content, lab.folder / "stop.ipynb")
+    notebook = lab.open("stop.ipynb")
+    notebook.wait_until_ready()
+    notebook.page.evaluate(RUN_ALL)
+    notebook.page.get_by_text("now it waits", exact=True).last.wait_for()
+    notebook.page.locator(STOP).click()
+    notebook.page.wait_for_function("window.nbdistRan !== null", timeout=RUN_TIMEOUT * 1000)
+    notebook.wait_until_ready()
+    [_, waiting] = notebook.cells()
+    assert waiting.errors == ["Interrupted: ranks 0-1 have stopped; all variables are kept."]
