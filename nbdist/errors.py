@@ -138,12 +138,14 @@ class WorldNotStarted(UsageError):
 class WorldChanged(UsageError):
     """Another number of workers was asked for than is running."""
 
-    def __init__(self, running: int, asked: int) -> None:
+    def __init__(self, running: int, asked: int, pool: str = "") -> None:
+        """`pool` is named where it is not the default one."""
         self.running = running
         self.asked = asked
         some = f", `-r {format_ranks(range(asked))}` runs on some" if asked < running else ""
+        of = f" --pool {pool}" if pool else ""
         super().__init__(
-            f"{_are_running(running)}. `%dist_restart -n {asked}` starts {asked} anew{some}."
+            f"{_are_running(running)}. `%dist_restart{of} -n {asked}` starts {asked} anew{some}."
         )
 
 

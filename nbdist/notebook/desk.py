@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from nbdist.notebook.settings import NbDist
     from nbdist.wire.messages import Cell
 
+DEFAULT = "default"
+"""The pool of a cell that names none; torchrun's name for the role of such workers."""
+
 WORLD_OPTIONS = ("backend", "gpus", "name", "launcher")
 
 
@@ -75,7 +78,7 @@ class Desk:
         display = self.display()
         world = self._ensure_world(options, display)
         world.patience = patience(options, world.patience)
-        display.say(f"{count(world.size, 'worker')} ready · {world.backend}")
+        display.say(ready_text(world))
 
     def restart(self, options: argparse.Namespace) -> None:
         """Have new workers: as the ones before but for what the options say."""
@@ -99,7 +102,7 @@ class Desk:
             self._watch_while_idle()
         self.ledger.bound_on_workers(keep, range(world.size))
         new = f"variables are new but for {', '.join(keep)}" if keep else "variables are new"
-        display.say(f"{count(world.size, 'worker')} ready · {world.backend} · {new}")
+        display.say(f"{ready_text(world)} · {new}")
 
     def _renew(
         self,
@@ -250,7 +253,7 @@ class Desk:
         if options.workers:
             asked = world.resolve(options.workers)
             if asked != world.size:
-                raise WorldChanged(world.size, asked)
+                raise WorldChanged(world.size, asked, self.pool if self.pool != DEFAULT else "")
         for name in WORLD_OPTIONS:
             asked_for, has = getattr(options, name), getattr(world, name, None)
             if asked_for and asked_for != has:
@@ -400,6 +403,12 @@ class Desk:
         if self.world is None:
             return {}
         return {rank: f"{folder}/stdout.log" for rank, folder in self.world.logs.items() if folder}
+
+
+def ready_text(world: World) -> str:
+    """`4 workers ready · gloo`, with the pool's name where it is not the default one."""
+    pool = "" if world.asked.pool == DEFAULT else f"pool {world.asked.pool} · "
+    return f"{pool}{count(world.size, 'worker')} ready · {world.backend}"
 
 
 def ranks_of(text: str | None, world: World) -> tuple[int, ...]:

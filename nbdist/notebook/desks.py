@@ -6,15 +6,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from nbdist.errors import UsageError
-from nbdist.notebook.desk import Desk
+from nbdist.notebook.desk import DEFAULT, Desk
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
     from nbdist.notebook.settings import NbDist
-
-DEFAULT = "default"
-"""The pool of a cell that names none; torchrun's name for the role of such workers."""
 
 
 class Desks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
+from nbdist.errors import count
 from nbdist.world.watch import doing_of
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ def headline(world: World | None) -> str:
     """`4 workers on node01 · gloo · ready`, or that there are none."""
     if world is None or not world.state.has_workers:
         return "no workers are running · `%%distributed -n 4` or `%dist_init -n 4` starts them"
-    return f"{world.size} workers on {world.host} · {world.backend} · {world.state.value}"
+    pool = "" if world.asked.pool == "default" else f"pool {world.asked.pool} · "
+    workers = count(world.size, "worker")
+    return f"{pool}{workers} on {world.host} · {world.backend} · {world.state.value}"
 
 
 def rows(workers: Sequence[WorkerStatus]) -> list[tuple[str, ...]]:
