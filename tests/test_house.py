@@ -21,15 +21,16 @@ PACKAGE = ROOT / "nbdist"
 FLOORS = {
     "errors": set(),
     "topology": {"errors"},
-    "wire": {"errors", "topology"},
-    "world": {"errors", "topology", "wire"},
-    "launch": {"errors", "topology", "wire", "world"},
-    "notebook": {"errors", "topology", "wire", "world", "launch"},
-    "node": {"errors", "topology", "wire"},
+    "layout": {"errors"},
+    "wire": {"errors", "topology", "layout"},
+    "world": {"errors", "topology", "layout", "wire"},
+    "launch": {"errors", "topology", "layout", "wire", "world"},
+    "notebook": {"errors", "topology", "layout", "wire", "world", "launch"},
+    "node": {"errors", "topology", "layout", "wire"},
     "worker": {"errors", "wire"},
     # The package itself has the public names, which it takes from everywhere on the
     # notebook's side; everybody may ask it for what stands in it.
-    "__init__": {"errors", "topology", "wire", "world", "launch", "notebook"},
+    "__init__": {"errors", "topology", "layout", "wire", "world", "launch", "notebook"},
 }
 
 # Doors between rooms: the nursery becomes a worker when it forks.

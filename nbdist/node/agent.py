@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -22,6 +23,7 @@ import zmq
 from zmq.eventloop.zmqstream import ZMQStream
 
 from nbdist import __version__
+from nbdist.layout import gpus_of
 from nbdist.node.birth import adopt_orphans
 from nbdist.node.calling_off import CallOff
 from nbdist.node.logs import drop_old_runs
@@ -227,12 +229,11 @@ class Agent:
         self._attempt += 1
         self._generation = 1
         source = self._source()
-        logs = self._log_folder(spec)
+        root = self._log_folder(spec)
+        logs = {number: root and root / str(number) for number in range(spec.world_size)}
         self._ranks = {
-            number: Rank(
-                self._orders(spec, number), logs / str(number) if logs else None, self._outbox.add
-            )
-            for number in range(spec.world_size)
+            number: Rank(self._orders(spec, number, folder), folder, self._outbox.add)
+            for number, folder in logs.items()
         }
         starts = {asyncio.ensure_future(rank.start(source)): rank for rank in self._ranks.values()}
         done, pending = await asyncio.wait(
@@ -268,7 +269,11 @@ class Agent:
         await asyncio.gather(*(rank.stop(0.0) for rank in missing))
         groups = await self._groups(living)
         new = [
-            Rank(self._orders(spec, rank.rank, groups), rank.log.folder, self._outbox.add)
+            Rank(
+                self._orders(spec, rank.rank, rank.log.folder, groups),
+                rank.log.folder,
+                self._outbox.add,
+            )
             for rank in missing
         ]
         self._ranks.update({rank.rank: rank for rank in new})
@@ -305,21 +310,28 @@ class Agent:
         return pids, {number: str(rank.log.folder or "") for number, rank in self._ranks.items()}
 
     def _orders(
-        self, spec: WorldSpec, number: int, living: LivingGroups | None = None
+        self,
+        spec: WorldSpec,
+        number: int,
+        logs: Path | None,
+        living: LivingGroups | None = None,
     ) -> RankStart:
         token = secrets.token_hex(8)
         name = f"{self._runtime}/a{self._attempt}g{self._generation}r{number}"
+        seat = spec.seat(number)
+        error_file = str(logs / "error.json") if logs else f"{name}.error.json"
         return RankStart(
             rank=number,
-            local_rank=number,
-            local_world_size=spec.world_size,
+            local_rank=seat.local_rank,
+            local_world_size=seat.local_world_size,
             world=spec,
             connection_file=f"{name}.json",
             token=token,
             store_path=str(self._store()),
             generation=self._generation,
-            environ=torchrun_variables(spec, number, self._port.number),
+            environ=torchrun_variables(spec, number, self._port.number, error_file),
             living=living,
+            gpus=gpus_of(seat, spec.gpus, spec.per_node),
         )
 
     def _store(self) -> Path:
@@ -335,12 +347,12 @@ class Agent:
     def _start_failure(self, rank: Rank, error: BaseException | None) -> StartFailure:
         reason = str(error) if error else f"it was not ready after {START_TIMEOUT:.0f} s"
         said = rank.last_lines
-        if not said and self._nursery:
+        if not said and self._nursery and self._source() is self._nursery:
             said = self._nursery.last_lines()
         return StartFailure(
             rank=rank.rank,
             host=socket.gethostname(),
-            command=f"{self._spec.python if self._spec else sys.executable} -m nbdist.worker",
+            command=shlex.join(self._spec.command) if self._spec else "",
             reason=reason,
             last_lines=said,
         )

@@ -6,8 +6,10 @@ Both sources give a `WorkerProcess`; nothing else in the house knows which it wa
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,8 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from nbdist.node import wrapping
 from nbdist.node.birth import LENGTH, Exited, Forked, Imported, end_group
-from nbdist.wire.messages import RankStart
+from nbdist.wire.messages import RankStart, WorldSpec
 
 
 class WorkerProcess:
@@ -159,6 +162,19 @@ class Nursery:
         self._workers.clear()
 
 
+def command_of(spec: WorldSpec, path: str | None) -> list[str]:
+    """The command line of a spawned worker; what wraps it is made to die with this process.
+
+    Raises FileNotFoundError when the wrapper is not there.
+    """
+    if not spec.wrap:
+        return [*spec.command]
+    wrapper = shutil.which(spec.wrap[0], path=path)
+    if wrapper is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    return [sys.executable, "-IS", wrapping.__file__, wrapper, *spec.command[1:]]
+
+
 class Spawner:
     """Starts each worker as a new interpreter: slower, and free of all that fork inherits."""
 
@@ -166,17 +182,18 @@ class Spawner:
         self._running: dict[int, tuple[WorkerProcess, subprocess.Popen[bytes]]] = {}
 
     async def start(self, orders: RankStart, stdout: int, stderr: int) -> WorkerProcess:
+        environ = {**orders.world.environ, **orders.environ}
         try:
             child = subprocess.Popen(  # noqa: ASYNC220 (its descriptors and pid are needed at once)
-                [orders.world.python, "-m", "nbdist.worker"],
+                command_of(orders.world, environ.get("PATH")),
                 stdin=subprocess.PIPE,
                 stdout=stdout,
                 stderr=stderr,
-                env={**orders.world.environ, **orders.environ},
+                env=environ,
                 start_new_session=True,
             )
         except OSError as error:
-            raise ChildProcessError(f"{orders.world.python}: {error.strerror}") from error
+            raise ChildProcessError(f"{orders.world.command[0]}: {error.strerror}") from error
         process = WorkerProcess(child.pid)
         self._running[child.pid] = process, child
         pidfd = os.pidfd_open(child.pid)

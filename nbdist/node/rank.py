@@ -229,7 +229,7 @@ class Rank:
             state=self.state,
             busy_seconds=time.monotonic() - self._busy_since if self.cell else 0.0,
             memory=0,
-            device=f"cuda:{self._orders.local_rank}" if self._orders.world.gpus else "cpu",
+            device=self._orders.device,
         )
 
     # --- stop ----------------------------------------------------------------------------

@@ -1,28 +1,68 @@
-"""The environment variables that torchrun gives its workers."""
+"""The environment variables that torchrun gives its workers, and a few of nbdist's own.
+
+Names and meanings are torch.distributed.elastic's (agent/server/local_elastic_agent.py);
+libraries such as Accelerate and Lightning read them.  A test compares them with those of a
+real torchrun, name by name.  What differs in more than numbers, names and paths:
+
+=============================== ======== ============= =======================================
+name                            torchrun here          why
+=============================== ======== ============= =======================================
+OMP_NUM_THREADS                 1        cores / ranks torchrun leaves the other cores idle
+TORCHELASTIC_USE_AGENT_STORE    True     False         nobody listens on MASTER_PORT: rank 0 of
+                                                       whoever wants a store there makes it
+TORCH_NCCL_ASYNC_ERROR_HANDLING 1        0             1 ends a worker ten minutes into a wait,
+                                                       also of somebody who sits in a debugger;
+                                                       who waits in vain is freed by nbdist
+TORCHELASTIC_SIGNALS_TO_HANDLE  set      unset         the torchrun process's own business
+PYTHON_EXEC                     unset    the workers'  a torchrun in a cell uses it as well
+GLOO_SOCKET_IFNAME              unset    lo            gloo would ask the host's name for an
+                                                       address, and listen on that one
+TORCH_NCCL_ENABLE_MONITORING    unset    0             it ends a worker that waits, as above
+CUDA_VISIBLE_DEVICES            as it is the GPUs used what `--gpus` chose, a slice of it per
+                                                       simulated node
+MPLBACKEND                      unset    inline        figures are outputs of the cell
+PYDEVD_DISABLE_FILE_VALIDATION  unset    1             a debugger's warning that none can heed
+NBDIST_WORLD                    unset    the name      `--name`
+=============================== ======== ============= =======================================
+
+The user's own OMP_NUM_THREADS, TORCH_NCCL_*, GLOO_SOCKET_IFNAME and MPLBACKEND win.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from nbdist.layout import gpus_of
 from nbdist.wire.messages import WorldSpec
 
+NBDIST_DECIDES = frozenset(
+    {
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"),
+        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+        *("MASTER_ADDR", "MASTER_PORT", "NBDIST_WORLD", "PYDEVD_DISABLE_FILE_VALIDATION"),
+        *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
+        *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
+    }
+)
+"""What a user cannot set for the workers, because it tells them who they are."""
 
-def torchrun_variables(spec: WorldSpec, rank: int, port: int) -> Mapping[str, str]:
-    """The rank's part of the environment, on one machine.
 
-    `port` is one that nobody listens on yet; torchrun's agent has a store there, here rank
-    0 of whoever wants one makes it (TORCHELASTIC_USE_AGENT_STORE).
-    Names and meanings are torch.distributed.elastic's (agent/server/local_elastic_agent.py);
-    libraries such as Accelerate and Lightning read them.
+def torchrun_variables(
+    spec: WorldSpec, rank: int, port: int, error_file: str = ""
+) -> Mapping[str, str]:
+    """The rank's part of the environment.
+
+    `port` is one that nobody listens on yet; `error_file` is what `@record` writes to.
     """
-    size = str(spec.world_size)
+    seat, size = spec.seat(rank), str(spec.world_size)
+    gpus = gpus_of(seat, spec.gpus, spec.per_node)
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(seat.local_rank),
         "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": str(seat.local_world_size),
+        "GROUP_RANK": str(seat.node),
+        "GROUP_WORLD_SIZE": str(seat.nodes),
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": size,
         "ROLE_NAME": spec.pool,
@@ -32,13 +72,12 @@ def torchrun_variables(spec: WorldSpec, rank: int, port: int) -> Mapping[str, st
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": spec.name,
-        "OMP_NUM_THREADS": str(spec.threads),
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        "OMP_NUM_THREADS": spec.environ.get("OMP_NUM_THREADS") or str(spec.threads),
+        "PYTHON_EXEC": spec.python,
         "NBDIST_WORLD": spec.name,
-        **({"CUDA_VISIBLE_DEVICES": ",".join(spec.gpus)} if spec.gpus else {}),
-        # gloo would ask the host's name for an address and listen on that one.
+        **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
         "GLOO_SOCKET_IFNAME": spec.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        # torchrun's 1, as torch's 3, ends a worker ten minutes into a wait, also for somebody who
-        # sits in a debugger.  Who waits in vain is found and freed by nbdist.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": spec.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
         "TORCH_NCCL_ENABLE_MONITORING": spec.environ.get("TORCH_NCCL_ENABLE_MONITORING", "0"),
         "MPLBACKEND": spec.environ.get("MPLBACKEND", "module://matplotlib_inline.backend_inline"),

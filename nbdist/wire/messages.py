@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nbdist.layout import Seat, seat_of
 from nbdist.wire.looks import Collective, GetStacks, RankState, Stack
 from nbdist.wire.outputs import Output
 from nbdist.wire.payload import Payload
@@ -44,12 +45,27 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
+class Resources:
+    """What each worker is to have, for launchers that can see to it; 0 where nothing was said.
+
+    `cpus` is a number of cores, `memory` a number of MiB.
+    """
+
+    cpus: int = 0
+    memory: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class WorldSpec:
     """What every rank of a world has in common.
 
     `environ` is the notebook's whole environment; `threads` is how many each rank may
     use for one operation; `backend` is None for no process group; `use_nursery` forks
-    the workers from a process that has torch imported, else each is spawned.
+    the workers from a process that has torch imported, else each is spawned, with `wrap`
+    before its command.  `per_node` is 0 for one node, else how many ranks each has, and
+    `min_nodes` of these are enough to begin with; other hosts get the variables that
+    `copy_env` has patterns for, and each worker `resources` where the launcher can see to it.
+    With `own_path` the interpreter's own `sys.path` follows after `sys_path`.
     """
 
     world_size: int
@@ -64,6 +80,21 @@ class WorldSpec:
     pool: str = "default"
     log_dir: str = ""
     use_nursery: bool = True
+    per_node: int = 0
+    min_nodes: int = 1
+    wrap: tuple[str, ...] = ()
+    own_path: bool = False
+    copy_env: tuple[str, ...] = ()
+    resources: Resources = Resources()
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The command line of a worker that is not forked."""
+        return (*self.wrap, self.python, "-m", "nbdist.worker")
+
+    def seat(self, rank: int) -> Seat:
+        """Which node the rank is on, and where there."""
+        return seat_of(rank, self.world_size, self.per_node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +113,7 @@ class RankStart:
 
     `token` marks the escape sequences by which it talks to its agent on stdout;
     `store_path` is the file through which the ranks of this machine find one another;
-    with `living` it replaces a worker that has died.
+    with `living` it replaces a worker that has died; `gpus` are those that it sees.
     """
 
     rank: int
@@ -95,6 +126,12 @@ class RankStart:
     generation: int
     environ: Mapping[str, str]
     living: LivingGroups | None = None
+    gpus: tuple[str, ...] = ()
+
+    @property
+    def device(self) -> str:
+        """Its own GPU as torch names it; shared where there are fewer than workers."""
+        return f"cuda:{self.local_rank % len(self.gpus)}" if self.gpus else "cpu"
 
     @property
     def stack_file(self) -> str:

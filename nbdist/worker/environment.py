@@ -12,17 +12,17 @@ from nbdist.wire.messages import RankStart
 
 def device_of(orders: RankStart) -> torch.device:
     """The rank's own GPU, or the CPU where the world uses none."""
-    if orders.world.gpus:
-        return torch.device("cuda", orders.local_rank)
-    return torch.device("cpu")
+    return torch.device(orders.device)
 
 
 def prepare_torch(orders: RankStart) -> None:
     """Give torch its share of the cores and the rank's GPU.
 
-    A forked worker's OpenMP read OMP_NUM_THREADS long ago, in the nursery.
+    What a forked worker's torch and OpenMP read on import, they read in the nursery, which
+    does not have the world's environment: OMP_NUM_THREADS, TORCH_DISTRIBUTED_DEBUG.
     """
     torch.set_num_threads(orders.world.threads)
+    dist.set_debug_level_from_env()
     device = device_of(orders)
     if device.type == "cuda":
         torch.cuda.set_device(device)

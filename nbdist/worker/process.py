@@ -31,7 +31,9 @@ def set_environment(orders: RankStart) -> None:
     os.environ.clear()
     os.environ.update(orders.world.environ)
     os.environ.update(orders.environ)
-    sys.path[:] = orders.world.sys_path
+    first = orders.world.sys_path
+    own = [entry for entry in sys.path if entry not in first] if orders.world.own_path else ()
+    sys.path[:] = [*first, *own]
     os.chdir(orders.world.cwd)
 
 

@@ -69,7 +69,16 @@ class World:
             beside gloo for the CPU, or gloo alone.
         gpus: the GPUs to use, as torch counts them: `"0,1,3"`.
         pool: tells worlds of one notebook apart; torchrun's role of the workers.
-        name: shown in `%dist_status`, and the name of the log folder.
+        name: shown in `%dist_status`, and the name of the log folder, such as `"exp/run"`.
+        layout: nodes and workers on each instead of `n`: `"2x4"`; here such nodes are simulated.
+        env: variables of the workers' environment besides those of this process.
+        env_file: a `.env` file with more of them; it is parsed, not sourced.
+        copy_env: which variables other hosts get too, `"HF_*,WANDB_*"`; here workers have all.
+        debug: have torch and CUDA check and tell all they can; slow.
+        python: the interpreter of the workers; by default `$PYTHON_EXEC`, else this one.
+        wrap: what stands before each worker's command: `"nice -n 5"`.
+        cpus: cores for each worker; here as many threads.
+        memory: for each worker, `"16G"`, for launchers that can see to it; the local one cannot.
         launcher: how agents are started, a name of the entry points `nbdist.launchers`.
         nursery: fork workers from a process that has torch imported; else spawn each.
         log_dir: where log files go, "" for none; by default `$NBDIST_LOG_DIR`, else
@@ -91,6 +100,15 @@ class World:
         gpus: str | None = None,
         name: str | None = None,
         pool: str = "default",
+        layout: str | None = None,
+        env: Mapping[str, str] | None = None,
+        env_file: str | None = None,
+        copy_env: str = "",
+        debug: bool = False,
+        python: str | None = None,
+        wrap: str | None = None,
+        cpus: int | str | None = None,
+        memory: str | None = None,
         launcher: str = "local",
         nursery: bool = True,
         log_dir: str | None = None,
@@ -114,7 +132,9 @@ class World:
         self.patience = patience or Patience()
         self._link = link
         self.running: RunningCell | None = None
-        self._configure(Asked(n, backend, gpus, name, pool, log_dir, nursery))
+        workers = (n, backend, gpus, name, pool, log_dir, nursery, layout)
+        start = (env or {}, env_file, copy_env, debug, python, wrap, cpus, memory)
+        self._configure(Asked(*workers, *start))
 
     def __repr__(self) -> str:
         cell = f" {self.running}" if self.running and self.running.unfinished else ""
@@ -133,7 +153,7 @@ class World:
         self.lost, self.losses = None, Losses()
         try:
             if self._link is None or not self._link.is_up:
-                self._link = Link(find_launcher(self.launcher), nursery=self.asked.nursery)
+                self._link = Link(find_launcher(self.launcher), nursery=self._spec.use_nursery)
                 self._link.open()
             started = self._link.call(StartWorld(self._spec))
         except BaseException:  # Stop too: whatever has been started is ended
@@ -151,15 +171,18 @@ class World:
         self.host = self._link.agents[0].host
         self.advance(Event.STARTED)
 
-    def restart(self, n: int | str | None = None, keep: Sequence[str] = ()) -> None:
+    def restart(
+        self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Any
+    ) -> None:
         """End all workers and start new ones, out of every state; variables are lost.
 
         But for those named in `keep`, which each rank has to be ready to give away; CUDA
-        tensors come back on the CPU.
+        tensors come back on the CPU.  `changes` are arguments of `World` that describe the
+        workers; the others stay as they are.
         """
         kept = keeping.take(self, keep, range(self.size))
         # The notebook's environment, path and folder may have changed meanwhile.
-        self._configure(self.asked if n is None else replace(self.asked, n=n))
+        self._configure(self.asked.but(**changes if n is None else {"n": n, **changes}))
         self.restart_workers()
         error = self.setup.replay(self, range(self.size))
         keeping.give_back(self, keep, kept)
@@ -395,7 +418,7 @@ class World:
     def _configure(self, asked: Asked) -> None:
         """Work out the spec of the workers; UsageError for what cannot be."""
         self._spec, self.backend, self.warning = make_spec(asked)
-        self.asked = replace(asked, name=self._spec.name)
+        self.asked = replace(asked, run=self._spec.name)
         self.size, self.name = self._spec.world_size, self._spec.name
 
     def _check_ready(self) -> None:
