@@ -78,7 +78,7 @@ def seat_of(rank: int, world_size: int, per_node: int) -> Seat:
 
 
 def gpus_of(seat: Seat, gpus: Sequence[str], per_node: int) -> tuple[str, ...]:
-    """What CUDA shows a rank of the machine's GPUs; its device is LOCAL_RANK, or that modulo theirs.
+    """What CUDA shows a rank of the machine's GPUs; LOCAL_RANK, modulo their number, is its own.
 
     One node has all.  Simulated ones have a slice each, as CUDA_VISIBLE_DEVICES, so that
     LOCAL_RANK is a valid index on each; where there are too few GPUs, slices overlap.

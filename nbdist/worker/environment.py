@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import set_debug_level_from_env
 
 from nbdist.wire.messages import RankStart
 
@@ -22,7 +23,7 @@ def prepare_torch(orders: RankStart) -> None:
     does not have the world's environment: OMP_NUM_THREADS, TORCH_DISTRIBUTED_DEBUG.
     """
     torch.set_num_threads(orders.world.threads)
-    dist.set_debug_level_from_env()
+    set_debug_level_from_env()
     device = device_of(orders)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -22,8 +22,16 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore
+from torch._C._distributed_c10d import (
+    DebugLevel,
+    FileStore,
+    PrefixStore,
+    _ProcessGroupWrapper,
+    get_debug_level,
+    set_debug_level,
+)
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 
 from nbdist.wire.messages import LivingGroups, RankStart, over_file
@@ -62,7 +70,7 @@ class Group:
         # The same in all generations: `new_group` meets there.
         self._meeting = FreeableStore(self._store_of(0, WORLD), FORM_TIMEOUT)
         self._device, self._port = _make_device()
-        self._stand_ins: list[ProcessGroupGloo] = []
+        self._stand_ins: list[Any] = []
         self._joining: Any = None
         self._default: DefaultGroup  # once it is formed
         self._names = GroupNames()
@@ -78,9 +86,12 @@ class Group:
         outlives rank 0.  Each generation of the group has keys of its own.
         """
         # init_process_group wraps sys.excepthook each time it is called.
-        excepthook = sys.excepthook
+        excepthook, level = sys.excepthook, get_debug_level()
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT)
         backend = self._orders.world.backend or ""
+        if self._orders.living is not None:
+            # What torch would wrap the group in meets where the dead rank did.
+            set_debug_level(DebugLevel.OFF)
         # Threads of nccl's look into the store, and must never wait for the GIL.
         meeting = self._store_of(0, WORLD) if self.uses_nccl else self._meeting
         # torch puts prefixes of its own before; survivors of a death meet without them.
@@ -96,8 +107,10 @@ class Group:
         finally:
             sys.excepthook = excepthook
             self._joining = None
+            set_debug_level(level)
         self._default = DefaultGroup(self._orders, timeout)
         if self._orders.living is not None:
+            self._check_too(self._default.group, self._orders.generation, timeout)
             self._form_others(self._orders.generation, self._orders.living)
 
     def begin_cell(self, cell_id: str) -> None:
@@ -164,28 +177,37 @@ class Group:
         over = over_file(self._orders.store_path, generation)
         meeting = FreeableStore(store, FORM_TIMEOUT, over)
         backend = ProcessGroupGloo(meeting, members.index(rank), len(members), timeout)
+        checked = self._checked(backend, name, members, generation, timeout)
         if group is None:
-            self._stand_ins.append(backend)
-        else:
-            self._renew(group, members, generation, backend)
-
-    def _renew(
-        self,
-        group: ProcessGroup,
-        members: Sequence[int],
-        generation: int,
-        backend: ProcessGroupGloo,
-    ) -> None:
-        """Put the backend into the group, which then uses it alone."""
-        name, kind = group.group_name, ProcessGroup.BackendType(FIRST_TYPE + generation)
-        backend.options.group_name = name
+            self._stand_ins.append(checked)
+            return
+        backend.options.group_name = group.group_name
         backend.options.global_ranks_in_group = list(members)
         backend._set_sequence_number_for_group()
-        for device in group._device_types:
-            if group._get_backend(device).name() == "gloo":
-                group._register_backend(device, kind, backend)
-        group._set_group_name(name)  # in the new backend too
-        group._set_group_desc(group.group_desc)
+        _put_into(group, generation, checked)
+
+    def _check_too(self, group: ProcessGroup, generation: int, timeout: timedelta) -> None:
+        """Do to a group that this rank has just joined what the others have done to theirs."""
+        if get_debug_level() == DebugLevel.DETAIL and _has_gloo(group):
+            members = range(self._orders.world.world_size)
+            backend = group._get_backend(torch.device("cpu"))
+            _put_into(
+                group, generation, self._checked(backend, WORLD, members, generation, timeout)
+            )
+
+    def _checked(
+        self, backend: Any, name: str, members: Sequence[int], generation: int, timeout: timedelta
+    ) -> Any:
+        """The backend, as torch has it: with TORCH_DISTRIBUTED_DEBUG=DETAIL it compares first.
+
+        For that it has another one of the same ranks.
+        """
+        if get_debug_level() != DebugLevel.DETAIL:
+            return backend
+        over = over_file(self._orders.store_path, generation)
+        meeting = FreeableStore(self._store_of(generation, f"{name}/check"), FORM_TIMEOUT, over)
+        rank = members.index(self._orders.rank)
+        return _ProcessGroupWrapper(backend, ProcessGroupGloo(meeting, rank, len(members), timeout))
 
     def _store_of(self, generation: int, name: str) -> Any:
         return PrefixStore(f"generation{generation}/{name}", self._store)
@@ -244,6 +266,16 @@ class Group:
 
 def _has_gloo(group: ProcessGroup) -> bool:
     return any(group._get_backend(device).name() == "gloo" for device in group._device_types)
+
+
+def _put_into(group: ProcessGroup, generation: int, backend: Any) -> None:
+    """Have the group use this backend alone, in the place of gloo's."""
+    kind = ProcessGroup.BackendType(FIRST_TYPE + generation)
+    for device in group._device_types:
+        if group._get_backend(device).name() == "gloo":
+            group._register_backend(device, kind, backend)
+    group._set_group_name(group.group_name)  # in the new backend too
+    group._set_group_desc(group.group_desc)
 
 
 def _make_device() -> tuple[Any, int]:

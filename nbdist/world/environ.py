@@ -24,7 +24,7 @@ DEBUG_VARIABLES: Mapping[str, str] = {
 
 READ_AT_START = re.compile(
     r"(LD|MALLOC|KMP|GOMP|MKL|OPENBLAS|GLIBC)_.*|PYTHON(?!_EXEC|FAULTHANDLER|PATH).*"
-    r"|TORCH_(LOGS|LOGS_.*|CPP_LOG_LEVEL)"
+    r"|TORCH_(LOGS|LOGS_.*|CPP_LOG_LEVEL|SHOW_CPP_STACKTRACES)"
 )
 """What an interpreter, or a library on import, reads once: too late for a fork of either."""
 

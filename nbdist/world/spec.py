@@ -116,8 +116,8 @@ def layout_of(asked: Asked, gpus: int) -> Layout:
     layout = parse_layout(asked.layout)
     if asked.n != "auto":
         raise UsageError(
-            f"`-n {asked.n} -j {asked.layout}`: one of both. `-j {asked.layout}` is nodes and workers "
-            f"on each, `-n {layout.world_size}` as many workers on one node."
+            f"`-n {asked.n} -j {asked.layout}`: one of both. `-j {asked.layout}` is nodes and "
+            f"workers on each, `-n {layout.world_size}` as many workers on one node."
         )
     return layout
 

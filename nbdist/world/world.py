@@ -171,9 +171,7 @@ class World:
         self.host = self._link.agents[0].host
         self.advance(Event.STARTED)
 
-    def restart(
-        self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Any
-    ) -> None:
+    def restart(self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Any) -> None:
         """End all workers and start new ones, out of every state; variables are lost.
 
         But for those named in `keep`, which each rank has to be ready to give away; CUDA
