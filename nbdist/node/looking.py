@@ -77,6 +77,7 @@ async def _status_of(rank: Rank) -> WorkerStatus:
     place, collective = await asyncio.gather(_place(rank), _last_collective(rank))
     lines = rank.cell.source.splitlines() if rank.cell else []
     code = lines[place.line - 1] if 0 < place.line <= len(lines) else ""
+    code = place.code or code
     shown = place if found.state == "busy" or place.is_deaf or place.is_stopped else None
     return replace(found, place=shown, code=code, collective=collective)
 

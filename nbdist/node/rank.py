@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,8 @@ class Rank:
             "cell": cell.id,
             "execution_count": cell.execution_count,
             "fetch": cell.fetch,
+            "script": asdict(cell.script) if cell.script else None,
+            "restarts": cell.restarts,
         }
         if names and names.segment:
             ours["segment"] = [names.segment.path, names.segment.sizes]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nbdist import topology
@@ -16,18 +16,20 @@ from nbdist.errors import (
     name_ranks,
     word_exit,
 )
+from nbdist.notebook.attempts import Orders, run_attempts
 from nbdist.notebook.display import make_display
 from nbdist.notebook.idle import IdleWatch
 from nbdist.notebook.options import patience
 from nbdist.notebook.ship.ledger import Ledger
 from nbdist.notebook.ship.names import names_bound
-from nbdist.notebook.ship.plan import Shipment, plan, push
+from nbdist.notebook.ship.plan import plan, push
 from nbdist.notebook.source import check_source, in_notebook_lines
 from nbdist.notebook.why import Why, why_died, why_of
 from nbdist.world import keeping
 from nbdist.world.healing import healing_text, parse_on_failure
 from nbdist.world.launcher import find_launcher
 from nbdist.world.link import Link
+from nbdist.world.restarts import parse_most
 from nbdist.world.running import RunningCell
 from nbdist.world.states import State
 from nbdist.world.watch import Patience
@@ -141,8 +143,8 @@ class Desk:
             self.say("no cell is running on the workers")
             return
         running.interrupt()
-        self._follow(running, self.display())
-        self._check_end(self.world, running, stopped=False)
+        self.follow(running, self.display())
+        self.check_end(self.world, running, stopped=False)
         self.say(str(Interrupted(running.cell.ranks)))
 
     def shutdown(self) -> bool:
@@ -272,17 +274,32 @@ class Desk:
         options: argparse.Namespace | None = None,
     ) -> None:
         """Run a cell on the workers and show it; raises its one error when it failed."""
-        number = self._execution_count()
         python = check_source(self.shell, first_line, cell)
+        most = parse_most(options.max_restarts) if options else 0
         display = self.display()
-        world = self._ensure_world(options, display)
-        on = ranks_of(ranks, world)
         source = in_notebook_lines(first_line, cell)
-        shipment = plan(python, self.ledger, on, self.shell.user_ns_hidden)
-        prepared = world.cell(source, ranks=on, execution_count=number)
-        wanted = patience(options, world.patience) if options else world.patience
-        setup = self._cell_key(source) if options and options.setup else ""
-        self._run(prepared, shipment, display, wanted, setup)
+        prepared = self.prepare(source, ranks, options, display)
+        assert self.world is not None
+        orders = Orders(
+            patience(options, self.world.patience) if options else None,
+            self._cell_key(source) if options and options.setup else "",
+            most,
+        )
+        hidden = self.shell.user_ns_hidden
+        pack = partial(plan, python, self.ledger, prepared.ranks, hidden)
+        run_attempts(self, prepared, pack, display, orders)
+
+    def prepare(
+        self,
+        source: str,
+        ranks: str | None,
+        options: argparse.Namespace | None,
+        display: CellDisplay,
+    ) -> Cell:
+        """A cell with the notebook's number for workers that are there, or are started."""
+        number = self._execution_count()
+        world = self._ensure_world(options, display)
+        return world.cell(source, ranks=ranks_of(ranks, world), execution_count=number)
 
     def push(self, names: Sequence[str], ranks: str | None) -> None:
         """Bind names of the notebook on the workers, whoever owns them there."""
@@ -292,38 +309,10 @@ class Desk:
         if missing:
             raise UsageError(f"`%dist_push`: the notebook has no {', '.join(missing)}.")
         on = ranks_of(ranks, self.world)
-        self._run(self.world.cell("", ranks=on), push(names, self.ledger, on), self.display())
+        pack = partial(push, names, self.ledger, on)
+        run_attempts(self, self.world.cell("", ranks=on), pack, self.display())
 
-    def _run(
-        self,
-        cell: Cell,
-        shipment: Shipment | None,
-        display: CellDisplay,
-        wanted: Patience | None = None,
-        setup: str = "",
-    ) -> None:
-        """Run a prepared cell; with `setup`, its key, again in every new worker."""
-        assert self.world is not None
-        for notice in shipment.notices if shipment else ():
-            display.note(notice)
-        if shipment and shipment.names:
-            cell = replace(cell, names=shipment.payload)
-        segment = shipment.segment if shipment else None
-        try:
-            running = self.last = self.world.submit(cell, wanted)
-            stopped = self._follow(running, display)
-            if setup and not running.error():
-                self.world.setup.keep(setup, cell, segment)
-                segment = None
-        finally:
-            if segment:
-                segment.close()
-        if shipment:
-            self.ledger.shipped(shipment.records, running.ranks_with_names)
-        self.ledger.bound_on_workers(running.bound, cell.ranks)
-        self._check_end(self.world, running, stopped=stopped)
-
-    def _check_end(self, world: World, running: RunningCell, *, stopped: bool) -> None:
+    def check_end(self, world: World, running: RunningCell, *, stopped: bool) -> None:
         """Forget what replaced ranks had, and raise the one error of a cell that failed."""
         self.ledger.forget(world.losses.take_replaced())
         if stopped and not running.unfinished and not running.died:
@@ -332,7 +321,7 @@ class Desk:
             self.why = why_of(running, error, self.log_files()) or self.why
             raise error
 
-    def _follow(self, running: RunningCell, display: CellDisplay | None) -> bool:
+    def follow(self, running: RunningCell, display: CellDisplay | None) -> bool:
         """Show the cell (or not) until it ends; True when Stop ended it.
 
         The first Stop interrupts the ranks and waits for them, the second does not wait.
@@ -361,8 +350,8 @@ class Desk:
             raise WorldNotStarted("`%dist_gather`")
         on = ranks_of(ranks, self.world)
         running = self.world.submit(self.world.cell("", ranks=on, fetch=(expression,)))
-        stopped = self._follow(running, None)
-        self._check_end(self.world, running, stopped=stopped)
+        stopped = self.follow(running, None)
+        self.check_end(self.world, running, stopped=stopped)
         self.shell.user_ns[target] = list(running.result())
         if target == expression:
             # The list is for the notebook: in the next cell the name means what it meant.

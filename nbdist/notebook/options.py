@@ -76,6 +76,13 @@ def patience(options: argparse.Namespace, default: Patience) -> Patience:
     return Patience(timeout, default.frees and not options.no_free)
 
 
+def restarts_option(magic: Magic) -> Magic:
+    """What torchrun calls by the same name."""
+    add = argument("--max-restarts", metavar="N", help="run it again where it fails, N times at"
+                   " most, with new workers for those that have died (0)")  # fmt: skip
+    return add(magic)  # type: ignore[no-any-return]
+
+
 def ranks_option(magic: Magic) -> Magic:
     """Which ranks run it."""
     add = argument("-r", "--ranks", help="which ranks: 0  0,2-3  1:3  ::2  -1  all (the default)")

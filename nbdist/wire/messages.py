@@ -15,6 +15,7 @@ from nbdist.layout import Seat, seat_of
 from nbdist.wire.looks import Collective, GetStacks, RankState, Stack
 from nbdist.wire.outputs import Output
 from nbdist.wire.payload import Payload
+from nbdist.wire.scripts import Script
 
 CONTROL_REQUEST = "nbdist_request"
 """The kind of message by which an agent asks a worker's control thread for something."""
@@ -30,7 +31,8 @@ class Cell:
     `names` is a pickled mapping to bind in the ranks first; after the source has run
     the values of the names in `fetch` come back in `Done.values`.  With
     `execution_count` the ranks number the cell as the notebook does, so that their
-    tracebacks say `Cell In[5]`.
+    tracebacks say `Cell In[5]`.  A `script` is run instead of the source; `restarts` says
+    how often the same has been run before, and how often it may be run again in all.
     """
 
     id: str
@@ -39,6 +41,8 @@ class Cell:
     names: Payload | None = None
     fetch: tuple[str, ...] = ()
     execution_count: int | None = None
+    script: Script | None = None
+    restarts: tuple[int, int] = (0, 0)
 
 
 # --- starting workers ---------------------------------------------------------------------
@@ -167,7 +171,8 @@ class WorkerStatus:
 class Place:
     """Where a rank that runs a cell is.
 
-    `line` of the cell, 0 where unknown; `operation` is the collective it waits for, "" if it
+    `line` of the cell, or of a script's `file` with its text in `code`, 0 where unknown;
+    `operation` is the collective it waits for, "" if it
     does something else; `counts` has by group how many collectives it has begun, `moved` the
     bytes that its connections have carried, `is_calm` whether none of gloo's threads has
     anything to do; `unfinished` how many collectives seem to have begun and not ended.
@@ -183,6 +188,8 @@ class Place:
     unfinished: int = 0
     is_deaf: bool = False
     is_stopped: bool = False
+    file: str = ""
+    code: str = ""
 
 
 # --- calls to an agent, each answered by exactly one `Answer` ------------------------------

@@ -75,6 +75,8 @@ class Failure:
 NAME_PROBLEM = "NameProblem"
 """`Failure.name` where a name that came along could not be bound, or one not be fetched."""
 
+SCRIPT_FAILED = "ScriptFailed"
+"""The same where a script or executable ended with an exit code that is not 0."""
 
 CONNECTION_LOST = re.compile(
     r"gloo/\S+\] .*(Connection (closed|reset) by peer|Broken pipe)"

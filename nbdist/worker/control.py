@@ -23,7 +23,7 @@ def answer_control(kernel: WorkerKernel, group: Group | None) -> None:
     breaks collectives open, `"form"` makes the groups whole again.  The answer holds `error`
     where that failed.
     """
-    watcher = Watcher(kernel.shell, group)
+    watcher = Watcher(kernel.shell, group, kernel.scripts)
 
     def do(request: dict[str, Any]) -> dict[str, Any]:
         match request:

@@ -26,5 +26,11 @@ def write_stacks_to(path: str, control: threading.Thread) -> None:
     _open.append(file)
     main = threading.main_thread().ident or 0
     file.write(b"%x %d\n" % (main, control.native_id or 0))
-    faulthandler.enable(file=file, all_threads=False)
+    keep_crashes()
     faulthandler.register(STACK_SIGNAL, file=file, all_threads=True, chain=False)
+
+
+def keep_crashes() -> None:
+    """Have crashes go there again: torch's `@record`, for one, has them go to stderr."""
+    if _open:
+        faulthandler.enable(file=_open[-1], all_threads=False)

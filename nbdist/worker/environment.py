@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -27,6 +28,12 @@ def prepare_torch(orders: RankStart) -> None:
     device = device_of(orders)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def count_restarts(done: int, most: int) -> None:
+    """How often the cell that begins has been run before; each cell counts anew."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(done)
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(most)
 
 
 def ready_names(orders: RankStart) -> dict[str, Any]:

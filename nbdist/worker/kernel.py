@@ -21,12 +21,16 @@ from IPython.core.page import as_hook, display_page
 from jupyter_client.session import Session
 from traitlets import default
 
-from nbdist.wire.outputs import NAME_PROBLEM
+from nbdist.wire.outputs import NAME_PROBLEM, SCRIPT_FAILED
+from nbdist.worker.dumping import keep_crashes
+from nbdist.worker.environment import count_restarts
 from nbdist.worker.namespace import CellOrders, NameProblem, Namespace
+from nbdist.worker.scripts import ScriptProblem, Scripts
 from nbdist.worker.streams import RankStream, flush_c_streams, write_mark
 from nbdist.worker.tracebacks import shorten_lost_connections
 
 if TYPE_CHECKING:
+    from nbdist.wire.scripts import Script
     from nbdist.worker.group import Group
 
 
@@ -123,6 +127,7 @@ class WorkerKernel(IPythonKernel):
     """Runs cells with the names that came along, and reports what they bound."""
 
     namespace: Namespace
+    scripts: Scripts
     group: Group | None = None
 
     @default("ident")
@@ -153,9 +158,15 @@ class WorkerKernel(IPythonKernel):
             shell: Any = self.shell
             if orders.execution_count is not None:
                 shell.execution_count = orders.execution_count
-            reply: dict[str, Any] = await super().do_execute(
-                code, silent, store_history, user_expressions, allow_stdin
-            )
+            count_restarts(*orders.restarts)
+            keep_crashes()
+            reply: dict[str, Any]
+            if orders.script is not None:
+                reply = self._run_script(orders.script)
+            else:
+                reply = await super().do_execute(
+                    code, silent, store_history, user_expressions, allow_stdin
+                )
             bound = sorted(self.namespace.bound_since(before))
             ours: dict[str, Any] = {"bound": bound, "imported": self.namespace.imported(bound)}
             if orders.fetch and reply["status"] == "ok":
@@ -170,6 +181,12 @@ class WorkerKernel(IPythonKernel):
         ours["seconds"] = time.perf_counter() - started
         flush_c_streams()
         return {**reply, "nbdist": ours}
+
+    def _run_script(self, script: Script) -> dict[str, Any]:
+        try:
+            return self.scripts.run(script)
+        except ScriptProblem as problem:
+            return self._report(SCRIPT_FAILED, str(problem))
 
     def _report(self, name: str, message: str) -> dict[str, Any]:
         """Publish a failure outside the cell's code, as one line."""
@@ -250,4 +267,5 @@ def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
     shell.config.pop("IPKernelApp", None)
     shorten_lost_connections(shell)
     app.kernel.namespace = Namespace(shell.user_ns)
+    app.kernel.scripts = Scripts(shell)
     return app

@@ -10,6 +10,7 @@ from typing import Any
 from nbdist.wire.memory import Segment
 from nbdist.wire.payload import Payload, SegmentRef, open_payload, pack_frames
 from nbdist.wire.pickling import pickle, unpickle
+from nbdist.wire.scripts import Script
 
 
 class NameProblem(Exception):
@@ -24,6 +25,8 @@ class CellOrders:
     names: Payload | None
     fetch: tuple[str, ...]
     execution_count: int | None
+    script: Script | None
+    restarts: tuple[int, int]
 
     @classmethod
     def of(cls, request: Mapping[str, Any]) -> CellOrders:
@@ -40,6 +43,8 @@ class CellOrders:
             names,
             tuple(extra.get("fetch", ())),
             extra.get("execution_count"),
+            _script_of(extra.get("script")),
+            tuple(extra.get("restarts", (0, 0))),
         )
 
 
@@ -107,6 +112,10 @@ class Namespace:
             ) from error
         payload, self._lent = pack_frames(pickled.frames)
         return payload
+
+
+def _script_of(fields: Mapping[str, Any] | None) -> Script | None:
+    return Script(**{**fields, "args": tuple(fields["args"])}) if fields else None
 
 
 def _is_imported(value: Any) -> bool:

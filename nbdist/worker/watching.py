@@ -24,6 +24,7 @@ from nbdist.worker.store import FreeableStore
 
 if TYPE_CHECKING:
     from nbdist.worker.group import Group
+    from nbdist.worker.scripts import Scripts
 
 IN_TORCH = os.path.join("torch", "distributed") + os.sep
 FUTEX = 202 if os.uname().machine == "x86_64" else 98
@@ -44,8 +45,9 @@ c10d.Work.wait = _wait  # type: ignore[method-assign]
 class Watcher:
     """Looks at the main thread; cheap enough for ten times a second."""
 
-    def __init__(self, shell: Any, group: Group | None) -> None:
+    def __init__(self, shell: Any, group: Group | None, scripts: Scripts) -> None:
         self._shell = shell
+        self._scripts = scripts
         self._loop = asyncio.get_event_loop()  # the main thread's, which makes this
         self._group = group
         self._ident = threading.main_thread().ident or 0
@@ -63,7 +65,7 @@ class Watcher:
         frames = list(self._frames())
         groups = self._groups()
         return {
-            "line": self._line(frames),
+            **self._spot(frames),
             "operation": self._operation(frames, groups),
             "counts": {name: _begun_by(group) for name, group in groups.items()},
             "moved": self._moved(),
@@ -119,7 +121,7 @@ class Watcher:
         operation = _called(frames)
         if not operation or self._group is None or not self._is_in_futex():
             operation = self._operation(frames, self._groups())
-        return {"line": self._line(frames), "operation": operation}
+        return {**self._spot(frames), "operation": operation}
 
     def _frames(self) -> Iterator[FrameType]:
         """From the innermost out."""
@@ -137,8 +139,12 @@ class Watcher:
 
     @property
     def is_in_cell(self) -> bool:
-        """Whether the main thread runs a cell."""
-        return self._line(list(self._frames())) > 0
+        """Whether the main thread runs a cell, or a script."""
+        return self._scripts.running is not None or self._line(list(self._frames())) > 0
+
+    def _spot(self, frames: list[FrameType]) -> dict[str, Any]:
+        """The line of the cell or script that runs."""
+        return self._scripts.spot(frames) or {"line": self._line(frames)}
 
     def _line(self, frames: list[FrameType]) -> int:
         """The line of the cell that runs, 0 when none does."""

@@ -114,21 +114,26 @@ def waits_text(places: Mapping[int, Place], source: str = "") -> str:
 
 
 def waited_text(place: Place) -> str:
-    """`all_reduce (cell line 7)`."""
-    line = f" (cell line {place.line})" if place.line else ""
+    """`all_reduce (cell line 7)`, `all_reduce (train.py line 7)`."""
+    line = f" ({place.file or 'cell'} line {place.line})" if place.line else ""
     return f"{place.operation}{line}"
 
 
 def _doing(place: Place, source: str = "") -> str:
-    """`wait in all_reduce, line 6`, `in line 5: time.sleep(600)`."""
+    """`wait in all_reduce, line 6`, `in line 5: time.sleep(600)`, `in train.py line 5: ...`."""
     line = f"line {place.line}" if place.line else "no line of the cell"
+    if place.file:
+        line = f"{place.file} {line}" if place.line else place.file
     if place.is_stopped:
         return "stopped by a signal"
     if place.is_deaf:
-        return "busy in C code that holds the GIL" + (f", {line}" if place.line else "")
+        return "busy in C code that holds the GIL" + (
+            f", {line}" if place.line or place.file else ""
+        )
     if place.operation:
         return f"wait in {place.operation}, {line}"
     lines = source.splitlines()[max(0, place.line - 1) : place.line]
+    lines = [place.code] if place.code else lines
     return f"in {line}" + "".join(f": {one_line(text, LONGEST_CODE)}" for text in lines)
 
 

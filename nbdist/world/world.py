@@ -39,6 +39,7 @@ from nbdist.world.losses import Losses
 from nbdist.world.refusal import refusal
 from nbdist.world.result import CellResult
 from nbdist.world.running import News, RunningCell
+from nbdist.world.scripts import find_script, run_script
 from nbdist.world.setup import Setup
 from nbdist.world.spec import Asked, make_spec
 from nbdist.world.states import Event, State, next_state
@@ -313,6 +314,21 @@ class World:
             if segment is not None:
                 segment.close()
         return result
+
+    def run_script(
+        self,
+        program: str,
+        *args: object,
+        module: bool = False,
+        ranks: Sequence[int] | None = None,
+        max_restarts: int = 0,
+    ) -> CellResult:
+        """Run a script, or a module by its name, in the workers' own `__main__`.
+
+        Raises as `execute` does; where it fails it is run again `max_restarts` times before.
+        """
+        script = find_script("module" if module else "file", program, args)
+        return run_script(self, script, ranks, max_restarts)
 
     def gather(self, name: str, ranks: Sequence[int] | None = None) -> list[Any]:
         """The value of a name on each rank, in rank order; tensors arrive on the CPU."""

@@ -21,6 +21,7 @@ MAGICS = (
     "%dist_output",
     "%dist_push",
     "%dist_restart",
+    "%dist_run",
     "%dist_shutdown",
     "%dist_stack",
     "%dist_status",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from nbdist.notebook.magics.cells import CellMagics
 from nbdist.notebook.magics.looks import LookMagics
+from nbdist.notebook.magics.scripts import ScriptMagics
 from nbdist.notebook.magics.values import ValueMagics
 from nbdist.notebook.magics.workers import WorkerMagics
 
 __all__ = ["ALL_MAGICS"]
 
-ALL_MAGICS = (CellMagics, WorkerMagics, ValueMagics, LookMagics)
+ALL_MAGICS = (CellMagics, WorkerMagics, ValueMagics, LookMagics, ScriptMagics)

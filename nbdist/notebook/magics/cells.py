@@ -7,7 +7,14 @@ from IPython.core.magic_arguments import argument, magic_arguments
 
 from nbdist.errors import UsageError
 from nbdist.notebook.magics.pooled import PooledMagics
-from nbdist.notebook.options import parse, pool_option, ranks_option, take_pool, world_options
+from nbdist.notebook.options import (
+    parse,
+    pool_option,
+    ranks_option,
+    restarts_option,
+    take_pool,
+    world_options,
+)
 
 
 @magics_class
@@ -17,6 +24,7 @@ class CellMagics(PooledMagics):
     @magic_arguments()
     @ranks_option
     @argument("--setup", action="store_true", help="run the cell again in every new worker")
+    @restarts_option
     @world_options
     @cell_magic
     def distributed(self, line: str, cell: str) -> None:
