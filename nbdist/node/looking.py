@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import linecache
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -97,9 +98,13 @@ async def _of_deaf(rank: Rank, timeout: float) -> tuple[Place, list[StackFrame]]
     number, source = (cell.execution_count, cell.source) if cell else (None, "")
     frames = frames_of(await rank.stacks.sample(rank.pid, timeout), number, source)
     line = next((frame.line for frame in reversed(frames) if frame.is_cell), 0)
+    file = ""
+    if cell and cell.script:
+        file = os.path.basename(cell.script.file)
+        line = next((frame.line for frame in frames if frame.file == cell.script.file), 0)
     # What waits in a collective does not hold the GIL: the machine is busy.
     is_deaf = not frames or IN_TORCH not in frames[0].file
-    return Place(line=line, is_deaf=is_deaf), frames
+    return Place(line=line, is_deaf=is_deaf, file=file), frames
 
 
 async def _place(rank: Rank) -> Place:

@@ -182,6 +182,13 @@ class WorkerKernel(IPythonKernel):
         flush_c_streams()
         return {**reply, "nbdist": ours}
 
+    async def _progressively_terminate_all_children(self) -> None:
+        """Leave them to the agent, which ends the whole process group after this process.
+
+        ipykernel would wait for multiprocessing's resource tracker, which ignores signals and
+        ends after us, until the agent kills all; named semaphores would be left behind.
+        """
+
     def _run_script(self, script: Script) -> dict[str, Any]:
         try:
             return self.scripts.run(script)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -237,11 +238,18 @@ class RunningCell:
         if rank in self.freed:
             said = f"waited in {waited_text(self.freed[rank])} and was freed"
         else:
-            found = CELL_LINE.findall(strip("\n".join(failure.traceback)))
-            line = f" (cell line {found[0]})" if found else ""
-            said = f"waited for a rank that has ended{line} and was freed"
+            said = f"waited for a rank that has ended{self._line(failure)} and was freed"
         said += "; all variables are kept"
         return Failure(FREED, said, (said,), failure.time_ns)
+
+    def _line(self, failure: Failure) -> str:
+        """` (cell line 7)`, ` (train.py line 7)`; "" where it is not in the traceback."""
+        text, script = strip("\n".join(failure.traceback)), self.cell.script
+        if script is None:
+            found = CELL_LINE.findall(text)
+            return f" (cell line {found[0]})" if found else ""
+        found = re.findall(rf"File {re.escape(script.file)}:(\d+)", text)
+        return f" ({os.path.basename(script.file)} line {found[-1]})" if found else ""
 
     def take_loss(self) -> None:
         """Called by the world when the agent has ended: so have the ranks."""

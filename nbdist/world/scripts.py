@@ -125,7 +125,13 @@ def _find_one(name: str, path: list[str] | None) -> ModuleSpec | None:
     if path is None and (spec := PathFinder.find_spec(name, [os.getcwd()])):
         return spec
     for finder in sys.meta_path:  # editable installations have finders of their own
-        if spec := finder.find_spec(name, path):
+        try:
+            if spec := finder.find_spec(name, path):
+                return spec
+        except KeyError:  # a folder without `__init__.py`, in a package that is not imported
+            spec = ModuleSpec(name, None, is_package=True)
+            folders = [os.path.join(folder, name.rpartition(".")[2]) for folder in path or ()]
+            spec.submodule_search_locations = [*filter(os.path.isdir, folders)]
             return spec
     return None
 

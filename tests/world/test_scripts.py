@@ -1,0 +1,453 @@
+"""Tests of scripts, modules and executables in real workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nbdist.errors import RanksFreed, UsageError, WorkerDied, WorkerError
+from nbdist.wire.scripts import Kind
+from nbdist.world.restarts import restart_text
+from nbdist.world.result import CellResult
+from nbdist.world.running import RunningCell
+from nbdist.world.scripts import find_script, run_script, script_cell
+from nbdist.world.sgr import strip
+from nbdist.world.states import State
+from nbdist.world.world import World
+
+pytestmark = pytest.mark.shared_world
+
+N = 2
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[World]:
+    with World(N, log_dir="") as world:
+        yield world
+
+
+@pytest.fixture
+def world(started: World) -> World:
+    if started.state is not State.READY:
+        started.restart()
+    return started
+
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Writes a file into the folder that is the notebook's own for the time of the test."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(name: str, text: str, mode: int = 0o644) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(mode)
+        return path
+
+    return write
+
+
+def said(result: CellResult | RunningCell) -> list[str]:
+    """What each rank has written."""
+    return [
+        "\n".join(strip(line.text) for piece in track.pieces for line in piece.tail(1000))
+        for track in result.transcript
+    ]
+
+
+def execute(world: World, name: str, *args: str, most: int = 0) -> CellResult:
+    """Run an executable."""
+    return run_script(world, find_script("executable", name, args), None, most)
+
+
+def traceback_of(world: World, rank: int) -> str:
+    assert world.running is not None
+    return strip("\n".join(world.running.transcript.errors[rank].traceback))  # type: ignore[union-attr]
+
+
+# --- python -------------------------------------------------------------------------------
+
+
+def test_script_runs_as_python_would_run_it(world: World, write: Write) -> None:
+    """It has its arguments, name, file and folder; what it leaves, cells find."""
+    write("lib/beside.py", "VALUE = 7")
+    path = write(
+        "lib/arguments.py",
+        "'''Its docstring.'''\n"
+        "import os, sys\nfrom beside import VALUE\n"
+        "print(sys.argv, __name__, __file__, __doc__, __package__, __spec__)\n"
+        "assert sys.path[0] == os.path.dirname(__file__)\n"
+        "double = lambda: 2 * VALUE + rank\n"
+        "sys.exit(0)",
+    )
+    world.execute("before = sys.argv, list(sys.path), os.getcwd(), __doc__", names={"sys": sys})
+    result = world.run_script("lib/arguments.py", 1, 2, 3, "ab", "c d")
+    argv = ["lib/arguments.py", "1", "2", "3", "ab", "c d"]
+    assert said(result) == [f"{argv} __main__ {path} Its docstring. None None"] * N
+    assert world.gather("double()") == [14, 15]
+    after = "(sys.argv, list(sys.path), os.getcwd(), __doc__) == before"
+    assert world.gather(after) == [True] * N
+    assert world.gather("'__file__' in globals()") == [False] * N
+
+
+def test_module_runs_as_python_would_run_it(world: World, write: Write) -> None:
+    """`-m` knows relative imports, packages with a `__main__`, and the folder it is run in."""
+    write("pkg/__init__.py", "")
+    write("pkg/other.py", "VALUE = 7")
+    path = write("pkg/sub/mod.py", "from ..other import VALUE\nimport sys\nprint(sys.argv, VALUE)")
+    write("pkg/__main__.py", "import sys\nfrom . import other\nprint(__package__, sys.path[0])")
+    world.execute(f"import os; os.chdir({os.getcwd()!r})")
+    for args in ((), ("a",)):  # and a second time
+        result = world.run_script("pkg.sub.mod", *args, module=True)
+        assert said(result) == [f"{[str(path), *args]} 7"] * N
+    assert said(world.run_script("pkg", module=True)) == [f"pkg {os.getcwd()}"] * N
+
+
+def test_traceback_has_the_scripts_own_lines_only(world: World, write: Write) -> None:
+    """Nothing of nbdist or IPython is in it; an edited script shows what has run."""
+    for text in ("def bad():\n    raise ValueError('one')\nbad()", "x = 1\nassert x == 2, 'two'"):
+        path = write("fails.py", text)
+        with pytest.raises(WorkerError, match=r"2 of 2 ranks failed \(0-1\)") as error:
+            world.run_script("fails.py")
+        assert isinstance(error.value, ValueError | AssertionError)
+        shown = traceback_of(world, 1)
+        assert [word for word in ("nbdist/", "IPython", "runpy", "Cell In") if word in shown] == []
+        assert f"File {path}:{3 if 'bad' in text else 2}" in shown
+        assert text.splitlines()[1] in shown
+
+
+def test_exit_codes(world: World, write: Write) -> None:
+    """`sys.exit` with 0 or nothing is success, else the code or the text is named."""
+    write("leaves.py", "import sys\nsys.exit(eval(sys.argv[1]))")
+    for good in ("0", "None", "False"):
+        world.run_script("leaves.py", good)
+    for bad, words in (("3", "leaves.py exited with code 3"), ("'no data'", "exited: no data")):
+        with pytest.raises(WorkerError, match=words):
+            world.run_script("leaves.py", bad)
+
+
+def test_data_loader_and_event_loop(world: World, write: Write) -> None:
+    """Data sets of the script reach the loader's processes; `asyncio.run` works."""
+    write(
+        "loads.py",
+        "import asyncio\n"
+        "from torch.utils.data import DataLoader, Dataset\n"
+        "class Squares(Dataset):\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, i): return i * i\n"
+        "async def main():\n"
+        "    await asyncio.sleep(0)\n"
+        "    return [x.item() for x in DataLoader(Squares(), num_workers=2)]\n"
+        "if __name__ == '__main__':\n"
+        "    print(asyncio.get_event_loop().run_until_complete(main()))\n"
+        "    print(asyncio.run(main()))\n",
+    )
+    assert said(world.run_script("loads.py")) == ["[0, 1, 4, 9]\n[0, 1, 4, 9]"] * N
+    world.execute("import asyncio; await asyncio.sleep(0)")
+
+
+def test_spawned_loader(world: World, write: Write) -> None:
+    """They do also where the processes are spawned."""
+    write(
+        "spawns.py",
+        "import sys, torch.multiprocessing as mp\n"
+        "class Told:\n"
+        "    def __call__(self, q): q.put('told')\n"
+        "if __name__ == '__main__':\n"
+        "    context = mp.get_context('spawn')\n"
+        "    q = context.SimpleQueue()\n"
+        "    child = context.Process(target=Told(), args=(q,)); child.start()\n"
+        "    print(q.get()); child.join()\n",
+    )
+    script = find_script("file", "spawns.py")
+    assert said(run_script(world, script, [0], 0)) == ["told"]
+
+
+def test_waits_name_the_scripts_line(world: World, write: Write) -> None:
+    """While it runs, and when it is stopped, ranks are found in the script's own lines."""
+    write(
+        "lib/waits.py",
+        "import time\n"
+        "def step():\n"
+        "    if dist.get_rank() == 0:\n"
+        "        time.sleep(600)\n"
+        "    dist.barrier()\n"
+        "step()\n",
+    )
+    script = find_script("file", "lib/waits.py")
+    running = world.submit(script_cell(world.cell(""), script))
+    told = (
+        "rank 0 is in waits.py line 4: time.sleep(600) · rank 1 waits in barrier, waits.py line 5"
+    )
+    for _ in running:
+        if running.waits:
+            break
+    assert running.waits == told
+    assert [(row.place.file, row.code) for row in world.status() if row.place] == [
+        ("waits.py", "time.sleep(600)"),
+        ("waits.py", "dist.barrier()"),
+    ]
+    for stack in world.stacks():
+        assert [frame.line for frame in stack.frames][:2] == [6, 4 + stack.rank]
+    running.interrupt()
+    running.result()
+    assert "waits in barrier, waits.py line 5: freed" in str(running.error())
+    world.execute("dist.barrier()")
+
+
+def test_rank_that_dies_in_a_script(world: World, write: Write) -> None:
+    """The error tells the death; who waited is told with the script's line."""
+    write("dies.py", "import ctypes\nif rank == 1:\n    ctypes.string_at(0)\ndist.barrier()\n")
+    with pytest.raises(WorkerDied, match="was killed by SIGSEGV"):
+        world.run_script("dies.py")
+    assert world.running is not None
+    freed, died = (world.running.transcript.errors[rank] for rank in range(N))
+    assert "(dies.py line 4) and was freed" in freed.message  # type: ignore[union-attr]
+    assert any("dies.py, line 3" in line for line in died.last_lines)  # type: ignore[union-attr]
+
+
+def test_record_writes_torchs_error_file(world: World, write: Write) -> None:
+    """A main with torch's `@record` behaves, and the file is torch's own."""
+    path = write(
+        "records.py",
+        "import sys\n"
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "@record\n"
+        "def main():\n"
+        "    if 'fail' in sys.argv: raise RuntimeError(f'rank {rank} is out')\n"
+        "    return 5\n"
+        "assert main() == 5\n",
+    )
+    folder = path.parent
+    variable = "os.environ['TORCHELASTIC_ERROR_FILE']"
+    world.execute(f"import os; {variable} = f'{folder}/error{{rank}}.json'")
+    world.run_script("records.py")
+    with pytest.raises(WorkerError, match=r"RuntimeError: rank . is out"):
+        world.run_script("records.py", "fail")
+    for rank in range(N):
+        message = json.loads((folder / f"error{rank}.json").read_text())["message"]
+        assert message["message"] == f"RuntimeError: rank {rank} is out"
+        assert "nbdist" not in message["extraInfo"]["py_callstack"]
+    world.execute(f"del {variable}")
+
+
+# --- executables --------------------------------------------------------------------------
+
+
+def test_executable(world: World, write: Write) -> None:
+    """Each rank runs it with its environment, and its output is the rank's."""
+    lines = [text.split() for text in said(execute(world, "sh", "-c", "echo $$ $RANK; echo e >&2"))]
+    assert [line[1:] for line in lines] == [["0", "e"], ["1", "e"]]
+    assert len({line[0] for line in lines} | {str(pid) for pid in world.pids.values()}) == 2 * N
+    write("x.sh", "#!/bin/sh\necho $0 $* $LOCAL_RANK\n", 0o755)
+    script = find_script("executable", "./x.sh", ["a b"], local_rank=True)
+    result = run_script(world, script, None, 0)
+    assert [text.split("x.sh ")[1] for text in said(result)] == [
+        f"--local-rank={rank} a b {rank}" for rank in range(N)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("#!/bin/sh\nexit 3", "./x.sh exited with code 3"),
+        ("#!/bin/sh\nkill -TERM $$", "./x.sh was killed by SIGTERM"),
+        ("echo 1", "./x.sh could not be run: Exec format error"),
+    ],
+)
+def test_executable_that_fails(world: World, write: Write, text: str, words: str) -> None:
+    """Its exit code, signal, or what kept it from running is named."""
+    write("x.sh", text, 0o755)
+    with pytest.raises(WorkerError, match=words):
+        execute(world, "./x.sh")
+
+
+def test_stop_ends_executables(world: World, write: Write) -> None:
+    """Also those that ignore SIGINT, and what they have started; workers stay."""
+    write(
+        "deaf.sh",
+        "#!/bin/sh\ntrap '' INT\nsleep 6161 &\necho started\nwhile true; do sleep 0.1; done\n",
+        0o755,
+    )
+    before = dict(world.pids)
+    running = world.submit(script_cell(world.cell(""), find_script("executable", "./deaf.sh")))
+    for _ in running:
+        if said(running) == ["started"] * N:
+            break
+    running.interrupt()
+    started = time.monotonic()
+    running.result()
+    sys.stdout.write(f"{time.monotonic() - started:.2f} s\n")
+    assert {error.name for error in running.transcript.errors.values()} == {"KeyboardInterrupt"}  # type: ignore[union-attr]
+    assert world.pids == before
+    left = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"]]
+    assert [line for line in left if "6161" in line or "./deaf.sh" in line] == []
+
+
+def test_python_in_a_child_meets_over_the_environment(world: World, write: Write) -> None:
+    """A script that python runs beside the workers forms a group of its own."""
+    path = write(
+        "child.py",
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "t = torch.ones(1) + dist.get_rank(); dist.all_reduce(t); print(t.item())\n"
+        "dist.destroy_process_group()\n",
+    )
+    for _ in range(2):  # the port is free again
+        assert said(execute(world, sys.executable, str(path))) == ["3.0"] * N
+
+
+# --- what cannot be -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "words"),
+    [
+        ("file", "nope.py", "there is no script `nope.py` in /.+`-m nope.py` runs a module"),
+        ("file", "folder", "`folder` is a directory"),
+        ("file", "wrong.py", "`wrong.py` is no Python: line 2: .+; nothing has run"),
+        ("module", "folder/x.py", "exactly one of a script and `-m module`.+`-m folder.x`"),
+        ("module", "no.such", "there is no module of this name"),
+        ("module", "folder", "it is a package without a `__main__` module"),
+        ("executable", "no-such-thing", "there is no such executable on PATH"),
+        ("executable", "wrong.py", r"on PATH. `./wrong.py` runs the one in this folder"),
+        ("executable", "./wrong.py", "it is not executable. `!chmod"),
+        ("executable", "./folder", "it is a directory"),
+        ("executable", "./nope", "there is no such file"),
+    ],
+)
+def test_what_is_not_there(write: Write, kind: Kind, name: str, words: str) -> None:
+    """One line says what is wrong before anything runs."""
+    write("folder/__init__.py", "")
+    write("wrong.py", "x = 1\nx = = 2\n")
+    with pytest.raises(UsageError, match=words) as error:
+        find_script(kind, name)
+    assert "\n" not in str(error.value)
+
+
+def test_finding_a_module_imports_nothing(write: Write) -> None:
+    """Neither it nor the packages that it is in."""
+    for name in ("loud/__init__.py", "loud/deep/mod.py", "loud/__main__.py"):
+        write(name, "raise AssertionError")
+    for name, file in (("loud", "loud/__main__.py"), ("loud.deep.mod", "loud/deep/mod.py")):
+        assert find_script("module", name).file == str(Path(file).absolute())
+
+
+def test_wrong_number_of_restarts(world: World, write: Write) -> None:
+    """It is told before anything runs."""
+    write("fine.py", "")
+    with pytest.raises(UsageError, match="`--max-restarts -1`: a number of attempts"):
+        world.run_script("fine.py", max_restarts=-1)
+
+
+# --- restarts -----------------------------------------------------------------------------
+
+TRAINER = """
+import os, signal, sys, torch, torch.distributed as dist
+
+class Trainer:
+    def __init__(self, path):
+        self.path, self.model, self.epoch = path, torch.nn.Linear(4, 1), 0
+        if os.path.exists(path):
+            found = torch.load(path)
+            self.model.load_state_dict(found["model"])
+            self.epoch = found["epoch"]
+            print("resumes at", self.epoch)
+        self.model = torch.nn.parallel.DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
+
+    def save(self):
+        if dist.get_rank() == 0:
+            found = {"model": self.model.module.state_dict(), "epoch": self.epoch}
+            torch.save(found, self.path + ".new")
+            os.replace(self.path + ".new", self.path)
+        dist.barrier()
+
+    def train(self, epochs, every, dies_at):
+        while self.epoch < epochs:
+            for step in range(3):
+                if (self.epoch, step, dist.get_rank()) == (*dies_at, 1):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                self.optimizer.zero_grad()
+                self.model(torch.ones(2, 4)).sum().backward()
+                self.optimizer.step()
+            self.epoch += 1
+            if self.epoch % every == 0:
+                self.save()
+        print("done", self.epoch, count, os.environ["TORCHELASTIC_MAX_RESTARTS"])
+
+count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+dies_at = [(4, 1), (7, 2), (8, 0), (-1, 0)][count]
+dist.init_process_group("gloo")
+trainer = Trainer(sys.argv[3])
+trainer.train(int(sys.argv[1]), int(sys.argv[2]), dies_at)
+dist.destroy_process_group()
+"""
+
+
+def test_trainer_with_snapshots_resumes_by_itself(world: World, write: Write) -> None:
+    """Killed three times in mid-epoch, it goes on from its last snapshot each time."""
+    path = write("trainer.py", TRAINER)
+    before = dict(world.pids)
+    result = world.run_script("trainer.py", 10, 2, path.with_suffix(".pt"), max_restarts=3)
+    assert [text.splitlines()[-2:] for text in said(result)] == [
+        ["resumes at 8", "done 10 3 3"]
+    ] * N
+    assert world.pids[0] == before[0]
+    assert world.pids[1] != before[1]
+    counts = "os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['TORCHELASTIC_MAX_RESTARTS']"
+    world.execute("import os")
+    assert world.gather(counts) == [("0", "0")] * N
+
+
+@pytest.mark.parametrize("how", ["raise ValueError('bad')", "sys.exit(3)", "os._exit(3)"])
+def test_the_last_failure_fails(world: World, write: Write, how: str) -> None:
+    """After as many restarts as are allowed the next failure is the script's."""
+    write(
+        "fails.py",
+        "import os, sys\n"
+        f"with open(f'{os.getcwd()}/{{rank}}.txt', 'a') as file:\n"
+        "    file.write(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        f"if rank == 1: {how}\n"
+        "dist.barrier()\n",
+    )
+    with pytest.raises(WorkerError, match=r"rank 1 .+"):
+        world.run_script("fails.py", max_restarts=2)
+    assert [Path(f"{rank}.txt").read_text() for rank in range(N)] == ["012"] * N
+    world.execute("dist.barrier()")
+
+
+def test_stop_is_not_retried(world: World, write: Write) -> None:
+    """Whoever stops a script does not want it again."""
+    write("sleeps.py", "import time\nprint('started')\ntime.sleep(600)\n")
+    cell = script_cell(world.cell(""), find_script("file", "sleeps.py"))
+    running = world.submit(replace(cell, restarts=(0, 3)))
+    for _ in running:
+        if said(running) == ["started"] * N:
+            break
+    running.interrupt()
+    running.result()
+    assert restart_text(world, running) is None
+
+
+def test_wait_in_vain_is_not_retried(world: World, write: Write) -> None:
+    """It would wait in vain again."""
+    write(
+        "waits.py", "import os\nprint(os.environ['TORCHELASTIC_RESTART_COUNT'])\ndist.barrier()\n"
+    )
+    with pytest.raises(RanksFreed, match=r"rank 1 waits in barrier, waits.py line 3"):
+        world.run_script("waits.py", ranks=[1], max_restarts=3)
+    assert world.running is not None
+    assert said(world.running) == ["0"]
