@@ -17,6 +17,7 @@ Each line names what happened, indented under what also catches it:
         * :exc:`WorldBroken`: the workers share no group any more
         * :exc:`WorldStuck`: ranks did not stop when they were asked to
     * :exc:`StartError`: a worker, or an agent, could not start
+    * :exc:`NotScaled`: there are as many workers as before `%dist_scale`
     * :exc:`WorkerError`: the code raised on some ranks
         * :exc:`WorkerDied`: the process of a rank ended
         * :exc:`RanksFreed`: ranks waited for others that had finished the cell
@@ -145,7 +146,8 @@ class WorldChanged(UsageError):
         some = f", `-r {format_ranks(range(asked))}` runs on some" if asked < running else ""
         of = f" --pool {pool}" if pool else ""
         super().__init__(
-            f"{_are_running(running)}. `%dist_restart{of} -n {asked}` starts {asked} anew{some}."
+            f"{_are_running(running)}. `%dist_scale{of} {asked}` keeps their variables, "
+            f"`%dist_restart{of} -n {asked}` starts {asked} anew{some}."
         )
 
 
@@ -208,6 +210,18 @@ class StartError(NbdistError):
         said = "its last lines:" if self.log_lines else "it left no output."
         first = f"{who} on {host} could not start: {why}. Started with `{command}`; {said}"
         super().__init__("\n".join([first, *(f"    {line}" for line in self.log_lines)]))
+
+
+class NotScaled(NbdistError):
+    """More workers could not be had; those that were there before are as they were."""
+
+    def __init__(self, size: int, asked: int, why: str) -> None:
+        self.size = size
+        self.asked = asked
+        super().__init__(
+            f"the world could not be scaled to {asked}: {one_line(why)}. "
+            f"{_are_running(size)}, as before, with their variables."
+        )
 
 
 class RankFailure(Protocol):

@@ -12,9 +12,9 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ from nbdist.wire.messages import (
     Received,
     Reply,
     Run,
+    Scale,
     Seen,
     StartFailure,
     StartWorld,
@@ -75,6 +76,9 @@ HEAL_TIMEOUT = 30.0
 HEAL_TRIES = 3
 """As many times as further workers may die while that is under way."""
 
+LEAVE_GRACE = 0.5
+"""Seconds that ranks have to run their exit handlers when the world is to have fewer."""
+
 FREE_TIMEOUT = 1.0
 
 LINK_LINGER = 500
@@ -90,12 +94,13 @@ class Agent:
         self._spawner = Spawner()
         self._ranks: dict[int, Rank] = {}
         self._spec: WorldSpec | None = None
-        self._attempt = self._generation = 0
+        self._attempt = self._generation = self._born = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._calls: asyncio.Queue[Call] = asyncio.Queue()
         self._gone = asyncio.Event()
         self._gauge = MemoryGauge()
         self._port = HeldPort()
+        self._logs: Path | None = None
         self._outbox = Outbox(self._send)
         link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         link.linger = LINK_LINGER
@@ -179,6 +184,8 @@ class Agent:
                     await self._stop_ranks(grace)
                 case Heal():
                     reply = await self._heal()
+                case Scale(spec):
+                    reply = await self._scale(spec)
                 case Kill(ranks):
                     for rank in self._living(ranks):
                         rank.kill()
@@ -227,14 +234,10 @@ class Agent:
         """Start all ranks at once; when one fails, end the others."""
         self._spec = spec
         self._attempt += 1
-        self._generation = 1
+        self._generation = self._born = 1
         source = self._source()
-        root = self._log_folder(spec)
-        logs = {number: root and root / str(number) for number in range(spec.world_size)}
-        self._ranks = {
-            number: Rank(self._orders(spec, number, folder), folder, self._outbox.add)
-            for number, folder in logs.items()
-        }
+        self._logs = self._log_folder(spec)
+        self._ranks = {number: self._rank(spec, number) for number in range(spec.world_size)}
         starts = {asyncio.ensure_future(rank.start(source)): rank for rank in self._ranks.values()}
         done, pending = await asyncio.wait(
             starts, timeout=START_TIMEOUT, return_when=asyncio.FIRST_EXCEPTION
@@ -261,27 +264,46 @@ class Agent:
                 break
         return Healed(*self._whereabouts(), problem)
 
+    async def _scale(self, spec: WorldSpec) -> Healed:
+        """Have as many workers as the spec says, or, where more cannot be had, as before."""
+        assert self._spec is not None
+        before, self._spec = self._spec, spec
+        await self._end_from(spec.world_size, LEAVE_GRACE)
+        healed = await self._heal()
+        if not healed.problem or spec.world_size < before.world_size:
+            return healed
+        self._spec = before
+        await self._end_from(before.world_size, 0.0)
+        return replace(await self._heal(), not_scaled=healed.problem)
+
+    async def _end_from(self, first: int, grace: float) -> None:
+        """End the ranks from this one on."""
+        leaving = [self._ranks.pop(number) for number in sorted(self._ranks) if number >= first]
+        await asyncio.gather(*(rank.stop(grace) for rank in leaving))
+
     async def _form_anew(self, spec: WorldSpec) -> str:
         """Start those that are missing, and form a new generation of the group; a problem or ""."""
         self._generation += 1
         living = self._living(range(spec.world_size))
-        missing = [rank for rank in self._ranks.values() if rank not in living]
-        await asyncio.gather(*(rank.stop(0.0) for rank in missing))
-        groups = await self._groups(living)
-        new = [
-            Rank(
-                self._orders(spec, rank.rank, rank.log.folder, groups),
-                rank.log.folder,
-                self._outbox.add,
-            )
-            for rank in missing
-        ]
+        missing = [number for number in range(spec.world_size) if self._has_lost(number)]
+        ended = [self._ranks[number] for number in missing if number in self._ranks]
+        await asyncio.gather(*(rank.stop(0.0) for rank in ended))
+        sizes, groups = await self._groups(living)
+        # Where all have a group of that size it is made whole, with what was made from it.
+        if is_other := any(size != spec.world_size for size in sizes):
+            self._born, groups = self._generation, LivingGroups({})
+        new = [self._rank(spec, number, groups) for number in missing]
         self._ranks.update({rank.rank: rank for rank in new})
         form = {"do": "form", "generation": self._generation, **asdict(groups)}
+        if is_other:
+            form |= {"do": "scale", "world_size": spec.world_size, "threads": spec.threads}
+            form |= {"newcomers": missing}
         with CallOff(over_file(self._store(), self._generation), living) as call_off:
             source = self._source()
             answers, starts = await asyncio.gather(
-                asyncio.gather(*(rank.ask(form, HEAL_TIMEOUT) for rank in living)),
+                asyncio.gather(
+                    *(rank.ask(self._form_for(rank, form), HEAL_TIMEOUT) for rank in living)
+                ),
                 asyncio.gather(*(call_off.start(rank, source, HEAL_TIMEOUT) for rank in new)),
             )
         problems = [
@@ -289,15 +311,24 @@ class Agent:
         ]
         return next(filter(None, [*starts, *problems]), "")
 
-    async def _groups(self, living: Sequence[Rank]) -> LivingGroups:
-        """All groups that survivors hold."""
+    def _has_lost(self, number: int) -> bool:
+        """Whether there is no living worker of this rank."""
+        return not self._living([number])
+
+    def _form_for(self, rank: Rank, form: Mapping[str, Any]) -> dict[str, Any]:
+        """With what differs from rank to rank."""
+        assert self._spec is not None
+        return {**form, "environ": dict(self._orders(self._spec, rank.rank).environ)}
+
+    async def _groups(self, living: Sequence[Rank]) -> tuple[set[int], LivingGroups]:
+        """Of how many ranks the survivors' group is, and all others that they hold."""
         answers = await asyncio.gather(
             *(rank.ask({"do": "living"}, HEAL_TIMEOUT) for rank in living)
         )
         members: dict[str, tuple[int, ...]] = {}
         for answer in filter(None, answers):
             members.update({name: tuple(ranks) for name, ranks in answer["members"].items()})
-        return LivingGroups(members)
+        return {answer["world_size"] for answer in filter(None, answers)}, LivingGroups(members)
 
     def _source(self) -> ProcessSource:
         if self._spec and self._spec.use_nursery and self._nursery:
@@ -309,16 +340,19 @@ class Agent:
         pids = {number: rank.pid for number, rank in self._ranks.items()}
         return pids, {number: str(rank.log.folder or "") for number, rank in self._ranks.items()}
 
+    def _rank(self, spec: WorldSpec, number: int, living: LivingGroups | None = None) -> Rank:
+        """One that has not been started."""
+        return Rank(self._orders(spec, number, living), self._logs_of(number), self._outbox.add)
+
+    def _logs_of(self, number: int) -> Path | None:
+        return self._logs and self._logs / str(number)
+
     def _orders(
-        self,
-        spec: WorldSpec,
-        number: int,
-        logs: Path | None,
-        living: LivingGroups | None = None,
+        self, spec: WorldSpec, number: int, living: LivingGroups | None = None
     ) -> RankStart:
         token = secrets.token_hex(8)
         name = f"{self._runtime}/a{self._attempt}g{self._generation}r{number}"
-        seat = spec.seat(number)
+        seat, logs = spec.seat(number), self._logs_of(number)
         error_file = str(logs / "error.json") if logs else f"{name}.error.json"
         return RankStart(
             rank=number,
@@ -332,6 +366,7 @@ class Agent:
             environ=torchrun_variables(spec, number, self._port.number, error_file),
             living=living,
             gpus=gpus_of(seat, spec.gpus, spec.per_node),
+            born=self._born,
         )
 
     def _store(self) -> Path:

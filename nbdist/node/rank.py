@@ -179,6 +179,8 @@ class Rank:
             "script": asdict(cell.script) if cell.script else None,
             "restarts": cell.restarts,
         }
+        if cell.sync:
+            ours["sync"] = asdict(cell.sync)
         if names and names.segment:
             ours["segment"] = [names.segment.path, names.segment.sizes]
         content = {

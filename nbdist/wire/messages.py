@@ -25,14 +25,24 @@ CONTROL_REQUEST = "nbdist_request"
 
 
 @dataclass(frozen=True, slots=True)
+class Sync:
+    """Copy names from the rank `source` to the ranks `to`; None for those that lack any."""
+
+    names: tuple[str, ...]
+    source: int
+    to: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Cell:
     """Source to run on some ranks at once.
 
     `names` is a pickled mapping to bind in the ranks first; after the source has run
     the values of the names in `fetch` come back in `Done.values`.  With
     `execution_count` the ranks number the cell as the notebook does, so that their
-    tracebacks say `Cell In[5]`.  A `script` is run instead of the source; `restarts` says
-    how often the same has been run before, and how often it may be run again in all.
+    tracebacks say `Cell In[5]`.  `sync` is done before the source.  A `script` is run instead
+    of the source; `restarts` says how often the same has been run before, and how often it
+    may be run again in all.
     """
 
     id: str
@@ -43,6 +53,7 @@ class Cell:
     execution_count: int | None = None
     script: Script | None = None
     restarts: tuple[int, int] = (0, 0)
+    sync: Sync | None = None
 
 
 # --- starting workers ---------------------------------------------------------------------
@@ -117,7 +128,8 @@ class RankStart:
 
     `token` marks the escape sequences by which it talks to its agent on stdout;
     `store_path` is the file through which the ranks of this machine find one another;
-    with `living` it replaces a worker that has died; `gpus` are those that it sees.
+    with `living` it replaces a worker that has died, or is one more; `gpus` are those that
+    it sees.  `born` is the generation in which the world's group got its size.
     """
 
     rank: int
@@ -131,6 +143,7 @@ class RankStart:
     environ: Mapping[str, str]
     living: LivingGroups | None = None
     gpus: tuple[str, ...] = ()
+    born: int = 1
 
     @property
     def device(self) -> str:
@@ -227,13 +240,20 @@ class Heal:
 
 
 @dataclass(frozen=True, slots=True)
+class Scale:
+    """Have as many workers as this spec says, and a group of them; answered by `Healed`."""
+
+    spec: WorldSpec
+
+
+@dataclass(frozen=True, slots=True)
 class Kill:
     """End these ranks' processes now; `Died` follows for each."""
 
     ranks: tuple[int, ...]
 
 
-Request = StartWorld | StopWorld | GetStatus | GetStacks | Interrupt | Heal | Kill
+Request = StartWorld | StopWorld | GetStatus | GetStacks | Interrupt | Heal | Scale | Kill
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,11 +277,16 @@ class StartFailure:
 
 @dataclass(frozen=True, slots=True)
 class Healed:
-    """All ranks share a group again; `problem` says why they do not, "" when they do."""
+    """All ranks share a group again; `problem` says why they do not, "" when they do.
+
+    There are as many as `pids`.  `not_scaled` says why they are as many as before, "" when
+    they are as many as was asked for.
+    """
 
     pids: Mapping[int, int]
     logs: Mapping[int, str]
     problem: str = ""
+    not_scaled: str = ""
 
 
 Reply = WorldStarted | StartFailure | Healed | tuple[WorkerStatus, ...] | tuple[Stack, ...] | None

@@ -11,17 +11,18 @@ from nbdist.worker.watching import Watcher
 if TYPE_CHECKING:
     from nbdist.worker.group import Group
     from nbdist.worker.kernel import WorkerKernel
+    from nbdist.worker.scaling import Scaling
 
 REPLY = "nbdist_reply"
 
 
-def answer_control(kernel: WorkerKernel, group: Group | None) -> None:
+def answer_control(kernel: WorkerKernel, group: Group | None, scaling: Scaling) -> None:
     """Have the kernel answer `nbdist_request` on its control channel.
 
     `{"do": "look"}` asks where the main thread is, `"where"` for less of it, `"stack"` for its
     calls, `"last"` for the last collective, `"living"` for the groups there are; `"free"`
-    breaks collectives open, `"form"` makes the groups whole again.  The answer holds `error`
-    where that failed.
+    breaks collectives open, `"form"` makes the groups whole again, `"scale"` makes another one
+    of another size.  The answer holds `error` where that failed.
     """
     watcher = Watcher(kernel.shell, group, kernel.scripts)
 
@@ -35,8 +36,9 @@ def answer_control(kernel: WorkerKernel, group: Group | None) -> None:
                 return watcher.stack()
             case {"do": "last"}:
                 return watcher.last_collective()
-            case {"do": "living"} if group is not None:
-                return group.living()
+            case {"do": "living"}:
+                living = {"members": {}} if group is None else group.living()
+                return {"world_size": scaling.world_size, **living}
             case {"do": "free"} if group is not None:
                 ended = group.free()
                 if group.uses_nccl and watcher.is_in_cell:
@@ -48,6 +50,12 @@ def answer_control(kernel: WorkerKernel, group: Group | None) -> None:
                 members = {name: tuple(ranks) for name, ranks in request["members"].items()}
                 try:
                     group.form_again(request["generation"], LivingGroups(members))
+                except (RuntimeError, ConnectionResetError) as error:
+                    return {"error": str(error)}
+            case {"do": "scale"}:
+                watcher.start_over()
+                try:
+                    scaling.scale(request)
                 except (RuntimeError, ConnectionResetError) as error:
                     return {"error": str(error)}
         return {}

@@ -30,14 +30,9 @@ TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_ta
 class DefaultGroup:
     """Puts what has just been formed out of and into its place as user code asks for it."""
 
-    def __init__(self, orders: RankStart, timeout: timedelta) -> None:
-        assert dist.group.WORLD is not None
-        self.group: ProcessGroup = dist.group.WORLD
+    def __init__(self, timeout: timedelta) -> None:
+        self.group: ProcessGroup  # once it is formed
         self.timeout = self._own_timeout = timeout
-        self._rank, self._size = orders.rank, orders.world.world_size
-        self._backend = orders.world.backend or ""
-        tables = distributed_c10d._world
-        self._entries = {table: getattr(tables, table)[self.group] for table in TABLES}
         self._has_said = False
         self._init, self._destroy = dist.init_process_group, dist.destroy_process_group
         self._wrap()
@@ -83,6 +78,36 @@ class DefaultGroup:
         """Shut it down in earnest, at the end of the worker."""
         self.put_back()
         self._destroy()
+
+    def form(self, orders: RankStart, meeting: Any) -> None:
+        """Form it, in this store; the one before, if there was any, has been taken out."""
+        # init_process_group wraps sys.excepthook each time it is called.
+        excepthook = sys.excepthook
+        self._backend = orders.world.backend or ""
+        self._rank, self._size = orders.rank, orders.world.world_size
+        try:
+            self._init(
+                backend=self._backend,
+                store=meeting,
+                rank=self._rank,
+                world_size=self._size,
+                timeout=self._own_timeout,
+            )
+        finally:
+            sys.excepthook = excepthook
+        assert dist.group.WORLD is not None
+        self.group = dist.group.WORLD
+        self.timeout = self._own_timeout
+        tables = distributed_c10d._world
+        self._entries = {table: getattr(tables, table)[self.group] for table in TABLES}
+
+    def take_out(self) -> list[ProcessGroup]:
+        """Have torch know neither it nor any group made from it; which they were."""
+        if not dist.is_initialized():
+            return [self.group]  # by user code, or when its successor could not be formed
+        groups = {self.group, *distributed_c10d._world.pg_names}
+        self._destroy()
+        return [*groups]
 
     # --- what user code calls ---------------------------------------------------------------
 

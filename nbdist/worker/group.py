@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import socket
 import stat
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -35,9 +34,9 @@ from torch._C._distributed_c10d import (
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 
 from nbdist.wire.messages import LivingGroups, RankStart, over_file
-from nbdist.worker import nccl
+from nbdist.worker import nccl, outdated
 from nbdist.worker.default import DefaultGroup
-from nbdist.worker.models import forget_broken_off_steps
+from nbdist.worker.models import forget_broken_off_steps, move_models
 from nbdist.worker.naming import GroupNames
 from nbdist.worker.store import FreeableStore
 
@@ -52,6 +51,9 @@ THREADS = 2
 
 FIRST_TYPE = 20
 """Types of backends up to 255 are free from here on (torch 2.13 names less than ten)."""
+
+ARRIVED = "arrived"
+"""Where in the store a rank that is new says that it has come as far as the group."""
 
 WORLD = "world"
 """The world's own group in the store; others have names that torch gave them."""
@@ -72,9 +74,10 @@ class Group:
         self._device, self._port = _make_device()
         self._stand_ins: list[Any] = []
         self._joining: Any = None
-        self._default: DefaultGroup  # once it is formed
+        self.is_whole = True
         self._names = GroupNames()
         self._put_all_gloo_on_it()
+        self._default = DefaultGroup(timedelta(seconds=COLLECTIVE_TIMEOUT))
 
     def __repr__(self) -> str:
         return f"<Group of {self._orders.world.world_size}, port {self._port}>"
@@ -85,33 +88,62 @@ class Group:
         The ranks meet in a file that only this user can open: no port, and the store
         outlives rank 0.  Each generation of the group has keys of its own.
         """
-        # init_process_group wraps sys.excepthook each time it is called.
-        excepthook, level = sys.excepthook, get_debug_level()
-        timeout = timedelta(seconds=COLLECTIVE_TIMEOUT)
-        backend = self._orders.world.backend or ""
+        generation = self._orders.generation
         if self._orders.living is not None:
-            # What torch would wrap the group in meets where the dead rank did.
-            set_debug_level(DebugLevel.OFF)
+            self._store_of(generation, ARRIVED).set(str(self._orders.rank), "")
+        self._form_default(self._store_of(generation, WORLD))
+        if self._orders.living is not None:
+            self._form_others(generation, self._orders.living)
+
+    def _form_default(self, joining: Any) -> None:
+        """Make it torch's default group; its gloo meets in `joining`."""
+        orders = self._orders
+        if orders.born > 1:
+            # Its name is in the store's keys, and a mesh of the size before must not find it.
+            self._names.begin_cell(f"born{orders.born}")
         # Threads of nccl's look into the store, and must never wait for the GIL.
         meeting = self._store_of(0, WORLD) if self.uses_nccl else self._meeting
         # torch puts prefixes of its own before; survivors of a death meet without them.
-        self._joining = self._store_of(self._orders.generation, WORLD)
+        self._joining = joining
+        level = get_debug_level()
+        if orders.generation > 1:
+            # What torch would wrap the group in meets where earlier generations did.
+            set_debug_level(DebugLevel.OFF)
         try:
-            dist.init_process_group(
-                backend=backend,
-                store=meeting,
-                rank=self._orders.rank,
-                world_size=self._orders.world.world_size,
-                timeout=timeout,
-            )
+            self._default.form(orders, meeting)
         finally:
-            sys.excepthook = excepthook
             self._joining = None
             set_debug_level(level)
-        self._default = DefaultGroup(self._orders, timeout)
-        if self._orders.living is not None:
-            self._check_too(self._default.group, self._orders.generation, timeout)
-            self._form_others(self._orders.generation, self._orders.living)
+        if orders.generation > 1:
+            self._check_too(self._default.group, orders.generation, self._default.timeout)
+        if self.uses_nccl and orders.generation > 1:
+            # Not where the generations before met.
+            members, group = range(orders.world.world_size), self._default.group
+            store = self._store_of(orders.generation, WORLD)
+            nccl.renew(group, store, orders.rank, members, orders.generation, self._default.timeout)
+
+    def form_anew(self, orders: RankStart, newcomers: Sequence[int]) -> None:
+        """Form another default group in the place of this one: of another size.
+
+        All that was made from the one before is over, but for DDP modules.  Until all
+        newcomers have started, nothing happens to it: as long it can be called off.
+        """
+        over = over_file(orders.store_path, orders.generation)
+        arrivals = FreeableStore(self._store_of(orders.generation, ARRIVED), FORM_TIMEOUT, over)
+        arrivals.wait([str(rank) for rank in newcomers])
+        self.free()
+        sizes = self._orders.world.world_size, orders.world.world_size
+        outdated.refuse(self._default.take_out(), *sizes)
+        self._stand_ins.clear()
+        before, self._orders = self._default.group, orders
+        self.is_whole = False
+        self._meeting.start_over()
+        self._form_default(
+            FreeableStore(self._store_of(orders.generation, WORLD), FORM_TIMEOUT, over)
+        )
+        self.is_whole = True
+        move_models(before, self._default.group)
+        outdated.refuse_models()
 
     def begin_cell(self, cell_id: str) -> None:
         """All ranks that run the cell do so before its first line."""

@@ -27,6 +27,7 @@ from nbdist.worker.environment import count_restarts
 from nbdist.worker.namespace import CellOrders, NameProblem, Namespace
 from nbdist.worker.scripts import ScriptProblem, Scripts
 from nbdist.worker.streams import RankStream, flush_c_streams, write_mark
+from nbdist.worker.syncing import sync
 from nbdist.worker.tracebacks import shorten_lost_connections
 
 if TYPE_CHECKING:
@@ -154,8 +155,9 @@ class WorkerKernel(IPythonKernel):
             if self.group is not None:
                 self.group.begin_cell(orders.cell_id)
             self.namespace.receive(orders.names)
-            before = self.namespace.snapshot()
             shell: Any = self.shell
+            synced = sync(shell.user_ns, orders.sync) if orders.sync else frozenset()
+            before = self.namespace.snapshot()
             if orders.execution_count is not None:
                 shell.execution_count = orders.execution_count
             count_restarts(*orders.restarts)
@@ -167,7 +169,7 @@ class WorkerKernel(IPythonKernel):
                 reply = await super().do_execute(
                     code, silent, store_history, user_expressions, allow_stdin
                 )
-            bound = sorted(self.namespace.bound_since(before))
+            bound = sorted(self.namespace.bound_since(before) | synced)
             ours: dict[str, Any] = {"bound": bound, "imported": self.namespace.imported(bound)}
             if orders.fetch and reply["status"] == "ok":
                 payload = self.namespace.fetch(orders.fetch)

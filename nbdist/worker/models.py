@@ -1,12 +1,15 @@
-"""Models that were built on a group whose collectives were broken open."""
+"""Models that were built on a group whose collectives were broken open, or that has ended."""
 
 from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -17,13 +20,50 @@ def forget_broken_off_steps() -> None:
     differ over the ranks; FSDP2 keeps parameters gathered on some ranks and not on others.
     FSDP2 can be told so from torch 2.13 on (`FSDPModule.reset_iter_state`).
     """
-    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    for model in models_of(DistributedDataParallel):
+        model._update_process_group(model.process_group)
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    for module in models_of(fsdp) if fsdp else ():
+        if hasattr(module, "reset_iter_state"):
+            _reset(module)
+
+
+def move_models(before: ProcessGroup, after: ProcessGroup) -> None:
+    """Have DDP modules on the one group go on with the other, the default group."""
+    for model in models_of(DistributedDataParallel):
+        if model.process_group is before:
+            _begin_anew(model, after)
+
+
+def begin_models_anew() -> None:
+    """Have DDP modules be as those that have just come from another rank; on all ranks."""
+    default = dist.group.WORLD
+    for model in models_of(DistributedDataParallel):
+        if default is not None and model.process_group is default:
+            _begin_anew(model, default)
+
+
+def models_of(kind: type) -> Iterator[Any]:
+    """All modules of this kind that there are."""
     for found in gc.get_objects():
-        kind = type(found)
-        if kind is DistributedDataParallel:
-            found._update_process_group(found.process_group)
-        elif issubclass(kind, fsdp) and hasattr(found, "reset_iter_state"):
-            _reset(found)
+        if issubclass(type(found), kind):
+            yield found
+
+
+def _begin_anew(model: Any, group: ProcessGroup) -> None:
+    """Give it a reducer as it has after unpickling, where others get a copy of it.
+
+    `_update_process_group` would do, were it not for the buckets: those of a model that has
+    run are in the order in which its gradients came, of one that has not in another, and
+    ranks would add up what does not belong together.
+    """
+    model.process_group = group
+    state = model.__getstate__()
+    # First, or each parameter would have two that wait for its gradient.
+    del model.reducer, model.logger
+    model.__setstate__(state)
+    for hook, argument in getattr(model, "_comm_hooks", ()):
+        dist._register_comm_hook(model.reducer, argument, hook)  # type: ignore[attr-defined]
 
 
 def _reset(module: Any) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbdist.wire.memory import Segment
+from nbdist.wire.messages import Sync
 from nbdist.wire.payload import Payload, SegmentRef, open_payload, pack_frames
 from nbdist.wire.pickling import pickle, unpickle
 from nbdist.wire.scripts import Script
@@ -25,8 +26,9 @@ class CellOrders:
     names: Payload | None
     fetch: tuple[str, ...]
     execution_count: int | None
-    script: Script | None
-    restarts: tuple[int, int]
+    script: Script | None = None
+    restarts: tuple[int, int] = (0, 0)
+    sync: Sync | None = None
 
     @classmethod
     def of(cls, request: Mapping[str, Any]) -> CellOrders:
@@ -45,6 +47,7 @@ class CellOrders:
             extra.get("execution_count"),
             _script_of(extra.get("script")),
             tuple(extra.get("restarts", (0, 0))),
+            _sync_of(extra["sync"]) if extra.get("sync") else None,
         )
 
 
@@ -58,6 +61,11 @@ class Namespace:
     def start_with(self, names: Mapping[str, Any]) -> None:
         """Bind what every worker has from its start."""
         self._names.update(names)
+
+    def change(self, name: str, before: object, after: object) -> None:
+        """Bind one of these to another value, unless a cell has bound it."""
+        if self._names.get(name) == before:
+            self._names[name] = after
 
     def receive(self, payload: Payload | None) -> None:
         """Bind the names that came along; with none of them bound when one cannot be read."""
@@ -116,6 +124,11 @@ class Namespace:
 
 def _script_of(fields: Mapping[str, Any] | None) -> Script | None:
     return Script(**{**fields, "args": tuple(fields["args"])}) if fields else None
+
+
+def _sync_of(extra: Mapping[str, Any]) -> Sync:
+    to = extra["to"]
+    return Sync(tuple(extra["names"]), extra["source"], None if to is None else tuple(to))
 
 
 def _is_imported(value: Any) -> bool:

@@ -16,6 +16,7 @@ from nbdist.worker.dumping import write_stacks_to
 from nbdist.worker.environment import prepare_torch, ready_names
 from nbdist.worker.group import Group
 from nbdist.worker.kernel import make_app
+from nbdist.worker.scaling import Scaling
 from nbdist.worker.spawning import pickle_cell_classes_by_value
 from nbdist.worker.streams import flush_c_streams, write_all
 
@@ -30,7 +31,7 @@ def run_worker(orders: RankStart) -> None:
     pickle_cell_classes_by_value()
     group = Group(orders) if orders.world.backend is not None else None
     app.kernel.group = group
-    answer_control(app.kernel, group)
+    answer_control(app.kernel, group, Scaling(orders, app.kernel.namespace, group))
     if group is not None:
         group.form()
     write_all(mark(orders.token, "ready"))

@@ -11,15 +11,21 @@ from types import TracebackType
 from typing import Any
 
 from nbdist.wire.outputs import CONNECTION_LOST
+from nbdist.worker import outdated
 
 
 def shorten_lost_connections(shell: Any) -> None:
-    """Have the shell format these errors as lines of files only."""
+    """Have the shell format these errors as lines of files only.
+
+    Where torch only says that it does not know a group, it says why.
+    """
     whole = shell.InteractiveTB.structured_traceback
 
     def structured_traceback(
         kind: Any, error: Any, tb: TracebackType | None = None, *args: Any, **options: Any
     ) -> Any:
+        if said := outdated.remedy(str(error)):
+            error.args = (said,)
         if not CONNECTION_LOST.search(str(error)):
             return whole(kind, error, tb, *args, **options)
         cells = getattr(shell.compile, "_filename_map", {})

@@ -54,7 +54,7 @@ def form_anew(world: World) -> None:
     try:
         healed = world.link.call(Heal(), timeout=HEAL_TIMEOUT)
         assert isinstance(healed, Healed)
-        world.pids, world.logs, world.problem = healed.pids, healed.logs, healed.problem
+        world.take_healed(healed)
         if not world.problem:
             outcome = Event.HEALED
             replaced = world.losses.replace(world.made_lately)

@@ -22,6 +22,7 @@ class Losses:
         self._replaced: dict[int, Died | None] = {}
         self._bound: dict[int, set[str]] = {}
         self._lacks: dict[int, set[str]] = {}
+        self._size_before: int | None = None
 
     def __repr__(self) -> str:
         return f"<Losses dead {sorted(self.dead)} lacking {self._lacks}>"
@@ -56,6 +57,26 @@ class Losses:
     def replace_all(self, size: int, dead: Mapping[int, Died]) -> None:
         """All ranks have been started anew: these had died, the others were ended."""
         self._replaced.update({rank: dead.get(rank) for rank in range(size)})
+
+    def scale(self, before: int, after: int) -> None:
+        """There are more ranks, which lack what any other has; or the last ones have ended."""
+        if self._size_before is None:
+            self._size_before = before
+        everything = set[str]().union(*self._bound.values(), *self._lacks.values())
+        self._lacks.update({rank: set(everything) for rank in range(before, after)})
+        self.end_from(after)
+        self._replaced.update(dict.fromkeys(range(min(before, after), max(before, after))))
+
+    def end_from(self, size: int) -> None:
+        """There is no rank from this one on."""
+        for known in (self.dead, self._bound, self._lacks):
+            for rank in [rank for rank in known if rank >= size]:
+                known.pop(rank)
+
+    def take_size_before(self) -> int | None:
+        """How many ranks there were when this was last asked; None for as many."""
+        before, self._size_before = self._size_before, None
+        return before
 
     def take_replaced(self) -> dict[int, Died | None]:
         """The ranks replaced since this was last asked, and how they ended (None: by nbdist)."""

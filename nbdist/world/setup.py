@@ -49,6 +49,14 @@ class Setup:
                 kept.segment.close()
         self._cells.clear()
 
+    def scale(self, before: int, after: int) -> None:
+        """Cells that ran on all ranks of a world run on all of them when there are more."""
+        everybody = tuple(range(before))
+        for key, kept in self._cells.items():
+            if kept.cell.ranks == everybody:
+                cell = replace(kept.cell, ranks=tuple(range(after)))
+                self._cells[key] = replace(kept, cell=cell)
+
     def replay(self, world: World, ranks: Collection[int]) -> NbdistError | None:
         """Run all of them on those of the ranks that ran them; the first error ends it.
 

@@ -108,6 +108,18 @@ def make_spec(asked: Asked) -> tuple[WorldSpec, str, str]:
     return spec, used, warning
 
 
+def scaled(spec: WorldSpec, size: int) -> tuple[WorldSpec, str]:
+    """The spec of as many workers, otherwise the same, and a warning or "".
+
+    Raises NotEnoughGpus.
+    """
+    cores, devices = topology.usable_cores(), spec.environ.get("CUDA_VISIBLE_DEVICES")
+    backend = spec.backend or "none"
+    warning = topology.check_start(size, len(spec.gpus), cores, backend, devices) or ""
+    threads = _threads(spec.environ, spec.resources.cpus or max(1, cores // size))
+    return replace(spec, world_size=size, threads=threads), warning
+
+
 def layout_of(asked: Asked, gpus: int) -> Layout:
     """The nodes and workers that `-j`, or else `-n`, means here."""
     if asked.layout is None:

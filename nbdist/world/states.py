@@ -43,6 +43,7 @@ class Event(Enum):
     RANK_DIED = "rank died"
     FREED = "collectives broken open"
     HEAL = "heal"
+    SCALE = "scale"
     HEALED = "healed"
     HEAL_FAILED = "heal failed"
     AGENT_LOST = "agent lost"
@@ -77,6 +78,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.BROKEN, Event.FREED): State.BROKEN,
     (State.BROKEN, Event.CELL_DONE): State.BROKEN,
     (State.BROKEN, Event.HEAL): State.HEALING,
+    (State.READY, Event.SCALE): State.HEALING,
     (State.HEALING, Event.HEALED): State.READY,
     (State.HEALING, Event.HEAL_FAILED): State.BROKEN,
     (State.HEALING, Event.RANK_DIED): State.HEALING,

@@ -21,6 +21,7 @@ from nbdist.wire.looks import GetStacks, Stack
 from nbdist.wire.messages import (
     Cell,
     GetStatus,
+    Healed,
     Received,
     Request,
     Seen,
@@ -28,11 +29,12 @@ from nbdist.wire.messages import (
     StartWorld,
     StopWorld,
     WorkerStatus,
+    WorldSpec,
     WorldStarted,
 )
 from nbdist.wire.outputs import Died
 from nbdist.wire.payload import Payload, pack_names
-from nbdist.world import healing, keeping
+from nbdist.world import healing, keeping, scaling, syncing
 from nbdist.world.launcher import find_launcher
 from nbdist.world.link import Link
 from nbdist.world.losses import Losses
@@ -41,7 +43,7 @@ from nbdist.world.result import CellResult
 from nbdist.world.running import News, RunningCell
 from nbdist.world.scripts import find_script, run_script
 from nbdist.world.setup import Setup
-from nbdist.world.spec import Asked, make_spec
+from nbdist.world.spec import Asked, make_spec, scaled
 from nbdist.world.states import Event, State, next_state
 from nbdist.world.watch import Patience
 
@@ -252,6 +254,32 @@ class World:
         healing.replace(self, ranks)
         keeping.give_back(self, keep, kept)
 
+    def scale(self, n: int | str) -> None:
+        """Have more workers, or fewer: 3, or "+2", or "-1".
+
+        The others keep process, variables and rank, and all share a group of the new size.
+        DDP modules on the world's group go on in it; what was made with other groups (FSDP2,
+        DeviceMesh, `new_group`) raises at its next use.  New ranks run the set-up cells;
+        `sync` copies to them.  When more cannot be had, the world is as before.
+
+        Raises:
+            UsageError: n cannot be; nothing has changed.
+            NotScaled: a new rank did not start.
+            WorldBroken: the ranks do not meet; `restart` is the way out.
+        """
+        scaling.scale(self, n)
+
+    def sync(
+        self, names: Sequence[str], source: int = 0, ranks: Sequence[int] | None = None
+    ) -> tuple[int, ...]:
+        """Copy names from one rank to others, through the group; which ranks have got them.
+
+        By default to those that lack one of the names; with `ranks` to these, which may have
+        other values.  They arrive together: a model and its optimizer share parameters.
+        CUDA tensors arrive on the CPU.  UsageError for a name that cannot be copied.
+        """
+        return syncing.sync(self, names, source, ranks)
+
     def submit(self, cell: Cell, patience: Patience | None = None) -> RunningCell:
         """Send a cell to all of its ranks at once; iterate over what is returned.
 
@@ -429,11 +457,28 @@ class World:
         workers = topology.parse_workers(str(n))
         return topology.resolve(workers, len(self._spec.gpus), topology.usable_cores())
 
+    @property
+    def spec(self) -> WorldSpec:
+        """What all workers have in common."""
+        return self._spec
+
+    def take_healed(self, healed: Healed) -> None:
+        """What the agent says of the workers there are now, who may be more or fewer."""
+        self.pids, self.logs, self.problem = healed.pids, healed.logs, healed.problem
+        before, after = self.size, len(healed.pids)
+        if before != after:
+            self._spec, _ = scaled(self._spec, after)
+            self.asked, self.size = self.asked.but(n=after), after
+            self.losses.scale(before, after)
+            self.setup.scale(before, after)
+
     def _configure(self, asked: Asked) -> None:
         """Work out the spec of the workers; UsageError for what cannot be."""
-        self._spec, self.backend, self.warning = make_spec(asked)
-        self.asked = replace(asked, run=self._spec.name)
-        self.size, self.name = self._spec.world_size, self._spec.name
+        spec, self.backend, self.warning = make_spec(asked)
+        self._spec: WorldSpec = spec
+        self.size: int = spec.world_size
+        self.name = spec.name
+        self.asked: Asked = replace(asked, run=spec.name)
 
     def _check_ready(self) -> None:
         if error := refusal(self):

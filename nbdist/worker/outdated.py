@@ -1,0 +1,76 @@
+"""Groups that ended when the world was scaled: using one says what to make anew.
+
+A module or a mesh may hold one for ever.  Its connections have ended, so nothing can hang
+in it; but what gloo says of that is no help, and a group of one rank has none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+from nbdist.worker.models import models_of
+
+UNKNOWN = "Could not resolve the process group registered under the name "
+"""What torch says where a mesh, or a functional collective, names a group that it lacks."""
+
+OPERATIONS = (
+    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
+    *("allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast"),
+    *("gather", "monitored_barrier", "recv", "recv_anysource", "reduce", "reduce_scatter"),
+    *("reduce_scatter_tensor_coalesced", "_reduce_scatter_base", "scatter", "send"),
+    "_start_coalescing",
+)
+
+_outdated: dict[str, str] = {}
+"""Why, by the group's name; a name is never used twice."""
+
+
+def refuse(groups: Iterable[ProcessGroup], before: int, after: int) -> None:
+    """Have these groups raise RuntimeError, and DDP modules on them too; from any thread."""
+    if not _outdated:
+        _watch_operations()
+    why = (
+        f"this group ended when the world was scaled, {before} -> {after}. What was made with it "
+        "has to be made anew: new_group, init_device_mesh, fully_shard, or DDP on a subgroup"
+    )
+    for group in groups:
+        _outdated[group.group_name] = why
+
+
+def refuse_models() -> None:
+    """The same of DDP modules: their reducer asks the group in C++."""
+    for model in models_of(DistributedDataParallel):
+        if (why := _outdated.get(model.process_group.group_name)) is not None:
+            model.register_forward_pre_hook(functools.partial(_raise, why), prepend=True)
+
+
+def remedy(message: str) -> str:
+    """What to say instead of torch's message that it lacks a group; "" where it is not that."""
+    _, said, name = message.partition(UNKNOWN)
+    return _outdated.get(name.split()[0].strip("'\"."), "") if said and name else ""
+
+
+def _raise(why: str, *_: Any) -> None:
+    raise RuntimeError(why)
+
+
+def _watch_operations() -> None:
+    """Only from the first time on that there are such groups: each call takes longer by this."""
+    for name in OPERATIONS:
+        if (operation := getattr(ProcessGroup, name, None)) is not None:
+            setattr(ProcessGroup, name, _checked(operation))
+
+
+def _checked(operation: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(operation)
+    def checked(self: ProcessGroup, *args: Any, **options: Any) -> Any:
+        if (why := _outdated.get(self.group_name)) is not None:
+            raise RuntimeError(why)
+        return operation(self, *args, **options)
+
+    return checked
