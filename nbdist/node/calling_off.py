@@ -59,4 +59,4 @@ class CallOff:
             raise error
         said = "\n".join(rank.last_lines[-1:])
         why = error if in_time else "not in time"
-        return f"rank {rank.rank} could not be replaced: {why} {said}"
+        return f"rank {rank.rank} could not start: {why} {said}".rstrip()

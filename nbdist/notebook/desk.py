@@ -195,6 +195,8 @@ class Desk:
         if self.world is not None:
             self._mend(self.world, display)
         if self.world is not None and self.world.state is not State.STOPPED:
+            if size_before := self.world.losses.take_size_before():
+                display.note(f"world {size_before} -> {self.world.size}")
             if options is not None:
                 self._check_same(self.world, options)
                 self._set_policy(self.world, options)

@@ -20,7 +20,7 @@ def forget_broken_off_steps() -> None:
     differ over the ranks; FSDP2 keeps parameters gathered on some ranks and not on others.
     FSDP2 can be told so from torch 2.13 on (`FSDPModule.reset_iter_state`).
     """
-    for model in models_of(DistributedDataParallel):
+    for model in ddp_models():
         model._update_process_group(model.process_group)
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     for module in models_of(fsdp) if fsdp else ():
@@ -30,7 +30,7 @@ def forget_broken_off_steps() -> None:
 
 def move_models(before: ProcessGroup, after: ProcessGroup) -> None:
     """Have DDP modules on the one group go on with the other, the default group."""
-    for model in models_of(DistributedDataParallel):
+    for model in ddp_models():
         if model.process_group is before:
             _begin_anew(model, after)
 
@@ -38,9 +38,14 @@ def move_models(before: ProcessGroup, after: ProcessGroup) -> None:
 def begin_models_anew() -> None:
     """Have DDP modules be as those that have just come from another rank; on all ranks."""
     default = dist.group.WORLD
-    for model in models_of(DistributedDataParallel):
+    for model in ddp_models():
         if default is not None and model.process_group is default:
             _begin_anew(model, default)
+
+
+def ddp_models() -> Iterator[Any]:
+    """Those of DDP; not one whose `__init__` failed and that a traceback keeps alive."""
+    return (model for model in models_of(DistributedDataParallel) if "reducer" in vars(model))
 
 
 def models_of(kind: type) -> Iterator[Any]:

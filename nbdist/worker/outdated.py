@@ -7,15 +7,17 @@ in it; but what gloo says of that is no help, and a group of one rank has none.
 from __future__ import annotations
 
 import functools
+import re
+import traceback
 from collections.abc import Callable, Iterable
+from types import TracebackType
 from typing import Any
 
 from torch.distributed import ProcessGroup
-from torch.nn.parallel import DistributedDataParallel
 
-from nbdist.worker.models import models_of
+from nbdist.worker.models import ddp_models
 
-UNKNOWN = "Could not resolve the process group registered under the name "
+UNKNOWN = re.compile(r"Could not resolve the process group registered under the name (\S+)")
 """What torch says where a mesh, or a functional collective, names a group that it lacks."""
 
 OPERATIONS = (
@@ -44,15 +46,24 @@ def refuse(groups: Iterable[ProcessGroup], before: int, after: int) -> None:
 
 def refuse_models() -> None:
     """The same of DDP modules: their reducer asks the group in C++."""
-    for model in models_of(DistributedDataParallel):
+    for model in ddp_models():
         if (why := _outdated.get(model.process_group.group_name)) is not None:
             model.register_forward_pre_hook(functools.partial(_raise, why), prepend=True)
 
 
-def remedy(message: str) -> str:
-    """What to say instead of torch's message that it lacks a group; "" where it is not that."""
-    _, said, name = message.partition(UNKNOWN)
-    return _outdated.get(name.split()[0].strip("'\"."), "") if said and name else ""
+def remedy(error: BaseException, tb: TracebackType | None) -> str:
+    """What to say instead of torch's words for a group that it lacks; "" where they are others.
+
+    torch names the group, or checks it in the function that raised.
+    """
+    if not _outdated or not isinstance(error, RuntimeError | ValueError):
+        return ""
+    if found := UNKNOWN.search(str(error)):
+        return _outdated.get(found[1], "")
+    frame = [frame for frame, _ in traceback.walk_tb(tb)][-1:]
+    used = (value for each in frame for value in each.f_locals.values())
+    groups = [value for value in used if isinstance(value, ProcessGroup)]
+    return next(filter(None, (_outdated.get(group.group_name) for group in groups)), "")
 
 
 def _raise(why: str, *_: Any) -> None:

@@ -24,7 +24,7 @@ def shorten_lost_connections(shell: Any) -> None:
     def structured_traceback(
         kind: Any, error: Any, tb: TracebackType | None = None, *args: Any, **options: Any
     ) -> Any:
-        if said := outdated.remedy(str(error)):
+        if said := outdated.remedy(error, tb):
             error.args = (said,)
         if not CONNECTION_LOST.search(str(error)):
             return whole(kind, error, tb, *args, **options)

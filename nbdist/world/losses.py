@@ -74,7 +74,7 @@ class Losses:
                 known.pop(rank)
 
     def take_size_before(self) -> int | None:
-        """How many ranks there were when this was last asked; None for as many."""
+        """How many ranks there were before `scale`; None when that has been told."""
         before, self._size_before = self._size_before, None
         return before
 

@@ -60,16 +60,17 @@ def scale(world: World, n: int | str) -> None:
         return
     spec, world.warning = scaled(world.spec, asked)
     before = world.size
-    why = _have(world, Scale(spec))
-    world.setup.replay(world, range(before, world.size))
+    replaced, why = _have(world, Scale(spec))
+    world.setup.replay(world, {*replaced, *range(before, world.size)})
     if world.state is State.BROKEN:
         raise WorldBroken(world.problem)
     if why:
         raise NotScaled(before, asked, why)
 
 
-def _have(world: World, request: Scale) -> str:
-    """Ask the agent for them; why there are as many as before, "" if there are not."""
+def _have(world: World, request: Scale) -> tuple[tuple[int, ...], str]:
+    """Ask the agent for them: who of the others died and was replaced, and what went wrong."""
+    replaced: tuple[int, ...] = ()
     world.advance(Event.SCALE)
     outcome, world.problem = Event.HEAL_FAILED, "it was interrupted"
     try:
@@ -80,8 +81,8 @@ def _have(world: World, request: Scale) -> str:
         world.losses.end_from(world.size)
         if not world.problem:
             outcome = Event.HEALED
-            world.losses.replace()
-        return healed.not_scaled
+            replaced = world.losses.replace()
+        return replaced, healed.not_scaled
     except AgentLost as lost:
         outcome, world.problem = Event.AGENT_LOST, ""
         world.take_loss(lost)

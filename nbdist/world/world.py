@@ -135,6 +135,9 @@ class World:
         self.patience = patience or Patience()
         self._link = link
         self.running: RunningCell | None = None
+        self._spec: WorldSpec
+        self.asked: Asked
+        self.size: int
         workers = (n, backend, gpus, name, pool, log_dir, nursery, layout)
         start = (env or {}, env_file, copy_env, debug, python, wrap, cpus, memory)
         self._configure(Asked(*workers, *start))
@@ -475,10 +478,8 @@ class World:
     def _configure(self, asked: Asked) -> None:
         """Work out the spec of the workers; UsageError for what cannot be."""
         spec, self.backend, self.warning = make_spec(asked)
-        self._spec: WorldSpec = spec
-        self.size: int = spec.world_size
-        self.name = spec.name
-        self.asked: Asked = replace(asked, run=spec.name)
+        self._spec, self.size, self.name = spec, spec.world_size, spec.name
+        self.asked = replace(asked, run=spec.name)
 
     def _check_ready(self) -> None:
         if error := refusal(self):

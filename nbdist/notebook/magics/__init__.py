@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from nbdist.notebook.magics.cells import CellMagics
 from nbdist.notebook.magics.looks import LookMagics
+from nbdist.notebook.magics.scaling import ScalingMagics
 from nbdist.notebook.magics.scripts import ScriptMagics
 from nbdist.notebook.magics.values import ValueMagics
 from nbdist.notebook.magics.workers import WorkerMagics
 
 __all__ = ["ALL_MAGICS"]
 
-ALL_MAGICS = (CellMagics, WorkerMagics, ValueMagics, LookMagics, ScriptMagics)
+ALL_MAGICS = (
+    CellMagics,
+    WorkerMagics,
+    ValueMagics,
+    LookMagics,
+    ScriptMagics,
+    ScalingMagics,
+)
