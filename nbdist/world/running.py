@@ -219,6 +219,8 @@ class RunningCell:
                 self._world.advance(Event.FREED)
             if self._is_of_freeing(rank, output):
                 output = self._in_one_line(rank, output)
+        if isinstance(output, Done):
+            self._watch.finished()
         self.transcript.receive(rank, output, time.monotonic())
         self._news.append((rank, output))
 

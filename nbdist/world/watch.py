@@ -46,6 +46,7 @@ class Watch:
         self.places: dict[int, Place] = {}
         self._before: dict[int, Place] = {}
         self._since: dict[int, float] = {}
+        self._looks = 0
         self._next = started + hang_timeout
         self._hurried: float | None = None
 
@@ -58,6 +59,11 @@ class Watch:
             self._hurried = now
             self._next = min(self._next, now + SOON)
 
+    def finished(self) -> None:
+        """A rank has: who waited may have gone on with it since, though its end is not known yet."""
+        self._looks = 0
+        self._since.clear()
+
     def wait(self, now: float) -> float:
         """Seconds until it is time to look."""
         return max(0.0, self._next - now)
@@ -69,8 +75,9 @@ class Watch:
     def take(self, places: Mapping[int, Place], now: float) -> None:
         """Take in where ranks are."""
         self._before, self.places = self.places, dict(places)
+        self._looks += 1
         for rank, place in places.items():
-            if not _is_same(place, self._before.get(rank)):
+            if rank not in self._since or not _is_same(place, self._before.get(rank)):
                 self._since[rank] = now
         in_a_hurry = self._hurried is not None and now - self._hurried < HURRY_SECONDS
         self._next = now + (SOON if in_a_hurry else LOOK_EVERY)
@@ -78,7 +85,7 @@ class Watch:
     def never(self, unfinished: Iterable[int], now: float) -> bool:
         """Whether all of these wait, and can never go on without the others."""
         ranks = tuple(unfinished)
-        return all(self._rests(rank, now) for rank in ranks)
+        return self._looks >= 2 and all(self._rests(rank, now) for rank in ranks)
 
     def _rests(self, rank: int, now: float) -> bool:
         place, before = self.places.get(rank), self._before.get(rank)

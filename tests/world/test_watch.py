@@ -51,6 +51,24 @@ def test_a_rank_that_was_not_seen() -> None:
     assert not watch({0: WAITS}, {0: WAITS}).never((0, 2), SOON)
 
 
+def test_another_rank_has_finished() -> None:
+    """What was seen before that says nothing: the others' ends may be on their way."""
+    both = {0: WAITS, 2: WAITS}
+    found = watch(both, both, both)
+    found.finished()
+    assert found.places == both
+    assert not found.never((0,), 3 * SOON)
+    found.take({0: WAITS}, 3 * SOON)
+    assert not found.never((0,), 3 * SOON)
+    found.take({0: WAITS}, 4 * SOON)
+    assert found.never((0,), 4 * SOON)
+    busy = {0: replace(WAITS, is_calm=False)}
+    found.finished()
+    found.take(busy, 10 * UNCHANGED)
+    found.take(busy, 10 * UNCHANGED + SOON)
+    assert not found.never((0,), 10 * UNCHANGED + SOON)
+
+
 def test_threads_that_are_always_at_work() -> None:
     """They hold the decision up, but not for ever."""
     busy = {0: replace(WAITS, is_calm=False)}
