@@ -46,6 +46,7 @@ EVERY_ERROR = [
     errors.WorldBroken("a rank did not answer"),
     errors.WorldStuck([1]),
     errors.StartError(1, "node1", "python -m x", "it exited with code 1", ["one", "two"]),
+    errors.NotScaled(2, 4, "rank 2 could not start: it was killed by SIGKILL"),
     worker_error(),
     worker_died(),
     errors.RanksFreed(
@@ -135,11 +136,13 @@ def test_ipython_shows_the_line_and_no_traceback():
         ),
         (
             errors.WorldChanged(8, 4),
-            "8 workers are running. `%dist_restart -n 4` starts 4 anew, `-r 0-3` runs on some.",
+            "8 workers are running. `%dist_scale 4` keeps their variables, `%dist_restart -n 4` "
+            "starts 4 anew, `-r 0-3` runs on some.",
         ),
         (
             errors.WorldChanged(1, 8),
-            "1 worker is running. `%dist_restart -n 8` starts 8 anew.",
+            "1 worker is running. `%dist_scale 8` keeps their variables, `%dist_restart -n 8` "
+            "starts 8 anew.",
         ),
         (
             errors.WorldBusy([2], 3),

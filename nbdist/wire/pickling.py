@@ -92,18 +92,21 @@ def pickle(
     *,
     tensors_to_cpu: bool = True,
     sketch: bool = False,
+    back_to_device: bool = False,
 ) -> Pickled:
     """`value` for another process, where `namespace` is the `__main__` of this one.
 
     Raises what pickling raises, for the most part `PicklingError` and `TypeError`; a
     class's own `__reduce__` can raise anything.  With `sketch` tensors on a device are
-    not copied from there; the result tells whether they changed.
+    not copied from there; the result tells whether they changed.  With `back_to_device` they
+    arrive on the receiver's own device of that kind.
     """
-    pickler = _Pickler(namespace, frozenset(), tensors_to_cpu, sketch)
+    options = (tensors_to_cpu, sketch, back_to_device)
+    pickler = _Pickler(namespace, frozenset(), *options)
     pickler.dump((value, _Cells(pickler.sources)))
     whole = pickler.tensors.overlapping if pickler.tensors else None
     if whole:
-        pickler = _Pickler(namespace, whole, tensors_to_cpu, sketch)
+        pickler = _Pickler(namespace, whole, *options)
         pickler.dump((value, _Cells(pickler.sources)))
     return Pickled(pickler)
 
@@ -144,6 +147,7 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         whole: frozenset[int],
         tensors_to_cpu: bool,  # noqa: FBT001
         sketch: bool,  # noqa: FBT001
+        back_to_device: bool,  # noqa: FBT001
     ) -> None:
         self.file = io.BytesIO()
         self.buffers: list[Buffer] = []
@@ -158,7 +162,13 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         torch = sys.modules.get("torch")
         if hasattr(torch, "TypedStorage"):  # Not while it is still being imported.
             assert torch is not None
-            self.tensors = TensorReducer(torch, whole, to_cpu=tensors_to_cpu, sketch=sketch)
+            self.tensors = TensorReducer(
+                torch,
+                whole,
+                to_cpu=tensors_to_cpu,
+                sketch=sketch,
+                back_to_device=back_to_device,
+            )
         self._namespace = namespace
         self._variables: dict[int, Variable] = {}
 

@@ -22,12 +22,13 @@ Reduced = tuple[Any, ...]
 class _Piece:
     """Some bytes of a storage; two tensors that name the same one share it again."""
 
-    def __init__(self, address: int, contents: Any) -> None:
+    def __init__(self, address: int, contents: Any, device: str) -> None:
         self.address = address
         self.contents = contents
+        self.device = device
 
     def __reduce__(self) -> Reduced:
-        return rebuild_storage, (self.contents,)
+        return rebuild_storage, (self.contents, self.device)
 
 
 class TensorReducer:
@@ -47,6 +48,7 @@ class TensorReducer:
         *,
         to_cpu: bool = True,
         sketch: bool = False,
+        back_to_device: bool = False,
     ) -> None:
         self.types = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
         self.versions: list[int] = []
@@ -55,6 +57,7 @@ class TensorReducer:
         self._whole = whole
         self._to_cpu = to_cpu
         self._sketch = sketch
+        self._back_to_device = back_to_device
         self._plain = (torch.Tensor, torch.nn.Parameter)
         self._pieces: dict[tuple[int, int, int], _Piece] = {}
 
@@ -136,7 +139,8 @@ class TensorReducer:
         address = storage.data_ptr()
         known = self._pieces.get((address, start, end))
         if known is None:
-            known = _Piece(address, self._contents(storage, start, end))
+            device = storage.device.type if self._back_to_device else "cpu"
+            known = _Piece(address, self._contents(storage, start, end), device)
             self._pieces[address, start, end] = known
         return known
 
@@ -158,16 +162,19 @@ class TensorReducer:
 # --- the receiver's side ----------------------------------------------------------------
 
 
-def rebuild_storage(contents: Any) -> torch.UntypedStorage:
-    """A storage that uses this memory, or a copy of it where it cannot be written to."""
+def rebuild_storage(contents: Any, device: str = "cpu") -> torch.UntypedStorage:
+    """A storage that uses this memory, or a copy of it where it cannot be written to.
+
+    With `device`, such as `cuda`, a copy on the receiver's own.
+    """
     import torch
 
     view = memoryview(contents)
     if not view.nbytes:
-        return torch.empty(0, dtype=torch.uint8).untyped_storage()
+        return torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
     if view.readonly:
         view = memoryview(bytearray(view))
-    return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+    return torch.frombuffer(view, dtype=torch.uint8).to(device).untyped_storage()
 
 
 def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
@@ -190,7 +197,7 @@ def rebuild_tensor(
     """A leaf tensor, or parameter, that shows this storage."""
     import torch
 
-    tensor = torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
+    tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_(requires_grad)

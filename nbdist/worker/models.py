@@ -63,10 +63,17 @@ def _begin_anew(model: Any, group: ProcessGroup) -> None:
     ranks would add up what does not belong together.
     """
     model.process_group = group
+    if model.device_ids:
+        # A copy from another rank still says which was that one's GPU.
+        model.device = next(model.parameters()).device
+        model.device_ids, model.output_device = [model.device.index], model.device.index
     state = model.__getstate__()
     # First, or each parameter would have two that wait for its gradient.
     del model.reducer, model.logger
     model.__setstate__(state)
+    if model.static_graph:
+        # Its first step finds out in which order gradients come; torch forgets to say so.
+        model._static_graph_delay_allreduce_enqueued = False
     for hook, argument in getattr(model, "_comm_hooks", ()):
         dist._register_comm_hook(model.reducer, argument, hook)  # type: ignore[attr-defined]
 

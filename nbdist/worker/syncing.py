@@ -59,8 +59,11 @@ def _send(names: dict[str, Any], orders: Sync) -> Sequence[Buffer]:
         ) from error
     _broadcast_header([memoryview(frame).nbytes for frame in frames], orders.source)
     for frame in frames:
-        if memoryview(frame).nbytes:
-            _broadcast(torch.frombuffer(frame, dtype=torch.uint8), orders.source)
+        view = memoryview(frame)
+        if view.nbytes:
+            # torch warns of memory that cannot be written to.
+            contents = bytearray(view) if view.readonly else view
+            _broadcast(torch.frombuffer(contents, dtype=torch.uint8), orders.source)
     return frames
 
 
@@ -68,7 +71,7 @@ def _pickled(names: dict[str, Any], wanted: Sequence[str]) -> Pickled:
     """The values of these names, with the functions, classes and modules that they use."""
     values = {name: names[name] for name in wanted}
     while True:
-        pickled = pickle(values, names)
+        pickled = pickle(values, names, back_to_device=True)
         more = {
             name: names[name]
             for name in pickled.needs - values.keys()

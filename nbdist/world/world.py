@@ -279,7 +279,7 @@ class World:
 
         By default to those that lack one of the names; with `ranks` to these, which may have
         other values.  They arrive together: a model and its optimizer share parameters.
-        CUDA tensors arrive on the CPU.  UsageError for a name that cannot be copied.
+        CUDA tensors arrive on the rank's own GPU.  UsageError for a name that cannot be copied.
         """
         return syncing.sync(self, names, source, ranks)
 

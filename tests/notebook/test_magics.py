@@ -260,7 +260,8 @@ def test_another_size_runs_nothing(notebook: Notebook) -> None:
     """A `-n` that differs from the running world says how to change it, and runs nothing."""
     outcome = notebook.run("%%distributed -n 8\nran = True")
     assert outcome.error == (
-        "WorldChanged: 4 workers are running. `%dist_restart -n 8` starts 8 anew."
+        "WorldChanged: 4 workers are running. `%dist_scale 8` keeps their variables, "
+        "`%dist_restart -n 8` starts 8 anew."
     )
     error = notebook.run("%%distributed -n 2\nran = True").error
     assert "`-r 0-1` runs on some" in error

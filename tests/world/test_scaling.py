@@ -100,6 +100,7 @@ def test_a_model_trains_on_two_then_four_then_three_ranks(world: World) -> None:
     weights_of(world)
     world.scale(4)
     assert world.sync(["net", "optimizer"]) == (2, 3)
+    assert all(world.gather("optimizer.param_groups[0]['params'][0] is next(net.parameters())"))
     world.execute("train(net, optimizer, range(5, 10))")
     weights_of(world)
     world.scale("-1")
