@@ -26,7 +26,12 @@ class Layout:
 
     def __str__(self) -> str:
         least = "" if self.min_nodes == self.nodes else f"{self.min_nodes}:"
-        return f"{least}{self.nodes}x{self.per_node}"
+        return f"{least}{self.shape}"
+
+    @property
+    def shape(self) -> str:
+        """All nodes and the workers on each: `2x4`."""
+        return f"{self.nodes}x{self.per_node}"
 
     @property
     def world_size(self) -> int:

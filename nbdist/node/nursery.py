@@ -159,7 +159,7 @@ def main() -> None:
         return
     from nbdist.worker.process import become_worker
 
-    become_worker(orders, parent_pid=nursery_pid)
+    become_worker(orders, parent_pid=nursery_pid, forked=True)
 
 
 if __name__ == "__main__":

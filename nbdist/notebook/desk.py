@@ -10,7 +10,6 @@ from nbdist import topology
 from nbdist.errors import (
     Interrupted,
     UsageError,
-    WorldChanged,
     WorldNotStarted,
     count,
     name_ranks,
@@ -25,12 +24,14 @@ from nbdist.notebook.ship.names import names_bound
 from nbdist.notebook.ship.plan import plan, push
 from nbdist.notebook.source import check_source, in_notebook_lines
 from nbdist.notebook.why import Why, why_died, why_of
+from nbdist.notebook.world_options import check_same, given
 from nbdist.world import keeping
 from nbdist.world.healing import healing_text, parse_on_failure
 from nbdist.world.launcher import find_launcher
 from nbdist.world.link import Link
 from nbdist.world.restarts import parse_most
 from nbdist.world.running import RunningCell
+from nbdist.world.spec import Asked
 from nbdist.world.states import State
 from nbdist.world.watch import Patience
 from nbdist.world.world import World
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
 
 DEFAULT = "default"
 """The pool of a cell that names none; torchrun's name for the role of such workers."""
-
-WORLD_OPTIONS = ("backend", "gpus", "name", "launcher")
 
 
 class Desk:
@@ -85,23 +84,24 @@ class Desk:
     def restart(self, options: argparse.Namespace) -> None:
         """Have new workers: as the ones before but for what the options say."""
         display, old = self.display(), self.world
-        changed = options.no_nursery or any(getattr(options, name) for name in WORLD_OPTIONS)
-        keep = _names(options.keep)
+        keep, changes = _names(options.keep), given(options)
         if options.ranks is not None:
-            if changed or options.workers:
+            if changes:
                 raise UsageError("`%dist_restart -r`: only all workers together can be changed.")
             self._replace(options.ranks, keep, display)
             return
-        if old is None or changed:
+        if old is None or changes.pop("launcher", old.launcher) != old.launcher:
             world = self._renew(options, old, keep, display)
         else:
             world = old
             display.wait_for("restarting")
             self._set_policy(world, options)
             world.patience = patience(options, world.patience)
-            world.restart(options.workers, keep)
+            world.restart(keep=keep, **changes)
             self.ledger.forget()
             self._watch_while_idle()
+            if changes and world.warning:
+                display.note(world.warning)
         self.ledger.bound_on_workers(keep, range(world.size))
         new = f"variables are new but for {', '.join(keep)}" if keep else "variables are new"
         display.say(f"{ready_text(world)} · {new}")
@@ -171,17 +171,13 @@ class Desk:
         self._link = self.world = None
 
     def _new_world(self, options: argparse.Namespace, old: World | None = None) -> World:
-        size = options.workers or (old.size if old else "auto")
+        asked, changes = old.asked if old else Asked(pool=self.pool), given(options)
+        launcher = changes.pop("launcher", old.launcher if old else "local")
         link, self._link = self._link, None
         try:
             return World(
-                size,
-                backend=options.backend,
-                gpus=options.gpus,
-                name=options.name,
-                pool=self.pool,
-                launcher=options.launcher or "local",
-                nursery=not options.no_nursery,
+                **asked.but(**changes).arguments,
+                launcher=launcher,
                 on_failure=options.on_failure or (old.on_failure if old else "heal"),
                 patience=patience(options, old.patience if old else Patience()),
                 link=link,
@@ -198,7 +194,7 @@ class Desk:
             if size_before := self.world.losses.take_size_before():
                 display.note(f"world {size_before} -> {self.world.size}")
             if options is not None:
-                self._check_same(self.world, options)
+                check_same(self.world, options)
                 self._set_policy(self.world, options)
             return self.world
         if options is None:
@@ -251,20 +247,6 @@ class Desk:
         self._mend(world, display)
         if world.lost is not None:
             display.note(str(world.lost))
-
-    def _check_same(self, world: World, options: argparse.Namespace) -> None:
-        """What a cell's options say of the world has to be true of the one that runs."""
-        if options.workers:
-            asked = world.resolve(options.workers)
-            if asked != world.size:
-                raise WorldChanged(world.size, asked, self.pool if self.pool != DEFAULT else "")
-        for name in WORLD_OPTIONS:
-            asked_for, has = getattr(options, name), getattr(world, name, None)
-            if asked_for and asked_for != has:
-                raise UsageError(
-                    f"The running workers have --{name} {has}, not {asked_for}. "
-                    f"`%dist_restart --{name} {asked_for}` starts new ones."
-                )
 
     # --- cells ----------------------------------------------------------------------------
 
@@ -351,13 +333,17 @@ class Desk:
         if self.world is None:
             raise WorldNotStarted("`%dist_gather`")
         on = ranks_of(ranks, self.world)
-        running = self.world.submit(self.world.cell("", ranks=on, fetch=(expression,)))
-        stopped = self.follow(running, None)
-        self.check_end(self.world, running, stopped=stopped)
-        self.shell.user_ns[target] = list(running.result())
+        self.shell.user_ns[target] = self.values(self.world, expression, on)
         if target == expression:
             # The list is for the notebook: in the next cell the name means what it meant.
             self.ledger.bound_on_workers([target], on)
+
+    def values(self, world: World, expression: str, on: Sequence[int]) -> list[Any]:
+        """The values of an expression on some ranks."""
+        running = world.submit(world.cell("", ranks=on, fetch=(expression,)))
+        stopped = self.follow(running, None)
+        self.check_end(world, running, stopped=stopped)
+        return list(running.result())
 
     def notice_cell(self, raw_cell: str) -> None:
         """A cell of the notebook has run: what it bound is the notebook's."""

@@ -11,6 +11,7 @@ from IPython.core.error import UsageError as IPythonUsageError
 from IPython.core.magic_arguments import argument, parse_argstring
 
 from nbdist.errors import UsageError
+from nbdist.notebook.world_options import add_world_options
 from nbdist.world.watch import Patience
 
 RANKS = re.compile(r"(?:^|(?<=\s))(?:-r|--ranks)(?:\s*=\s*|\s+)(\S+)")
@@ -18,25 +19,23 @@ RANKS = re.compile(r"(?:^|(?<=\s))(?:-r|--ranks)(?:\s*=\s*|\s+)(\S+)")
 
 POOL = re.compile(r"(?:^|(?<=\s))--pool(?:\s*=\s*|\s+)(\S+)")
 
+QUOTED = re.compile(r"""(?<!\S)(--[\w-]+)(?:=|\s+)(\w+=)?(["'])(.*?)\3(?!\S)""")
+"""`--wrap="nice -n 5"` and `--env A="1 2"`, which IPython would split at the spaces."""
+
 Magic = Callable[..., Any]
 
 
 def world_options(magic: Magic) -> Magic:
-    """What concerns a world: for `%dist_init`, `%%distributed` and `%dist_restart`."""
+    """What concerns a world: for `%dist_init`, `%%distributed` and `%dist_restart`.
+
+    What describes its workers is in `nbdist.notebook.world_options`.
+    """
     for add in (
-        argument("-n", dest="workers", metavar="N", help="how many workers: a number, auto"
-                 " (one per GPU; without any one per core, at most 4), gpu or cpu"),
-        argument("--backend", help="gloo, nccl, cpu:gloo,cuda:nccl, or none for no group"),
-        argument("--gpus", help="the GPUs to use, as torch counts them: 0,1,3"),
-        argument("--name", help="shown in %%dist_status, and the log folder's name"),
-        argument("--launcher", help="how agents are started (default: local)"),
-        argument("--no-nursery", action="store_true", help="start each worker as a new"
-                 " interpreter instead of forking it from one that has imported torch"),
         argument("--on-failure", metavar="WHAT", help="what the death of a worker leads to:"
                  " heal replaces it (the default), restart-all starts all anew, stop ends all"),
     ):  # fmt: skip
         magic = add(magic)
-    return patience_options(pool_option(magic))
+    return add_world_options(patience_options(pool_option(magic)))
 
 
 def pool_option(magic: Magic) -> Magic:
@@ -94,7 +93,8 @@ def parse(magic: Magic, line: str) -> argparse.Namespace:
     name = magic.__name__
     sign = "%%" if name in ("distributed", "rank") else "%"
     try:
-        options = parse_argstring(magic, RANKS.sub(r"--ranks=\1", line))
+        line = QUOTED.sub(r"\1 \3\2\4\3", RANKS.sub(r"--ranks=\1", line))
+        options = parse_argstring(magic, line)
     except (IPythonUsageError, ValueError) as error:
         text = str(error).rstrip(".")
         raise UsageError(f"`{sign}{name}`: {text}. `{sign}{name}?` shows all options.") from None
@@ -105,6 +105,8 @@ def parse(magic: Magic, line: str) -> argparse.Namespace:
 
 def _unquoted(value: Any) -> Any:
     """The value without the quotes around it, which IPython leaves there."""
+    if isinstance(value, list):
+        return [_unquoted(each) for each in value]
     if isinstance(value, str) and len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
         return value[1:-1]
     return value

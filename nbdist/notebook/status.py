@@ -22,12 +22,17 @@ CELL_STYLE = "padding:0 16px 0 0;text-align:left;border:none;font-family:monospa
 
 
 def headline(world: World | None) -> str:
-    """`4 workers on node01 · gloo · ready`, or that there are none."""
+    """`4 workers on node01 · gloo · ready`, or that there are none.
+
+    With its `--name` where it was given one, and `8 workers as 2x4` where nodes are simulated.
+    """
     if world is None or not world.state.has_workers:
         return "no workers are running · `%%distributed -n 4` or `%dist_init -n 4` starts them"
     pool = "" if world.asked.pool == "default" else f"pool {world.asked.pool} · "
-    workers = count(world.size, "worker")
-    return f"{pool}{workers} on {world.host} · {world.backend} · {world.state.value}"
+    name = f" · {world.asked.name}" if world.asked.name else ""
+    shape = "" if world.layout.startswith("1x") else f" as {world.layout}"
+    who = f"{pool}{count(world.size, 'worker')}{shape} on {world.host}"
+    return f"{who} · {world.backend} · {world.state.value}{name}"
 
 
 def rows(workers: Sequence[WorkerStatus]) -> list[tuple[str, ...]]:

@@ -46,6 +46,12 @@ NBDIST_DECIDES = frozenset(
 )
 """What a user cannot set for the workers, because it tells them who they are."""
 
+NBDIST_SETS = NBDIST_DECIDES | {
+    *("OMP_NUM_THREADS", "PYTHON_EXEC", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"),
+    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "MPLBACKEND"),
+}
+"""All names of `torchrun_variables`."""
+
 
 def torchrun_variables(
     spec: WorldSpec, rank: int, port: int, error_file: str = ""

@@ -15,7 +15,7 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    become_worker(orders, parent_pid=os.getppid())
+    become_worker(orders, parent_pid=os.getppid(), forked=False)
 
 
 main()

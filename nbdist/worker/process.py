@@ -27,20 +27,29 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def set_environment(orders: RankStart) -> None:
-    """Give the process the notebook's environment, path and folder, and torchrun's variables."""
+    """Give a fork the notebook's environment, and torchrun's variables.
+
+    A worker that was spawned has them, and what a wrapper has made of them.
+    """
     os.environ.clear()
     os.environ.update(orders.world.environ)
     os.environ.update(orders.environ)
+
+
+def set_place(orders: RankStart) -> None:
+    """Give the process the notebook's path and folder."""
     first = orders.world.sys_path
     own = [entry for entry in sys.path if entry not in first] if orders.world.own_path else ()
     sys.path[:] = [*first, *own]
     os.chdir(orders.world.cwd)
 
 
-def become_worker(orders: RankStart, parent_pid: int) -> None:
+def become_worker(orders: RankStart, parent_pid: int, *, forked: bool) -> None:
     """Run the worker of this rank until its kernel ends."""
     die_with_parent(parent_pid)
-    set_environment(orders)
+    if forked:
+        set_environment(orders)
+    set_place(orders)
     # Imports wait until here, so that a spawned worker has its environment before torch.
     from nbdist.worker.run import run_worker
 

@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,11 @@ class Asked:
             changes["env"] = {**self.env, **changes["env"]}
         return replace(self, **changes)
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What another world like it is made with."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "run"}
+
 
 def make_spec(asked: Asked) -> tuple[WorldSpec, str, str]:
     """The spec, the name of its backend ("none" for no group), and a warning or "".
@@ -70,7 +75,7 @@ def make_spec(asked: Asked) -> tuple[WorldSpec, str, str]:
     From this process's environment, path and folder as they are now.  Raises UsageError
     for what cannot be.
     """
-    given = _given_environ(asked)
+    given = given_environ(asked)
     environ = {**os.environ, **given}
     visible = topology.visible_gpus(environ)
     chosen = visible if asked.gpus is None else topology.parse_gpus(asked.gpus, visible)
@@ -120,6 +125,17 @@ def scaled(spec: WorldSpec, size: int) -> tuple[WorldSpec, str]:
     return replace(spec, world_size=size, threads=threads), warning
 
 
+def given_environ(asked: Asked) -> dict[str, str]:
+    """What the workers have besides the notebook's environment; the later wins."""
+    own = {str(name): str(value) for name, value in asked.env.items()}
+    check_names(own, "--env")
+    return {
+        **(DEBUG_VARIABLES if asked.debug else {}),
+        **(read_env_file(asked.env_file) if asked.env_file else {}),
+        **own,
+    }
+
+
 def layout_of(asked: Asked, gpus: int) -> Layout:
     """The nodes and workers that `-j`, or else `-n`, means here."""
     if asked.layout is None:
@@ -162,16 +178,6 @@ def default_log_dir() -> str:
         return os.environ["NBDIST_LOG_DIR"]
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return str(Path(state).expanduser() / "nbdist")
-
-
-def _given_environ(asked: Asked) -> dict[str, str]:
-    """What the workers have besides the notebook's environment; the later wins."""
-    check_names(asked.env, "--env")
-    return {
-        **(DEBUG_VARIABLES if asked.debug else {}),
-        **(read_env_file(asked.env_file) if asked.env_file else {}),
-        **asked.env,
-    }
 
 
 def _threads(environ: Mapping[str, str], share: int) -> int:

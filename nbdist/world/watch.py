@@ -60,7 +60,7 @@ class Watch:
             self._next = min(self._next, now + SOON)
 
     def finished(self) -> None:
-        """A rank has: who waited may have gone on with it since, though its end is not known yet."""
+        """A rank has: who waited may have gone on with it since, and its end be on the way."""
         self._looks = 0
         self._since.clear()
 

@@ -186,8 +186,13 @@ class World:
         """
         kept = keeping.take(self, keep, range(self.size))
         # The notebook's environment, path and folder may have changed meanwhile.
-        self._configure(self.asked.but(**changes if n is None else {"n": n, **changes}))
-        self.restart_workers()
+        before = self.asked
+        self._configure(before.but(**changes if n is None else {"n": n, **changes}))
+        try:
+            self.restart_workers()
+        except StartError:
+            self._configure(before)
+            raise
         error = self.setup.replay(self, range(self.size))
         keeping.give_back(self, keep, kept)
         if error:
@@ -459,6 +464,12 @@ class World:
         """How many workers `n` means here."""
         workers = topology.parse_workers(str(n))
         return topology.resolve(workers, len(self._spec.gpus), topology.usable_cores())
+
+    @property
+    def layout(self) -> str:
+        """`1x4`; simulated nodes and workers on each, `2x4`."""
+        seat = self._spec.seat(0)
+        return f"{seat.nodes}x{seat.local_world_size}"
 
     @property
     def spec(self) -> WorldSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nbdist.notebook.magics.cells import CellMagics
+from nbdist.notebook.magics.environ import EnvironMagics
 from nbdist.notebook.magics.looks import LookMagics
 from nbdist.notebook.magics.scaling import ScalingMagics
 from nbdist.notebook.magics.scripts import ScriptMagics
@@ -16,6 +17,7 @@ ALL_MAGICS = (
     WorkerMagics,
     ValueMagics,
     LookMagics,
+    EnvironMagics,
     ScriptMagics,
     ScalingMagics,
 )

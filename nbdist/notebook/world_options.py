@@ -1,0 +1,135 @@
+"""The options that describe a world, one entry each: for `%%distributed`, `%dist_restart` ...
+
+An option is an argument of `World` by the same name, unless the entry says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.magic_arguments import argument
+
+from nbdist.errors import UsageError, WorldChanged
+from nbdist.layout import parse_layout
+from nbdist.world.environ import parse_pairs
+
+if TYPE_CHECKING:
+    from nbdist.world.world import World
+
+
+@dataclass(frozen=True)
+class WorldOption:
+    """An option, the argument of `World` that it gives, and what argparse wants to know.
+
+    `read` makes the argument of the option's value.
+    """
+
+    flag: str
+    name: str
+    help: str
+    parser: Mapping[str, Any] = field(default_factory=dict)
+    read: Callable[[Any], Any] = lambda value: value
+
+    @property
+    def dest(self) -> str:
+        """Its attribute of the parsed options."""
+        return f"world_{self.name}"
+
+    def again(self, value: Any) -> str:
+        """The option as it would be typed: `--name run`."""
+        if isinstance(value, bool):
+            return self.flag
+        if isinstance(value, Mapping):
+            return " ".join(f"{self.flag} {name}={text}" for name, text in value.items())
+        text = str(value)
+        return f'{self.flag} "{text}"' if " " in text else f"{self.flag} {text}"
+
+
+SWITCH = {"action": "store_true", "default": None}
+
+WORLD_OPTIONS = (
+    WorldOption("-n", "n", "how many workers: a number, auto (one per GPU; without any one per"
+                " core, at most 4), gpu or cpu", {"metavar": "N"}),
+    WorldOption("-j", "layout", "nodes and workers on each instead of -n: 2x4, or 1:2x4 for 1 to"
+                " 2 nodes; -j 4 is one node. On one machine the nodes are simulated",
+                {"metavar": "[MIN:]MAXxN"}),
+    WorldOption("--backend", "backend", "gloo, nccl, cpu:gloo,cuda:nccl, or none for no group"),
+    WorldOption("--gpus", "gpus", "the GPUs to use, as torch counts them: 0,1,3"),
+    WorldOption("--name", "name", "shown in %%dist_status, and the log folder's name: run, or"
+                " exp/run"),
+    WorldOption("--env", "env", "a variable of the workers' environment besides the notebook's;"
+                " any number of them", {"action": "append", "metavar": "K=V"}, parse_pairs),
+    WorldOption("--env-file", "env_file", "a .env file with such variables: parsed, not sourced",
+                {"metavar": "FILE"}),
+    WorldOption("--copy-env", "copy_env", "which of the notebook's variables workers on other"
+                " hosts get, 'HF_*,WANDB_*'; on this machine they have all of them",
+                {"metavar": "PATTERNS"}),
+    WorldOption("--debug", "debug", "CUDA_LAUNCH_BLOCKING, TORCH_DISTRIBUTED_DEBUG=DETAIL and the"
+                " like: errors at their place, mismatched collectives told, C++ stacks; slow",
+                SWITCH),
+    WorldOption("--python", "python", "the interpreter of the workers, which has torch and nbdist"
+                " (default: $PYTHON_EXEC, else the notebook's)", {"metavar": "PATH"}),
+    WorldOption("--wrap", "wrap", "what stands before each worker's command: 'nice -n 5',"
+                " 'apptainer exec img'", {"metavar": "COMMAND"}),
+    WorldOption("--cpus", "cpus", "cores for each worker, for the launcher; on this machine as"
+                " many threads", {"metavar": "N"}),
+    WorldOption("--memory", "memory", "memory for each worker, 16G or 500M, for the launcher; on"
+                " this machine there is no limit", {"metavar": "SIZE"}),
+    WorldOption("--launcher", "launcher", "how agents are started (default: local)"),
+    WorldOption("--no-nursery", "nursery", "start each worker as a new interpreter instead of"
+                " forking it from one that has imported torch", SWITCH, lambda value: not value),
+)  # fmt: skip
+
+
+def add_world_options(magic: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a magic all of them."""
+    for option in WORLD_OPTIONS:
+        magic = argument(option.flag, dest=option.dest, help=option.help, **option.parser)(magic)
+    return magic
+
+
+def given(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `World` that were given."""
+    found = ((option, getattr(options, option.dest)) for option in WORLD_OPTIONS)
+    return {option.name: option.read(value) for option, value in found if value is not None}
+
+
+def check_same(world: World, options: argparse.Namespace) -> None:
+    """What a cell's options say of the world has to be true of the one that runs."""
+    asked = given(options)
+    for option in WORLD_OPTIONS:
+        if option.name not in asked:
+            continue
+        wanted, has = asked[option.name], _has(world, option.name)
+        if option.name == "n":
+            if world.resolve(wanted) != world.size:
+                pool = "" if world.asked.pool == "default" else world.asked.pool
+                raise WorldChanged(world.size, world.resolve(wanted), pool)
+        elif not _is_so(option.name, wanted, has):
+            again = option.again(wanted)
+            said = f"no `{option.flag}`"
+            if _is_said(option.name, has):
+                said = f"`{option.again(has)}`, not `{again}`"
+            raise UsageError(
+                f"The running workers have {said}. `%dist_restart {again}` starts new ones."
+            )
+
+
+def _has(world: World, name: str) -> Any:
+    """What the world has: of the backend and the layout what was chosen for it."""
+    return getattr(world if hasattr(world, name) else world.asked, name)
+
+
+def _is_so(name: str, wanted: Any, has: Any) -> bool:
+    if name == "env":
+        return all(has.get(key) == value for key, value in wanted.items())
+    if name == "layout":
+        return bool(parse_layout(wanted).shape == has)
+    return bool(wanted == has)
+
+
+def _is_said(name: str, has: Any) -> bool:
+    return has is False if name == "nursery" else has not in (None, "", False, {})
