@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from nbdist.world.spec import Asked
 
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+_LAST_NUMBER = re.compile(r"(.*?)(\d*)(\D*)", re.DOTALL)
 HIDDEN = "(not shown)"
 HEADINGS = ("variable", "ranks", "value")
 
@@ -80,7 +81,11 @@ def rows_of(name: str, environs: Mapping[int, Mapping[str, str]]) -> list[tuple[
 
 
 def _without_number(value: str | None, rank: int) -> str | None:
-    return None if value is None else re.sub(rf"(?<!\d){rank}(?!\d)", "{rank}", value)
+    """With the rank's own number, where it stands last: before, it may be another's."""
+    if value is None:
+        return None
+    before, number, after = _LAST_NUMBER.fullmatch(value).groups()  # type: ignore[union-attr]
+    return f"{before}{{rank}}{after}" if number == str(rank) else value
 
 
 def _shown(name: str, value: str | None) -> str:

@@ -86,8 +86,10 @@ WORLD_OPTIONS = (
 
 def add_world_options(magic: Callable[..., Any]) -> Callable[..., Any]:
     """Give a magic all of them."""
-    for option in WORLD_OPTIONS:
-        magic = argument(option.flag, dest=option.dest, help=option.help, **option.parser)(magic)
+    for option in reversed(WORLD_OPTIONS):
+        word = {} if option.parser == SWITCH else {"metavar": option.flag.strip("-").upper()}
+        settings = {"dest": option.dest, "help": option.help, **word, **option.parser}
+        magic = argument(option.flag, **settings)(magic)
     return magic
 
 

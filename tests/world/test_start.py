@@ -1,0 +1,167 @@
+"""Tests of what `World` starts its workers with: environment, name, interpreter, wrapper."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import nbdist
+from nbdist.errors import StartError, UsageError, WorkerDied, WorkerError
+from nbdist.world.world import World
+
+pytestmark = pytest.mark.shared_world
+
+SOON = 20.0
+ENVIRON = "__import__('os').environ"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("start")
+
+
+@pytest.fixture(scope="module")
+def world(folder: Path) -> Iterator[World]:
+    """One with a name, logs and variables of its own."""
+    file = folder / ".env"
+    file.write_text("export FROM_FILE='a b'\n")
+    with World(
+        2, name="exp/run", log_dir=str(folder), env={"GIVEN": "1"}, env_file=str(file)
+    ) as world:
+        yield world
+
+
+def test_variables_are_there_also_in_a_replaced_rank(world: World) -> None:
+    """A rank that died is replaced by one with the same environment."""
+    mine = f"[{ENVIRON}[name] for name in ('GIVEN', 'FROM_FILE', 'NBDIST_WORLD', 'LOCAL_RANK')]"
+    expected = [["1", "a b", "exp/run", str(rank)] for rank in range(2)]
+    assert world.gather(mine) == expected
+    before = world.gather(f"{{**{ENVIRON}}}")
+    with pytest.raises(WorkerDied):
+        world.execute("import os\nif rank: os._exit(3)")
+    assert world.gather(f"{{**{ENVIRON}}}")[0] == before[0]
+    after = world.gather(f"{{**{ENVIRON}}}")[1]
+    # Its folder stays; only what has no folder is numbered anew.
+    assert after == before[1]
+    assert "GIVEN" not in os.environ
+
+
+def test_name_is_the_log_folders(world: World, folder: Path) -> None:
+    """`exp/run` is a folder in a folder; there `@record` writes what went wrong."""
+    root = folder / "exp" / "run" / "attempt_0"
+    assert [Path(world.logs[rank]) for rank in range(2)] == [root / "0", root / "1"]
+    with pytest.raises(WorkerError):
+        world.execute(
+            "from torch.distributed.elastic.multiprocessing.errors import record\n"
+            "@record\ndef main():\n    raise ValueError('recorded')\n"
+            "if rank: main()"
+        )
+    assert "recorded" in (root / "1" / "error.json").read_text()
+    assert not (root / "0" / "error.json").exists()
+
+
+def test_a_restart_keeps_what_it_does_not_say(world: World) -> None:
+    """And a change that cannot be leaves everything as it is."""
+    with pytest.raises(UsageError):
+        world.restart(name="../x")
+    assert world.gather("rank") == [0, 1]
+    with pytest.raises(StartError):
+        world.restart(wrap="no-such-wrapper")
+    world.start()
+    assert world.gather(f"{ENVIRON}['GIVEN']") == ["1"] * 2
+    world.restart(env={"MORE": "2"}, cpus=3)
+    mine = f"({ENVIRON}['GIVEN'], {ENVIRON}['MORE'], {ENVIRON}['OMP_NUM_THREADS'])"
+    assert world.gather(mine) == [("1", "2", "3")] * 2
+    assert world.gather("torch.get_num_threads()") == [3] * 2
+
+
+def test_a_wrapper_that_is_not_there_is_told_in_one_line() -> None:
+    """Who could not start, why, and the whole command."""
+    with pytest.raises(StartError) as found, World(1, log_dir="", wrap="no-such -x"):
+        pass
+    said = str(found.value)
+    assert "could not start: no-such: No such file or directory." in said
+    assert f"`no-such -x {sys.executable} -m nbdist.worker`" in said
+    assert "\n" not in said
+
+
+def test_wrapper_wraps_every_worker() -> None:
+    """What it does to the process, and to its environment, holds in the worker."""
+    with World(1, log_dir="", wrap="nice -n 5 env WRAPPED=yes") as world:
+        mine = f"({ENVIRON}['WRAPPED'], __import__('os').nice(0), {ENVIRON}['RANK'])"
+        assert world.gather(mine) == [("yes", 5 + os.nice(0), "0")]
+        command = psutil.Process(world.pids[0]).cmdline()
+        assert command == [sys.executable, "-m", "nbdist.worker"]
+
+
+def test_a_wrapper_that_stays_dies_with_the_agent(tmp_path: Path) -> None:
+    """It is a process between the agent and the worker, and none of them outlives the agent."""
+    wrapper = tmp_path / "stays"
+    wrapper.write_text('#!/bin/sh\n"$@"\nexit $?\n')
+    wrapper.chmod(0o755)
+    with World(1, log_dir="", wrap=shlex.join([str(wrapper)])) as world:
+        (worker,) = world.gather("__import__('os').getpid()")
+        assert worker != world.pids[0]
+        processes = [psutil.Process(pid) for pid in (worker, world.pids[0])]
+        os.kill(world.link.agents[0].pid, signal.SIGKILL)
+        psutil.wait_procs(processes, timeout=SOON)
+        assert not any(process.is_running() for process in processes)
+
+
+def test_workers_run_in_another_interpreter(tmp_path: Path) -> None:
+    """`python` of a virtual environment that has the packages by another way."""
+    venv = tmp_path / "venv"
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=SOON
+    )
+    (site,) = venv.glob("lib/python*/site-packages")
+    here = [entry for entry in sys.path if entry.endswith("site-packages")]
+    root = str(Path(nbdist.__file__).parent.parent)
+    (site / "packages.pth").write_text("\n".join([*here, root]))
+    (site / "only_there.py").write_text("x = 7\n")
+    python = str(venv / "bin" / "python")
+    with World(1, log_dir="", python=python) as world:
+        world.execute("import sys, only_there")
+        found = world.gather("(sys.executable, sys.prefix, only_there.x)")
+        assert found == [(python, str(venv), 7)]
+        assert world.gather(f"{ENVIRON}['PYTHON_EXEC']") == [python]
+
+
+def test_debug_tells_which_collectives_differ() -> None:
+    """Before it runs, with C++ stacks; also after a rank was replaced and the group renewed."""
+    mismatch = "x = torch.ones(2 + rank)\ndist.all_reduce(x)"
+    with World(2, log_dir="", debug=True) as world:
+        environ = world.gather(f"{{**{ENVIRON}}}")[1]
+        assert environ["CUDA_LAUNCH_BLOCKING"] == environ["NCCL_DESYNC_DEBUG"] == "1"
+        with pytest.raises(WorkerDied):
+            world.execute("import os\nif rank: os._exit(3)\ndist.barrier()")
+        for _ in range(2):
+            with pytest.raises(WorkerError, match="Detected mismatch between collectives"):
+                world.execute(mismatch)
+            running = world.running
+            assert running is not None
+            failure = running.transcript[0].failure
+            assert failure is not None
+            assert "Tensor shapes: 2vs 3" in failure.message
+            assert "C++ CapturedTraceback" in failure.message or "frame #" in failure.message
+        world.execute("dist.barrier()")
+
+
+def test_torchs_debug_level_reaches_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its torch was imported without; the checks are those of `TORCH_DISTRIBUTED_DEBUG`."""
+    with World(2, log_dir="", env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}) as world:
+        world.execute("group = dist.new_group([0, 1])")
+        with pytest.raises(WorkerError, match="ZeroDivisionError"):
+            world.execute("1 / 0 if rank else dist.barrier()")
+        for group in ("None", "group"):
+            with pytest.raises(WorkerError, match="Detected mismatch between collectives"):
+                world.execute(f"dist.all_reduce(torch.ones(2 + rank), group={group})")
+        world.execute("dist.all_reduce(torch.ones(1), group=group)")
