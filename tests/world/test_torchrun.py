@@ -40,7 +40,9 @@ ONLY_HERE = {
 # What every ipykernel sets, for commands in cells.
 IPYKERNELS = {"PAGER", "GIT_PAGER", "CLICOLOR", "CLICOLOR_FORCE", "FORCE_COLOR", "TERM"}
 # Numbers, names and paths of the run.
-OF_THE_RUN = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
+OF_THE_RUN = {
+    *("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "PYTEST_CURRENT_TEST")
+}
 
 
 def plain_environ() -> dict[str, str]:
