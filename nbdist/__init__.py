@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -9,22 +10,35 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from nbdist.errors import NbdistError, UsageError, WorkerDied, WorkerError
     from nbdist.world.result import CellResult
+    from nbdist.world.stages import distributed, run
     from nbdist.world.world import World
 
-__all__ = ["CellResult", "World", "__version__"]
+__all__ = [
+    "CellResult",
+    "NbdistError",
+    "UsageError",
+    "WorkerDied",
+    "WorkerError",
+    "World",
+    "__version__",
+    "distributed",
+    "run",
+]
+
+_MODULES = {
+    "CellResult": "nbdist.world.result",
+    "World": "nbdist.world.world",
+    "distributed": "nbdist.world.stages",
+    "run": "nbdist.world.stages",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import the Python API when it is first used: `import nbdist` alone costs nothing."""
-    if name == "World":
-        from nbdist.world.world import World
-
-        return World
-    if name == "CellResult":
-        from nbdist.world.result import CellResult
-
-        return CellResult
+    if name in __all__:
+        return getattr(import_module(_MODULES.get(name, "nbdist.errors")), name)
     raise AttributeError(f"module 'nbdist' has no attribute {name!r}")
 
 

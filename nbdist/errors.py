@@ -28,10 +28,10 @@ Stop raises :exc:`Interrupted`, which is Python's own :exc:`KeyboardInterrupt`.
 
 from __future__ import annotations
 
-import builtins
 import signal
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 # Longer messages would no longer be one line on anybody's screen.
 LINE_LIMIT = 300
@@ -258,21 +258,49 @@ class WorkerError(NbdistError):
         """Say more: what was done about it."""
         self.args = (f"{str(self).rstrip('.')}. {sentence[:1].upper()}{sentence[1:]}",)
 
-    def as_raised(self, name: str) -> WorkerError:
+    def show(self, *lines: str) -> None:
+        """Have Python and IPython show these lines under the error."""
+        text = "\n".join(lines)
+        if sys.version_info >= (3, 11):
+            self.add_note(text)
+        else:
+            self.__cause__ = RankTraceback(text)
+
+    def _render_traceback_(self) -> list[str]:
+        return [*super()._render_traceback_(), *getattr(self, "__notes__", ())]
+
+    def as_raised(self, kinds: Iterable[str]) -> WorkerError:
         """This error, as one that `except ValueError` catches too where the rank raised that.
 
-        Of Python's own exceptions, which have the same name everywhere; else the error itself.
+        `kinds` are the classes of what the rank raised, as `module:qualified.name`, the own
+        one first.  The first counts that is known here; nothing is imported for it.
         """
-        original, kind = getattr(builtins, name, None), type(self)
-        if not isinstance(original, type) or not issubclass(original, Exception):
-            return self
+        for name in kinds:
+            original = _known(name)
+            if original is Exception:
+                break
+            if original is not None and (error := self._also(original)) is not None:
+                return error
+        return self
+
+    def _also(self, original: type[Exception]) -> WorkerError | None:
+        """The same as an exception of another class too; None if no class can be both."""
+        kind = type(self)
         own = {
             "__module__": kind.__module__,
-            "__str__": Exception.__str__,  # KeyError has another
+            # What the other class has of these may want attributes that only it sets.
+            **{name: getattr(Exception, name) for name in ("__str__", "__repr__", "__setattr__")},
+            **{name: getattr(object, name) for name in ("__eq__", "__hash__")},
             "__reduce__": lambda found: (_rebuild, (kind, found.args), found.__dict__),
+            **vars(self),  # it may have properties of these names
         }
-        both: type[WorkerError] = type(kind.__name__, (kind, original), own)
-        error = both.__new__(both, str(self))
+        try:
+            both: type[WorkerError] = type(kind.__name__, (kind, original), own)
+            # A constructor in Python would want arguments that nobody has.
+            builtin = next(base for base in both.__mro__ if base.__module__ == "builtins")
+            error = cast("type[WorkerError]", builtin).__new__(both, str(self))
+        except Exception:  # noqa: BLE001 (a metaclass, or `__init_subclass__`, can raise anything)
+            return None
         error.args = self.args
         error.__dict__.update(self.__dict__)
         return error
@@ -282,6 +310,10 @@ class WorkerError(NbdistError):
         self.host = host
         self.pid = pid
         self.errors = dict(errors)
+
+
+class RankTraceback(Exception):
+    """What a rank has to say of its failure, for Python 3.10, where errors have no notes."""
 
 
 class WorkerDied(WorkerError):
@@ -403,6 +435,15 @@ def one_line(text: str, limit: int = LINE_LIMIT) -> str:
     """The first line of `text` that has something in it, cut where it is too long."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
+
+
+def _known(name: str) -> type[Exception] | None:
+    """The exception class of this name, of a module that has been imported."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) and issubclass(found, Exception) else None
 
 
 def _failed(errors: Mapping[int, RankFailure], ran: int) -> str:

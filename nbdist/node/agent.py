@@ -57,6 +57,7 @@ from nbdist.wire.messages import (
     Scale,
     Seen,
     StartFailure,
+    Starting,
     StartWorld,
     StopWorld,
     Up,
@@ -239,9 +240,12 @@ class Agent:
         self._logs = self._log_folder(spec)
         self._ranks = {number: self._rank(spec, number) for number in range(spec.world_size)}
         starts = {asyncio.ensure_future(rank.start(source)): rank for rank in self._ranks.values()}
+        telling = [asyncio.ensure_future(self._tell_up(rank)) for rank in self._ranks.values()]
         done, pending = await asyncio.wait(
             starts, timeout=START_TIMEOUT, return_when=asyncio.FIRST_EXCEPTION
         )
+        for task in telling:
+            task.cancel()
         failed = [start for start in done if start.exception()]
         if not failed and not pending:
             return WorldStarted(*self._whereabouts())
@@ -253,6 +257,10 @@ class Agent:
             await asyncio.wait(pending)
         await self._stop_ranks(grace=0.0)
         return failure
+
+    async def _tell_up(self, rank: Rank) -> None:
+        await rank.up.wait()
+        self._send(Starting(sum(each.up.is_set() for each in self._ranks.values())))
 
     async def _heal(self) -> Healed:
         """Give all workers a group again, also where more of them die meanwhile."""

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nbdist.wire.calls import CALL
 from nbdist.wire.outputs import Clear, Display, Done, Failure, Output, Update
 from nbdist.wire.payload import Payload, SegmentRef
 
-OUR_FRAME = os.path.join("nbdist", "worker", "watching.py")
+OURS = (
+    os.path.join("nbdist", "worker", "watching.py"),  # by which a worker knows that it waits
+    os.path.join("nbdist", "wire", "calls.py"),
+    f"{CALL}()",  # the line that stands for a cell
+)
+"""What frames of a traceback that are nobody's business have in them."""
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 ENDING = "`%dist_shutdown` ends all workers."
 
@@ -30,7 +39,7 @@ def output_from(message: Mapping[str, Any]) -> Output | Reply | None:
         case "execute_reply":
             return Reply(message["parent_header"]["msg_id"], _done(content))
         case "error":
-            return _failure(content, message["metadata"]["nbdist"]["time_ns"])
+            return _failure(content, message["metadata"]["nbdist"])
         case "execute_result":
             return Display(content["data"], content["metadata"], is_result=True)
         case "display_data":
@@ -44,16 +53,20 @@ def output_from(message: Mapping[str, Any]) -> Output | Reply | None:
             return None
 
 
-def _failure(content: Mapping[str, Any], time_ns: int) -> Failure:
+def _failure(content: Mapping[str, Any], ours: Mapping[str, Any]) -> Failure:
     name, message = content["ename"], content["evalue"]
-    # The frame by which a worker knows that it waits is nobody's business.
-    traceback = tuple(frame for frame in content["traceback"] if OUR_FRAME not in frame)
+    traceback = tuple(frame for frame in content["traceback"] if not _is_ours(frame))
     if name == "SystemExit":
         # IPython explains at length how to leave a terminal.
         message = "" if message == "None" else message
         said = f"SystemExit({message})"
         traceback = (f"{said}: it ended the cell on this rank; the worker lives on. {ENDING}",)
-    return Failure(name, message, traceback, time_ns)
+    return Failure(name, message, traceback, ours["time_ns"], tuple(ours.get("kinds", ())))
+
+
+def _is_ours(frame: str) -> bool:
+    plain = ANSI.sub("", frame)
+    return any(part in plain for part in OURS)
 
 
 def _done(content: Mapping[str, Any]) -> Done:

@@ -33,11 +33,11 @@ class _Place:
 class Merger(Generic[Message]):
     """Puts the numbered messages of one worker where their marks are in its stdout.
 
-    `ready` turns true when the worker says so.
+    `up` and `ready` turn true when the worker says so.
     """
 
     def __init__(self, token: str) -> None:
-        self.ready = False
+        self.up = self.ready = False
         self._pattern = mark_pattern(token)
         self._start = f"\x1b_{token};".encode()
         self._queue: deque[Text | _Place] = deque()
@@ -111,7 +111,9 @@ class Merger(Generic[Message]):
         return items
 
     def _receive_mark(self, value: Mark, now: float) -> None:
-        if value == "ready":
+        if value == "up":
+            self.up = True
+        elif value == "ready":
             self.ready = True
         elif value == "stdout" or value == "stderr":
             self._stream = value

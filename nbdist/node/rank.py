@@ -66,6 +66,7 @@ class Rank:
         self._request_id = ""
         self._answers: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._pipes = (OutputPipe(self._read_stdout), OutputPipe(self._read_stderr))
+        self.up = asyncio.Event()
         self._ready = asyncio.Event()
         self._manager = self._make_manager()
         self._streams: dict[str, ZMQStream] = {}
@@ -320,6 +321,8 @@ class Rank:
 
     def _read_stdout(self, data: bytes) -> None:
         self._merger.receive_stdout(data, time.monotonic())
+        if self._merger.up:
+            self.up.set()
         if self._merger.ready and not self._ready.is_set():
             self._ready.set()
         self._pass_on_all()

@@ -32,6 +32,7 @@ from nbdist.world.link import Link
 from nbdist.world.restarts import parse_most
 from nbdist.world.running import RunningCell
 from nbdist.world.spec import Asked
+from nbdist.world.starting import starting_texts
 from nbdist.world.states import State
 from nbdist.world.watch import Patience
 from nbdist.world.world import World
@@ -228,7 +229,8 @@ class Desk:
             display.note(world.warning)
         display.wait_for(f"starting {count(world.size, 'worker')} …")
         try:
-            world.start()
+            for text in filter(None, starting_texts(world)):
+                display.wait_for(text)
         except KeyboardInterrupt:
             raise Interrupted(()) from None
         self.world = world

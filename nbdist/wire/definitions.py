@@ -10,6 +10,7 @@ import dis
 import functools
 import importlib
 import pickle
+import re
 import sys
 import types
 import weakref
@@ -19,6 +20,9 @@ from contextvars import ContextVar
 from typing import Any
 
 import cloudpickle.cloudpickle as by_value
+
+SYSTEM_NAMES = re.compile(r"_+|_i+|_i?\d+|_[dio]h|_exit_code|__\w+__|In|Out|exit|quit|get_ipython")
+"""What Python and IPython keep in `__main__` for themselves."""
 
 _receiver: ContextVar[dict[str, Any] | None] = ContextVar("nbdist_receiver", default=None)
 

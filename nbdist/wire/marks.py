@@ -15,8 +15,8 @@ from __future__ import annotations
 import re
 from typing import Literal, cast
 
-Mark = int | Literal["ready", "stdout", "stderr"]
-"""A message's number; or `ready`: the worker's kernel is bound and its group formed; or
+Mark = int | Literal["up", "ready", "stdout", "stderr"]
+"""A message's number; or `up`: the worker's kernel is bound; `ready`: and its group formed; or
 the stream that the text which follows belongs to."""
 
 

@@ -352,6 +352,13 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class Starting:
+    """Agent to notebook: of the workers that are being started so many are up by now."""
+
+    up: int
+
+
+@dataclass(frozen=True, slots=True)
 class Seen:
     """Agent to notebook: where the ranks are that a `Look` asked for."""
 
@@ -369,4 +376,4 @@ class Outputs:
 
 
 Down = Call | Run | Look | Free | Received | Leave
-Up = Hello | Answer | Outputs | Seen
+Up = Hello | Answer | Outputs | Seen | Starting

@@ -64,12 +64,16 @@ class Clear:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception that ended the rank's cell; `traceback` has ANSI colours."""
+    """An exception that ended the rank's cell; `traceback` has ANSI colours.
+
+    `kinds` are its class and those that this is derived from, as `module:qualified.name`.
+    """
 
     name: str
     message: str
     traceback: tuple[str, ...]
     time_ns: int
+    kinds: tuple[str, ...] = ()
 
 
 NAME_PROBLEM = "NameProblem"

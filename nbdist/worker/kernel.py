@@ -22,13 +22,14 @@ from jupyter_client.session import Session
 from traitlets import default
 
 from nbdist.wire.outputs import NAME_PROBLEM, SCRIPT_FAILED
+from nbdist.worker.cleaning import forget_errors
 from nbdist.worker.dumping import keep_crashes
 from nbdist.worker.environment import count_restarts
 from nbdist.worker.namespace import CellOrders, NameProblem, Namespace
 from nbdist.worker.scripts import ScriptProblem, Scripts
 from nbdist.worker.streams import RankStream, flush_c_streams, write_mark
 from nbdist.worker.syncing import sync
-from nbdist.worker.tracebacks import shorten_lost_connections
+from nbdist.worker.tracebacks import shorten_lost_connections, show_groups, tell_classes
 
 if TYPE_CHECKING:
     from nbdist.wire.scripts import Script
@@ -72,6 +73,8 @@ class MarkingSession(Session):
     """Marks in stdout where each ordered message belongs, and numbers the message alike."""
 
     token = ""
+    kinds: tuple[str, ...] = ()
+    """The classes of the exception that an error message is of."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -98,7 +101,8 @@ class MarkingSession(Session):
         is_ordered = kind in ORDERED and os.getpid() == self.pid
         with self._in_order:
             if is_ordered:
-                ours = {"nbdist": {"number": self._sent + 1, "time_ns": time.time_ns()}}
+                extra = {"kinds": self.kinds} if kind == "error" else {}
+                ours = {"nbdist": {"number": self._sent + 1, "time_ns": time.time_ns(), **extra}}
                 metadata = {**(metadata or {}), **ours}
                 if is_message:
                     msg_or_type["metadata"] = {**(msg_or_type.get("metadata") or {}), **ours}
@@ -167,7 +171,11 @@ class WorkerKernel(IPythonKernel):
                 reply = self._run_script(orders.script)
             else:
                 reply = await super().do_execute(
-                    code, silent, store_history, user_expressions, allow_stdin
+                    code,
+                    silent,
+                    store_history and not self.namespace.has_call,
+                    user_expressions,
+                    allow_stdin,
                 )
             bound = sorted(self.namespace.bound_since(before) | synced)
             ours: dict[str, Any] = {"bound": bound, "imported": self.namespace.imported(bound)}
@@ -180,6 +188,7 @@ class WorkerKernel(IPythonKernel):
             reply, ours = self._report(NAME_PROBLEM, str(problem)), {}
         except KeyboardInterrupt:  # between the lines of the cell; ipykernel would not reply
             reply, ours = self._report("KeyboardInterrupt", ""), {}
+        self._end_call(failed=reply["status"] != "ok")
         ours["seconds"] = time.perf_counter() - started
         flush_c_streams()
         return {**reply, "nbdist": ours}
@@ -196,6 +205,13 @@ class WorkerKernel(IPythonKernel):
             return self.scripts.run(script)
         except ScriptProblem as problem:
             return self._report(SCRIPT_FAILED, str(problem))
+
+    def _end_call(self, *, failed: bool) -> None:
+        """Keep nothing of a function call, if this was one."""
+        if self.namespace.has_call:
+            self.namespace.end_call()
+            if failed:
+                forget_errors(self.shell)
 
     def _report(self, name: str, message: str) -> dict[str, Any]:
         """Publish a failure outside the cell's code, as one line."""
@@ -275,6 +291,8 @@ def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
     # tqdm shows widgets in any shell whose configuration names IPKernelApp; ours are not relayed.
     shell.config.pop("IPKernelApp", None)
     shorten_lost_connections(shell)
+    show_groups(shell)
+    tell_classes(shell, app.session)
     app.kernel.namespace = Namespace(shell.user_ns)
     app.kernel.scripts = Scripts(shell)
     return app

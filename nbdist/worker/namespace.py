@@ -7,11 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nbdist.wire.calls import CALL, FunctionCall
 from nbdist.wire.memory import Segment
 from nbdist.wire.messages import Sync
 from nbdist.wire.payload import Payload, SegmentRef, open_payload, pack_frames
 from nbdist.wire.pickling import pickle, unpickle
 from nbdist.wire.scripts import Script
+from nbdist.wire.unshippable import PICKLING_ERRORS, blame
+from nbdist.worker.calling import CallNames
 
 
 class NameProblem(Exception):
@@ -57,6 +60,7 @@ class Namespace:
     def __init__(self, names: dict[str, Any]) -> None:
         self._names = names
         self._lent: Segment | None = None
+        self._calls = CallNames(names)
 
     def start_with(self, names: Mapping[str, Any]) -> None:
         """Bind what every worker has from its start."""
@@ -83,6 +87,18 @@ class Namespace:
                 f"{type(error).__name__}: {error}"
             ) from error
         self._names.update(names)
+        if isinstance(call := names.get(CALL), FunctionCall):
+            self._calls.begin(call)
+
+    @property
+    def has_call(self) -> bool:
+        """Whether a function is being called, rather than a cell run."""
+        return self._calls.call is not None
+
+    def end_call(self) -> None:
+        """Keep nothing of it; does nothing where there was none."""
+        if self.has_call:
+            self._calls.end()
 
     def snapshot(self) -> dict[str, int]:
         """Which object each name is bound to; compare with `bound_since`."""
@@ -114,12 +130,32 @@ class Namespace:
         try:
             pickled = pickle(values, self._names, tensors_to_cpu=True)
         except Exception as error:  # a user's __reduce__ can raise anything
-            raise NameProblem(
-                f"`{', '.join(expressions)}` cannot be sent to the notebook: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            raise self._unsendable(expressions, values, error) from error
         payload, self._lent = pack_frames(pickled.frames)
         return payload
+
+    def _unsendable(
+        self, expressions: Sequence[str], values: Mapping[str, Any], error: Exception
+    ) -> NameProblem:
+        """Which part of what a function returned cannot be sent, and why."""
+        call = self._calls.call
+        if call is None:
+            return NameProblem(
+                f"`{', '.join(expressions)}` cannot be sent to the notebook: "
+                f"{type(error).__name__}: {error}"
+            )
+        (value,) = values.values()
+        path, kind, why, _ = blame("result", value, self._fails, error)
+        what = f"what {call.title} returned"
+        part = what if path == "result" else f"{what}: `{path}`"
+        return NameProblem(f"{part} ({kind}) cannot be sent back: {why}.")
+
+    def _fails(self, value: Any) -> bool:
+        try:
+            pickle(value, self._names, sketch=True)
+        except PICKLING_ERRORS:
+            return True
+        return False
 
 
 def _script_of(fields: Mapping[str, Any] | None) -> Script | None:

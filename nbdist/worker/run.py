@@ -32,6 +32,7 @@ def run_worker(orders: RankStart) -> None:
     group = Group(orders) if orders.world.backend is not None else None
     app.kernel.group = group
     answer_control(app.kernel, group, Scaling(orders, app.kernel.namespace, group))
+    write_all(mark(orders.token, "up"))
     if group is not None:
         group.form()
     write_all(mark(orders.token, "ready"))

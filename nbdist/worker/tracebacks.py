@@ -1,4 +1,4 @@
-"""Tracebacks of collectives that were broken open, in little time.
+"""What a worker tells of exceptions besides what IPython does, and what it does not.
 
 IPython reads and colours the source of every frame, 50 to 100 ms a rank; where one rank has
 failed, all others would do so at once, for what the notebook then shows in one line.
@@ -6,6 +6,9 @@ failed, all others would do so at once, for what the notebook then shows in one 
 
 from __future__ import annotations
 
+import builtins
+import os
+import sys
 import traceback
 from types import TracebackType
 from typing import Any
@@ -38,3 +41,49 @@ def shorten_lost_connections(shell: Any) -> None:
         return [*lines, f"{kind.__name__}: {error}"]
 
     shell.InteractiveTB.structured_traceback = structured_traceback
+
+
+def tell_classes(shell: Any, session: Any) -> None:
+    """Have the session send an exception's classes along, by which others may catch it."""
+    show = shell._showtraceback
+
+    def show_with_classes(kind: type[BaseException], error: Any, lines: Any) -> None:
+        session.kinds = tuple(f"{base.__module__}:{base.__qualname__}" for base in kind.__mro__)
+        try:
+            show(kind, error, lines)
+        finally:
+            session.kinds = ()
+
+    shell._showtraceback = show_with_classes
+
+
+def show_groups(shell: Any) -> None:
+    """Have the shell show exception groups as it does all others.
+
+    IPython prints them like text, so that nobody would know that the cell has failed.
+    """
+    whole = shell.showtraceback
+
+    def showtraceback(exc_tuple: Any = None, *args: Any, **options: Any) -> None:
+        kind, error, tb = exc_tuple or sys.exc_info()
+        if not _has_group(error):
+            whole(exc_tuple, *args, **options)
+            return
+        shell._get_exc_info(exc_tuple)  # it keeps them for debuggers
+        while tb is not None and IN_IPYTHON in tb.tb_frame.f_code.co_filename:
+            tb = tb.tb_next
+        lines = traceback.format_exception(kind, error, tb)
+        shell._showtraceback(kind, error, [line.rstrip("\n") for line in lines])
+
+    shell.showtraceback = showtraceback
+
+
+IN_IPYTHON = f"{os.sep}IPython{os.sep}"
+
+
+def _has_group(error: BaseException | None) -> bool:
+    """Whether it is a group, or was raised while one was handled."""
+    kind = getattr(builtins, "BaseExceptionGroup", ())  # since Python 3.11
+    while error is not None and not isinstance(error, kind):
+        error = error.__context__
+    return error is not None

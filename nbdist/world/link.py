@@ -14,10 +14,12 @@ import shutil
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import zmq
 
@@ -39,6 +41,7 @@ from nbdist.wire.messages import (
     Request,
     Run,
     Seen,
+    Starting,
 )
 from nbdist.wire.outputs import Died, Output
 from nbdist.world.launcher import AgentProcess, Launcher
@@ -50,6 +53,7 @@ HELLO_TIMEOUT = 30.0
 CALL_TIMEOUT = 240.0
 """Longer than an agent takes for its slowest answer, a start; `AgentLost` comes at once."""
 LEAVE_TIMEOUT = 8.0
+TICK = 0.25
 SHORTEST_WAIT = 0.001
 """A queue's `get` with some microseconds can find them negative, and waits for ever."""
 
@@ -78,6 +82,7 @@ class Link:
         self._hello: Future[Hello] = Future()
         self._lost: AgentLost | None = None
         self._opened = self._closing = False
+        self._up = 0
         self._launched = threading.Event()
         self._identity = b""
         self.agents: list[AgentProcess] = []
@@ -105,7 +110,23 @@ class Link:
 
     def call(self, request: Request, timeout: float = CALL_TIMEOUT) -> Reply:
         """The agent's reply.  Raises AgentLost, StartError, or KeyboardInterrupt on Stop."""
-        self._wait_for_hello()
+        calling = self.calling(request, timeout, tick=timeout)
+        while True:
+            try:
+                next(calling)
+            except StopIteration as ended:
+                reply: Reply = ended.value
+                return reply
+
+    def calling(
+        self, request: Request, timeout: float = CALL_TIMEOUT, tick: float = TICK
+    ) -> Generator[int, None, Reply]:
+        """The same, but comes round every `tick` seconds; the reply is what it ends with.
+
+        What it yields is how many of the workers that are being started are up.
+        """
+        self._up = 0
+        yield from self._wait_for_hello(tick)
         answer: Future[Reply] = Future()
         number = next(self._numbers)
         self._answers[number] = answer
@@ -113,7 +134,8 @@ class Link:
         if self._lost is not None:
             raise self._lost
         try:
-            return answer.result(timeout)
+            yield from self._until_done(answer, timeout, tick)
+            return answer.result()
         except FutureTimeoutError:
             raise self._lost_now() from None
         finally:
@@ -174,9 +196,10 @@ class Link:
         with suppress(BlockingIOError):  # full of wakes, so it will wake
             os.write(self._wake_end, b"x")
 
-    def _wait_for_hello(self) -> None:
+    def _wait_for_hello(self, tick: float) -> Iterator[int]:
         try:
-            hello = self._hello.result(HELLO_TIMEOUT)
+            yield from self._until_done(self._hello, HELLO_TIMEOUT, tick)
+            hello = self._hello.result()
         except FutureTimeoutError:
             raise self._start_error("said nothing within 30 s") from None
         except AgentLost as lost:
@@ -185,6 +208,14 @@ class Link:
             raise StartError(None, os.uname().nodename, self._launcher, str(error)) from None
         if hello.version != __version__:
             raise self._start_error(f"is nbdist {hello.version}, the notebook {__version__}")
+
+    def _until_done(self, future: Future[Any], timeout: float, tick: float) -> Iterator[int]:
+        """FutureTimeoutError after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while wait([future], min(tick, deadline - time.monotonic())).not_done:
+            if time.monotonic() >= deadline:
+                raise FutureTimeoutError
+            yield self._up
 
     def _start_error(self, why: str) -> StartError:
         agent = self.agents[0]
@@ -246,6 +277,8 @@ class Link:
                 self._arrive(*items, Received())
             case Seen() as seen:
                 self._arrive(seen)
+            case Starting(up):
+                self._up = up
 
     def _arrive(self, *items: Item | Received | Seen | AgentLost) -> None:
         self.arrived.extend(items)

@@ -283,7 +283,7 @@ class RunningCell:
         """The same without what it imported."""
         return frozenset().union(*(done.made for done in self._done().values()))
 
-    def result(self) -> CellResult:
+    def result(self) -> CellResult[Any]:
         """Wait until it ends, and say what became of it; does not raise for failed ranks."""
         for _ in self:
             pass
@@ -291,7 +291,8 @@ class RunningCell:
             rank: self._value(done) for rank, done in self._done().items() if done.status == "ok"
         }
         seconds = self.transcript.elapsed(time.monotonic())
-        return CellResult(self.cell, self.transcript, seconds, self.transcript.errors, values)
+        errors, hosts = self.transcript.errors, self._world.hosts
+        return CellResult(self.cell, self.transcript, seconds, errors, values, hosts)
 
     def error(self) -> NbdistError | None:
         """The one error that a failed or unfinished cell raises; None when all went well."""
@@ -320,7 +321,7 @@ class RunningCell:
         )
         if self.freed:
             error.add(f"{waits_text(self.freed)}: freed; all variables are kept.")
-        return error.as_raised(first.name)
+        return error.as_raised(first.kinds)
 
     def payloads(self) -> dict[int, Payload]:
         """The values that were fetched, as they came."""

@@ -5,18 +5,20 @@ from __future__ import annotations
 import sys
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from nbdist import topology
 from nbdist.errors import (
     AgentLost,
+    NbdistError,
     StartError,
     WorldNotStarted,
 )
+from nbdist.wire.cleaned import CLEAN, Cleaned
 from nbdist.wire.looks import GetStacks, Stack
 from nbdist.wire.messages import (
     Cell,
@@ -34,7 +36,7 @@ from nbdist.wire.messages import (
 )
 from nbdist.wire.outputs import Died
 from nbdist.wire.payload import Payload, pack_names
-from nbdist.world import healing, keeping, scaling, syncing
+from nbdist.world import calling, healing, keeping, scaling, syncing
 from nbdist.world.launcher import find_launcher
 from nbdist.world.link import Link
 from nbdist.world.losses import Losses
@@ -44,8 +46,12 @@ from nbdist.world.running import News, RunningCell
 from nbdist.world.scripts import find_script, run_script
 from nbdist.world.setup import Setup
 from nbdist.world.spec import Asked, make_spec, scaled
+from nbdist.world.starting import show_on_terminal, starting_texts
 from nbdist.world.states import Event, State, next_state
 from nbdist.world.watch import Patience
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 STOP_GRACE = 2.0
 """Seconds that idle workers have to run their exit handlers."""
@@ -151,8 +157,13 @@ class World:
     def start(self) -> None:
         """Start the workers and form their group; does nothing when they are there.
 
-        Raises StartError with the rank's last lines; nothing of the world is left then.
+        Where it takes long it says so on stderr, if that is a terminal.  Raises StartError with
+        the rank's last lines; nothing of the world is left then.
         """
+        show_on_terminal(starting_texts(self))
+
+    def starting(self) -> Iterator[int]:
+        """The same, but says several times a second how many workers are up so far."""
         if self.state not in (State.STOPPED, State.LOST):
             return
         self.advance(Event.START)
@@ -161,7 +172,7 @@ class World:
             if self._link is None or not self._link.is_up:
                 self._link = Link(find_launcher(self.launcher), nursery=self._spec.use_nursery)
                 self._link.open()
-            started = self._link.call(StartWorld(self._spec))
+            started = yield from self._link.calling(StartWorld(self._spec))
         except BaseException:  # Stop too: whatever has been started is ended
             self.advance(Event.START_FAILED)
             self._close_link()
@@ -322,7 +333,7 @@ class World:
         names: Mapping[str, Any] | None = None,
         fetch: Sequence[str] = (),
         setup: bool = False,
-    ) -> CellResult:
+    ) -> CellResult[Any]:
         """Run source on all ranks, or some, and wait for it.
 
         Args:
@@ -339,10 +350,7 @@ class World:
         payload, segment = pack_names(names, self.namespace)
         cell = self.cell(source, ranks=ranks, names=payload, fetch=tuple(fetch))
         try:
-            running = self.submit(cell)
-            result = running.result()
-            if error := running.error():
-                raise error
+            result = calling.outcome(self.submit(cell))
             if setup:
                 self.setup.keep(source, cell, segment)
                 segment = None
@@ -358,13 +366,38 @@ class World:
         module: bool = False,
         ranks: Sequence[int] | None = None,
         max_restarts: int = 0,
-    ) -> CellResult:
+    ) -> CellResult[Any]:
         """Run a script, or a module by its name, in the workers' own `__main__`.
 
         Raises as `execute` does; where it fails it is run again `max_restarts` times before.
         """
         script = find_script("module" if module else "file", program, args)
         return run_script(self, script, ranks, max_restarts)
+
+    def run(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> CellResult[R]:
+        """Call a function on all ranks at once: `.rank(i)` is what it returned there.
+
+        It, its arguments and the names of `__main__` that it uses travel to the workers, and
+        are gone from there afterwards; names that the workers have bound themselves it finds
+        as they are there.  What it binds by `global` stays.
+
+        Raises:
+            UnshippableName: something of it cannot be pickled; nothing has run.
+            WorkerError: it raised on a rank; `except ValueError` catches it too, where that
+                is what it raised.  WorkerDied: a rank's process ended.
+        """
+        try:
+            return calling.run_call(self, function, args, kwargs)
+        except NbdistError as error:
+            raise error.with_traceback(None)  # noqa: B904 (it is the same error, with less to read)
+
+    def clean(self, ranks: Sequence[int] | None = None) -> CellResult[Cleaned]:
+        """Have workers let go of memory that nobody needs; says how much they had and have.
+
+        Of the last exception and what its frames hold, of what cells have shown (`Out`, `_`),
+        of cycles, and of the GPU memory that torch keeps for the next tensors.
+        """
+        return self.execute("", ranks=ranks, fetch=(CLEAN,))
 
     def gather(self, name: str, ranks: Sequence[int] | None = None) -> list[Any]:
         """The value of a name on each rank, in rank order; tensors arrive on the CPU."""
@@ -430,6 +463,11 @@ class World:
     def advance(self, event: Event) -> None:
         """The only door to another state."""
         self.state = next_state(self.state, event)
+
+    @property
+    def hosts(self) -> dict[int, tuple[str, int]]:
+        """The machine of each rank, and its number there."""
+        return {rank: (self.host, rank) for rank in range(self.size)}
 
     @property
     def made_lately(self) -> frozenset[str]:

@@ -622,10 +622,12 @@ def test_caught_by_its_own_type(world: World, source: str, kind: type[Exception]
 
 
 def test_exceptions_of_the_users_own(world: World) -> None:
-    """Nobody else knows them by their names."""
+    """Nobody else knows them by their names, but what they come from."""
     with pytest.raises(WorkerError, match="Own: bad") as caught:
-        world.execute("class Own(ValueError): pass\nraise Own('bad')")
+        world.execute("class Own(Exception): pass\nraise Own('bad')")
     assert type(caught.value) is WorkerError
+    with pytest.raises(ValueError, match="Own: bad"):
+        world.execute("class Own(ValueError): pass\nraise Own('bad')")
 
 
 REPLACED = r"was replaced and has lost its variables \(.+\); the others keep theirs\."

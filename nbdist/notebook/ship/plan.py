@@ -7,18 +7,15 @@ in `Ledger` (who owns a name) and in `_Plan` (what has changed, what belongs tog
 
 from __future__ import annotations
 
-import re
 import sys
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pickle import PicklingError
 from typing import Any
 
 from nbdist.errors import count, name_ranks
 from nbdist.notebook.ship.ledger import Ledger, Record
 from nbdist.notebook.ship.names import dotted_names, names_used
-from nbdist.notebook.ship.unshippable import parts, unshippable
 from nbdist.notebook.ship.versions import (
     DIGEST_LIMIT,
     Identity,
@@ -27,36 +24,17 @@ from nbdist.notebook.ship.versions import (
     is_atomic,
     size_of,
 )
-from nbdist.wire.definitions import Import
+from nbdist.wire.definitions import SYSTEM_NAMES, Import
 from nbdist.wire.memory import Segment
 from nbdist.wire.payload import Payload, pack_frames
 from nbdist.wire.pickling import Pickled, join, pickle
+from nbdist.wire.unshippable import PICKLING_ERRORS, parts, unshippable
 
 BIG = 64 * 1024 * 1024
 """From this many bytes on the user is told before something is sent."""
 
 WORKERS_OWN = frozenset({"rank", "world_size", "local_rank", "device"})
 _WORKERS_MODULES = {"torch": "torch", "dist": "torch.distributed"}
-
-# What IPython keeps in the namespace for itself.
-_SYSTEM = re.compile(r"_+|_i+|_i?\d+|_[dio]h|_exit_code|__\w+__|In|Out|exit|quit|get_ipython")
-
-# What pickling raises: its own error, what C types and closures say (TypeError,
-# AttributeError), ctypes (ValueError), torch and multiprocessing (RuntimeError), and what
-# `__reduce__` and `__getstate__` of users' classes raise on purpose.
-_PICKLING_ERRORS = (
-    *(
-        PicklingError,
-        TypeError,
-        AttributeError,
-        ValueError,
-        RuntimeError,
-        LookupError,
-        OSError,
-        ImportError,
-    ),
-    *(AssertionError, ArithmeticError),
-)
 
 _MISSING = object()
 
@@ -158,7 +136,7 @@ class _Plan:
     def _is_ours(self, name: str) -> bool:
         """Whether the notebook's value of a name is for the workers; tells the user why not."""
         value = self._names[name]
-        if _SYSTEM.fullmatch(name) or self._hidden.get(name, _MISSING) is value:
+        if SYSTEM_NAMES.fullmatch(name) or self._hidden.get(name, _MISSING) is value:
             return False
         if name in WORKERS_OWN:
             if self._ledger.record(name) is None and self._ledger.tell_once(name):
@@ -233,7 +211,7 @@ class _Plan:
     def _pickle(self, values: dict[str, Any], *, sketch: bool = False) -> Pickled:
         try:
             return pickle(values, self._names, sketch=sketch)
-        except _PICKLING_ERRORS as problem:
+        except PICKLING_ERRORS as problem:
             for name in values:
                 if self._fails(self._names[name]):
                     raise unshippable(name, self._names[name], self._fails, problem) from problem
@@ -242,7 +220,7 @@ class _Plan:
     def _fails(self, value: Any) -> bool:
         try:
             pickle(value, self._names, sketch=True)
-        except _PICKLING_ERRORS:
+        except PICKLING_ERRORS:
             return True
         return False
 
@@ -307,7 +285,7 @@ class _Plan:
                 value = self._names[name]
                 try:
                     pickled = pickle({name: value}, self._names, sketch=True)
-                except _PICKLING_ERRORS:
+                except PICKLING_ERRORS:
                     continue  # This cell does not use it; the one that does will say so.
                 record = self._ledger.record(name) or _record_of(value, pickled)
                 self._looks[name] = _Look(value, record, changed=False, pickled=pickled)
@@ -362,7 +340,7 @@ class _Plan:
     def _size(self, part: Any) -> int:
         try:
             return size_of(pickle(part, self._names, sketch=True).frames)
-        except _PICKLING_ERRORS:
+        except PICKLING_ERRORS:
             return 0  # It was left out by what holds it.
 
 

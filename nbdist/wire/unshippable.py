@@ -1,6 +1,7 @@
 """Why a value cannot be pickled: the part of it that is to blame, and what to do instead.
 
-`nbdist.notebook.ship.plan` asks after pickling has failed.
+Asked after pickling has failed: by the notebook's side for what goes to the workers, by a worker
+for what goes back.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 import io
 import itertools
 import multiprocessing.process
+import pickle
 import socket
 import subprocess
 import threading
@@ -27,6 +29,23 @@ from nbdist.errors import UnshippableName
 SEARCH_TIMEOUT = 1.0
 DEEPEST = 12
 WIDEST = 1000
+
+# What pickling raises: its own error, what C types and closures say (TypeError,
+# AttributeError), ctypes (ValueError), torch and multiprocessing (RuntimeError), and what
+# `__reduce__` and `__getstate__` of users' classes raise on purpose.
+PICKLING_ERRORS = (
+    *(
+        pickle.PicklingError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        RuntimeError,
+        LookupError,
+        OSError,
+        ImportError,
+    ),
+    *(AssertionError, ArithmeticError),
+)
 
 _LOCKS = (
     *(type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event),
@@ -143,13 +162,20 @@ def unshippable(
     `fails` tries to pickle a part.  The search ends after about a second, with what it
     has found by then.
     """
+    return UnshippableName(name, *blame(name, value, fails, problem))
+
+
+def blame(
+    name: str, value: Any, fails: Callable[[Any], bool], problem: BaseException
+) -> tuple[str, str, str, str]:
+    """The path from the name to the culprit, its type, why it cannot travel, and what to do."""
     path, culprit = _find_culprit(name, value, fails)
     if kind := _kind_of(culprit):
-        return UnshippableName(name, path, kind.word, kind.why, kind.remedy)
+        return path, kind.word, kind.why, kind.remedy
     said = str(problem).splitlines() or [type(problem).__name__]
     why = f"it cannot be pickled ({said[0].rstrip('.')})"
     remedy = "make it inside the cell, or give its class a `__reduce__` that says how to make it"
-    return UnshippableName(name, path, type_name(culprit), why, remedy)
+    return path, type_name(culprit), why, remedy
 
 
 def type_name(value: Any) -> str:
