@@ -48,6 +48,7 @@ from nbdist.wire.messages import (
     Interrupt,
     Kill,
     Leave,
+    LetGo,
     LivingGroups,
     Look,
     RankStart,
@@ -169,6 +170,8 @@ class Agent:
                 self._do(self._look(ranks))
             case Free(ranks):
                 self._do(self._free(ranks))
+            case LetGo(cell_id, ranks):
+                self._do(self._let_go(cell_id, ranks))
             case Received():
                 self._outbox.acknowledge()
             case Leave():
@@ -220,6 +223,10 @@ class Agent:
     async def _free(self, ranks: Sequence[int]) -> None:
         asked = (rank.ask({"do": "free"}, FREE_TIMEOUT) for rank in self._living(ranks))
         await asyncio.gather(*asked)
+
+    async def _let_go(self, cell_id: str, ranks: Sequence[int]) -> None:
+        order = {"do": "let_go", "cell": cell_id}
+        await asyncio.gather(*(rank.ask(order, FREE_TIMEOUT) for rank in self._living(ranks)))
 
     def _living(self, ranks: Iterable[int]) -> list[Rank]:
         found = (self._ranks[rank] for rank in ranks if rank in self._ranks)

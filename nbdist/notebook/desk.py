@@ -341,11 +341,13 @@ class Desk:
             self.ledger.bound_on_workers([target], on)
 
     def values(self, world: World, expression: str, on: Sequence[int]) -> list[Any]:
-        """The values of an expression on some ranks."""
+        """The values of an expression on some ranks, in rank order."""
         running = world.submit(world.cell("", ranks=on, fetch=(expression,)))
         stopped = self.follow(running, None)
         self.check_end(world, running, stopped=stopped)
-        return list(running.result())
+        values = list(running.result())
+        running.let_go()
+        return values
 
     def notice_cell(self, raw_cell: str) -> None:
         """A cell of the notebook has run: what it bound is the notebook's."""

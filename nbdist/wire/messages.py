@@ -325,6 +325,14 @@ class Free:
 
 
 @dataclass(frozen=True, slots=True)
+class LetGo:
+    """Notebook to agent: what these ranks sent back of a cell has been read."""
+
+    cell_id: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Received:
     """Notebook to agent: one more batch of outputs has been taken in."""
 
@@ -375,5 +383,5 @@ class Outputs:
     items: tuple[tuple[int, str, Output], ...]
 
 
-Down = Call | Run | Look | Free | Received | Leave
+Down = Call | Run | Look | Free | LetGo | Received | Leave
 Up = Hello | Answer | Outputs | Seen | Starting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,7 @@ def pack_names(
     if not names:
         return None, None
     pickled = pickle(dict(names), namespace)
-    if missing := pickled.needs - names.keys():
+    if missing := pickled.needs - names.keys() - vars(builtins).keys():
         listed = ", ".join(sorted(missing))
         raise UsageError(f"The functions among `names` use {listed}: pass these too.")
     return pack_frames(pickled.frames)

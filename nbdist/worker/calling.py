@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 from nbdist.wire.calls import CALL, FunctionCall
@@ -44,8 +43,8 @@ class CallNames:
     def end(self) -> None:
         """Bind none of it any more.
 
-        But where the call has bound names itself, by `global`, the functions, classes and
-        modules stay that what it bound may use.
+        But where the call has bound names itself, by `global`, they stay: what it bound may
+        use them later.  They give way to those of the next call.
         """
         self.call = None
         self._namespace.pop(CALL, None)
@@ -61,7 +60,7 @@ class CallNames:
                 continue  # the call has bound or deleted it
             if name in covered:
                 self._namespace[name] = covered[name]
-            elif has_bound and isinstance(value, type | types.FunctionType | types.ModuleType):
+            elif has_bound:
                 self._left[name] = value
             else:
                 del self._namespace[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import gc
 import re
@@ -18,6 +19,9 @@ from nbdist.wire.cleaned import Cleaned
 
 LAST_VALUE = re.compile(r"_+|_\d+")
 """Names under which IPython keeps what cells have shown."""
+
+_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())
+"""Since Python 3.11."""
 
 
 def clean() -> Cleaned:
@@ -47,7 +51,7 @@ def forget_errors(shell: Any) -> None:
         for each in _with_causes(error):
             # Of frames that still run it clears nothing.
             traceback.clear_frames(each.__traceback__)
-            each.__traceback__ = None
+            each.with_traceback(None)  # a class can refuse to have attributes set
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         if hasattr(sys, name):
             delattr(sys, name)
@@ -65,7 +69,9 @@ def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
         if found is not None and id(found) not in seen:
             seen.add(id(found))
             yield found
-            waiting += [found.__context__, found.__cause__, *getattr(found, "exceptions", ())]
+            waiting += [found.__context__, found.__cause__]
+            if isinstance(found, _GROUP):
+                waiting += found.exceptions
 
 
 def _forget_shown(shell: Any) -> None:

@@ -20,9 +20,10 @@ def answer_control(kernel: WorkerKernel, group: Group | None, scaling: Scaling) 
     """Have the kernel answer `nbdist_request` on its control channel.
 
     `{"do": "look"}` asks where the main thread is, `"where"` for less of it, `"stack"` for its
-    calls, `"last"` for the last collective, `"living"` for the groups there are; `"free"`
-    breaks collectives open, `"form"` makes the groups whole again, `"scale"` makes another one
-    of another size.  The answer holds `error` where that failed.
+    calls, `"last"` for the last collective, `"living"` for the groups there are; `"let_go"`
+    says that what a cell sent back has been read; `"free"` breaks collectives open, `"form"`
+    makes the groups whole again, `"scale"` makes another one of another size.  The answer
+    holds `error` where that failed.
     """
     watcher = Watcher(kernel.shell, group, kernel.scripts)
 
@@ -39,6 +40,8 @@ def answer_control(kernel: WorkerKernel, group: Group | None, scaling: Scaling) 
             case {"do": "living"}:
                 living = {"members": {}} if group is None else group.living()
                 return {"world_size": scaling.world_size, **living}
+            case {"do": "let_go"}:
+                kernel.namespace.let_go(request["cell"])
             case {"do": "free"} if group is not None:
                 ended = group.free()
                 if group.uses_nccl and watcher.is_in_cell:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -180,7 +181,7 @@ class WorkerKernel(IPythonKernel):
             bound = sorted(self.namespace.bound_since(before) | synced)
             ours: dict[str, Any] = {"bound": bound, "imported": self.namespace.imported(bound)}
             if orders.fetch and reply["status"] == "ok":
-                payload = self.namespace.fetch(orders.fetch)
+                payload = self.namespace.fetch(orders.fetch, orders.cell_id)
                 ours["frames"] = [frame.hex() for frame in payload.frames]
                 if payload.segment:
                     ours["segment"] = [payload.segment.path, payload.segment.sizes]
@@ -212,6 +213,7 @@ class WorkerKernel(IPythonKernel):
             self.namespace.end_call()
             if failed:
                 forget_errors(self.shell)
+                gc.collect()  # what looked at the frames refers to them in cycles
 
     def _report(self, name: str, message: str) -> dict[str, Any]:
         """Publish a failure outside the cell's code, as one line."""

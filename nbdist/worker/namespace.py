@@ -59,7 +59,7 @@ class Namespace:
 
     def __init__(self, names: dict[str, Any]) -> None:
         self._names = names
-        self._lent: Segment | None = None
+        self._lent: dict[str, Segment] = {}
         self._calls = CallNames(names)
 
     def start_with(self, names: Mapping[str, Any]) -> None:
@@ -74,9 +74,8 @@ class Namespace:
     def receive(self, payload: Payload | None) -> None:
         """Bind the names that came along; with none of them bound when one cannot be read."""
         # What the last cell brought back has been read by now.
-        if self._lent is not None:
-            self._lent.close()
-            self._lent = None
+        for cell_id in list(self._lent):
+            self.let_go(cell_id)
         if payload is None:
             return
         try:
@@ -100,6 +99,11 @@ class Namespace:
         if self.has_call:
             self._calls.end()
 
+    def let_go(self, cell_id: str) -> None:
+        """What this cell sent back has been read.  Also called on the control thread."""
+        if segment := self._lent.pop(cell_id, None):
+            segment.close()
+
     def snapshot(self) -> dict[str, int]:
         """Which object each name is bound to; compare with `bound_since`."""
         return {name: id(value) for name, value in self._names.items()}
@@ -116,10 +120,10 @@ class Namespace:
         """Those of them that are modules, or functions and classes of modules."""
         return [name for name in names if _is_imported(self._names.get(name))]
 
-    def fetch(self, expressions: Sequence[str]) -> Payload:
+    def fetch(self, expressions: Sequence[str], cell_id: str) -> Payload:
         """The values of some names (or expressions), CUDA tensors moved to the CPU.
 
-        A big payload stays in memory that this process lends until its next cell.
+        A big payload stays in memory that this process lends until `let_go`, or its next cell.
         """
         values = {}
         for expression in expressions:
@@ -131,7 +135,9 @@ class Namespace:
             pickled = pickle(values, self._names, tensors_to_cpu=True)
         except Exception as error:  # a user's __reduce__ can raise anything
             raise self._unsendable(expressions, values, error) from error
-        payload, self._lent = pack_frames(pickled.frames)
+        payload, segment = pack_frames(pickled.frames)
+        if segment is not None:
+            self._lent[cell_id] = segment
         return payload
 
     def _unsendable(

@@ -55,6 +55,7 @@ def outcome(running: RunningCell) -> CellResult[Any]:
         raise
     error = running.error()
     if error is None:
+        running.let_go()
         return result
     if isinstance(error, WorkerError):
         error.show(f"rank {error.rank}:", *rank_lines(running.transcript[error.rank].error))

@@ -34,6 +34,7 @@ from nbdist.wire.messages import (
     Free,
     Hello,
     Leave,
+    LetGo,
     Look,
     Outputs,
     Received,
@@ -152,6 +153,10 @@ class Link:
     def free(self, ranks: tuple[int, ...]) -> None:
         """Break open the collectives that these ranks wait in."""
         self._send(Free(ranks))
+
+    def let_go(self, cell_id: str, ranks: tuple[int, ...]) -> None:
+        """Have these ranks no longer keep what they sent back of a cell."""
+        self._send(LetGo(cell_id, ranks))
 
     def wait(self, timeout: float) -> None:
         """Until something is in `arrived`, at most `timeout` seconds.

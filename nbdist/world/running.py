@@ -327,6 +327,12 @@ class RunningCell:
         """The values that were fetched, as they came."""
         return {rank: done.values for rank, done in self._done().items() if done.values}
 
+    def let_go(self) -> None:
+        """The values have been read: workers need not keep the memory that they came in."""
+        lent = (rank for rank, payload in self.payloads().items() if payload.segment)
+        if ranks := tuple(lent):
+            self._world.link.let_go(self.cell.id, ranks)
+
     def _done(self) -> dict[int, Done]:
         return {track.rank: track.done for track in self.transcript if track.done is not None}
 

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from nbdist.world.world import World
 
 
-def run_script(world: World, script: Script, ranks: Sequence[int] | None, most: int) -> CellResult[Any]:
+def run_script(
+    world: World, script: Script, ranks: Sequence[int] | None, most: int
+) -> CellResult[Any]:
     """Run it on some ranks, again at most so many times where it fails, and wait for it."""
     cell = script_cell(world.cell("", ranks=ranks), script)
     check_most(most)

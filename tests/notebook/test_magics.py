@@ -15,6 +15,7 @@ from tests.notebook.front_end import WAIT, Notebook, body
 pytestmark = pytest.mark.shared_world
 
 MAGICS = (
+    "%dist_clean",
     "%dist_gather",
     "%dist_init",
     "%dist_interrupt",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from nbdist.notebook.magics.cells import CellMagics
 from nbdist.notebook.magics.environ import EnvironMagics
 from nbdist.notebook.magics.looks import LookMagics
+from nbdist.notebook.magics.memory import MemoryMagics
 from nbdist.notebook.magics.scaling import ScalingMagics
 from nbdist.notebook.magics.scripts import ScriptMagics
 from nbdist.notebook.magics.values import ValueMagics
@@ -20,4 +21,5 @@ ALL_MAGICS = (
     EnvironMagics,
     ScriptMagics,
     ScalingMagics,
+    MemoryMagics,
 )

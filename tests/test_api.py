@@ -1,0 +1,286 @@
+"""Tests of the Python API as people use it: in plain scripts, and under a type checker."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pexpect
+import pytest
+
+import nbdist
+
+ROOT = Path(__file__).parent.parent
+
+
+def environment(**more: str) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "NBDIST_LOG_DIR": "", **more}
+
+
+def run_script(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
+    """`python train.py` in a folder of its own."""
+    script = folder / "train.py"
+    script.write_text(source)
+    return subprocess.run(
+        [sys.executable, script.name],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=50,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+TORCHRUNX = """
+import torch
+import torch.nn as nn
+import nbdist
+
+
+def train(model: nn.Module, num_steps: int = 5) -> nn.Module:
+    rank = torch.distributed.get_rank()
+    ddp_model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(ddp_model.parameters())
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        inputs = torch.randn(5, 10) + rank
+        labels = torch.randn(5, 10)
+        outputs = ddp_model(inputs)
+        loss = nn.functional.mse_loss(outputs, labels)
+        loss.backward()
+        optimizer.step()
+    return ddp_model.module
+
+
+model = nn.Linear(10, 10)
+before = model.weight.clone()
+with nbdist.World(n=2) as world:
+    results = world.run(train, model, num_steps=3)
+trained_model: nn.Module = results.rank(0)
+torch.save(trained_model.state_dict(), "output.pth")
+
+also = results.index(hostname="localhost", local_rank=0)
+assert also is trained_model
+loaded = torch.load("output.pth")
+assert torch.equal(loaded["weight"], results.rank(1).weight)
+assert not torch.equal(loaded["weight"], before)
+assert torch.equal(model.weight, before)
+print("done")
+"""
+
+
+def test_train_a_model_from_a_script(tmp_path: Path) -> None:
+    """A model goes in, its trained twin comes out and is saved; no `__main__` guard is needed."""
+    done = run_script(tmp_path, TORCHRUNX)
+    assert (done.stdout, done.stderr) == ("done\n", "")
+
+
+STAGES = """
+import os
+import psutil
+import nbdist
+
+BIG = 100 * 2**20
+me = psutil.Process()
+memory = [me.memory_info().rss]
+
+
+def fill(seed):
+    import torch
+    return float(torch.empty(BIG // 4).fill_(seed).sum() > 0) + int(os.environ["WORLD_SIZE"])
+
+
+def ended():
+    assert me.children(recursive=True) == [], me.children(recursive=True)
+    memory.append(me.memory_info().rss)
+
+
+@nbdist.distributed(n=3)
+def on_three(seed):
+    '''Fill memory on three.'''
+    return fill(seed)
+
+
+assert list(on_three(1)) == [4.0] * 3
+ended()
+with nbdist.World(1) as world:
+    assert [world.run(fill, 2).rank(0), world.run(on_three.function, 3).rank(0)] == [2.0, 2.0]
+ended()
+results = nbdist.run(fill, seed=1)
+assert list(results) == [len(results) + 1.0] * len(results)
+ended()
+print(on_three.__name__, on_three.__doc__, max(memory[2:]) - memory[1] < 8 * 2**20)
+"""
+
+
+def test_stages_of_different_size(tmp_path: Path) -> None:
+    """One after the other in one process; after each its workers are gone, and their memory."""
+    done = run_script(tmp_path, STAGES)
+    assert (done.stdout, done.stderr) == ("on_three Fill memory on three. True\n", "")
+
+
+FAILING = """
+import os
+import threading
+import nbdist
+
+class BadShard(ValueError):
+    pass
+
+def train(shard):
+    if os.environ["RANK"] == "1":
+        raise BadShard(f"bad {shard}")
+
+with nbdist.World(2) as world:
+    try:
+        world.run(train, threading.Lock())
+    except nbdist.UsageError as error:
+        print(error)
+    try:
+        world.execute("raise KeyError(rank)", ranks=[1])
+    except KeyError as error:
+        print(error)
+    try:
+        world.run(train, 1)
+    except BadShard as error:
+        print(error)
+nbdist.distributed(n=2)(train)(2)
+"""
+
+
+def test_error_in_a_script(tmp_path: Path) -> None:
+    """It can be caught by its class; uncaught it is short, and ends as it did on the rank."""
+    done = run_script(tmp_path, FAILING)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1
+    caught = done.stdout.splitlines()
+    assert caught[0].startswith("`shard` (thread lock) cannot be sent to the workers: ")
+    assert re.fullmatch(r"1 of 1 rank failed \(1\); first: rank 1 .+: KeyError: 1", caught[1])
+    assert re.fullmatch(r"1 of 2 ranks failed \(1\); first: rank 1 .+: BadShard: bad 1", caught[2])
+    assert lines[0] == "Traceback (most recent call last):"
+    assert re.findall(r'^  File .+/(\w+\.py)"', done.stderr, re.M) == ["train.py", "stages.py"]
+    assert "nbdist.errors.WorkerError: 1 of 2 ranks failed (1); first: rank 1 " in done.stderr
+    (place,) = [line for line in lines if line.startswith("File ")]
+    assert place.startswith(f"File {tmp_path}/train.py:11, in train(shard)")
+    assert lines[-1] == "BadShard: bad 2"
+    assert len(lines) < 20
+
+
+SLOW = """
+import nbdist
+from nbdist.world import starting
+starting.QUIET_SECONDS = 0.0
+with nbdist.World(2, nursery=False) as world:
+    print("result", list(world.run(lambda: 1)))
+"""
+
+
+def test_a_long_start_in_a_terminal(tmp_path: Path) -> None:
+    """How many workers are ready is told in one line, which is gone when they all are."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\n"
+        "while os.environ.get('RANK') == '1' and not os.path.exists('gate'):\n"
+        "    time.sleep(0.01)\n"
+    )
+    (tmp_path / "train.py").write_text(SLOW)
+    path = f"{tmp_path}{os.pathsep}{environment()['PYTHONPATH']}"
+    script = pexpect.spawn(
+        sys.executable,
+        ["train.py"],
+        cwd=tmp_path,
+        env={**environment(), "PYTHONPATH": path},
+        timeout=40,
+        encoding="utf-8",
+    )
+    try:
+        script.expect_exact("\r\x1b[Kstarting 2 workers: 1 ready")
+        (tmp_path / "gate").touch()
+        script.expect_exact("\r\x1b[Kresult [1, 1]\r\n")
+        script.expect(pexpect.EOF)
+    finally:
+        script.close(force=True)
+
+
+TYPED = """
+import nbdist
+
+def f(x: int, name: str = "") -> list[float]:
+    return [float(x)]
+
+@nbdist.distributed(n=2)
+def g(x: int) -> str:
+    return str(x)
+
+@nbdist.distributed
+def h(x: int) -> bytes:
+    return bytes(x)
+
+world = nbdist.World(2)
+reveal_type(world.run(f, 3).rank(0))
+reveal_type(nbdist.run(f, 3, name="a").index("localhost", local_rank=0))
+reveal_type(g(1).rank(0))
+reveal_type(list(h(1)))
+reveal_type(world.run(g.function, 1))
+world.run(f, "a")
+nbdist.run(f)
+g("a")
+h(y=1)
+"""
+
+TYPES = """
+18 note: Revealed type is "list[float]"
+19 note: Revealed type is "list[float]"
+20 note: Revealed type is "str"
+21 note: Revealed type is "list[bytes]"
+22 note: Revealed type is "nbdist.world.result.CellResult[str]"
+23 error: Argument 2 to "run" of "World" has incompatible type "str"; expected "int"
+24 error: Missing positional argument "x" in call to "run"
+25 error: Argument 1 to "__call__" of "Distributed" has incompatible type "str"; expected "int"
+26 error: Unexpected keyword argument "y" for "__call__" of "Distributed"
+"""
+
+LIBRARIES = ("IPython", "zmq", "psutil", "jupyter_client", "torch", "numpy", "cloudpickle")
+
+
+def test_types(tmp_path: Path) -> None:
+    """The function's types reach its results, and its arguments are checked."""
+    (tmp_path / "typed.py").write_text(TYPED)
+    skipped = "".join(f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in LIBRARIES)
+    (tmp_path / "mypy.ini").write_text(f"[mypy]\nfollow_imports = silent\n{skipped}")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "typed.py", "--hide-error-codes"],
+        cwd=tmp_path,
+        env=environment(MYPYPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=55,
+    )
+    found = re.findall(r"^typed\.py:(\d+): (.+)$", done.stdout, re.M)
+    found = [line for line in found if "defined in" not in line[1]]
+    shift = int(found[0][0]) - 18
+    assert [f"{int(line) - shift} {text}" for line, text in found] == TYPES.strip().splitlines()
+
+
+def test_distributed_says_what_it_is() -> None:
+    """With options and without, it keeps the function, and its name and text."""
+
+    def train() -> None:
+        """Trains."""
+
+    plain, four = nbdist.distributed(train), nbdist.distributed(n=4, backend="gloo")(train)
+    assert (plain.function, plain.options) == (train, {})
+    assert repr(four) == f"<distributed(n=4, backend='gloo') {train!r}>"
+    assert (four.__name__, four.__doc__) == ("train", "Trains.")  # type: ignore[attr-defined]
+
+
+def test_public_names() -> None:
+    """Each public name is there, and a wrong one is an AttributeError as in any module."""
+    for name in nbdist.__all__:
+        assert getattr(nbdist, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'launch'"):
+        _ = nbdist.launch

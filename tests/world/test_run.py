@@ -1,0 +1,442 @@
+"""Tests of functions called on all ranks: what goes there, what comes back, what is left."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from nbdist.errors import UnshippableName, UsageError, WorkerDied, WorkerError
+from nbdist.world.world import World
+
+pytestmark = pytest.mark.shared_world
+
+SOON = 10.0
+MEGABYTE = 2**20
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with World(2, log_dir="") as started:
+        yield started
+
+
+@pytest.fixture
+def main(world: World, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The `__main__` of a script, for `exec`."""
+    module = types.ModuleType("__main__")
+    module.__file__ = "/somewhere/script.py"
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    monkeypatch.setattr(world, "namespace", vars(module))
+    return vars(module)
+
+
+def wait_until(is_so: Callable[[], bool], what: str) -> None:
+    """Poll for a fact."""
+    deadline = time.monotonic() + SOON
+    while not is_so():
+        assert time.monotonic() < deadline, f"still not so after {SOON} s: {what}"
+        time.sleep(0.01)
+
+
+def my_rank(*args: Any, plus: int = 0) -> int:
+    return int(os.environ["RANK"]) + sum(args) + plus
+
+
+class Adder:
+    def __init__(self, amount: int) -> None:
+        self.amount = amount
+
+    def add(self, more: int) -> int:
+        return my_rank(self.amount, more)
+
+    __call__ = add
+
+
+def closure(amount: int) -> Callable[[int], int]:
+    return lambda more: my_rank(amount, more)
+
+
+# --- results ----------------------------------------------------------------------------
+
+
+def test_results(world: World) -> None:
+    """What each rank returned, by rank, by machine and local rank, and in rank order."""
+    results = world.run(my_rank, 10, plus=5)
+    assert (results.rank(0), results.rank(1)) == (15, 16)
+    assert results.index(hostname="localhost", local_rank=1) == 16
+    assert results.index(socket.gethostname(), 0) == 15
+    assert (list(results), len(results), results.errors) == ([15, 16], 2, {})
+    host = socket.gethostname()
+    with pytest.raises(UsageError) as caught:
+        results.index("elsewhere", 0)
+    said = f"No result of local rank 0 on elsewhere; there are {host} 0, {host} 1."
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        functools.partial(my_rank, 3),
+        Adder(3).add,
+        Adder(3),
+        closure(3),
+        lambda more: my_rank(3, more),
+    ],
+    ids=["partial", "method", "object", "closure", "lambda"],
+)
+def test_kinds_of_functions(world: World, function: Callable[[int], int]) -> None:
+    """Whatever can be called can be called on the ranks."""
+    assert list(world.run(function, 4)) == [7, 8]
+
+
+def test_they_meet(world: World) -> None:
+    """The function runs on all ranks at once, with their group."""
+
+    def total(start: int) -> float:
+        tensor = torch.ones(1) * (my_rank() + start)
+        torch.distributed.all_reduce(tensor)
+        return tensor.item()
+
+    assert list(world.run(total, 1)) == [3.0, 3.0]
+
+
+def test_models_and_tensors(world: World) -> None:
+    """Models and big tensors go there and come back, on the CPU, equal to what they were."""
+    model, weight = torch.nn.Linear(3, 2), torch.randn(1000, 1000)
+    back = world.run(lambda m, w: (m, w * my_rank(1)), model, weight)
+    assert torch.equal(back.rank(1)[0].weight, model.weight)
+    assert torch.equal(back.rank(1)[1], weight * 2)
+
+
+# --- the names of __main__ --------------------------------------------------------------
+
+SCRIPT = """
+import os
+from pathlib import Path
+K = 7
+class Base:
+    size = K
+class Model(Base):
+    def forward(self, x): return helper(x) + self.size
+def helper(x): return x + K
+def main(x): return Model().forward(x), Path(__file__).name
+"""
+
+
+def names_of(world: World) -> list[str]:
+    """What is in the workers' `__main__`."""
+    first, second = world.gather("sorted(globals())")
+    assert first == second
+    return list(first)
+
+
+def test_names_of_main(world: World, main: dict[str, Any]) -> None:
+    """A function finds what it uses of the script's `__main__`; afterwards nothing is left."""
+    exec(SCRIPT, main)
+    before = names_of(world)
+    assert list(world.run(main["main"], 1)) == [(15, "script.py")] * 2
+    assert names_of(world) == before
+    main["K"] = 8  # the classes have been made
+    assert world.run(main["main"], 1).rank(0) == (16, "script.py")
+
+
+def test_names_that_workers_bound(world: World, main: dict[str, Any]) -> None:
+    """What the workers have bound themselves functions find as it is there."""
+    world.execute("counter = 10 + rank")
+    exec("counter = rank = 99\ndef f(): return counter, rank", main)
+    assert list(world.run(main["f"])) == [(10, 0), (11, 1)]
+    assert world.gather("counter") == [10, 11]
+    exec("def g():\n    global counter\n    counter += 1", main)
+    world.run(main["g"])
+    assert world.gather("counter") == [11, 12]
+    world.execute("del counter")
+
+
+def test_names_bound_by_a_function(world: World, main: dict[str, Any]) -> None:
+    """What it binds by `global` stays, and works later; it finds what the next call brings."""
+    before = names_of(world)
+    exec(SCRIPT, main)
+    exec("def set_up():\n    global model\n    model = Model()", main)
+    exec("def step(): return model.forward(1)", main)
+    world.run(main["set_up"])
+    assert list(world.run(main["step"])) == [15, 15]
+    exec("def helper(x): return 100\ndef again(): return helper and model.forward(1)", main)
+    assert list(world.run(main["again"])) == [107, 107]
+    world.execute("del model")
+    names = {*names_of(world)} - {*before}
+    world.execute(f"del {', '.join(names)}")
+
+
+def test_torch_by_another_name(world: World, main: dict[str, Any]) -> None:
+    """`dist` of the script is the script's, for the time of the call."""
+    exec("dist = [1.5]\ndef f(): return dist", main)
+    assert list(world.run(main["f"])) == [[1.5]] * 2
+    world.execute("dist.barrier()")
+
+
+# --- what is not kept -------------------------------------------------------------------
+
+
+def maps_of_segments(world: World) -> list[str]:
+    """Shared memory that workers have mapped, or hold open."""
+    found = []
+    for pid in world.pids.values():
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        found += [line for line in lines if "memfd:nbdist" in line]
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            found += [str(fd)] if "memfd:nbdist" in os.readlink(fd) else []
+    return found
+
+
+def fails_with(tensor: torch.Tensor) -> None:
+    try:
+        raise KeyError("first")
+    except KeyError:
+        raise ValueError(f"of {len(tensor)}") from None
+
+
+@pytest.mark.parametrize("function", [len, lambda tensor: tensor + 1, fails_with])
+def test_nothing_is_kept(world: World, function: Callable[[torch.Tensor], Any]) -> None:
+    """Neither arguments nor results stay in the workers, also where the function fails."""
+    tensor = torch.ones(MEGABYTE)
+    try:
+        results = world.run(function, tensor)
+    except ValueError:
+        results = None
+    wait_until(lambda: not maps_of_segments(world), "no shared memory is held")
+    if results is not None and function is not len:
+        assert torch.equal(results.rank(1), tensor + 1)
+
+
+def allocate(size: int) -> int:
+    return int(torch.empty(size, dtype=torch.uint8).fill_(1)[-1])
+
+
+def memory_of(world: World) -> int:
+    return sum(psutil.Process(pid).memory_info().rss for pid in world.pids.values())
+
+
+def test_many_stages(world: World) -> None:
+    """20 calls that take 200 MB on each rank leave memory where it was."""
+    world.run(allocate, 200 * MEGABYTE)
+    before = memory_of(world)
+    for _ in range(20):
+        world.run(allocate, 200 * MEGABYTE)
+    assert memory_of(world) - before < 20 * MEGABYTE
+
+
+def test_clean(world: World) -> None:
+    """What a failed cell's traceback holds, and what cells have shown, is let go."""
+    hold = "big = torch.empty(200 * 2**20, dtype=torch.uint8).fill_(1)"
+    with pytest.raises(ZeroDivisionError):
+        world.execute(f"def f():\n    {hold}\n    1 / 0\nf()")
+    world.execute(f"{hold}\nbig")
+    world.execute("del big")
+    kept = memory_of(world)
+    for cleaned in world.clean():
+        before, after = cleaned.memory
+        assert before - after > 390 * MEGABYTE
+        assert (cleaned.on_gpu, cleaned.held_on_gpu) == ((0, 0), (0, 0))
+    assert kept - memory_of(world) > 780 * MEGABYTE
+    assert (
+        world.gather("(_, __, Out, [n for n in globals() if n[1:].isdigit()])")
+        == [("", "", {}, [])] * 2
+    )
+
+
+def test_clean_keeps_variables(world: World) -> None:
+    """Variables stay, also such that hold an exception; tracebacks of new errors are whole."""
+    world.execute("x = [1]\ntry: 1 / 0\nexcept ZeroDivisionError as error: kept = error")
+    world.clean([1])
+    assert world.gather("(x, str(kept))") == [([1], "division by zero")] * 2
+    with pytest.raises(ZeroDivisionError) as caught:
+        world.execute("1 / 0")
+    assert "----> 1 1 / 0" in caught.value.__notes__[0]
+
+
+# --- errors -----------------------------------------------------------------------------
+
+
+def test_what_cannot_be_sent(world: World) -> None:
+    """It is named before anything runs."""
+    running, lock = world.running, threading.Lock()
+
+    def train(model: Any, steps: int = 1) -> None: ...
+
+    for call, said in (
+        (lambda: world.run(train, lock), "`model` (thread lock)"),
+        (lambda: world.run(train, 1, steps={"a": lock}), "`steps`: `steps['a']` (thread lock)"),
+        (lambda: world.run(lambda: lock), ".<closure>.lock` (thread lock)"),
+        (lambda: world.run(print, lock), "`args`: `args[0]` (thread lock)"),
+    ):
+        with pytest.raises(UnshippableName) as caught:
+            call()
+        message = str(caught.value)
+        assert said in message
+        assert "nothing has run. Make it inside the function, or" in message
+        assert "\n" not in message
+    assert world.running is running
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (threading.Lock, "what lock returned (thread lock) cannot be sent back: a lock works"),
+        (
+            lambda: {"a": [1, (i for i in ())]},
+            "what <lambda> returned: `result['a'][1]` (generator) cannot be sent back: how far",
+        ),
+    ],
+)
+def test_results_that_cannot_be_sent(world: World, function: Callable[[], Any], said: str) -> None:
+    """One line says which part it is, and why."""
+    with pytest.raises(WorkerError) as caught:
+        world.run(function)
+    assert said.replace("what lock", f"what {threading.Lock.__qualname__}") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+class Meta(type):
+    def __new__(cls, name: str, *args: Any) -> Any:
+        if name == "WorkerError":
+            raise LookupError(name)
+        return super().__new__(cls, name, *args)
+
+
+class Needs(ValueError):
+    def __init__(self, *, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+    def __repr__(self) -> str:
+        return f"Needs({self.code})"
+
+    @property
+    def rank(self) -> int:
+        return self.code
+
+
+class NoNew(OSError):
+    def __new__(cls, one: int, two: int) -> Any:
+        return super().__new__(cls, one, two)
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(one, two)
+
+    def __str__(self) -> str:
+        return f"{self.missing}" if vars(self) else "odd"  # type: ignore[attr-defined]
+
+
+class NoSubclass(ValueError):
+    def __init_subclass__(cls, **options: Any) -> None:
+        raise TypeError("no")
+
+
+class Frozen(KeyError):
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(name)
+
+
+class WithMeta(RuntimeError, metaclass=Meta):
+    pass
+
+
+class Outer:
+    class Inner(Exception):
+        __slots__ = ("x",)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: Needs(code=3), Needs),
+        (lambda: NoNew(1, 2), NoNew),
+        (lambda: NoSubclass("a"), ValueError),
+        (lambda: Frozen("a"), Frozen),
+        (lambda: WithMeta("a"), RuntimeError),
+        (lambda: Outer.Inner("a"), Outer.Inner),
+        (lambda: torch.OutOfMemoryError("a"), torch.OutOfMemoryError),
+        (lambda: SystemExit(3), WorkerError),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_caught_by_its_own_class(
+    world: World, make: Callable[[], BaseException], kind: type[BaseException]
+) -> None:
+    """A class that this process has is caught, however odd it is; else what it comes from."""
+
+    def fail() -> None:
+        if my_rank() == 1:
+            raise make()
+
+    with pytest.raises(kind) as caught:
+        world.run(fail)
+    error = caught.value
+    assert isinstance(error, WorkerError)
+    assert (error.rank, error.host, error.pid) == (1, socket.gethostname(), world.pids[1])
+    assert error.errors.keys() == {1}
+    assert str(error).startswith("1 of 2 ranks failed (1); first: rank 1 after 0.")
+    assert repr(error) == f"WorkerError({str(error)!r})"
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.rank) == (WorkerError, str(error), 1)
+
+
+def test_class_of_main(world: World, main: dict[str, Any]) -> None:
+    """An exception that the script defines is caught by its class, by cells' and calls' errors."""
+    exec("class Own(Exception):\n    def __init__(self, a, b): super().__init__(a)", main)
+    exec("def f(): raise Own(1, 2)", main)
+    with pytest.raises(main["Own"]):
+        world.run(main["f"])
+    with pytest.raises(main["Own"]):
+        world.execute("f()", names={"f": main["f"], "Own": main["Own"]})
+
+
+def test_group_of_exceptions(world: World) -> None:
+    """An exception group ends a cell like any other exception."""
+    if sys.version_info < (3, 11):
+        pytest.skip("Python 3.10 has none")
+    with pytest.raises(WorkerError, match="ExceptionGroup: two") as caught:
+        world.execute("raise ExceptionGroup('two', [ValueError(1), KeyError(2)])")
+    assert "| KeyError: 2" in caught.value.__notes__[0]
+
+
+def test_death(world: World) -> None:
+    """A process that ends is no exception of the function's; the next call works."""
+    with pytest.raises(WorkerDied, match=r"rank 1 on .+ exited with code 3") as caught:
+        world.run(lambda: my_rank() and os._exit(3))
+    assert type(caught.value) is WorkerDied
+    assert list(world.run(my_rank)) == [0, 1]
+
+
+def test_stop(world: World, tmp_path: Path) -> None:
+    """Ctrl-C ends the call on all ranks, and the next one works."""
+    begun = tmp_path / "begun"
+
+    def sleep() -> None:
+        Path(f"{begun}{my_rank()}").touch()
+        time.sleep(600)
+
+    def interrupt() -> None:
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2, "both have begun")
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        world.run(sleep)
+    thread.join()
+    assert list(world.run(my_rank)) == [0, 1]
