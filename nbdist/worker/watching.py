@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch._C import _distributed_c10d as c10d
 
+from nbdist.wire.calls import FunctionCall
 from nbdist.worker.frames import awaited, described
 from nbdist.worker.nccl import UnderWay
 from nbdist.worker.store import FreeableStore
@@ -147,8 +148,12 @@ class Watcher:
         return self._scripts.spot(frames) or {"line": self._line(frames)}
 
     def _line(self, frames: list[FrameType]) -> int:
-        """The line of the cell that runs, 0 when none does."""
-        cells = self._cells()
+        """The line of the cell that runs, 0 when none does; of a function that is called."""
+        cells, inner = self._cells(), None
+        for frame in frames:
+            if frame.f_code is FunctionCall.__call__.__code__ and inner is not None:
+                return inner.f_lineno
+            inner = frame
         return next((f.f_lineno for f in reversed(frames) if f.f_code.co_filename in cells), 0)
 
     def _cells(self) -> Mapping[str, int]:
