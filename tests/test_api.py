@@ -133,10 +133,12 @@ class BadShard(ValueError):
     pass
 
 def train(shard):
+    print("training on", shard)
     if os.environ["RANK"] == "1":
         raise BadShard(f"bad {shard}")
 
 with nbdist.World(2) as world:
+    world.execute("print('hello'); rank")
     try:
         world.run(train, threading.Lock())
     except nbdist.UsageError as error:
@@ -149,16 +151,22 @@ with nbdist.World(2) as world:
         world.run(train, 1)
     except BadShard as error:
         print(error)
-nbdist.distributed(n=2)(train)(2)
+nbdist.distributed(n=2, show=False)(train)(2)
 """
 
 
 def test_error_in_a_script(tmp_path: Path) -> None:
-    """It can be caught by its class; uncaught it is short, and ends as it did on the rank."""
+    """It can be caught by its class; uncaught it is short, and ends as it did on the rank.
+
+    What ranks say is printed with their numbers.
+    """
     done = run_script(tmp_path, FAILING)
     lines = done.stderr.splitlines()
     assert done.returncode == 1
-    caught = done.stdout.splitlines()
+    said, caught = [], []
+    for line in done.stdout.splitlines():
+        (said if line.startswith("[") else caught).append(line)
+    assert said == ["[0-1] hello", "[0] 0", "[1] 1", "[0-1] training on 1"]
     assert caught[0].startswith("`shard` (thread lock) cannot be sent to the workers: ")
     assert re.fullmatch(r"1 of 1 rank failed \(1\); first: rank 1 .+: KeyError: 1", caught[1])
     assert re.fullmatch(r"1 of 2 ranks failed \(1\); first: rank 1 .+: BadShard: bad 1", caught[2])
@@ -166,7 +174,7 @@ def test_error_in_a_script(tmp_path: Path) -> None:
     assert re.findall(r'^  File .+/(\w+\.py)"', done.stderr, re.M) == ["train.py", "stages.py"]
     assert "nbdist.errors.WorkerError: 1 of 2 ranks failed (1); first: rank 1 " in done.stderr
     (place,) = [line for line in lines if line.startswith("File ")]
-    assert place.startswith(f"File {tmp_path}/train.py:11, in train(shard)")
+    assert place.startswith(f"File {tmp_path}/train.py:12, in train(shard)")
     assert lines[-1] == "BadShard: bad 2"
     assert len(lines) < 20
 

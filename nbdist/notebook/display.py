@@ -12,8 +12,8 @@ from IPython.display import display, update_display
 
 from nbdist.notebook.draw import final_html, final_text, leftovers, live_html, live_text
 from nbdist.notebook.draw.blocks import dim, panel
-from nbdist.notebook.draw.plain import PlainLines
 from nbdist.notebook.draw.summary import ranks_text, seconds_text
+from nbdist.world.lines import PlainLines
 from nbdist.world.transcript import Transcript
 
 if TYPE_CHECKING:

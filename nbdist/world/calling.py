@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,6 +16,7 @@ from nbdist.wire.outputs import Died, Failure
 from nbdist.wire.payload import pack_frames
 from nbdist.wire.pickling import Pickled, pickle
 from nbdist.wire.unshippable import PICKLING_ERRORS, blame
+from nbdist.world.lines import PlainLines
 from nbdist.world.result import CellResult
 from nbdist.world.sgr import strip
 
@@ -36,23 +39,26 @@ def run_call(
     payload, segment = pack_frames(_Packing(call, world.namespace).pickled().frames)
     try:
         running = world.submit(world.cell(call.source, names=payload, fetch=(TAKE,)))
-        return outcome(running)
+        return outcome(running, shows=world.shows)
     finally:
         if segment is not None:
             segment.close()
 
 
-def outcome(running: RunningCell) -> CellResult[Any]:
+def outcome(running: RunningCell, *, shows: bool) -> CellResult[Any]:
     """Wait for the cell; raises its error, with the traceback of the rank that failed first.
 
+    What ranks say goes to stdout line by line, if `shows`; errors are told by the error.
     Stop interrupts the ranks, and waits for them.
     """
+    show = _show if shows else _pass_over
     try:
-        result = running.result()
+        show(running)
     except KeyboardInterrupt:
         running.interrupt()
-        running.result()
+        show(running)
         raise
+    result = running.result()
     error = running.error()
     if error is None:
         running.let_go()
@@ -60,6 +66,31 @@ def outcome(running: RunningCell) -> CellResult[Any]:
     if isinstance(error, WorkerError):
         error.show(f"rank {error.rank}:", *rank_lines(running.transcript[error.rank].error))
     raise error
+
+
+def _show(running: RunningCell) -> None:
+    """Write what ranks say to stdout as it comes: `[0-1] epoch 3`."""
+    lines = PlainLines(running.cell.ranks)
+    try:
+        for news in running:
+            now = time.monotonic()
+            for rank, output in news:
+                if not isinstance(output, Failure | Died):
+                    _write(lines.receive(rank, output, now))
+            _write(lines.due(now))
+    finally:
+        _write(lines.finish(time.monotonic()))
+
+
+def _pass_over(running: RunningCell) -> None:
+    for _ in running:
+        pass
+
+
+def _write(lines: Iterable[str]) -> None:
+    if text := "".join(f"{line}\n" for line in lines):
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 def rank_lines(error: Failure | Died | None) -> list[str]:

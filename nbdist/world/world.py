@@ -96,6 +96,8 @@ class World:
             keep their variables; `"restart-all"` starts all anew, as torchrun does; `"stop"`
             ends all.
         patience: when to say that ranks wait for one another, and whether to free them.
+        show: write what ranks say in `execute` and `run` to stdout, a line at a time with its
+            ranks: `[0-3] epoch 1`.
 
     Raises:
         UsageError: before anything is started, for arguments that cannot be.
@@ -123,6 +125,7 @@ class World:
         log_dir: str | None = None,
         on_failure: str = "heal",
         patience: Patience | None = None,
+        show: bool = True,
         link: Link | None = None,
     ) -> None:
         self.warning = ""
@@ -139,6 +142,7 @@ class World:
         self.launcher = launcher
         self.on_failure = healing.parse_on_failure(on_failure)
         self.patience = patience or Patience()
+        self.shows = show
         self._link = link
         self.running: RunningCell | None = None
         self._spec: WorldSpec
@@ -350,7 +354,7 @@ class World:
         payload, segment = pack_names(names, self.namespace)
         cell = self.cell(source, ranks=ranks, names=payload, fetch=tuple(fetch))
         try:
-            result = calling.outcome(self.submit(cell))
+            result = calling.outcome(self.submit(cell), shows=self.shows)
             if setup:
                 self.setup.keep(source, cell, segment)
                 segment = None

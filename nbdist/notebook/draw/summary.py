@@ -10,12 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from nbdist.errors import count, format_ranks, one_line, word_exit
-from nbdist.wire.outputs import Died, Failure
+from nbdist.errors import count, format_ranks
+from nbdist.wire.outputs import Failure
 from nbdist.world.screen import Line, Screen
 from nbdist.world.sgr import strip
 from nbdist.world.track import FAILED, Gap, Shown, State, Track
 from nbdist.world.transcript import Group, Transcript
+from nbdist.world.wording import error_text as error_text
+from nbdist.world.wording import in_log_only as in_log_only
+from nbdist.world.wording import lines_text
+from nbdist.world.wording import traceback_text as traceback_text
 
 # Where a rank's full output is: a mapping or a function from the rank.
 Logs: TypeAlias = Mapping[int, str] | Callable[[int], "str | None"] | None
@@ -193,24 +197,9 @@ def sameness(group: Group) -> str:
 def amount(track: Track) -> str:
     """`3 lines`, `1 line, 2 displays`."""
     lines, displays = track.line_count, len(track.displays)
-    parts = [_lines(lines)] if lines else []
+    parts = [lines_text(lines)] if lines else []
     parts += [count(displays, "display")] if displays else []
     return ", ".join(parts)
-
-
-def error_text(error: Failure | Died) -> str:
-    """The error in one line: `ValueError: bad shard`, `process was killed by SIGKILL`."""
-    match error:
-        case Failure(name=name, message=message):
-            line = one_line(strip(message))
-            return f"{name}: {line}" if line else name
-        case Died(exit_code=code):
-            return f"the process {word_exit(code)}"
-
-
-def traceback_text(failure: Failure) -> str:
-    """The traceback as IPython prints it, colours and all."""
-    return "\n".join(failure.traceback).strip("\n") or error_text(failure)
 
 
 def failed_with(group: Group, transcript: Transcript) -> str:
@@ -224,22 +213,13 @@ def failed_with(group: Group, transcript: Transcript) -> str:
     return error_text(error)
 
 
-def in_log_only(lines: int, path: str | None = None) -> str:
-    """`… 1,200 lines only in the log: logs/rank3.log`."""
-    return f"… {_lines(lines)} only in the log{f': {path}' if path else ''}"
-
-
 def where_rest(hidden: Hidden, ranks: tuple[int, ...], logs: Logs) -> str:
     """`… 9,800 lines more: %dist_output -r 3 --all, or logs/rank3.log`."""
     path = log_of(ranks[0], logs)
     if hidden.in_log_only:
         return in_log_only(hidden.lines, path)
     command = f"%dist_output -r {format_ranks(ranks)} --all"
-    return f"… {_lines(hidden.lines)} more: {command}{f', or {path}' if path else ''}"
-
-
-def _lines(number: int) -> str:
-    return f"{number:,} {'line' if number == 1 else 'lines'}"
+    return f"… {lines_text(hidden.lines)} more: {command}{f', or {path}' if path else ''}"
 
 
 def log_of(rank: int, logs: Logs) -> str | None:

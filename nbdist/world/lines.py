@@ -1,7 +1,8 @@
-"""Outputs of all ranks as one stream of lines, for terminals and logs.
+"""Outputs of all ranks as one stream of lines, for terminals, scripts and logs.
 
-Pure, runs in the notebook kernel; plain mode prints what comes out here.  Each line
-says its ranks, `[0-3] text`; the same line of several ranks within a moment comes once.
+Pure; a notebook's plain mode prints what comes out here, and so does a world in a script.
+Each line says its ranks, `[0-3] text`; the same line of several ranks within a moment comes
+once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from nbdist.errors import format_ranks, word_exit
-from nbdist.notebook.draw.summary import in_log_only, traceback_text
 from nbdist.wire.outputs import (
     Clear,
     Died,
@@ -26,6 +26,7 @@ from nbdist.wire.outputs import (
     Update,
 )
 from nbdist.world.screen import Screen
+from nbdist.world.wording import in_log_only, traceback_text
 
 MERGE_SECONDS = 0.1
 BAR_SECONDS = 10.0

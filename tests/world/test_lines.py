@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.draw.plain`: all ranks as one stream of lines."""
+"""Tests of `nbdist.world.lines`: all ranks as one stream of lines."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import io
 import pytest
 from tqdm import tqdm
 
-from nbdist.notebook.draw.plain import PlainLines
 from nbdist.wire.outputs import Clear, Died, Display, Done, Failure, Skipped, Text, Update
+from nbdist.world.lines import PlainLines
 
 
 def out(text: str) -> Text:
