@@ -192,8 +192,9 @@ class Desk:
         if self.world is not None:
             self._mend(self.world, display)
         if self.world is not None and self.world.state is not State.STOPPED:
-            if size_before := self.world.losses.take_size_before():
-                display.note(f"world {size_before} -> {self.world.size}")
+            before, now = self.world.losses.take_size_before(), self.world.size
+            if before not in (None, now):
+                display.note(f"world {before} -> {now}")
             if options is not None:
                 check_same(self.world, options)
                 self._set_policy(self.world, options)

@@ -99,5 +99,10 @@ def scaled_text(world: World, before: int) -> str:
         return text
     verb = "is" if len(new) == 1 else "are"
     lacking = world.losses.lacking(new)
-    lack = f" and {'lacks' if len(new) == 1 else 'lack'} {lacking}" if lacking else ""
-    return f"{text} · {name_ranks(new)} {verb} new{lack}{world.setup.problem.rstrip('.')}"
+    if lacking:
+        lacks = "lacks" if len(new) == 1 else "lack"
+        verb = f"{verb} new and {lacks} {lacking} · `%dist_sync NAME --from 0` copies names there"
+    else:
+        verb += " new"
+    problem = f" ·{world.setup.problem.rstrip('.')}" if world.setup.problem else ""
+    return f"{text} · {name_ranks(new)} {verb}{problem}"

@@ -201,11 +201,13 @@ class World:
         """
         kept = keeping.take(self, keep, range(self.size))
         # The notebook's environment, path and folder may have changed meanwhile.
-        before = self.asked
+        before, size = self.asked, self.size
         self._configure(before.but(**changes if n is None else {"n": n, **changes}))
+        self.setup.scale(size, self.size)
         try:
             self.restart_workers()
         except StartError:
+            self.setup.scale(self.size, size)
             self._configure(before)
             raise
         error = self.setup.replay(self, range(self.size))

@@ -6,11 +6,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
 
 from nbdist.errors import (
+    NotEnoughGpus,
     NotScaled,
     UsageError,
     WorkerDied,
@@ -19,6 +22,7 @@ from nbdist.errors import (
     WorldNotStarted,
 )
 from nbdist.world.scaling import parse_size
+from nbdist.world.spec import scaled
 from nbdist.world.states import State
 from nbdist.world.world import World
 
@@ -230,6 +234,30 @@ def test_new_ranks_run_the_set_up_cells_and_lack_the_rest(world: World) -> None:
     assert world.gather("train.__name__", ranks=[2]) == ["train"]
     world.sync(["made"])
     assert "made" not in world.losses.lacking([2])
+
+
+def test_all_ranks_of_another_number_run_the_set_up_cells(world: World) -> None:
+    """Also when all are started anew."""
+    world.restart(3)
+    assert world.gather("train.__name__") == ["train"] * 3
+
+
+def test_nccl_needs_a_gpu_for_each(world: World) -> None:
+    """More ranks than GPUs are refused before anything is done."""
+    spec = replace(world.spec, world_size=1, backend="nccl", gpus=("0",))
+    with pytest.raises(NotEnoughGpus):
+        scaled(spec, 2)
+
+
+def test_new_ranks_have_log_files(tmp_path: Path) -> None:
+    """Beside those of the others; a rank that comes again goes on in its own."""
+    with World(1, log_dir=str(tmp_path)) as world:
+        for text in ("first", "second"):
+            world.scale(2)
+            world.execute(f"print({text!r})")
+            world.scale(1)
+        (log,) = tmp_path.glob("*/attempt_0/1/stdout.log")
+        assert log.read_text() == "first\nsecond\n"
 
 
 SIZES = [(3, 3), ("3", 3), ("+2", 6), ("-1", 3), (" +1 ", 5), ("4", 4)]
