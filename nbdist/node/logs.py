@@ -14,6 +14,9 @@ log = logging.getLogger("nbdist.node")
 
 RUNS_KEPT = 20
 
+SNAPSHOTS = "snapshots"
+"""A folder beside the runs that is none; see `nbdist.world.shelf`."""
+
 
 class RankLog:
     """`stdout.log` and `stderr.log` of one rank, appended to.
@@ -70,7 +73,8 @@ class RankLog:
 def drop_old_runs(folder: Path) -> None:
     """Keep the newest runs of a log folder, so that it does not grow for ever."""
     try:
-        runs = sorted((run for run in folder.iterdir() if run.is_dir()), key=_age)
+        found = [run for run in folder.iterdir() if run.is_dir() and run.name != SNAPSHOTS]
+        runs = sorted(found, key=_age)
     except OSError:
         return
     for run in runs[:-RUNS_KEPT]:

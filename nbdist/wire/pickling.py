@@ -73,6 +73,11 @@ class Pickled:
         tensors = self._pickler.tensors
         return tensors is not None and tensors.sketched
 
+    @property
+    def objects(self) -> list[Any]:
+        """All that was met on the way and can be met again."""
+        return [met for _, met in self._pickler.memo.copy().values()]
+
     @functools.cached_property
     def shared(self) -> frozenset[int]:
         """Ids of the mutable objects in it, and addresses of tensors' memory.

@@ -36,6 +36,10 @@ class Losses:
                 self._bound.setdefault(rank, set()).update(done.made)
                 self._lacks.get(rank, set()).difference_update(done.bound)
 
+    def bound(self, rank: int) -> frozenset[str]:
+        """The names that cells have bound on this rank, and have not been lost since."""
+        return frozenset(self._bound.get(rank, ()))
+
     def replace(self, bound_at_death: Iterable[str] = ()) -> tuple[int, ...]:
         """The dead have been replaced; which they were.
 

@@ -176,6 +176,11 @@ def default_log_dir() -> str:
     """`$NBDIST_LOG_DIR` (empty for no log files), else the user's state folder."""
     if "NBDIST_LOG_DIR" in os.environ:
         return os.environ["NBDIST_LOG_DIR"]
+    return state_folder()
+
+
+def state_folder() -> str:
+    """Where the user keeps what outlives a run."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return str(Path(state).expanduser() / "nbdist")
 

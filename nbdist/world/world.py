@@ -36,7 +36,7 @@ from nbdist.wire.messages import (
 )
 from nbdist.wire.outputs import Died
 from nbdist.wire.payload import Payload, pack_names
-from nbdist.world import calling, healing, keeping, scaling, syncing
+from nbdist.world import calling, healing, keeping, scaling, snapshots, syncing
 from nbdist.world.launcher import find_launcher
 from nbdist.world.link import Link
 from nbdist.world.losses import Losses
@@ -45,6 +45,7 @@ from nbdist.world.result import CellResult
 from nbdist.world.running import News, RunningCell
 from nbdist.world.scripts import find_script, run_script
 from nbdist.world.setup import Setup
+from nbdist.world.shelf import Shelf, Snapshot, root_folder
 from nbdist.world.spec import Asked, make_spec, scaled
 from nbdist.world.starting import show_on_terminal, starting_texts
 from nbdist.world.states import Event, State, next_state
@@ -409,6 +410,34 @@ class World:
         """The value of a name on each rank, in rank order; tensors arrive on the CPU."""
         result = self.execute("", ranks=ranks, fetch=(name,))
         return list(result)
+
+    def snapshot(self, name: str, names: Sequence[str] | None = None) -> Snapshot:
+        """Write these names of each rank, by default all that cells have bound, to the disk.
+
+        With the random states, for `restore` in this world or a later one.  The 3 newest of
+        a name are kept.  Raises UsageError where it cannot be written, with nothing changed.
+        """
+        return snapshots.take(self, self.shelf, name, names)
+
+    def restore(
+        self,
+        name: str | None = None,
+        names: Sequence[str] | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+        from_rank: int | None = None,
+    ) -> snapshots.Restored:
+        """Bind what a snapshot has, by default all of the newest one, on all ranks or some.
+
+        With `from_rank` every rank gets the variables of that one.  Raises UsageError for a
+        snapshot that is damaged or of another size, with nothing bound.
+        """
+        return snapshots.restore(self, self.shelf, name, names, ranks, from_rank)
+
+    @property
+    def shelf(self) -> Shelf:
+        """Where its snapshots lie."""
+        return Shelf(root_folder(self._spec.log_dir))
 
     def cell(
         self,
