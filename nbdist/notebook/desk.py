@@ -10,6 +10,7 @@ from nbdist import topology
 from nbdist.errors import (
     Interrupted,
     UsageError,
+    WorkerDied,
     WorldNotStarted,
     count,
     name_ranks,
@@ -19,6 +20,7 @@ from nbdist.notebook.attempts import Orders, run_attempts
 from nbdist.notebook.display import make_display
 from nbdist.notebook.idle import IdleWatch
 from nbdist.notebook.options import patience
+from nbdist.notebook.routine import Routine
 from nbdist.notebook.ship.ledger import Ledger
 from nbdist.notebook.ship.names import names_bound
 from nbdist.notebook.ship.plan import plan, push
@@ -64,6 +66,7 @@ class Desk:
         self.last: RunningCell | None = None
         self._idle = IdleWatch(self._notice)
         self.why: Why | None = None
+        self.routine = Routine()
 
     def __repr__(self) -> str:
         return f"<Desk {self.pool} {self.world} {self.ledger}>"
@@ -105,7 +108,8 @@ class Desk:
                 display.note(world.warning)
         self.ledger.bound_on_workers(keep, range(world.size))
         new = f"variables are new but for {', '.join(keep)}" if keep else "variables are new"
-        display.say(f"{ready_text(world)} · {new}")
+        said = [ready_text(world), new, self.routine.hint]
+        display.say(" · ".join(filter(None, said)))
 
     def _renew(
         self,
@@ -135,7 +139,7 @@ class Desk:
         display.wait_for(f"restarting {name_ranks(ranks)}")
         self.world.replace(ranks, keep)
         self.ledger.forget(self.world.losses.take_replaced())
-        display.say(healing_text(self.world, ranks))
+        display.say(" ".join(filter(None, [healing_text(self.world, ranks), self.routine.hint])))
 
     def interrupt(self) -> None:
         """Stop what the workers run: after a second Stop, which does not wait, they may."""
@@ -223,6 +227,8 @@ class Desk:
             display.note(f"rank {rank} {word_exit(died.exit_code)} while no cell was running")
         if dead:
             display.note(healing_text(world, dead).rstrip("."))
+            if self.routine.hint:
+                display.note(self.routine.hint)
 
     def _start(self, world: World, display: CellDisplay) -> None:
         self.ledger.forget()
@@ -306,6 +312,8 @@ class Desk:
             raise Interrupted(running.cell.ranks)
         if error := running.error():
             self.why = why_of(running, error, self.log_files()) or self.why
+            if self.routine.hint and isinstance(error, WorkerDied):
+                error.add(f"{self.routine.hint}.")
             raise error
 
     def follow(self, running: RunningCell, display: CellDisplay | None) -> bool:

@@ -23,7 +23,7 @@ from nbdist.worker.files import Damaged, read_frames, write_frames
 ALSO_LIMIT = 1 << 20
 """Bytes up to which a value goes along that only a function in the snapshot needs."""
 
-SHARDED = ("ProcessGroup", "DeviceMesh", "DTensor", "FSDP")
+INSTEAD = "torch.distributed.checkpoint writes such"
 
 _loaded: dict[str, Any] = {}
 """What `load` has read, for `bind`."""
@@ -52,7 +52,7 @@ def write(
     for name in left_out:
         del values[name]
     also = _also(values, namespace)
-    contents = {"names": values, "also": also, "random": random_states()}
+    contents: dict[str, Any] = {"names": values, "also": also, "random": random_states()}
     contents["grads"] = _grads(pickle(contents, namespace, sketch=True))
     frames = pickle(contents, namespace, tensors_to_cpu=False).frames
     try:
@@ -79,13 +79,13 @@ def _unpicklable(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[s
 
 def _why_not(value: Any, namespace: dict[str, Any]) -> str | None:
     try:
-        pickle(value, namespace, sketch=True)
-    except Exception as error:  # a user's __reduce__ can raise anything
+        met = pickle(value, namespace, sketch=True).objects
+    except Exception as error:  # noqa: BLE001 (a user's __reduce__ can raise anything)
         why = f"{type(error).__name__}: {one_line(str(error), 120)}"
-        if any(word in why for word in SHARDED):
-            why += "; torch.distributed.checkpoint writes such"
-        return why
-    return None
+        return f"{why}; {INSTEAD}" if "ProcessGroup" in why else why
+    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    # They can be pickled, but not with the module that they belong to.
+    return f"it holds a DTensor; {INSTEAD}" if any(isinstance(o, sharded) for o in met) else None
 
 
 def _also(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def random_states() -> dict[str, Any]:
     states = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if numpy := sys.modules.get("numpy"):
         states["numpy"] = numpy.random.get_state()
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state()
     return states
 
@@ -158,7 +158,7 @@ def load(
         return {"damage": str(error)}
     try:
         _loaded.update(unpickle(frames, namespace))
-    except Exception as error:  # a user's class can raise anything while it is rebuilt
+    except Exception as error:  # noqa: BLE001 (so can a user's class while it is rebuilt)
         return {"problem": f"{type(error).__name__}: {one_line(str(error), 200)}"}
     return {}
 

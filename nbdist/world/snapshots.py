@@ -129,7 +129,7 @@ def _sources(
     if missing or (size != world.size and not are_chosen):
         first = f"`-r {format_ranks(range(min(size, world.size)))}` restores these alone, "
         raise UsageError(
-            f"`{snapshot.key}` is of {_of(size)}, and there are {count(world.size, 'worker')}. "
+            f"`{snapshot.key}` is of {_of(size)}, and this world has {world.size}. "
             f"{first}`--from-rank 0` gives every rank the variables of rank 0, "
             f"`%dist_restart -n {size}` starts as many."
         )

@@ -8,6 +8,7 @@ from nbdist.notebook.magics.looks import LookMagics
 from nbdist.notebook.magics.memory import MemoryMagics
 from nbdist.notebook.magics.scaling import ScalingMagics
 from nbdist.notebook.magics.scripts import ScriptMagics
+from nbdist.notebook.magics.snapshots import SnapshotMagics
 from nbdist.notebook.magics.values import ValueMagics
 from nbdist.notebook.magics.workers import WorkerMagics
 
@@ -22,4 +23,5 @@ ALL_MAGICS = (
     ScriptMagics,
     ScalingMagics,
     MemoryMagics,
+    SnapshotMagics,
 )

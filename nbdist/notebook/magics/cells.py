@@ -15,6 +15,7 @@ from nbdist.notebook.options import (
     take_pool,
     world_options,
 )
+from nbdist.notebook.snapshots import after_cell
 
 
 @magics_class
@@ -33,7 +34,9 @@ class CellMagics(PooledMagics):
         The names of the notebook that the cell uses go along with it.
         """
         options = parse(self.distributed, line)
-        self.desk(options).run_cell(f"%%distributed {line}", cell, options.ranks, options)
+        desk = self.desk(options)
+        desk.run_cell(f"%%distributed {line}", cell, options.ranks, options)
+        after_cell(desk)
 
     @magic_arguments()
     @argument("ranks", help="which ranks: 0  0,2-3  1:3  ::2  -1  all")
@@ -44,4 +47,6 @@ class CellMagics(PooledMagics):
         if not line.strip():
             raise UsageError("`%%rank` needs ranks: `%%rank 0`, `%%rank 0,2-3`, `%%rank -1`.")
         pool, ranks = take_pool(line)
-        self.desks.at(pool).run_cell(f"%%rank {line}", cell, "".join(ranks.split()))
+        desk = self.desks.at(pool)
+        desk.run_cell(f"%%rank {line}", cell, "".join(ranks.split()))
+        after_cell(desk)
