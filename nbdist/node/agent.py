@@ -26,7 +26,7 @@ from nbdist import __version__
 from nbdist.layout import gpus_of
 from nbdist.node.birth import adopt_orphans
 from nbdist.node.calling_off import CallOff
-from nbdist.node.logs import drop_old_runs
+from nbdist.node.logs import attempt_folder, drop_old_runs
 from nbdist.node.looking import stack_of, status_of
 from nbdist.node.memory import MemoryGauge
 from nbdist.node.outbox import Outbox
@@ -392,7 +392,7 @@ class Agent:
             return None
         root = Path(spec.log_dir)
         drop_old_runs(root)
-        return root / spec.name / f"attempt_{self._attempt - 1}"
+        return attempt_folder(root / spec.name, self._attempt - 1)
 
     def _start_failure(self, rank: Rank, error: BaseException | None) -> StartFailure:
         reason = str(error) if error else f"it was not ready after {START_TIMEOUT:.0f} s"

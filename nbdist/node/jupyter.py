@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbdist.wire.calls import CALL
-from nbdist.wire.outputs import Clear, Display, Done, Failure, Output, Update
+from nbdist.wire.outputs import RECORD, Clear, Display, Done, Failure, Output, Record, Update
 from nbdist.wire.payload import Payload, SegmentRef
 
 OURS = (
@@ -49,6 +49,8 @@ def output_from(message: Mapping[str, Any]) -> Output | Reply | None:
             return Update(content["data"], content["metadata"], content["transient"]["display_id"])
         case "clear_output":
             return Clear(bool(content.get("wait")))
+        case kind if kind == RECORD:
+            return Record(**content)
         case _:
             return None
 

@@ -70,6 +70,16 @@ class RankLog:
         self.folder = None
 
 
+def attempt_folder(run: Path, attempt: int) -> Path:
+    """For a start of the workers, the `attempt`-th of this agent, from 0 on.
+
+    A later number where an earlier world of the same name has used it.
+    """
+    while (folder := run / f"attempt_{attempt}").exists():
+        attempt += 1
+    return folder
+
+
 def drop_old_runs(folder: Path) -> None:
     """Keep the newest runs of a log folder, so that it does not grow for ever."""
     try:

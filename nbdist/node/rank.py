@@ -29,7 +29,7 @@ from nbdist.node.pipes import OutputPipe
 from nbdist.node.processes import ProcessSource, WorkerProcess
 from nbdist.wire.looks import RankState
 from nbdist.wire.messages import CONTROL_REQUEST, Cell, Place, RankStart, WorkerStatus
-from nbdist.wire.outputs import Died, Done, Output, Text
+from nbdist.wire.outputs import RECORD, Died, Done, Output, Text
 
 log = logging.getLogger("nbdist.node")
 
@@ -151,7 +151,8 @@ class Rank:
         iopub = self._streams["iopub"]
         iopub.setsockopt(zmq.UNSUBSCRIBE, b"")
         status = b"kernel.%d.status" % self.rank
-        for topic in (b"display_data", b"comm", b"kernel.%d.e" % self.rank, status):
+        record = b"kernel.%d.%s" % (self.rank, RECORD.encode())
+        for topic in (b"display_data", b"comm", b"kernel.%d.e" % self.rank, record, status):
             iopub.setsockopt(zmq.SUBSCRIBE, topic)
         iopub.on_recv(lambda _: subscribed.set())
         for channel in ("shell", "control"):
@@ -179,6 +180,7 @@ class Rank:
             "fetch": cell.fetch,
             "script": asdict(cell.script) if cell.script else None,
             "restarts": cell.restarts,
+            "log_level": cell.log_level,
         }
         if cell.sync:
             ours["sync"] = asdict(cell.sync)

@@ -42,7 +42,8 @@ class Cell:
     `execution_count` the ranks number the cell as the notebook does, so that their
     tracebacks say `Cell In[5]`.  `sync` is done before the source.  A `script` is run instead
     of the source; `restarts` says how often the same has been run before, and how often it
-    may be run again in all.
+    may be run again in all.  `log_level` is the level from which on somebody listens to the
+    ranks' records of `logging`, None for nobody.
     """
 
     id: str
@@ -54,6 +55,7 @@ class Cell:
     script: Script | None = None
     restarts: tuple[int, int] = (0, 0)
     sync: Sync | None = None
+    log_level: int | None = None
 
 
 # --- starting workers ---------------------------------------------------------------------

@@ -124,4 +124,31 @@ class Done:
         return self.bound - self.imported
 
 
-Output = Text | Skipped | Display | Update | Clear | Failure | Died | Done
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a logger of the worker has logged, its text formatted there.
+
+    `created` is seconds on the clock; `exception` and `stack` are texts, "" for none.
+    """
+
+    host: str
+    local_rank: int
+    rank: int
+    name: str
+    level: int
+    level_name: str
+    message: str
+    created: float
+    pathname: str
+    line: int
+    function: str
+    thread: str
+    pid: int
+    exception: str = ""
+    stack: str = ""
+
+
+RECORD = "nbdist_record"
+"""The kind of message in which a worker sends one."""
+
+Output = Text | Skipped | Display | Update | Clear | Failure | Died | Done | Record

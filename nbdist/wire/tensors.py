@@ -82,18 +82,10 @@ class TensorReducer:
         if isinstance(value, self.types[2]):
             return rebuild_typed_storage, (value._untyped_storage, value.dtype)
         if isinstance(value, self.types[1]):
-            if value.device.type == "cuda" and not self._to_cpu:
-                contents = self._contents(value, 0, value.nbytes())
-                return rebuild_cuda_storage, (_Piece(0, contents), self._device(value))
             if value.device.type != "cpu":
                 return cast(Reduced, NotImplemented)
             return _same, (self._piece(value, 0, value.nbytes()),)
         return self._reduce_tensor(value)
-
-    def _device(self, storage: torch.UntypedStorage) -> int | None:
-        """The number of its GPU; None for the process's own, whichever that is there."""
-        index = storage.device.index
-        return None if index == self._torch.cuda.current_device() else index
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Reduced:
         if not self._has_plain_memory(tensor):
@@ -183,15 +175,6 @@ def rebuild_storage(contents: Any, device: str = "cpu") -> torch.UntypedStorage:
     if view.readonly:
         view = memoryview(bytearray(view))
     return torch.frombuffer(view, dtype=torch.uint8).to(device).untyped_storage()
-
-
-def rebuild_cuda_storage(storage: torch.UntypedStorage, index: int | None) -> torch.UntypedStorage:
-    """A copy of a storage on a GPU, by default the one that this process uses."""
-    import torch
-
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-    device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-    return flat.to(device).untyped_storage()
 
 
 def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:

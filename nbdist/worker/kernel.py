@@ -22,11 +22,12 @@ from IPython.core.page import as_hook, display_page
 from jupyter_client.session import Session
 from traitlets import default
 
-from nbdist.wire.outputs import NAME_PROBLEM, SCRIPT_FAILED
+from nbdist.wire.outputs import NAME_PROBLEM, RECORD, SCRIPT_FAILED
 from nbdist.worker.cleaning import forget_errors
 from nbdist.worker.dumping import keep_crashes
 from nbdist.worker.environment import count_restarts
 from nbdist.worker.namespace import CellOrders, NameProblem, Namespace
+from nbdist.worker.records import Records
 from nbdist.worker.scripts import ScriptProblem, Scripts
 from nbdist.worker.streams import RankStream, flush_c_streams, write_mark
 from nbdist.worker.syncing import sync
@@ -65,6 +66,7 @@ ORDERED = frozenset(
         "comm_msg",
         "comm_close",
         "execute_reply",
+        RECORD,
     }
 )
 """Messages whose place among the text matters."""
@@ -134,6 +136,7 @@ class WorkerKernel(IPythonKernel):
 
     namespace: Namespace
     scripts: Scripts
+    records: Records
     group: Group | None = None
 
     @default("ident")
@@ -156,6 +159,7 @@ class WorkerKernel(IPythonKernel):
         """Bind the cell's names, run it, and add what nbdist wants to know to the reply."""
         orders = CellOrders.of(self.get_parent("shell"))
         started = time.perf_counter()
+        self.records.begin_cell(orders.log_level)
         try:
             if self.group is not None:
                 self.group.begin_cell(orders.cell_id)
@@ -190,6 +194,7 @@ class WorkerKernel(IPythonKernel):
         except KeyboardInterrupt:  # between the lines of the cell; ipykernel would not reply
             reply, ours = self._report("KeyboardInterrupt", ""), {}
         self._end_call(failed=reply["status"] != "ok")
+        self.records.end_cell()
         ours["seconds"] = time.perf_counter() - started
         flush_c_streams()
         return {**reply, "nbdist": ours}
@@ -214,6 +219,11 @@ class WorkerKernel(IPythonKernel):
             if failed:
                 forget_errors(self.shell)
                 gc.collect()  # what looked at the frames refers to them in cycles
+
+    def send_record(self, record: dict[str, Any]) -> None:
+        """Publish a record of logging; called from every thread that logs."""
+        assert self.session is not None
+        self.session.send(self.iopub_socket, RECORD, record, ident=self._topic(RECORD))
 
     def _report(self, name: str, message: str) -> dict[str, Any]:
         """Publish a failure outside the cell's code, as one line."""
@@ -297,4 +307,6 @@ def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
     tell_classes(shell, app.session)
     app.kernel.namespace = Namespace(shell.user_ns)
     app.kernel.scripts = Scripts(shell)
+    app.kernel.records = Records(app.kernel.send_record, app.log.name)
+    app.kernel.records.watch()
     return app

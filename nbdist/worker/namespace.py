@@ -32,6 +32,7 @@ class CellOrders:
     script: Script | None = None
     restarts: tuple[int, int] = (0, 0)
     sync: Sync | None = None
+    log_level: int | None = None
 
     @classmethod
     def of(cls, request: Mapping[str, Any]) -> CellOrders:
@@ -51,6 +52,7 @@ class CellOrders:
             _script_of(extra.get("script")),
             tuple(extra.get("restarts", (0, 0))),
             _sync_of(extra["sync"]) if extra.get("sync") else None,
+            extra.get("log_level"),
         )
 
 

@@ -54,7 +54,7 @@ def write(
     also = _also(values, namespace)
     contents: dict[str, Any] = {"names": values, "also": also, "random": random_states()}
     contents["grads"] = _grads(pickle(contents, namespace, sketch=True))
-    frames = pickle(contents, namespace, tensors_to_cpu=False).frames
+    frames = pickle(contents, namespace, back_to_device=True).frames
     try:
         size, digest = write_frames(Path(folder, file_name(own_rank())), frames)
     except OSError as error:

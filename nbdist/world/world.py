@@ -34,12 +34,13 @@ from nbdist.wire.messages import (
     WorldSpec,
     WorldStarted,
 )
-from nbdist.wire.outputs import Died
+from nbdist.wire.outputs import Died, Record
 from nbdist.wire.payload import Payload, pack_names
 from nbdist.world import calling, healing, keeping, scaling, snapshots, syncing
 from nbdist.world.launcher import find_launcher
 from nbdist.world.link import Link
 from nbdist.world.losses import Losses
+from nbdist.world.records import hand_over, wanted_level
 from nbdist.world.refusal import refusal
 from nbdist.world.result import CellResult
 from nbdist.world.running import News, RunningCell
@@ -322,6 +323,7 @@ class World:
 
     def send(self, cell: Cell, patience: Patience | None = None) -> RunningCell:
         """Send a cell to its ranks, which are ready."""
+        cell = replace(cell, log_level=wanted_level())
         running = RunningCell(self, cell, patience or self.patience)
         self.advance(Event.CELL)
         self.running = running
@@ -570,6 +572,9 @@ class World:
             raise error
 
     def _take(self, rank: int, cell_id: str, output: Any) -> None:
+        if isinstance(output, Record):
+            hand_over(output)
+            return
         self.losses.take(rank, output)
         if isinstance(output, Died):
             self.advance(Event.RANK_DIED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nbdist.notebook.magics.cells import CellMagics
 from nbdist.notebook.magics.environ import EnvironMagics
+from nbdist.notebook.magics.logs import LogMagics
 from nbdist.notebook.magics.looks import LookMagics
 from nbdist.notebook.magics.memory import MemoryMagics
 from nbdist.notebook.magics.scaling import ScalingMagics
@@ -24,4 +25,5 @@ ALL_MAGICS = (
     ScalingMagics,
     MemoryMagics,
     SnapshotMagics,
+    LogMagics,
 )
