@@ -1,4 +1,4 @@
-"""Models that were built on a group whose collectives were broken open, or that has ended."""
+"""Models on a group whose collectives were broken open, or that has ended; or restored ones."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
+
+_given_layouts: WeakKeyDictionary[Any, list[list[int]]] = WeakKeyDictionary()
+"""Of restored modules, which keep them; DDP's log has only what it found out itself."""
 
 
 def forget_broken_off_steps() -> None:
@@ -83,3 +87,37 @@ def _reset(module: Any) -> None:
     if module._get_fsdp_state()._is_root:
         with suppress(RuntimeError):
             module.reset_iter_state()
+
+
+def bucket_layout(net: Any) -> list[list[int]]:
+    """The parameters in each of DDP's buckets, by number; empty before it has ordered them.
+
+    DDP does so in its second iteration.  In which bucket, and where in it, a gradient lies
+    decides about the last bits of its sum over three ranks or more.
+    """
+    told = net._get_ddp_logging_data()
+    if not told.get("has_rebuilt_buckets"):
+        return _given_layouts.get(net, [])
+    buckets = str(told.get("rebuilt_per_bucket_param_indices", "")).split(",")
+    return [[int(number) for number in bucket.split()] for bucket in buckets]
+
+
+def set_bucket_layout(net: Any, layout: list[list[int]]) -> None:
+    """Have a DDP module that came out of a pickle reduce its gradients in these buckets."""
+    parameters, are_sparse = net._build_params_for_reducer()
+    if sorted(number for bucket in layout for number in bucket) != [*range(len(parameters))]:
+        return
+    names = net._build_debug_param_to_name_mapping(parameters)
+    torch_dist: Any = dist
+    compute = torch_dist._compute_bucket_assignment_by_size
+    # The caller turns both round.
+    given = layout[::-1], [net.bucket_bytes_cap] * len(layout)
+    torch_dist._compute_bucket_assignment_by_size = lambda *_: given
+    try:
+        net._ddp_init_helper(parameters, are_sparse, names, net.static_graph)
+    finally:
+        torch_dist._compute_bucket_assignment_by_size = compute
+    if net.static_graph:
+        net.reducer._set_static_graph()
+        net.logger._set_static_graph()
+    _given_layouts[net] = layout

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.errors import one_line
 from nbdist.wire.pickling import Pickled, pickle, unpickle
 from nbdist.worker.files import Damaged, read_frames, write_frames
+from nbdist.worker.models import bucket_layout, set_bucket_layout
 
 ALSO_LIMIT = 1 << 20
 """Bytes up to which a value goes along that only a function in the snapshot needs."""
@@ -53,7 +55,10 @@ def write(
         del values[name]
     also = _also(values, namespace)
     contents: dict[str, Any] = {"names": values, "also": also, "random": random_states()}
-    contents["grads"] = _grads(pickle(contents, namespace, sketch=True))
+    pickled = pickle(contents, namespace, sketch=True)
+    contents["grads"] = _grads(pickled)
+    models = [met for met in pickled.objects if type(met) is DistributedDataParallel]
+    contents["buckets"] = [(net, bucket_layout(net)) for net in models]
     frames = pickle(contents, namespace, back_to_device=True).frames
     try:
         size, digest = write_frames(Path(folder, file_name(own_rank())), frames)
@@ -174,6 +179,8 @@ def bind(
     found = {n: value for n, value in contents["names"].items() if names is None or n in names}
     for tensor, grad in contents["grads"]:
         tensor.grad = grad
+    for net, layout in contents["buckets"]:
+        set_bucket_layout(net, layout)
     for name, value in contents["also"].items():
         namespace.setdefault(name, value)
     namespace.update(found)

@@ -175,7 +175,7 @@ class Shelf:
         a group, which not every world has.
         """
         now = time.time()
-        stamp = _free_stamp(self.root / name, now)
+        stamp = _next_stamp(self.root / name, now)
         first = next(iter(parts.values()))
         manifest = {
             "format": 1,
@@ -195,7 +195,6 @@ class Shelf:
             file.flush()
             os.fsync(file.fileno())
         _sync(folder)
-        (self.root / name / stamp).parent.mkdir(exist_ok=True)
         folder.rename(self.root / name / stamp)
         _sync(self.root / name)
         for old in self.of(name)[KEPT:]:
@@ -250,11 +249,14 @@ def _problem_of(file: Path, part: Part) -> str:
     return "" if size == part.size else f"{file.name} has {size:,} of {part.size:,} bytes"
 
 
-def _free_stamp(folder: Path, now: float) -> str:
-    """When, as a folder's name that sorts; told apart where two are of one second."""
+def _next_stamp(folder: Path, now: float) -> str:
+    """When, as a folder's name that sorts after all others, also where the clock went back."""
+    newest = max((each.name for each in _folders(folder)), default="")
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
-    names = [stamp, *(f"{stamp}.{number:02}" for number in range(1, 100))]
-    return next(name for name in names if not (folder / name).exists())
+    if stamp > newest:
+        return stamp
+    second, _, number = newest.partition(".")
+    return f"{second}.{int(number or 0) + 1:03}"
 
 
 def _sync(folder: Path) -> None:
