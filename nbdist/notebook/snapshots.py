@@ -35,7 +35,7 @@ def snapshot(desk: Desk, options: argparse.Namespace) -> None:
         return
     if options.name is None:
         raise UsageError("`%dist_snapshot` needs a name: `%dist_snapshot epoch-3 model step`.")
-    names = tuple(options.variables) or None
+    names = _names(options.variables)
     taken = _take(desk, options.name, names)
     if every is not None:
         routine.every, routine.name, routine.names, routine.cells = every, options.name, names, 0
@@ -66,7 +66,7 @@ def restore(desk: Desk, options: argparse.Namespace) -> None:
     display.wait_for("restoring …")
     try:
         done = desk.world.restore(
-            options.name, options.variables or None, ranks=ranks, from_rank=source
+            options.name, _names(options.variables), ranks=ranks, from_rank=source
         )
     except KeyboardInterrupt:
         raise Interrupted(range(desk.world.size)) from None
@@ -118,13 +118,19 @@ def _row(taken: Snapshot) -> tuple[str, str, str, str, str]:
     return taken.key, taken.clock, str(len(taken.parts)), _size(taken.size), what
 
 
+def _names(given: Sequence[str]) -> tuple[str, ...] | None:
+    """With spaces or commas between; None for none."""
+    return tuple(name for words in given for name in words.split(",") if name) or None
+
+
 def _size(number: int) -> str:
     """`820 kB`, `1.2 GB`."""
-    for unit in ("B", "kB", "MB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000  # type: ignore[assignment]
-    return f"{number:,.3g} GB"
+    if number < 1000:
+        return f"{number} B"
+    for power, unit in ((6, "kB"), (9, "MB")):
+        if number < 10**power:
+            return f"{number / 10 ** (power - 3):.1f} {unit}"
+    return f"{number / 10**9:,.1f} GB"
 
 
 def _number(text: str | None, option: str = "--every") -> int | None:

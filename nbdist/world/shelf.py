@@ -146,27 +146,23 @@ class Shelf:
             )
         try:
             (self.root / name).mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.root / name / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise self._unwritable(error) from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for left in (self.root / name).glob(f"{UNFINISHED}*"):
-                shutil.rmtree(left, ignore_errors=True)
-            folder = self.root / name / f"{UNFINISHED}{uuid.uuid4().hex}"
-            folder.mkdir()
-            try:
-                yield folder
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
+            for other in _folders(self.root):
+                # It may be another user's, or somebody may be writing there.
+                with suppress(OSError), _locked(other):
+                    _remove_leftovers(other)
+            with _locked(self.root / name):
+                folder = self.root / name / f"{UNFINISHED}{uuid.uuid4().hex}"
+                folder.mkdir()
+                try:
+                    yield folder
+                finally:
+                    shutil.rmtree(folder, ignore_errors=True)
         except BlockingIOError:
             raise UsageError(
                 f"Another notebook is writing a snapshot `{name}`: again, or take another name."
             ) from None
         except OSError as error:
             raise self._unwritable(error) from None
-        finally:
-            os.close(lock)
 
     def publish(self, folder: Path, name: str, parts: Mapping[int, Mapping[str, Any]]) -> Snapshot:
         """Give a complete one its name, and remove the oldest; for `writing`.
@@ -213,6 +209,22 @@ class Shelf:
             f"No snapshot was written: {error.strerror or error} ({self.root}); earlier ones are "
             "as they were. `NBDIST_SNAPSHOT_DIR` names another folder."
         )
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The right to write there; BlockingIOError while somebody else has it."""
+    lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    for left in folder.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _is_name(name: str) -> bool:

@@ -71,7 +71,7 @@ def test_into_a_new_notebook(
     """A notebook that knows nothing of it lists it, and says how a world of another size can."""
     notebook.run("class Net:\n    size = 3\n    def name(self):\n        return word\nword = 'net'")
     notebook.run("%%distributed\nnet = Net()\nx = rank")
-    notebook.run("%dist_snapshot a net x")
+    notebook.run("%dist_snapshot a net,x")
     other = fresh("%load_ext nbdist", env={"NBDIST_SNAPSHOT_DIR": str(folder)})
     lines = other.run("%dist_restore --list").text.splitlines()
     assert lines[0].split() == ["snapshot", "taken", "ranks", "size", "variables"]

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from nbdist.worker.records import MOST
+from nbdist.worker.records import MOST, plain
+from nbdist.world.records import hand_over
 from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world
@@ -156,6 +157,16 @@ def test_records_of_threads_that_outlive_the_cell(world: World, kept: Kept) -> N
     world.execute("threading.Timer(0.05, go.set).start()", ranks=[0])
     world.execute("done.wait(10)", ranks=[0])
     assert kept.said() == [(0, "late")]
+
+
+def test_nothing_is_printed_where_the_handler_has_gone(
+    silent: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A record that was on its way is not for logging's handler of last resort."""
+    silent.handlers.clear()  # pytest's
+    logged = logging.makeLogRecord({"msg": "x", "levelno": logging.ERROR})
+    hand_over(plain(logged, "host", 0))
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_handler_that_raises_fails_no_cell(

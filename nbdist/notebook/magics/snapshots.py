@@ -43,7 +43,8 @@ class SnapshotMagics(PooledMagics):
     def dist_restore(self, line: str) -> None:
         """Bind what a snapshot has on every rank, each from its own file, with the random states.
 
-        With `-r` on some ranks only.  Nothing is bound where a file is damaged.
+        With `-r` on some ranks only; a DDP module has to come back on all of them.  Nothing
+        is bound where a file is damaged.
         """
         options = parse(self.dist_restore, line)
         desk = self.desk(options)
