@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import linecache
+import multiprocessing
 import os
 import runpy
 import sys
@@ -21,8 +22,10 @@ from typing import Any
 from nbdist.errors import word_exit
 from nbdist.wire.scripts import Script
 from nbdist.worker.executables import run_executable
+from nbdist.worker.modules import OwnModules
 
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+PYTHONS = tuple({prefix + os.sep for prefix in (sys.prefix, sys.base_prefix)})
 RUNNERS = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 """Files whose calls come before a script's own."""
 
@@ -48,6 +51,7 @@ class Scripts:
     def __init__(self, shell: Any) -> None:
         self._shell = shell
         self.running: Script | None = None
+        self._modules = OwnModules()
 
     def __repr__(self) -> str:
         return f"<Scripts running {self.running.name if self.running else 'none'}>"
@@ -89,8 +93,9 @@ class Scripts:
         """The exception that ended it, after showing it; None if all went well."""
         events = self._shell.events
         events.trigger("pre_execute")
+        self._modules.begin()
         try:
-            with _command_line(script, args), _without_loop():
+            with _command_line(script, args), _start_method(), _without_loop():
                 _execute(_load(script), self._shell.user_ns)
         except SystemExit as end:
             if problem := _problem_of(script, end.code):
@@ -100,6 +105,7 @@ class Scripts:
             self._shell.showtraceback((type(error), error, tb), tb_offset=0)
             return error
         finally:
+            self._modules.end(lambda file: _is_own(file, script))
             events.trigger("post_execute")
         return None
 
@@ -173,6 +179,16 @@ def _command_line(script: Script, args: Sequence[str]) -> Iterator[None]:
 
 
 @contextmanager
+def _start_method() -> Iterator[None]:
+    """A script may set multiprocessing's, which only one per process can, once."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
+@contextmanager
 def _without_loop() -> Iterator[None]:
     """A main thread without a running event loop, so that `asyncio.run` works there."""
     ours, its = asyncio.get_running_loop(), asyncio.new_event_loop()
@@ -199,4 +215,4 @@ def _is_own(file: str, script: Script) -> bool:
         return True
     below = file.removeprefix(script.root + os.sep)
     is_below = bool(script.root) and below != file
-    return is_below and "site-packages" not in below and not file.startswith(OURS)
+    return is_below and "-packages" not in below and not file.startswith((OURS, *PYTHONS))

@@ -226,7 +226,7 @@ def test_stop_is_not_retried(notebook: Notebook) -> None:
             notebook.manager.interrupt_kernel()
 
     stopped: list[bool] = []
-    source = "import time\nprint('started')\ntime.sleep(600)"
+    source = "import time\nprint('started')\ntry: time.sleep(600)\nfinally: print(1 / 0)"
     outcome = notebook.run(f"%%distributed --max-restarts 3\n{source}", stop)
     assert "have stopped; all variables are kept" in failed(outcome)
     assert len(shown(outcome)) == 1
