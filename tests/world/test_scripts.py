@@ -176,7 +176,7 @@ def test_spawned_loader(world: World, write: Write) -> None:
     """They do also where the processes are spawned."""
     write(
         "spawns.py",
-        "import sys, torch.multiprocessing as mp\n"
+        "import multiprocessing as mp\n"
         "class Told:\n"
         "    def __call__(self, q): q.put('told')\n"
         "if __name__ == '__main__':\n"
