@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.notebook.front_end import Notebook, body
+from tests.notebook.front_end import WAIT, Notebook, body
 
 pytestmark = pytest.mark.shared_world
 
@@ -140,3 +142,22 @@ def test_bad_input(notebook: Notebook, source: str, parts: list[str]) -> None:
     error = notebook.run(source).error
     for part in parts:
         assert part in error
+
+
+def test_stop(notebook: Notebook, folder: Path) -> None:
+    """Stop ends a snapshot that takes long; nothing of it is left, and the workers go on."""
+    notebook.run("%%distributed\nimport time\nclass Slow:\n    def __reduce__(self):\n"
+                 "        time.sleep(30)\nslow = Slow()")  # fmt: skip
+    request = notebook.client.execute("%dist_snapshot slow slow")
+    deadline = time.monotonic() + WAIT
+    while not [*folder.glob("slow/.part-*")]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    notebook.process.send_signal(signal.SIGINT)
+    while (reply := notebook.client.get_shell_msg(timeout=WAIT))["parent_header"]["msg_id"] != (
+        request
+    ):
+        pass
+    assert reply["content"]["ename"] == "Interrupted"
+    assert [each.name for each in (folder / "slow").iterdir()] == [".lock"]
+    assert notebook.run("%%distributed\ndel slow").errors == []
