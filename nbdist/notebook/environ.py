@@ -12,13 +12,13 @@ from nbdist.errors import UsageError, WorldNotStarted, format_ranks
 from nbdist.notebook.desk import ranks_of
 from nbdist.notebook.status import headline, status_html, status_text
 from nbdist.wire.environ import NBDIST_SETS
+from nbdist.world.environ import SECRET
 from nbdist.world.spec import given_environ
 
 if TYPE_CHECKING:
     from nbdist.notebook.desk import Desk
     from nbdist.world.spec import Asked
 
-SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _LAST_NUMBER = re.compile(r"(.*?)(\d*)(\D*)", re.DOTALL)
 HIDDEN = "(not shown)"
 HEADINGS = ("variable", "ranks", "value")

@@ -14,7 +14,7 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError, WorldChanged
 from nbdist.layout import parse_layout
-from nbdist.world.environ import parse_pairs
+from nbdist.world.environ import SECRET, parse_pairs
 
 if TYPE_CHECKING:
     from nbdist.world.world import World
@@ -43,7 +43,8 @@ class WorldOption:
         if isinstance(value, bool):
             return self.flag
         if isinstance(value, Mapping):
-            return " ".join(f"{self.flag} {name}={text}" for name, text in value.items())
+            shown = ((name, "..." if SECRET.search(name) else value[name]) for name in value)
+            return " ".join(f"{self.flag} {name}={text}" for name, text in shown)
         text = str(value)
         return f'{self.flag} "{text}"' if " " in text else f"{self.flag} {text}"
 
@@ -102,22 +103,18 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
 def check_same(world: World, options: argparse.Namespace) -> None:
     """What a cell's options say of the world has to be true of the one that runs."""
     asked = given(options)
+    if "n" in asked and (size := world.resolve(asked.pop("n"))) != world.size:
+        pool = "" if world.asked.pool == "default" else world.asked.pool
+        raise WorldChanged(world.size, size, pool)
     for option in WORLD_OPTIONS:
-        if option.name not in asked:
-            continue
-        wanted, has = asked[option.name], _has(world, option.name)
-        if option.name == "n":
-            if world.resolve(wanted) != world.size:
-                pool = "" if world.asked.pool == "default" else world.asked.pool
-                raise WorldChanged(world.size, world.resolve(wanted), pool)
-        elif not _is_so(option.name, wanted, has):
-            again = option.again(wanted)
-            said = f"no `{option.flag}`"
-            if _is_said(option.name, has):
-                said = f"`{option.again(has)}`, not `{again}`"
-            raise UsageError(
-                f"The running workers have {said}. `%dist_restart {again}` starts new ones."
-            )
+        if option.name in asked:
+            wanted, has = _difference(option.name, asked[option.name], _has(world, option.name))
+            if wanted != has:
+                again = option.again(wanted)
+                said = f"`{option.again(has)}`, not `{again}`" if has else f"no `{option.flag}`"
+                raise UsageError(
+                    f"The running workers have {said}. `%dist_restart {again}` starts new ones."
+                )
 
 
 def _has(world: World, name: str) -> Any:
@@ -125,13 +122,14 @@ def _has(world: World, name: str) -> Any:
     return getattr(world if hasattr(world, name) else world.asked, name)
 
 
-def _is_so(name: str, wanted: Any, has: Any) -> bool:
-    if name == "env":
-        return all(has.get(key) == value for key, value in wanted.items())
-    if name == "layout":
-        return bool(parse_layout(wanted).shape == has)
-    return bool(wanted == has)
-
-
-def _is_said(name: str, has: Any) -> bool:
-    return has is False if name == "nursery" else has not in (None, "", False, {})
+def _difference(name: str, wanted: Any, has: Any) -> tuple[Any, Any]:
+    """Both, made comparable; what is unsaid is false."""
+    match name:
+        case "nursery":
+            return not wanted, not has
+        case "layout":
+            return parse_layout(wanted).shape, has
+        case "env":
+            other = {key: text for key, text in wanted.items() if has.get(key) != text}
+            return other, {key: has[key] for key in other if key in has}
+    return wanted, has

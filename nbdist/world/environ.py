@@ -28,6 +28,9 @@ READ_AT_START = re.compile(
 )
 """What an interpreter, or a library on import, reads once: too late for a fork of either."""
 
+SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+"""In the names of variables whose values are not shown."""
+
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PATTERN = re.compile(r"[A-Za-z0-9_*?\[\]!-]+")
 _LINE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(.*)")
@@ -44,7 +47,7 @@ def parse_pairs(texts: Iterable[str]) -> dict[str, str]:
     for text in texts:
         name, sign, value = text.partition("=")
         if not sign or not _NAME.fullmatch(name):
-            raise UsageError(f"`--env {text}`: a name and its value, such as `--env SEED=1`.")
+            raise UsageError(f"`--env {name}`: a name and its value, such as `--env SEED=1`.")
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
         found[name] = value[1:-1] if quoted else value
     return found

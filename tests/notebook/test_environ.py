@@ -82,7 +82,9 @@ def test_a_cell_may_say_what_is_so(given: Notebook) -> None:
     ("options", "said"),
     [
         ("-j 1x2", "have `-j 2x1`, not `-j 1x2`. `%dist_restart -j 1x2` starts new ones."),
-        ("--env A=2", "not `--env A=2`. `%dist_restart --env A=2` starts new ones."),
+        ("--env A=2", "have `--env A=1 2`, not `--env A=2`. `%dist_restart --env A=2` starts"),
+        ("--env B=3 --env C=2", "have no `--env`. `%dist_restart --env C=2` starts new ones."),
+        ("--env MY_KEY=hidden", "have no `--env`. `%dist_restart --env MY_KEY=...` starts"),
         ("--debug", "have no `--debug`. `%dist_restart --debug` starts new ones."),
         ("--no-nursery", "have no `--no-nursery`. `%dist_restart --no-nursery` starts"),
         ('--wrap="nice -n 5"', 'have no `--wrap`. `%dist_restart --wrap "nice -n 5"` starts'),

@@ -73,8 +73,12 @@ def test_a_restart_keeps_what_it_does_not_say(world: World) -> None:
     with pytest.raises(UsageError):
         world.restart(name="../x")
     assert world.gather("rank") == [0, 1]
-    with pytest.raises(StartError):
-        world.restart(wrap="no-such-wrapper")
+    with pytest.raises(StartError) as found:
+        world.restart(wrap="no-such -x")
+    said = str(found.value)
+    assert "could not start: no-such: No such file or directory." in said
+    assert f"`no-such -x {sys.executable} -m nbdist.worker`" in said
+    assert "\n" not in said
     world.start()
     assert world.gather(f"{ENVIRON}['GIVEN']") == ["1"] * 2
     world.restart(env={"MORE": "2"}, cpus=3)
@@ -83,41 +87,20 @@ def test_a_restart_keeps_what_it_does_not_say(world: World) -> None:
     assert world.gather("torch.get_num_threads()") == [3] * 2
 
 
-def test_a_wrapper_that_is_not_there_is_told_in_one_line() -> None:
-    """Who could not start, why, and the whole command."""
-    with pytest.raises(StartError) as found, World(1, log_dir="", wrap="no-such -x"):
-        pass
-    said = str(found.value)
-    assert "could not start: no-such: No such file or directory." in said
-    assert f"`no-such -x {sys.executable} -m nbdist.worker`" in said
-    assert "\n" not in said
+def test_torchs_debug_level_reaches_a_fork(world: World) -> None:
+    """Its torch was imported without; the checks are there in renewed groups too."""
+    world.restart(env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    world.execute("group = dist.new_group([0, 1])")
+    with pytest.raises(WorkerError, match="ZeroDivisionError"):
+        world.execute("1 / 0 if rank else dist.barrier()")
+    for group in ("None", "group"):
+        with pytest.raises(WorkerError, match="Detected mismatch between collectives"):
+            world.execute(f"dist.all_reduce(torch.ones(2 + rank), group={group})")
+    world.execute("dist.all_reduce(torch.ones(1), group=group)")
 
 
-def test_wrapper_wraps_every_worker() -> None:
-    """What it does to the process, and to its environment, holds in the worker."""
-    with World(1, log_dir="", wrap="nice -n 5 env WRAPPED=yes") as world:
-        mine = f"({ENVIRON}['WRAPPED'], __import__('os').nice(0), {ENVIRON}['RANK'])"
-        assert world.gather(mine) == [("yes", 5 + os.nice(0), "0")]
-        command = psutil.Process(world.pids[0]).cmdline()
-        assert command == [sys.executable, "-m", "nbdist.worker"]
-
-
-def test_a_wrapper_that_stays_dies_with_the_agent(tmp_path: Path) -> None:
-    """It is a process between the agent and the worker, and none of them outlives the agent."""
-    wrapper = tmp_path / "stays"
-    wrapper.write_text('#!/bin/sh\n"$@"\nexit $?\n')
-    wrapper.chmod(0o755)
-    with World(1, log_dir="", wrap=shlex.join([str(wrapper)])) as world:
-        (worker,) = world.gather("__import__('os').getpid()")
-        assert worker != world.pids[0]
-        processes = [psutil.Process(pid) for pid in (worker, world.pids[0])]
-        os.kill(world.link.agents[0].pid, signal.SIGKILL)
-        psutil.wait_procs(processes, timeout=SOON)
-        assert not any(process.is_running() for process in processes)
-
-
-def test_workers_run_in_another_interpreter(tmp_path: Path) -> None:
-    """`python` of a virtual environment that has the packages by another way."""
+def test_wrapped_workers_in_another_interpreter(tmp_path: Path) -> None:
+    """A virtual environment with packages of its own; the wrapper's doings hold in the worker."""
     venv = tmp_path / "venv"
     subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=SOON
@@ -128,11 +111,38 @@ def test_workers_run_in_another_interpreter(tmp_path: Path) -> None:
     (site / "packages.pth").write_text("\n".join([*here, root]))
     (site / "only_there.py").write_text("x = 7\n")
     python = str(venv / "bin" / "python")
-    with World(1, log_dir="", python=python) as world:
-        world.execute("import sys, only_there")
+    with World(1, log_dir="", python=python, wrap="nice -n 5 env WRAPPED=yes") as world:
+        world.execute("import os, sys, only_there")
         found = world.gather("(sys.executable, sys.prefix, only_there.x)")
         assert found == [(python, str(venv), 7)]
-        assert world.gather(f"{ENVIRON}['PYTHON_EXEC']") == [python]
+        mine = f"[{ENVIRON}[name] for name in ('PYTHON_EXEC', 'WRAPPED', 'RANK')]"
+        assert world.gather(mine) == [[python, "yes", "0"]]
+        assert world.gather("os.nice(0)") == [5 + os.nice(0)]
+        command = psutil.Process(world.pids[0]).cmdline()
+        assert command == [python, "-m", "nbdist.worker"]
+
+
+def test_a_wrapper_that_stays(tmp_path: Path) -> None:
+    """A process between agent and worker: Stop is not for it, and it dies with the agent."""
+    wrapper = tmp_path / "stays"
+    wrapper.write_text('#!/bin/sh\n"$@"\nexit $?\n')
+    wrapper.chmod(0o755)
+    with World(1, log_dir="", wrap=shlex.join([str(wrapper)])) as world:
+        (worker,) = world.gather("__import__('os').getpid()")
+        assert worker != world.pids[0]
+        processes = [psutil.Process(pid) for pid in (worker, world.pids[0])]
+        running = world.submit(world.cell("print('begun')\nimport time\ntime.sleep(60)"))
+        while not running.transcript[0].line_count:
+            world.receive(SOON)
+        running.interrupt()
+        running.result()
+        failure = running.transcript[0].failure
+        assert failure is not None
+        assert failure.name == "KeyboardInterrupt"
+        assert world.gather("__import__('os').getpid()") == [worker]
+        os.kill(world.link.agents[0].pid, signal.SIGKILL)
+        psutil.wait_procs(processes, timeout=SOON)
+        assert not any(process.is_running() for process in processes)
 
 
 def test_debug_tells_which_collectives_differ() -> None:
@@ -143,25 +153,12 @@ def test_debug_tells_which_collectives_differ() -> None:
         assert environ["CUDA_LAUNCH_BLOCKING"] == environ["NCCL_DESYNC_DEBUG"] == "1"
         with pytest.raises(WorkerDied):
             world.execute("import os\nif rank: os._exit(3)\ndist.barrier()")
-        for _ in range(2):
-            with pytest.raises(WorkerError, match="Detected mismatch between collectives"):
-                world.execute(mismatch)
-            running = world.running
-            assert running is not None
-            failure = running.transcript[0].failure
-            assert failure is not None
-            assert "Tensor shapes: 2vs 3" in failure.message
-            assert "C++ CapturedTraceback" in failure.message or "frame #" in failure.message
+        with pytest.raises(WorkerError, match="Detected mismatch between collectives"):
+            world.execute(mismatch)
+        running = world.running
+        assert running is not None
+        failure = running.transcript[0].failure
+        assert failure is not None
+        assert "Tensor shapes: 2vs 3" in failure.message
+        assert "C++ CapturedTraceback" in failure.message or "frame #" in failure.message
         world.execute("dist.barrier()")
-
-
-def test_torchs_debug_level_reaches_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its torch was imported without; the checks are those of `TORCH_DISTRIBUTED_DEBUG`."""
-    with World(2, log_dir="", env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}) as world:
-        world.execute("group = dist.new_group([0, 1])")
-        with pytest.raises(WorkerError, match="ZeroDivisionError"):
-            world.execute("1 / 0 if rank else dist.barrier()")
-        for group in ("None", "group"):
-            with pytest.raises(WorkerError, match="Detected mismatch between collectives"):
-                world.execute(f"dist.all_reduce(torch.ones(2 + rank), group={group})")
-        world.execute("dist.all_reduce(torch.ones(1), group=group)")
