@@ -16,6 +16,7 @@ pytestmark = pytest.mark.shared_world
 
 MAGICS = (
     "%dist_clean",
+    "%dist_env",
     "%dist_gather",
     "%dist_init",
     "%dist_interrupt",
@@ -25,10 +26,12 @@ MAGICS = (
     "%dist_restart",
     "%dist_restore",
     "%dist_run",
+    "%dist_scale",
     "%dist_shutdown",
     "%dist_snapshot",
     "%dist_stack",
     "%dist_status",
+    "%dist_sync",
     "%dist_why",
 )
 
@@ -233,7 +236,7 @@ def test_init_status_shutdown(fresh: Callable[..., Notebook]) -> None:
     status = notebook.run("%dist_status -v")
     lines = status.text.splitlines()
     assert lines[0].startswith("2 workers on ")
-    assert lines[0].endswith(" · gloo · ready")
+    assert lines[0].endswith(" · gloo · ready · exp")
     assert lines[1].split() == ["rank", "state", "pid", "device", "memory"]
     for rank, line in enumerate(lines[2:4]):
         number, state, pid, device, memory, unit = line.split()
