@@ -4,53 +4,45 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from nbdist import topology
 from nbdist.errors import (
     AgentLost,
     NbdistError,
     StartError,
-    WorldNotStarted,
 )
 from nbdist.wire.cleaned import CLEAN, Cleaned
 from nbdist.wire.looks import GetStacks, Stack
 from nbdist.wire.messages import (
     Cell,
     GetStatus,
-    Healed,
-    Received,
     Request,
-    Seen,
     StartFailure,
     StartWorld,
     StopWorld,
     WorkerStatus,
-    WorldSpec,
     WorldStarted,
 )
-from nbdist.wire.outputs import Died, Record
 from nbdist.wire.payload import Payload, pack_names
 from nbdist.world import calling, healing, keeping, scaling, snapshots, syncing
 from nbdist.world.launcher import find_launcher
 from nbdist.world.link import Link
 from nbdist.world.losses import Losses
-from nbdist.world.records import hand_over, wanted_level
+from nbdist.world.records import wanted_level
 from nbdist.world.refusal import refusal
 from nbdist.world.result import CellResult
 from nbdist.world.running import News, RunningCell
 from nbdist.world.scripts import find_script, run_script
-from nbdist.world.setup import Setup
 from nbdist.world.shelf import Shelf, Snapshot, root_folder
-from nbdist.world.spec import Asked, make_spec, scaled
+from nbdist.world.spec import Asked
 from nbdist.world.starting import show_on_terminal, starting_texts
-from nbdist.world.states import Event, State, next_state
+from nbdist.world.states import Event, State
 from nbdist.world.watch import Patience
+from nbdist.world.workers import Workers
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,11 +52,9 @@ STOP_GRACE = 2.0
 
 RESTART_GRACE = 0.3
 STATUS_TIMEOUT = 5.0
-LATE_KEPT = 1000
-"""Outputs of threads that outlived their cell; all text is in the log files too."""
 
 
-class World:
+class World(Workers):
     """N workers that share one process group, with their variables, until shut down.
 
         with World(n=4) as world:
@@ -130,29 +120,14 @@ class World:
         show: bool = True,
         link: Link | None = None,
     ) -> None:
-        self.warning = ""
-        self.state = State.STOPPED
-        self.pids: Mapping[int, int] = {}
-        self.logs: Mapping[int, str] = {}
+        workers = (n, backend, gpus, name, pool, log_dir, nursery, layout)
+        start = (env or {}, env_file, copy_env, debug, python, wrap, cpus, memory)
+        super().__init__(Asked(*workers, *start), link)
         self.namespace: dict[str, Any] = sys.modules["__main__"].__dict__
-        self.late: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)
-        self.losses = Losses()
-        self.host = ""
-        self.lost: AgentLost | None = None
-        self.problem = ""
-        self.setup = Setup()
         self.launcher = launcher
         self.on_failure = healing.parse_on_failure(on_failure)
         self.patience = patience or Patience()
         self.shows = show
-        self._link = link
-        self.running: RunningCell | None = None
-        self._spec: WorldSpec
-        self.asked: Asked
-        self.size: int
-        workers = (n, backend, gpus, name, pool, log_dir, nursery, layout)
-        start = (env or {}, env_file, copy_env, debug, python, wrap, cpus, memory)
-        self._configure(Asked(*workers, *start))
 
     def __repr__(self) -> str:
         cell = f" {self.running}" if self.running and self.running.unfinished else ""
@@ -181,11 +156,11 @@ class World:
             started = yield from self._link.calling(StartWorld(self._spec))
         except BaseException:  # Stop too: whatever has been started is ended
             self.advance(Event.START_FAILED)
-            self._close_link()
+            self.close_link()
             raise
         if isinstance(started, StartFailure):
             self.advance(Event.START_FAILED)
-            self._close_link()
+            self.close_link()
             raise StartError(
                 started.rank, started.host, started.command, started.reason, started.last_lines
             )
@@ -204,13 +179,13 @@ class World:
         kept = keeping.take(self, keep, range(self.size))
         # The notebook's environment, path and folder may have changed meanwhile.
         before, size = self.asked, self.size
-        self._configure(before.but(**changes if n is None else {"n": n, **changes}))
+        self.configure(before.but(**changes if n is None else {"n": n, **changes}))
         self.setup.scale(size, self.size)
         try:
             self.restart_workers()
         except StartError:
             self.setup.scale(self.size, size)
-            self._configure(before)
+            self.configure(before)
             raise
         error = self.setup.replay(self, range(self.size))
         keeping.give_back(self, keep, kept)
@@ -224,7 +199,7 @@ class World:
             with suppress(AgentLost):  # then its workers are gone too
                 self._link.call(StopWorld(RESTART_GRACE))
             self.advance(Event.STOPPED)
-        self._drop_outputs()
+        self.drop_outputs()
         self.start()
 
     def shutdown(self) -> None:
@@ -234,7 +209,7 @@ class World:
         if self._link is not None and self._link.is_up:
             with suppress(AgentLost, StartError):  # ended before, which is what is wanted
                 self._link.call(StopWorld(STOP_GRACE))
-        self._close_link()
+        self.close_link()
         self.advance(Event.STOPPED)
 
     def __enter__(self) -> World:
@@ -250,16 +225,6 @@ class World:
         self.shutdown()
 
     # --- cells ----------------------------------------------------------------------------
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no rank has anything of a cell left to do."""
-        return self.running is None or not self.running.unfinished
-
-    @property
-    def can_free(self) -> bool:
-        """Whether there is a group whose collectives can be broken open."""
-        return self._spec.backend is not None
 
     def heal(self) -> None:
         """Do about deaths and broken collectives what `on_failure` says; nothing if all is well.
@@ -483,125 +448,8 @@ class World:
             self.take_loss(lost)
             return ()
 
-    # --- for RunningCell and healing ------------------------------------------------------
-
-    @property
-    def link(self) -> Link:
-        """The connection to the agents of a world that has workers."""
-        if self._link is None:
-            raise WorldNotStarted("This")
-        return self._link
-
-    def detach_link(self) -> Link | None:
-        """The link, for whoever ends it; the world is none without it."""
-        link, self._link = self._link, None
-        return link
-
-    def advance(self, event: Event) -> None:
-        """The only door to another state."""
-        self.state = next_state(self.state, event)
-
-    @property
-    def hosts(self) -> dict[int, tuple[str, int]]:
-        """The machine of each rank, and its number there."""
-        return {rank: (self.host, rank) for rank in range(self.size)}
-
-    @property
-    def made_lately(self) -> frozenset[str]:
-        """Names that the last cell bound on any rank, if a rank died in it."""
-        running = self.running
-        return running.made if running is not None and running.died else frozenset()
-
-    def receive(self, timeout: float) -> None:
-        """Take in what ranks have shown; wait for the first of it, at most `timeout` seconds."""
-        self.link.wait(timeout)
-        self.receive_waiting()
-
-    def receive_waiting(self) -> None:
-        """Take in all that has arrived so far."""
-        while self._link is not None and self._link.arrived:
-            link = self._link
-            match link.arrived[0]:
-                case AgentLost() as lost:
-                    self.take_loss(lost)
-                case Received():
-                    link.received()
-                case Seen(places):
-                    if self.running is not None:
-                        self.running.see(places)
-                case (rank, cell_id, output):
-                    self._take(rank, cell_id, output)
-            link.arrived.popleft()
-
     # --- inside ---------------------------------------------------------------------------
-
-    def resolve(self, n: int | str) -> int:
-        """How many workers `n` means here."""
-        workers = topology.parse_workers(str(n))
-        return topology.resolve(workers, len(self._spec.gpus), topology.usable_cores())
-
-    @property
-    def layout(self) -> str:
-        """`1x4`; simulated nodes and workers on each, `2x4`."""
-        seat = self._spec.seat(0)
-        return f"{seat.nodes}x{seat.local_world_size}"
-
-    @property
-    def spec(self) -> WorldSpec:
-        """What all workers have in common."""
-        return self._spec
-
-    def take_healed(self, healed: Healed) -> None:
-        """What the agent says of the workers there are now, who may be more or fewer."""
-        self.pids, self.logs, self.problem = healed.pids, healed.logs, healed.problem
-        before, after = self.size, len(healed.pids)
-        if before != after:
-            self._spec, _ = scaled(self._spec, after)
-            self.asked, self.size = self.asked.but(n=after), after
-            self.losses.scale(before, after)
-            self.setup.scale(before, after)
-
-    def _configure(self, asked: Asked) -> None:
-        """Work out the spec of the workers; UsageError for what cannot be."""
-        spec, self.backend, self.warning = make_spec(asked)
-        self._spec, self.size, self.name = spec, spec.world_size, spec.name
-        self.asked = replace(asked, run=spec.name)
 
     def _check_ready(self) -> None:
         if error := refusal(self):
             raise error
-
-    def _take(self, rank: int, cell_id: str, output: Any) -> None:
-        if isinstance(output, Record):
-            hand_over(output)
-            return
-        self.losses.take(rank, output)
-        if isinstance(output, Died):
-            self.advance(Event.RANK_DIED)
-        running = self.running
-        if running is not None and cell_id == running.cell.id:
-            running.take(rank, output)
-            if not running.unfinished and self.state is not State.BROKEN:
-                self.advance(Event.CELL_DONE)
-        else:
-            self.late.append((rank, output))
-
-    def take_loss(self, lost: AgentLost) -> None:
-        self.lost = lost
-        if self.running is not None:
-            self.running.take_loss()
-        self.advance(Event.AGENT_LOST)
-        self._close_link()
-
-    def _drop_outputs(self) -> None:
-        """Forget what the workers before had still to say."""
-        self.running = None
-        self.late.clear()
-        while self._link is not None and self._link.arrived:
-            if isinstance(self._link.arrived.popleft(), Received) and self._link.is_up:
-                self._link.received()
-
-    def _close_link(self) -> None:
-        link = self.detach_link()
-        if link is not None:
-            link.close()
