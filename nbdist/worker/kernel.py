@@ -159,45 +159,54 @@ class WorkerKernel(IPythonKernel):
         """Bind the cell's names, run it, and add what nbdist wants to know to the reply."""
         orders = CellOrders.of(self.get_parent("shell"))
         started = time.perf_counter()
+        ours: dict[str, Any] = {}
         self.records.begin_cell(orders.log_level)
         try:
-            if self.group is not None:
-                self.group.begin_cell(orders.cell_id)
-            self.namespace.receive(orders.names)
-            shell: Any = self.shell
-            synced = sync(shell.user_ns, orders.sync) if orders.sync else frozenset()
+            synced = self._prepare(orders)
             before = self.namespace.snapshot()
-            if orders.execution_count is not None:
-                shell.execution_count = orders.execution_count
-            count_restarts(*orders.restarts)
-            keep_crashes()
             reply: dict[str, Any]
             if orders.script is not None:
                 reply = self._run_script(orders.script)
             else:
+                stores = store_history and not self.namespace.has_call
                 reply = await super().do_execute(
-                    code,
-                    silent,
-                    store_history and not self.namespace.has_call,
-                    user_expressions,
-                    allow_stdin,
+                    code, silent, stores, user_expressions, allow_stdin
                 )
-            bound = sorted(self.namespace.bound_since(before) | synced)
-            ours: dict[str, Any] = {"bound": bound, "imported": self.namespace.imported(bound)}
-            if orders.fetch and reply["status"] == "ok":
-                payload = self.namespace.fetch(orders.fetch, orders.cell_id)
-                ours["frames"] = [frame.hex() for frame in payload.frames]
-                if payload.segment:
-                    ours["segment"] = [payload.segment.path, payload.segment.sizes]
+            bound = self.namespace.bound_since(before) | synced
+            ours = self._brought(orders, bound, is_ok=reply["status"] == "ok")
         except NameProblem as problem:
-            reply, ours = self._report(NAME_PROBLEM, str(problem)), {}
+            reply = self._report(NAME_PROBLEM, str(problem))
         except KeyboardInterrupt:  # between the lines of the cell; ipykernel would not reply
-            reply, ours = self._report("KeyboardInterrupt", ""), {}
+            reply = self._report("KeyboardInterrupt", "")
         self._end_call(failed=reply["status"] != "ok")
         self.records.end_cell()
         ours["seconds"] = time.perf_counter() - started
         flush_c_streams()
         return {**reply, "nbdist": ours}
+
+    def _prepare(self, orders: CellOrders) -> frozenset[str]:
+        """Do what comes before the source; the names that were copied from another rank."""
+        if self.group is not None:
+            self.group.begin_cell(orders.cell_id)
+        self.namespace.receive(orders.names)
+        shell: Any = self.shell
+        synced = sync(shell.user_ns, orders.sync) if orders.sync else frozenset()
+        if orders.execution_count is not None:
+            shell.execution_count = orders.execution_count
+        count_restarts(*orders.restarts)
+        keep_crashes()
+        return synced
+
+    def _brought(self, orders: CellOrders, names: frozenset[str], *, is_ok: bool) -> dict[str, Any]:
+        """The names that the cell bound, and the values that it was asked to bring back."""
+        bound = sorted(names)
+        ours: dict[str, Any] = {"bound": bound, "imported": self.namespace.imported(bound)}
+        if orders.fetch and is_ok:
+            payload = self.namespace.fetch(orders.fetch, orders.cell_id)
+            ours["frames"] = [frame.hex() for frame in payload.frames]
+            if payload.segment:
+                ours["segment"] = [payload.segment.path, payload.segment.sizes]
+        return ours
 
     async def _progressively_terminate_all_children(self) -> None:
         """Leave them to the agent, which ends the whole process group after this process.
