@@ -302,12 +302,14 @@ def _has_gloo(group: ProcessGroup) -> bool:
 
 def _put_into(group: ProcessGroup, generation: int, backend: Any) -> None:
     """Have the group use this backend alone, in the place of gloo's."""
+    # Both are asked of the backend, which is another one in a moment.
+    name, description = group.group_name, group.group_desc
     kind = ProcessGroup.BackendType(FIRST_TYPE + generation)
     for device in group._device_types:
         if group._get_backend(device).name() == "gloo":
             group._register_backend(device, kind, backend)
-    group._set_group_name(group.group_name)  # in the new backend too
-    group._set_group_desc(group.group_desc)
+    group._set_group_name(name)
+    group._set_group_desc(description)
 
 
 def _make_device() -> tuple[Any, int]:

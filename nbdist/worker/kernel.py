@@ -178,6 +178,8 @@ class WorkerKernel(IPythonKernel):
             reply = self._report(NAME_PROBLEM, str(problem))
         except KeyboardInterrupt:  # between the lines of the cell; ipykernel would not reply
             reply = self._report("KeyboardInterrupt", "")
+        except Exception as error:  # noqa: BLE001 (whatever it was, the notebook waits for the reply)
+            reply = self._report(type(error).__name__, str(error))
         self._end_call(failed=reply["status"] != "ok")
         self.records.end_cell()
         ours["seconds"] = time.perf_counter() - started
