@@ -290,5 +290,5 @@ def test_public_names() -> None:
     """Each public name is there, and a wrong one is an AttributeError as in any module."""
     for name in nbdist.__all__:
         assert getattr(nbdist, name) is not None
-    with pytest.raises(AttributeError, match="has no attribute 'launch'"):
-        _ = nbdist.launch
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = nbdist.nothing

@@ -16,10 +16,15 @@ import shutil
 import signal
 import socket
 import sys
+import time
+from contextlib import suppress
 from importlib import import_module
 
 from nbdist.node.birth import LENGTH, Exited, Forked, Imported, adopt_orphans, end_group
 from nbdist.wire.messages import RankStart
+
+END_TIMEOUT, END_STEP = 2.0, 0.005
+"""Seconds for killed workers to be gone, and between two looks."""
 
 IMPORTED_AT_START = (
     "IPython.core.debugger",
@@ -125,9 +130,22 @@ class Nursery:
                 self.tell(Exited(child.si_pid, os.waitstatus_to_exitcode(status)))
 
     def end_workers(self) -> None:
-        """Kill what is left, with all that it started."""
+        """Kill what is left, with all that it started; on return no worker makes files any more."""
         for pid in self._workers:
             end_group(pid)
+            with suppress(ProcessLookupError):  # one that has only been forked leads no group yet
+                os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + END_TIMEOUT
+        while self._workers and time.monotonic() < deadline:
+            self._workers -= {pid for pid in self._workers if _has_ended(pid)}
+            time.sleep(END_STEP)
+
+
+def _has_ended(child: int) -> bool:
+    try:
+        return os.waitpid(child, os.WNOHANG)[0] != 0
+    except ChildProcessError:
+        return True
 
 
 def _read_exactly(source: socket.socket, count: int) -> bytes:
