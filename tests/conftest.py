@@ -127,12 +127,20 @@ def _command(pid: str) -> str:
 
 
 def _is_unused(segment: str) -> bool:
-    """Whether no process that is not ours has the segment mapped: they have tests too."""
+    """Whether no process that is not ours has the segment mapped: they have tests too.
+
+    Told by its inode: glibc makes a semaphore under another name.
+    """
+    try:
+        inode = str(os.stat(f"/dev/shm/{segment}").st_ino)
+    except FileNotFoundError:
+        return False  # It has gone.
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            mapped = f"/dev/shm/{segment}" in Path(f"/proc/{pid}/maps").read_text()
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
         except OSError:
             continue
+        mapped = any("/dev/shm/" in line and line.split()[4] == inode for line in lines)
         if mapped and not _is_ours(pid):
             return False
     return True

@@ -63,7 +63,9 @@ def run(notebook: NotebookNode, folder: Path) -> NotebookNode:
     done = subprocess.run(
         [sys.executable, "-c", EXECUTE, *options, file.name],
         cwd=folder,
-        env=os.environ | {f"JUPYTER_{name}_DIR": str(folder / name) for name in FOLDERS},
+        env=os.environ
+        | {f"JUPYTER_{name}_DIR": str(folder / name) for name in FOLDERS}
+        | {"NBDIST_LOG_DIR": str(folder / "logs")},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -104,6 +106,17 @@ def test_training_goes_on_after_all_that_went_wrong(source):
     assert set(same) == {"True"}
 
 
+@pytest.mark.parametrize("source", NOTEBOOKS[2:3], ids=lambda path: path.stem)
+def test_the_killed_script_resumes(source):
+    """The saved notebook shows torchrun's ways: restarts, snapshots, and changing sizes."""
+    shown = text(nbformat.read(source, as_version=4))
+    assert "rank 2 was killed by SIGKILL: restart 1 of 3" in shown
+    assert shown.count("goes on at epoch 4") == 4
+    assert "trainer restored from" in shown
+    assert "world 4 -> 2" in shown
+    assert "3 workers, same weights: True" in shown
+
+
 def test_there_are_tutorials():
     """The folder of notebooks is where these tests look for it."""
-    assert [path.stem[:2] for path in NOTEBOOKS] == ["01", "02"]
+    assert [path.stem[:2] for path in NOTEBOOKS] == ["01", "02", "03"]

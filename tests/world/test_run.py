@@ -12,6 +12,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,8 @@ def maps_of_segments(world: World) -> list[str]:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
         found += [line for line in lines if "memfd:nbdist" in line]
         for fd in Path(f"/proc/{pid}/fd").iterdir():
-            found += [str(fd)] if "memfd:nbdist" in os.readlink(fd) else []
+            with suppress(FileNotFoundError):  # closed meanwhile
+                found += [str(fd)] if "memfd:nbdist" in os.readlink(fd) else []
     return found
 
 
