@@ -145,7 +145,7 @@ DEATHS = (
 )
 
 
-OFTEN = ("idle", "in a collective", "while healing")
+OFTEN = ("in a collective", "while healing")
 
 MATRIX = [
     pytest.param(death, moment, id=f"{death.__name__}-{moment}")
