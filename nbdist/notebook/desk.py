@@ -25,6 +25,7 @@ from nbdist.notebook.ship.ledger import Ledger
 from nbdist.notebook.ship.names import names_bound
 from nbdist.notebook.ship.plan import plan, push
 from nbdist.notebook.source import check_source, in_notebook_lines
+from nbdist.notebook.status import pool_text
 from nbdist.notebook.why import Why, why_died, why_of
 from nbdist.notebook.world_options import check_same, given
 from nbdist.world import keeping
@@ -48,9 +49,6 @@ if TYPE_CHECKING:
     from nbdist.notebook.display import CellDisplay
     from nbdist.notebook.settings import NbDist
     from nbdist.wire.messages import Cell
-
-DEFAULT = "default"
-"""The pool of a cell that names none; torchrun's name for the role of such workers."""
 
 
 class Desk:
@@ -397,8 +395,7 @@ class Desk:
 
 def ready_text(world: World) -> str:
     """`4 workers ready · gloo`, with the pool's name where it is not the default one."""
-    pool = "" if world.asked.pool == DEFAULT else f"pool {world.asked.pool} · "
-    return f"{pool}{count(world.size, 'worker')} ready · {world.backend}"
+    return f"{pool_text(world)}{count(world.size, 'worker')} ready · {world.backend}"
 
 
 def ranks_of(text: str | None, world: World) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from nbdist.errors import UsageError
-from nbdist.notebook.desk import DEFAULT, Desk
+from nbdist.notebook.desk import Desk
+from nbdist.wire.messages import DEFAULT_POOL
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
@@ -20,7 +21,7 @@ class Desks:
     def __init__(self, shell: InteractiveShell, settings: NbDist) -> None:
         self.shell = shell
         self.settings = settings
-        self._desks = {DEFAULT: Desk(shell, settings, DEFAULT)}
+        self._desks = {DEFAULT_POOL: Desk(shell, settings, DEFAULT_POOL)}
 
     def __repr__(self) -> str:
         return f"<Desks {[*self]}>"
@@ -31,11 +32,11 @@ class Desks:
     @property
     def default(self) -> Desk:
         """The one of cells that name no pool."""
-        return self._desks[DEFAULT]
+        return self._desks[DEFAULT_POOL]
 
     def at(self, pool: str | None) -> Desk:
         """The desk of a pool, a new one where there is none; UsageError for what is no name."""
-        name = pool or DEFAULT
+        name = pool or DEFAULT_POOL
         if not name.replace("-", "_").isidentifier():
             raise UsageError(f"`--pool {name}`: a pool's name is a word, such as `--pool trainer`.")
         if name not in self._desks:

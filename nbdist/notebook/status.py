@@ -21,6 +21,11 @@ STATE_COLOURS = {"idle": "#2aa44f", "busy": "#1f77e0", "dead": "#d03030", "start
 CELL_STYLE = "padding:0 16px 0 0;text-align:left;border:none;font-family:monospace"
 
 
+def pool_text(world: World) -> str:
+    """`pool ps · `, before whatever is said of a world that is not the default one."""
+    return f"pool {world.asked.other_pool} · " if world.asked.other_pool else ""
+
+
 def headline(world: World | None) -> str:
     """`4 workers on node01 · gloo · ready`, or that there are none.
 
@@ -28,7 +33,7 @@ def headline(world: World | None) -> str:
     """
     if world is None or not world.state.has_workers:
         return "no workers are running · `%%distributed -n 4` or `%dist_init -n 4` starts them"
-    pool = "" if world.asked.pool == "default" else f"pool {world.asked.pool} · "
+    pool = pool_text(world)
     name = f" · {world.asked.name}" if world.asked.name else ""
     shape = "" if world.layout.startswith("1x") else f" as {world.layout}"
     who = f"{pool}{count(world.size, 'worker')}{shape} on {world.host}"

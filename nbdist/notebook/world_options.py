@@ -104,8 +104,7 @@ def check_same(world: World, options: argparse.Namespace) -> None:
     """What a cell's options say of the world has to be true of the one that runs."""
     asked = given(options)
     if "n" in asked and (size := world.resolve(asked.pop("n"))) != world.size:
-        pool = "" if world.asked.pool == "default" else world.asked.pool
-        raise WorldChanged(world.size, size, pool)
+        raise WorldChanged(world.size, size, world.asked.other_pool)
     for option in WORLD_OPTIONS:
         if option.name in asked:
             wanted, has = _difference(option.name, asked[option.name], _has(world, option.name))

@@ -17,6 +17,9 @@ from nbdist.wire.outputs import Output
 from nbdist.wire.payload import Payload
 from nbdist.wire.scripts import Script
 
+DEFAULT_POOL = "default"
+"""The pool of a world that names none; torchrun's name for the role of such workers."""
+
 CONTROL_REQUEST = "nbdist_request"
 """The kind of message by which an agent asks a worker's control thread for something."""
 
@@ -94,7 +97,7 @@ class WorldSpec:
     python: str
     gpus: tuple[str, ...] = ()
     name: str = "world"
-    pool: str = "default"
+    pool: str = DEFAULT_POOL
     log_dir: str = ""
     use_nursery: bool = True
     per_node: int = 0

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbdist.errors import UnshippableName
+from nbdist.wire import pickling
 
 SEARCH_TIMEOUT = 1.0
 DEEPEST = 12
@@ -152,6 +153,19 @@ def _looks_compiled(value: Any) -> bool:
         kind.__name__
         in ("CFunctionType", "builtin_function_or_method", "cython_function_or_method")
     )
+
+
+def fails_in(namespace: dict[str, Any]) -> Callable[[Any], bool]:
+    """A question to ask of values: whether one cannot be pickled for this namespace."""
+
+    def fails(value: Any) -> bool:
+        try:
+            pickling.pickle(value, namespace, sketch=True)
+        except PICKLING_ERRORS:
+            return True
+        return False
+
+    return fails
 
 
 def unshippable(

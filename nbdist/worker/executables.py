@@ -24,7 +24,7 @@ def run_executable(file: str, argv: Sequence[str]) -> int:
     child = subprocess.Popen(argv, executable=file, stdin=subprocess.DEVNULL)
     try:
         return child.wait()
-    except BaseException:
+    except BaseException:  # Stop too: nothing that it has started is left
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             child.wait(timeout=STOP_GRACE)
         for pid in _group() - before:

@@ -13,7 +13,7 @@ from nbdist.wire.messages import Sync
 from nbdist.wire.payload import Payload, SegmentRef, open_payload, pack_frames
 from nbdist.wire.pickling import pickle, unpickle
 from nbdist.wire.scripts import Script
-from nbdist.wire.unshippable import PICKLING_ERRORS, blame
+from nbdist.wire.unshippable import blame, fails_in
 from nbdist.worker.calling import CallNames
 
 
@@ -153,17 +153,10 @@ class Namespace:
                 f"{type(error).__name__}: {error}"
             )
         (value,) = values.values()
-        path, kind, why, _ = blame("result", value, self._fails, error)
+        path, kind, why, _ = blame("result", value, fails_in(self._names), error)
         what = f"what {call.title} returned"
         part = what if path == "result" else f"{what}: `{path}`"
         return NameProblem(f"{part} ({kind}) cannot be sent back: {why}.")
-
-    def _fails(self, value: Any) -> bool:
-        try:
-            pickle(value, self._names, sketch=True)
-        except PICKLING_ERRORS:
-            return True
-        return False
 
 
 def _script_of(fields: Mapping[str, Any] | None) -> Script | None:

@@ -15,7 +15,7 @@ from nbdist.wire.definitions import SYSTEM_NAMES
 from nbdist.wire.outputs import Died, Failure
 from nbdist.wire.payload import pack_frames
 from nbdist.wire.pickling import Pickled, pickle
-from nbdist.wire.unshippable import PICKLING_ERRORS, blame
+from nbdist.wire.unshippable import PICKLING_ERRORS, blame, fails_in
 from nbdist.world.lines import PlainLines
 from nbdist.world.result import CellResult
 from nbdist.world.sgr import strip
@@ -161,13 +161,6 @@ class _Packing:
             self._refuse(name, value, problem)
 
     def _refuse(self, name: str, value: Any, problem: Exception) -> NoReturn:
-        path, kind, why, remedy = blame(name, value, self._fails, problem)
+        path, kind, why, remedy = blame(name, value, fails_in(self._namespace), problem)
         remedy = remedy.replace("the cell", "the function")
         raise UnshippableName(name, path, kind, why, remedy) from None
-
-    def _fails(self, value: Any) -> bool:
-        try:
-            pickle(value, self._namespace, sketch=True)
-        except PICKLING_ERRORS:
-            return True
-        return False

@@ -294,6 +294,15 @@ class RunningCell:
         errors, hosts = self.transcript.errors, self._world.hosts
         return CellResult(self.cell, self.transcript, seconds, errors, values, hosts)
 
+    def wait(self) -> CellResult[Any]:
+        """`result`, but Stop interrupts the ranks and waits for them before it goes on."""
+        try:
+            return self.result()
+        except KeyboardInterrupt:
+            self.interrupt()
+            self.result()
+            raise
+
     def error(self) -> NbdistError | None:
         """The one error that a failed or unfinished cell raises; None when all went well."""
         if self._world.lost is not None:

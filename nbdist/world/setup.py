@@ -79,10 +79,5 @@ class Setup:
 
 def _run(world: World, cell: Cell) -> NbdistError | None:
     running = world.send(cell)
-    try:
-        running.result()
-    except KeyboardInterrupt:
-        running.interrupt()
-        running.result()
-        raise
+    running.wait()
     return running.error()

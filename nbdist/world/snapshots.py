@@ -87,12 +87,7 @@ def ask(world: World, function: str, *args: Any, ranks: Sequence[int] | None = N
     module = "__import__('nbdist.worker.snapshots', fromlist=['snapshots'])"
     call = f"{module}.{function}(globals(), *{args!r})"
     running = world.submit(world.cell("", ranks=ranks, fetch=(call,)))
-    try:
-        result = running.result()
-    except KeyboardInterrupt:
-        running.interrupt()
-        running.result()
-        raise
+    result = running.wait()
     if error := running.error():
         raise error
     return dict(result.values)

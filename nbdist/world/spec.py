@@ -16,7 +16,7 @@ from typing import Any
 from nbdist import topology
 from nbdist.errors import UsageError
 from nbdist.layout import Layout, parse_layout
-from nbdist.wire.messages import Resources, WorldSpec
+from nbdist.wire.messages import DEFAULT_POOL, Resources, WorldSpec
 from nbdist.world.environ import (
     DEBUG_VARIABLES,
     READ_AT_START,
@@ -41,7 +41,7 @@ class Asked:
     backend: str | None = None
     gpus: str | None = None
     name: str | None = None
-    pool: str = "default"
+    pool: str = DEFAULT_POOL
     log_dir: str | None = None
     nursery: bool = True
     layout: str | None = None
@@ -54,6 +54,11 @@ class Asked:
     cpus: int | str | None = None
     memory: str | None = None
     run: str = ""
+
+    @property
+    def other_pool(self) -> str:
+        """Its name, to be said where it is not the default one; else ""."""
+        return "" if self.pool == DEFAULT_POOL else self.pool
 
     def but(self, **changes: Any) -> Asked:
         """The same but for what is said: of `n` and `layout` the newer, and more of `env`."""
@@ -168,7 +173,7 @@ def find_python(text: str | None, environ: Mapping[str, str]) -> str:
 
 def run_name(pool: str) -> str:
     """A name for the run of a world that was given none: when, and of which process."""
-    of = "" if pool == "default" else f"-{pool}"
+    of = "" if pool == DEFAULT_POOL else f"-{pool}"
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{of}"
 
 

@@ -34,12 +34,7 @@ def sync(
     to = None if ranks is None else tuple(rank for rank in ranks if rank != source)
     orders = Sync(tuple(dict.fromkeys(names)), source, to)
     running = world.submit(replace(world.cell(""), sync=orders))
-    try:
-        running.result()
-    except KeyboardInterrupt:
-        running.interrupt()
-        running.result()
-        raise
+    running.wait()
     _check(running)
     got = tuple(
         track.rank

@@ -18,6 +18,7 @@ from nbdist.errors import (
 from nbdist.wire.cleaned import CLEAN, Cleaned
 from nbdist.wire.looks import GetStacks, Stack
 from nbdist.wire.messages import (
+    DEFAULT_POOL,
     Cell,
     GetStatus,
     Request,
@@ -102,7 +103,7 @@ class World(Workers):
         backend: str | None = None,
         gpus: str | None = None,
         name: str | None = None,
-        pool: str = "default",
+        pool: str = DEFAULT_POOL,
         layout: str | None = None,
         env: Mapping[str, str] | None = None,
         env_file: str | None = None,

@@ -28,7 +28,7 @@ from nbdist.wire.definitions import SYSTEM_NAMES, Import
 from nbdist.wire.memory import Segment
 from nbdist.wire.payload import Payload, pack_frames
 from nbdist.wire.pickling import Pickled, join, pickle
-from nbdist.wire.unshippable import PICKLING_ERRORS, parts, unshippable
+from nbdist.wire.unshippable import PICKLING_ERRORS, fails_in, parts, unshippable
 
 BIG = 64 * 1024 * 1024
 """From this many bytes on the user is told before something is sent."""
@@ -212,17 +212,11 @@ class _Plan:
         try:
             return pickle(values, self._names, sketch=sketch)
         except PICKLING_ERRORS as problem:
+            fails = fails_in(self._names)
             for name in values:
-                if self._fails(self._names[name]):
-                    raise unshippable(name, self._names[name], self._fails, problem) from problem
+                if fails(self._names[name]):
+                    raise unshippable(name, self._names[name], fails, problem) from problem
             raise
-
-    def _fails(self, value: Any) -> bool:
-        try:
-            pickle(value, self._names, sketch=True)
-        except PICKLING_ERRORS:
-            return True
-        return False
 
     # --- what belongs together ------------------------------------------------------------
 
