@@ -286,7 +286,12 @@ class Group:
         init, make_options, group = ProcessGroupGloo.__init__, self._options, self
 
         def on_one_device(
-            self: ProcessGroupGloo, store: Any, rank: int, size: int, timeout: Any = None
+            self: ProcessGroupGloo,
+            store: Any,
+            rank: int,
+            size: int,
+            timeout: Any = None,
+            **_: Any,  # torch 2.14 and later say enable_reconfigure=False
         ) -> None:
             # The first alone: TORCH_DISTRIBUTED_DEBUG=DETAIL makes a helper besides.
             store, group._joining = group._joining or store, None
