@@ -88,7 +88,8 @@ class NotEnoughGpus(BadTopology):
         self.option = "-n"
         self.text = str(ranks)
         where = "" if visible_devices is None else f" (CUDA_VISIBLE_DEVICES={visible_devices})"
-        remedy = f"`-n {gpus}`, or `--backend gloo` to share them." if gpus else "`--backend gloo`."
+        shared = "`--share-gpus` for several on one (slow), or `--backend gloo`"
+        remedy = f"`-n {gpus}`, {shared}." if gpus else "`--backend gloo`."
         Exception.__init__(
             self,
             f"{count(ranks, 'rank')} asked, {count(gpus, 'GPU')} visible{where}, and nccl needs "

@@ -98,14 +98,19 @@ def check_start(
     cores: int,
     backend: str,
     visible_devices: str | None = None,
+    *,
+    share_gpus: bool = False,
 ) -> str | None:
     """None when all is well, or one line to warn with; raises what cannot work.
 
-    Two ranks of nccl on one GPU is what cannot; `visible_devices` is the text of
-    CUDA_VISIBLE_DEVICES, for that error.
+    Two ranks of nccl on one GPU is what cannot, unless they are to share it;
+    `visible_devices` is the text of CUDA_VISIBLE_DEVICES, for that error.
     """
-    if workers > gpus and uses_nccl(backend):
+    if uses_nccl(backend) and workers > gpus and not (gpus and share_gpus):
         raise NotEnoughGpus(workers, gpus, visible_devices)
+    if uses_nccl(backend) and share_gpus:
+        shared = f"{count(workers, 'rank')} of nccl on {count(gpus, 'GPU')}"
+        return f"{shared} with `--share-gpus`: for correctness, not for speed."
     if gpus and workers > gpus:
         return f"{count(workers, 'worker')} share {count(gpus, 'GPU')}."
     if not gpus and workers > cores:

@@ -122,12 +122,12 @@ def test_ipython_shows_the_line_and_no_traceback():
         (
             errors.NotEnoughGpus(4, 2, "0,1"),
             "4 ranks asked, 2 GPUs visible (CUDA_VISIBLE_DEVICES=0,1), and nccl needs one for "
-            "each rank. `-n 2`, or `--backend gloo` to share them.",
+            "each rank. `-n 2`, `--share-gpus` for several on one (slow), or `--backend gloo`.",
         ),
         (
             errors.NotEnoughGpus(2, 1, None),
             "2 ranks asked, 1 GPU visible, and nccl needs one for each rank. "
-            "`-n 1`, or `--backend gloo` to share them.",
+            "`-n 1`, `--share-gpus` for several on one (slow), or `--backend gloo`.",
         ),
         (
             errors.NotEnoughGpus(1, 0, ""),

@@ -210,6 +210,17 @@ def test_two_ranks_on_one_gpu(backend):
         topology.check_start(2, 1, 64, backend, "5")
 
 
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_ranks_that_share_a_gpu(backend):
+    """With `--share-gpus` they start, after a line that says what it is for; not without a GPU."""
+    assert topology.check_start(4, 1, 64, backend, share_gpus=True) == (
+        "4 ranks of nccl on 1 GPU with `--share-gpus`: for correctness, not for speed."
+    )
+    assert topology.check_start(4, 1, 64, "gloo", share_gpus=True) == "4 workers share 1 GPU."
+    with pytest.raises(NotEnoughGpus, match="0 GPUs visible"):
+        topology.check_start(4, 0, 64, backend, share_gpus=True)
+
+
 @pytest.mark.parametrize(
     ("text", "world_size", "ranks"),
     [

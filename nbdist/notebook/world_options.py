@@ -59,6 +59,8 @@ WORLD_OPTIONS = (
                 {"metavar": "[MIN:]MAXxN"}),
     WorldOption("--backend", "backend", "gloo, nccl, cpu:gloo,cuda:nccl, or none for no group"),
     WorldOption("--gpus", "gpus", "the GPUs to use, as torch counts them: 0,1,3"),
+    WorldOption("--share-gpus", "share_gpus", "let several ranks of nccl have one GPU: to practise"
+                " and debug on one card, for correctness and not for speed", SWITCH),
     WorldOption("--name", "name", "shown in %%dist_status, and the log folder's name: run, or"
                 " exp/run"),
     WorldOption("--env", "env", "a variable of the workers' environment besides the notebook's;"

@@ -26,6 +26,7 @@ NBDIST_WORLD                    unset    the name      `--name`
 =============================== ======== ============= =======================================
 
 The user's own OMP_NUM_THREADS, TORCH_NCCL_*, GLOO_SOCKET_IFNAME and MPLBACKEND win.
+With `--share-gpus` there is `sharing_variables` besides.
 """
 
 from __future__ import annotations
@@ -51,6 +52,33 @@ NBDIST_SETS = NBDIST_DECIDES | {
     *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "MPLBACKEND"),
 }
 """All names of `torchrun_variables`."""
+
+
+MULTI_RANK_NCCL = (2, 30)
+"""The first version of NCCL that takes several ranks on one GPU by itself."""
+
+
+def sharing_variables(
+    rank: int, version: tuple[int, ...], environ: Mapping[str, str]
+) -> Mapping[str, str]:
+    """What lets NCCL of this version have several ranks on one GPU, before it is first used.
+
+    Older ones tell two ranks on one GPU by host and bus.  With a host of its own each rank
+    passes, and meets the others through sockets, of the loopback interface: they are on one
+    machine.  What the user has set stays, but for the host, which has to be each rank's own.
+    """
+    wanted = {
+        "NCCL_MAX_CTAS": "1",  # the kernels of all ranks have to fit on it
+        "NCCL_NVLS_ENABLE": "0",  # which adds up in the switch between GPUs
+    }
+    if version >= MULTI_RANK_NCCL:
+        wanted["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    else:
+        wanted |= {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0"}
+    chosen = {name: environ.get(name, value) for name, value in wanted.items()}
+    if version < MULTI_RANK_NCCL:
+        chosen["NCCL_HOSTID"] = f"{environ.get('NCCL_HOSTID', 'nbdist')}-{rank}"
+    return chosen
 
 
 def torchrun_variables(

@@ -85,7 +85,8 @@ class WorldSpec:
     before its command.  `per_node` is 0 for one node, else how many ranks each has, and
     `min_nodes` of these are enough to begin with; other hosts get the variables that
     `copy_env` has patterns for, and each worker `resources` where the launcher can see to it.
-    With `own_path` the interpreter's own `sys.path` follows after `sys_path`.
+    With `own_path` the interpreter's own `sys.path` follows after `sys_path`; with
+    `share_gpus` several ranks of nccl can have one GPU.
     """
 
     world_size: int
@@ -106,6 +107,7 @@ class WorldSpec:
     own_path: bool = False
     copy_env: tuple[str, ...] = ()
     resources: Resources = Resources()
+    share_gpus: bool = False
 
     @property
     def command(self) -> tuple[str, ...]:

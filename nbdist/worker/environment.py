@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import set_debug_level_from_env
 
+from nbdist.wire.environ import sharing_variables
 from nbdist.wire.messages import RankStart
 
 
@@ -27,6 +28,9 @@ def prepare_torch(orders: RankStart) -> None:
     set_debug_level_from_env()
     device = device_of(orders)
     if device.type == "cuda":
+        if orders.world.share_gpus:
+            version = torch.cuda.nccl.version()  # needs no CUDA
+            os.environ.update(sharing_variables(orders.rank, version, os.environ))
         torch.cuda.set_device(device)
 
 

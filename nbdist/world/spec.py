@@ -53,6 +53,7 @@ class Asked:
     wrap: str | None = None
     cpus: int | str | None = None
     memory: str | None = None
+    share_gpus: bool = False
     run: str = ""
 
     @property
@@ -90,7 +91,9 @@ def make_spec(asked: Asked) -> tuple[WorldSpec, str, str]:
     named = asked.backend and topology.parse_backend(asked.backend)
     used = named or topology.default_backend(len(chosen))
     devices = environ.get("CUDA_VISIBLE_DEVICES")
-    warning = topology.check_start(size, len(chosen), cores, used, devices) or ""
+    warning = topology.check_start(
+        size, len(chosen), cores, used, devices, share_gpus=asked.share_gpus
+    )
     resources = Resources(_cpus(asked.cpus), _memory(asked.memory))
     python = find_python(asked.python or environ.get("PYTHON_EXEC"), environ)
     wrap, is_foreign = _wrap(asked.wrap), python != sys.executable
@@ -114,8 +117,9 @@ def make_spec(asked: Asked) -> tuple[WorldSpec, str, str]:
         own_path=is_foreign,
         copy_env=parse_patterns(asked.copy_env),
         resources=resources,
+        share_gpus=asked.share_gpus,
     )
-    return spec, used, warning
+    return spec, used, warning or ""
 
 
 def scaled(spec: WorldSpec, size: int) -> tuple[WorldSpec, str]:
@@ -125,9 +129,11 @@ def scaled(spec: WorldSpec, size: int) -> tuple[WorldSpec, str]:
     """
     cores, devices = topology.usable_cores(), spec.environ.get("CUDA_VISIBLE_DEVICES")
     backend = spec.backend or "none"
-    warning = topology.check_start(size, len(spec.gpus), cores, backend, devices) or ""
+    warning = topology.check_start(
+        size, len(spec.gpus), cores, backend, devices, share_gpus=spec.share_gpus
+    )
     threads = _threads(spec.environ, spec.resources.cpus or max(1, cores // size))
-    return replace(spec, world_size=size, threads=threads), warning
+    return replace(spec, world_size=size, threads=threads), warning or ""
 
 
 def given_environ(asked: Asked) -> dict[str, str]:

@@ -70,6 +70,7 @@ class World(Workers):
         backend: torch's name, `"none"` for no process group; by default nccl for GPUs
             beside gloo for the CPU, or gloo alone.
         gpus: the GPUs to use, as torch counts them: `"0,1,3"`.
+        share_gpus: let several ranks of nccl have one GPU: to practise on, slow.
         pool: tells worlds of one notebook apart; torchrun's role of the workers.
         name: shown in `%dist_status`, and the name of the log folder, such as `"exp/run"`.
         layout: nodes and workers on each instead of `n`: `"2x4"`; here such nodes are simulated.
@@ -113,6 +114,7 @@ class World(Workers):
         wrap: str | None = None,
         cpus: int | str | None = None,
         memory: str | None = None,
+        share_gpus: bool = False,
         launcher: str = "local",
         nursery: bool = True,
         log_dir: str | None = None,
@@ -122,7 +124,7 @@ class World(Workers):
         link: Link | None = None,
     ) -> None:
         workers = (n, backend, gpus, name, pool, log_dir, nursery, layout)
-        start = (env or {}, env_file, copy_env, debug, python, wrap, cpus, memory)
+        start = (env or {}, env_file, copy_env, debug, python, wrap, cpus, memory, share_gpus)
         super().__init__(Asked(*workers, *start), link)
         self.namespace: dict[str, Any] = sys.modules["__main__"].__dict__
         self.launcher = launcher

@@ -89,6 +89,7 @@ def test_a_cell_may_say_what_is_so(given: Notebook) -> None:
         ("--no-nursery", "have no `--no-nursery`. `%dist_restart --no-nursery` starts"),
         ('--wrap="nice -n 5"', 'have no `--wrap`. `%dist_restart --wrap "nice -n 5"` starts'),
         ("--python /x", "have no `--python`. `%dist_restart --python /x` starts new ones."),
+        ("--share-gpus", "have no `--share-gpus`. `%dist_restart --share-gpus` starts new ones."),
         ("--name other", "have `--name exp/run`, not `--name other`."),
         ("--gpus 0", "have no `--gpus`. `%dist_restart --gpus 0` starts new ones."),
     ],

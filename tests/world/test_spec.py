@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.errors import UsageError
-from nbdist.wire.environ import NBDIST_SETS, torchrun_variables
+from nbdist import topology
+from nbdist.errors import NotEnoughGpus, UsageError
+from nbdist.wire.environ import NBDIST_SETS, sharing_variables, torchrun_variables
 from nbdist.wire.messages import Resources, WorldSpec
 from nbdist.world.environ import parse_line, read_env_file
-from nbdist.world.spec import Asked, make_spec
+from nbdist.world.spec import Asked, make_spec, scaled
 
 
 @pytest.fixture(autouse=True)
@@ -183,6 +184,44 @@ def test_all_names_are_listed() -> None:
     """What `%dist_env` shows without a pattern is what workers are given."""
     spec = spec_of(n=1)
     assert torchrun_variables(spec, 0, 0).keys() | {"CUDA_VISIBLE_DEVICES"} == NBDIST_SETS
+
+
+def test_several_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only with `share_gpus`, which says what it is for, also when there are more later."""
+    monkeypatch.setattr(topology, "installed_gpus", lambda: 1)
+    with pytest.raises(NotEnoughGpus, match="`--share-gpus` for several on one"):
+        spec_of(n=4)
+    spec, backend, said = make_spec(Asked(n=4, share_gpus=True))
+    assert (spec.share_gpus, spec.gpus, backend) == (True, ("0",), "cpu:gloo,cuda:nccl")
+    assert said.startswith("4 ranks of nccl on 1 GPU with `--share-gpus`: for correctness")
+    assert scaled(spec, 8)[1].startswith("8 ranks of nccl on 1 GPU with `--share-gpus`")
+    assert Asked(share_gpus=True).but(n=3).share_gpus
+
+
+def test_nccl_that_takes_several_ranks_on_one_gpu() -> None:
+    """From 2.30 on one variable allows it; the user's own settings win."""
+    theirs = {"NCCL_MAX_CTAS": "4", "NCCL_HOSTID": "node"}
+    assert sharing_variables(3, (2, 30, 7), theirs) == {
+        "NCCL_MAX_CTAS": "4",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    }
+
+
+def test_nccl_that_refuses_several_ranks_on_one_gpu() -> None:
+    """Each rank is on a host of its own, and meets the others on the loopback interface."""
+    first, second = (sharing_variables(rank, (2, 28, 9), {}) for rank in (0, 1))
+    assert first["NCCL_HOSTID"] != second["NCCL_HOSTID"]
+    assert {**first, "NCCL_HOSTID": ""} == {
+        "NCCL_MAX_CTAS": "1",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_NET": "Socket",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_MNNVL_ENABLE": "0",
+        "NCCL_HOSTID": "",
+    }
+    # Also where the user has named the host.
+    assert sharing_variables(1, (2, 28), {"NCCL_HOSTID": "node"})["NCCL_HOSTID"] == "node-1"
 
 
 def test_a_restart_changes_what_it_says() -> None:
