@@ -261,11 +261,7 @@ class WorkerError(NbdistError):
 
     def show(self, *lines: str) -> None:
         """Have Python and IPython show these lines under the error."""
-        text = "\n".join(lines)
-        if sys.version_info >= (3, 11):
-            self.add_note(text)
-        else:
-            self.__cause__ = RankTraceback(text)
+        self.add_note("\n".join(lines))
 
     def _render_traceback_(self) -> list[str]:
         return [*super()._render_traceback_(), *getattr(self, "__notes__", ())]
@@ -311,10 +307,6 @@ class WorkerError(NbdistError):
         self.host = host
         self.pid = pid
         self.errors = dict(errors)
-
-
-class RankTraceback(Exception):
-    """What a rank has to say of its failure, for Python 3.10, where errors have no notes."""
 
 
 class WorkerDied(WorkerError):

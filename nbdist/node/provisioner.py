@@ -7,9 +7,20 @@ import signal
 from typing import Any
 
 from jupyter_client.connect import KernelConnectionInfo
+from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_client.provisioning.provisioner_base import KernelProvisionerBase
 
 from nbdist.node.processes import WorkerProcess
+
+
+class WorkerSpec(KernelSpecManager):
+    """Has the one kernel spec of a worker, which nobody installs, whatever is asked for."""
+
+    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
+        """Called by the kernel manager; the spec names the provisioner below."""
+        provisioner = {"provisioner_name": "nbdist-worker"}
+        metadata = {"kernel_provisioner": provisioner}
+        return KernelSpec(argv=[], display_name="nbdist worker", metadata=metadata)
 
 
 class WorkerProvisioner(KernelProvisionerBase):

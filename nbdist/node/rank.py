@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 from zmq.eventloop.zmqstream import ZMQStream
 
@@ -27,6 +26,7 @@ from nbdist.node.logs import RankLog
 from nbdist.node.merge import LOST_AFTER, Merger
 from nbdist.node.pipes import OutputPipe
 from nbdist.node.processes import ProcessSource, WorkerProcess
+from nbdist.node.provisioner import WorkerSpec
 from nbdist.wire.looks import RankState
 from nbdist.wire.messages import CONTROL_REQUEST, Cell, Place, RankStart, WorkerStatus
 from nbdist.wire.outputs import RECORD, Died, Done, Output, Text
@@ -127,18 +127,13 @@ class Rank:
     def _make_manager(self) -> AsyncKernelManager:
         """A kernel manager whose kernel is our worker, on unix sockets."""
         file = self._orders.connection_file
-        manager = AsyncKernelManager(
+        return AsyncKernelManager(
             connection_file=file,
             transport="ipc",
             ip=file.removesuffix(".json"),
+            kernel_spec_manager=WorkerSpec(),
             **{f"{channel}_port": port for port, channel in enumerate(CHANNELS, start=1)},
         )
-        manager._kernel_spec = KernelSpec(
-            argv=[],
-            display_name="nbdist worker",
-            metadata={"kernel_provisioner": {"provisioner_name": "nbdist-worker"}},
-        )
-        return manager
 
     async def _connect(self) -> None:
         """Connect to the kernel; on return no message of it can be missed."""

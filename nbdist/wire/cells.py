@@ -7,9 +7,11 @@ where IPython looks for that.
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +24,19 @@ class CellSource:
 
 def cell_source(filename: str) -> CellSource | None:
     """The cell that was compiled under this file name; None if it was a real file."""
-    # Without a modification time: put there by whoever compiled it, not read from disk.
     match linecache.cache.get(filename):
-        case (_, None, list(lines), _):
-            return CellSource("".join(lines), _cell_numbers().get(filename))
+        # Without a time of modification: put there by whoever compiled it, not read from
+        # disk.  IPython 7 gives one, of a file that is not there.
+        case (_, time, list(lines), _) if time is None or not os.path.exists(filename):
+            source = "".join(lines)
+            return CellSource(source, _number_of(filename, source))
         case _:
             return None
 
 
 def keep_cell_sources(sources: dict[str, CellSource]) -> None:
     """Make cells of another process known to this one, by file name."""
-    numbers = _cell_numbers()
+    numbers = cell_numbers()
     for filename, cell in sources.items():
         lines = cell.text.splitlines(keepends=True)
         linecache.cache[filename] = (len(cell.text), None, lines, filename)
@@ -40,13 +44,28 @@ def keep_cell_sources(sources: dict[str, CellSource]) -> None:
             numbers[filename] = cell.number
 
 
-def _cell_numbers() -> MutableMapping[str, int]:
-    """IPython's table of numbers by file name; a new one where IPython is not running."""
-    # Not imported: a process without it must not pay for it.
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    # Since IPython 8; older ones have the number in the file name.
-    numbers: MutableMapping[str, int] = getattr(
-        getattr(shell, "compile", None), "_filename_map", {}
-    )
+def cell_numbers() -> MutableMapping[str, int]:
+    """IPython's table of numbers by file name; a new one where there is none.
+
+    IPython 8 and later have it in any process, IPython 7 in workers (worker/compat/ipython.py).
+    Its other ways in are for names that it has made itself, and these are another process's.
+    """
+    numbers: MutableMapping[str, int]
+    numbers = getattr(getattr(_shell(), "compile", None), "_filename_map", {})
     return numbers
+
+
+def _number_of(filename: str, source: str) -> int | None:
+    numbers = cell_numbers()
+    if filename in numbers:
+        return numbers[filename]
+    # In a notebook with IPython 7, which remembers the cells alone.
+    history = getattr(getattr(_shell(), "history_manager", None), "input_hist_parsed", [])
+    same = (number for number in reversed(range(len(history))) if history[number] == source)
+    return next(same, None)
+
+
+def _shell() -> Any:
+    """IPython's, where it runs; not imported: a process without it must not pay for it."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import ctypes
 import gc
 import re
@@ -19,9 +18,6 @@ from nbdist.wire.cleaned import Cleaned
 
 LAST_VALUE = re.compile(r"_+|_\d+")
 """Names under which IPython keeps what cells have shown."""
-
-_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())
-"""Since Python 3.11."""
 
 
 def clean() -> Cleaned:
@@ -70,7 +66,7 @@ def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
             seen.add(id(found))
             yield found
             waiting += [found.__context__, found.__cause__]
-            if isinstance(found, _GROUP):
+            if isinstance(found, BaseExceptionGroup):
                 waiting += found.exceptions
 
 

@@ -9,13 +9,9 @@ import signal
 import sys
 import threading
 import time
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ipykernel import kernelapp
 from ipykernel.displayhook import ZMQDisplayHook
-from ipykernel.iostream import IOPubThread
-from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
 from IPython.core.autocall import IPyAutocall
 from IPython.core.page import as_hook, display_page
@@ -24,6 +20,12 @@ from traitlets import default
 
 from nbdist.wire.outputs import NAME_PROBLEM, RECORD, SCRIPT_FAILED
 from nbdist.worker.cleaning import forget_errors
+from nbdist.worker.compat.ipython import (
+    LeavesChildren,
+    number_cells,
+    publish_without_port,
+    without_debugger,
+)
 from nbdist.worker.dumping import keep_crashes
 from nbdist.worker.environment import count_restarts
 from nbdist.worker.namespace import CellOrders, NameProblem, Namespace
@@ -38,22 +40,7 @@ if TYPE_CHECKING:
     from nbdist.worker.group import Group
 
 
-def _without_debugpy() -> None:
-    """Have ipykernel do without its debugger, whose import takes 70 ms and 7 MB a worker.
-
-    It serves front ends that attach to a kernel, and none does to a worker.  `import
-    debugpy` in a cell works as ever.
-    """
-    wanted = sys.modules.get("debugpy.server", sys)
-    sys.modules["debugpy.server"] = None  # type: ignore[assignment]
-    import_module("ipykernel.debugger")
-    if wanted is sys:
-        del sys.modules["debugpy.server"]
-    else:
-        sys.modules["debugpy.server"] = wanted
-
-
-_without_debugpy()
+without_debugger()
 
 ORDERED = frozenset(
     {
@@ -131,7 +118,7 @@ class CellExit(IPyAutocall):
         return "exit() ends the cell on this rank; `%dist_shutdown` ends all workers."
 
 
-class WorkerKernel(IPythonKernel):
+class WorkerKernel(LeavesChildren):
     """Runs cells with the names that came along, and reports what they bound."""
 
     namespace: Namespace
@@ -210,13 +197,6 @@ class WorkerKernel(IPythonKernel):
                 ours["segment"] = [payload.segment.path, payload.segment.sizes]
         return ours
 
-    async def _progressively_terminate_all_children(self) -> None:
-        """Leave them to the agent, which ends the whole process group after this process.
-
-        ipykernel would wait for multiprocessing's resource tracker, which ignores signals and
-        ends after us, until the agent kills all; named semaphores would be left behind.
-        """
-
     def _run_script(self, script: Script) -> dict[str, Any]:
         try:
             return self.scripts.run(script)
@@ -234,22 +214,19 @@ class WorkerKernel(IPythonKernel):
     def send_record(self, record: dict[str, Any]) -> None:
         """Publish a record of logging; called from every thread that logs."""
         assert self.session is not None
-        self.session.send(self.iopub_socket, RECORD, record, ident=self._topic(RECORD))
+        self.session.send(self.iopub_socket, RECORD, record, ident=self._subject(RECORD))
 
     def _report(self, name: str, message: str) -> dict[str, Any]:
         """Publish a failure outside the cell's code, as one line."""
         error = {"ename": name, "evalue": message, "traceback": [f"{name}: {message}"]}
         self.send_response(
-            self.iopub_socket, "error", error, ident=self._topic("error"), channel="shell"
+            self.iopub_socket, "error", error, ident=self._subject("error"), channel="shell"
         )
         return {"status": "error", **error}
 
-
-class _IOPubThread(IOPubThread):
-    """Without the TCP port by which children of a kernel would reach its OutStream."""
-
-    def __init__(self, socket: Any, *, pipe: bool = False, **session: Any) -> None:
-        super().__init__(socket, pipe=False, **session)  # 6.29 passes no session
+    def _subject(self, kind: str) -> bytes:
+        """What the agent subscribes to, as ipykernel names it."""
+        return f"kernel.{self.ident}.{kind}".encode()
 
 
 class WorkerApp(IPKernelApp):
@@ -260,7 +237,8 @@ class WorkerApp(IPKernelApp):
     rank = 0
     token = ""
 
-    def _session_default(self) -> Session:
+    @default("session")
+    def _marking_session(self) -> Session:
         session = MarkingSession(parent=self, username="nbdist")
         session.token = self.token
         return session
@@ -268,7 +246,7 @@ class WorkerApp(IPKernelApp):
     def init_iopub(self, context: Any) -> None:
         """Never drop output: zmq would from the thousandth waiting message on."""
         context.sndhwm = 0
-        kernelapp.IOPubThread = _IOPubThread  # type: ignore[attr-defined, assignment]
+        publish_without_port()
         super().init_iopub(context)
 
     def init_io(self) -> None:
@@ -313,6 +291,7 @@ def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
     shell.set_hook("show_in_pager", as_hook(display_page), 0)
     # tqdm shows widgets in any shell whose configuration names IPKernelApp; ours are not relayed.
     shell.config.pop("IPKernelApp", None)
+    number_cells(shell)
     shorten_lost_connections(shell)
     show_groups(shell)
     tell_classes(shell, app.session)

@@ -21,6 +21,7 @@ from typing import Any
 
 from nbdist.errors import word_exit
 from nbdist.wire.scripts import Script
+from nbdist.worker.compat.ipython import published_traceback
 from nbdist.worker.executables import run_executable
 from nbdist.worker.modules import OwnModules
 
@@ -70,7 +71,7 @@ class Scripts:
                 _run_executable(script, args)
             elif (error := self._run_python(script, args)) is not None:
                 reply = {"status": "error", "ename": type(error).__name__, "evalue": str(error)}
-                reply["traceback"] = list(self._shell._last_traceback or ())
+                reply["traceback"] = list(published_traceback(self._shell))
         finally:
             self.running = None
         return {**reply, "execution_count": self._shell.execution_count, "payload": []}

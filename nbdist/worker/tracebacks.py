@@ -6,15 +6,18 @@ failed, all others would do so at once, for what the notebook then shows in one 
 
 from __future__ import annotations
 
-import builtins
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+from nbdist.wire.cells import cell_numbers
 from nbdist.wire.outputs import CONNECTION_LOST
 from nbdist.worker import outdated
+from nbdist.worker.compat.ipython import around_errors, publish_error
 
 
 def shorten_lost_connections(shell: Any) -> None:
@@ -31,7 +34,7 @@ def shorten_lost_connections(shell: Any) -> None:
             error.args = (said,)
         if not CONNECTION_LOST.search(str(error)):
             return whole(kind, error, tb, *args, **options)
-        cells = getattr(shell.compile, "_filename_map", {})
+        cells = cell_numbers()
         lines = [
             f"Cell In[{cells[frame.f_code.co_filename]}], line {number}"
             if frame.f_code.co_filename in cells
@@ -45,16 +48,16 @@ def shorten_lost_connections(shell: Any) -> None:
 
 def tell_classes(shell: Any, session: Any) -> None:
     """Have the session send an exception's classes along, by which others may catch it."""
-    show = shell._showtraceback
 
-    def show_with_classes(kind: type[BaseException], error: Any, lines: Any) -> None:
+    @contextmanager
+    def classes_of(kind: type[BaseException]) -> Iterator[None]:
         session.kinds = tuple(f"{base.__module__}:{base.__qualname__}" for base in kind.__mro__)
         try:
-            show(kind, error, lines)
+            yield
         finally:
             session.kinds = ()
 
-    shell._showtraceback = show_with_classes
+    around_errors(shell, classes_of)
 
 
 def show_groups(shell: Any) -> None:
@@ -69,11 +72,13 @@ def show_groups(shell: Any) -> None:
         if not _has_group(error):
             whole(exc_tuple, *args, **options)
             return
-        shell._get_exc_info(exc_tuple)  # it keeps them for debuggers
+        # For debuggers, as IPython does.
+        vars(sys).update(last_type=kind, last_value=error, last_exc=error, last_traceback=tb)
         while tb is not None and IN_IPYTHON in tb.tb_frame.f_code.co_filename:
             tb = tb.tb_next
         lines = traceback.format_exception(kind, error, tb)
-        shell._showtraceback(kind, error, [line.rstrip("\n") for line in lines])
+        assert kind is not None  # as the error
+        publish_error(shell, kind, error, [line.rstrip("\n") for line in lines])
 
     shell.showtraceback = showtraceback
 
@@ -83,7 +88,6 @@ IN_IPYTHON = f"{os.sep}IPython{os.sep}"
 
 def _has_group(error: BaseException | None) -> bool:
     """Whether it is a group, or was raised while one was handled."""
-    kind = getattr(builtins, "BaseExceptionGroup", ())  # since Python 3.11
-    while error is not None and not isinstance(error, kind):
+    while error is not None and not isinstance(error, BaseExceptionGroup):
         error = error.__context__
     return error is not None

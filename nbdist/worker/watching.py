@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch._C import _distributed_c10d as c10d
 
 from nbdist.wire.calls import FunctionCall
+from nbdist.wire.cells import cell_numbers
 from nbdist.worker.frames import awaited, described
 from nbdist.worker.nccl import UnderWay
 from nbdist.worker.store import FreeableStore
@@ -158,7 +159,7 @@ class Watcher:
 
     def _cells(self) -> Mapping[str, int]:
         """The number of each cell by the name of its file."""
-        return getattr(self._shell.compile, "_filename_map", {})
+        return cell_numbers()
 
     def _operation(self, frames: list[FrameType], groups: Mapping[str, Any]) -> str:
         """What the thread waits for: a collective, by torch's name; "" when it does not wait.

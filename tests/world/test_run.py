@@ -412,8 +412,6 @@ def test_class_of_main(world: World, main: dict[str, Any]) -> None:
 
 def test_group_of_exceptions(world: World) -> None:
     """An exception group ends a cell like any other exception."""
-    if sys.version_info < (3, 11):
-        pytest.skip("Python 3.10 has none")
     with pytest.raises(WorkerError, match="ExceptionGroup: two") as caught:
         world.execute("raise ExceptionGroup('two', [ValueError(1), KeyError(2)])")
     assert "| KeyError: 2" in caught.value.__notes__[0]

@@ -260,7 +260,7 @@ class Flow(ast.NodeVisitor):
 
     visit_AsyncWith = visit_With
 
-    def visit_Try(self, node: ast.Try) -> None:
+    def visit_Try(self, node: ast.Try | ast.TryStar) -> None:
         before = set(self.bound)
         handlers = [lambda h=handler: self._handle(h) for handler in node.handlers]
         self._branches(lambda: self._run(*node.body, *node.orelse), *handlers)

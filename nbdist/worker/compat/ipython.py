@@ -1,0 +1,152 @@
+"""Private names of IPython and ipykernel, each as a function in our words; runs in the workers.
+
+Tried with IPython 7.34 to 9.18 and ipykernel 6.17 to 7.4.  Where a version lacks a name, its
+function does what can be done without, and `check` has a sentence for it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any
+
+from ipykernel import kernelapp
+from ipykernel.iostream import IOPubThread
+from ipykernel.ipkernel import IPythonKernel
+from ipykernel.zmqshell import ZMQInteractiveShell
+
+SHOW = "_showtraceback"
+"""IPython's method that is given a finished traceback; ipykernel's publishes it."""
+
+SHOWN = "_last_traceback"
+"""ipykernel's attribute that keeps it for the reply."""
+
+FRAME_FILE = re.compile(r"((?:\x1b\[[\d;]*m)*)([^\x1b\s]+)")
+"""IPython 7's beginning of a frame: colours, then the file."""
+
+FRAME_LINE = re.compile(r"-> (\d+)")
+
+END_CHILDREN = "_progressively_terminate_all_children"
+
+
+def check() -> tuple[str, ...]:
+    """What this IPython and ipykernel lack, in a sentence each that says what is lost by it."""
+    said = []
+    if not hasattr(ZMQInteractiveShell, SHOW):
+        said.append(
+            f"IPython {version('ipython')} has no {SHOW}: a traceback of a script or an exception "
+            "group is text, and `except` here does not know the class of what a rank raised."
+        )
+    if not hasattr(IPythonKernel, END_CHILDREN):
+        said.append(
+            f"ipykernel {version('ipykernel')} has no {END_CHILDREN}: "
+            "workers whose cells left processes behind may end late."
+        )
+    if not hasattr(kernelapp, "IOPubThread"):
+        said.append(
+            f"ipykernel {version('ipykernel')} makes its iopub thread elsewhere: "
+            "each worker listens on a port of the loopback interface."
+        )
+    return tuple(said)
+
+
+def without_debugger() -> None:
+    """Have ipykernel do without its debugger, whose import takes 70 ms and 7 MB a worker.
+
+    It serves front ends that attach to a kernel, and none does to a worker.  `import
+    debugpy` in a cell works as ever.  For ipykernel 6 and 7.
+    """
+    wanted = sys.modules.get("debugpy.server", sys)
+    sys.modules["debugpy.server"] = None  # type: ignore[assignment]
+    import_module("ipykernel.debugger")
+    if wanted is sys:
+        del sys.modules["debugpy.server"]
+    else:
+        sys.modules["debugpy.server"] = wanted
+
+
+class _IOPubThread(IOPubThread):
+    def __init__(self, socket: Any, *, pipe: bool = False, **session: Any) -> None:
+        super().__init__(socket, pipe=False, **session)  # before 7 there is no session
+
+
+def publish_without_port() -> None:
+    """Do without the TCP port by which children of a kernel would reach its OutStream.
+
+    For ipykernel 6 and 7, before the application makes its iopub thread.
+    """
+    if hasattr(kernelapp, "IOPubThread"):
+        kernelapp.IOPubThread = _IOPubThread
+
+
+class LeavesChildren(IPythonKernel):
+    """A kernel that leaves its children to the agent, which ends the whole process group.
+
+    ipykernel (6.10 and later) would wait for multiprocessing's resource tracker, which ignores
+    signals and ends after us, until the agent kills all; named semaphores would be left behind.
+    """
+
+    async def _progressively_terminate_all_children(self) -> None:
+        """Called by ipykernel when the kernel shuts down."""
+
+
+def publish_error(shell: Any, kind: type[BaseException], error: Any, lines: list[str]) -> None:
+    """Show a finished traceback as that of an exception, for IPython 7 to 9."""
+    if hasattr(shell, SHOW):
+        shell._showtraceback(kind, error, lines)
+    else:
+        sys.stderr.write("\n".join([*lines, ""]))
+
+
+def published_traceback(shell: Any) -> Sequence[str]:
+    """The lines of the traceback that was shown last, for ipykernel 6 and 7."""
+    return getattr(shell, SHOWN, None) or ()
+
+
+def around_errors(
+    shell: Any, context: Callable[[type[BaseException]], AbstractContextManager[None]]
+) -> None:
+    """Have a context entered around each traceback that is shown, for IPython 7 to 9."""
+    if not hasattr(shell, SHOW):
+        return
+    show = shell._showtraceback
+
+    def show_within(kind: type[BaseException], error: Any, lines: Any) -> None:
+        with context(kind):
+            show(kind, error, lines)
+
+    shell._showtraceback = show_within
+
+
+def number_cells(shell: Any) -> None:
+    """Have IPython 7 keep the numbers of cells and show them, as IPython 8 and later do."""
+    compiler, shower = shell.compile, shell.InteractiveTB
+    if hasattr(compiler, "_filename_map"):
+        return
+    numbers: dict[str, int] = {}
+    compiler._filename_map = numbers
+    cache, whole = compiler.cache, shower.structured_traceback
+
+    def cache_with_number(source: str, number: int = 0, raw_code: str | None = None) -> str:
+        name: str = cache(source, number, raw_code)
+        numbers[name] = number
+        return name
+
+    def structured_traceback(*args: Any, **options: Any) -> list[str]:
+        return [_with_number(part, numbers) for part in whole(*args, **options)]
+
+    compiler.cache, shower.structured_traceback = cache_with_number, structured_traceback
+
+
+def _with_number(part: str, numbers: Mapping[str, int]) -> str:
+    """A part of a traceback, with `Cell In[5], line 2` in place of the file of a cell."""
+    begins, line = FRAME_FILE.match(part), FRAME_LINE.search(part)
+    number = numbers.get(os.path.expanduser(begins[2])) if begins else None
+    if begins is None or line is None or number is None:
+        return part
+    return f"{begins[1]}Cell In[{number}], line {line[1]}{part[begins.end() :]}"
