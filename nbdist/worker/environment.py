@@ -29,7 +29,7 @@ def prepare_torch(orders: RankStart) -> None:
     device = device_of(orders)
     if device.type == "cuda":
         if orders.world.share_gpus:
-            version = torch.cuda.nccl.version()  # needs no CUDA
+            version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # needs no CUDA
             os.environ.update(sharing_variables(orders.rank, version, os.environ))
         torch.cuda.set_device(device)
 

@@ -124,8 +124,8 @@ class World(Workers):
         link: Link | None = None,
     ) -> None:
         workers = (n, backend, gpus, name, pool, log_dir, nursery, layout)
-        start = (env or {}, env_file, copy_env, debug, python, wrap, cpus, memory, share_gpus)
-        super().__init__(Asked(*workers, *start), link)
+        start = (env or {}, env_file, copy_env, debug, python, wrap, cpus, memory)
+        super().__init__(Asked(*workers, *start, share_gpus=share_gpus), link)
         self.namespace: dict[str, Any] = sys.modules["__main__"].__dict__
         self.launcher = launcher
         self.on_failure = healing.parse_on_failure(on_failure)
