@@ -51,9 +51,12 @@ def become_worker(orders: RankStart, parent_pid: int, *, forked: bool) -> None:
         set_environment(orders)
     set_place(orders)
     # Imports wait until here, so that a spawned worker has its environment before torch.
+    from nbdist.worker.forked import renew_what_is_shared
     from nbdist.worker.run import run_worker
 
     try:
+        if forked:
+            renew_what_is_shared()
         run_worker(orders)
     except Exception:  # noqa: BLE001 (whatever it was: told, and the end of the process)
         # Taking the interpreter apart could wait for ever for the kernel's open sockets.
