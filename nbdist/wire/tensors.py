@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 Reduced = tuple[Any, ...]
 
+PINNED_MOST = 1 << 30
+"""Bytes of one piece that go from a GPU through pinned memory, which torch keeps for the next.
+
+Above that it is not worth that much of memory that cannot be swapped.
+"""
+
 
 class _Piece:
     """Some bytes of a storage; two tensors that name the same one share it again."""
@@ -152,11 +158,24 @@ class TensorReducer:
                 self.sketched = True
                 return storage.data_ptr(), start, end
             flat = self._torch.empty(0, dtype=self._torch.uint8, device=storage.device)
-            storage = flat.set_(storage, start, (end - start,), (1,)).cpu().untyped_storage()
+            flat = flat.set_(storage, start, (end - start,), (1,))
+            storage = self._on_host(flat).untyped_storage()
             start, end = 0, end - start
         memory = (ctypes.c_char * (end - start)).from_address(storage.data_ptr() + start)
         memory.storage = storage  # type: ignore[attr-defined]  # Whose memory it is.
         return PickleBuffer(memory)
+
+    def _on_host(self, flat: torch.Tensor) -> torch.Tensor:
+        """A copy in the CPU's memory, pinned where that can be had: the GPU writes it itself."""
+        if flat.device.type != "cuda" or flat.numel() > PINNED_MOST:
+            return flat.cpu()
+        try:
+            pinned: torch.Tensor = self._torch.empty(
+                flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True
+            )
+        except RuntimeError:  # no more can be pinned
+            return flat.cpu()
+        return pinned.copy_(flat)
 
 
 # --- the receiver's side ----------------------------------------------------------------

@@ -23,7 +23,8 @@ LAST_VALUE = re.compile(r"_+|_\d+")
 def clean() -> Cleaned:
     """Drop tracebacks, IPython's `Out` and `_`, cycles, torch's cached GPU memory.
 
-    And give what is free then back to the machine.  For the main thread, while no cell runs.
+    And give what is free then back to the machine, pinned memory too.  For the main thread,
+    while no cell runs.
     """
     before = _memory()
     shell: Any = get_ipython()
@@ -33,6 +34,9 @@ def clean() -> Cleaned:
     if _uses_gpu():
         torch.cuda.empty_cache()
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+        # What tensors were gathered through.  Newer than some versions of torch.
+        if hasattr(torch.accelerator, "empty_host_cache"):
+            torch.accelerator.empty_host_cache()
     with suppress(AttributeError):  # a C library without it
         ctypes.CDLL(None).malloc_trim(0)
     return Cleaned(*zip(before, _memory(), strict=True))
