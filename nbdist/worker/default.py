@@ -13,18 +13,15 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import _register_process_group
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 
 from nbdist.wire.messages import RankStart
-
-TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
-"""Where torch has something under the group (`distributed_c10d._World`, torch 2.13)."""
+from nbdist.worker.compat import torch as seam
 
 
 class DefaultGroup:
@@ -47,10 +44,7 @@ class DefaultGroup:
 
     def subgroups(self) -> dict[str, ProcessGroup]:
         """The groups made from it, by name; with it in no place they are gone too."""
-        if not self.is_in_place:
-            return {}
-        names = distributed_c10d._world.pg_names
-        return {str(name): group for group, name in names.items() if group is not self.group}
+        return seam.subgroups_of(self.group) if self.is_in_place else {}
 
     def put_back(self) -> bool:
         """Make it the default group; whether one that user code initialised ended for it."""
@@ -58,14 +52,7 @@ class DefaultGroup:
             return False
         if is_other := dist.is_initialized():
             self._destroy()
-        tables = distributed_c10d._world
-        for table, entry in self._entries.items():
-            getattr(tables, table)[self.group] = entry
-        for tag in ("", self._entries["pg_to_tag"]):
-            tables.tags_to_pg.setdefault(tag, []).append(self.group)
-        _register_process_group(self._entries["pg_names"], self.group)
-        distributed_c10d._update_default_pg(self.group)
-        tables.group_count = 1
+        seam.put_back(self.group, self._entries)
         self._set_timeout(self._own_timeout)
         return is_other
 
@@ -98,14 +85,15 @@ class DefaultGroup:
         assert dist.group.WORLD is not None
         self.group = dist.group.WORLD
         self.timeout = self._own_timeout
-        tables = distributed_c10d._world
-        self._entries = {table: getattr(tables, table)[self.group] for table in TABLES}
+        self._entries = seam.entries_of(self.group)
 
     def take_out(self) -> list[ProcessGroup]:
         """Have torch know neither it nor any group made from it; which they were."""
         if not dist.is_initialized():
             return [self.group]  # by user code, or when its successor could not be formed
-        groups = {self.group, *distributed_c10d._world.pg_names}
+        assert dist.group.WORLD is not None
+        default = dist.group.WORLD  # perhaps one that user code initialised
+        groups = {self.group, default, *seam.subgroups_of(default).values()}
         self._destroy()
         return [*groups]
 
@@ -121,12 +109,11 @@ class DefaultGroup:
         @functools.wraps(self._destroy)
         def destroy_process_group(group: ProcessGroup | None = None) -> None:
             if self.is_in_place and (group is None or group is self.group):
-                # torch shuts down the groups in this table, then empties all tables.
-                del distributed_c10d._world.pg_names[self.group]
+                seam.spare(self.group)
             self._destroy(group)
 
-        _replace(self._init, init_process_group)
-        _replace(self._destroy, destroy_process_group)
+        seam.replace_everywhere(self._init, init_process_group)
+        seam.replace_everywhere(self._destroy, destroy_process_group)
 
     def _initialise(self, call: inspect.BoundArguments) -> None:
         asked = call.arguments
@@ -136,7 +123,7 @@ class DefaultGroup:
         if reason := self._contradiction(asked):
             raise ValueError(f"init_process_group: {reason}")
         if asked.get("timeout") is not None:
-            distributed_c10d._check_valid_timeout(asked["timeout"])
+            seam.check_timeout(asked["timeout"])
         if not is_there:
             self.put_back()
         elif not self._has_said:
@@ -174,21 +161,12 @@ class DefaultGroup:
     def _set_timeout(self, timeout: timedelta) -> None:
         if timeout != self.timeout:
             self.timeout = timeout
-            distributed_c10d._set_pg_timeout(timeout, self.group)
+            seam.set_timeout(self.group, timeout)
 
 
 def _names(backend: str) -> set[str]:
     """`{"gloo", "nccl"}` of `cpu:gloo,cuda:nccl`."""
     return {part.rpartition(":")[2].strip() for part in backend.lower().split(",") if part}
-
-
-def _replace(function: Callable[..., Any], by: Callable[..., Any]) -> None:
-    """Wherever torch has it: `init_device_mesh`, for one, calls its own import of it."""
-    name = function.__name__
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", {})
-        if names.get("__name__", "").startswith("torch.") and names.get(name) is function:
-            setattr(module, name, by)
 
 
 def _say(text: str) -> None:

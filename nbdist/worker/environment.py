@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import set_debug_level_from_env
 
 from nbdist.wire.environ import sharing_variables
 from nbdist.wire.messages import RankStart
+from nbdist.worker.compat import torch as seam
 
 
 def device_of(orders: RankStart) -> torch.device:
@@ -25,7 +25,7 @@ def prepare_torch(orders: RankStart) -> None:
     does not have the world's environment: OMP_NUM_THREADS, TORCH_DISTRIBUTED_DEBUG.
     """
     torch.set_num_threads(orders.world.threads)
-    set_debug_level_from_env()
+    seam.read_debug_level()
     device = device_of(orders)
     if device.type == "cuda":
         if orders.world.share_gpus:

@@ -10,11 +10,10 @@ with the next cell.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Sequence
 
-from torch.distributed import distributed_c10d
+from nbdist.worker.compat import torch as seam
 
 CELL_LENGTH = 12
 """Characters of a cell's id: enough for all cells that a world ever runs."""
@@ -26,15 +25,7 @@ class GroupNames:
     def __init__(self) -> None:
         self._cell = ""
         self._made: Counter[str] = Counter()
-        original = distributed_c10d._process_group_name
-
-        @functools.wraps(original)
-        def name(ranks: Sequence[int], use_hashed_name: bool) -> str:  # noqa: FBT001
-            # torch's own for its sake: it counts.
-            torchs = str(original(ranks, use_hashed_name))
-            return self._next(ranks, use_hashed_name) if self._cell else torchs
-
-        distributed_c10d._process_group_name = name  # type: ignore[assignment]
+        seam.name_groups(self._name)
 
     def __repr__(self) -> str:
         return f"<GroupNames of cell {self._cell}: {sum(self._made.values())} made>"
@@ -44,7 +35,9 @@ class GroupNames:
         self._cell = cell_id[:CELL_LENGTH]
         self._made.clear()
 
-    def _next(self, ranks: Sequence[int], use_hashed_name: bool) -> str:  # noqa: FBT001
+    def _name(self, torchs: str, ranks: Sequence[int], use_hashed_name: bool) -> str:  # noqa: FBT001
+        if not self._cell:
+            return torchs
         # A hashed name is one that its members alone agree on: others make no such group.
         of = f"{self._cell}.{'_'.join(map(str, ranks))}" if use_hashed_name else self._cell
         self._made[of] += 1

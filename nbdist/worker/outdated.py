@@ -15,18 +15,11 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
+from nbdist.worker.compat import torch as seam
 from nbdist.worker.models import ddp_models
 
 UNKNOWN = re.compile(r"Could not resolve the process group registered under the name (\S+)")
 """What torch says where a mesh, or a functional collective, names a group that it lacks."""
-
-OPERATIONS = (
-    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
-    *("allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast"),
-    *("gather", "monitored_barrier", "recv", "recv_anysource", "reduce", "reduce_scatter"),
-    *("reduce_scatter_tensor_coalesced", "_reduce_scatter_base", "scatter", "send"),
-    "_start_coalescing",
-)
 
 _outdated: dict[str, str] = {}
 """Why, by the group's name; a name is never used twice."""
@@ -72,7 +65,7 @@ def _raise(why: str, *_: Any) -> None:
 
 def _watch_operations() -> None:
     """Only from the first time on that there are such groups: each call takes longer by this."""
-    for name in OPERATIONS:
+    for name in seam.OPERATIONS:
         if (operation := getattr(ProcessGroup, name, None)) is not None:
             setattr(ProcessGroup, name, _checked(operation))
 

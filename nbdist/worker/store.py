@@ -12,27 +12,49 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
+
+from nbdist.worker.compat.torch import Store
 
 FIRST_STEP, LONGEST_STEP = 0.001, 0.02
 """Seconds between two looks: as short as the others are quick, but no burden for long."""
+
+FORM_TIMEOUT = 120.0
+"""Seconds for all ranks to form a group of the world's; torch's own default is ten to thirty
+minutes."""
 
 FREED = "Connection closed by peer: it waited in the store and was freed"
 """Words that gloo has for the same."""
 
 
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """In which store a group's members find one another, and for how many seconds they wait.
+
+    `number` was not used in this store before; with the file `over` there, waiting has no
+    sense any more.
+    """
+
+    store: Any
+    number: int = 0
+    over: Path | None = None
+    timeout: float = FORM_TIMEOUT
+
+
 class FreeableStore(Store):
     """Passes all on to another store, and waits for it."""
 
-    def __init__(self, store: Any, timeout: float, over: Path | None = None) -> None:
+    def __init__(self, store: Any, timeout: float = FORM_TIMEOUT, over: Path | None = None) -> None:
         """`over` is a file; when it is there, waiting has no sense any more."""
         super().__init__()
+        self._turn = threading.Lock()
         self._over = over
         self._store = store
         self._timeout = timedelta(seconds=timeout)
@@ -50,6 +72,20 @@ class FreeableStore(Store):
     def start_over(self) -> None:
         """It can be waited in again."""
         self._freed.clear()
+
+    @contextmanager
+    def at(self, meeting: Meeting) -> Iterator[None]:
+        """Pass all on to the store of this meeting meanwhile; one thread at a time."""
+        if not self._turn.acquire(timeout=meeting.timeout):
+            raise RuntimeError("another thread is making a group, and does not come to an end")
+        before = self._store, self._over, self._timeout
+        self._store, self._over = meeting.store, meeting.over
+        self._timeout = timedelta(seconds=meeting.timeout)
+        try:
+            yield
+        finally:
+            self._store, self._over, self._timeout = before
+            self._turn.release()
 
     @property
     def is_waited_in(self) -> bool:

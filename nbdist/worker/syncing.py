@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from nbdist.wire.memory import Buffer
 from nbdist.wire.pickling import Pickled, pickle, unpickle
+from nbdist.worker.compat import torch as seam
 from nbdist.worker.models import begin_models_anew
 from nbdist.worker.namespace import NameProblem
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
 DEFINITIONS = (types.FunctionType, type, types.ModuleType)
 """What goes along where the names use it; data that they use has to be named."""
-
-CUDA = torch.device("cuda")
 
 
 def sync(names: dict[str, Any], orders: Sync) -> frozenset[str]:
@@ -134,5 +133,4 @@ def _device() -> torch.device:
     """One whose tensors the group takes."""
     group = dist.group.WORLD
     assert group is not None
-    has_cpu = any(device.type == "cpu" for device in group._device_types)
-    return torch.device("cpu") if has_cpu else CUDA
+    return seam.CPU if seam.takes_cpu(group) else seam.CUDA

@@ -6,9 +6,7 @@ Asked from the control thread, while the main thread runs or waits.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import re
 import struct
 import sys
 import threading
@@ -16,12 +14,14 @@ from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from torch._C import _distributed_c10d as c10d
+import torch.distributed as dist
 
 from nbdist.wire.calls import FunctionCall
 from nbdist.wire.cells import cell_numbers
+from nbdist.worker.compat import torch as seam
 from nbdist.worker.frames import awaited, described
 from nbdist.worker.nccl import UnderWay
+from nbdist.worker.recording import Counts, Recording
 from nbdist.worker.store import FreeableStore
 
 if TYPE_CHECKING:
@@ -29,19 +29,20 @@ if TYPE_CHECKING:
     from nbdist.worker.scripts import Scripts
 
 IN_TORCH = os.path.join("torch", "distributed") + os.sep
+WAITS = "send or recv" if seam.RECORDS_GLOO else "send, recv or an asynchronous collective"
 FUTEX = 202 if os.uname().machine == "x86_64" else 98
 TCP_INFO, TCP_INFO_BYTES = 11, struct.Struct("=120xQQ")
 """`tcpi_bytes_acked` and `tcpi_bytes_received` of struct tcp_info (linux/tcp.h)."""
 
-_wait_for_work = c10d.Work.wait
+_wait_for_work = dist.Work.wait
 
 
-def _wait(self: c10d.Work, *args: Any, **options: Any) -> Any:
+def _wait(self: dist.Work, *args: Any, **options: Any) -> Any:
     """Stands for `Work.wait`, so that a thread that waits there has a frame that shows it."""
     return _wait_for_work(self, *args, **options)
 
 
-c10d.Work.wait = _wait  # type: ignore[method-assign]
+dist.Work.wait = _wait  # type: ignore[method-assign]
 
 
 class Watcher:
@@ -55,9 +56,8 @@ class Watcher:
         self._ident = threading.main_thread().ident or 0
         # Not `native_id`, which a forked process takes over from its parent (Python 3.11).
         self._native_id = os.getpid()
-        self._over: set[str] = set()
+        self._recording = Recording()
         self._nccl = UnderWay() if group is not None and group.uses_nccl else None
-        self._last: tuple[dict[str, int], dict[str, Any] | None] = {}, None
 
     def __repr__(self) -> str:
         return f"<Watcher of thread {self._native_id}>"
@@ -65,14 +65,14 @@ class Watcher:
     def look(self) -> dict[str, Any]:
         """The fields of `nbdist.wire.messages.Place`."""
         frames = list(self._frames())
-        groups = self._groups()
+        counts = self._recording.counts()
         return {
             **self._spot(frames),
-            "operation": self._operation(frames, groups),
-            "counts": {name: _begun_by(group) for name, group in groups.items()},
+            "operation": self._operation(frames, counts),
+            "counts": {number: each.begun for number, each in counts.items()},
             "moved": self._moved(),
             "is_calm": self._is_calm(),
-            "unfinished": sum(map(_unfinished_by, groups.values())),
+            "unfinished": sum(each.unfinished for each in counts.values()),
         }
 
     def where(self) -> dict[str, Any]:
@@ -89,40 +89,19 @@ class Watcher:
         return {"place": self._where(frames), "frames": described(shown, self._cells())}
 
     def last_collective(self) -> dict[str, Any]:
-        """The fields of `Collective`, of the one that was begun last; none if there was none.
-
-        Costs 26 ms where Flight Recorder is full, unless no other has begun since.
-        """
-        groups = self._groups()
-        begun = {number: _begun_by(group) for number, group in groups.items()}
-        if begun != self._last[0]:
-            self._last = begun, _newest_entry()
-        entry = self._last[1]
-        if entry is None or str(entry["pg_id"]) not in groups:
-            return {}
-        number = int(entry["collective_seq_id"])
-        completed = int(groups[str(entry["pg_id"])]["last_completed_collective"])
-        is_done = number <= completed or bool((_newest_entry() or entry)["retired"])
-        return {"name": _name(entry), "number": number, "is_done": is_done}
+        """The fields of `Collective`, of the one that was begun last; none if there was none."""
+        return self._recording.last()
 
     def start_over(self) -> None:
-        """The groups are being formed anew: what their backends so far have begun is over.
-
-        Flight Recorder keeps their numbers, and never takes what failed for completed.
-        """
-        self._over = set(_recorded(entries=False)["pg_status"])
+        """The groups are being formed anew: what their backends so far have begun is over."""
+        self._recording.start_over()
         if self._nccl is not None:
             self._nccl.start_over()
-
-    def _groups(self) -> dict[str, Any]:
-        """What Flight Recorder has of each backend in use, by its number."""
-        status = _recorded(entries=False)["pg_status"]
-        return {number: group for number, group in status.items() if number not in self._over}
 
     def _where(self, frames: list[FrameType]) -> dict[str, Any]:
         operation = _called(frames)
         if not operation or self._group is None or not self._is_in_futex():
-            operation = self._operation(frames, self._groups())
+            operation = self._operation(frames, self._recording.counts())
         return {**self._spot(frames), "operation": operation}
 
     def _frames(self) -> Iterator[FrameType]:
@@ -161,10 +140,10 @@ class Watcher:
         """The number of each cell by the name of its file."""
         return cell_numbers()
 
-    def _operation(self, frames: list[FrameType], groups: Mapping[str, Any]) -> str:
+    def _operation(self, frames: list[FrameType], counts: Mapping[str, Counts]) -> str:
         """What the thread waits for: a collective, by torch's name; "" when it does not wait.
 
-        In a futex wait, with a collective begun that is not completed; or (Flight Recorder
+        In a futex wait, with a collective begun that has not ended; or (Flight Recorder
         does not record what goes from rank to rank) inside one of torch.distributed's
         functions.  Or in the store, for the others to make a group.
         """
@@ -176,11 +155,11 @@ class Watcher:
             return begun
         if not self._is_in_futex():
             return ""
-        if begun := _begun(groups):
+        if begun := self._recording.waited_for(counts):
             return begun
         if any(frame.f_code is _wait.__code__ for frame in frames):
-            return "send or recv"
-        return _called(frames)
+            return (not seam.RECORDS_GLOO and _called(frames)) or WAITS
+        return _called(frames) or (_in_backward(frames) if not seam.RECORDS_GLOO else "")
 
     def _is_in_futex(self) -> bool:
         try:
@@ -217,51 +196,10 @@ def _called(frames: list[FrameType]) -> str:
     return next(reversed(public or names), "")
 
 
-def _begun_by(group: Mapping[str, Any]) -> int:
-    """How many collectives the group has begun."""
-    return int(group["last_enqueued_collective"])
-
-
-def _unfinished_by(group: Mapping[str, Any]) -> int:
-    """How many of them seem not to be completed (-1 stands for none completed).
-
-    Some may be: when two end at once, the number of the earlier one can be written last.
-    """
-    return _begun_by(group) - max(0, int(group["last_completed_collective"]))
-
-
-def _begun(groups: Mapping[str, Any]) -> str:
-    """The collective that was begun last, of those that are not completed; "" for none."""
-    if not any(map(_unfinished_by, groups.values())):
-        return ""  # asking for all entries takes a thousand times as long
-    for entry in reversed(_recorded(entries=True)["entries"]):
-        if str(entry["pg_id"]) in groups and not entry["retired"]:
-            return _name(entry)
-    return ""
-
-
-def _newest_entry() -> dict[str, Any] | None:
-    """What Flight Recorder has of the collective that was begun last, of any group.
-
-    The others are not parsed: 8 ms where it is full, and ten times that beside Python code.
-    """
-    dump = c10d._dump_fr_trace_json(True, False).decode()  # type: ignore[attr-defined]  # noqa: FBT003
-    start = dump.rfind('{"collective_seq_id"')
-    if start < 0:
-        return None
-    entry: dict[str, Any] = json.JSONDecoder().raw_decode(dump, start)[0]
-    return entry
-
-
-def _name(entry: Mapping[str, Any]) -> str:
-    """The collective's, without its backend's: `all_reduce`."""
-    return re.sub(r"^\w+:", "", entry["profiling_name"])
-
-
-def _recorded(*, entries: bool) -> dict[str, Any]:
-    """What Flight Recorder has: the state of each group, and each collective if asked for."""
-    dump = c10d._dump_fr_trace_json(entries, False)  # type: ignore[attr-defined]  # noqa: FBT003
-    return {"pg_status": {}, "entries": [], **json.loads(dump)}
+def _in_backward(frames: list[FrameType]) -> str:
+    """ "backward" where autograd waits in C++, as it does for what a DDP module reduces."""
+    is_there = any(frame.f_code.co_name == "_engine_run_backward" for frame in frames)
+    return "backward" if is_there else ""
 
 
 def _is_at_work(tid: str) -> bool:

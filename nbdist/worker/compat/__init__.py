@@ -1,1 +1,0 @@
-"""The only files of the workers that touch private names of other libraries, one each."""

@@ -1,0 +1,364 @@
+"""Every private name of torch that nbdist uses, each behind a small function in its own words.
+
+Runs in workers, and in the fork server before them.  Where versions differ a function says
+which ones; `check` tells what the torch that is here lacks.  Run with 2.8 to 2.15 on the
+CPU; nothing of nccl has been run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import FileStore as FileStore
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import Store as Store
+from torch.distributed import ProcessGroup, ProcessGroupGloo, distributed_c10d
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+VERSION = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+
+RECORDS_GLOO = VERSION >= (2, 11)
+"""Whether Flight Recorder has gloo's collectives."""
+
+RENEWS_GLOO = hasattr(ProcessGroupGloo, "reconfigure")
+"""Whether a backend of gloo can be connected anew, to other ranks too: from torch 2.14 on.
+
+Before, each forming needs a backend of its own, put in the place of the one before.
+"""
+
+FIRST_TYPE, LAST_TYPE = 20, 255
+"""Types of backends are a byte; torch 2.15 names less than ten."""
+
+MOST_RENEWALS = LAST_TYPE - FIRST_TYPE
+"""How often a group can be given another backend; half as often where nccl needs types too."""
+
+OPERATIONS = (
+    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
+    *("allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast"),
+    *("gather", "monitored_barrier", "recv", "recv_anysource", "reduce", "reduce_scatter"),
+    *("reduce_scatter_tensor_coalesced", "_reduce_scatter_base", "scatter", "send"),
+    "_start_coalescing",
+)
+"""What a ProcessGroup can be asked to do."""
+
+TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
+"""Where torch has something under a group."""
+
+
+def check() -> tuple[str, ...]:
+    """What this torch lacks, a sentence each; the start goes on without."""
+    lacks = []
+    if not RECORDS_GLOO:
+        lacks.append("who waits in an asynchronous collective is told without its name")
+    if VERSION < (2, 13):
+        lacks.append("an FSDP2 model whose step was broken off has to be made anew")
+    return tuple(f"torch {torch.__version__}: {each}." for each in lacks)
+
+
+# --- the default group, and what torch keeps of every group -----------------------------------
+
+
+def subgroups_of(default: ProcessGroup) -> dict[str, ProcessGroup]:
+    """All groups but the default one, by name."""
+    names = distributed_c10d._world.pg_names
+    return {str(name): group for group, name in names.items() if group is not default}
+
+
+def entries_of(group: ProcessGroup) -> dict[str, Any]:
+    """What torch has under this group, for `put_back`."""
+    return {table: getattr(distributed_c10d._world, table)[group] for table in TABLES}
+
+
+def put_back(group: ProcessGroup, entries: Mapping[str, Any]) -> None:
+    """Make it the default group, where there is none."""
+    tables = distributed_c10d._world
+    for table, entry in entries.items():
+        getattr(tables, table)[group] = entry
+    for tag in ("", entries["pg_to_tag"]):
+        tables.tags_to_pg.setdefault(tag, []).append(group)
+    c10d._register_process_group(entries["pg_names"], group)
+    distributed_c10d._update_default_pg(group)
+    tables.group_count = 1
+
+
+def spare(group: ProcessGroup) -> None:
+    """Have the next `destroy_process_group` not shut it down; it empties all tables."""
+    del distributed_c10d._world.pg_names[group]
+
+
+def check_timeout(timeout: object) -> None:
+    """Raise TypeError as torch does where it is no timedelta."""
+    distributed_c10d._check_valid_timeout(timeout)
+
+
+def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """Of all its collectives from now on."""
+    distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def name_groups(choose: Callable[[str, Sequence[int], bool], str]) -> None:
+    """Have `choose(torch's name, ranks, is_hashed)` name each group that is made."""
+    original = distributed_c10d._process_group_name
+
+    def name(ranks: Sequence[int], use_hashed_name: bool) -> str:  # noqa: FBT001
+        # torch's own in any case: it counts.
+        return choose(str(original(ranks, use_hashed_name)), ranks, use_hashed_name)
+
+    distributed_c10d._process_group_name = name  # type: ignore[assignment]
+
+
+# --- backends of groups -----------------------------------------------------------------------
+
+
+def gloo_of(group: ProcessGroup) -> Any:
+    """The group's gloo backend, None where it has none."""
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        if backend.name() == "gloo":
+            return backend
+    return None
+
+
+def nccl_of(group: ProcessGroup) -> Any:
+    """The group's nccl backend, None where it has none."""
+    try:
+        backend = group._get_backend(CUDA)
+    except RuntimeError:
+        return None
+    return backend if backend.name() == "nccl" else None
+
+
+def takes_cpu(group: ProcessGroup) -> bool:
+    """Whether it works on tensors of the CPU."""
+    return any(device.type == "cpu" for device in group._device_types)
+
+
+def when_gloo_is_made(make: Callable[..., None]) -> Callable[..., None]:
+    """Have `make(backend, store, rank, size, ...)` stand for their `__init__`, which it returns."""
+    original = ProcessGroupGloo.__init__
+
+    def init(self: ProcessGroupGloo, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+
+    ProcessGroupGloo.__init__ = init  # type: ignore[method-assign]
+    return original
+
+
+def gloo_options(device: Any, threads: int, timeout: timedelta | None, *, renewable: bool) -> Any:
+    """Options of a gloo backend; a `renewable` one connects when it is renewed first."""
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices, options._threads = [device], threads
+    if timeout is not None:
+        options._timeout = timeout
+    if renewable:
+        options.enable_reconfigure = True
+    return options
+
+
+def is_renewable(backend: Any) -> bool:
+    """Whether it was made so: not one that compares first (TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
+    return bool(getattr(backend, "supports_reconfigure", False))
+
+
+def renew(backend: Any, store: Any, rank: int, size: int, number: int, timeout: timedelta) -> None:
+    """Connect it to ranks that do the same, in a store where this `number` is used once.
+
+    Raises RuntimeError where they do not meet; then it is as before.
+    """
+    store.set(f"handle{number}/{rank}", backend.get_reconfigure_handle())
+    options = c10d.ReconfigureOptions()  # type: ignore[attr-defined]
+    options.uuid, options.timeout = number, timeout
+    options.handles = [store.get(f"handle{number}/{each}").decode() for each in range(size)]
+    backend.reconfigure(options).wait()
+
+
+def replace_gloo(group: ProcessGroup, backend: Any, number: int) -> None:
+    """Have the group use this backend in the place of its gloo backend; `number` counts.
+
+    A ProcessGroup keeps a backend whose type it knows, but takes one of a type it has not
+    seen, and makes it the default.
+    """
+    # Both are asked of the backend, which is another one in a moment.
+    name, description = group.group_name, group.group_desc
+    kind = ProcessGroup.BackendType(FIRST_TYPE + number)
+    for device in group._device_types:
+        if group._get_backend(device).name() == "gloo":
+            group._register_backend(device, kind, backend)
+    group._set_group_name(name)
+    group._set_group_desc(description)
+
+
+def prepare_gloo(backend: Any, group: ProcessGroup, members: Sequence[int]) -> None:
+    """Have a backend that torch has not made itself say whose it is."""
+    backend.options.group_name = group.group_name
+    backend.options.global_ranks_in_group = list(members)
+    backend._set_sequence_number_for_group()
+
+
+def comparing(backend: Any, helper: Any) -> Any:
+    """A backend that compares collectives over the helper first: debug level DETAIL."""
+    return c10d._ProcessGroupWrapper(backend, helper)
+
+
+@contextmanager
+def without_comparing() -> Iterator[None]:
+    """torch makes no such backends meanwhile."""
+    level = c10d.get_debug_level()
+    c10d.set_debug_level(c10d.DebugLevel.OFF)
+    try:
+        yield
+    finally:
+        c10d.set_debug_level(level)
+
+
+def read_debug_level() -> None:
+    """Take TORCH_DISTRIBUTED_DEBUG for what it is now; torch reads it when it is imported."""
+    c10d.set_debug_level_from_env()
+
+
+def compares() -> bool:
+    """Whether each collective is compared over the ranks first: debug level DETAIL."""
+    return bool(c10d.get_debug_level() == c10d.DebugLevel.DETAIL)
+
+
+# --- nccl: written, not run -------------------------------------------------------------------
+
+
+def abort_nccl(backends: Sequence[Any]) -> None:
+    """End their collectives, from any thread."""
+    if not backends:
+        return
+    # Together: aborts of communicators that depend on each other would wait for ever.
+    backends[0]._group_start()
+    for backend in backends:
+        backend.abort()
+    backends[0]._group_end()
+
+
+def replace_nccl(
+    group: ProcessGroup, store: Any, rank: int, members: Sequence[int], number: int, timeout: Any
+) -> None:
+    """Give the group a new nccl backend; its members connect with their first collective.
+
+    Written after torch 2.13's own `_new_process_group_helper`.  (From 2.14 on another nccl
+    backend, "nccl2", can be renewed as gloo's can; torch's default one cannot.)
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = False
+    options._timeout = timeout
+    options.group_name = group.group_name
+    options.global_ranks_in_group = list(members)
+    backend = dist.ProcessGroupNCCL(store, members.index(rank), len(members), options)
+    backend._set_sequence_number_for_group()
+    group._register_backend(CUDA, ProcessGroup.BackendType(LAST_TYPE - number), backend)
+
+
+def unfinished_of_nccl() -> list[dict[str, Any]]:
+    """Flight Recorder's entries of nccl's collectives that have not ended."""
+    dump = c10d._dump_nccl_trace_json(includeCollectives=True, onlyActive=True)  # type: ignore[attr-defined]
+    entries: list[dict[str, Any]] = json.loads(dump).get("entries", [])
+    return entries
+
+
+# --- Flight Recorder of gloo ------------------------------------------------------------------
+
+
+def recorded_groups() -> dict[str, dict[str, str]]:
+    """What Flight Recorder has counted for each backend, by its number; 0.05 ms."""
+    dump = c10d._dump_fr_trace_json(False, False)  # type: ignore[attr-defined]  # noqa: FBT003
+    groups: dict[str, dict[str, str]] = json.loads(dump).get("pg_status", {})
+    return groups
+
+
+def recorded_collectives() -> Iterator[dict[str, Any]]:
+    """Its entries from the newest to the oldest; 8 ms where it is full, and more for each.
+
+    Parsed one by one: all 2,000 take ten times as long.
+    """
+    dump = c10d._dump_fr_trace_json(True, False).decode()  # type: ignore[attr-defined]  # noqa: FBT003
+    decoder, end = json.JSONDecoder(), len(dump)
+    while (start := dump.rfind('{"collective_seq_id"', 0, end)) >= 0:
+        entry: dict[str, Any] = decoder.raw_decode(dump, start)[0]
+        yield entry
+        end = start
+
+
+# --- models -----------------------------------------------------------------------------------
+
+
+def forget_ddp_step(model: Any) -> None:
+    """Have a DDP module forget a step that was broken off."""
+    model._update_process_group(model.process_group)
+
+
+def forget_fsdp_step(module: Any) -> None:
+    """The same of an FSDP2 module, where it is the root one; from torch 2.13 on."""
+    if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:
+        module.reset_iter_state()
+
+
+def give_reducer_anew(model: Any, group: ProcessGroup) -> None:
+    """Give a DDP module on this group a reducer as after unpickling."""
+    model.process_group = group
+    if model.device_ids:
+        # A copy from another rank still says which was that one's GPU.
+        model.device = next(model.parameters()).device
+        model.device_ids, model.output_device = [model.device.index], model.device.index
+    state = model.__getstate__()
+    # First, or each parameter would have two that wait for its gradient.
+    del model.reducer, model.logger
+    model.__setstate__(state)
+    if model.static_graph:
+        # Its first step finds out in which order gradients come; torch forgets to say so.
+        model._static_graph_delay_allreduce_enqueued = False
+    for hook, argument in getattr(model, "_comm_hooks", ()):
+        dist._register_comm_hook(model.reducer, argument, hook)  # type: ignore[attr-defined]
+
+
+def buckets_of(model: Any) -> list[list[int]] | None:
+    """The parameters in each of a DDP module's buckets, by number; None before its 2nd step."""
+    told = model._get_ddp_logging_data()
+    if not told.get("has_rebuilt_buckets"):
+        return None
+    buckets = str(told.get("rebuilt_per_bucket_param_indices", "")).split(",")
+    return [[int(number) for number in bucket.split()] for bucket in buckets]
+
+
+def set_buckets(model: Any, buckets: Sequence[Sequence[int]]) -> bool:
+    """Have it reduce in these; False where they are not those of its parameters."""
+    parameters, are_sparse = model._build_params_for_reducer()
+    if sorted(number for bucket in buckets for number in bucket) != [*range(len(parameters))]:
+        return False
+    names = model._build_debug_param_to_name_mapping(parameters)
+    torch_dist: Any = dist
+    compute = torch_dist._compute_bucket_assignment_by_size
+    # The caller turns both round.
+    given = [*map(list, buckets)][::-1], [model.bucket_bytes_cap] * len(buckets)
+    torch_dist._compute_bucket_assignment_by_size = lambda *_: given
+    try:
+        model._ddp_init_helper(parameters, are_sparse, names, model.static_graph)
+    finally:
+        torch_dist._compute_bucket_assignment_by_size = compute
+    if model.static_graph:
+        model.reducer._set_static_graph()
+        model.logger._set_static_graph()
+    return True
+
+
+def replace_everywhere(function: Callable[..., Any], by: Callable[..., Any]) -> None:
+    """Wherever torch has it: `init_device_mesh`, for one, calls its own import of it."""
+    name = function.__name__
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        if names.get("__name__", "").startswith("torch.") and names.get(name) is function:
+            setattr(module, name, by)

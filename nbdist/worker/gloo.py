@@ -1,0 +1,173 @@
+"""All gloo backends of this worker: on one device, known by its port, connected where we say.
+
+Gloo has no abort: a rank that waits in a collective ignores signals for up to half an hour.
+What frees it is the end of its connections.  So all of a worker's gloo backends, also those
+that user code makes, share one device with one listening port, by which their connections
+are known; shutting these down wakes every rank within milliseconds, with an error.
+(`abort` and `shutdown` of ProcessGroupGloo do nothing, torch 2.13; from 2.14 on `abort`
+returns and frees nobody.)
+
+From torch 2.14 on a backend can be connected anew, so all are made to be: 20 times in a row
+without another thread or descriptor.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import ProcessGroupGloo
+
+from nbdist.worker.compat import torch as seam
+from nbdist.worker.store import FreeableStore, Meeting
+
+COLLECTIVE_TIMEOUT = 30 * 60.0
+"""Seconds that one collective may take, and making a group: torch's default for gloo."""
+
+THREADS = 2
+"""For each backend, as torch has it: with one a small all_reduce takes 1.7 times as long."""
+
+
+class Gloo:
+    """Makes gloo backends, connects them anew, and ends their connections."""
+
+    def __init__(self) -> None:
+        self._device, self._port = _make_device()
+        self._next: Meeting | None = None
+        # Of every backend that can be renewed, for life; it leads to where they meet just then.
+        self._store = FreeableStore(None)
+        # A lazy device connects with the first collective, in the store as it is then.
+        is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() in ("1", "y", "yes", "true")
+        self.renews = seam.RENEWS_GLOO and not is_lazy
+        self._init = seam.when_gloo_is_made(self._make)
+
+    def __repr__(self) -> str:
+        return f"<Gloo on port {self._port}, {self._store}>"
+
+    def next_meets_in(self, meeting: Meeting | None) -> None:
+        """The next backend that is made, by whomever, connects there; None: where torch says."""
+        self._next = meeting
+
+    def new(self, meeting: Meeting, rank: int, size: int, timeout: timedelta) -> Any:
+        """A backend of its own, connected."""
+        self._next = meeting
+        return ProcessGroupGloo(meeting.store, rank, size, timeout)
+
+    def renew(self, backend: Any, meeting: Meeting, rank: int, size: int) -> None:
+        """Connect one anew that can be renewed; RuntimeError where the others do not come."""
+        timeout = timedelta(seconds=meeting.timeout)
+        with self._store.at(meeting):
+            seam.renew(backend, self._store, rank, size, meeting.number, timeout)
+
+    def _make(
+        self,
+        backend: ProcessGroupGloo,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: Any = None,
+        *,
+        options: Any = None,
+        enable_reconfigure: bool = False,  # from torch 2.14 on
+    ) -> None:
+        """Stands for ProcessGroupGloo's `__init__`."""
+        # The first alone: TORCH_DISTRIBUTED_DEBUG=DETAIL makes a helper besides.
+        meeting, self._next = self._next, None
+        if timeout is not None and not isinstance(timeout, timedelta):
+            options = timeout
+        if options is not None:  # somebody's own
+            self._init(backend, store, rank, size, options)
+            return
+        if meeting is None:
+            seconds = COLLECTIVE_TIMEOUT if timeout is None else timeout.total_seconds()
+            meeting = Meeting(store, timeout=seconds)
+        renewable = self.renews or enable_reconfigure
+        options = seam.gloo_options(self._device, THREADS, timeout, renewable=renewable)
+        if not renewable or enable_reconfigure:
+            self._init(backend, _freeable(meeting), rank, size, options)
+            return
+        with self._store.at(meeting):
+            self._init(backend, self._store, rank, size, options)
+        self.renew(backend, meeting, rank, size)
+
+    # --- freeing ----------------------------------------------------------------------------
+
+    def free(self) -> int:
+        """End all connections, which frees whoever waits; how many there were.  From any thread.
+
+        One end of each is enough, the one that accepted it.
+        """
+        self._store.free()
+        ended = 0
+        for connection in self.connections():
+            with suppress(OSError):  # the other rank was quicker
+                connection.shutdown(socket.SHUT_RDWR)
+                ended += 1
+        return ended
+
+    def start_over(self) -> None:
+        """After `free`: backends can be made again."""
+        self._store.start_over()
+
+    @property
+    def waits_to_meet(self) -> bool:
+        """Whether somebody waits for ranks that have not come to make a group."""
+        return self._store.is_waited_in
+
+    def connections(self) -> Iterator[socket.socket]:
+        """Those that gloo accepted, each valid until the next is asked for."""
+        for fd, inode in _sockets():
+            with suppress(OSError), _borrowed(fd, inode) as found:
+                if found.getsockname()[1] == self._port and not _listens(found):
+                    yield found
+
+
+def _freeable(meeting: Meeting) -> Any:
+    """The store in which a backend connects once and for all."""
+    if meeting.over is None:
+        return meeting.store
+    return FreeableStore(meeting.store, meeting.timeout, meeting.over)
+
+
+def _make_device() -> tuple[Any, int]:
+    """A device of gloo's, as torch would make it, and the port on which it listens."""
+    before = set(_sockets())
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if interface:
+        device = ProcessGroupGloo.create_device(interface=interface)
+    else:
+        device = ProcessGroupGloo.create_default_device()
+    for fd, inode in set(_sockets()) - before:
+        with suppress(OSError), _borrowed(fd, inode) as found:
+            if _listens(found):
+                return device, int(found.getsockname()[1])
+    raise RuntimeError("gloo's listening socket was not found")
+
+
+def _listens(found: socket.socket) -> bool:
+    return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _sockets() -> Iterator[tuple[int, int]]:
+    """Descriptor and inode of each socket of this process."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                yield int(name), status.st_ino
+
+
+@contextmanager
+def _borrowed(fd: int, inode: int) -> Iterator[socket.socket]:
+    """The internet socket behind a descriptor; OSError when it is none, or none any more."""
+    with socket.socket(fileno=os.dup(fd)) as found:
+        if found.family not in (socket.AF_INET, socket.AF_INET6):
+            raise OSError("no internet socket")
+        if os.fstat(found.fileno()).st_ino != inode:
+            raise OSError("closed meanwhile")
+        yield found
