@@ -1,0 +1,155 @@
+"""`python -m tests.matrix`: run the rows, and print the table; see `tests/matrix/__init__.py`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import tomllib
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO
+
+from tests.matrix.environment import Environment, NotThere
+from tests.matrix.rows import ROWS, Row
+from tests.matrix.table import Result, load, table
+from tests.matrix.verdicts import Verdict, read
+
+ROOT = Path(__file__).parents[2]
+SUITE_TIMEOUT = 900.0
+TOOLS = ("pytest>=8", "pytest-timeout>=2.3")
+
+# Old Jupyter warns of what is to come, which fails a test here and concerns nobody there.
+PYTEST = ("-m", "pytest", "-o", "filterwarnings=default", "-p", "no:cacheprovider")
+
+
+def main() -> int:
+    """Run the rows that were asked for; 0 if all of them went well."""
+    options = _options()
+    if options.list:
+        sys.stdout.write(f"{json.dumps([[row.name, row.python] for row in options.rows])}\n")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="nbdist-matrix-") as scratch:
+        out = options.out or Path(scratch, "out")
+        out.mkdir(parents=True, exist_ok=True)
+        rows = [] if options.table else options.rows
+        well = [_run(row, Path(scratch), out, keep=options.keep) for row in rows]
+        sys.stdout.write(f"{table(load(out))}\n")
+    return 0 if all(well) else 1
+
+
+def _run(row: Row, scratch: Path, out: Path, *, keep: Path | None) -> bool:
+    """One row, from an empty folder to an empty folder; whether it went well."""
+    _say(f"{row.name}: Python {row.python}, {', '.join(row.requirements)}")
+    log = out / f"{row.name}.log"
+    with log.open("w") as file:
+        environment = Environment((keep or scratch) / row.name, file)
+        environment.delete()
+        try:
+            result = _try(row, environment, out, file)
+        except NotThere as error:
+            result = _result(row, notes=[f"not run: {error}"])
+        except subprocess.SubprocessError as error:
+            result = _result(row, notes=[f"the environment could not be made: {error}"])
+        finally:
+            if keep is None:
+                environment.delete()
+    result.save(out)
+    for line in result.notes:
+        _say(f"{row.name}: {line}")
+    _say(f"{row.name}: {'well' if result.went_well else f'NOT WELL, see {log}'}")
+    return result.went_well
+
+
+def _try(row: Row, environment: Environment, out: Path, log: IO[str]) -> Result:
+    environment.make(row.python)
+    if row.is_refused:
+        return _try_refused(row, environment, log)
+    changed = _install(row, environment)
+    versions = environment.versions()
+    report = out / f"{row.name}.xml"
+    report.unlink(missing_ok=True)
+    tests = [*PYTEST, f"--junitxml={report}", str(ROOT / "tests/matrix/test_core.py")]
+    try:
+        environment.run([str(environment.python), *tests], SUITE_TIMEOUT)
+    except subprocess.CalledProcessError:
+        pass  # The report says which tests have failed.
+    except subprocess.TimeoutExpired as error:
+        changed.append(f"the suite did not come to its end: {error}")
+    verdicts, notes = read(report)
+    worst = max(verdicts.values())
+    well = worst <= Verdict.DEGRADED and not changed
+    return _result(row, versions, verdicts, [*changed, *notes], went_well=well)
+
+
+def _install(row: Row, environment: Environment) -> list[str]:
+    """Fill the environment; what nbdist's installation changed though it may not."""
+    if not row.keeps_all:
+        environment.install("-e", str(ROOT), *row.requirements, *TOOLS)
+        return []
+    environment.install(*row.requirements, *TOOLS)
+    before = environment.versions()
+    environment.install("-e", str(ROOT))
+    after = environment.versions()
+    return [
+        f"installing nbdist changes {name}: {version} -> {after.get(name, 'none')}"
+        for name, version in before.items()
+        if after.get(name) != version
+    ]
+
+
+def _try_refused(row: Row, environment: Environment, log: IO[str]) -> Result:
+    """pip refuses it; who has it in spite of that is told by `%load_ext`."""
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    others = [each for each in needed if not each.startswith("torch")]
+    environment.install(*row.requirements, *others)
+    environment.install("--no-deps", "-e", str(ROOT))
+    command = [str(environment.python), "-m", "IPython", "-c", "%load_ext nbdist"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    said = f"{done.stdout}{done.stderr}".strip()
+    log.write(f"{said}\n")
+    release = environment.versions()["torch"].partition("+")[0]
+    refusal = next((line for line in said.splitlines() if "torch" in line and release in line), "")
+    note = f"refused at `%load_ext`: {refusal}" if refusal else f"not refused: {said[-300:]}"
+    return _result(row, environment.versions(), notes=[note], went_well=bool(refusal))
+
+
+def _result(
+    row: Row,
+    versions: dict[str, str] | None = None,
+    verdicts: dict[str, Verdict] | None = None,
+    notes: list[str] | None = None,
+    *,
+    went_well: bool = False,
+) -> Result:
+    date = datetime.now(UTC).date().isoformat()
+    return Result(row.name, date, versions or {}, verdicts or {}, notes or (), went_well)
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m tests.matrix", description=__doc__)
+    parser.add_argument("--rows", type=_rows, default=ROWS, help="some: colab,newest")
+    parser.add_argument("--out", type=Path, help="a folder for logs and results; it adds to them")
+    parser.add_argument("--keep", type=Path, help="a folder in which the environments stay")
+    parser.add_argument("--table", action="store_true", help="only print what --out has")
+    parser.add_argument("--list", action="store_true", help="the rows and their Pythons, as JSON")
+    return parser.parse_args()
+
+
+def _rows(text: str) -> list[Row]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    known = {row.name: row for row in ROWS}
+    if unknown := [name for name in names if name not in known]:
+        rows = ", ".join(known)
+        raise argparse.ArgumentTypeError(f"no row {', '.join(unknown)}; rows: {rows}")
+    return [known[name] for name in names]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

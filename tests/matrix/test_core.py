@@ -1,0 +1,259 @@
+"""The core suite: one test per capability, which is a column of the table, in a real notebook.
+
+It runs in every row's environment, where only pytest and what nbdist needs are installed.  What
+works less well there than elsewhere passes, and says with `degraded` in what.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.notebook.front_end import Notebook, Outcome, body
+
+pytestmark = [pytest.mark.shared_world, pytest.mark.timeout(120)]
+
+WORKS = "%%distributed\nt = torch.ones(8)\ndist.all_reduce(t)\nassert t[0] == world_size, t"
+
+TRAINING = """%%distributed
+def make(wrap):
+    torch.manual_seed(1)
+    layers = torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
+    net = wrap(torch.nn.Sequential(*layers))
+    return net, torch.optim.SGD(net.parameters(), lr=0.01)
+
+def train(net, optimizer, steps):
+    for step in steps:
+        torch.manual_seed(1000 * step + rank)
+        optimizer.zero_grad()
+        net(torch.randn(16, 8)).square().mean().backward()
+        optimizer.step()
+
+def weights(net):
+    found = [getattr(each, "full_tensor", lambda: each)() for each in net.parameters()]
+    return float(torch.cat([each.detach().flatten() for each in found]).double().sum())
+"""
+
+
+class Desk:
+    """The notebook that the tests share, until one of them fails in it."""
+
+    def __init__(self, snapshots: Path) -> None:
+        self._env = {"NBDIST_SNAPSHOT_DIR": str(snapshots)}
+        self._notebook: Notebook | None = None
+
+    def notebook(self) -> Notebook:
+        """With `%load_ext` done."""
+        if self._notebook is None:
+            self._notebook = Notebook("%load_ext nbdist", env=self._env)
+        return self._notebook
+
+    def clear(self) -> None:
+        if self._notebook is not None:
+            self._notebook.close()
+        self._notebook = None
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+    found = Desk(tmp_path_factory.mktemp("snapshots"))
+    yield found
+    found.clear()
+
+
+@pytest.fixture
+def notebook(desk: Desk, request: pytest.FixtureRequest) -> Iterator[Notebook]:
+    """With four ranks that work; another one after a failure, which may have left it stuck."""
+    failures = request.session.testsfailed
+    notebook = desk.notebook()
+    assert notebook.run("%%distributed -n 4\npass").errors == []
+    yield notebook
+    if request.session.testsfailed > failures:
+        desk.clear()
+
+
+@pytest.fixture
+def degraded(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Says in what a capability falls short here."""
+    return lambda what: record_property("degraded", what)
+
+
+def goes_on(notebook: Notebook) -> None:
+    """The next cell works on all ranks, and each has the variable that the test gave it."""
+    assert notebook.run(WORKS).errors == []
+    assert notebook.run("%%distributed\nassert kept == rank").errors == []
+
+
+def gathered(notebook: Notebook, expression: str) -> list[object]:
+    assert notebook.run(f"%dist_gather {expression} --as gathered").errors == []
+    return list(notebook.value("list(gathered)"))
+
+
+def test_start(desk: Desk) -> None:
+    """`%load_ext` and one cell, which uses the group, are all that is needed."""
+    notebook = desk.notebook()
+    first = "%%distributed -n 4\nt = torch.ones(1) * rank\ndist.all_reduce(t)\nprint(t.item())"
+    assert body(notebook.run(first))[:2] == ["── ranks 0-3 (same) ──", "6.0"]
+
+
+def test_names(notebook: Notebook) -> None:
+    """Values, tensors, functions and classes of the notebook travel along, and come back."""
+    notebook.run(
+        "import torch\nnumbers, tensor = [1, 2], torch.arange(4)\n"
+        "class Pair:\n    def __init__(self, a): self.a = a\n"
+        "def scaled(x): return Pair(x * scale)"
+    )
+    cell = "%%distributed\nscale = rank\nresult = scaled(numbers[1] + int(tensor.sum())).a"
+    assert notebook.run(cell).errors == []
+    assert gathered(notebook, "result") == [0, 8, 16, 24]
+    notebook.run("numbers.append(5)")
+    assert notebook.run("%%distributed\nassert numbers == [1, 2, 5]").errors == []
+
+
+def test_output(notebook: Notebook) -> None:
+    """Text is shown by rank, equal text once, beside results, stderr and child processes."""
+    cell = (
+        "import os, sys\nprint('hello')\nif rank == 3: print('warned', file=sys.stderr)\n"
+        "if rank == 2: os.system('echo child')\nrank // 2"
+    )
+    assert body(notebook.run(f"%%distributed\n{cell}")) == [
+        *("── ranks 0-1 (same) ──", "hello", "0"),
+        *("── rank 2 ──", "hello", "child", "1"),
+        *("── rank 3 ──", "hello", "warned", "1"),
+    ]
+
+
+def test_raise(notebook: Notebook) -> None:
+    """One rank raises, the others wait for it: freed, told in one line, and nothing is lost."""
+    cell = "%%distributed\nkept = rank\nif rank == 1: raise ValueError('bad')\ndist.all_reduce(t)"
+    assert notebook.run(WORKS).errors == []
+    error = notebook.run(cell).error
+    assert "ValueError: bad" in error
+    assert "line 4: freed; all variables" in error
+    goes_on(notebook)
+
+
+def test_skip(notebook: Notebook, degraded: Callable[[str], None]) -> None:
+    """One rank does not join a barrier: the others are freed, and told what they waited in."""
+    error = notebook.run("%%distributed\nkept = rank\nif rank != 2: dist.barrier()").error
+    named = re.search("wait in (.+), line 3; rank 2 finished the cell without it", error)
+    assert named, error
+    if named[1] != "barrier":
+        degraded(f"a barrier is named {named[1]}")
+    goes_on(notebook)
+
+
+def test_kill(notebook: Notebook) -> None:
+    """A rank that is killed in a collective is replaced; the others keep what they have."""
+    cell = "import os, signal\nkept = rank\nif rank == 2: os.kill(os.getpid(), signal.SIGKILL)"
+    error = notebook.run(f"%%distributed\n{cell}\ndist.barrier()").error
+    assert "rank 2 on " in error
+    assert "was killed by SIGKILL" in error
+    assert "Rank 2 was replaced" in error
+    assert notebook.run("%%rank 2\nassert 'kept' not in globals(); kept = rank").errors == []
+    goes_on(notebook)
+
+
+def test_heal(notebook: Notebook) -> None:
+    """Five failures in a row: subgroup and mesh that were made before work after each."""
+    made = (
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "kept, pair = rank, dist.new_group([1, 3])\nmesh = init_device_mesh('cpu', (world_size,))"
+    )
+    assert notebook.run(f"%%distributed\n{made}\ntimes = 0").errors == []
+    used = (
+        "t = torch.ones(1)\ndist.all_reduce(t, group=mesh.get_group())\n"
+        "if rank % 2: dist.all_reduce(t, group=pair)\n"
+        "assert t.item() == (8 if rank % 2 else 4), t"
+    )
+    for time in range(5):
+        failing = f"if rank == {time % 4}: raise ValueError({time})\ndist.all_reduce(t)"
+        assert f"ValueError: {time}" in notebook.run(f"%%distributed\nt = kept\n{failing}").error
+        assert notebook.run(f"%%distributed\n{used}").errors == []
+        goes_on(notebook)
+
+
+def test_ddp(notebook: Notebook) -> None:
+    """Training goes on after a failure as if it had not been."""
+    _trains(notebook, "wrap = torch.nn.parallel.DistributedDataParallel")
+
+
+def test_fsdp2(notebook: Notebook) -> None:
+    """The same with sharded parameters."""
+    each = "for each in net[0], net[2], net: fully_shard(each)"
+    wrap = f"def wrap(net):\n    {each}\n    return net"
+    _trains(notebook, f"from torch.distributed.fsdp import fully_shard\n{wrap}")
+
+
+def _trains(notebook: Notebook, wrap: str) -> None:
+    """Five steps, a failure, five more: on all ranks the weights of ten steps without it."""
+    for cell in (
+        TRAINING + wrap,
+        "%%distributed\nkept, (net, optimizer) = rank, make(wrap)",
+        "%%distributed\ntrain(net, optimizer, range(5))",
+    ):
+        assert notebook.run(cell).errors == []
+    failing = "if rank == 1: raise ValueError('bad')\ntrain(net, optimizer, [5])"
+    assert "ValueError: bad" in notebook.run(f"%%distributed\n{failing}").error
+    goes_on(notebook)
+    again = "train(net, optimizer, range(5, 10))\nwhole = make(wrap)\ntrain(*whole, range(10))"
+    assert notebook.run(f"%%distributed\n{again}").errors == []
+    assert len({*gathered(notebook, "weights(net)"), *gathered(notebook, "weights(whole[0])")}) == 1
+
+
+def test_scale(notebook: Notebook) -> None:
+    """Up by one and down to two: who stays keeps variables, and a DDP model learns on."""
+    cell = "kept = rank\nnet = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))"
+    assert notebook.run(f"%%distributed\n{cell}").errors == []
+    assert "world 4 -> 5" in notebook.run("%dist_scale +1").text
+    assert notebook.run(WORKS).errors == []
+    assert "world 5 -> 2" in notebook.run("%dist_scale 2").text
+    goes_on(notebook)
+    assert notebook.run("%%distributed\nnet(torch.ones(2, 4)).sum().backward()").errors == []
+    assert notebook.run("%dist_scale 4").errors == []
+
+
+def test_restart(notebook: Notebook) -> None:
+    """New processes, but for the variables that were to be kept."""
+    notebook.run("%%distributed\nimport os\nkept, gone, pid = rank, 1, os.getpid()")
+    before = gathered(notebook, "pid")
+    assert "4 workers ready" in notebook.run("%dist_restart --keep kept").text
+    assert notebook.run("%%distributed\nimport os\nassert 'gone' not in globals()").errors == []
+    assert not {*before} & {*gathered(notebook, "os.getpid()")}
+    goes_on(notebook)
+
+
+@pytest.mark.parametrize("waits", ["while True: pass", "if rank: dist.barrier()\nwhile True: pass"])
+def test_stop(notebook: Notebook, waits: str) -> None:
+    """The Stop button ends Python code and waiting in a collective; variables are kept."""
+    pressed: list[Outcome] = []
+
+    def press(outcome: Outcome) -> None:
+        shown = (*outcome.displays, *outcome.updates)
+        if not pressed and any("running" in each["data"]["text/plain"] for each in shown):
+            pressed.append(outcome)
+            notebook.manager.interrupt_kernel()
+
+    outcome = notebook.run(f"%%distributed\nkept = rank\nprint('running')\n{waits}", press)
+    assert outcome.error == "KeyboardInterrupt: ranks 0-3 have stopped; all variables are kept."
+    goes_on(notebook)
+
+
+def test_snapshot(notebook: Notebook) -> None:
+    """Variables of all ranks go to the disk, and come back into new workers."""
+    assert notebook.run("%%distributed\nkept, state = rank, torch.arange(rank)").errors == []
+    assert "snapshot `night` · 4 ranks" in notebook.run("%dist_snapshot night kept state").text
+    assert "4 workers ready" in notebook.run("%dist_restart").text
+    assert "kept and state restored" in notebook.run("%dist_restore night").text
+    assert gathered(notebook, "len(state)") == [0, 1, 2, 3]
+    goes_on(notebook)
+
+
+def test_end(desk: Desk) -> None:
+    """`%dist_shutdown` ends the workers; with the notebook all is gone, which the guard checks."""
+    notebook = desk.notebook()
+    assert notebook.run("%dist_shutdown").errors == []
+    desk.clear()
