@@ -29,7 +29,8 @@ def main() -> int:
     """Run the rows that were asked for; 0 if all of them went well."""
     options = _options()
     if options.list:
-        sys.stdout.write(f"{json.dumps([[row.name, row.python] for row in options.rows])}\n")
+        rows = [{"name": row.name, "python": row.python} for row in options.rows]
+        sys.stdout.write(f"{json.dumps(rows)}\n")
         return 0
     with tempfile.TemporaryDirectory(prefix="nbdist-matrix-") as scratch:
         out = options.out or Path(scratch, "out")

@@ -1,0 +1,108 @@
+"""The matrix itself: which rows there are, and what the table says of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.matrix.rows import COLAB, OLDEST_TORCH, ROWS, Row
+from tests.matrix.table import Result, load, table
+from tests.matrix.verdicts import COLUMNS, Verdict, read
+
+CORE = Path(__file__).parent / "test_core.py"
+
+SUITE = """
+import pytest
+
+def test_start(): pass
+def test_names(record_property): record_property("degraded", "slowly")
+@pytest.mark.parametrize("way", ["left", "right"])
+def test_stop(way): assert way == "left", "gone astray"
+@pytest.fixture
+def broken():
+    yield
+    raise OSError("left behind")
+def test_end(broken): pass
+"""
+
+
+def test_every_torch_has_a_row() -> None:
+    """From the oldest that runs to the newest there is, and one that is refused."""
+    pinned = [row.pins["torch"].split(".")[1] for row in ROWS if row.name.startswith("torch-")]
+    assert sorted(map(int, pinned)) == [*range(OLDEST_TORCH[1] - 1, 16)]
+    assert [row.name for row in ROWS if row.is_refused] == ["torch-2.7"]
+    assert not Row("newest", "3.13").is_refused
+
+
+@pytest.mark.parametrize(
+    ("package", "versions"),
+    [
+        ("ipykernel", {"6.17.1", "6.29.5", None}),
+        ("ipython", {"7.34.0", "8.*", "9.*", None}),
+        ("jupyter_client", {"7.4.9", "8.*", None}),
+    ],
+)
+def test_every_jupyter_has_a_row(package: str, versions: set[str | None]) -> None:
+    """None is the newest."""
+    assert versions <= {row.pins.get(package) for row in ROWS}
+    assert {"3.11", "3.12", "3.13", "3.14"} == {row.python for row in ROWS}
+
+
+def test_colab_keeps_what_it_has() -> None:
+    """Its row pins all that is known of its image, and installing nbdist may change nothing."""
+    (row,) = [row for row in ROWS if row.name == "colab"]
+    assert row.keeps_all
+    assert row.pins == COLAB
+    assert "ipykernel==6.17.1" in row.requirements
+
+
+def test_every_column_has_its_test() -> None:
+    """And every test its column."""
+    source = CORE.read_text()
+    named = [line[9:].partition("(")[0] for line in source.splitlines() if line[:9] == "def test_"]
+    assert named == [*COLUMNS]
+
+
+def test_what_the_suite_said(tmp_path: Path) -> None:
+    """The worst of a capability's tests counts; what is degraded or failed is noted in words."""
+    (tmp_path / "test_it.py").write_text(SUITE)
+    command = [sys.executable, "-m", "pytest", "-q", "--junitxml=report.xml", "test_it.py"]
+    subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL, timeout=50)
+    verdicts, notes = read(tmp_path / "report.xml")
+    assert {name: verdict for name, verdict in verdicts.items() if verdict != Verdict.NOT_RUN} == {
+        "start": Verdict.PASSED,
+        "names": Verdict.DEGRADED,
+        "stop": Verdict.FAILED,
+        "end": Verdict.FAILED,
+    }
+    names, stop, end = notes
+    assert names == "names is degraded: slowly"
+    assert stop.startswith("Stop fails: AssertionError: gone astray")
+    assert end.startswith("end fails: failed on teardown")
+    assert "left behind" in end
+
+
+def test_a_suite_that_did_not_end(tmp_path: Path) -> None:
+    """It leaves no report: nothing was run."""
+    verdicts, notes = read(tmp_path / "report.xml")
+    assert {*verdicts.values()} == {Verdict.NOT_RUN}
+    assert notes == []
+
+
+def test_the_table(tmp_path: Path) -> None:
+    """It has the rows of the folder in their order, and below what is to be said of them."""
+    versions = {"python": "3.13.0", "torch": "2.11.0", "ipykernel": "6.17.1"}
+    well = dict.fromkeys(COLUMNS, Verdict.PASSED)
+    rest = {**well, "skip": Verdict.DEGRADED, "kill": Verdict.FAILED}
+    Result("torch-2.8", "2026-11-22", versions, rest, ["kill fails: x"]).save(tmp_path)
+    Result("newest", "2026-11-21", versions, well, went_well=True).save(tmp_path)
+    head, _, first, second, *below = table(load(tmp_path)).splitlines()
+    assert head.startswith(
+        "| row | Python | torch | ipykernel | IPython | jupyter_client | start |"
+    )
+    assert first == f"| newest | 3.13.0 | 2.11.0 | 6.17.1 | - | - |{' ok |' * len(COLUMNS)}"
+    assert " ok | (ok) | **fails** | ok |" in second
+    assert below == ["", "Run 2026-11-21 to 2026-11-22.", "", "- torch-2.8: kill fails: x"]
