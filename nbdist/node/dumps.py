@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from nbdist.wire.cells import function_name
 from nbdist.wire.looks import STACK_SIGNAL, StackFrame
 
 TGKILL = 234 if os.uname().machine == "x86_64" else 131
@@ -102,7 +103,8 @@ def calls_of(text: str, thread: str) -> tuple[tuple[str, int, str], ...]:
         elif found := THREAD.match(line):
             current = found[1].lstrip("0")
         elif (found := FRAME.match(line)) and current == thread:
-            calls.append((found[1], int(found[2]) if found[2].isdigit() else 0, found[3]))
+            number = int(found[2]) if found[2].isdigit() else 0
+            calls.append((found[1], number, function_name(found[3])))
     return tuple(calls)
 
 

@@ -44,6 +44,11 @@ def keep_cell_sources(sources: dict[str, CellSource]) -> None:
             numbers[filename] = cell.number
 
 
+def function_name(name: str) -> str:
+    """A function's as people know it: IPython 7 calls a cell's own lines `<cell line: 1>`."""
+    return "<module>" if name.startswith("<cell line: ") else name
+
+
 def cell_numbers() -> MutableMapping[str, int]:
     """IPython's table of numbers by file name; a new one where there is none.
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+from nbdist.wire.cells import function_name
+
 RUNS_CELLS = "run_cell_async"
 """IPython's coroutine in whose chain of awaits the cell is."""
 
@@ -22,7 +24,7 @@ def described(frames: Sequence[FrameType], cells: Mapping[str, int]) -> list[lis
 
 def _described(frame: FrameType, cells: Mapping[str, int]) -> tuple[str, int, str, str]:
     file, line = frame.f_code.co_filename, frame.f_lineno or 0
-    name = frame.f_code.co_name
+    name = function_name(frame.f_code.co_name)
     if file not in cells:
         return file, line, name, ""
     code = linecache.getline(file, line).strip()

@@ -20,16 +20,20 @@ from ipykernel.iostream import IOPubThread
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.zmqshell import ZMQInteractiveShell
 
+from nbdist.wire.cells import function_name
+
 SHOW = "_showtraceback"
 """IPython's method that is given a finished traceback; ipykernel's publishes it."""
 
 SHOWN = "_last_traceback"
 """ipykernel's attribute that keeps it for the reply."""
 
-FRAME_FILE = re.compile(r"((?:\x1b\[[\d;]*m)*)([^\x1b\s]+)")
-"""IPython 7's beginning of a frame: colours, then the file."""
+COLOURS = r"((?:\x1b\[[\d;]*m)*)"
+FRAME = re.compile(rf"{COLOURS}([^\x1b\n]+?){COLOURS} in ([^\n]*)")
+"""How IPython 7 begins a frame: the file and the call, in colours."""
 
 FRAME_LINE = re.compile(r"-> (\d+)")
+"""Its mark at the line."""
 
 END_CHILDREN = "_progressively_terminate_all_children"
 
@@ -144,9 +148,15 @@ def number_cells(shell: Any) -> None:
 
 
 def _with_number(part: str, numbers: Mapping[str, int]) -> str:
-    """A part of a traceback, with `Cell In[5], line 2` in place of the file of a cell."""
-    begins, line = FRAME_FILE.match(part), FRAME_LINE.search(part)
-    number = numbers.get(os.path.expanduser(begins[2])) if begins else None
-    if begins is None or line is None or number is None:
+    """A part of IPython 7's traceback, its first line as IPython 8 and later have it."""
+    begins, line = FRAME.match(part), FRAME_LINE.search(part)
+    if begins is None or line is None:
         return part
-    return f"{begins[1]}Cell In[{number}], line {line[1]}{part[begins.end() :]}"
+    colour, file, plain, call = begins.groups()
+    number = numbers.get(os.path.expanduser(file))
+    place = f"File {colour}{file}:{line[1]}{plain}"
+    if number is not None:
+        place = f"Cell {colour}In[{number}], line {line[1]}{plain}"
+    name = function_name(re.sub(COLOURS, "", call))
+    called = "" if name == "<module>" else f", in {call}"
+    return f"{place}{called}{part[begins.end() :]}"
