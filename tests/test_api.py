@@ -271,6 +271,7 @@ LIBRARIES = ("IPython", "zmq", "psutil", "jupyter_client", "torch", "numpy", "cl
 
 def test_types(tmp_path: Path) -> None:
     """The function's types reach its results, and its arguments are checked."""
+    pytest.importorskip("mypy")
     (tmp_path / "typed.py").write_text(TYPED)
     skipped = "".join(f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in LIBRARIES)
     (tmp_path / "mypy.ini").write_text(f"[mypy]\nfollow_imports = silent\n{skipped}")

@@ -87,7 +87,8 @@ class Notebook:
 
     def run(self, source: str, meanwhile: Callable[[Outcome], None] | None = None) -> Outcome:
         """Run a cell and collect all that belongs to it; `meanwhile` is called with each news."""
-        request = self.client.execute(source)
+        # After an error ipykernel 6 would abort the next cell where that comes at once.
+        request = self.client.execute(source, stop_on_error=False)
         outcome, deadline = Outcome(), time.monotonic() + WAIT
         while True:
             try:

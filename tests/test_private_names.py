@@ -1,0 +1,194 @@
+"""Private names of other libraries stay where they can be looked after: in nbdist/worker/compat."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "nbdist"
+
+LIBRARIES = {"torch", "IPython", "ipykernel", "jupyter_client", "traitlets"}
+"""Those whose classes our own ones are made of."""
+
+SEAM = "worker/compat/"
+
+# What stays where it is, by file and name, and why.
+ALLOWED = {
+    # Python's own.
+    ("worker/process.py", "os._exit"): "documented, for the child of a fork",
+    ("worker/run.py", "os._exit"): "documented, for the child of a fork",
+    ("worker/control.py", "_thread"): "a documented module",
+    ("worker/run.py", "atexit._run_exitfuncs"): "os._exit runs none",
+    ("worker/watching.py", "sys._current_frames"): "documented",
+    ("worker/streams.py", "_write_lock._at_fork_reinit"): "what threading does with its own locks",
+    ("worker/scripts.py", "asyncio._set_running_loop"): "documented for event loops",
+    ("worker/scripts.py", "runpy._get_module_details"): "as `python -m` finds a module",
+    ("worker/files.py", "hashlib._Hash"): "a type for mypy",
+    ("world/scripts.py", "_path"): "a namespace package's; its public way imports the parents",
+    ("wire/pickling.py", "functools._lru_cache_wrapper"): "the class has no other name",
+    # cloudpickle's, whose range in pyproject.toml ends before the next major version.
+    ("wire/pickling.py", "self._dynamic_function_reduce"): "cloudpickle",
+    ("wire/pickling.py", "by_value._should_pickle_by_reference"): "cloudpickle",
+    ("wire/pickling.py", "by_value._class_reduce"): "cloudpickle",
+    ("wire/pickling.py", "by_value._make_skeleton_class"): "cloudpickle",
+    ("wire/pickling.py", "by_value._make_skeleton_enum"): "cloudpickle",
+    ("wire/definitions.py", "by_value._make_skeleton_enum"): "cloudpickle",
+    ("wire/definitions.py", "by_value._DYNAMIC_CLASS_TRACKER_BY_ID"): "cloudpickle",
+    ("wire/definitions.py", "by_value._class_setstate"): "cloudpickle",
+    # On both sides of the wire, so not in workers only.
+    ("wire/cells.py", "_filename_map"): "IPython's, of cells that ran in another process",
+    ("wire/tensors.py", "tensor._version"): "torch's version counter has no public name",
+    ("wire/tensors.py", "value._untyped_storage"): "the public name warns",
+    # argparse has no public way to ask a parser whether an option takes a value.
+    ("notebook/programs.py", "parser._option_string_actions"): "argparse",
+}
+
+# torch's, which still have to go to worker/compat/torch.py.
+STILL_TO_GO = {
+    "worker/default.py",
+    "worker/environment.py",
+    "worker/group.py",
+    "worker/models.py",
+    "worker/naming.py",
+    "worker/nccl.py",
+    "worker/store.py",
+    "worker/syncing.py",
+    "worker/watching.py",
+}
+
+
+@dataclass(frozen=True)
+class Use:
+    """A private name of somebody else, where it is used."""
+
+    file: str
+    line: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"nbdist/{self.file}:{self.line} uses {self.name}"
+
+
+def is_private(name: str) -> bool:
+    """`_name`, but neither `_` nor `__name__`."""
+    is_name = name.isidentifier() and name.strip("_") != ""
+    return is_name and name.startswith("_") and not name.endswith("__")
+
+
+def uses_in(file: str, source: str, inherited: Collection[str] = frozenset()) -> Iterator[Use]:
+    """Every use of a private name that neither the file nor one it inherits from has made."""
+    tree = ast.parse(source)
+    own = set(_own_names(tree))
+    for node in ast.walk(tree):
+        for name in _names_used(node):
+            holder, _, last = name.rpartition(".")
+            if last not in own and not (holder == "self" and last in inherited):
+                yield Use(file, node.lineno, name)  # type: ignore[attr-defined]
+        if isinstance(node, ast.ClassDef):
+            yield from _overridden(file, tree, node)
+
+
+def _names_used(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.Import(names):
+            yield from (each.name for each in names if any(map(is_private, each.name.split("."))))
+        case ast.ImportFrom(module, names) if not (module or "").startswith("nbdist"):
+            parts = (module or "").split(".")
+            for each in names:
+                if any(map(is_private, [*parts, each.name])):
+                    yield f"{module}.{each.name}"
+        case ast.Attribute(value, name) if is_private(name):
+            yield f"{ast.unparse(value)}.{name}"
+        case ast.Call(ast.Name("getattr" | "hasattr" | "setattr" | "delattr"), [_, told, *_]):
+            if isinstance(told, ast.Constant) and is_private(str(told.value)):
+                yield str(told.value)
+        # A constant of the file that stands for a name: `SHOW = "_showtraceback"`.
+        case ast.Assign([ast.Name()], ast.Constant(str(text))) if is_private(text):
+            yield text
+
+
+def _own_names(tree: ast.Module) -> Iterator[str]:
+    """Private names that the file's classes and functions give themselves."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name
+            case ast.AnnAssign(ast.Name(name)) | ast.Assign([ast.Name(name)]):
+                yield name
+            case ast.Attribute(ast.Name("self" | "cls"), name, ast.Store()):
+                yield name
+
+
+def _overridden(file: str, tree: ast.Module, kind: ast.ClassDef) -> Iterator[Use]:
+    """Private methods and attributes of a library's class that a class of ours replaces."""
+    for node in kind.body:
+        for name in filter(is_private, _own_names(ast.Module([node], []))):
+            if any(hasattr(base, name) for base in _foreign_bases(tree, kind)):
+                yield Use(file, node.lineno, f"{kind.name}.{name}")
+
+
+def _foreign_bases(tree: ast.Module, kind: ast.ClassDef) -> Iterator[object]:
+    """Those of a library, and of the seam, which the file imports by name."""
+    bases = {ast.unparse(base) for base in kind.bases}
+    for node in ast.walk(tree):
+        module = (isinstance(node, ast.ImportFrom) and node.module) or ""
+        if module.split(".")[0] in LIBRARIES or module.startswith("nbdist.worker.compat."):
+            for each in node.names:  # type: ignore[attr-defined]
+                if (each.asname or each.name) in bases:
+                    yield getattr(importlib.import_module(module), each.name)
+
+
+@cache
+def all_uses() -> tuple[Use, ...]:
+    """Those of the package, in reading order, but for the seam's."""
+    files = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+    rest = [file for file in files if not file.startswith(SEAM)]
+    sources = {file: (PACKAGE / file).read_text() for file in rest}
+    own = {name for source in sources.values() for name in _own_names(ast.parse(source))}
+    return tuple(use for file in rest for use in uses_in(file, sources[file], own))
+
+
+def test_private_names_are_in_the_seam():
+    """No other file of the package uses a private name of torch, IPython or ipykernel."""
+    found = [use for use in all_uses() if (use.file, use.name) not in ALLOWED]
+    assert "\n".join(str(use) for use in found if use.file not in STILL_TO_GO) == ""
+
+
+def test_the_lists_hold_nothing_that_has_gone():
+    """What is allowed, or still to go, is there."""
+    used = {(use.file, use.name) for use in all_uses()}
+    assert set(ALLOWED) <= used
+    assert {file for file, _ in used - set(ALLOWED)} >= STILL_TO_GO
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("from torch._C import _distributed_c10d", "1 uses torch._C._distributed_c10d"),
+        ("import torch._dynamo", "1 uses torch._dynamo"),
+        ("def f(group):\n    return group._get_backend()", "2 uses group._get_backend"),
+        ("class C:\n    def f(self):\n        self._topic(1)", "3 uses self._topic"),
+        ("getattr(shell, '_last_traceback', ())", "1 uses _last_traceback"),
+        ("NAME = '_showtraceback'", "1 uses _showtraceback"),
+        (
+            "from ipykernel.kernelbase import Kernel\n"
+            "class Ours(Kernel):\n"
+            "    def _topic(self, topic): pass",
+            "3 uses Ours._topic",
+        ),
+        ("class C:\n    def __init__(self):\n        self._x = 1\n    def f(c): return c._x", None),
+        ("class C:\n    def _f(self): pass\nC()._f()", None),
+        ("from nbdist.world.link import _x", None),
+        ("x.__dict__, _, __file__", None),
+    ],
+)
+def test_a_private_name_is_told(source: str, told: str | None):
+    """The file, the line and the name."""
+    found = [str(use) for use in uses_in("x.py", source)]
+    assert found == ([] if told is None else [f"nbdist/x.py:{told}"])

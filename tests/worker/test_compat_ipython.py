@@ -1,0 +1,84 @@
+"""What the seam to IPython and ipykernel does where a version lacks something."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ipykernel import kernelapp
+from ipykernel.kernelbase import Kernel
+from IPython.core.compilerop import CachingCompiler
+
+from nbdist.worker.compat import ipython
+
+IPYTHON_7 = (
+    "\x1b[0;32m/tmp/ipykernel_7/42.py\x1b[0m in \x1b[0;36mfail\x1b[0;34m(x)\x1b[0m\n"
+    "\x1b[1;32m      1\x1b[0m \x1b[0;32mdef\x1b[0m fail(x):\n"
+    "\x1b[0;32m----> 2\x1b[0;31m     1 / 0\x1b[0m\n"
+)
+"""A frame as IPython 7.34 shows it."""
+
+
+def test_nothing_is_missing() -> None:
+    """The versions that nbdist is installed with have all that it uses."""
+    assert ipython.check() == ()
+
+
+def test_what_is_missing_is_told_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a sentence that names the version and says what is lost; what needs it goes on."""
+    monkeypatch.delattr(kernelapp, "IOPubThread")
+    monkeypatch.delattr(Kernel, ipython.END_CHILDREN)
+    children, port = ipython.check()
+    assert children.startswith("ipykernel ")
+    assert children.endswith(": workers whose cells left processes behind may end late.")
+    assert port.endswith(": each worker listens on a port of the loopback interface.")
+    ipython.publish_without_port()
+    assert not hasattr(kernelapp, "IOPubThread")
+
+
+def test_a_shell_that_shows_tracebacks_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    """They are text on stderr."""
+    shell = SimpleNamespace()
+
+    @contextmanager
+    def unused(kind: type[BaseException]) -> Iterator[None]:
+        raise AssertionError(kind)
+        yield
+
+    ipython.around_errors(shell, unused)
+    ipython.publish_error(shell, ValueError, ValueError("bad"), ["line 1", "ValueError: bad"])
+    assert capsys.readouterr().err == "line 1\nValueError: bad\n"
+    assert ipython.published_traceback(shell) == ()
+
+
+def test_ipython_7_shows_numbers_of_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame begins as in later versions; files on disk have the line beside the name."""
+    script = IPYTHON_7.replace("/tmp/ipykernel_7/42.py", "~/train.py")
+    module = IPYTHON_7.replace("fail\x1b[0;34m(x)", "<cell line: 0>\x1b[0;34m()")
+    head = "-----"
+    compiler = SimpleNamespace(cache=lambda source, number, raw_code: "/tmp/ipykernel_7/42.py")
+    shower = SimpleNamespace(structured_traceback=lambda: [head, IPYTHON_7, module, script])
+    shell: Any = SimpleNamespace(compile=compiler, InteractiveTB=shower)
+    ipython.number_cells(shell)
+    assert shell.compile.cache("1 / 0", 5, raw_code="1 / 0") == "/tmp/ipykernel_7/42.py"
+    monkeypatch.setenv("HOME", "/root")
+    first, cell, main, file = shell.InteractiveTB.structured_traceback()
+    assert first == head
+    assert cell.startswith("Cell \x1b[0;32mIn[5], line 2\x1b[0m, in \x1b[0;36mfail\x1b[0;34m(x)")
+    assert main.startswith("Cell \x1b[0;32mIn[5], line 2\x1b[0m\n")
+    assert file.startswith("File \x1b[0;32m~/train.py:2\x1b[0m, in \x1b[0;36mfail")
+    assert cell.endswith("1 / 0\x1b[0m\n")
+
+
+def test_every_version_numbers_cells() -> None:
+    """IPython's own compiler keeps the number of a cell, or ours does."""
+    shower = SimpleNamespace(structured_traceback=None)
+    shell: Any = SimpleNamespace(compile=CachingCompiler(), InteractiveTB=shower)
+    ipython.number_cells(shell)
+    name = shell.compile.cache("x = 1\n", 7, raw_code="x = 1\n")
+    assert shell.compile._filename_map[name] == 7
+    linecache.cache.pop(name)
