@@ -38,6 +38,9 @@ HEAL_TIMEOUT = 30.0
 HEAL_TRIES = 3
 """As many times as further workers may die while that is under way."""
 
+CHECK_TIMEOUT = 1.0
+"""Seconds for a worker to say what its libraries lack; where it takes longer, nobody learns."""
+
 LEAVE_GRACE = 0.5
 """Seconds that ranks have to run their exit handlers when the world is to have fewer."""
 
@@ -96,7 +99,7 @@ class Ranks:
             task.cancel()
         failed = [start for start in done if start.exception()]
         if not failed and not pending:
-            return WorldStarted(*self._whereabouts())
+            return WorldStarted(*self._whereabouts(), await self._lacks())
         late = failed or sorted(pending, key=lambda start: starts[start].rank)
         failure = self._start_failure(starts[late[0]], late[0].exception() if failed else None)
         for start in pending:
@@ -105,6 +108,11 @@ class Ranks:
             await asyncio.wait(pending)
         await self.stop(grace=0.0)
         return failure
+
+    async def _lacks(self) -> tuple[str, ...]:
+        """What the libraries of the workers lack; all have the same ones."""
+        answer = await self.all[0].ask({"do": "check"}, CHECK_TIMEOUT)
+        return tuple(answer["lacks"]) if answer else ()
 
     async def _tell_up(self, rank: Rank) -> None:
         await rank.up.wait()

@@ -238,6 +238,8 @@ class Desk:
                 display.wait_for(text)
         except KeyboardInterrupt:
             raise Interrupted(()) from None
+        for text in world.lacks:
+            display.note(text.rstrip("."))
         self.world = world
         self._watch_while_idle()
 

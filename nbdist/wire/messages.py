@@ -265,10 +265,14 @@ Request = StartWorld | StopWorld | GetStatus | GetStacks | Interrupt | Heal | Sc
 
 @dataclass(frozen=True, slots=True)
 class WorldStarted:
-    """All ranks are up and share a group; `logs` are their log folders ("" for none)."""
+    """All ranks are up and share a group; `logs` are their log folders ("" for none).
+
+    `lacks` says what is missing in the libraries that they have, a sentence each.
+    """
 
     pids: Mapping[int, int]
     logs: Mapping[int, str]
+    lacks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

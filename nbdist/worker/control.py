@@ -6,6 +6,7 @@ import _thread
 from typing import TYPE_CHECKING, Any
 
 from nbdist.wire.messages import CONTROL_REQUEST, LivingGroups
+from nbdist.worker.compat import ipython, torch
 from nbdist.worker.watching import Watcher
 
 if TYPE_CHECKING:
@@ -20,10 +21,10 @@ def answer_control(kernel: WorkerKernel, group: Group | None, scaling: Scaling) 
     """Have the kernel answer `nbdist_request` on its control channel.
 
     `{"do": "look"}` asks where the main thread is, `"where"` for less of it, `"stack"` for its
-    calls, `"last"` for the last collective, `"living"` for the groups there are; `"let_go"`
-    says that what a cell sent back has been read; `"free"` breaks collectives open, `"form"`
-    makes the groups whole again, `"scale"` makes another one of another size.  The answer
-    holds `error` where that failed.
+    calls, `"last"` for the last collective, `"living"` for the groups there are, `"check"` for
+    what torch and IPython lack; `"let_go"` says that what a cell sent back has been read;
+    `"free"` breaks collectives open, `"form"` makes the groups whole again, `"scale"` makes
+    another one of another size.  The answer holds `error` where that failed.
     """
     watcher = Watcher(kernel.shell, group, kernel.scripts)
 
@@ -40,6 +41,8 @@ def answer_control(kernel: WorkerKernel, group: Group | None, scaling: Scaling) 
             case {"do": "living"}:
                 living = {"members": {}} if group is None else group.living()
                 return {"world_size": scaling.world_size, **living}
+            case {"do": "check"}:
+                return {"lacks": [*torch.check(), *ipython.check()]}
             case {"do": "let_go"}:
                 kernel.namespace.let_go(request["cell"])
             case {"do": "free"} if group is not None:

@@ -31,6 +31,7 @@ class Workers:
     def __init__(self, asked: Asked, link: Link | None) -> None:
         self.state = State.STOPPED
         self.pids: Mapping[int, int] = {}
+        self.lacks: tuple[str, ...] = ()
         self.logs: Mapping[int, str] = {}
         self.late: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)
         self.losses = Losses()

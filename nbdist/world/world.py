@@ -168,7 +168,7 @@ class World(Workers):
                 started.rank, started.host, started.command, started.reason, started.last_lines
             )
         assert isinstance(started, WorldStarted)
-        self.pids, self.logs = started.pids, started.logs
+        self.pids, self.logs, self.lacks = started.pids, started.logs, started.lacks
         self.host = self._link.agents[0].host
         self.advance(Event.STARTED)
 
