@@ -16,19 +16,26 @@ from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world
 
-BEFORE = """
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+# What follows runs on GPUs as well: tests/gpu.
+
+MODEL = """
 kept = rank
 torch.manual_seed(0)
 net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 evens = dist.new_group([*range(0, world_size, 2)])
-mesh = init_device_mesh("cpu", (world_size,))
+"""
+
+SHARDS = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+mesh = init_device_mesh(device.type, (world_size,))
 sharded = fully_shard(torch.nn.Linear(64, 64), mesh=mesh)
 spread = distribute_tensor(torch.ones(4 * world_size), mesh, [Shard(0)])
 """
+
+BEFORE = MODEL + SHARDS
 
 COLLECTIVES = {
     "all_reduce": "dist.all_reduce(t)",
@@ -67,11 +74,10 @@ CASES = [
 ]
 NAMES = [*SMALL, *(f"{name} of 100 MB" for name in BIG)]
 
-WORKS = """
+MODEL_WORKS = """
 t = torch.full((1,), float(rank))
 dist.all_reduce(t)
 assert t.item() == sum(range(world_size)), t
-dist.all_reduce(t, group=mesh.get_group())
 if rank % 2 == 0:
     t = torch.ones(1)
     dist.all_reduce(t, group=evens)
@@ -82,9 +88,15 @@ optimizer.step()
 weights = [torch.empty_like(net.module.weight) for _ in range(world_size)]
 dist.all_gather(weights, net.module.weight.detach())
 assert all(torch.equal(weights[0], other) for other in weights)
+"""
+
+SHARDS_WORK = """
+dist.all_reduce(torch.ones(1), group=mesh.get_group())
 sharded(torch.full((2, 64), float(rank))).sum().backward()
 assert spread.full_tensor().sum() == 4 * world_size
 """
+
+WORKS = MODEL_WORKS + SHARDS_WORK
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -230,7 +242,7 @@ assert t.item() == sum(range(world_size)), t
 MEETINGS = {
     "new_group": "dist.new_group()",
     "new_subgroups": "dist.new_subgroups(world_size)",
-    "init_device_mesh": "init_device_mesh('cpu', (2, world_size // 2))",
+    "init_device_mesh": "init_device_mesh(device.type, (2, world_size // 2))",
 }
 
 

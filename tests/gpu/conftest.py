@@ -1,0 +1,55 @@
+"""Worlds on the GPU, and what is skipped where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from nbdist.world.world import World
+from tests.gpu import lab
+
+Figure = Callable[[str, float, str], None]
+
+
+@pytest.fixture(scope="module", params=lab.KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Which backend has the CUDA tensors: `gloo`, or `nccl`."""
+    needs_gpu()
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def started(kind: str) -> Iterator[World]:
+    """Four workers, who share a GPU where there are fewer."""
+    with lab.make_world(kind, 4) as world:
+        yield world
+
+
+@pytest.fixture
+def world(started: World) -> World:
+    """The same, in order."""
+    return lab.whole(started)
+
+
+@pytest.fixture
+def gpu() -> str:
+    """The device that tensors are on; skips the test where there is no GPU."""
+    needs_gpu()
+    return lab.DEVICE
+
+
+@pytest.fixture
+def figure(record_property: Callable[[str, object], None]) -> Figure:
+    """Puts a figure into the report: name, value, unit."""
+
+    def note(name: str, value: float, unit: str) -> None:
+        record_property(name, f"{value:.4g} {unit}")
+        lab.say(f"{name}: {value:.4g} {unit}")
+
+    return note
+
+
+def needs_gpu() -> None:
+    if not lab.has_gpu():
+        pytest.skip("no GPU is visible here")

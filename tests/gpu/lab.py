@@ -1,0 +1,129 @@
+"""Worlds whose tensors are on the GPU, and what can be seen of it without CUDA.
+
+Runs in the process of the tests, which stands for the notebook: it must not touch CUDA.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbdist import topology
+from nbdist.errors import NbdistError
+from nbdist.world.running import RunningCell
+from nbdist.world.states import State
+from nbdist.world.world import World
+
+DEVICE = os.environ.get("NBDIST_TEST_DEVICE", "cuda")
+"""`cpu` runs the same bodies with gloo on the CPU, to prove that they are right."""
+
+KINDS = ("gloo", "nccl")
+"""Which backend has the collectives of CUDA tensors."""
+
+ON_DEVICE = "torch.set_default_device(device)"
+"""As a set-up cell: tensors and modules that cells make are on the rank's GPU."""
+
+FREED_WITHIN = 15.0
+"""Seconds until a cell that failed somewhere has to have ended by itself everywhere."""
+
+SMI_TIMEOUT = 20.0
+
+
+def has_gpu() -> bool:
+    """Whether there is one, or none is wanted."""
+    return DEVICE == "cpu" or gpus() > 0
+
+
+def gpus() -> int:
+    """How many are visible, without CUDA."""
+    return len(topology.visible_gpus(os.environ)) if DEVICE == "cuda" else 0
+
+
+def make_world(kind: str, n: int, **options: Any) -> World:
+    """N workers with tensors on the GPU, and the group that the kind says."""
+    if DEVICE == "cpu" or kind == "gloo":
+        options["backend"] = "gloo"
+    else:
+        options["share_gpus"] = n > gpus()
+    world = World(n, log_dir="", show=False, **options)
+    world.start()
+    try:
+        world.execute(ON_DEVICE, setup=True)
+    except BaseException:
+        world.shutdown()
+        raise
+    return world
+
+
+def whole(world: World) -> World:
+    """The world, ready for the next test whatever the one before has done to it."""
+    world.setup.forget()
+    world.losses.take_replaced()
+    world.on_failure = "heal"
+    if world.state is not State.READY:
+        world.restart()
+    world.execute(ON_DEVICE, setup=True)
+    return world
+
+
+def ends(world: World, source: str, **cell: Any) -> tuple[RunningCell, NbdistError]:
+    """Run a cell that has to fail, and to end by itself on all ranks; nothing is stuck then."""
+    running = world.submit(world.cell(source, **cell))
+    stopped = False
+    for _ in running:
+        if running.age > FREED_WITHIN and not stopped:
+            stopped = True
+            running.interrupt()
+    running.result()
+    error = running.error()
+    if stopped:
+        pytest.fail(f"it did not end by itself within {FREED_WITHIN:.0f} s; Stop: {error}")
+    assert error is not None, "nothing failed"
+    assert world.state is State.READY
+    return running, error
+
+
+def used_on_device() -> int:
+    """Bytes in use on all GPUs, as nvidia-smi has it; 0 on the CPU."""
+    if DEVICE == "cpu":
+        return 0
+    return sum(int(line) for line in smi("--query-gpu=memory.used")) << 20
+
+
+def smi(query: str) -> list[str]:
+    """The lines of an answer of nvidia-smi; none without it."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    answer = subprocess.run(
+        [program, query, "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        timeout=SMI_TIMEOUT,
+        check=False,
+    )
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+
+
+def cuda_traces(pid: int) -> list[str]:
+    """What a process has of a CUDA context: the driver's device files, open or mapped."""
+    found = set()
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            found.add(os.readlink(f"/proc/{pid}/fd/{number}"))
+        except FileNotFoundError:
+            continue  # closed meanwhile
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        found.add(line.split(maxsplit=5)[-1])
+    return sorted(path for path in found if path.startswith("/dev/nvidia"))
+
+
+def say(text: str) -> None:
+    """A line in the test's captured output."""
+    sys.stdout.write(f"{text}\n")

@@ -1,0 +1,159 @@
+"""What was run, and how it went, as `report.json` and `report.md`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ORDER = ("failed", "error", "cut off", "not run", "passed", "skipped")
+
+
+@dataclass
+class Result:
+    """How one test ended; `figures` is what it measured."""
+
+    file: str
+    test: str
+    outcome: str = "not run"
+    seconds: float = 0.0
+    note: str = ""
+    figures: dict[str, str] = field(default_factory=dict)
+
+
+class Report:
+    """Takes in what happens, and can be written at any moment."""
+
+    def __init__(
+        self, folder: Path, device: str, limit: float, facts: Mapping[str, str | list[str]]
+    ) -> None:
+        self.folder = folder
+        self._device = device
+        self._limit = limit
+        self._facts = facts
+        self._results: dict[tuple[str, str], Result] = {}
+        self._begun = time.time()
+        self._running: tuple[str, str] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Report {dict(self.counts)}>"
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How many tests ended in which way."""
+        return Counter(result.outcome for result in self._results.values())
+
+    @property
+    def is_good(self) -> bool:
+        """Nothing failed, and nothing is missing."""
+        return bool(self._results) and not set(self.counts) - {"passed", "skipped"}
+
+    def begin(self, file: str) -> None:
+        self._running = None
+        self._results.setdefault((file, ""), Result(file, "", note="it has not said its tests"))
+
+    def take(self, file: str, line: str) -> None:
+        """A line of `tests.gpu.recording`."""
+        said = json.loads(line)
+        if "tests" in said:
+            self._results.pop((file, ""), None)
+            for test in said["tests"]:
+                self._results[file, test] = Result(file, test)
+            return
+        if "begun" in said:
+            self._running = file, said["begun"]
+            return
+        result = self._results[file, said["test"]]
+        result.seconds += said["seconds"]
+        result.figures.update(said["figures"])
+        if said["when"] == "call" or result.outcome == "not run":
+            result.outcome, result.note = said["outcome"], said["note"]
+        if said["when"] != "call" and said["outcome"] == "failed":
+            result.outcome, result.note = "error", f"{said['when']}: {said['note']}"
+        self._running = None
+
+    def ended(self, file: str, code: int, *, cut: bool) -> None:
+        """The file's pytest has ended; what it was at is what it ended in."""
+        missing = [r for r in self._results.values() if r.file == file and r.outcome == "not run"]
+        for result in missing:
+            is_it = self._running == (file, result.test)
+            result.outcome = "cut off" if is_it else "not run"
+            result.note = "no time was left" if cut else f"pytest ended with code {code}"
+
+    def not_run(self, file: str, why: str) -> None:
+        self._results[file, ""] = Result(file, "", note=why)
+
+    def write(self) -> None:
+        """Both files, each whole at any moment."""
+        _write(self.folder / "report.json", json.dumps(self._as_json(), indent=1) + "\n")
+        _write(self.folder / "report.md", self.as_markdown())
+
+    def _as_json(self) -> dict[str, object]:
+        return {
+            "device": self._device,
+            "limit": self._limit,
+            "begun": self._time,
+            "seconds": round(time.time() - self._begun, 1),
+            "counts": self.counts,
+            "facts": dict(self._facts),
+            "tests": [asdict(result) for result in self._results.values()],
+        }
+
+    @property
+    def _time(self) -> str:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self._begun))
+
+    def summary(self) -> str:
+        """A line with the counts, and one for each test that did not do well."""
+        seconds = time.time() - self._begun
+        counts = ", ".join(f"{self.counts[name]} {name}" for name in ORDER if self.counts[name])
+        bad = [r for r in self._results.values() if r.outcome not in ("passed", "skipped")]
+        lines = [f"{counts or 'nothing was run'} in {seconds:.0f} s on {self._device}"]
+        lines += [f"{r.outcome}: {r.file} {r.test} {_last_line(r.note)}".rstrip() for r in bad]
+        return "\n".join(lines) + "\n"
+
+    def as_markdown(self) -> str:
+        """The report for people."""
+        return "\n".join(self._lines()) + "\n"
+
+    def _lines(self) -> Iterator[str]:
+        yield f"# nbdist on {self._device}, {self._time}\n"
+        yield self.summary().partition("\n")[0] + ".\n"
+        yield "| fact | |\n|---|---|"
+        for name, value in self._facts.items():
+            text = "; ".join(value) if isinstance(value, list) else value
+            yield f"| {name} | {_cell(text)} |"
+        figures = [
+            (r, name, value) for r in self._results.values() for name, value in r.figures.items()
+        ]
+        if figures:
+            yield "\n| figure | value | test |\n|---|---|---|"
+            for result, name, value in figures:
+                yield f"| {_cell(name)} | {_cell(value)} | {_cell(result.test)} |"
+        for outcome in ORDER:
+            found = [r for r in self._results.values() if r.outcome == outcome]
+            if found:
+                yield f"\n## {outcome}: {len(found)}\n"
+                yield "| file | test | s | |\n|---|---|---|---|"
+            for r in found:
+                note = _cell(_last_line(r.note))
+                yield f"| {r.file} | {_cell(r.test)} | {r.seconds:.1f} | {note} |"
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.startswith("E  ")] or text.splitlines()
+    return lines[-1].removeprefix("E").strip()[:300] if lines else ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_suffix(path.suffix + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)

@@ -1,0 +1,114 @@
+"""CUDA tensors on their way between ranks and notebook."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from nbdist.world.world import World
+from tests.gpu import lab
+from tests.gpu.conftest import Figure
+
+pytestmark = [pytest.mark.shared_world, pytest.mark.timeout(75)]
+
+MIB = 1 << 20
+SIZE = 256 * MIB if lab.DEVICE == "cuda" else 8 * MIB
+
+COPIES = """
+import time
+def seconds(copy):
+    copy()
+    started = time.monotonic()
+    copy()
+    return time.monotonic() - started
+pageable = torch.empty(big.shape, dtype=big.dtype, device="cpu")
+pinned = torch.empty(big.shape, dtype=big.dtype, device="cpu", pin_memory=device.type == "cuda")
+took = [seconds(lambda: to.copy_(big)) for to in (pageable, pinned)]
+del pageable, pinned
+"""
+
+
+@pytest.fixture(scope="module")
+def kind() -> str:
+    """The way is the same with every backend."""
+    if not lab.has_gpu():
+        pytest.skip("no GPU is visible here")
+    return "gloo"
+
+
+def test_values(world: World) -> None:
+    """What comes is on the CPU, and right: views, strides, types, shared memory, gradients."""
+    world.execute(
+        "whole = torch.arange(24, dtype=torch.float32).reshape(4, 6) + rank\n"
+        "parts = {'t': whole.t(), 'row': whole[1], 'half': whole.half(), 'steps': whole[:, ::2],\n"
+        "         'flag': whole > 3, 'none': whole[:0],\n"
+        "         'grown': torch.nn.Parameter(whole.clone())}\n"
+        "pair = [whole, whole[0]]"
+    )
+    for rank, (parts, pair) in enumerate(
+        zip(world.gather("parts"), world.gather("pair"), strict=True)
+    ):
+        first = parts["row"] - 6 - rank
+        assert first.tolist() == [0, 1, 2, 3, 4, 5]
+        assert {part.device.type for part in parts.values()} == {"cpu"}
+        assert parts["t"].shape == (6, 4)
+        assert parts["t"][2, 3].item() == 20 + rank
+        assert str(parts["half"].dtype) == "torch.float16"
+        assert parts["steps"][1].tolist() == [6 + rank, 8 + rank, 10 + rank]
+        assert parts["flag"].sum().item() == 20 + min(rank, 4)
+        assert parts["grown"].requires_grad
+        assert parts["none"].shape == (0, 6)
+        pair[0][0, 0] = 99
+        assert pair[1][0].item() == 99  # one memory, as there
+
+
+def test_big_ones(world: World, figure: Figure) -> None:
+    """They come through pinned memory: a gather is not slower than copies to pageable memory."""
+    world.execute(f"big = torch.full(({SIZE},), rank, dtype=torch.uint8); big.sum().item()")
+    world.execute(COPIES, ranks=[0])
+    pageable, pinned = world.gather("took", ranks=[0])[0]
+    gib = SIZE / 2**30
+    figure("device to pageable memory, one rank", gib / pageable, "GiB/s")
+    figure("device to pinned memory, one rank", gib / pinned, "GiB/s")
+    for number in (1, 4):
+        started = time.monotonic()
+        found = world.gather("big", ranks=range(number))
+        seconds = time.monotonic() - started
+        figure(f"gather of {SIZE >> 20} MiB from {number} rank(s)", number * gib / seconds, "GiB/s")
+        assert [tensor[-1].item() for tensor in found] == [*range(number)]
+        assert all(tensor.device.type == "cpu" for tensor in found)
+
+
+def test_names_go_to_the_workers(world: World, figure: Figure) -> None:
+    """The notebook's tensors are the CPU's; a cell puts them on the GPU."""
+    import torch
+
+    data = torch.ones(SIZE, dtype=torch.uint8)
+    started = time.monotonic()
+    world.execute("there = data.to(device)", names={"data": data})
+    figure(f"{SIZE >> 20} MiB to each of 4 GPUs", time.monotonic() - started, "s")
+    assert world.gather("there.device == device and bool(there.all())") == [True] * 4
+    assert not torch.cuda.is_initialized()
+
+
+def test_sync(world: World) -> None:
+    """What goes from rank to rank arrives on the receiver's own GPU."""
+    world.execute("state = {'w': torch.full((1000,), float(rank)), 'step': rank}")
+    world.sync(["state"], source=2, ranks=[0, 1, 3])
+    assert world.gather("state['w'].sum().item()") == [2000.0] * 4
+    assert world.gather("state['w'].device == device") == [True] * 4
+
+
+def test_snapshot(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA tensors and the GPU's random state come back from the disk, each rank's own."""
+    monkeypatch.setenv("NBDIST_SNAPSHOT_DIR", str(tmp_path))
+    world.execute("w = torch.full((10,), float(rank)); torch.manual_seed(rank)")
+    world.snapshot("gpu", ["w"])
+    world.execute("first = torch.randn(4); w += 1")
+    world.restart()
+    world.execute(lab.ON_DEVICE)
+    world.restore("gpu")
+    assert world.gather("w.sum().item()") == [0.0, 10.0, 20.0, 30.0]
+    assert world.gather("w.device == device") == [True] * 4

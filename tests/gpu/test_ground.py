@@ -1,0 +1,107 @@
+"""Where CUDA is, and where it must not be; what workers start with."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import psutil
+import pytest
+
+from nbdist.errors import NotEnoughGpus
+from nbdist.wire.environ import sharing_variables
+from nbdist.world.world import World
+from tests.gpu import lab
+from tests.gpu.conftest import Figure
+from tests.notebook.front_end import Notebook
+
+SUM = "t = torch.ones(1, device=device); dist.all_reduce(t); assert t.item() == world_size"
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def test_a_notebook_has_no_cuda(gpu: str) -> None:
+    """The kernel opens no device of the driver, and does not import torch."""
+    options = "" if gpu == "cuda" else "--backend gloo "
+    options += "--share-gpus " if 0 < lab.gpus() < 2 else ""
+    notebook = Notebook("%load_ext nbdist")
+    try:
+        shown = notebook.run(f"%%distributed -n 2 {options}\n{SUM}; t.device.type")
+        assert shown.errors == [], shown.errors
+        assert gpu in shown.text
+        assert lab.cuda_traces(notebook.process.pid) == []
+        assert not notebook.value("'torch' in __import__('sys').modules")
+    finally:
+        notebook.close()
+
+
+def test_agent_and_fork_server_have_no_cuda(gpu: str) -> None:
+    """Neither has a device of the driver open, and forks are no forks of a CUDA context."""
+    with lab.make_world("gloo", 2) as world:
+        fork_server = psutil.Process(world.pids[0]).parent()
+        assert fork_server is not None
+        agent = fork_server.parent()
+        assert agent is not None
+        world.execute("torch.ones(1, device=device)")
+        for process in (fork_server, agent):
+            assert lab.cuda_traces(process.pid) == [], process.cmdline()
+        assert fork_server.num_threads() == 1
+        assert world.gather("torch.cuda._is_in_bad_fork()") == [False] * 2
+        assert world.gather("torch.cuda.is_initialized()") == [gpu == "cuda"] * 2
+        if gpu == "cuda":
+            assert all(lab.cuda_traces(pid) for pid in world.pids.values())
+        # New ones come from the same process.
+        world.restart()
+        world.execute("torch.ones(1, device=device)")
+        assert world.gather("torch.cuda._is_in_bad_fork()") == [False] * 2
+        assert lab.cuda_traces(fork_server.pid) == []
+
+
+def test_each_rank_has_its_gpu(world: World, gpu: str) -> None:
+    """`device` is the rank's own, it is the current one, and LOCAL_RANK says which."""
+    if gpu == "cpu":
+        assert world.gather("str(device)") == ["cpu"] * 4
+        return
+    number = lab.gpus()
+    assert world.gather("str(device)") == [f"cuda:{rank % number}" for rank in range(4)]
+    assert world.gather("torch.cuda.current_device()") == [rank % number for rank in range(4)]
+    assert world.gather("torch.ones(1).cuda().device.index") == [r % number for r in range(4)]
+    assert world.gather("int(__import__('os').environ['LOCAL_RANK'])") == [0, 1, 2, 3]
+
+
+def test_what_ranks_that_share_a_gpu_have(world: World, kind: str) -> None:
+    """Each has the variables that its NCCL wants, before it was first used."""
+    if not world.asked.share_gpus:
+        pytest.skip("each rank has a GPU of its own" if kind == "nccl" else "gloo needs none")
+    version = world.gather("torch.cuda.nccl.version()")[0]
+    for rank in range(4):
+        expected = sharing_variables(rank, version, os.environ)
+        names = sorted(expected)
+        has = world.gather(f"[__import__('os').environ.get(n) for n in {names}]", ranks=[rank])
+        assert has == [[expected[name] for name in names]]
+
+
+def test_more_ranks_of_nccl_than_gpus_are_refused() -> None:
+    """Without the option one line says what there is to do; nothing is started."""
+    if lab.DEVICE == "cpu" or not lab.gpus():
+        pytest.skip("no GPU is visible here")
+    with pytest.raises(NotEnoughGpus, match="`--share-gpus` for several on one"):
+        World(lab.gpus() + 1, log_dir="")
+
+
+def test_start_and_memory(kind: str, figure: Figure) -> None:
+    """Workers start within seconds, and leave nothing on the GPU when they end."""
+    before, started = lab.used_on_device(), time.monotonic()
+    with lab.make_world(kind, 4) as world:
+        world.execute(SUM)
+        figure(f"{kind}: start to the first all_reduce, n=4", time.monotonic() - started, "s")
+        used = (lab.used_on_device() - before) / 4 / 2**20
+        figure(f"{kind}: memory on the device per rank", used, "MiB")
+        started = time.monotonic()
+        world.restart()
+        world.execute(SUM)
+        figure(f"{kind}: restart to an all_reduce, n=4", time.monotonic() - started, "s")
+    deadline = time.monotonic() + 10
+    while lab.used_on_device() > before + (64 << 20):
+        assert time.monotonic() < deadline, "the GPU's memory did not come back"
+        time.sleep(0.2)

@@ -1,0 +1,85 @@
+"""Stop gives control back, whatever the GPU does."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from nbdist.errors import NbdistError
+from nbdist.world.states import State
+from nbdist.world.world import World
+from tests.gpu import lab
+from tests.gpu.conftest import Figure
+
+pytestmark = [pytest.mark.shared_world, pytest.mark.timeout(60)]
+
+STOP_LIMIT = 12.0
+"""Seconds after which the test says that Stop has failed; the aim is 5."""
+
+SUM = "t = torch.ones(1); dist.all_reduce(t); assert t.item() == world_size"
+
+KERNEL = (
+    "torch.cuda._sleep(10**12)\n{then}"
+    if lab.DEVICE == "cuda"
+    else "import ctypes\nctypes.{library}(None).sleep(600)"
+)
+"""A kernel of minutes; on the CPU C code, with the GIL and without."""
+
+
+def stop(world: World, source: str, after: float = 1.0) -> tuple[NbdistError | None, float]:
+    """Stop a cell that would run for ever; its error, and the seconds until idle."""
+    world.execute("kept = rank")
+    running = world.submit(world.cell(source))
+    for _ in running:
+        if running.age > after:
+            break
+    stopped = time.monotonic()
+    running.interrupt()
+    running.result()
+    seconds = time.monotonic() - stopped
+    assert world.state is State.READY
+    return running.error(), seconds
+
+
+CASES = {
+    "Python code": "while True: pass",
+    "one in a collective": "import time\nif rank: time.sleep(600)\n{SUM}",
+    "all synchronise": "import time\nif not rank: time.sleep(600)\n{SUM}; torch.cuda.synchronize()",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stop_keeps_everything(world: World, kind: str, figure: Figure, name: str) -> None:
+    """Nobody loses anything, and the group works."""
+    source = CASES[name].replace("{SUM}", SUM)
+    if lab.DEVICE == "cpu":
+        source = source.replace("; torch.cuda.synchronize()", "")
+    before = dict(world.pids)
+    error, seconds = stop(world, source)
+    assert error is not None
+    figure(f"{kind}: Stop, {name}", seconds, "s")
+    assert world.pids == before
+    assert world.gather("kept") == [0, 1, 2, 3]
+    world.execute(SUM)
+    assert seconds < STOP_LIMIT
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waited for", "left behind"])
+def test_stop_in_a_kernel(world: World, kind: str, figure: Figure, *, waits: bool) -> None:
+    """A rank whose GPU is busy for minutes is replaced where nothing else helps; others stay."""
+    kernel = KERNEL.format(
+        then="torch.cuda.synchronize()" if waits else "t.item()",
+        library="PyDLL" if waits else "CDLL",
+    )
+    before = dict(world.pids)
+    error, seconds = stop(world, f"t = torch.ones(1)\nif rank == 1:\n    {_indented(kernel)}")
+    assert error is not None
+    figure(f"{kind}: Stop in a kernel, {'waited for' if waits else 'left behind'}", seconds, "s")
+    assert {rank for rank in before if before[rank] != world.pids[rank]} <= {1}
+    world.execute(SUM)
+    assert seconds < STOP_LIMIT
+
+
+def _indented(source: str) -> str:
+    return source.replace("\n", "\n    ")
