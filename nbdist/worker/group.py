@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from itertools import chain
+from pathlib import Path
 from socket import socket
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from nbdist.wire.messages import LivingGroups, RankStart, over_file
-from nbdist.worker import outdated
+from nbdist.worker import nccl, outdated
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.default import DefaultGroup
 from nbdist.worker.gloo import COLLECTIVE_TIMEOUT, Gloo
@@ -76,6 +78,7 @@ class Group:
         try:
             if orders.generation == 1:
                 self._default.form(orders, store)
+                self._connect_nccl(nccl.START_TIMEOUT)
                 return
             # What torch would wrap the group in meets where earlier generations did.
             with seam.without_comparing():
@@ -87,9 +90,8 @@ class Group:
             # As the others, whose groups are checked anew.
             checked = self._checked(backend, WORLD, members, orders.generation, timeout)
             seam.replace_gloo(group, checked, orders.generation)
-        if self.uses_nccl:
-            # Not where the generations before met.
-            self._renew_nccl(group, WORLD, members, orders.generation, timeout)
+        # Not where the generations before met.
+        self._renew_nccl(orders.generation)
 
     def form_anew(self, orders: RankStart, newcomers: Sequence[int]) -> None:
         """Form another default group in the place of this one: of another size.
@@ -124,8 +126,12 @@ class Group:
 
     def living(self) -> dict[str, Any]:
         """The fields of `LivingGroups`: what this rank holds besides the world's group."""
-        groups = self._default.subgroups().items()
-        members = {name: tuple(dist.get_process_group_ranks(group)) for name, group in groups}
+        # Not those of nccl alone: they connect with their first collective.
+        members = {
+            name: tuple(dist.get_process_group_ranks(group))
+            for name, group in self._default.subgroups().items()
+            if seam.gloo_of(group) is not None
+        }
         return {"members": members}
 
     @property
@@ -150,6 +156,7 @@ class Group:
         # Also while user code has destroyed it: it is there again with the next cell.
         default = self._default
         self._form_one(WORLD, default.group, self._everybody, generation, default.timeout)
+        self._renew_nccl(generation)
         self._form_others(generation, living)
         forget_broken_off_steps()
 
@@ -183,8 +190,6 @@ class Group:
         generation: int,
         timeout: timedelta = timedelta(seconds=COLLECTIVE_TIMEOUT),
     ) -> None:
-        if group is not None and seam.nccl_of(group) is not None:
-            self._renew_nccl(group, name, members, generation, timeout)
         backend = None if group is None else seam.gloo_of(group)
         if group is not None and backend is None:
             return
@@ -213,16 +218,35 @@ class Group:
         helper = self._gloo.new(meeting, members.index(rank), len(members), timeout)
         return seam.comparing(backend, helper)
 
-    def _renew_nccl(
-        self,
-        group: ProcessGroup,
-        name: str,
-        members: Sequence[int],
-        generation: int,
-        timeout: timedelta,
-    ) -> None:
-        store = self._store_of(generation, name)
-        seam.replace_nccl(group, store, self._orders.rank, members, generation, timeout)
+    def _renew_nccl(self, generation: int) -> None:
+        """Give every group that has nccl a new backend, and connect that of the world's."""
+        if not self.uses_nccl:
+            return
+        default = self._default
+        # What their old ones hold on the device; they may not have been freed.
+        self._abort_nccl()
+        rank, timeout = self._orders.rank, timedelta(seconds=COLLECTIVE_TIMEOUT)
+        renewals = [(WORLD, default.group, self._everybody, default.timeout)]
+        for name, group in default.subgroups().items():
+            renewals.append((name, group, dist.get_process_group_ranks(group), timeout))
+        for name, group, members, timeout in renewals:
+            if seam.nccl_of(group) is not None:
+                store = self._store_of(generation, name)
+                seam.replace_nccl(group, store, rank, members, generation, timeout)
+        over = over_file(self._orders.store_path, generation)
+        self._connect_nccl(nccl.RENEWAL_TIMEOUT, over)
+
+    def _connect_nccl(self, timeout: float, over: Path | None = None) -> None:
+        """Have the world's own group connect now, while all ranks are known to come."""
+        if self.uses_nccl and (backend := seam.nccl_of(self._default.group)) is not None:
+            nccl.connect(backend, torch.device(self._orders.device), timeout, over)
+
+    def _abort_nccl(self) -> int:
+        """Of all groups; how many there were.  From any thread."""
+        groups = chain([self._default.group], self._default.subgroups().values())
+        found = [backend for group in groups if (backend := seam.nccl_of(group)) is not None]
+        seam.abort_nccl(found)
+        return len(found)
 
     def _meeting_of(self, name: str, generation: int) -> Meeting:
         """It can be called off, when one of the members has died meanwhile."""
@@ -239,12 +263,7 @@ class Group:
         aborted.
         """
         self._meeting.free()
-        ended = 0
-        if self.uses_nccl:
-            groups = chain([self._default.group], self._default.subgroups().values())
-            found = [nccl for group in groups if (nccl := seam.nccl_of(group)) is not None]
-            seam.abort_nccl(found)
-            ended = len(found)
+        ended = self._abort_nccl() if self.uses_nccl else 0
         return ended + self._gloo.free()
 
     @property

@@ -1,4 +1,4 @@
-"""Which of nccl's collectives is under way, by its own Flight Recorder.  Not run on a GPU yet.
+"""How nccl's backends connect, and which of their collectives is under way.  Not run on a GPU yet.
 
 nccl has an abort, in place of gloo's broken connections: its kernels end, and what waits for
 their stream goes on, with results that mean nothing, so the main thread has to be
@@ -9,8 +9,47 @@ which workers start with).
 from __future__ import annotations
 
 import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from nbdist.worker.compat import torch as seam
+
+START_TIMEOUT, RENEWAL_TIMEOUT = 100.0, 25.0
+"""Seconds for all ranks to connect: agents wait 180 s for a start, and 30 s for healing."""
+
+LOOK_EVERY = 0.02
+
+
+def connect(backend: Any, device: torch.device, timeout: float, over: Path | None = None) -> None:
+    """Have all ranks connect; RuntimeError where they do not in time, or it is called off.
+
+    With the first collective instead, ranks that wait for one that has failed before it
+    could not be freed.  Here it is a thread that waits, and is left behind then.  All ranks
+    do so at once; with the file `over` there it has no sense any more.
+    """
+    failed: list[RuntimeError] = []
+
+    def run() -> None:
+        try:
+            seam.connect_nccl(backend, device)
+        except RuntimeError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="nbdist connects nccl", daemon=True)
+    deadline = time.monotonic() + timeout
+    thread.start()
+    while thread.is_alive():
+        thread.join(LOOK_EVERY)
+        if over is not None and over.exists():
+            raise RuntimeError("connecting nccl was called off: a rank has ended")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"nccl did not connect within {timeout:.0f} s")
+    if failed:
+        raise failed[0]
 
 
 class UnderWay:

@@ -135,6 +135,8 @@ def nccl_of(group: ProcessGroup) -> Any:
         backend = group._get_backend(CUDA)
     except RuntimeError:
         return None
+    # With debug level DETAIL it is in one that compares first, which has no abort of its own.
+    backend = getattr(backend, "wrapped_pg", backend)
     return backend if backend.name() == "nccl" else None
 
 
@@ -256,11 +258,25 @@ def replace_nccl(
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = False
     options._timeout = timeout
-    options.group_name = group.group_name
+    # Asked of one of the backends, which can be another one in a moment.
+    name, description = group.group_name, group.group_desc
+    options.group_name = name
     options.global_ranks_in_group = list(members)
     backend = dist.ProcessGroupNCCL(store, members.index(rank), len(members), options)
     backend._set_sequence_number_for_group()
     group._register_backend(CUDA, ProcessGroup.BackendType(LAST_TYPE - number), backend)
+    group._set_group_name(name)
+    group._set_group_desc(description)
+
+
+def connect_nccl(backend: Any, device: torch.device) -> None:
+    """Have its ranks connect now, instead of with their first collective; all have to come.
+
+    Who waits there for a rank that does not come cannot be freed: torch has nothing to
+    abort before a communicator is there.  Sends and receives between two ranks use it too,
+    then, where they would else connect in the same way.
+    """
+    backend.eager_connect_single_device(device)
 
 
 def unfinished_of_nccl() -> list[dict[str, Any]]:

@@ -1,0 +1,55 @@
+"""Tests of `nbdist.worker.nccl`, as far as they go without a GPU; the rest is in tests/gpu."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from nbdist.worker.nccl import connect
+
+GPU = torch.device("cuda:0")
+
+
+class Backend:
+    """What torch's has of this: connecting, which takes as long as the others take to come."""
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self.wait = wait
+        self.connected: list[torch.device] = []
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.wait()
+        self.connected.append(device)
+
+
+def test_all_come() -> None:
+    """It is connected on the rank's device."""
+    backend = Backend(lambda: None)
+    connect(backend, GPU, timeout=5.0)
+    assert backend.connected == [GPU]
+
+
+def test_what_nccl_says_is_passed_on() -> None:
+    """As an error of the thread that has asked."""
+
+    def refuse() -> None:
+        raise RuntimeError("Duplicate GPU detected")
+
+    with pytest.raises(RuntimeError, match="Duplicate GPU"):
+        connect(Backend(refuse), GPU, timeout=5.0)
+
+
+def test_nobody_waits_for_ever(tmp_path: Path) -> None:
+    """A rank that does not come in time, or has ended, is told of; the wait is left behind."""
+    end = threading.Event()
+    with pytest.raises(RuntimeError, match="nccl did not connect within 0 s"):
+        connect(Backend(end.wait), GPU, timeout=0.1)
+    over = tmp_path / "over"
+    over.touch()
+    with pytest.raises(RuntimeError, match="called off: a rank has ended"):
+        connect(Backend(end.wait), GPU, timeout=5.0, over=over)
+    end.set()
