@@ -19,7 +19,12 @@ PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """Nursery to agent, first: it has imported torch and can fork."""
+    """Nursery to agent, first: it has imported torch and can fork.
+
+    Again when there is nothing `more` that it would import while it is idle.
+    """
+
+    more: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,10 @@ Started by `nbdist.node.processes` with one end of a socket pair and the runtime
 It has one thread, no event loop, no zmq context and no CUDA context, so that its forks
 are safe; the agent does the talking.  When its socket ends, so does it, and it takes its
 workers along.
+
+While nothing is asked of it, it imports on, a module at a time: what the first step of a
+training needs, so that workers forked from then on have it, and share its memory.  A
+request waits for the module at hand and for no other.
 """
 
 from __future__ import annotations
@@ -17,7 +21,10 @@ import signal
 import socket
 import sys
 import time
-from contextlib import suppress
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 
 from nbdist.node.birth import LENGTH, Exited, Forked, Imported, adopt_orphans, end_group
@@ -38,19 +45,68 @@ IMPORTED_AT_START = (
 """What a kernel imports when it starts, found by comparing sys.modules before and after."""
 
 
+IMPORTED_WHEN_IDLE = (
+    "numpy.random",
+    "mpmath",
+    "sympy.core",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.onnx.ops",
+    "torch.distributed._functional_collectives",
+    "torch.distributed.tensor._op_schema",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch._functorch._aot_autograd.schemas",
+    "torch._dynamo",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization",
+)
+"""What the first DDP, FSDP2 and optimizer of a process import, found like those above.
+
+Nearly all of it belongs to torch._dynamo.  What that needs and can be had without it comes
+first, so that no single step is long.  A torch that lacks one of these does without it.
+"""
+
+UNDISTURBED, AFTER_FORK = 0.1, 1.5
+"""Seconds without a request before it imports on: at first, and while new workers start."""
+
+DURING_IMPORTS = {
+    # BLAS starts its threads when numpy is imported; a fork must find none.
+    "OPENBLAS_NUM_THREADS": "1",
+    # Whoever asks for GPUs is told by NVML: the driver, once initialised, is of no use to forks.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+
+
+@contextmanager
+def fit_for_forks() -> Iterator[None]:
+    """Have what is imported start no threads and leave the GPU's driver alone."""
+    ours = {name: value for name, value in DURING_IMPORTS.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            del os.environ[name]
+
+
 def import_all() -> None:
     """Import once what every worker needs."""
-    # BLAS starts its threads when numpy is imported; a fork must find none.
-    unset = "OPENBLAS_NUM_THREADS" not in os.environ
-    if unset:
-        os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    for name in ("nbdist.worker.run", *IMPORTED_AT_START):
-        import_module(name)
-    if unset:
-        del os.environ["OPENBLAS_NUM_THREADS"]
-    # What is frozen is not touched by the workers' garbage collections, so it stays shared.
-    gc.collect()
-    gc.freeze()
+    # Nothing that is imported goes away again, and looking for it takes a tenth of the time.
+    gc.disable()
+    with fit_for_forks():
+        for name in ("nbdist.worker.run", "nbdist.worker.forked", *IMPORTED_AT_START):
+            import_module(name)
+
+
+def import_if_possible(name: str) -> None:
+    """Import it; what fails will, if at all, fail again where it is used."""
+    with fit_for_forks():
+        try:
+            import_module(name)
+        except ModuleNotFoundError:
+            pass
+        except Exception:  # noqa: BLE001 (other people's modules; workers can be forked without)
+            traceback.print_exc()
 
 
 class Nursery:
@@ -59,6 +115,8 @@ class Nursery:
     def __init__(self, agent: socket.socket) -> None:
         self._agent = agent
         self._workers: set[int] = set()
+        self._to_import = deque(IMPORTED_WHEN_IDLE)
+        self._idle_from = time.monotonic() + UNDISTURBED
 
     def serve(self) -> RankStart | None:
         """Work until the agent is gone: returns None; in a forked child, its orders."""
@@ -69,7 +127,10 @@ class Nursery:
             selector.register(self._agent, selectors.EVENT_READ)
             selector.register(wake_read, selectors.EVENT_READ)
             while True:
-                for key, _ in selector.select():
+                events = selector.select(self._idle_in())
+                if not events:
+                    self._import_on()
+                for key, _ in events:
                     if key.fd == wake_read:
                         os.read(wake_read, 4096)
                         self._tell_exits()
@@ -82,6 +143,15 @@ class Nursery:
                         os.close(wake_write)
                         return orders
 
+    def _idle_in(self) -> float | None:
+        """Seconds to wait for a request before there is time to import on; None: no end."""
+        return max(0.0, self._idle_from - time.monotonic()) if self._to_import else None
+
+    def _import_on(self) -> None:
+        import_if_possible(self._to_import.popleft())
+        if not self._to_import:
+            self.tell(Imported(more=False))
+
     def _receive(self) -> tuple[RankStart, list[int]] | None:
         """The next request with the descriptors for stdout and stderr; None at the end."""
         head, fds, _, _ = socket.recv_fds(self._agent, LENGTH.size, 2)
@@ -92,13 +162,17 @@ class Nursery:
         return (pickle.loads(body), fds) if body else None
 
     def _fork(self, orders: RankStart, fds: list[int]) -> RankStart | None:
+        # What is frozen is not touched by the workers' garbage collections, so it stays shared.
+        gc.freeze()
         pid = os.fork()
         if pid:
+            self._idle_from = time.monotonic() + AFTER_FORK
             for fd in fds:
                 os.close(fd)
             self._workers.add(pid)
             self.tell(Forked(pid))
             return None
+        gc.enable()
         # A session of its own, or the Stop button's SIGINT would reach it.
         os.setsid()
         self._agent.close()

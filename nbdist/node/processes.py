@@ -81,6 +81,8 @@ class Nursery:
             )
         self._received = b""
         self._imported: asyncio.Future[None] | None = None
+        self.has_all = asyncio.Event()
+        """Whether it has imported all that it does while idle: forks from then on share it."""
         self._asked: deque[asyncio.Future[WorkerProcess]] = deque()
         self._workers: dict[int, WorkerProcess] = {}
 
@@ -135,6 +137,8 @@ class Nursery:
 
     def _take(self, message: Imported | Forked | Exited) -> None:
         match message:
+            case Imported(more=False):
+                self.has_all.set()
             case Imported():
                 assert self._imported is not None
                 self._imported.set_result(None)

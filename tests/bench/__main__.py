@@ -17,11 +17,13 @@ from tests.bench.looking import look
 from tests.bench.notebook import CellFailed
 from tests.bench.shipping import ship
 from tests.bench.starting import load, memory, ranks32, restart, start
+from tests.bench.training import training
 
 ROWS: dict[str, Callable[[Lab], Iterator[Figure]]] = {
     "load": load,
     "start": start,
     "restart": restart,
+    "training": training,
     "pass": pass_cell,
     "barrier": barrier,
     "memory": memory,

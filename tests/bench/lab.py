@@ -72,6 +72,13 @@ class Lab:
             self._end_leftovers()
 
     @contextmanager
+    def folder(self) -> Iterator[Path]:
+        """A new folder for what a measurement writes, on a quiet machine."""
+        self._wait_until_quiet()
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            yield Path(folder)
+
+    @contextmanager
     def notebooks(self, count: int) -> Iterator[list[Notebook]]:
         """Several plain kernels that are up at once: a peer."""
         self._wait_until_quiet()

@@ -24,6 +24,19 @@ value = torch.ones(1)
 dist.all_reduce(value)
 print("sum", value.item())
 """
+NOTEBOOK_LAUNCHER = """
+def work():
+    import torch
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    assert value.item() == {ranks}
+    dist.destroy_process_group()
+
+from accelerate import notebook_launcher
+notebook_launcher(work, num_processes={ranks})
+"""
 
 START_BUDGETS = {4: 2.4, 8: 2.8}
 WARM_BUDGETS = {4: 0.5, 8: 0.8}
@@ -45,6 +58,8 @@ def _load_once(lab: Lab) -> float:
 def start(lab: Lab) -> Iterator[Figure]:
     """The first distributed result of a fresh notebook, cold and with the nursery ready."""
     yield Figure("start", "limit: import torch", "s", tuple(map(_import_torch, range(lab.runs))))
+    values = tuple(_notebook_launcher_once(lab, 4) for _ in range(lab.runs))
+    yield Figure("start", "peer: accelerate's notebook_launcher, n=4", "s", values)
     for ranks in (1, 2, 4, 8, 16):
         values = tuple(_start_once(lab, ranks) for _ in range(lab.runs))
         yield Figure("start", f"first all_reduce, n={ranks}", "s", values, START_BUDGETS.get(ranks))
@@ -58,6 +73,12 @@ def _import_torch(_run: int) -> float:
     started = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import torch"], check=True, timeout=60)
     return time.perf_counter() - started
+
+
+def _notebook_launcher_once(lab: Lab, ranks: int) -> float:
+    """The function raises where the sum is wrong."""
+    with lab.notebook() as notebook:
+        return notebook.run(NOTEBOOK_LAUNCHER.format(ranks=ranks)).seconds
 
 
 def _start_once(lab: Lab, ranks: int) -> float:

@@ -182,14 +182,55 @@ def test_nursery_that_cannot_import_torch(
     run("nursery", runtime, test)
 
 
+def nursery_of(process: WorkerProcess) -> psutil.Process:
+    nursery = psutil.Process(process.pid).parent()
+    assert nursery is not None
+    return nursery
+
+
 def test_nursery_is_fit_for_forks(runtime: Path) -> None:
-    """The nursery has one thread: a fork of it inherits no lock that nobody will release."""
+    """The nursery has one thread: a fork of it inherits no lock that nobody will release.
+
+    Also when it has imported all that it imports while it is idle.
+    """
 
     async def test(source: Source) -> None:
-        process = await source.worker()
-        nursery = psutil.Process(process.pid).parent()
-        assert nursery is not None
+        assert isinstance(source.source, Nursery)
+        nursery = nursery_of(await source.worker(0))
         assert nursery.num_threads() == 1
+        await asyncio.wait_for(source.source.has_all.wait(), SOON)
+        assert nursery.num_threads() == 1
+        assert nursery_of(await source.worker(1)) == nursery
+        assert source.source.last_lines() == ()
+
+    run("nursery", runtime, test)
+
+
+def test_requests_come_before_what_is_imported_when_idle(runtime: Path) -> None:
+    """Who asks gets a worker, however much there is left to import."""
+
+    async def test(source: Source) -> None:
+        assert isinstance(source.source, Nursery)
+        for rank in range(3):
+            await source.worker(rank)
+        assert not source.source.has_all.is_set()
+
+    run("nursery", runtime, test)
+
+
+def test_what_cannot_be_imported_when_idle(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Workers can be had all the same, and the nursery's log says what is wrong with it."""
+    (tmp_path / "mpmath.py").write_text("raise RuntimeError('broken on purpose')")
+    (tmp_path / "sympy.py").write_text("raise ImportError('broken on purpose')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    async def test(source: Source) -> None:
+        assert isinstance(source.source, Nursery)
+        await asyncio.wait_for(source.source.has_all.wait(), SOON)
+        await source.worker()
+        assert "RuntimeError: broken on purpose" in source.source.last_lines()
 
     run("nursery", runtime, test)
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world
+
+TYPING_SECONDS = 2.5
+IMPORTED_TIMEOUT = 60.0
 
 DRAW = """
 import multiprocessing.process, os, random, tempfile
@@ -50,6 +55,45 @@ def test_chance_is_every_workers_own(nursery: bool) -> None:  # noqa: FBT001
         world.scale(3)
         drawn.append(draws(world)[2])
     assert_all_different(drawn)
+
+
+def test_first_step_needs_no_imports() -> None:
+    """A restart some time later brings what a training imports, and draws are as different."""
+    with World(2, log_dir="") as world:
+        deadline = time.monotonic() + IMPORTED_TIMEOUT
+        while not all(_has_all_for_training(world)):
+            assert time.monotonic() < deadline
+            time.sleep(TYPING_SECONDS)  # nothing is imported while workers start
+            world.restart()
+        assert not world.execute(STEP).errors
+        assert world.gather("new") == [[], []]
+        world.restart()
+        drawn = draws(world)
+        world.restart()
+        assert_all_different(drawn + draws(world))
+
+
+def _has_all_for_training(world: World) -> list[bool]:
+    world.execute("import sys; has_all = 'torch.utils.serialization' in sys.modules")
+    return world.gather("has_all")
+
+
+STEP = """
+import sys
+before = set(sys.modules)
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+def step(wrap):
+    model = wrap(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+
+step(DistributedDataParallel)
+step(fully_shard)
+new = sorted(set(sys.modules) - before)
+"""
 
 
 def test_temporary_folder_of_the_notebook(
