@@ -11,6 +11,7 @@ Each line names what happened, indented under what also catches it:
             * :exc:`NotEnoughGpus`: two ranks would share a GPU, which nccl cannot
         * :exc:`BadRanks`: `-r`, or the line of `%%rank`
         * :exc:`UnshippableName`: a name that the cell uses cannot be pickled
+        * :exc:`WrongVersion`: nbdist does not run with a library that is installed
         * :exc:`WorldNotStarted`: it takes workers and there are none
         * :exc:`WorldChanged`: `-n` differs from the workers that are running
         * :exc:`WorldBusy`: the workers have not finished what they were given before
@@ -124,6 +125,19 @@ class UnshippableName(UsageError):
         super().__init__(
             f"{culprit} ({type_name}) cannot be sent to the workers: {why}; nothing has run. "
             f"{_sentence(remedy)}"
+        )
+
+
+class WrongVersion(UsageError):
+    """A library is too old, or one of a few versions with a fault."""
+
+    def __init__(self, library: str, found: str, wanted: str) -> None:
+        self.library = library
+        self.found = found
+        wanted = ",".join(sorted(wanted.split(","), key=lambda part: (part[0] == "!", part)))
+        super().__init__(
+            f"nbdist does not run with {library} {found}, so nothing was loaded: "
+            f"`%pip install '{library}{wanted}'`, then restart the kernel."
         )
 
 

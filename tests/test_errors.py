@@ -40,6 +40,7 @@ EVERY_ERROR = [
     errors.NotEnoughGpus(4, 2, "0,1"),
     errors.BadRanks("9", 4, "there is no rank 9"),
     errors.UnshippableName("loader", "loader.lock", "lock", "it stays here", "make it there"),
+    errors.WrongVersion("torch", "2.3.1", ">=2.8"),
     errors.WorldNotStarted("`%dist_gather`"),
     errors.WorldChanged(8, 4),
     errors.WorldBusy(range(4), 12.3),

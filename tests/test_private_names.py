@@ -49,19 +49,6 @@ ALLOWED = {
     ("notebook/programs.py", "parser._option_string_actions"): "argparse",
 }
 
-# torch's, which still have to go to worker/compat/torch.py.
-STILL_TO_GO = {
-    "worker/default.py",
-    "worker/environment.py",
-    "worker/group.py",
-    "worker/models.py",
-    "worker/naming.py",
-    "worker/nccl.py",
-    "worker/store.py",
-    "worker/syncing.py",
-    "worker/watching.py",
-}
-
 
 @dataclass(frozen=True)
 class Use:
@@ -157,14 +144,12 @@ def all_uses() -> tuple[Use, ...]:
 def test_private_names_are_in_the_seam():
     """No other file of the package uses a private name of torch, IPython or ipykernel."""
     found = [use for use in all_uses() if (use.file, use.name) not in ALLOWED]
-    assert "\n".join(str(use) for use in found if use.file not in STILL_TO_GO) == ""
+    assert "\n".join(map(str, found)) == ""
 
 
-def test_the_lists_hold_nothing_that_has_gone():
-    """What is allowed, or still to go, is there."""
-    used = {(use.file, use.name) for use in all_uses()}
-    assert set(ALLOWED) <= used
-    assert {file for file, _ in used - set(ALLOWED)} >= STILL_TO_GO
+def test_what_is_allowed_is_there():
+    """The list holds nothing that has gone."""
+    assert set(ALLOWED) <= {(use.file, use.name) for use in all_uses()}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 from nbdist.notebook.desks import Desks
 from nbdist.notebook.magics import ALL_MAGICS
 from nbdist.notebook.settings import NbDist
+from nbdist.world.requirements import check_libraries
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -18,7 +19,11 @@ _loaded: WeakKeyDictionary[InteractiveShell, tuple[Desks, list[Magics]]] = WeakK
 
 
 def load(shell: InteractiveShell) -> None:
-    """Register the magics and the settings, and have torch imported in the background."""
+    """Register the magics and the settings, and have torch imported in the background.
+
+    Raises WrongVersion, and does nothing then.
+    """
+    check_libraries()
     settings = NbDist(parent=shell)
     desks = Desks(shell, settings)
     magics: list[Magics] = [kind(shell, desks) for kind in ALL_MAGICS]

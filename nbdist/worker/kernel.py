@@ -284,7 +284,10 @@ def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
     WorkerApp.rank, WorkerApp.token = rank, token
     app = WorkerApp.instance(connection_file=connection_file, log_level=50)
     app.config.HistoryManager.enabled = False
+    path = list(sys.path)
     app.initialize([])
+    # ipykernel adds the current folder, as it does in a notebook; IPython 7 its own, too.
+    sys.path[:] = [entry for entry in sys.path if not entry or entry in path]
     shell: Any = app.shell
     shell.user_ns["exit"] = shell.user_ns["quit"] = CellExit(shell)
     # What `x?` and `%psource` show is output like any other: nobody here has a pager.
