@@ -28,7 +28,7 @@ class Row:
     @property
     def requirements(self) -> list[str]:
         """As pip takes them."""
-        return ["torch", *(f"{name}=={version}" for name, version in self.pins.items())]
+        return [f"{name}=={version}" for name, version in self.pins.items()] or ["torch"]
 
 
 def _jupyter(ipykernel: str, ipython: str, jupyter_client: str) -> dict[str, str]:
