@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 
 PREFIX = "nbdist-"
+LOCK = "lock"
+"""The agent holds it as long as it lives."""
 FRESH_SECONDS = 60.0
 """A folder younger than this may belong to an agent that has not locked it yet."""
 
@@ -20,23 +22,26 @@ def make_runtime_folder() -> Path:
     if not os.access(parent, os.W_OK) or len(str(parent)) > 60:
         parent = Path("/tmp")
     drop_dead_folders(parent)
-    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    (folder / LOCK).touch()
+    return folder
 
 
 def drop_dead_folders(parent: Path) -> None:
-    """Remove folders whose agent was killed before it could."""
+    """Remove folders whose agent was killed before it could.
+
+    Only such that have the lock: others begin with this name that are somebody's data.
+    """
     for folder in parent.glob(PREFIX + "*"):
         try:
             old = time.time() - folder.stat().st_mtime > FRESH_SECONDS
-            if old and folder.stat().st_uid == os.getuid() and _is_unlocked(folder / "lock"):
+            if old and folder.stat().st_uid == os.getuid() and _is_unlocked(folder / LOCK):
                 shutil.rmtree(folder, ignore_errors=True)
         except OSError:
-            continue  # it went meanwhile
+            continue  # it went meanwhile, or has no lock
 
 
 def _is_unlocked(lock: Path) -> bool:
-    if not lock.exists():
-        return True
     with lock.open("r+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

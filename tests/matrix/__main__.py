@@ -32,7 +32,7 @@ def main() -> int:
         rows = [{"name": row.name, "python": row.python} for row in options.rows]
         sys.stdout.write(f"{json.dumps(rows)}\n")
         return 0
-    with tempfile.TemporaryDirectory(prefix="nbdist-matrix-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="matrix-") as scratch:
         out = options.out or Path(scratch, "out")
         out.mkdir(parents=True, exist_ok=True)
         rows = [] if options.table else options.rows
