@@ -27,7 +27,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 VERSION = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
 
-RECORDS_GLOO = VERSION >= (2, 11)
+RECORDS_GLOO = VERSION >= (2, 11) and hasattr(c10d, "_dump_fr_trace_json")
 """Whether Flight Recorder has gloo's collectives."""
 
 RENEWS_GLOO = hasattr(ProcessGroupGloo, "reconfigure")
@@ -60,6 +60,8 @@ def check() -> tuple[str, ...]:
     lacks = []
     if not RECORDS_GLOO:
         lacks.append("who waits in an asynchronous collective is told without its name")
+    if not hasattr(distributed_c10d, "_process_group_name"):
+        lacks.append("new groups do not find each other where a rank has missed one before")
     if VERSION < (2, 13):
         lacks.append("an FSDP2 model whose step was broken off has to be made anew")
     return tuple(f"torch {torch.__version__}: {each}." for each in lacks)
@@ -108,6 +110,8 @@ def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
 
 def name_groups(choose: Callable[[str, Sequence[int], bool], str]) -> None:
     """Have `choose(torch's name, ranks, is_hashed)` name each group that is made."""
+    if not hasattr(distributed_c10d, "_process_group_name"):
+        return
     original = distributed_c10d._process_group_name
 
     def name(ranks: Sequence[int], use_hashed_name: bool) -> str:  # noqa: FBT001
@@ -291,6 +295,8 @@ def unfinished_of_nccl() -> list[dict[str, Any]]:
 
 def recorded_groups() -> dict[str, dict[str, str]]:
     """What Flight Recorder has counted for each backend, by its number; 0.05 ms."""
+    if not RECORDS_GLOO:
+        return {}
     dump = c10d._dump_fr_trace_json(False, False)  # type: ignore[attr-defined]  # noqa: FBT003
     groups: dict[str, dict[str, str]] = json.loads(dump).get("pg_status", {})
     return groups
@@ -301,6 +307,8 @@ def recorded_collectives() -> Iterator[dict[str, Any]]:
 
     Parsed one by one: all 2,000 take ten times as long.
     """
+    if not RECORDS_GLOO:
+        return
     dump = c10d._dump_fr_trace_json(True, False).decode()  # type: ignore[attr-defined]  # noqa: FBT003
     decoder, end = json.JSONDecoder(), len(dump)
     while (start := dump.rfind('{"collective_seq_id"', 0, end)) >= 0:
