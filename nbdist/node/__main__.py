@@ -8,16 +8,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from nbdist.node.processes import Nursery
+from nbdist.node.birth import start_nursery
 
 
 def main() -> None:
     """Start the nursery before anything else: its import of torch takes longest."""
     runtime, notebook_pid = Path(sys.argv[1]), int(sys.argv[2])
-    nursery = None if "--no-nursery" in sys.argv else Nursery(runtime)
+    started = None if "--no-nursery" in sys.argv else start_nursery(runtime)
     from nbdist.node.agent import run_agent
+    from nbdist.node.processes import Nursery
 
-    run_agent(runtime, notebook_pid, nursery)
+    run_agent(runtime, notebook_pid, Nursery(started) if started else None)
 
 
 main()

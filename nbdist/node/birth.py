@@ -9,9 +9,13 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import struct
+import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 LENGTH = struct.Struct("!I")
 PR_SET_CHILD_SUBREAPER = 36
@@ -40,6 +44,35 @@ class Exited:
 
     pid: int
     exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class NurseryProcess:
+    """A nursery that has been started, and the agent's end of the socket pair."""
+
+    popen: subprocess.Popen[bytes]
+    socket: socket.socket
+    log: Path
+
+
+def start_nursery(runtime: Path) -> NurseryProcess:
+    """Start it, and return while it imports.
+
+    All that the agent is made of is imported after this: the start of a world waits for
+    the nursery's import of torch, and for nothing else as long.
+    """
+    ours, theirs = socket.socketpair()
+    log = runtime / "nursery.log"
+    with theirs, log.open("wb") as said:
+        popen = subprocess.Popen(
+            [sys.executable, "-m", "nbdist.node.nursery", str(theirs.fileno()), str(runtime)],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+        )
+    return NurseryProcess(popen, ours, log)
 
 
 def adopt_orphans() -> None:

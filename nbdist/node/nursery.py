@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import re
 import selectors
 import shutil
 import signal
@@ -23,7 +24,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 
@@ -34,15 +35,20 @@ END_TIMEOUT, END_STEP = 2.0, 0.005
 """Seconds for killed workers to be gone, and between two looks."""
 
 IMPORTED_AT_START = (
+    "nbdist.worker.process",
+    "nbdist.worker.run",
+    "nbdist.worker.forked",
     "IPython.core.debugger",
     "IPython.core.completerlib",
     "IPython.core.logger",
+    "IPython.core.oinspect",
     "IPython.extensions.storemagic",
+    "IPython.utils.wildcard",
     "tornado.locks",
     "tornado.platform.asyncio",
     "tornado.queues",
 )
-"""What a kernel imports when it starts, found by comparing sys.modules before and after."""
+"""What a worker imports until it has run a cell, found by comparing sys.modules."""
 
 
 IMPORTED_WHEN_IDLE = (
@@ -59,12 +65,19 @@ IMPORTED_WHEN_IDLE = (
     "torch._dynamo",
     "torch.profiler._cupti_monitor",
     "torch.utils.serialization",
+    "torch._subclasses.schema_check_mode",
 )
 """What the first DDP, FSDP2 and optimizer of a process import, found like those above.
 
 Nearly all of it belongs to torch._dynamo.  What that needs and can be had without it comes
 first, so that no single step is long.  A torch that lacks one of these does without it.
 """
+
+READ_ON_IMPORT = re.compile(
+    r"TORCH_?(DYNAMO|INDUCTOR|COMPILE|CACHING|FAKE_TENSOR|FX|LOGS)\w*|TORCH_CPP_LOG_LEVEL"
+    r"|TORCH_SHOW_CPP_STACKTRACES"
+)
+"""Variables that torch reads when it is imported, so that a fork's own come too late."""
 
 UNDISTURBED, AFTER_FORK = 0.1, 1.5
 """Seconds without a request before it imports on: at first, and while new workers start."""
@@ -75,6 +88,18 @@ DURING_IMPORTS = {
     # Whoever asks for GPUs is told by NVML: the driver, once initialised, is of no use to forks.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
+
+
+def has_imported_for(environ: Mapping[str, str]) -> bool:
+    """Whether a worker with this environment can be forked.
+
+    Called by the agent, whose own environment the nursery has.
+    """
+    ours, theirs = (
+        {name: value for name, value in each.items() if READ_ON_IMPORT.fullmatch(name)}
+        for each in (os.environ, environ)
+    )
+    return ours == theirs
 
 
 @contextmanager
@@ -94,7 +119,7 @@ def import_all() -> None:
     # Nothing that is imported goes away again, and looking for it takes a tenth of the time.
     gc.disable()
     with fit_for_forks():
-        for name in ("nbdist.worker.run", "nbdist.worker.forked", *IMPORTED_AT_START):
+        for name in IMPORTED_AT_START:
             import_module(name)
 
 

@@ -16,11 +16,10 @@ import subprocess
 import sys
 from collections import deque
 from contextlib import suppress
-from pathlib import Path
 from typing import Protocol
 
 from nbdist.node import wrapping
-from nbdist.node.birth import LENGTH, Exited, Forked, Imported, end_group
+from nbdist.node.birth import LENGTH, Exited, Forked, Imported, NurseryProcess, end_group
 from nbdist.wire.messages import RankStart, WorldSpec
 
 
@@ -63,22 +62,8 @@ class ProcessSource(Protocol):
 class Nursery:
     """Forks workers from a process that has torch imported (`nbdist.node.nursery`)."""
 
-    def __init__(self, runtime: Path) -> None:
-        ours, theirs = socket.socketpair()
-        self._socket = ours
-        self._log = runtime / "nursery.log"
-        with theirs, self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "nbdist.node.nursery"),
-                    *(str(theirs.fileno()), str(runtime)),
-                ],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+    def __init__(self, started: NurseryProcess) -> None:
+        self._socket, self._process, self._log = started.socket, started.popen, started.log
         self._received = b""
         self._imported: asyncio.Future[None] | None = None
         self.has_all = asyncio.Event()

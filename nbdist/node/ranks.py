@@ -14,6 +14,7 @@ from typing import Any
 from nbdist.layout import gpus_of
 from nbdist.node.calling_off import CallOff
 from nbdist.node.logs import attempt_folder, drop_old_runs
+from nbdist.node.nursery import has_imported_for
 from nbdist.node.port import HeldPort
 from nbdist.node.processes import Nursery, ProcessSource, Spawner
 from nbdist.node.rank import Emit, Rank
@@ -195,7 +196,8 @@ class Ranks:
         return {answer["world_size"] for answer in filter(None, answers)}, LivingGroups(members)
 
     def _source(self) -> ProcessSource:
-        if self._spec and self._spec.use_nursery and self._nursery:
+        spec = self._spec
+        if spec and spec.use_nursery and self._nursery and has_imported_for(spec.environ):
             return self._nursery
         return self._spawner
 

@@ -30,7 +30,6 @@ from nbdist.notebook.why import Why, why_died, why_of
 from nbdist.notebook.world_options import check_same, given
 from nbdist.world import keeping
 from nbdist.world.healing import healing_text, parse_on_failure
-from nbdist.world.launcher import find_launcher
 from nbdist.world.link import Link
 from nbdist.world.restarts import parse_most
 from nbdist.world.running import RunningCell
@@ -71,10 +70,9 @@ class Desk:
 
     # --- the world ------------------------------------------------------------------------
 
-    def prestart(self) -> None:
-        """Start an agent, which has its nursery import torch meanwhile."""
-        self._link = Link(find_launcher("local"))
-        self._link.open()
+    def take_over(self, link: Link | None) -> None:
+        """Have the agent that `%load_ext` started, for the first world."""
+        self._link = link
 
     def init(self, options: argparse.Namespace) -> None:
         """Start workers unless they are there, and say so."""

@@ -27,8 +27,9 @@ threads                none: the fork server has one thread (a test asserts it),
                        in the worker.
 profiler               off; torch's notes the process when it is first used.
 what was read from     threads and debug level: `nbdist.worker.environment`.  Python's own
-the environment        (PYTHONHASHSEED, PYTHONWARNINGS ...) and torch's that are read on
-on import              import are those of the time of `%load_ext`.
+the environment        (PYTHONHASHSEED, PYTHONWARNINGS ...) are those of the time of
+on import              `%load_ext`.  Where torch's are others since (TORCH_LOGS,
+                       TORCH_COMPILE_DISABLE), workers are spawned: `has_imported_for`.
 =====================  ==============================================================
 """
 

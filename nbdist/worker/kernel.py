@@ -237,6 +237,9 @@ class WorkerApp(IPKernelApp):
     rank = 0
     token = ""
 
+    def parse_command_line(self, argv: Any = None) -> None:
+        """There is none; to build a parser for it takes a tenth of a kernel's start."""
+
     @default("session")
     def _marking_session(self) -> Session:
         session = MarkingSession(parent=self, username="nbdist")

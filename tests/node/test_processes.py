@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nbdist.node.birth import start_nursery
 from nbdist.node.processes import Nursery, ProcessSource, Spawner, WorkerProcess
 from nbdist.wire.marks import mark
 from nbdist.wire.messages import RankStart, WorldSpec
@@ -65,7 +66,7 @@ class Source:
         self._runtime = runtime
         self.source: ProcessSource
         if kind == "nursery":
-            self.source = nursery = Nursery(runtime)
+            self.source = nursery = Nursery(start_nursery(runtime))
             nursery.attach()
         else:
             self.source = Spawner()

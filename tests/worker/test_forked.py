@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -57,20 +58,40 @@ def test_chance_is_every_workers_own(nursery: bool) -> None:  # noqa: FBT001
     assert_all_different(drawn)
 
 
-def test_first_step_needs_no_imports() -> None:
-    """A restart some time later brings what a training imports, and draws are as different."""
+@pytest.fixture(scope="module")
+def warm() -> Iterator[World]:
+    """A world whose nursery has imported all that it does while it is idle."""
     with World(2, log_dir="") as world:
         deadline = time.monotonic() + IMPORTED_TIMEOUT
         while not all(_has_all_for_training(world)):
             assert time.monotonic() < deadline
             time.sleep(TYPING_SECONDS)  # nothing is imported while workers start
             world.restart()
-        assert not world.execute(STEP).errors
-        assert world.gather("new") == [[], []]
-        world.restart()
-        drawn = draws(world)
-        world.restart()
-        assert_all_different(drawn + draws(world))
+        yield world
+
+
+def test_first_step_needs_no_imports(warm: World) -> None:
+    """A restart some time later brings what a training imports."""
+    assert not warm.execute(STEP).errors
+    assert warm.gather("new") == [[], []]
+
+
+def test_chance_when_all_is_imported(warm: World) -> None:
+    """What was imported meanwhile, numpy's generator for one, draws differently everywhere."""
+    warm.restart()
+    drawn = draws(warm)
+    warm.restart()
+    assert_all_different(drawn + draws(warm))
+
+
+def test_variables_of_torch_that_are_set_later(
+    warm: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch reads on import counts, also when it has been imported long ago."""
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    warm.restart()
+    warm.execute("from torch._dynamo import config; disabled = config.disable")
+    assert warm.gather("disabled") == [True, True]
 
 
 def _has_all_for_training(world: World) -> list[bool]:
