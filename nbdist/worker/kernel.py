@@ -9,7 +9,8 @@ import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 from ipykernel.displayhook import ZMQDisplayHook
 from ipykernel.kernelapp import IPKernelApp
@@ -19,6 +20,7 @@ from jupyter_client.session import Session
 from traitlets import default
 
 from nbdist.wire.outputs import NAME_PROBLEM, RECORD, SCRIPT_FAILED
+from nbdist.worker.bars import draw_bars_as_text
 from nbdist.worker.cleaning import forget_errors
 from nbdist.worker.compat.ipython import (
     LeavesChildren,
@@ -33,7 +35,12 @@ from nbdist.worker.records import Records
 from nbdist.worker.scripts import ScriptProblem, Scripts
 from nbdist.worker.streams import RankStream, flush_c_streams, write_mark
 from nbdist.worker.syncing import sync
-from nbdist.worker.tracebacks import shorten_lost_connections, show_groups, tell_classes
+from nbdist.worker.tracebacks import (
+    shorten_lost_connections,
+    show_groups,
+    tell_classes,
+    telling_classes,
+)
 
 if TYPE_CHECKING:
     from nbdist.wire.scripts import Script
@@ -65,6 +72,8 @@ class MarkingSession(Session):
     token = ""
     kinds: tuple[str, ...] = ()
     """The classes of the exception that an error message is of."""
+    errors = 0
+    """How many error messages have been sent."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -102,6 +111,7 @@ class MarkingSession(Session):
             if is_ordered:
                 # Afterwards: a message that cannot be written as JSON has raised by now.
                 self._sent += 1
+                self.errors += kind == "error"
                 write_mark(self.token, self._sent)
         return sent
 
@@ -148,6 +158,8 @@ class WorkerKernel(LeavesChildren):
         started = time.perf_counter()
         ours: dict[str, Any] = {}
         self.records.begin_cell(orders.log_level)
+        session: Any = self.session
+        told = session.errors
         try:
             synced = self._prepare(orders)
             before = self.namespace.snapshot()
@@ -167,6 +179,8 @@ class WorkerKernel(LeavesChildren):
             reply = self._report("KeyboardInterrupt", "")
         except Exception as error:  # noqa: BLE001 (whatever it was, the notebook waits for the reply)
             reply = self._report(type(error).__name__, str(error))
+        if reply["status"] == "error" and session.errors == told:
+            self._report_unseen(reply)
         self._end_call(failed=reply["status"] != "ok")
         self.records.end_cell()
         ours["seconds"] = time.perf_counter() - started
@@ -223,6 +237,17 @@ class WorkerKernel(LeavesChildren):
             self.iopub_socket, "error", error, ident=self._subject("error"), channel="shell"
         )
         return {"status": "error", **error}
+
+    def _report_unseen(self, reply: Mapping[str, Any]) -> None:
+        """Publish the failure of a cell that was shown in another way than IPython's.
+
+        `rich.traceback.install()` is one; the notebook is to know of it all the same.
+        """
+        shell, session = cast("Any", self.shell), cast("Any", self.session)
+        ran = shell.last_execution_result
+        error = ran and (ran.error_before_exec or ran.error_in_exec)
+        with telling_classes(session, type(error) if error else Exception):
+            self._report(reply["ename"], reply["evalue"])
 
     def _subject(self, kind: str) -> bytes:
         """What the agent subscribes to, as ipykernel names it."""
@@ -295,7 +320,7 @@ def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
     shell.user_ns["exit"] = shell.user_ns["quit"] = CellExit(shell)
     # What `x?` and `%psource` show is output like any other: nobody here has a pager.
     shell.set_hook("show_in_pager", as_hook(display_page), 0)
-    # tqdm shows widgets in any shell whose configuration names IPKernelApp; ours are not relayed.
+    # Many a library asks this whether widgets and the like are shown; ours are not relayed.
     shell.config.pop("IPKernelApp", None)
     number_cells(shell)
     shorten_lost_connections(shell)
@@ -305,4 +330,5 @@ def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
     app.kernel.scripts = Scripts(shell)
     app.kernel.records = Records(app.kernel.send_record, app.log.name)
     app.kernel.records.watch()
+    draw_bars_as_text()
     return app

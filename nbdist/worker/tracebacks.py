@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -48,16 +49,17 @@ def shorten_lost_connections(shell: Any) -> None:
 
 def tell_classes(shell: Any, session: Any) -> None:
     """Have the session send an exception's classes along, by which others may catch it."""
+    around_errors(shell, partial(telling_classes, session))
 
-    @contextmanager
-    def classes_of(kind: type[BaseException]) -> Iterator[None]:
-        session.kinds = tuple(f"{base.__module__}:{base.__qualname__}" for base in kind.__mro__)
-        try:
-            yield
-        finally:
-            session.kinds = ()
 
-    around_errors(shell, classes_of)
+@contextmanager
+def telling_classes(session: Any, kind: type[BaseException]) -> Iterator[None]:
+    """The error message that is sent meanwhile has the classes of such an exception."""
+    session.kinds = tuple(f"{base.__module__}:{base.__qualname__}" for base in kind.__mro__)
+    try:
+        yield
+    finally:
+        session.kinds = ()
 
 
 def show_groups(shell: Any) -> None:

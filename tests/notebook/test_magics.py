@@ -523,3 +523,29 @@ def test_signals_of_a_closed_kernel_reach_the_workers(fresh: Callable[..., Noteb
     os.kill(notebook.process.pid, signal.SIGKILL)
     _gone, alive = psutil.wait_procs(processes, timeout=10)
     assert alive == []
+
+
+def test_error_that_a_library_shows(notebook: Notebook) -> None:
+    """A failed rank fails the cell also where something else shows tracebacks, as rich can."""
+    notebook.run(
+        "%%distributed\nshell = get_ipython()\nbefore = shell._showtraceback\n"
+        "def show(kind, error, lines): print('shown by a library')\n"
+        "shell._showtraceback = show"
+    )
+    outcome = notebook.run("%%distributed\nif rank == 1: raise ValueError('bad shard')")
+    notebook.run("%%distributed\nshell._showtraceback = before")
+    assert outcome.error.startswith("WorkerError: 1 of 4 ranks failed (1); first: rank 1 after 0.")
+    assert outcome.error.endswith("s: ValueError: bad shard")
+    assert "shown by a library" in outcome.panel["text/plain"]
+
+
+def test_bars_are_text(notebook: Notebook) -> None:
+    """`tqdm.auto` draws lines on the workers, whether ipywidgets is installed or not."""
+    outcome = notebook.run(
+        "%%distributed -r 0\nimport tqdm.auto\nfor _ in tqdm.auto.tqdm(range(3)): pass\n"
+        "import sys; print('widgets:', 'tqdm.notebook' in sys.modules)"
+    )
+    assert "100%|" in outcome.text
+    assert "3/3" in outcome.text
+    assert "Warning" not in outcome.text
+    assert "widgets: False" in outcome.text

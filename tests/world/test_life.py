@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -179,10 +180,16 @@ def test_local_world_listens_for_gloo_alone() -> None:
             listening = [
                 connection.laddr.ip
                 for process in (agent, *agent.children(recursive=True))
-                for connection in process.net_connections("inet")
+                for connection in connections_of(process)
                 if connection.status == psutil.CONN_LISTEN
             ]
             assert {*listening} == ({"127.0.0.1"} if backend == "gloo" else set())
+
+
+def connections_of(process: psutil.Process) -> list[Any]:
+    """psutil 6 has another name for it."""
+    ask = getattr(process, "net_connections", None) or process.connections
+    return list(ask("inet"))
 
 
 def test_secrets_are_not_in_any_command_line() -> None:

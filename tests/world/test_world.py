@@ -176,7 +176,9 @@ def test_process_inherits_the_notebooks_folder_and_path(world: World) -> None:
     found = world.gather("(__import__('os').getcwd(), __import__('sys').path)")
     for folder, path in found:
         assert folder == os.getcwd()
-        # ipykernel adds the current folder, as it has done in a notebook.
+        # ipykernel adds the current folder, as it has done in a notebook, and IPython 7 the
+        # folder of its extensions.
+        path = [entry for entry in path if not entry.endswith("/IPython/extensions")]
         assert [entry for entry in path if entry] == [entry for entry in sys.path if entry]
 
 
