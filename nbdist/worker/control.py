@@ -46,8 +46,9 @@ def answer_control(kernel: WorkerKernel, group: Group | None, scaling: Scaling) 
             case {"do": "let_go"}:
                 kernel.namespace.let_go(request["cell"])
             case {"do": "free"} if group is not None:
+                waits = watcher.waits_for_nccl
                 ended = group.free()
-                if group.uses_nccl and watcher.is_in_cell:
+                if waits:
                     # What waited for an aborted collective goes on, with results of no meaning.
                     _thread.interrupt_main()
                 return {"connections": ended}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,18 @@ def connect(backend: Any, device: torch.device, timeout: float, over: Path | Non
         raise failed[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What nccl has begun and not ended: how many collectives, and the newest one.
+
+    `number` counts over all groups, 0 where there is none; `name` is "" then.
+    """
+
+    count: int = 0
+    number: int = 0
+    name: str = ""
+
+
 class UnderWay:
     """Of the collectives since the groups were last formed."""
 
@@ -61,12 +74,15 @@ class UnderWay:
     def __repr__(self) -> str:
         return f"<UnderWay from {self._first}>"
 
-    def last(self) -> str:
-        """The name of the one that was begun last, "" for none."""
+    def look(self) -> Pending:
+        """What is under way now, on the GPU or waiting there for its turn."""
         entries = [e for e in seam.unfinished_of_nccl() if e["record_id"] >= self._first]
-        return re.sub(r"^\w+:", "", str(entries[-1]["profiling_name"])) if entries else ""
+        if not entries:
+            return Pending()
+        newest = max(entries, key=lambda entry: int(entry["record_id"]))
+        name = re.sub(r"^\w+:", "", str(newest["profiling_name"]))
+        return Pending(len(entries), int(newest["record_id"]) + 1, name)
 
     def start_over(self) -> None:
         """The groups are being formed anew: nothing of what has begun so far is under way."""
-        entries = seam.unfinished_of_nccl()
-        self._first = max((entry["record_id"] + 1 for entry in entries), default=self._first)
+        self._first = max(self._first, self.look().number)

@@ -20,7 +20,7 @@ from nbdist.wire.calls import FunctionCall
 from nbdist.wire.cells import cell_numbers
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.frames import awaited, described
-from nbdist.worker.nccl import UnderWay
+from nbdist.worker.nccl import Pending, UnderWay
 from nbdist.worker.recording import Counts, Recording
 from nbdist.worker.store import FreeableStore
 
@@ -65,14 +65,16 @@ class Watcher:
     def look(self) -> dict[str, Any]:
         """The fields of `nbdist.wire.messages.Place`."""
         frames = list(self._frames())
-        counts = self._recording.counts()
+        counts, nccl = self._recording.counts(), self._pending()
+        begun = {number: each.begun for number, each in counts.items()}
         return {
             **self._spot(frames),
-            "operation": self._operation(frames, counts),
-            "counts": {number: each.begun for number, each in counts.items()},
+            "operation": self._operation(frames, counts, nccl),
+            # Who is in the next one of the same name has moved on.
+            "counts": begun if self._nccl is None else {**begun, "nccl": nccl.number},
             "moved": self._moved(),
             "is_calm": self._is_calm(),
-            "unfinished": sum(each.unfinished for each in counts.values()),
+            "unfinished": sum(each.unfinished for each in counts.values()) + nccl.count,
         }
 
     def where(self) -> dict[str, Any]:
@@ -101,8 +103,16 @@ class Watcher:
     def _where(self, frames: list[FrameType]) -> dict[str, Any]:
         operation = _called(frames)
         if not operation or self._group is None or not self._is_in_futex():
-            operation = self._operation(frames, self._recording.counts())
+            operation = self._operation(frames, self._recording.counts(), self._pending())
         return {**self._spot(frames), "operation": operation}
+
+    def _pending(self) -> Pending:
+        return Pending() if self._nccl is None else self._nccl.look()
+
+    @property
+    def waits_for_nccl(self) -> bool:
+        """Whether a cell runs that has begun collectives of nccl's which have not ended."""
+        return self.is_in_cell and self._pending().count > 0
 
     def _frames(self) -> Iterator[FrameType]:
         """From the innermost out."""
@@ -140,7 +150,9 @@ class Watcher:
         """The number of each cell by the name of its file."""
         return cell_numbers()
 
-    def _operation(self, frames: list[FrameType], counts: Mapping[str, Counts]) -> str:
+    def _operation(
+        self, frames: list[FrameType], counts: Mapping[str, Counts], nccl: Pending
+    ) -> str:
         """What the thread waits for: a collective, by torch's name; "" when it does not wait.
 
         In a futex wait, with a collective begun that has not ended; or (Flight Recorder
@@ -151,8 +163,8 @@ class Watcher:
             return ""
         if any(frame.f_code is FreeableStore.wait.__code__ for frame in frames):
             return _called(frames) or "store" if self._group.waits_to_meet else ""
-        if self._nccl is not None and (begun := self._nccl.last()):
-            return begun
+        if nccl.name:
+            return nccl.name
         if not self._is_in_futex():
             return ""
         if begun := self._recording.waited_for(counts):

@@ -19,7 +19,7 @@ from nbdist.world.result import CellResult
 from nbdist.world.sgr import strip
 from nbdist.world.states import Event, State
 from nbdist.world.transcript import FREED, TIMED_OUT, Transcript, follows
-from nbdist.world.watch import ANSWER_TIMEOUT, Patience, Watch, waited_text, waits_text
+from nbdist.world.watch import ANSWER_TIMEOUT, UNCHANGED, Patience, Watch, waited_text, waits_text
 
 if TYPE_CHECKING:
     from nbdist.world.world import World
@@ -36,6 +36,12 @@ INTERRUPT_GRACE = 2.0
 KILL_GRACE = 1.0
 """Seconds for killed ranks to be gone, before control is given back without them."""
 
+GPU_UNCHANGED = 1.0
+"""Seconds without a change after which ranks are taken to wait on their GPUs for one that has
+failed; what a GPU does cannot be seen."""
+
+LEFTOVERS_GRACE = 1.0
+"""Seconds that GPUs have after a failed cell to end the collectives that all have joined."""
 
 CELL_LINE = re.compile(r"Cell In\[\d+\], line (\d+)")
 
@@ -159,13 +165,23 @@ class RunningCell:
             self._free(stuck, now)
         elif self._watch.wait(now) == 0:
             self._watch.asked(now)
-            # With nccl a rank can have finished the cell before its collectives have ended.
-            everybody = "nccl" in self._world.backend
-            self._world.link.look(tuple(range(self._world.size)) if everybody else unfinished)
+            everybody = tuple(range(self._world.size))
+            self._world.link.look(everybody if self._runs_ahead else unfinished)
+
+    @property
+    def _runs_ahead(self) -> bool:
+        """With nccl a rank can have finished the cell before its collectives have ended."""
+        return "nccl" in self._world.backend
 
     def _can_never_go_on(self, unfinished: tuple[int, ...], now: float) -> bool:
+        has_failed = bool(self.transcript.errors)
+        # The sooner the better where the cell has failed anyway.
+        unchanged = GPU_UNCHANGED if has_failed and self._runs_ahead else UNCHANGED
+        if not self._watch.never(unfinished, now, unchanged):
+            return False
         finished = (place for rank, place in self._seen.items() if rank not in unfinished)
-        return self._watch.never(unfinished, now) and not any(p.operation for p in finished)
+        # Their GPUs may still do what is waited for; or wait too, where a rank has failed.
+        return has_failed or not any(place.operation for place in finished)
 
     def _end_wait_for_dead(self, survivors: tuple[int, ...]) -> None:
         """They may wait for one another without a connection to the dead: free them now."""
@@ -182,10 +198,15 @@ class RunningCell:
         world = self._world
         if not self.transcript.errors or world.state is not State.READY or not world.can_free:
             return
-        for _ in range(2):
+        enough = time.monotonic() + (LEFTOVERS_GRACE if self._runs_ahead else 0.0)
+        looks = 0
+        while looks < 2 or time.monotonic() < enough:
             places = self._look_now()
             if not any(place.unfinished for place in places.values()):
                 return
+            looks += 1
+            if self._runs_ahead:
+                world.receive(EAGER_TICK)
         world.advance(Event.FREED)
         world.link.free(tuple(range(world.size)))
 

@@ -82,19 +82,22 @@ class Watch:
         in_a_hurry = self._hurried is not None and now - self._hurried < HURRY_SECONDS
         self._next = now + (SOON if in_a_hurry else LOOK_EVERY)
 
-    def never(self, unfinished: Iterable[int], now: float) -> bool:
-        """Whether all of these wait, and can never go on without the others."""
-        ranks = tuple(unfinished)
-        return self._looks >= 2 and all(self._rests(rank, now) for rank in ranks)
+    def never(self, unfinished: Iterable[int], now: float, unchanged: float = UNCHANGED) -> bool:
+        """Whether all of these wait, and can never go on without the others.
 
-    def _rests(self, rank: int, now: float) -> bool:
+        They have rested for `unchanged` seconds, where they cannot be seen to be calm.
+        """
+        ranks = tuple(unfinished)
+        return self._looks >= 2 and all(self._rests(rank, now, unchanged) for rank in ranks)
+
+    def _rests(self, rank: int, now: float, unchanged: float) -> bool:
         place, before = self.places.get(rank), self._before.get(rank)
         if place is None or not place.operation or not _is_same(place, before):
             return False
         assert before is not None
         # One of the two will do: gloo's threads wake up now and then for nothing.
         is_calm = place.is_calm or before.is_calm
-        return is_calm or now - self._since[rank] >= UNCHANGED
+        return is_calm or now - self._since[rank] >= unchanged
 
     def start_over(self, now: float) -> None:
         """They have been freed: look again in a while whether they are free."""

@@ -1,8 +1,10 @@
 """`python -m tests.gpu --out FOLDER`: run the suite on GPUs, and write a report.
 
 Each file of tests is a pytest of its own, so that one that crashes takes nothing else along,
-the most telling ones first.  `report.json` and `report.md` are written anew after each test:
-whoever is cut off has what there is.  Needs torch, and what README.md beside this names.
+the most telling ones first; what looks at all of the GPU's memory runs alone, the others beside
+each other where there are cores enough.  `report.json` and `report.md` are written anew
+after each test: whoever is cut off has what there is.  Needs torch, and what README.md beside
+this names.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from tests.gpu.facts import machine_facts
@@ -25,18 +28,18 @@ from tests.gpu.report import Report
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
-# The most telling first.
-FILES = (
-    "test_ground",
-    "test_nccl_alone",
-    "test_freeing",
-    "test_stop",
-    "test_memory",
-    "test_training",
-    "test_gather",
-    "test_policies",
-    "test_generations",
+# One after the other; the longest of a stage first, else the most telling.
+STAGES = (
+    ("test_ground",),
+    ("test_freeing", "test_nccl_alone", "test_stop", "test_training", "test_policies"),
+    ("test_gather",),
+    ("test_memory",),
+    ("test_generations",),
 )
+
+FILES = tuple(name for stage in STAGES for name in stage)
+
+CORES_PER_FILE, MOST_AT_ONCE = 5, 3
 
 LIMIT = 520.0
 """Seconds for all: below nine minutes, with the ending."""
@@ -47,6 +50,25 @@ END_GRACE = 10.0
 TICK = 1.0
 
 
+class Deadline:
+    """When time is over for all that runs; several threads look at it."""
+
+    def __init__(self, seconds: float) -> None:
+        self._at = time.monotonic() + seconds
+
+    def __repr__(self) -> str:
+        return f"<Deadline in {self.left:.0f} s>"
+
+    @property
+    def left(self) -> float:
+        """Seconds, 0 or less when it has passed."""
+        return self._at - time.monotonic()
+
+    def passes(self) -> None:
+        """Time is over now."""
+        self._at = time.monotonic()
+
+
 def main() -> int:
     """0 when nothing failed and all that was asked for was run."""
     options = _options()
@@ -54,25 +76,39 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     # What ends this process ends what it has started, too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    deadline = time.monotonic() + options.limit
-    with tempfile.TemporaryDirectory(prefix="nbdist-gpu-") as metadata:
+    deadline = Deadline(options.limit)
+    # Not a name that nbdist takes for a runtime folder which somebody has left.
+    with tempfile.TemporaryDirectory(prefix="gpu-tests-") as metadata:
         write_metadata(ROOT / "pyproject.toml", Path(metadata))
         environ = _environ(options.device, metadata)
         report = Report(out, options.device, options.limit, machine_facts(environ))
         report.write()
-        for name in options.only:
-            report.begin(name)
-            _run(name, options, environ, deadline, report)
-            report.write()
+        for stage in STAGES:
+            names = [name for name in stage if name in options.only]
+            with ThreadPoolExecutor(options.jobs) as pool:
+                runs = [
+                    pool.submit(_run, name, options, environ, deadline, report) for name in names
+                ]
+                try:
+                    wait(runs)
+                except KeyboardInterrupt:
+                    deadline.passes()
+            for run in runs:
+                run.result()
     sys.stdout.write(report.summary())
     return 0 if report.is_good else 1
 
 
 def _run(
-    name: str, options: argparse.Namespace, environ: dict[str, str], deadline: float, report: Report
+    name: str,
+    options: argparse.Namespace,
+    environ: dict[str, str],
+    deadline: Deadline,
+    report: Report,
 ) -> None:
     """Run one file, and take what its pytest says into the report."""
-    if time.monotonic() > deadline:
+    report.begin(name)
+    if deadline.left <= 0:
         report.not_run(name, "no time was left")
         return
     reading, writing = os.pipe()
@@ -96,17 +132,16 @@ def _run(
         try:
             for line in _lines(reading, deadline):
                 report.take(name, line)
-                report.write()
         finally:
             os.close(reading)
-            code = _end(process, wait=END_GRACE if time.monotonic() < deadline else 0.0)
-    report.ended(name, code, cut=time.monotonic() >= deadline)
+            code = _end(process, grace=END_GRACE if deadline.left > 0 else 0.0)
+    report.ended(name, code, cut=deadline.left <= 0)
 
 
-def _lines(source: int, deadline: float) -> Iterator[str]:
+def _lines(source: int, deadline: Deadline) -> Iterator[str]:
     """What pytest says, until it ends or time is over."""
     rest = b""
-    while (left := deadline - time.monotonic()) > 0:
+    while (left := deadline.left) > 0:
         if not select.select([source], [], [], min(TICK, left))[0]:
             continue
         more = os.read(source, 65536)
@@ -116,13 +151,14 @@ def _lines(source: int, deadline: float) -> Iterator[str]:
         yield from (line.decode() for line in lines)
 
 
-def _end(process: subprocess.Popen[bytes], wait: float) -> int:
+def _end(process: subprocess.Popen[bytes], grace: float) -> int:
     """Its exit code; one that does not end by itself is interrupted, then killed."""
-    for number, grace in ((0, wait), (signal.SIGINT, END_GRACE), (signal.SIGKILL, END_GRACE)):
+    ladder = ((0, grace), (signal.SIGINT, END_GRACE), (signal.SIGKILL, END_GRACE))
+    for number, seconds in ladder:
         if number and process.poll() is None:
             os.killpg(process.pid, number)
         try:
-            return process.wait(grace)
+            return process.wait(seconds)
         except subprocess.TimeoutExpired:
             continue
     return process.wait()
@@ -146,11 +182,18 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", required=True, help="the folder for the report")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", type=_names, default=FILES, help="files: ground,stop")
+    parser.add_argument(
+        "--jobs", type=int, default=_jobs(), help="files at once (default: by the cores)"
+    )
     parser.add_argument("-k", default="", help="as pytest has it")
     parser.add_argument(
         "--limit", type=float, default=LIMIT, help=f"seconds for all (default {LIMIT:.0f})"
     )
     return parser.parse_args()
+
+
+def _jobs() -> int:
+    return max(1, min(MOST_AT_ONCE, len(os.sched_getaffinity(0)) // CORES_PER_FILE))
 
 
 def _names(text: str) -> tuple[str, ...]:

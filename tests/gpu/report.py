@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
 ORDER = ("failed", "error", "cut off", "not run", "passed", "skipped")
 
@@ -26,7 +28,7 @@ class Result:
 
 
 class Report:
-    """Takes in what happens, and can be written at any moment."""
+    """Takes in what happens, from several threads, and writes it down each time."""
 
     def __init__(
         self, folder: Path, device: str, limit: float, facts: Mapping[str, str | list[str]]
@@ -37,7 +39,8 @@ class Report:
         self._facts = facts
         self._results: dict[tuple[str, str], Result] = {}
         self._begun = time.time()
-        self._running: tuple[str, str] | None = None
+        self._running: dict[str, str] = {}
+        self._turn = Lock()
 
     def __repr__(self) -> str:
         return f"<Report {dict(self.counts)}>"
@@ -53,19 +56,24 @@ class Report:
         return bool(self._results) and not set(self.counts) - {"passed", "skipped"}
 
     def begin(self, file: str) -> None:
-        self._running = None
-        self._results.setdefault((file, ""), Result(file, "", note="it has not said its tests"))
+        with self._turn:
+            self._results[file, ""] = Result(file, "", note="it has not said its tests")
+            self._write()
 
     def take(self, file: str, line: str) -> None:
         """A line of `tests.gpu.recording`."""
-        said = json.loads(line)
+        with self._turn:
+            self._take(file, json.loads(line))
+            self._write()
+
+    def _take(self, file: str, said: dict[str, Any]) -> None:
         if "tests" in said:
             self._results.pop((file, ""), None)
             for test in said["tests"]:
                 self._results[file, test] = Result(file, test)
             return
         if "begun" in said:
-            self._running = file, said["begun"]
+            self._running[file] = said["begun"]
             return
         result = self._results[file, said["test"]]
         result.seconds += said["seconds"]
@@ -74,21 +82,30 @@ class Report:
             result.outcome, result.note = said["outcome"], said["note"]
         if said["when"] != "call" and said["outcome"] == "failed":
             result.outcome, result.note = "error", f"{said['when']}: {said['note']}"
-        self._running = None
 
     def ended(self, file: str, code: int, *, cut: bool) -> None:
         """The file's pytest has ended; what it was at is what it ended in."""
-        missing = [r for r in self._results.values() if r.file == file and r.outcome == "not run"]
-        for result in missing:
-            is_it = self._running == (file, result.test)
-            result.outcome = "cut off" if is_it else "not run"
-            result.note = "no time was left" if cut else f"pytest ended with code {code}"
+        with self._turn:
+            missing = [
+                r for r in self._results.values() if r.file == file and r.outcome == "not run"
+            ]
+            for result in missing:
+                is_it = self._running.get(file) == result.test
+                result.outcome = "cut off" if is_it else "not run"
+                result.note = "no time was left" if cut else f"pytest ended with code {code}"
+            self._write()
 
     def not_run(self, file: str, why: str) -> None:
-        self._results[file, ""] = Result(file, "", note=why)
+        with self._turn:
+            self._results[file, ""] = Result(file, "", note=why)
+            self._write()
 
     def write(self) -> None:
         """Both files, each whole at any moment."""
+        with self._turn:
+            self._write()
+
+    def _write(self) -> None:
         _write(self.folder / "report.json", json.dumps(self._as_json(), indent=1) + "\n")
         _write(self.folder / "report.md", self.as_markdown())
 

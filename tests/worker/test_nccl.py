@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nbdist.worker.nccl import connect
+from nbdist.worker.compat import torch as seam
+from nbdist.worker.nccl import Pending, UnderWay, connect
 
 GPU = torch.device("cuda:0")
 
@@ -53,3 +54,21 @@ def test_nobody_waits_for_ever(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="called off: a rank has ended"):
         connect(Backend(end.wait), GPU, timeout=5.0, over=over)
     end.set()
+
+
+def test_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest of what Flight Recorder has as active, and nothing of earlier generations."""
+    active = [{"record_id": 7, "profiling_name": "nccl:all_reduce"}]
+    monkeypatch.setattr(seam, "unfinished_of_nccl", lambda: active)
+    under_way = UnderWay()
+    assert under_way.look() == Pending(1, 8, "all_reduce")
+    active.insert(0, {"record_id": 9, "profiling_name": "nccl:broadcast"})
+    assert under_way.look() == Pending(2, 10, "broadcast")
+    under_way.start_over()
+    assert under_way.look() == Pending()
+    active.append({"record_id": 10, "profiling_name": "nccl:recv 0<-1"})
+    assert under_way.look() == Pending(1, 11, "recv 0<-1")
+    active.clear()
+    under_way.start_over()
+    active.append({"record_id": 10, "profiling_name": "nccl:recv 0<-1"})
+    assert under_way.look().count == 1

@@ -1,0 +1,154 @@
+"""Tests of `python -m tests.gpu` itself, on machines without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import __main__ as command
+from tests.gpu.metadata import write_metadata
+from tests.gpu.report import Report
+
+pytestmark = pytest.mark.timeout(120)
+
+COMMAND = [sys.executable, "-m", "tests.gpu"]
+
+
+def run(out: Path, *options: str) -> tuple[int, dict[str, Any], str]:
+    """Exit code, report.json and report.md of the command."""
+    ended = subprocess.run(
+        [*COMMAND, "--out", str(out), "--device", "cpu", *options],
+        cwd=command.ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert ended.stderr == ""
+    report = json.loads((out / "report.json").read_text())
+    return ended.returncode, report, (out / "report.md").read_text()
+
+
+def test_a_report_of_what_was_run(tmp_path: Path) -> None:
+    """Each test with its outcome, what it measured, and on what machine that was."""
+    code, report, page = run(tmp_path, "--only", "freeing", "-k", "first_collective and gloo")
+    assert (code, report["counts"]) == (0, {"passed": 1})
+    (test,) = report["tests"]
+    assert test["file"] == "test_freeing"
+    assert test["seconds"] > 0
+    (figure,) = test["figures"]
+    assert figure == "gloo: rank 1 raises, 3 in an all_reduce: to idle"
+    assert report["facts"]["torch"][0].isdigit()
+    assert f"| {figure} | {test['figures'][figure]} |" in page
+    assert "| test_freeing | test_the_first_collective_of_all[gloo] |" in page
+
+
+def test_time_is_over(tmp_path: Path) -> None:
+    """What was at work is ended with all that it started; the report says so."""
+    code, report, page = run(tmp_path, "--only", "generations,stop", "--limit", "12")
+    assert code == 1
+    assert {test["file"] for test in report["tests"]} == {"test_generations", "test_stop"}
+    assert {test["outcome"] for test in report["tests"]} <= {"cut off", "not run"}
+    assert "| test_stop |  | 0.0 | no time was left |" in page
+
+
+def test_it_is_ended(tmp_path: Path) -> None:
+    """What ends the command ends what it has started; the report says what was at work."""
+    process = subprocess.Popen(
+        [*COMMAND, "--out", str(tmp_path), "--device", "cpu", "--only", "stop,generations"],
+        cwd=command.ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while '"outcome": "passed"' not in _text(tmp_path / "report.json"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(40) == 1
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {test["outcome"] for test in report["tests"]} >= {"passed", "not run"}
+
+
+def test_every_file_is_in_the_order() -> None:
+    """But this one."""
+    files = {path.stem for path in command.HERE.glob("test_*.py")}
+    assert files - {"test_command"} == {*command.FILES}
+
+
+def test_metadata_of_a_checkout(tmp_path: Path) -> None:
+    """It has the entry points that an installed nbdist has."""
+    write_metadata(command.ROOT / "pyproject.toml", tmp_path)
+    (found,) = metadata.distributions(path=[str(tmp_path)])
+    installed = metadata.distribution("nbdist")
+    assert (found.name, found.version) == (installed.name, installed.version)
+
+    def entries(of: metadata.Distribution) -> set[tuple[str, str, str]]:
+        return {(entry.group, entry.name, entry.value) for entry in of.entry_points}
+
+    assert entries(found) == entries(installed)
+
+
+def test_a_report_can_be_written_at_any_moment(tmp_path: Path) -> None:
+    """Before a file has said its tests, in the midst of one, and after a crash."""
+    report = Report(tmp_path, "cuda", 1.0, {"GPUs": ["a | b"]})
+    report.begin("test_x")
+    assert "| test_x |  | 0.0 | it has not said its tests |" in (tmp_path / "report.md").read_text()
+    say = [
+        {"tests": ["a", "b", "c"]},
+        {"begun": "a"},
+        _ended("a", "passed", {"time": "3 s"}),
+        {"begun": "b"},
+    ]
+    for line in say:
+        report.take("test_x", json.dumps(line))
+    report.ended("test_x", -11, cut=False)
+    assert report.counts == {"passed": 1, "cut off": 1, "not run": 1}
+    assert not report.is_good
+    page = report.as_markdown()
+    assert "| GPUs | a \\| b |" in page
+    assert "| time | 3 s | a |" in page
+    assert "| test_x | b | 0.0 | pytest ended with code -11 |" in page
+    assert "cut off: test_x b pytest ended with code -11" in report.summary()
+
+
+@pytest.mark.parametrize(
+    ("lines", "outcome"),
+    [
+        ([("call", "failed")], "failed"),
+        ([("setup", "failed")], "error"),
+        ([("setup", "skipped")], "skipped"),
+        ([("call", "passed"), ("teardown", "failed")], "error"),
+        ([("call", "failed"), ("teardown", "failed")], "error"),
+    ],
+)
+def test_how_a_test_ended(tmp_path: Path, lines: list[tuple[str, str]], outcome: str) -> None:
+    """In its call, or in what was done before and after it."""
+    report = Report(tmp_path, "cuda", 1.0, {})
+    report.take("test_x", json.dumps({"tests": ["a"]}))
+    for when, how in lines:
+        report.take("test_x", json.dumps({**_ended("a", how, {}), "when": when, "note": "E  bad"}))
+    assert report.counts == {outcome: 1}
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _ended(test: str, outcome: str, figures: dict[str, str]) -> dict[str, Any]:
+    return {
+        "test": test,
+        "when": "call",
+        "outcome": outcome,
+        "seconds": 1.5,
+        "note": "",
+        "figures": figures,
+    }
