@@ -57,7 +57,7 @@ def test_time_is_over(tmp_path: Path) -> None:
     assert code == 1
     assert {test["file"] for test in report["tests"]} == {"test_generations", "test_stop"}
     assert {test["outcome"] for test in report["tests"]} <= {"cut off", "not run"}
-    assert "| test_stop |  | 0.0 | no time was left |" in page
+    assert "| test_generations |  | 0.0 | no time was left |" in page
 
 
 def test_it_is_ended(tmp_path: Path) -> None:
