@@ -117,7 +117,9 @@ def _run(
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "pytest", str(HERE / f"{name}.py")),
-                *("-p", "tests.gpu.recording", "-p", "no:cacheprovider", "-q"),
+                *("-p", "pytest_timeout", "-p", "tests.gpu.recording", "-p", "no:cacheprovider"),
+                # What libraries warn of on a machine that we do not know is no failure.
+                *("-q", "-W", "default"),
                 *(["-k", options.k] if options.k else []),
             ],
             cwd=ROOT,
@@ -173,6 +175,10 @@ def _environ(device: str, metadata: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "NBDIST_TEST_DEVICE": device,
         "PYTHONUNBUFFERED": "1",
+        # Other plugins than ours may be there, for another version of pytest.
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        # Processes with a CUDA context take a while to end.
+        "NBDIST_LEAK_TIMEOUT": "20",
         **hidden,
     }
 
