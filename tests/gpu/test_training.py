@@ -51,12 +51,21 @@ def world(world: World) -> World:
     return world
 
 
+def can_go_on(world: World, model: str, breaks: str) -> None:
+    """Skip what this torch cannot: nbdist says so at the start."""
+    broken_off = "in the middle" in breaks
+    version = world.gather("tuple(map(int, torch.__version__.split('.')[:2]))")[0]
+    if model == "FSDP2" and broken_off and version < (2, 13):
+        pytest.skip("before torch 2.13 an FSDP2 model has to be made anew after that")
+
+
 @pytest.mark.parametrize("breaks", faults.BREAKS)
 @pytest.mark.parametrize("model", MODELS)
 def test_weights_with_gloo(world: World, kind: str, model: str, breaks: str) -> None:
     """Those of an unbroken run: five steps, a failure, five more; the same objects all the time."""
     if kind != "gloo":
         pytest.skip("for gloo")
+    can_go_on(world, model, breaks)
     faults.test_weights_are_those_of_an_unbroken_run(world, model, breaks)
 
 
@@ -68,6 +77,7 @@ def test_weights_with_nccl(
     """From a copy that each rank made before, the same objects go on as an unbroken run does."""
     if kind != "nccl":
         pytest.skip("for nccl")
+    can_go_on(world, model, breaks)
     world.execute(f"hook = None; net, optimizer = make({model!r}); train(net, optimizer, range(5))")
     world.execute(KEEP)
     lab.ends(world, faults.BREAKS[breaks])
