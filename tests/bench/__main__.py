@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.bench.cells import barrier, firstline, lines, pass_cell
+from tests.bench.calls import calls
+from tests.bench.cells import barrier, firstline, lines, pass_cell, ratio
 from tests.bench.collectives import collectives
 from tests.bench.drawing import draw
 from tests.bench.faults import faults
@@ -25,6 +26,8 @@ ROWS: dict[str, Callable[[Lab], Iterator[Figure]]] = {
     "restart": restart,
     "training": training,
     "pass": pass_cell,
+    "ratio": ratio,
+    "calls": calls,
     "barrier": barrier,
     "memory": memory,
     "lines": lines,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -9,6 +10,14 @@ from tests.bench.harness import Figure, percentile
 from tests.bench.lab import Lab
 from tests.bench.notebook import DONE, REPLIED, CellFailed, Notebook
 from tests.bench.starting import start_world
+
+RATIO_BUDGETS = {4: 1.7, 8: 2.3, 16: 4.0}
+IPYPARALLEL = """
+import ipyparallel
+cluster = ipyparallel.Cluster(n={ranks}, log_level=40, profile_dir={folder!r})
+client = cluster.start_and_connect_sync(activate=True)
+"""
+IPYPARALLEL_END = "client.close()\ncluster.stop_cluster_sync()"
 
 SIZES = (1, 2, 4, 8, 16, 32)
 PEER_SIZES = (4, 16)
@@ -37,6 +46,43 @@ def pass_cell(lab: Lab) -> Iterator[Figure]:
             start_world(notebook, ranks)
             times = _cells(lab, notebook, PASS)
             yield from _spread("pass", f"pass cell, n={ranks}", times, PASS_BUDGETS.get(ranks))
+
+
+def ratio(lab: Lab) -> Iterator[Figure]:
+    """A `pass` cell on all workers beside a plain one of the same notebook, and a peer's."""
+    for ranks, budget in RATIO_BUDGETS.items():
+        with lab.notebook() as notebook:
+            start_world(notebook, ranks)
+            yield from _beside_plain(lab, notebook, PASS, f"pass cell, n={ranks}", budget)
+    if importlib.util.find_spec("ipyparallel") is None:
+        return
+    for ranks in PEER_SIZES:
+        with lab.notebook() as notebook:
+            folder = str(lab.folder / f"ipyparallel-{ranks}")
+            notebook.run(IPYPARALLEL.format(ranks=ranks, folder=folder))
+            what = f"peer: ipyparallel, %%px pass, n={ranks}"
+            yield from _beside_plain(lab, notebook, "%%px\npass", what, None)
+            notebook.run(IPYPARALLEL_END)
+
+
+def _beside_plain(
+    lab: Lab, notebook: Notebook, source: str, what: str, budget: float | None
+) -> Iterator[Figure]:
+    """In turn, so that both have the machine as it was at that time."""
+    for _ in range(WARM_UP):
+        notebook.run(source)
+    plain, cells = [], []
+    for _ in range(lab.runs):
+        pairs = [
+            (1000 * notebook.run("pass").seconds, 1000 * notebook.run(source).seconds)
+            for _ in range(CELLS)
+        ]
+        plain.append(percentile([pair[0] for pair in pairs], 50))
+        cells.append(percentile([pair[1] for pair in pairs], 50))
+    ratios = tuple(cell / alone for cell, alone in zip(cells, plain, strict=True))
+    yield Figure("ratio", f"{what}, p50", "ms", tuple(cells))
+    yield Figure("ratio", "  plain pass beside it, p50", "ms", tuple(plain))
+    yield Figure("ratio", "  of a plain one", "x", ratios, budget)
 
 
 def barrier(lab: Lab) -> Iterator[Figure]:

@@ -38,14 +38,14 @@ class Lab:
         self._was_busy = self._told = False
         self._quiet_timeout = quiet_timeout
         # A short path: it holds unix sockets.
-        self._folder = Path(tempfile.mkdtemp(prefix="nbb-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="nbb-"))
         self._mark = f"NBDIST_BENCH={uuid.uuid4().hex}"
         self._environ = self._make_environ()
         # As an installed package is, also where Python writes no bytecode by itself.
         compileall.compile_dir(str(Path(nbdist.__file__).parent), quiet=2)
 
     def __repr__(self) -> str:
-        return f"<Lab {self._folder} {self.runs} runs>"
+        return f"<Lab {self.folder} {self.runs} runs>"
 
     def __enter__(self) -> Lab:
         return self
@@ -57,13 +57,13 @@ class Lab:
         traceback: TracebackType | None,
     ) -> None:
         self._end_leftovers()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     @contextmanager
     def notebook(self) -> Iterator[Notebook]:
         """A fresh notebook kernel that is up, on a quiet machine; nothing of it is left after."""
         self._wait_until_quiet()
-        notebook = Notebook(self._folder, self._environ)
+        notebook = Notebook(self.folder, self._environ)
         try:
             notebook.wait_until_up()
             yield notebook
@@ -82,7 +82,7 @@ class Lab:
     def notebooks(self, count: int) -> Iterator[list[Notebook]]:
         """Several plain kernels that are up at once: a peer."""
         self._wait_until_quiet()
-        kernels = [Notebook(self._folder, self._environ) for _ in range(count)]
+        kernels = [Notebook(self.folder, self._environ) for _ in range(count)]
         try:
             for kernel in kernels:
                 kernel.wait_until_up()
@@ -115,10 +115,10 @@ class Lab:
             and not name.startswith("NBDIST_")
         }
         name, _, value = self._mark.partition("=")
-        runtime, ipython = self._folder / "run", self._folder / "ipython"
+        runtime, ipython = self.folder / "run", self.folder / "ipython"
         for folder in (runtime, ipython):
             folder.mkdir(mode=0o700)
-        ours = {"XDG_RUNTIME_DIR": runtime, "IPYTHONDIR": ipython, "XDG_STATE_HOME": self._folder}
+        ours = {"XDG_RUNTIME_DIR": runtime, "IPYTHONDIR": ipython, "XDG_STATE_HOME": self.folder}
         return {**environ, name: value, **{key: str(folder) for key, folder in ours.items()}}
 
     def _is_ours(self, pid: int) -> bool:
