@@ -120,7 +120,7 @@ class Agent:
     def _receive(self, frames: list[bytes]) -> None:
         match down_from(frames[0]):
             case Run(cell):
-                self._run(cell)
+                self._run(cell, frames[0])
             case Call(_, Interrupt(ranks)) as call:
                 # At once, also while another call is being answered.
                 for rank in ranks:
@@ -194,9 +194,10 @@ class Agent:
         order = {"do": "let_go", "cell": cell_id}
         await asyncio.gather(*(rank.ask(order, FREE_TIMEOUT) for rank in self._ranks.living(ranks)))
 
-    def _run(self, cell: Cell) -> None:
+    def _run(self, cell: Cell, task: bytes) -> None:
+        self._outbox.begin(cell.ranks)
         for rank in cell.ranks:
-            self._ranks.all[rank].run(cell)
+            self._ranks.all[rank].run(cell, task)
 
 
 def run_agent(runtime: Path, notebook_pid: int, nursery: Nursery | None) -> None:

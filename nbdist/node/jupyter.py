@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from nbdist.wire.calls import CALL
-from nbdist.wire.outputs import RECORD, Clear, Display, Done, Failure, Output, Record, Update
-from nbdist.wire.payload import Payload, SegmentRef
+from nbdist.wire.outputs import RECORD, Clear, Display, Failure, Output, Record, Update
 
 OURS = (
     os.path.join("nbdist", "worker", "watching.py"),  # by which a worker knows that it waits
@@ -24,20 +22,10 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 ENDING = "`%dist_shutdown` ends all workers."
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A worker's execute_reply: the end of the cell that had this request."""
-
-    request_id: str
-    done: Done
-
-
-def output_from(message: Mapping[str, Any]) -> Output | Reply | None:
-    """The message as an output or reply; None for kinds that nbdist does not relay."""
+def output_from(message: Mapping[str, Any]) -> Output | None:
+    """The message as an output; None for kinds that nbdist does not relay."""
     content = message["content"]
     match message["header"]["msg_type"]:
-        case "execute_reply":
-            return Reply(message["parent_header"]["msg_id"], _done(content))
         case "error":
             return _failure(content, message["metadata"]["nbdist"])
         case "execute_result":
@@ -69,20 +57,3 @@ def _failure(content: Mapping[str, Any], ours: Mapping[str, Any]) -> Failure:
 def _is_ours(frame: str) -> bool:
     plain = ANSI.sub("", frame)
     return any(part in plain for part in OURS)
-
-
-def _done(content: Mapping[str, Any]) -> Done:
-    ours = content.get("nbdist", {})
-    values = None
-    if "segment" in ours:
-        path, sizes = ours["segment"]
-        values = Payload(segment=SegmentRef(path, tuple(sizes)))
-    elif "frames" in ours:
-        values = Payload(frames=tuple(bytes.fromhex(frame) for frame in ours["frames"]))
-    return Done(
-        status=content["status"],
-        seconds=ours.get("seconds", 0.0),
-        bound=frozenset(ours.get("bound", ())),
-        imported=frozenset(ours.get("imported", ())),
-        values=values,
-    )

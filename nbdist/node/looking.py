@@ -75,7 +75,12 @@ async def _status_of(rank: Rank) -> WorkerStatus:
     found = rank.status()
     if found.state in ("starting", "dead"):
         return found
-    place, collective = await asyncio.gather(_place(rank), _last_collective(rank))
+    if found.state == "idle":
+        collective = await _last_collective(rank)
+        # Whoever answers is neither stopped nor deaf.
+        place = Place() if _has_answered(rank) else await _of_silent(rank)
+    else:
+        place, collective = await asyncio.gather(_place(rank), _last_collective(rank))
     lines = rank.cell.source.splitlines() if rank.cell else []
     code = lines[place.line - 1] if 0 < place.line <= len(lines) else ""
     code = place.code or code
@@ -113,7 +118,20 @@ async def _place(rank: Rank) -> Place:
         return seen
     if seen is not None:
         return Place(**seen)
+    return await _of_silent(rank)
+
+
+async def _of_silent(rank: Rank) -> Place:
+    """Of one that has not answered in time."""
+    if is_stopped(rank.pid):
+        return Place(is_stopped=True)
     return (await _of_deaf(rank, BRIEF_SAMPLE_TIMEOUT))[0]
+
+
+def _has_answered(rank: Rank) -> bool:
+    """Whether it has said what its last collective was."""
+    asked = rank.last_collective
+    return asked is not None and asked.done() and isinstance(asked.result(), dict)
 
 
 async def _last_collective(rank: Rank) -> Collective | None:

@@ -7,6 +7,9 @@ import os
 import time
 from collections.abc import Sequence
 
+FRESH_SECONDS = 1.0
+"""For so long what was found stands: who looks often is not to cost the ranks their time."""
+
 
 class MemoryGauge:
     """Remembers what it found of each process, for when there is no time to look again.
@@ -15,7 +18,7 @@ class MemoryGauge:
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, int] = {}
+        self._found: dict[int, tuple[int, float]] = {}
         self._counting: asyncio.Future[None] | None = None
 
     def __repr__(self) -> str:
@@ -26,19 +29,26 @@ class MemoryGauge:
 
         Of those that take too long what it was the last time, else their private pages.
         """
-        self._found = {pid: found for pid, found in self._found.items() if pid in pids}
-        if self._counting is None or self._counting.done():
-            loop, deadline = asyncio.get_running_loop(), time.monotonic() + timeout
-            self._counting = loop.run_in_executor(None, self._count, pids, deadline)
-        await asyncio.wait([self._counting], timeout=timeout)
-        return {pid: self._found.get(pid) or _private_memory(pid) for pid in pids}
+        known, now = list(self._found.items()), time.monotonic()
+        self._found = {pid: found for pid, found in known if pid in pids}
+        old = [pid for pid in pids if now - self._last(pid)[1] > FRESH_SECONDS]
+        if old and (self._counting is None or self._counting.done()):
+            loop = asyncio.get_running_loop()
+            self._counting = loop.run_in_executor(None, self._count, old, now + timeout)
+        if self._counting is not None:
+            await asyncio.wait([self._counting], timeout=timeout)
+        return {pid: self._last(pid)[0] or _private_memory(pid) for pid in pids}
+
+    def _last(self, pid: int) -> tuple[int, float]:
+        """What was found last, and when."""
+        return self._found.get(pid, (0, float("-inf")))
 
     def _count(self, pids: Sequence[int], deadline: float) -> None:
         """In one thread of its own; those never counted come first."""
         for pid in sorted(pids, key=lambda pid: pid in self._found):
             if time.monotonic() > deadline:
                 return
-            self._found[pid] = _proportional_memory(pid)
+            self._found[pid] = _proportional_memory(pid), time.monotonic()
 
 
 def _proportional_memory(pid: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from nbdist.wire.messages import Outputs
 from nbdist.wire.outputs import Died, Done, Failure, Output, Skipped, Text, Update
@@ -27,21 +27,29 @@ class Outbox:
         self._send = send
         self._items: list[Item] = []
         self._characters: dict[int, int] = {}
+        self._running: set[int] = set()
         self._under_way = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
         return f"<Outbox {len(self._items)} items, {self._under_way} batches under way>"
 
+    def begin(self, ranks: Iterable[int]) -> None:
+        """These ranks run a cell from now on."""
+        self._running.update(ranks)
+
     def add(self, rank: int, cell_id: str, output: Output) -> None:
-        """Take an output; ends and failures leave at once, with all that came before."""
+        """Take an output; failures, deaths, and the last rank's end of a cell leave at once."""
+        if isinstance(output, Done | Died):
+            self._running.discard(rank)
         if isinstance(output, Text):
             self._add_text(rank, cell_id, output)
         else:
             if isinstance(output, Update):
                 self._drop_older(rank, output)
             self._items.append((rank, cell_id, output))
-        self._schedule(0.0 if isinstance(output, Done | Died | Failure) else BATCH_SECONDS)
+        is_end = isinstance(output, Done) and not self._running
+        self._schedule(0.0 if is_end or isinstance(output, Died | Failure) else BATCH_SECONDS)
 
     def acknowledge(self) -> None:
         """The notebook has taken in one batch."""

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,17 @@ from zmq.eventloop.zmqstream import ZMQStream
 from nbdist.errors import word_exit
 from nbdist.node.deaths import OomKills, crash_text
 from nbdist.node.dumps import StackFile, is_stopped
-from nbdist.node.jupyter import Reply, output_from
+from nbdist.node.jupyter import output_from
 from nbdist.node.logs import RankLog
 from nbdist.node.merge import LOST_AFTER, Merger
 from nbdist.node.pipes import OutputPipe
 from nbdist.node.processes import ProcessSource, WorkerProcess
 from nbdist.node.provisioner import WorkerSpec
+from nbdist.node.tasks import TaskEnds
 from nbdist.wire.looks import RankState
 from nbdist.wire.messages import CONTROL_REQUEST, Cell, Place, RankStart, WorkerStatus
 from nbdist.wire.outputs import RECORD, Died, Done, Output, Text
+from nbdist.wire.tasks import Finished, framed, task_socket
 
 log = logging.getLogger("nbdist.node")
 
@@ -40,7 +41,7 @@ SUBSCRIBE_TIMEOUT = 10.0
 RETRY_SECONDS = 0.02
 LOOK_TIMEOUT = 0.5
 COUNT_AFTER = 0.05
-"""Seconds into a cell: short ones are not to wait for 0.4 ms for each rank."""
+"""Seconds into a cell: short ones do without, it takes 0.4 ms for each rank."""
 
 Emit = Callable[[int, str, Output], None]
 
@@ -57,13 +58,13 @@ class Rank:
         self.last_collective: asyncio.Task[Any] | None = None  # while it is being asked for
         self._orders = orders
         self._emit = emit
-        self._merger: Merger[Output | Reply | None] = Merger(orders.token)
+        self._merger: Merger[Output | Finished | None] = Merger(orders.token)
         self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self._busy_since = 0.0
         self._oom_kills: OomKills | None = None
         self._counting: asyncio.TimerHandle | None = None
         self._killed = False
-        self._request_id = ""
+        self._tasks: asyncio.WriteTransport | None = None
         self._answers: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._pipes = (OutputPipe(self._read_stdout), OutputPipe(self._read_stderr))
         self.up = asyncio.Event()
@@ -138,7 +139,11 @@ class Rank:
     async def _connect(self) -> None:
         """Connect to the kernel; on return no message of it can be missed."""
         subscribed = asyncio.Event()
-        for channel in ("iopub", "shell", "control"):
+        loop = asyncio.get_running_loop()
+        self._tasks, _ = await loop.create_unix_connection(
+            lambda: TaskEnds(self._finish), task_socket(self._orders)
+        )
+        for channel in ("iopub", "control"):
             raw = getattr(self._manager, f"connect_{channel}")()
             raw.rcvhwm = raw.sndhwm = 0
             self._streams[channel] = ZMQStream(zmq.Socket.shadow(raw))
@@ -150,53 +155,31 @@ class Rank:
         for topic in (b"display_data", b"comm", b"kernel.%d.e" % self.rank, record, status):
             iopub.setsockopt(zmq.SUBSCRIBE, topic)
         iopub.on_recv(lambda _: subscribed.set())
-        for channel in ("shell", "control"):
-            self._streams[channel].on_recv(lambda _: None)
+        self._streams["control"].on_recv(lambda _: None)
         deadline = time.monotonic() + SUBSCRIBE_TIMEOUT
         while not subscribed.is_set() and time.monotonic() < deadline:
             self._send("kernel_info_request", {})
             with suppress(asyncio.TimeoutError):  # subscribed after that status: ask again
                 await asyncio.wait_for(subscribed.wait(), RETRY_SECONDS)
         iopub.setsockopt(zmq.UNSUBSCRIBE, status)
-        for channel, stream in self._streams.items():
-            stream.on_recv(self._read_answer if channel == "control" else self._read_message)
+        self._streams["control"].on_recv(self._read_answer)
+        iopub.on_recv(self._read_message)
 
     # --- run -----------------------------------------------------------------------------
 
-    def run(self, cell: Cell) -> None:
-        """Start the cell; outputs follow, then `Done`, or `Died`."""
+    def run(self, cell: Cell, task: bytes) -> None:
+        """Pass on the cell, as it came; outputs follow, then `Done`, or `Died`."""
         self.cell = cell
         self._busy_since = time.monotonic()
         self._count_kills_in(COUNT_AFTER)
-        names = cell.names
-        ours: dict[str, Any] = {
-            "cell": cell.id,
-            "execution_count": cell.execution_count,
-            "fetch": cell.fetch,
-            "script": asdict(cell.script) if cell.script else None,
-            "restarts": cell.restarts,
-            "log_level": cell.log_level,
-        }
-        if cell.sync:
-            ours["sync"] = asdict(cell.sync)
-        if names and names.segment:
-            ours["segment"] = [names.segment.path, names.segment.sizes]
-        content = {
-            "code": cell.source,
-            "silent": False,
-            "store_history": True,
-            "user_expressions": {},
-            "allow_stdin": False,
-            "stop_on_error": False,
-        }
-        frames = names.frames if names else ()
-        self._request_id = self._send("execute_request", content, {"nbdist": ours}, frames)
+        assert self._tasks is not None
+        self._tasks.write(framed(task))
 
     async def ask(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any] | None:
         """The answer of the worker's control thread; None if it gives none in time, or ends."""
         if "control" not in self._streams or self.process is None:
             return None
-        number = self._send(CONTROL_REQUEST, dict(request), channel="control")
+        number = self._send(CONTROL_REQUEST, dict(request))
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
             ends = (answer, self.process.exited)
@@ -251,6 +234,8 @@ class Rank:
                 timer.cancel()
         for pipe in self._pipes:
             pipe.close()
+        if self._tasks is not None:
+            self._tasks.close()
         for stream in self._streams.values():
             stream.close(linger=0)
         for raw in self._sockets:
@@ -286,19 +271,17 @@ class Rank:
 
     # --- what the worker says -------------------------------------------------------------
 
-    def _send(
-        self,
-        kind: str,
-        content: dict[str, Any],
-        metadata: dict[str, Any] | None = None,
-        buffers: tuple[bytes, ...] = (),
-        channel: str = "shell",
-    ) -> str:
+    def _send(self, kind: str, content: dict[str, Any]) -> str:
+        """Send a request to the worker's control thread."""
         session = self._manager.session
-        message = session.msg(kind, content, metadata=metadata)
-        session.send(self._streams[channel], message, buffers=list(buffers))
+        message = session.msg(kind, content)
+        session.send(self._streams["control"], message)
         request_id: str = message["header"]["msg_id"]
         return request_id
+
+    def _finish(self, end: Finished) -> None:
+        self._merger.receive_message(end.number, end)
+        self._pass_on_all()
 
     def _read_message(self, frames: list[bytes]) -> None:
         session = self._manager.session
@@ -339,16 +322,18 @@ class Rank:
         self._retry = None
         self._pass_on_all()
 
-    def _pass_on(self, item: Output | Reply | None) -> None:
+    def _pass_on(self, item: Output | Finished | None) -> None:
         match item:
             case None:
                 pass
-            case Reply(request_id, done):
-                if request_id == self._request_id:
+            case Finished(cell_id=cell_id, done=done):
+                if self.cell is not None and cell_id == self.cell.id:
                     for text in self._merger.take_cut_off():
                         self._pass_on(text)
                     self._show(done)
                     self.cell = None
+                    if self._counting is not None:
+                        self._counting.cancel()
             case Text(stream, text):
                 self.log.write(stream, text)
                 self._last_lines.append(text[-4096:])

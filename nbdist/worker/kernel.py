@@ -9,7 +9,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ipykernel.displayhook import ZMQDisplayHook
@@ -19,7 +20,7 @@ from IPython.core.page import as_hook, display_page
 from jupyter_client.session import Session
 from traitlets import default
 
-from nbdist.wire.outputs import NAME_PROBLEM, RECORD, SCRIPT_FAILED
+from nbdist.wire.outputs import NAME_PROBLEM, RECORD, SCRIPT_FAILED, Done
 from nbdist.worker.bars import draw_bars_as_text
 from nbdist.worker.cleaning import forget_errors
 from nbdist.worker.compat.ipython import (
@@ -30,7 +31,7 @@ from nbdist.worker.compat.ipython import (
 )
 from nbdist.worker.dumping import keep_crashes
 from nbdist.worker.environment import count_restarts
-from nbdist.worker.namespace import CellOrders, NameProblem, Namespace
+from nbdist.worker.namespace import NameProblem, Namespace
 from nbdist.worker.records import Records
 from nbdist.worker.scripts import ScriptProblem, Scripts
 from nbdist.worker.streams import RankStream, flush_c_streams, write_mark
@@ -43,6 +44,8 @@ from nbdist.worker.tracebacks import (
 )
 
 if TYPE_CHECKING:
+    from nbdist.wire.calls import FunctionCall
+    from nbdist.wire.messages import Cell
     from nbdist.wire.scripts import Script
     from nbdist.worker.group import Group
 
@@ -59,7 +62,6 @@ ORDERED = frozenset(
         "comm_open",
         "comm_msg",
         "comm_close",
-        "execute_reply",
         RECORD,
     }
 )
@@ -94,10 +96,14 @@ class MarkingSession(Session):
         metadata: Any = None,
     ) -> Any:
         """Send as any kernel does; called from every thread that publishes."""
+        if os.getpid() != self.pid:
+            # A forked child sends nothing, and would wait for a lock that another thread held.
+            return super().send(
+                stream, msg_or_type, content, parent, ident, buffers, track, header, metadata
+            )
         is_message = not isinstance(msg_or_type, str)
         kind = msg_or_type["header"]["msg_type"] if is_message else msg_or_type
-        # A forked child sends nothing, so it must not mark anything either.
-        is_ordered = kind in ORDERED and os.getpid() == self.pid
+        is_ordered = kind in ORDERED
         with self._in_order:
             if is_ordered:
                 extra = {"kinds": self.kinds} if kind == "error" else {}
@@ -114,6 +120,13 @@ class MarkingSession(Session):
                 self.errors += kind == "error"
                 write_mark(self.token, self._sent)
         return sent
+
+    def place(self, send: Callable[[int], None]) -> None:
+        """Send something by another way: it gets a number and a mark too."""
+        with self._in_order:
+            send(self._sent + 1)
+            self._sent += 1
+            write_mark(self.token, self._sent)
 
 
 class CellExit(IPyAutocall):
@@ -142,84 +155,100 @@ class WorkerKernel(LeavesChildren):
         app: Any = self.parent
         return str(app.rank)
 
-    async def do_execute(
-        self,
-        code: str,
-        silent: bool,  # noqa: FBT001 (the signature is ipykernel's)
-        store_history: bool = True,  # noqa: FBT001, FBT002
-        user_expressions: Any = None,
-        allow_stdin: bool = False,  # noqa: FBT001, FBT002
-        *,
-        cell_meta: Any = None,
-        cell_id: Any = None,
-    ) -> dict[str, Any]:
-        """Bind the cell's names, run it, and add what nbdist wants to know to the reply."""
-        orders = CellOrders.of(self.get_parent("shell"))
+    async def run(self, cell: Cell) -> Done:
+        """Bind the cell's names, run it, and say what nbdist wants to know of it.
+
+        Interrupts are for the cell: they are ignored before and after it.
+        """
         started = time.perf_counter()
-        ours: dict[str, Any] = {}
-        self.records.begin_cell(orders.log_level)
+        done = Done("error", 0.0)
+        self.records.begin_cell(cell.log_level)
         session: Any = self.session
         told = session.errors
         try:
-            synced = self._prepare(orders)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            synced = self._prepare(cell)
             before = self.namespace.snapshot()
-            reply: dict[str, Any]
-            if orders.script is not None:
-                reply = self._run_script(orders.script)
-            else:
-                stores = store_history and not self.namespace.has_call
-                reply = await super().do_execute(
-                    code, silent, stores, user_expressions, allow_stdin
-                )
+            error = await self._run(cell)
+            sys.stdout.flush()
+            if error is not None and session.errors == told:
+                self._report_unseen(error)
             bound = self.namespace.bound_since(before) | synced
-            ours = self._brought(orders, bound, is_ok=reply["status"] == "ok")
+            done = self._brought(cell, bound, is_ok=error is None)
         except NameProblem as problem:
-            reply = self._report(NAME_PROBLEM, str(problem))
-        except KeyboardInterrupt:  # between the lines of the cell; ipykernel would not reply
-            reply = self._report("KeyboardInterrupt", "")
-        except Exception as error:  # noqa: BLE001 (whatever it was, the notebook waits for the reply)
-            reply = self._report(type(error).__name__, str(error))
-        if reply["status"] == "error" and session.errors == told:
-            self._report_unseen(reply)
-        self._end_call(failed=reply["status"] != "ok")
+            self._report(NAME_PROBLEM, str(problem))
+        except KeyboardInterrupt:  # between the lines of the cell
+            self._report("KeyboardInterrupt", "")
+        except Exception as error:  # noqa: BLE001 (whatever it was, the notebook waits for the end)
+            self._report(type(error).__name__, str(error))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._end_call(failed=done.status != "ok")
         self.records.end_cell()
-        ours["seconds"] = time.perf_counter() - started
         flush_c_streams()
-        return {**reply, "nbdist": ours}
+        return replace(done, seconds=time.perf_counter() - started)
 
-    def _prepare(self, orders: CellOrders) -> frozenset[str]:
+    async def _run(self, cell: Cell) -> BaseException | None:
+        """Run what is to be run; the exception that ended it, after showing it."""
+        if cell.script is not None:
+            return self._run_script(cell.script)
+        if self.namespace.call is not None:
+            return self._make(self.namespace.call)
+        if not cell.source:  # values are bound, or asked for
+            return None
+        reply = await self.do_execute(cell.source, silent=False, allow_stdin=False)
+        if reply["status"] == "ok":
+            return None
+        shell: Any = self.shell
+        ran = shell.last_execution_result
+        error: BaseException | None = ran and (ran.error_before_exec or ran.error_in_exec)
+        return error or RuntimeError(reply["evalue"])
+
+    def _make(self, call: FunctionCall) -> BaseException | None:
+        """Call the function: it is no cell, so nothing of IPython's but how errors are shown."""
+        shell: Any = self.shell
+        try:
+            call()
+        except SystemExit as end:
+            shell.showtraceback(exception_only=True)
+            return end
+        except BaseException as error:  # noqa: BLE001 (also Stop: shown as a cell's would be)
+            tb = error.__traceback__
+            shell.showtraceback((type(error), error, tb and tb.tb_next), tb_offset=0)
+            return error
+        finally:
+            shell.events.trigger("post_execute")  # matplotlib shows its figures
+        return None
+
+    def _prepare(self, cell: Cell) -> frozenset[str]:
         """Do what comes before the source; the names that were copied from another rank."""
         if self.group is not None:
-            self.group.begin_cell(orders.cell_id)
-        self.namespace.receive(orders.names)
+            self.group.begin_cell(cell.id)
+        self.namespace.receive(cell.names)
         shell: Any = self.shell
-        synced = sync(shell.user_ns, orders.sync) if orders.sync else frozenset()
-        if orders.execution_count is not None:
-            shell.execution_count = orders.execution_count
-        count_restarts(*orders.restarts)
+        synced = sync(shell.user_ns, cell.sync) if cell.sync else frozenset()
+        if cell.execution_count is not None:
+            shell.execution_count = cell.execution_count
+        count_restarts(*cell.restarts)
         keep_crashes()
         return synced
 
-    def _brought(self, orders: CellOrders, names: frozenset[str], *, is_ok: bool) -> dict[str, Any]:
+    def _brought(self, cell: Cell, bound: frozenset[str], *, is_ok: bool) -> Done:
         """The names that the cell bound, and the values that it was asked to bring back."""
-        bound = sorted(names)
-        ours: dict[str, Any] = {"bound": bound, "imported": self.namespace.imported(bound)}
-        if orders.fetch and is_ok:
-            payload = self.namespace.fetch(orders.fetch, orders.cell_id)
-            ours["frames"] = [frame.hex() for frame in payload.frames]
-            if payload.segment:
-                ours["segment"] = [payload.segment.path, payload.segment.sizes]
-        return ours
+        imported = frozenset(self.namespace.imported(bound))
+        fetches = bool(cell.fetch) and is_ok
+        values = self.namespace.fetch(cell.fetch, cell.id) if fetches else None
+        return Done("ok" if is_ok else "error", 0.0, bound, imported, values)
 
-    def _run_script(self, script: Script) -> dict[str, Any]:
+    def _run_script(self, script: Script) -> BaseException | None:
         try:
             return self.scripts.run(script)
         except ScriptProblem as problem:
-            return self._report(SCRIPT_FAILED, str(problem))
+            self._report(SCRIPT_FAILED, str(problem))
+            return problem
 
     def _end_call(self, *, failed: bool) -> None:
         """Keep nothing of a function call, if this was one."""
-        if self.namespace.has_call:
+        if self.namespace.call is not None:
             self.namespace.end_call()
             if failed:
                 forget_errors(self.shell)
@@ -230,24 +259,20 @@ class WorkerKernel(LeavesChildren):
         assert self.session is not None
         self.session.send(self.iopub_socket, RECORD, record, ident=self._subject(RECORD))
 
-    def _report(self, name: str, message: str) -> dict[str, Any]:
+    def _report(self, name: str, message: str) -> None:
         """Publish a failure outside the cell's code, as one line."""
         error = {"ename": name, "evalue": message, "traceback": [f"{name}: {message}"]}
         self.send_response(
             self.iopub_socket, "error", error, ident=self._subject("error"), channel="shell"
         )
-        return {"status": "error", **error}
 
-    def _report_unseen(self, reply: Mapping[str, Any]) -> None:
+    def _report_unseen(self, error: BaseException) -> None:
         """Publish the failure of a cell that was shown in another way than IPython's.
 
         `rich.traceback.install()` is one; the notebook is to know of it all the same.
         """
-        shell, session = cast("Any", self.shell), cast("Any", self.session)
-        ran = shell.last_execution_result
-        error = ran and (ran.error_before_exec or ran.error_in_exec)
-        with telling_classes(session, type(error) if error else Exception):
-            self._report(reply["ename"], reply["evalue"])
+        with telling_classes(cast("Any", self.session), type(error)):
+            self._report(type(error).__name__, str(error))
 
     def _subject(self, kind: str) -> bytes:
         """What the agent subscribes to, as ipykernel names it."""

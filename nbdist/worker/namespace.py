@@ -4,56 +4,18 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from nbdist.wire.calls import CALL, FunctionCall
 from nbdist.wire.memory import Segment
-from nbdist.wire.messages import Sync
-from nbdist.wire.payload import Payload, SegmentRef, open_payload, pack_frames
+from nbdist.wire.payload import Payload, open_payload, pack_frames
 from nbdist.wire.pickling import pickle, unpickle
-from nbdist.wire.scripts import Script
 from nbdist.wire.unshippable import blame, fails_in
 from nbdist.worker.calling import CallNames
 
 
 class NameProblem(Exception):
     """A name could not be bound or brought back; the message is for the user."""
-
-
-@dataclass(frozen=True, slots=True)
-class CellOrders:
-    """What comes with a cell besides its source, in an execute_request's metadata and buffers."""
-
-    cell_id: str
-    names: Payload | None
-    fetch: tuple[str, ...]
-    execution_count: int | None
-    script: Script | None = None
-    restarts: tuple[int, int] = (0, 0)
-    sync: Sync | None = None
-    log_level: int | None = None
-
-    @classmethod
-    def of(cls, request: Mapping[str, Any]) -> CellOrders:
-        """Read them from the request; any other client's request has none."""
-        extra = request.get("metadata", {}).get("nbdist", {})
-        names = None
-        if extra.get("segment"):
-            path, sizes = extra["segment"]
-            names = Payload(segment=SegmentRef(path, tuple(sizes)))
-        elif request.get("buffers"):
-            names = Payload(frames=tuple(bytes(frame) for frame in request["buffers"]))
-        return cls(
-            extra.get("cell", ""),
-            names,
-            tuple(extra.get("fetch", ())),
-            extra.get("execution_count"),
-            _script_of(extra.get("script")),
-            tuple(extra.get("restarts", (0, 0))),
-            _sync_of(extra["sync"]) if extra.get("sync") else None,
-            extra.get("log_level"),
-        )
 
 
 class Namespace:
@@ -92,13 +54,13 @@ class Namespace:
             self._calls.begin(call)
 
     @property
-    def has_call(self) -> bool:
-        """Whether a function is being called, rather than a cell run."""
-        return self._calls.call is not None
+    def call(self) -> FunctionCall | None:
+        """The function call that came along, if it is one rather than a cell."""
+        return self._calls.call
 
     def end_call(self) -> None:
         """Keep nothing of it; does nothing where there was none."""
-        if self.has_call:
+        if self.call is not None:
             self._calls.end()
 
     def let_go(self, cell_id: str) -> None:
@@ -157,15 +119,6 @@ class Namespace:
         what = f"what {call.title} returned"
         part = what if path == "result" else f"{what}: `{path}`"
         return NameProblem(f"{part} ({kind}) cannot be sent back: {why}.")
-
-
-def _script_of(fields: Mapping[str, Any] | None) -> Script | None:
-    return Script(**{**fields, "args": tuple(fields["args"])}) if fields else None
-
-
-def _sync_of(extra: Mapping[str, Any]) -> Sync:
-    to = extra["to"]
-    return Sync(tuple(extra["names"]), extra["source"], None if to is None else tuple(to))
 
 
 def _is_imported(value: Any) -> bool:

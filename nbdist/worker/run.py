@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from nbdist.wire.marks import mark
 from nbdist.wire.messages import RankStart
+from nbdist.wire.tasks import task_socket
 from nbdist.worker.control import answer_control
 from nbdist.worker.dumping import write_stacks_to
 from nbdist.worker.environment import prepare_torch, ready_names
@@ -19,6 +20,7 @@ from nbdist.worker.kernel import make_app
 from nbdist.worker.scaling import Scaling
 from nbdist.worker.spawning import pickle_cell_classes_by_value
 from nbdist.worker.streams import flush_c_streams, write_all
+from nbdist.worker.tasks import Tasks
 
 
 def run_worker(orders: RankStart) -> None:
@@ -32,11 +34,13 @@ def run_worker(orders: RankStart) -> None:
     group = Group(orders) if orders.world.backend is not None else None
     app.kernel.group = group
     answer_control(app.kernel, group, Scaling(orders, app.kernel.namespace, group))
+    tasks = Tasks(task_socket(orders), app.kernel, app.session)
     write_all(mark(orders.token, "up"))
     if group is not None:
         group.form()
     write_all(mark(orders.token, "ready"))
     app.start()
+    tasks.close()
     if group is not None:
         group.end()
     elif dist.is_initialized():

@@ -21,7 +21,6 @@ from typing import Any
 
 from nbdist.errors import word_exit
 from nbdist.wire.scripts import Script
-from nbdist.worker.compat.ipython import published_traceback
 from nbdist.worker.executables import run_executable
 from nbdist.worker.modules import OwnModules
 
@@ -57,24 +56,21 @@ class Scripts:
     def __repr__(self) -> str:
         return f"<Scripts running {self.running.name if self.running else 'none'}>"
 
-    def run(self, script: Script) -> dict[str, Any]:
-        """Run it to its end; the content of an execute_reply, its traceback published.
+    def run(self, script: Script) -> BaseException | None:
+        """Run it to its end; the exception that ended it, after showing it.
 
         Raises ScriptProblem; an executable that is interrupted raises KeyboardInterrupt.
         """
         self.running = script
         first = (f"--local-rank={os.environ.get('LOCAL_RANK', '0')}",) if script.local_rank else ()
         args = (*first, *script.args)
-        reply: dict[str, Any] = {"status": "ok"}
         try:
             if script.kind == "executable":
                 _run_executable(script, args)
-            elif (error := self._run_python(script, args)) is not None:
-                reply = {"status": "error", "ename": type(error).__name__, "evalue": str(error)}
-                reply["traceback"] = list(published_traceback(self._shell))
+                return None
+            return self._run_python(script, args)
         finally:
             self.running = None
-        return {**reply, "execution_count": self._shell.execution_count, "payload": []}
 
     def spot(self, frames: Sequence[FrameType]) -> dict[str, Any]:
         """Fields of `Place`: the innermost line of the script, or of what lies beside it."""

@@ -170,8 +170,13 @@ class Link:
                 self._bell.get(timeout=max(left, SHORTEST_WAIT))
 
     def received(self) -> None:
-        """Say that one batch has been taken in."""
-        self._send(Received())
+        """Say that one batch has been taken in.
+
+        One may wait for the next message, down or up: the agent may have several under way.
+        """
+        self._waiting.append(Received())
+        if len(self._waiting) > 1:
+            self._wake_up()
 
     def close(self) -> None:
         """End the agents and all they hold; afterwards nothing of the link is left."""
@@ -198,6 +203,9 @@ class Link:
 
     def _send(self, message: Down) -> None:
         self._waiting.append(message)
+        self._wake_up()
+
+    def _wake_up(self) -> None:
         with suppress(BlockingIOError):  # full of wakes, so it will wake
             os.write(self._wake_end, b"x")
 

@@ -438,6 +438,14 @@ def test_display_in_a_forked_child(world: World) -> None:
     assert ran.running.transcript.elapsed() < LOST_AFTER
 
 
+def test_a_forked_child_that_comes_to_the_end_of_the_cell(world: World) -> None:
+    """It ends there: the cell ends once, and the next one runs in the worker itself."""
+    forked = "import os\nbefore = os.getpid()\nchild = os.fork()\nif child: os.waitpid(child, 0)"
+    for _ in range(3):
+        run_well(world, forked)
+        assert run_well(world, "print(os.getpid() == before)").lines() == ["True"]
+
+
 def test_threads_print_and_display_at_once(world: World) -> None:
     """Text and displays of several threads arrive whole."""
     log = Path(world.logs[0]) / "stdout.log"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.metadata import version
@@ -24,9 +24,6 @@ from nbdist.wire.cells import function_name
 
 SHOW = "_showtraceback"
 """IPython's method that is given a finished traceback; ipykernel's publishes it."""
-
-SHOWN = "_last_traceback"
-"""ipykernel's attribute that keeps it for the reply."""
 
 COLOURS = r"((?:\x1b\[[\d;]*m)*)"
 FRAME = re.compile(rf"{COLOURS}([^\x1b\n]+?){COLOURS} in ([^\n]*)")
@@ -105,11 +102,6 @@ def publish_error(shell: Any, kind: type[BaseException], error: Any, lines: list
         shell._showtraceback(kind, error, lines)
     else:
         sys.stderr.write("\n".join([*lines, ""]))
-
-
-def published_traceback(shell: Any) -> Sequence[str]:
-    """The lines of the traceback that was shown last, for ipykernel 6 and 7."""
-    return getattr(shell, SHOWN, None) or ()
 
 
 def around_errors(

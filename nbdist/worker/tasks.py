@@ -1,0 +1,89 @@
+"""Takes the tasks that come from the agent, and has the main thread do them in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING
+
+from nbdist.wire.messages import Cell, Run
+from nbdist.wire.outputs import Done
+from nbdist.wire.tasks import Finished, FrameCutter, framed
+
+if TYPE_CHECKING:
+    from nbdist.worker.kernel import MarkingSession, WorkerKernel
+
+READ_SIZE = 1 << 18
+
+
+class Tasks:
+    """The worker's end of the socket; all of it runs on the main thread's loop.
+
+    Not ipykernel's shell channel, whose thread, signatures and messages on what the kernel
+    is about to do cost more than a short cell.
+    """
+
+    def __init__(self, path: str, kernel: WorkerKernel, session: MarkingSession) -> None:
+        self._kernel = kernel
+        self._session = session
+        self._pid = os.getpid()
+        self._loop = asyncio.get_event_loop()
+        self._waiting: deque[Cell] = deque()
+        self._arrived = asyncio.Event()
+        self._cutter = FrameCutter()
+        self._agent: socket.socket | None = None
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(path)
+        self._listener.listen(1)
+        self._loop.add_reader(self._listener, self._accept)
+        # One for all: what a cell sets in the context is there for the next.
+        self._serving = self._loop.create_task(self._serve())
+
+    def __repr__(self) -> str:
+        return f"<Tasks {len(self._waiting)} waiting>"
+
+    def close(self) -> None:
+        """The worker ends."""
+        self._serving.cancel()
+        for end in (self._listener, self._agent):
+            if end is not None:
+                end.close()
+
+    def _accept(self) -> None:
+        self._agent, _ = self._listener.accept()
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        self._loop.add_reader(self._agent, self._read, self._agent)
+
+    def _read(self, agent: socket.socket) -> None:
+        data = agent.recv(READ_SIZE)
+        if not data:  # it closes the connection before it ends this process
+            self._loop.remove_reader(agent)
+        for frame in self._cutter.feed(data):
+            run: Run = pickle.loads(frame)
+            self._waiting.append(run.cell)
+            self._arrived.set()
+
+    async def _serve(self) -> None:
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            while self._waiting:
+                cell = self._waiting.popleft()
+                try:
+                    done = await self._kernel.run(cell)
+                except KeyboardInterrupt:  # a second one, while the first was being told of
+                    signal.signal(signal.SIGINT, signal.SIG_IGN)
+                    done = Done("error", 0.0)
+                if os.getpid() != self._pid:
+                    os._exit(0)  # a child that the cell has forked: the rest is its parent's
+                self._session.place(partial(self._send, cell.id, done))
+
+    def _send(self, cell_id: str, done: Done, number: int) -> None:
+        assert self._agent is not None
+        self._agent.sendall(framed(pickle.dumps(Finished(number, cell_id, done), protocol=5)))
