@@ -23,7 +23,7 @@ class OutputPipe:
         with suppress(PermissionError):  # over the quota: the usual 64 KiB serve too
             fcntl.fcntl(self._end, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._end, self._read_some)
+        self._loop.add_reader(self._end, self.read)
         self._open = True
 
     def close_write_end(self) -> None:
@@ -32,7 +32,7 @@ class OutputPipe:
 
     def drain(self) -> None:
         """Read what is there now, for a worker that has ended."""
-        while self._open and self._read_some():
+        while self.read():
             pass
 
     def close(self) -> None:
@@ -42,7 +42,10 @@ class OutputPipe:
             self._loop.remove_reader(self._end)
             os.close(self._end)
 
-    def _read_some(self) -> bool:
+    def read(self) -> bool:
+        """Read once, without waiting for the loop to say that there is something."""
+        if not self._open:
+            return False
         try:
             data = os.read(self._end, READ_SIZE)
         except BlockingIOError:

@@ -281,6 +281,7 @@ class Rank:
 
     def _finish(self, end: Finished) -> None:
         self._merger.receive_message(end.number, end)
+        self._pipes[0].read()  # its mark is there: no other turn of the loop for it
         self._pass_on_all()
 
     def _read_message(self, frames: list[bytes]) -> None:

@@ -8,7 +8,6 @@ import pickle
 import signal
 import socket
 from collections import deque
-from functools import partial
 from typing import TYPE_CHECKING
 
 from nbdist.wire.messages import Cell, Run
@@ -82,8 +81,9 @@ class Tasks:
                     done = Done("error", 0.0)
                 if os.getpid() != self._pid:
                     os._exit(0)  # a child that the cell has forked: the rest is its parent's
-                self._session.place(partial(self._send, cell.id, done))
+                # First the mark: the agent reads it when it gets the other.
+                self._send(Finished(self._session.place(), cell.id, done))
 
-    def _send(self, cell_id: str, done: Done, number: int) -> None:
+    def _send(self, end: Finished) -> None:
         assert self._agent is not None
-        self._agent.sendall(framed(pickle.dumps(Finished(number, cell_id, done), protocol=5)))
+        self._agent.sendall(framed(pickle.dumps(end, protocol=5)))
