@@ -119,6 +119,34 @@ def test_ends_and_failures_do_not_wait(last: Output):
     run(test)
 
 
+def test_ends_of_all_ranks_leave_together():
+    """While others still run a rank's end can wait; the last one takes them all along."""
+
+    async def test(notebook: Notebook) -> None:
+        notebook.outbox.begin(range(3))
+        for rank in range(3):
+            assert notebook.batches == []
+            notebook.outbox.add(rank, "cell", Done("ok", 0.1))
+            for _ in range(3):  # turns of the loop, no time
+                await asyncio.sleep(0)
+        (batch,) = notebook.batches
+        assert [rank for rank, _, _ in batch.items] == [0, 1, 2]
+
+    run(test)
+
+
+def test_end_of_one_rank_is_told_while_others_run():
+    """It waits for a batch's time, not for the others."""
+
+    async def test(notebook: Notebook) -> None:
+        notebook.outbox.begin(range(2))
+        notebook.outbox.add(1, "cell", Done("ok", 0.1))
+        await notebook.wait_for(1)
+        assert notebook.items() == [(1, "cell", Done("ok", 0.1))]
+
+    run(test)
+
+
 def test_slow_notebook_gets_no_more_than_it_takes():
     """Only some batches may be under way; the next leaves with an acknowledgement."""
 

@@ -74,6 +74,19 @@ def closure(amount: int) -> Callable[[int], int]:
 # --- results ----------------------------------------------------------------------------
 
 
+def test_calls_and_gathered_values_are_no_cells(world: World) -> None:
+    """IPython counts, keeps and announces none of them; what a call plots is shown all the same."""
+    world.execute(
+        "cells, shown, events = [], [], get_ipython().events\n"
+        "events.register('pre_run_cell', lambda info: cells.append(info.raw_cell))\n"
+        "events.register('post_execute', lambda: shown.append(1))\n"
+        "inputs = len(In)"
+    )
+    world.run(my_rank)
+    assert world.gather("len(cells), len(In) - inputs") == [(0, 0)] * 2
+    assert world.gather("len(shown)") == [2] * 2  # the first cell's own end, and the call's
+
+
 def test_results(world: World) -> None:
     """What each rank returned, by rank, by machine and local rank, and in rank order."""
     results = world.run(my_rank, 10, plus=5)
