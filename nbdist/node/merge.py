@@ -67,8 +67,14 @@ class Merger(Generic[Message]):
         self._add(self._stream, self._decoders[self._stream].decode(last[:cut]))
 
     def receive_stderr(self, data: bytes) -> None:
-        """What was read from file descriptor 2: written by C code and child processes."""
-        self._add("stderr", self._decoders["pipe"].decode(data))
+        """What was read from file descriptor 2: written by C code and child processes.
+
+        It has no order with the other pipe, so it does not wait for messages, of which one may
+        be the end of the cell.
+        """
+        if text := self._decoders["pipe"].decode(data):
+            places = (i for i, item in enumerate(self._queue) if isinstance(item, _Place))
+            self._queue.insert(next(places, len(self._queue)), Text("stderr", text))
 
     def receive_message(self, number: int, message: Message) -> None:
         """A message that the worker has numbered; it waits for its mark."""

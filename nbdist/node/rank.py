@@ -329,6 +329,7 @@ class Rank:
                 pass
             case Finished(cell_id=cell_id, done=done):
                 if self.cell is not None and cell_id == self.cell.id:
+                    self._pipes[1].read()  # it has no order with the other, but with the end
                     for text in self._merger.take_cut_off():
                         self._pass_on(text)
                     self._show(done)

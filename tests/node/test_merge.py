@@ -102,6 +102,16 @@ def test_message_that_comes_later_holds_back_what_follows():
     assert not merger.is_waiting
 
 
+def test_stderr_of_its_own_pipe_waits_for_no_message():
+    """What came by that pipe is there before the message, which may be the end of the cell."""
+    merger: Merger[str] = Merger(TOKEN)
+    merger.receive_stdout(b"a" + mark(TOKEN, 1) + b"b", now=0.0)
+    merger.receive_stderr(b"e")
+    merger.receive_message(1, "<1>")
+    text = [Text("stdout", "a"), Text("stderr", "e")]
+    assert merger.take(now=0.1) == [*text, "<1>", Text("stdout", "b")]
+
+
 def test_message_without_a_mark_waits_for_it():
     """A message never comes out before the text that was printed before it."""
     merger: Merger[str] = Merger(TOKEN)
