@@ -170,8 +170,12 @@ def test_end(
         "import subprocess, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "children = [subprocess.Popen(['sleep', '1000'], start_new_session=s) for s in (0, 1)]"
     )
-    processes = psutil.Process(notebook.agent.pid).children(recursive=True)
-    assert len([each for each in processes if "sleep" in each.cmdline()]) == 4
+    agent, deadline = psutil.Process(notebook.agent.pid), time.monotonic() + SOON
+    sleeping: list[psutil.Process] = []
+    while len(sleeping) < 4:  # a process has no command line yet in the moment of its exec
+        assert time.monotonic() < deadline
+        processes = agent.children(recursive=True)
+        sleeping = [each for each in processes if "sleep" in each.cmdline()]
     end(notebook)
     assert notebook.agent.wait(ENDED_IN) == 0
     _gone, alive = psutil.wait_procs(processes, timeout=ENDED_IN)
