@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-OLDEST_TORCH = (2, 8)
+OLDEST_TORCH = (2, 7)
 """From here on nbdist runs; `%load_ext` refuses what is older."""
 
 
@@ -59,6 +59,7 @@ ROWS = (
     Row("torch-2.10", "3.12", {"torch": "2.10.*", **_jupyter("6.29.5", "7.34.0", "8.*")}),
     Row("torch-2.9", "3.12", {"torch": "2.9.*", **_jupyter("6.17.1", "7.34.0", "7.4.9")}),
     Row("torch-2.8", "3.11", {"torch": "2.8.*", **_jupyter("6.29.5", "8.*", "7.4.9")}),
-    Row("torch-2.7", "3.11", {"torch": "2.7.*"}),
+    Row("torch-2.7", "3.11", {"torch": "2.7.*", **_jupyter("6.29.5", "8.*", "8.*")}),
+    Row("torch-2.6", "3.11", {"torch": "2.6.*"}),
     Row("python-3.14", "3.14"),
 )

@@ -237,7 +237,8 @@ def test_stop(notebook: Notebook, waits: str) -> None:
             pressed.append(outcome)
             notebook.manager.interrupt_kernel()
 
-    outcome = notebook.run(f"%%distributed\nkept = rank\nprint('running')\n{waits}", press)
+    bound = "kept = rank\ndist.barrier()\nprint('running')"
+    outcome = notebook.run(f"%%distributed\n{bound}\n{waits}", press)
     assert outcome.error == "KeyboardInterrupt: ranks 0-3 have stopped; all variables are kept."
     goes_on(notebook)
 

@@ -1,7 +1,7 @@
 """Every private name of torch that nbdist uses, each behind a small function in its own words.
 
 Runs in workers, and in the fork server before them.  Where versions differ a function says
-which ones; `check` tells what the torch that is here lacks.  Run with 2.8 to 2.15 on the
+which ones; `check` tells what the torch that is here lacks.  Run with 2.7 to 2.15 on the
 CPU; nothing of nccl has been run.
 """
 
@@ -28,7 +28,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 VERSION = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
 
 RECORDS_GLOO = VERSION >= (2, 11) and hasattr(c10d, "_dump_fr_trace_json")
-"""Whether Flight Recorder has gloo's collectives."""
+"""Whether Flight Recorder has gloo's collectives; before 2.8 nobody can ask it for any."""
 
 RENEWS_GLOO = hasattr(ProcessGroupGloo, "reconfigure")
 """Whether a backend of gloo can be connected anew, to other ranks too: from torch 2.14 on.
@@ -206,8 +206,9 @@ def replace_gloo(group: ProcessGroup, backend: Any, number: int) -> None:
 
 def prepare_gloo(backend: Any, group: ProcessGroup, members: Sequence[int]) -> None:
     """Have a backend that torch has not made itself say whose it is."""
-    backend.options.group_name = group.group_name
-    backend.options.global_ranks_in_group = list(members)
+    if hasattr(backend.options, "group_name"):  # from torch 2.8 on
+        backend.options.group_name = group.group_name
+        backend.options.global_ranks_in_group = list(members)
     backend._set_sequence_number_for_group()
 
 
