@@ -17,7 +17,7 @@ LONGEST_MARK = 80
 """Bytes; what is held back at most of a read that ends in the middle of a mark."""
 
 LOST_AFTER = 5.0
-"""Seconds after which a marked message is taken for lost."""
+"""Seconds after which a marked message is taken for lost, if none before it came meanwhile."""
 
 Message = TypeVar("Message")
 
@@ -42,6 +42,7 @@ class Merger(Generic[Message]):
         self._start = f"\x1b_{token};".encode()
         self._queue: deque[Text | _Place] = deque()
         self._messages: dict[int, Message] = {}
+        self._arrived = 0.0  # when a message last had its turn
         self._rest = b""
         self._stream: StreamName = "stdout"
         self._decoders = {
@@ -89,7 +90,8 @@ class Merger(Generic[Message]):
                 items.append(head)
             elif head.number in self._messages:
                 items.append(self._messages.pop(head.number))
-            elif now - head.since < LOST_AFTER:
+                self._arrived = now
+            elif now - max(head.since, self._arrived) < LOST_AFTER:
                 break
             self._queue.popleft()
         return items

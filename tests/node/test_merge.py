@@ -130,6 +130,19 @@ def test_lost_message_is_waited_for_some_seconds():
     assert merger.take(now=10.0 + LOST_AFTER) == [Text("stdout", "after")]
 
 
+def test_slow_messages_are_not_lost():
+    """As long as messages come in their turn the next one is waited for, however many there are."""
+    merger: Merger[str] = Merger(TOKEN)
+    merger.receive_stdout(mark(TOKEN, 1) + mark(TOKEN, 2) + mark(TOKEN, 3), now=0.0)
+    merger.receive_message(1, "<1>")
+    assert merger.take(now=LOST_AFTER - 1) == ["<1>"]
+    merger.receive_message(3, "<3>")
+    assert merger.take(now=LOST_AFTER + 1) == []
+    merger.receive_message(2, "<2>")
+    assert merger.take(now=LOST_AFTER + 2) == ["<2>", "<3>"]
+    assert not merger.is_waiting
+
+
 def test_end_of_the_worker():
     """When a worker has died, all that is there comes out, messages without marks last."""
     merger: Merger[str] = Merger(TOKEN)
