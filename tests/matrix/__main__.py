@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -109,7 +110,7 @@ def _try_refused(row: Row, environment: Environment, log: IO[str]) -> Result:
     environment.install("--no-deps", "-e", str(ROOT))
     command = [str(environment.python), "-m", "IPython", "-c", "%load_ext nbdist"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    said = f"{done.stdout}{done.stderr}".strip()
+    said = re.sub(r"\x1b\[[0-9;]*m", "", f"{done.stdout}{done.stderr}").strip()
     log.write(f"{said}\n")
     release = environment.versions()["torch"].partition("+")[0]
     refusal = next((line for line in said.splitlines() if "torch" in line and release in line), "")
