@@ -52,7 +52,6 @@ def test_a_shell_that_shows_tracebacks_otherwise(capsys: pytest.CaptureFixture[s
     ipython.around_errors(shell, unused)
     ipython.publish_error(shell, ValueError, ValueError("bad"), ["line 1", "ValueError: bad"])
     assert capsys.readouterr().err == "line 1\nValueError: bad\n"
-    assert ipython.published_traceback(shell) == ()
 
 
 def test_ipython_7_shows_numbers_of_cells(monkeypatch: pytest.MonkeyPatch) -> None:
