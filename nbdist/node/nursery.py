@@ -52,6 +52,8 @@ IMPORTED_AT_START = (
 
 
 IMPORTED_WHEN_IDLE = (
+    "pygments.formatters.terminal256",
+    "stack_data",
     "numpy.random",
     "mpmath",
     "sympy.core",
@@ -67,10 +69,11 @@ IMPORTED_WHEN_IDLE = (
     "torch.utils.serialization",
     "torch._subclasses.schema_check_mode",
 )
-"""What the first DDP, FSDP2 and optimizer of a process import, found like those above.
+"""What the first traceback, DDP, FSDP2 and optimizer of a process import, found like those above.
 
-Nearly all of it belongs to torch._dynamo.  What that needs and can be had without it comes
-first, so that no single step is long.  A torch that lacks one of these does without it.
+The first two are the traceback's; nearly all others belong to torch._dynamo.  What that
+needs and can be had without it comes first, so that no single step is long.  A torch or
+IPython that lacks one of these does without it.
 """
 
 READ_ON_IMPORT = re.compile(
