@@ -23,7 +23,7 @@ ALLOWED = {
     # Python's own.
     ("worker/process.py", "os._exit"): "documented, for the child of a fork",
     ("worker/run.py", "os._exit"): "documented, for the child of a fork",
-    ("worker/tasks.py", "os._exit"): "documented, where nobody is left to work for",
+    ("worker/tasks.py", "os._exit"): "documented, for the child of a fork",
     ("worker/control.py", "_thread"): "a documented module",
     ("worker/run.py", "atexit._run_exitfuncs"): "os._exit runs none",
     ("worker/watching.py", "sys._current_frames"): "documented",
