@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from nbdist.wire.messages import Cell
     from nbdist.wire.scripts import Script
     from nbdist.worker.group import Group
+    from nbdist.worker.interrupts import Interrupts
 
 
 without_debugger()
@@ -154,10 +155,10 @@ class WorkerKernel(LeavesChildren):
         app: Any = self.parent
         return str(app.rank)
 
-    async def run(self, cell: Cell) -> Done:
+    async def run(self, cell: Cell, interrupts: Interrupts) -> Done:
         """Bind the cell's names, run it, and say what nbdist wants to know of it.
 
-        Interrupts are for the cell: they are ignored before and after it.
+        Interrupts are for the cell: not for what comes after it.
         """
         started = time.perf_counter()
         done = Done("error", 0.0)
@@ -165,7 +166,7 @@ class WorkerKernel(LeavesChildren):
         session: Any = self.session
         told = session.errors
         try:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            interrupts.begin()
             synced = self._prepare(cell)
             before = self.namespace.snapshot()
             error = await self._run(cell)
@@ -180,7 +181,7 @@ class WorkerKernel(LeavesChildren):
             self._report("KeyboardInterrupt", "")
         except Exception as error:  # noqa: BLE001 (whatever it was, the notebook waits for the end)
             self._report(type(error).__name__, str(error))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        interrupts.end()
         self._end_call(failed=done.status != "ok")
         self.records.end_cell()
         flush_c_streams()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-import signal
 import socket
 from collections import deque
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 from nbdist.wire.messages import Cell, Run
 from nbdist.wire.outputs import Done
 from nbdist.wire.tasks import Finished, FrameCutter, framed
+from nbdist.worker.interrupts import Interrupts
 
 if TYPE_CHECKING:
     from nbdist.worker.kernel import MarkingSession, WorkerKernel
@@ -33,6 +33,7 @@ class Tasks:
         self._pid = os.getpid()
         self._loop = asyncio.get_event_loop()
         self._waiting: deque[Cell] = deque()
+        self._interrupts = Interrupts(self._loop, lambda: bool(self._waiting))
         self._arrived = asyncio.Event()
         self._cutter = FrameCutter()
         self._agent: socket.socket | None = None
@@ -75,9 +76,9 @@ class Tasks:
             while self._waiting:
                 cell = self._waiting.popleft()
                 try:
-                    done = await self._kernel.run(cell)
+                    done = await self._kernel.run(cell, self._interrupts)
                 except KeyboardInterrupt:  # a second one, while the first was being told of
-                    signal.signal(signal.SIGINT, signal.SIG_IGN)
+                    self._interrupts.end()
                     done = Done("error", 0.0)
                 if os.getpid() != self._pid:
                     os._exit(0)  # a child that the cell has forked: the rest is its parent's

@@ -745,6 +745,23 @@ def test_interrupt_when_nothing_runs(world: World) -> None:
     assert world.gather("kept") == [1] * world.size
 
 
+def test_interrupt_before_the_cell_begins(world: World) -> None:
+    """Stop ends a cell that ranks have been sent and have not read, and no more than that."""
+    run_well(world, "kept = rank")
+    for pid in world.pids.values():
+        os.kill(pid, signal.SIGSTOP)
+    running = world.submit(world.cell("begun = True\nwhile True: pass"))
+    world.interrupt()
+    for pid in world.pids.values():
+        os.kill(pid, signal.SIGCONT)
+    ran = follow(running)
+    assert isinstance(ran.error, WorkerError)
+    assert {failure.name for failure in ran.error.errors.values()} == {"KeyboardInterrupt"}
+    assert world.gather("(kept, 'begun' in globals())") == [
+        (rank, False) for rank in range(world.size)
+    ]
+
+
 def test_rank_that_ignores_sigint(world: World) -> None:
     """Control is back in 5 s: who does not stop is killed and replaced, the others stay."""
     run_well(world, "kept = rank")
