@@ -33,6 +33,10 @@ EAGER_SECONDS, EAGER_TICK = 0.2, 0.05
 INTERRUPT_GRACE = 2.0
 """Seconds that ranks have to stop after SIGINT, before they are killed and replaced."""
 
+LEAVE_GRACE = 2.0
+"""Seconds more for ranks that have left the cell's code and are telling of it, as long as a
+first traceback takes on busy cores.  With all others it is 5 s until control is back."""
+
 KILL_GRACE = 1.0
 """Seconds for killed ranks to be gone, before control is given back without them."""
 
@@ -64,7 +68,7 @@ class RunningCell:
         self._world = world
         self._started = time.monotonic()
         self._started_ns = time.time_ns()
-        self._give_up_at = float("inf")
+        self._give_up_at = self._stopped_at = float("inf")
         self._news: News = []
         self._pids = dict(world.pids)
         self.freed: dict[int, Place] = {}
@@ -128,7 +132,7 @@ class RunningCell:
             return
         self._world.advance(Event.INTERRUPT)
         self._stopping = True
-        self._give_up_at = time.monotonic() + INTERRUPT_GRACE
+        self._give_up_at = self._stopped_at = time.monotonic() + INTERRUPT_GRACE
         self._watch.hurry(time.monotonic())
         self._world.link.call(Interrupt(self.unfinished), timeout=INTERRUPT_GRACE)
 
@@ -136,10 +140,25 @@ class RunningCell:
         """End the ranks that did not stop; False when that was done before."""
         if self._has_killed:
             return False
-        self._has_killed = True
-        self._give_up_at = time.monotonic() + KILL_GRACE
-        self._world.link.call(Kill(self.unfinished), timeout=KILL_GRACE)
+        now = time.monotonic()
+        leaving = self._leaving() if now < self._stopped_at + LEAVE_GRACE else ()
+        stuck = tuple(rank for rank in self.unfinished if rank not in leaving)
+        self._has_killed = not leaving
+        self._give_up_at = now + (TICK if leaving else KILL_GRACE)
+        if stuck:
+            self._world.link.call(Kill(stuck), timeout=KILL_GRACE)
         return True
+
+    def _leaving(self) -> tuple[int, ...]:
+        """The ranks that are in no line of the cell any more, and wait for nobody."""
+        places = {
+            rank: self._watch.places.get(rank, Place(is_deaf=True)) for rank in self.unfinished
+        }
+        return tuple(
+            rank
+            for rank, place in places.items()
+            if not (place.line or place.operation or place.is_deaf or place.is_stopped)
+        )
 
     def _watch_over(self) -> None:
         """Look where ranks are when it is time to, and free those that can never go on."""

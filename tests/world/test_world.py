@@ -762,6 +762,32 @@ def test_interrupt_before_the_cell_begins(world: World) -> None:
     ]
 
 
+SLOW_TO_LEAVE = """
+source = "def show(*_, **__): import time; print('leaves'); time.sleep(2.8)"
+exec(compile(source, "elsewhere.py", "exec"))
+get_ipython().set_custom_exc((KeyboardInterrupt,), show)
+"""
+
+NEVER_LEAVES = """
+import signal, time
+if rank == 1:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+while True: time.sleep(0.1)
+"""
+
+
+def test_rank_that_is_slow_to_leave(world: World) -> None:
+    """Who has left the cell when others are killed is waited for, and keeps its variables."""
+    run_well(world, f"kept = rank\n{SLOW_TO_LEAVE}")
+    running = begin(world, NEVER_LEAVES)
+    running.interrupt()
+    ran = follow(running)
+    assert isinstance(ran.error, WorkerDied)
+    kept = world.gather("globals().get('kept')")
+    assert kept == [rank if rank != 1 else None for rank in range(world.size)]
+    world.restart()
+
+
 def test_rank_that_ignores_sigint(world: World) -> None:
     """Control is back in 5 s: who does not stop is killed and replaced, the others stay."""
     run_well(world, "kept = rank")
