@@ -72,10 +72,10 @@ class Lab:
             self._end_leftovers()
 
     @contextmanager
-    def folder(self) -> Iterator[Path]:
+    def new_folder(self) -> Iterator[Path]:
         """A new folder for what a measurement writes, on a quiet machine."""
         self._wait_until_quiet()
-        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             yield Path(folder)
 
     @contextmanager

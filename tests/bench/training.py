@@ -95,13 +95,13 @@ def _memory_once(lab: Lab) -> float:
 
 def _notebook_launcher(lab: Lab, wrap: str) -> float:
     """The slowest rank's step, in processes that accelerate forked from the notebook."""
-    with lab.notebook() as notebook, lab.folder() as said:
+    with lab.notebook() as notebook, lab.new_folder() as said:
         notebook.run(MODEL + _script(said, wrap) + LAUNCH.format(ranks=RANKS))
         return _slowest(said)
 
 
 def _torchrun(lab: Lab, wrap: str) -> float:
-    with lab.folder() as said:
+    with lab.new_folder() as said:
         script = said / "script.py"
         script.write_text(f"{MODEL}{_script(said, wrap)}\nwork()\n", encoding="utf-8")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
