@@ -1,6 +1,6 @@
 """A process that has torch imported and forks workers on request.
 
-Started by `nbdist.node.processes` with one end of a socket pair and the runtime folder.
+Started by `nbdist.node.birth` with one end of a socket pair and the runtime folder.
 It has one thread, no event loop, no zmq context and no CUDA context, so that its forks
 are safe; the agent does the talking.  When its socket ends, so does it, and it takes its
 workers along.

@@ -7,8 +7,8 @@ are known; shutting these down wakes every rank within milliseconds, with an err
 (`abort` and `shutdown` of ProcessGroupGloo do nothing, torch 2.13; from 2.14 on `abort`
 returns and frees nobody.)
 
-From torch 2.14 on a backend can be connected anew, so all are made to be: 20 times in a row
-without another thread or descriptor.
+From torch 2.14 on a backend can be connected anew, so all are made to be: 260 times in a row
+(torch 2.15, n=2) without another thread or descriptor.
 """
 
 from __future__ import annotations
