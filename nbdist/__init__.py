@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbdist.errors import NbdistError, UsageError, WorkerDied, WorkerError
@@ -35,18 +40,35 @@ _MODULES = {
 }
 
 
+@contextmanager
+def _own_imports() -> Iterator[None]:
+    """Have what nbdist imports looked for in the notebook's folder last, not before packages.
+
+    A `psutil.py` there is the user's; and none of their files is run without being asked for.
+    """
+    before, here = list(sys.path), os.path.realpath("/proc/self/cwd")
+    last = [each for each in before if not os.path.isabs(each) or os.path.realpath(each) == here]
+    sys.path[:] = [*(each for each in before if each not in last), *last]
+    try:
+        yield
+    finally:
+        sys.path[:] = [*before, *(each for each in sys.path if each not in before)]
+
+
 def __getattr__(name: str) -> Any:
     """Import the Python API when it is first used: `import nbdist` alone costs nothing."""
     if name in __all__:
-        return getattr(import_module(_MODULES.get(name, "nbdist.errors")), name)
+        with _own_imports():
+            return getattr(import_module(_MODULES.get(name, "nbdist.errors")), name)
     raise AttributeError(f"module 'nbdist' has no attribute {name!r}")
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """Called by `%load_ext nbdist`."""
-    from nbdist.notebook.extension import load
+    with _own_imports():
+        from nbdist.notebook.extension import load
 
-    load(shell)
+        load(shell)
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:

@@ -14,6 +14,9 @@ Each line names what happened, indented under what also catches it:
         * :exc:`WrongVersion`: nbdist does not run with a library that is installed
         * :exc:`WorldNotStarted`: it takes workers and there are none
         * :exc:`WorldChanged`: `-n` differs from the workers that are running
+        * :exc:`NoRuntimeFolder`: there is no place for the sockets of a world
+        * :exc:`NotEnoughMemory`: values do not fit into shared memory
+        * :exc:`InChild`: the workers belong to the process that this one was forked from
         * :exc:`WorldBusy`: the workers have not finished what they were given before
         * :exc:`WorldBroken`: the workers share no group any more
         * :exc:`WorldStuck`: ranks did not stop when they were asked to
@@ -21,7 +24,7 @@ Each line names what happened, indented under what also catches it:
     * :exc:`NotScaled`: there are as many workers as before `%dist_scale`
     * :exc:`WorkerError`: the code raised on some ranks
         * :exc:`WorkerDied`: the process of a rank ended
-        * :exc:`RanksFreed`: ranks waited for others that had finished the cell
+        * :exc:`RanksFreed`: ranks waited in collectives for what could never come
     * :exc:`AgentLost`: the agent of a machine ended, and its workers with it
 
 Stop raises :exc:`Interrupted`, which is Python's own :exc:`KeyboardInterrupt`.
@@ -166,6 +169,43 @@ class WorldChanged(UsageError):
         )
 
 
+class NoRuntimeFolder(UsageError):
+    """No place can hold the folder of a world's sockets; `problems` says why, by place."""
+
+    def __init__(self, problems: Mapping[str, str]) -> None:
+        self.problems = problems
+        listed = "; ".join(f"{one_line(place, 50)}: {why}" for place, why in problems.items())
+        super().__init__(
+            f"there is no place for the sockets of a world ({listed}). "
+            "Set XDG_RUNTIME_DIR to a folder with a short path and 1 MB of room."
+        )
+
+
+class NotEnoughMemory(UsageError):
+    """Values to be sent do not fit into shared memory beside themselves; nothing was sent.
+
+    `size`, `limit` and `free` are bytes; `where` is a cgroup or the machine.
+    """
+
+    def __init__(self, size: int, where: str, limit: int, free: int) -> None:
+        self.size, self.where, self.limit, self.free = size, where, limit, free
+        super().__init__(
+            f"{_gigabytes(size)} to be sent take as much shared memory, and of the "
+            f"{_gigabytes(limit)} that {where} may use {_gigabytes(free)} are free. Load them on "
+            "the workers, send less, or raise the limit."
+        )
+
+
+class InChild(UsageError):
+    """The workers belong to the process that this one was forked from."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}: this process is a forked child of the notebook, to which the workers belong. "
+            "Call it in the notebook itself; a new `nbdist.World(n)` works here too."
+        )
+
+
 class WorldBusy(UsageError):
     """The workers have not finished what they were given before."""
 
@@ -179,14 +219,18 @@ class WorldBusy(UsageError):
 
 
 class WorldStuck(UsageError):
-    """Ranks went on after Stop: Python cannot interrupt what they do."""
+    """Ranks have not ended a cell that was stopped: they clean up, go on, or are slow."""
 
-    def __init__(self, ranks: Iterable[int]) -> None:
+    def __init__(self, ranks: Iterable[int], doing: str = "") -> None:
+        """`doing` says where they are."""
         self.ranks = tuple(ranks)
-        verb = "does" if len(self.ranks) == 1 else "do"
+        verb = "has" if len(self.ranks) == 1 else "have"
+        them = "it" if len(self.ranks) == 1 else "them"
         super().__init__(
-            f"{name_ranks(self.ranks)} {verb} not stop: waiting in a collective, or in C code. "
-            "The notebook is free; `%dist_restart` ends them and starts all workers anew."
+            f"{name_ranks(self.ranks)} {verb} not ended the cell yet that was stopped"
+            f"{f' ({doing})' if doing else ''}; all variables are kept. The next cell waits for "
+            f"{them}; `%dist_interrupt` presses Stop again, and "
+            f"`%dist_restart -r {format_ranks(self.ranks)}` starts {them} anew."
         )
 
 
@@ -335,40 +379,30 @@ class WorkerDied(WorkerError):
         ran: int,
         seconds: float,
         exit_code: int | None,
+        end: str = "",
     ) -> None:
-        """`ran` is 0 when no cell was running; `exit_code` is negative for a signal."""
+        """`ran` is 0 when no cell was running; `exit_code` is negative for a signal.
+
+        `end` says how it ended where the exit code does not.
+        """
         self._keep(rank, host, pid, errors)
         self.exit_code = exit_code
         when = f"{seconds:.1f} s into the cell" if ran else "while no cell was running"
         NbdistError.__init__(
             self,
-            f"rank {rank} on {host} (pid {pid}) {word_exit(exit_code)} {when}.",
+            f"rank {rank} on {host} (pid {pid}) {end or word_exit(exit_code)} {when}.",
         )
 
 
 class RanksFreed(WorkerError):
-    """Ranks waited in a collective that the others had finished the cell without."""
+    """Ranks waited in collectives for what could never come."""
 
     def __init__(
-        self,
-        rank: int,
-        host: str,
-        pid: int,
-        errors: Mapping[int, RankFailure],
-        waits: str,
-        ran: Iterable[int],
-        world_size: int,
+        self, rank: int, host: str, pid: int, errors: Mapping[int, RankFailure], why: str
     ) -> None:
-        """`waits` says who waits in what; `ran` are the ranks that ran the cell."""
+        """`why` says who waited in what, and why in vain."""
         self._keep(rank, host, pid, errors)
-        ran = set(ran)
-        finished = ran - errors.keys()
-        why = f"{name_ranks(finished)} finished the cell without it"
-        if not finished:
-            outside = set(range(world_size)) - ran
-            verb = "does" if len(outside) == 1 else "do"
-            why = f"{name_ranks(outside)} {verb} not run this cell"
-        NbdistError.__init__(self, f"{waits}; {why}. Who waited was freed; all variables are kept.")
+        NbdistError.__init__(self, f"{why}. Who waited was freed; all variables are kept.")
 
 
 class AgentLost(NbdistError):
@@ -384,16 +418,19 @@ class AgentLost(NbdistError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Stop ended the cell on these ranks, which keep their variables; or, of none, a start."""
+    """Stop ended the cell on these ranks, which keep their variables; or, of none, a start.
 
-    def __init__(self, ranks: Iterable[int]) -> None:
+    Those in `killed` did not listen to it; `fate` says what became of the ranks instead.
+    """
+
+    def __init__(self, ranks: Iterable[int], killed: Iterable[int] = (), fate: str = "") -> None:
         self.ranks = tuple(ranks)
+        self.killed = tuple(killed)
         verb = "has" if len(self.ranks) == 1 else "have"
-        super().__init__(
-            f"{name_ranks(self.ranks)} {verb} stopped; all variables are kept."
-            if self.ranks
-            else "no workers were started."
-        )
+        said = f"{name_ranks(self.ranks)} {verb} stopped; all variables are kept."
+        if fate:
+            said = f"Stopped. {_sentence(fate)}"
+        super().__init__(said if self.ranks or fate else "no workers were started.")
 
     def _render_traceback_(self) -> list[str]:
         return [f"\x1b[31mKeyboardInterrupt\x1b[0m: {self}"]
@@ -442,6 +479,10 @@ def one_line(text: str, limit: int = LINE_LIMIT) -> str:
     """The first line of `text` that has something in it, cut where it is too long."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"
 
 
 def _known(name: str) -> type[Exception] | None:

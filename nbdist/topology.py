@@ -1,8 +1,10 @@
-"""How many workers, on which GPUs, with which backend, and which of their ranks.
+"""How many workers, on which nodes and GPUs, with which backend, and which of their ranks.
 
-The text of `-n`, `--gpus`, `--backend` and `-r` becomes values here, or an error of
+The text of `-n`, `-j`, `--gpus`, `--backend` and `-r` becomes values here, or an error of
 `nbdist.errors` that shows the right forms.  Runs in the notebook kernel, which must not
-initialise CUDA: GPUs are counted from what the driver shows in files.
+initialise CUDA: GPUs are counted from what the driver shows in files.  Where each rank sits
+is worked out in notebook and agent alike; on one machine the nodes of `-j 2x4` are simulated:
+each rank finds in its environment what torchrun would put there on that node.
 """
 
 from __future__ import annotations
@@ -12,27 +14,11 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nbdist.errors import BadRanks, BadTopology, NotEnoughGpus, count, format_ranks
-
-__all__ = [
-    "GPU_BACKEND",
-    "WorkerCount",
-    "check_start",
-    "default_backend",
-    "format_ranks",
-    "installed_gpus",
-    "parse_backend",
-    "parse_gpus",
-    "parse_ranks",
-    "parse_workers",
-    "resolve",
-    "usable_cores",
-    "uses_nccl",
-    "visible_gpus",
-]
+from nbdist.errors import BadRanks, BadTopology, NotEnoughGpus, count
 
 WorkerCount = int | Literal["auto", "gpu", "cpu"]
 
@@ -46,10 +32,12 @@ DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 
 _WORKERS_WORDS: Mapping[str, WorkerCount] = {"auto": "auto", "gpu": "gpu", "cpu": "cpu"}
 _WORKERS_FORMS = "Use `-n 4`, `-n auto`, `-n gpu` or `-n cpu`."
+_LAYOUT_FORMS = "Use `-j 4` or `-j 2x4` (2 nodes with 4 workers each)."
 _BACKEND_FORMS = f'Use `--backend gloo`, `nccl`, `"{GPU_BACKEND}"` or `none`.'
 _GPUS_FORM = "Use numbers with commas, `--gpus 0,1,3` or `0-3`."
 
 # A limit on digits, because int() has one too and would raise beyond it.
+_LAYOUT = re.compile(r"(?:([0-9]{1,6})x)?([0-9]{1,6})")
 _NUMBER = re.compile(r"[0-9]{1,6}")
 _SPAN = re.compile(r"([0-9]{1,6})-([0-9]{1,6})")
 _SIGNED = re.compile(r"-?[0-9]{1,6}")
@@ -60,7 +48,7 @@ _SLICE = re.compile(r"(-?[0-9]{1,6})?:(-?[0-9]{1,6})?(?::(-?[0-9]{1,6})?)?")
 
 
 def parse_workers(text: str) -> WorkerCount:
-    """The value of `-n`: a number from 1 on, or `auto`, `gpu`, `cpu`."""
+    """Read the value of `-n`: a number from 1 on, or `auto`, `gpu`, `cpu`."""
     word = text.strip()
     if word in _WORKERS_WORDS:
         return _WORKERS_WORDS[word]
@@ -72,7 +60,7 @@ def parse_workers(text: str) -> WorkerCount:
 
 
 def resolve(workers: WorkerCount, gpus: int, cores: int) -> int:
-    """How many workers `-n` means on a machine with that many GPUs and cores.
+    """Count the workers that `-n` means on a machine with that many GPUs and cores.
 
     `auto` is one per GPU, and without any one per core, at most 4.
     """
@@ -88,7 +76,7 @@ def resolve(workers: WorkerCount, gpus: int, cores: int) -> int:
 
 
 def usable_cores() -> int:
-    """How many cores this process may run on: fewer than the machine's under `taskset`."""
+    """Count the cores that this process may run on: fewer than the machine's under `taskset`."""
     return len(os.sched_getaffinity(0))
 
 
@@ -101,7 +89,7 @@ def check_start(
     *,
     share_gpus: bool = False,
 ) -> str | None:
-    """None when all is well, or one line to warn with; raises what cannot work.
+    """Return None when all is well, or one line to warn with; raises what cannot work.
 
     Two ranks of nccl on one GPU is what cannot, unless they are to share it;
     `visible_devices` is the text of CUDA_VISIBLE_DEVICES, for that error.
@@ -118,16 +106,84 @@ def check_start(
     return None
 
 
+# --- on which nodes -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`nodes` nodes with `per_node` workers each: `2x4`."""
+
+    nodes: int
+    per_node: int
+
+    def __str__(self) -> str:
+        return f"{self.nodes}x{self.per_node}"
+
+    @property
+    def world_size(self) -> int:
+        """How many workers there are on all nodes."""
+        return self.nodes * self.per_node
+
+
+def parse_layout(text: str) -> Layout:
+    """Read the value of `-j`: `4` workers on one node, `2x4` on two."""
+    found = _LAYOUT.fullmatch(text.replace(" ", ""))
+    if not found:
+        raise BadTopology("-j", text, "that is not nodes and workers", _LAYOUT_FORMS)
+    layout = Layout(nodes=int(found[1] or 1), per_node=int(found[2]))
+    if layout.world_size < 1:
+        raise BadTopology("-j", text, "it takes at least one node and one worker", _LAYOUT_FORMS)
+    return layout
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a rank is: torchrun's LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE."""
+
+    local_rank: int
+    local_world_size: int
+    node: int
+    nodes: int
+
+
+def seat_of(rank: int, world_size: int, per_node: int) -> Seat:
+    """Find the seat of a rank on nodes that are filled one after the other.
+
+    `per_node` is 0 for one node that has them all; the last node has what is left.
+    """
+    per_node = per_node or world_size
+    node = rank // per_node
+    return Seat(
+        local_rank=rank % per_node,
+        local_world_size=min(per_node, world_size - node * per_node),
+        node=node,
+        nodes=-(-world_size // per_node),
+    )
+
+
+def gpus_of(seat: Seat, gpus: Sequence[str], per_node: int) -> tuple[str, ...]:
+    """Choose what CUDA shows a rank of the GPUs; its own is LOCAL_RANK modulo their number.
+
+    One node has all.  Simulated ones have a slice each, as CUDA_VISIBLE_DEVICES, so that
+    LOCAL_RANK is a valid index on each; where there are too few GPUs, slices overlap.
+    """
+    if seat.nodes == 1 or not gpus:
+        return tuple(gpus)
+    first = seat.node * per_node
+    seats = range(first, first + min(seat.local_world_size, len(gpus)))
+    return tuple(gpus[number % len(gpus)] for number in seats)
+
+
 # --- backends -------------------------------------------------------------------------
 
 
 def default_backend(gpus: int) -> str:
-    """The backend for ranks that have a GPU each (nccl for its tensors), or none."""
+    """Choose the backend for ranks that have a GPU each (nccl for its tensors), or none."""
     return GPU_BACKEND if gpus else "gloo"
 
 
 def parse_backend(text: str) -> str:
-    """The value of `--backend` as torch takes it, without spaces; `none` for no group."""
+    """Read the value of `--backend` as torch takes it, without spaces; `none` for no group."""
     backend = text.replace(" ", "").lower()
     if backend in ("gloo", "nccl", "none"):
         return backend
@@ -146,7 +202,7 @@ def parse_backend(text: str) -> str:
 
 
 def uses_nccl(backend: str) -> bool:
-    """Whether ranks of this backend need a GPU each."""
+    """Say whether ranks of this backend need a GPU each."""
     return "nccl" in backend
 
 
@@ -154,7 +210,7 @@ def uses_nccl(backend: str) -> bool:
 
 
 def visible_gpus(environ: Mapping[str, str], installed: int | None = None) -> tuple[str, ...]:
-    """The GPUs that a process with this environment would see, as CUDA_VISIBLE_DEVICES names them.
+    """List the GPUs that a process with this environment sees, as CUDA_VISIBLE_DEVICES names them.
 
     `installed` is their number on the machine, looked up when it is None.  Touches
     neither torch nor CUDA.
@@ -173,7 +229,7 @@ def visible_gpus(environ: Mapping[str, str], installed: int | None = None) -> tu
 
 
 def installed_gpus() -> int:
-    """How many NVIDIA GPUs the machine has: from the driver's files, else from nvidia-smi."""
+    """Count the machine's NVIDIA GPUs: by the driver's files, else by nvidia-smi."""
     try:
         return len(list(DRIVER_FOLDER.iterdir()))
     except OSError:
@@ -182,7 +238,7 @@ def installed_gpus() -> int:
 
 
 def parse_gpus(text: str, visible: Sequence[str]) -> tuple[str, ...]:
-    """The value of `--gpus`, from the GPUs that are visible: numbers as torch counts them.
+    """Read the value of `--gpus`, of the GPUs that are visible: numbers as torch counts them.
 
     In the order given, and named as CUDA_VISIBLE_DEVICES names them, so that they can be
     set there: `0,2` of ("4", "5", "GPU-8f") gives ("4", "GPU-8f").
@@ -206,7 +262,7 @@ def parse_gpus(text: str, visible: Sequence[str]) -> tuple[str, ...]:
 
 
 def _cuda_list(text: str) -> tuple[str, ...]:
-    """What CUDA reads in CUDA_VISIBLE_DEVICES: up to the first entry that is none.
+    """Read CUDA_VISIBLE_DEVICES as CUDA does: up to the first entry that is none.
 
     Nothing at all when one is named twice.
     """
@@ -254,7 +310,7 @@ def _visible(number: int) -> str:
 
 
 def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
-    """The ranks that `-r` selects, ascending, each once.
+    """List the ranks that `-r` selects, ascending, each once.
 
     Numbers, spans and slices with commas between them: `0`, `0,2-3`, `1:3`, `::2`, `-1`,
     `all`.  Slices are Python's; the text is parsed, never evaluated.
@@ -271,7 +327,7 @@ def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
 
 
 def _select(item: str, world_size: int) -> Sequence[int]:
-    """The ranks of one item; ValueError with the reason, as a phrase."""
+    """List the ranks of one item; ValueError with the reason, as a phrase."""
     if item == "all":
         return range(world_size)
     if _SIGNED.fullmatch(item):

@@ -21,8 +21,12 @@ from pathlib import Path
 
 import pytest
 
+from nbdist.wire.messages import GetStatus
+from tests.worlds import NewWorld, start_lasting_link
+
 # Long enough for an agent that ends its workers politely first.
 LEAK_TIMEOUT = float(os.environ.get("NBDIST_LEAK_TIMEOUT", "8"))
+LONGEST_WAIT = 30.0
 POLL_SECONDS = 0.02
 
 # Every process that a test starts inherits this, also when it outlives its parent, or has
@@ -32,6 +36,33 @@ MARK = f"NBDIST_TEST_RUN={uuid.uuid4().hex}"
 # Kinds of descriptors that somebody has to close.  Others belong to libraries, which
 # open them once for the whole process (zmq's eventfds, asyncio's epoll).
 CLOSABLE = ("socket:", "pipe:", "anon_inode:[pidfd]", "/memfd:nbdist")
+
+
+# Several run beside one another, a file each: the longest must not be the last to begin.
+LONGEST = (
+    "faults/test_nothing_left.py",
+    "notebooks/test_notebooks.py",
+    "faults/test_freeing.py",
+    "browser/test_when_things_go_wrong.py",
+    "browser/test_quickstart.py",
+    "world/test_workers.py",
+    "test_api.py",
+    "world/test_world.py",
+    "notebook/test_magics.py",
+    "world/test_looking.py",
+    "libraries/test_libraries.py",
+    "node/test_agent.py",
+    "gpu/test_command.py",
+    "node/test_processes.py",
+    "faults/test_server.py",
+    "worker/group/test_gloo.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+    place = {tests / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -126,6 +157,23 @@ def _command(pid: str) -> str:
         return "ended just now"
 
 
+def _waited(pid: str) -> float:
+    """Seconds for which its main thread has waited for a processor."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
+
+
+def _doing(pid: str) -> str:
+    """Its state, and where in the kernel it waits: for whoever finds out why it is there."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[0]
+        return f"{pid} {state} {Path(f'/proc/{pid}/wchan').read_text()}"
+    except OSError:
+        return f"{pid} has ended"
+
+
 def _is_unused(segment: str) -> bool:
     """Whether no process that is not ours has the segment mapped: they have tests too.
 
@@ -149,18 +197,27 @@ def _is_unused(segment: str) -> bool:
 def _complain(before: Traces, where: str, told: set[str]) -> None:
     """Fails unless all that is new has gone, after some seconds at most.
 
-    What a test was blamed for, and `told` holds, the module is not blamed for again.
+    Seconds in which what is left waits for a processor, since other programs have them, do not
+    count.  What a test was blamed for, and `told` holds, the module is not blamed for again.
     """
-    deadline = time.monotonic() + LEAK_TIMEOUT
+    begun = time.monotonic()
+    first: dict[str, float] = {}
     collected = False
     while left := [line for line in Traces.now().left_since(before) if line not in told]:
         if not collected:
             # Sockets and threads may wait for the cycle that holds them.
             gc.collect()
             collected = True
-        if time.monotonic() > deadline:
+        pids = [line.split()[1].rstrip(":") for line in left if line.startswith("process ")]
+        waited = max(
+            (_waited(pid) - first.setdefault(pid, _waited(pid)) for pid in pids), default=0
+        )
+        seconds = time.monotonic() - begun
+        if seconds > LEAK_TIMEOUT + min(waited, LONGEST_WAIT):
             told.update(left)
-            pytest.fail(f"left behind by {where}:\n  " + "\n  ".join(left), pytrace=False)
+            doing = "; ".join([f"after {seconds:.1f} s", *map(_doing, pids)])
+            lines = "".join(f"  {line}\n" for line in left)
+            pytest.fail(f"left behind by {where}:\n{lines}({doing})", pytrace=False)
         time.sleep(POLL_SECONDS)
 
 
@@ -173,9 +230,23 @@ def nothing_is_left_by_all() -> Iterator[set[str]]:
     _complain(before, "the whole run", told)
 
 
+@pytest.fixture(scope="session")
+def new_world(nothing_is_left_by_all: set[str]) -> Iterator[NewWorld]:
+    """Makes worlds, not started yet, that have one agent one after the other."""
+    link = start_lasting_link()
+    link.call(GetStatus())  # until it is up: what it opens is nothing that a test leaves behind
+    yield link.new_world
+    link.end()
+
+
 @pytest.fixture(scope="module", autouse=True)
-def nothing_is_left_by_the_module(nothing_is_left_by_all: set[str]) -> Iterator[set[str]]:
+def nothing_is_left_by_the_module(
+    request: pytest.FixtureRequest, nothing_is_left_by_all: set[str]
+) -> Iterator[set[str]]:
     """What a module's fixtures leave behind is an error of its last test."""
+    items = (item for item in request.session.items if item.path == request.path)
+    if any("new_world" in item.fixturenames for item in items):  # type: ignore[attr-defined]
+        request.getfixturevalue("new_world")  # before anything is counted
     before = Traces.now()
     yield nothing_is_left_by_all
     _complain(before, "the module", nothing_is_left_by_all)

@@ -195,22 +195,25 @@ def test_error_in_a_script(tmp_path: Path) -> None:
 
 SLOW = """
 import nbdist
-from nbdist.world import starting
-starting.QUIET_SECONDS = 0.0
-with nbdist.World(2, nursery=False) as world:
+from nbdist.world import workers
+workers.QUIET_SECONDS = 0.0
+with nbdist.World(2, fork=False) as world:
     print("result", list(world.run(lambda: 1)))
 """
 
 
 def test_a_long_start_in_a_terminal(tmp_path: Path) -> None:
     """How many workers are ready is told in one line, which is gone when they all are."""
-    (tmp_path / "sitecustomize.py").write_text(
+    # Not in the working directory, where nbdist looks for nothing of its own.
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
         "import os, time\n"
         "while os.environ.get('RANK') == '1' and not os.path.exists('gate'):\n"
         "    time.sleep(0.01)\n"
     )
     (tmp_path / "train.py").write_text(SLOW)
-    path = f"{tmp_path}{os.pathsep}{environment()['PYTHONPATH']}"
+    path = f"{site}{os.pathsep}{environment()['PYTHONPATH']}"
     script = pexpect.spawn(
         sys.executable,
         ["train.py"],

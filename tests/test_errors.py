@@ -43,6 +43,9 @@ EVERY_ERROR = [
     errors.WrongVersion("torch", "2.3.1", ">=2.8"),
     errors.WorldNotStarted("`%dist_gather`"),
     errors.WorldChanged(8, 4),
+    errors.NoRuntimeFolder({"/run/user/1000": "No space left on device"}),
+    errors.NotEnoughMemory(1500 << 20, "this machine", 2500 << 20, 900 << 20),
+    errors.InChild("`%dist_status`"),
     errors.WorldBusy(range(4), 12.3),
     errors.WorldBroken("a rank did not answer"),
     errors.WorldStuck([1]),
@@ -50,9 +53,7 @@ EVERY_ERROR = [
     errors.NotScaled(2, 4, "rank 2 could not start: it was killed by SIGKILL"),
     worker_error(),
     worker_died(),
-    errors.RanksFreed(
-        0, "node1", 4711, {0: Failed(0)}, "rank 0 waits in barrier, line 2", [0, 1], 2
-    ),
+    errors.RanksFreed(0, "node1", 4711, {0: Failed(0)}, "rank 0 waits in barrier, line 2"),
     errors.AgentLost("node1", -9),
 ]
 
@@ -152,8 +153,9 @@ def test_ipython_shows_the_line_and_no_traceback():
         ),
         (
             errors.WorldStuck([0, 1]),
-            "ranks 0-1 do not stop: waiting in a collective, or in C code. The notebook is "
-            "free; `%dist_restart` ends them and starts all workers anew.",
+            "ranks 0-1 have not ended the cell yet that was stopped; all variables are kept. The "
+            "next cell waits for them; `%dist_interrupt` presses Stop again, and "
+            "`%dist_restart -r 0-1` starts them anew.",
         ),
         (errors.Interrupted([0, 1, 3]), "ranks 0-1,3 have stopped; all variables are kept."),
         (errors.Interrupted([2]), "rank 2 has stopped; all variables are kept."),

@@ -7,8 +7,9 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,28 +17,44 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "nbdist"
 
-# The floors: each room, and the rooms below it, which are all that it may import.  The
-# notebook's side never imports node or worker: they are other processes.
+# The floors: each room, and the rooms below it, or the one module of it, which are all that
+# it may import.  The notebook's side never imports node or worker: they are other processes.
 FLOORS = {
     "errors": set(),
     "topology": {"errors"},
-    "layout": {"errors"},
-    "wire": {"errors", "topology", "layout"},
-    "world": {"errors", "topology", "layout", "wire"},
-    "launch": {"errors", "topology", "layout", "wire", "world"},
-    "notebook": {"errors", "topology", "layout", "wire", "world", "launch"},
-    "node": {"errors", "topology", "layout", "wire"},
-    "worker": {"errors", "wire"},
+    "config": {"errors", "topology"},
+    "folders": set(),
+    "output": {"errors"},
+    "wire": {"errors", "topology", "folders", "output.events"},
+    "world": {"errors", "topology", "config", "folders", "wire", "output"},
+    "launch": {"errors", "topology", "config", "folders", "wire", "world", "output"},
+    "notebook": {"errors", "topology", "config", "folders", "wire", "world", "launch", "output"},
+    "node": {"errors", "topology", "folders", "output.events", "wire"},
+    "worker": {"errors", "folders", "output.events", "wire"},
     # The package itself has the public names, which it takes from everywhere on the
     # notebook's side; everybody may ask it for what stands in it.
-    "__init__": {"errors", "topology", "layout", "wire", "world", "launch", "notebook"},
+    "__init__": {
+        "errors",
+        "topology",
+        "config",
+        "folders",
+        "wire",
+        "world",
+        "launch",
+        "notebook",
+        "output",
+    },
 }
 
-# Doors between rooms: the nursery becomes a worker when it forks.
-DOORS = {("node/nursery.py", "worker")}
+# Doors between rooms: the fork server becomes a worker when it forks.
+DOORS = {("node/fork_server.py", "worker")}
 
 # Who may import torch when it is imported itself.
-TORCH_ROOMS = ("worker/", "node/nursery.py")
+TORCH_ROOMS = ("worker/", "node/fork_server.py")
+
+# Files that import one another in a circle, imports for type checkers and inside functions
+# counted.  Only to become fewer: take a file out as soon as it is in none any more.
+IN_CIRCLES: set[str] = set()
 
 TOP_LEVEL = {"pyproject.toml", "nbdist", "tests", "notebooks", "README.md", "LICENSE"}
 
@@ -100,11 +117,60 @@ def _runs(node: ast.AST, child: ast.AST) -> bool:
     return True
 
 
+@cache
+def all_sources() -> dict[str, str]:
+    """The text of each file of the package."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in paths}
+
+
+@cache
 def all_imports() -> list[Import]:
     """The imports of the package, in reading order."""
-    files = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
-    found = [each for file in files for each in imports_of(file, (PACKAGE / file).read_text())]
+    found = [each for file, text in all_sources().items() for each in imports_of(file, text)]
     return sorted(found, key=lambda each: (each.file, each.line, each.name))
+
+
+def module_of(file: str) -> str:
+    """The dotted name under which a file of the package is imported."""
+    parts = ["nbdist", *file.removesuffix(".py").split("/")]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def circles_in(sources: Mapping[str, str]) -> list[set[str]]:
+    """Files, with their text, that import one another: each set of them is one circle.
+
+    The package's own `__init__` is in none: everybody may ask it for the version.
+    """
+    files = {module_of(file): file for file in sources}
+
+    def imported(file: str) -> Iterator[str]:
+        for each in imports_of(file, sources[file]):
+            name = each.name
+            while name not in files and name:
+                name = name.rpartition(".")[0]
+            if name not in ("", "nbdist"):
+                yield files[name]
+
+    below = {file: set(imported(file)) - {file} for file in sources}
+    reached = {file: _reached(file, below) for file in sources}
+    found: list[set[str]] = []
+    for file in sources:
+        circle = {other for other in reached[file] if file in reached[other]}
+        if circle and circle not in found:
+            found.append(circle)
+    return found
+
+
+def _reached(file: str, below: Mapping[str, set[str]]) -> set[str]:
+    """All that it imports, by whatever detour."""
+    reached: set[str] = set()
+    waiting = [file]
+    while waiting:
+        new = below[waiting.pop()] - reached
+        reached |= new
+        waiting += new
+    return reached
 
 
 def points_up(each: Import) -> bool:
@@ -112,7 +178,9 @@ def points_up(each: Import) -> bool:
     room = each.room
     if room is None or room in (each.importer, "__init__") or (each.file, room) in DOORS:
         return False
-    return room not in FLOORS.get(each.importer, set())
+    below = FLOORS.get(each.importer, set())
+    module = ".".join(each.name.split(".")[1:3])
+    return room not in below and module not in below
 
 
 def is_early_torch(each: Import) -> bool:
@@ -127,7 +195,7 @@ def test_no_import_points_up():
 
 
 def test_only_workers_import_torch():
-    """Nothing but a worker and the nursery imports torch when it is imported."""
+    """Nothing but a worker and the fork server imports torch when it is imported."""
     assert "\n".join(str(each) for each in all_imports() if is_early_torch(each)) == ""
 
 
@@ -142,7 +210,11 @@ def test_only_workers_import_torch():
         ("notebook/x.py", "import nbdist.worker.y", "1 imports nbdist.worker.y"),
         ("node/x.py", "if TYPE_CHECKING:\n    import nbdist.worker", "2 imports nbdist.worker"),
         ("nowhere/x.py", "import nbdist.wire", "1 imports nbdist.wire"),
-        ("node/nursery.py", "import nbdist.worker", None),
+        ("wire/x.py", "import nbdist.output.screen", "1 imports nbdist.output.screen"),
+        ("wire/x.py", "from nbdist.output.events import Done", None),
+        ("worker/x.py", "from nbdist.output import events", None),
+        ("output/x.py", "from nbdist.wire import payload", "1 imports nbdist.wire.payload"),
+        ("node/fork_server.py", "import nbdist.worker", None),
         ("worker/x.py", "from . import y\nfrom nbdist.wire.payload import Payload", None),
         ("node/x.py", "from nbdist import __version__\nimport nbdist", None),
     ],
@@ -163,12 +235,45 @@ def test_an_import_that_points_up_is_told(file, source, told):
         ("wire/x.py", "if TYPE_CHECKING:\n    import torch", False),
         ("wire/x.py", "import torchless", False),
         ("worker/x.py", "import torch", False),
-        ("node/nursery.py", "import torch", False),
+        ("node/fork_server.py", "import torch", False),
     ],
 )
 def test_an_early_torch_is_told(file, source, told):
     """Importing torch in a function or for type checkers is fine; when it is run at once, not."""
     assert any(is_early_torch(each) for each in imports_of(file, source)) == told
+
+
+def test_no_circles():
+    """No file imports one that imports it, by whatever detour, also for type checkers only."""
+    found = set().union(*circles_in(all_sources()))
+    assert found - IN_CIRCLES == set(), "these import one another now; look at both ends"
+    assert IN_CIRCLES - found == set(), "in no circle any more: take them out of IN_CIRCLES"
+
+
+@pytest.mark.parametrize(
+    ("sources", "circles"),
+    [
+        ({"a.py": "import nbdist.b", "b.py": "from nbdist import a"}, [{"a.py", "b.py"}]),
+        (
+            {
+                "x/a.py": "if TYPE_CHECKING:\n    from nbdist.x.b import B",
+                "x/b.py": "def f():\n    from . import c",
+                "x/c.py": "from nbdist.x import a",
+                "d.py": "from nbdist.x import a",
+            },
+            [{"x/a.py", "x/b.py", "x/c.py"}],
+        ),
+        ({"a.py": "import nbdist.b", "b.py": "import nbdist.c", "c.py": "import os"}, []),
+        ({"__init__.py": "from nbdist import a", "a.py": "from nbdist import version"}, []),
+        (
+            {"x/__init__.py": "from nbdist.x.a import A", "x/a.py": "from nbdist.x import A"},
+            [{"x/__init__.py", "x/a.py"}],
+        ),
+    ],
+)
+def test_a_circle_is_told(sources, circles):
+    """By its files."""
+    assert circles_in(sources) == circles
 
 
 def test_every_room_has_its_floor():

@@ -126,7 +126,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
 )
 def test_what_is_left_behind_is_an_error(report, test, line):
     """The test that left something behind has an error that names it, and nothing else."""
-    section = rf"ERROR at teardown of {test} _+\nleft behind by the test:\n  {line}\n_"
+    section = rf"ERROR at teardown of {test} _+\nleft behind by the test:\n  {line}\n\(after 0"
     assert re.search(section, report), report
 
 
@@ -144,5 +144,6 @@ def test_a_shared_world_is_counted_with_its_module(report):
     assert "teardown of test_of_a_shared_world" not in report
     [section] = re.findall(r"teardown of test_after_it _+\n(.*?)\n[_=]", report, re.S)
     assert re.fullmatch(
-        r"left behind by the module:\n  descriptor \S+ \S+\n  descriptor \S+ \S+", section
+        r"left behind by the module:\n  descriptor \S+ \S+\n  descriptor \S+ \S+\n\(after \S+ s\)",
+        section,
     )

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nbdist.world.launcher import AgentProcess
+from nbdist.wire.interpreter import MODULE, safe_environ
+from nbdist.world.launchers import AgentProcess
 
 LAST_BYTES = 4096
 
@@ -16,12 +17,12 @@ LAST_BYTES = 4096
 class LocalAgent:
     """An agent started here: it ends when its stdin, a pipe of ours, does."""
 
-    def __init__(self, runtime: Path, *, nursery: bool) -> None:
+    def __init__(self, runtime: Path, *, fork_server: bool) -> None:
         self.host = socket.gethostname()
         self._log = (runtime / "agent.log").open("w+b")
-        command = [sys.executable, "-m", "nbdist.node", str(runtime), str(os.getpid())]
-        if not nursery:
-            command.append("--no-nursery")
+        command = [sys.executable, *MODULE, "nbdist.node", str(runtime), str(os.getpid())]
+        if not fork_server:
+            command.append("--no-fork")
         self.command = " ".join(command)
         # A session of its own: Stop signals the notebook's whole process group.
         self._process = subprocess.Popen(
@@ -29,6 +30,7 @@ class LocalAgent:
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=self._log,
+            env=safe_environ(os.environ, os.getcwd()),
             start_new_session=True,
         )
         self.pid = self._process.pid
@@ -64,5 +66,5 @@ class LocalAgent:
 class LocalLauncher:
     """`--launcher local`, the default."""
 
-    def launch(self, runtime: Path, *, nursery: bool) -> list[AgentProcess]:
-        return [LocalAgent(runtime, nursery=nursery)]
+    def launch(self, runtime: Path, *, fork_server: bool) -> list[AgentProcess]:
+        return [LocalAgent(runtime, fork_server=fork_server)]

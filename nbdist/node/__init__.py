@@ -1,1 +1,1 @@
-"""Runs once per machine: the agent, the nursery, and what they keep."""
+"""Runs once per machine: the agent, the fork server, and what they keep."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import shutil
@@ -11,28 +10,29 @@ import signal
 import socket
 import sys
 from collections.abc import Coroutine, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import zmq
 from zmq.eventloop.zmqstream import ZMQStream
 
-from nbdist import __version__
-from nbdist.node.birth import adopt_orphans
-from nbdist.node.looking import stack_of, status_of
-from nbdist.node.memory import MemoryGauge
+from nbdist import __version__, folders
+from nbdist.node.forker import Forker
+from nbdist.node.guard import end_descendants
+from nbdist.node.inspect import stack_of, status_of
 from nbdist.node.outbox import Outbox
-from nbdist.node.processes import Nursery
-from nbdist.node.ranks import Ranks
-from nbdist.wire.frames import down_from, to_bytes
-from nbdist.wire.looks import GetStacks
+from nbdist.node.proc import MemoryGauge
+from nbdist.node.processes import Children
+from nbdist.node.stopping import Stopping
+from nbdist.node.worker import Worker
+from nbdist.node.worker_group import WorkerGroup
+from nbdist.wire import control
 from nbdist.wire.messages import (
     Answer,
-    Call,
-    Cell,
+    Ask,
     Free,
+    Freed,
+    GetStacks,
     GetStatus,
     Heal,
     Hello,
@@ -49,28 +49,37 @@ from nbdist.wire.messages import (
     StartWorld,
     StopWorld,
     Up,
+    down_from,
+    to_bytes,
 )
+from nbdist.wire.prctl import adopt_orphans
 
 log = logging.getLogger("nbdist.node")
 
-FREE_TIMEOUT = 1.0
+LET_GO_TIMEOUT = 1.0
+BIND_TIMEOUT = 60.0
 
 LINK_LINGER = 500
 """Milliseconds that the last messages may take to reach the notebook."""
 
 
+class _Left(Exception):
+    """Ends the agent's tasks."""
+
+
 class Agent:
     """Does what the notebook calls for, one call at a time, and reports as things happen."""
 
-    def __init__(self, runtime: Path, nursery: Nursery | None) -> None:
+    def __init__(self, runtime: Path, children: Children, forker: Forker | None) -> None:
         self._runtime = runtime
-        self._nursery = nursery
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._calls: asyncio.Queue[Call] = asyncio.Queue()
+        self._children = children
+        self._forker = forker
+        self._asked: asyncio.Queue[Ask] = asyncio.Queue()
         self._gone = asyncio.Event()
         self._gauge = MemoryGauge()
         self._outbox = Outbox(self._send)
-        self._ranks = Ranks(runtime, nursery, self._outbox.add, self._send)
+        self._workers = WorkerGroup(runtime, children, forker, self._outbox.add, self._send)
+        self._stopping = Stopping(self._abort_all, lambda places: self._send(Freed(places)))
         link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         link.linger = LINK_LINGER
         link.sndhwm = link.rcvhwm = 0
@@ -79,29 +88,33 @@ class Agent:
         self._link.on_recv(self._receive)
 
     def __repr__(self) -> str:
-        return f"<Agent {os.getpid()} ranks {sorted(self._ranks.all)} {self._outbox}>"
+        return f"<Agent {os.getpid()} ranks {sorted(self._workers.all)} {self._outbox}>"
 
     async def serve(self) -> None:
         """Work until the notebook leaves or ends, then leave nothing behind."""
-        if self._nursery:
-            self._nursery.attach()
+        self._children.attach()
+        if self._forker:
+            self._forker.attach(self._bind_workers)
         self._send(Hello(__version__, os.getpid(), socket.gethostname()))
-        answering = asyncio.ensure_future(self._answer_calls())
-        await asyncio.wait(
-            [answering, asyncio.ensure_future(self._gone.wait())],
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        answering.cancel()
-        await asyncio.wait([answering])
-        await self._ranks.stop(grace=0.0)
-        self._ranks.close()
+        try:
+            # What one of them raises is a fault of ours, ends all, and goes to the agent's log.
+            async with asyncio.TaskGroup() as self._tasks:
+                self._tasks.create_task(self._answer_asked())
+                await self._gone.wait()
+                raise _Left
+        except* _Left:
+            pass
+        finally:
+            self._gone.set()
+            await self._workers.stop(grace=0.0)
+            self._close()
+
+    def _close(self) -> None:
+        self._workers.close()
         self._link.close()
-        # Before the nursery ends: if this process is killed now, the nursery removes it.
-        shutil.rmtree(self._runtime, ignore_errors=True)
-        if self._nursery:
-            self._nursery.close()
-        if not answering.cancelled():
-            answering.result()  # a fault of ours: its traceback goes to the agent's log
+        if self._forker:
+            self._forker.close()
+        self._children.close()
 
     def leave(self) -> None:
         """The notebook is done with this agent, or is no more."""
@@ -119,102 +132,110 @@ class Agent:
 
     def _receive(self, frames: list[bytes]) -> None:
         match down_from(frames[0]):
-            case Run(cell):
-                self._run(cell, frames[0])
-            case Call(_, Interrupt(ranks)) as call:
-                # At once, also while another call is being answered.
-                for rank in ranks:
-                    self._ranks.all[rank].interrupt()
-                self._send(Answer(call.id, None))
-            case Call(_, GetStatus()) as call:
-                self._do(self._tell_status(call.id))
-            case Call(_, GetStacks(ranks)) as call:
-                self._do(self._tell_stacks(call.id, ranks))
-            case Call() as call:
-                self._calls.put_nowait(call)
+            case Run() as run:
+                self._run(run)
+            case Ask(number, GetStatus()):
+                self._do(self._tell_status(number))
+            case Ask(number, GetStacks(ranks)):
+                self._do(self._tell_stacks(number, ranks))
+            case Ask() as ask:
+                self._asked.put_nowait(ask)
             case Look(ranks):
-                self._do(self._look(ranks))
+                self._do(self._locate(ranks))
             case Free(ranks):
-                self._do(self._free(ranks))
-            case LetGo(cell_id, ranks):
-                self._do(self._let_go(cell_id, ranks))
+                self._do(self._abort(ranks))
+            case Interrupt(ranks):
+                for work in self._stopping.begin(self._workers.living(ranks)):
+                    self._do(work)
+            case LetGo(task_id, ranks):
+                self._do(self._let_go(task_id, ranks))
             case Received():
                 self._outbox.acknowledge()
             case Leave():
                 self.leave()
 
-    async def _answer_calls(self) -> None:
+    async def _answer_asked(self) -> None:
         while True:
-            call = await self._calls.get()
+            ask = await self._asked.get()
             reply: Reply = None
-            match call.request:
+            match ask.request:
                 case StartWorld(spec):
-                    reply = await self._ranks.start(spec)
+                    reply = await self._workers.start(spec)
                 case StopWorld(grace):
-                    await self._ranks.stop(grace)
+                    await self._workers.stop(grace)
                 case Heal():
-                    reply = await self._ranks.heal()
+                    reply = await self._workers.heal()
                 case Scale(spec):
-                    reply = await self._ranks.scale(spec)
+                    reply = await self._workers.scale(spec)
                 case Kill(ranks):
-                    for rank in self._ranks.living(ranks):
-                        rank.kill()
-            self._send(Answer(call.id, reply))
+                    for worker in self._workers.living(ranks):
+                        worker.kill()
+            self._send(Answer(ask.id, reply))
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something beside the calls; what it raises ends the agent, as any fault of ours."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._finish)
+        """Do something beside the calls, until the notebook leaves."""
+        if self._gone.is_set():
+            work.close()
+        else:
+            self._tasks.create_task(work)
 
-    def _finish(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.result()
-
-    async def _look(self, ranks: Sequence[int]) -> None:
-        living = self._ranks.living(ranks)
-        places = await asyncio.gather(*(rank.look() for rank in living))
+    async def _locate(self, ranks: Sequence[int]) -> None:
+        living = self._workers.living(ranks)
+        places = await asyncio.gather(*(worker.locate() for worker in living))
         found = zip(living, places, strict=True)
-        self._send(Seen({rank.rank: place for rank, place in found}))
+        self._send(Seen({worker.rank: place for worker, place in found}))
 
     async def _tell_status(self, number: int) -> None:
-        rows = await status_of(tuple(self._ranks.all.values()), self._gauge)
+        rows = await status_of(tuple(self._workers.all.values()), self._gauge)
         self._send(Answer(number, rows))
 
     async def _tell_stacks(self, number: int, ranks: Sequence[int]) -> None:
-        asked = [self._ranks.all[rank] for rank in ranks if rank in self._ranks.all]
+        asked = [self._workers.all[rank] for rank in ranks if rank in self._workers.all]
         self._send(Answer(number, tuple(await asyncio.gather(*map(stack_of, asked)))))
 
-    async def _free(self, ranks: Sequence[int]) -> None:
-        asked = (rank.ask({"do": "free"}, FREE_TIMEOUT) for rank in self._ranks.living(ranks))
-        await asyncio.gather(*asked)
+    async def _abort(self, ranks: Sequence[int]) -> None:
+        await self._workers.abort(ranks)
 
-    async def _let_go(self, cell_id: str, ranks: Sequence[int]) -> None:
-        order = {"do": "let_go", "cell": cell_id}
-        await asyncio.gather(*(rank.ask(order, FREE_TIMEOUT) for rank in self._ranks.living(ranks)))
+    async def _abort_all(self) -> bool:
+        return await self._workers.abort(self._workers.all)
 
-    def _run(self, cell: Cell, task: bytes) -> None:
-        self._outbox.begin(cell.ranks)
-        for rank in cell.ranks:
-            self._ranks.all[rank].run(cell, task)
+    def _bind_workers(self) -> None:
+        """The fork server has ended, so the workers are children of this process from now on."""
+        workers = self._workers.all_living()
+        log.warning("the fork server has ended; %d workers live on", len(workers))
+        for worker in workers:
+            self._do(self._bind(worker))
+
+    async def _bind(self, worker: Worker) -> None:
+        await worker.ask(control.Bind(os.getpid()), BIND_TIMEOUT)
+
+    async def _let_go(self, task_id: str, ranks: Sequence[int]) -> None:
+        let_go, living = control.LetGo(task_id), self._workers.living(ranks)
+        await asyncio.gather(*(worker.ask(let_go, LET_GO_TIMEOUT) for worker in living))
+
+    def _run(self, run: Run) -> None:
+        self._outbox.begin(run.ranks)
+        for rank in run.ranks:
+            self._workers.all[rank].run(run)
 
 
-def run_agent(runtime: Path, notebook_pid: int, nursery: Nursery | None) -> None:
+def run_agent(runtime: Path, notebook_pid: int, children: Children, forker: Forker | None) -> None:
     """Run an agent until its notebook ends; returns with nothing left behind."""
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     adopt_orphans()
-    lock = (runtime / "lock").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)  # whoever cleans up after dead agents sees that this one lives
+    # Until the end: whoever cleans up after dead agents sees that this one lives.
+    folders.join(runtime, folders.runtime(runtime))
     try:
-        asyncio.run(_serve(runtime, notebook_pid, nursery))
+        asyncio.run(_serve(runtime, notebook_pid, children, forker))
     finally:
         end_descendants()
         shutil.rmtree(runtime, ignore_errors=True)
 
 
-async def _serve(runtime: Path, notebook_pid: int, nursery: Nursery | None) -> None:
-    agent = Agent(runtime, nursery)
+async def _serve(
+    runtime: Path, notebook_pid: int, children: Children, forker: Forker | None
+) -> None:
+    agent = Agent(runtime, children, forker)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(agent.fail)
     loop.add_signal_handler(signal.SIGTERM, agent.leave)
@@ -228,12 +249,3 @@ async def _serve(runtime: Path, notebook_pid: int, nursery: Nursery | None) -> N
     else:
         loop.add_reader(notebook, agent.leave)
     await agent.serve()
-
-
-def end_descendants() -> None:
-    """Kill whatever user code started that outlived its worker."""
-    left = psutil.Process().children(recursive=True)
-    for process in left:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(left, timeout=2.0)

@@ -10,8 +10,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from nbdist.output.events import StreamName, Text
 from nbdist.wire.marks import Mark, mark_pattern, mark_value
-from nbdist.wire.outputs import StreamName, Text
 
 LONGEST_MARK = 80
 """Bytes; what is held back at most of a read that ends in the middle of a mark."""
@@ -42,6 +42,8 @@ class Merger(Generic[Message]):
         self._start = f"\x1b_{token};".encode()
         self._queue: deque[Text | _Place] = deque()
         self._messages: dict[int, Message] = {}
+        self._placed = 0  # the last number whose place is known; a worker counts them one by one
+        self._awaited: set[int] = set()  # those in the queue
         self._arrived = 0.0  # when a message last had its turn
         self._rest = b""
         self._stream: StreamName = "stdout"
@@ -77,9 +79,24 @@ class Merger(Generic[Message]):
             places = (i for i, item in enumerate(self._queue) if isinstance(item, _Place))
             self._queue.insert(next(places, len(self._queue)), Text("stderr", text))
 
-    def receive_message(self, number: int, message: Message) -> None:
-        """A message that the worker has numbered; it waits for its mark."""
+    def receive_message(self, number: int, message: Message, now: float) -> None:
+        """A message that the worker has numbered; it waits for its mark.
+
+        Where that has been read and the message was no longer waited for, it comes now.
+        """
         self._messages[number] = message
+        if number <= self._placed and number not in self._awaited:
+            self._add_place(number, now)
+
+    def has_placed(self, number: int) -> bool:
+        """Whether the mark of this message has been read."""
+        return number <= self._placed
+
+    def place_up_to(self, number: int, now: float) -> None:
+        """No more marks of messages up to this one will come: a worker can lose its stdout."""
+        for lost in sorted(lost for lost in self._messages if self._placed < lost <= number):
+            self._add_place(lost, now)
+        self._placed = max(self._placed, number)
 
     def take(self, now: float) -> list[Text | Message]:
         """All items whose turn has come."""
@@ -94,6 +111,8 @@ class Merger(Generic[Message]):
             elif now - max(head.since, self._arrived) < LOST_AFTER:
                 break
             self._queue.popleft()
+            if isinstance(head, _Place):
+                self._awaited.discard(head.number)
         return items
 
     @property
@@ -125,8 +144,13 @@ class Merger(Generic[Message]):
             self.ready = True
         elif value == "stdout" or value == "stderr":
             self._stream = value
-        else:
-            self._queue.append(_Place(value, now))
+        elif value == self._placed + 1:  # any other is none of the worker's
+            self._placed = value
+            self._add_place(value, now)
+
+    def _add_place(self, number: int, now: float) -> None:
+        self._awaited.add(number)
+        self._queue.append(_Place(number, now))
 
     def _add(self, stream: StreamName, text: str) -> None:
         if text:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
+from nbdist.output.events import Died, Display, Done, Failure, Output, Skipped, Text, Update
 from nbdist.wire.messages import Outputs
-from nbdist.wire.outputs import Died, Done, Failure, Output, Skipped, Text, Update
 
 BATCH_SECONDS = 0.02
 BATCHES_UNDER_WAY = 4
@@ -16,6 +16,9 @@ TEXT_KEPT = 4 << 20
 """Characters per rank that wait for a slow notebook; older ones are only in the log file."""
 
 JOINED_AT_MOST = 1 << 16
+
+ENOUGH_IN_A_BATCH = 8 << 20
+"""Characters after which a batch is full: the answer to Stop waits behind those under way."""
 
 Item = tuple[int, str, Output]
 
@@ -119,7 +122,32 @@ class Outbox:
     def _flush(self) -> None:
         self._timer = None
         if self._items:
-            items, self._items = self._items, []
-            self._characters.clear()
+            items = self._next_batch()
             self._under_way += 1
             self._send(Outputs(tuple(items)))
+            if self._items:
+                self._schedule(0.0)
+
+    def _next_batch(self) -> list[Item]:
+        """The oldest items, as many as other messages may have to wait for."""
+        count = size = 0
+        while count < len(self._items) and size < ENOUGH_IN_A_BATCH:
+            size += _size(self._items[count][2])
+            count += 1
+        batch, self._items = self._items[:count], self._items[count:]
+        self._characters.clear()
+        for rank, _, output in self._items:
+            if isinstance(output, Text):
+                self._characters[rank] = self._characters.get(rank, 0) + len(output.text)
+        return batch
+
+
+def _size(output: Output) -> int:
+    """Characters, of what can have many."""
+    match output:
+        case Text(text=text):
+            return len(text)
+        case Display(data=data) | Update(data=data):
+            return sum(len(said) for said in data.values() if isinstance(said, str))
+        case _:
+            return 0

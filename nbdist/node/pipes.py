@@ -43,7 +43,7 @@ class OutputPipe:
             os.close(self._end)
 
     def read(self) -> bool:
-        """Read once, without waiting for the loop to say that there is something."""
+        """Read once, without waiting for the loop to find that there is something."""
         if not self._open:
             return False
         try:

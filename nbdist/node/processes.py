@@ -1,6 +1,7 @@
-"""The agent's side of worker processes: forked by the nursery, or spawned.
+"""The agent's side of worker processes: how they are started, and how it hears of their ends.
 
-Both sources give a `WorkerProcess`; nothing else in the house knows which it was.
+`nbdist.node.forker` forks them, the `Spawner` here starts interpreters.  Both give a
+`WorkerProcess`; nothing else in the house knows which it was.
 """
 
 from __future__ import annotations
@@ -11,16 +12,94 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-from collections import deque
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from nbdist.node import wrapping
-from nbdist.node.birth import LENGTH, Exited, Forked, Imported, NurseryProcess, end_group
-from nbdist.wire.messages import RankStart, WorldSpec
+from nbdist.node.guard import END_STEP, END_TIMEOUT, end_group
+from nbdist.node.limits import word_lack
+from nbdist.wire import prctl
+from nbdist.wire.interpreter import safe_environ
+from nbdist.wire.messages import WorkerStart, WorldSpec
+
+OnExit = Callable[[int], None]
+
+
+class Children:
+    """The agent's children: reaps each as it ends, and reports the exits that are expected.
+
+    On the running loop, from `attach` to `close`.  Orphans of user code, which the agent
+    adopts, are reaped in silence.
+    """
+
+    def __init__(self) -> None:
+        self._expected: dict[int, OnExit] = {}
+
+    def __repr__(self) -> str:
+        return f"<Children {sorted(self._expected)}>"
+
+    def attach(self) -> None:
+        """Begin to reap."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
+
+    def expect(self, pid: int, on_exit: OnExit) -> None:
+        """Call this with the exit code, negative for a signal, when that child has ended.
+
+        It may be one that has yet to be adopted: see `adopted`.
+        """
+        self._expected[pid] = on_exit
+        # It may have ended before SIGCHLD had a handler.
+        asyncio.get_running_loop().call_soon(self._reap)
+
+    def forget(self, pid: int) -> None:
+        """Expect it no more: its end has been reported by its parent."""
+        self._expected.pop(pid, None)
+
+    def adopted(self, pid: int) -> None:
+        """Take over one whose parent has ended, so that it is a child of this process.
+
+        If it has ended too, and the parent had reaped it, it was killed as far as is known.
+        """
+        try:
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            if on_exit := self._expected.pop(pid, None):
+                on_exit(-signal.SIGKILL)
+
+    def kill(self, pid: int) -> int:
+        """Kill it and wait for it; return its exit code, which is not reported besides."""
+        self.forget(pid)
+        os.kill(pid, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def close(self) -> None:
+        """Kill and reap all that are expected."""
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
+        for pid in self._expected:
+            end_group(pid)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + END_TIMEOUT
+        while self._expected and time.monotonic() < deadline:
+            self._reap()
+            time.sleep(END_STEP)
+
+    def _reap(self) -> None:
+        with suppress(ChildProcessError):  # there are none
+            while child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                self._reap_one(child.si_pid)
+
+    def _reap_one(self, pid: int) -> None:
+        on_exit = self._expected.pop(pid, None)
+        if on_exit is not None:
+            # Before it is reaped: until then no other group can have its number.
+            end_group(pid)
+        _, status = os.waitpid(pid, 0)
+        if on_exit is not None:
+            on_exit(os.waitstatus_to_exitcode(status))
 
 
 class WorkerProcess:
@@ -40,7 +119,14 @@ class WorkerProcess:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
-    def has_exited(self, exit_code: int) -> None:
+    def kill(self) -> None:
+        """Kill it and what it started, also before it leads a group."""
+        self.send_signal(signal.SIGKILL)
+        if not self.exited.done():
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def set_exited(self, exit_code: int) -> None:
         """Called once by the source that started it."""
         if not self.exited.done():
             self.exited.set_result(exit_code)
@@ -49,106 +135,54 @@ class WorkerProcess:
 class ProcessSource(Protocol):
     """Starts worker processes."""
 
-    async def start(self, orders: RankStart, stdout: int, stderr: int) -> WorkerProcess:
-        """A new process that becomes the worker; it gets copies of the descriptors.
+    async def prepare(self) -> None:
+        """Be ready to start some, which can take as long as torch's import.
+
+        Raises ChildProcessError when there is no way to be.
+        """
+
+    async def start(self, orders: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
+        """Start a process that becomes the worker; it gets copies of the descriptors.
 
         Raises ChildProcessError when there is no way to start one.
         """
 
-    def close(self) -> None:
-        """End the source and every process that it started."""
 
+class Spawner:
+    """Starts each worker as a new interpreter: slower, and free of all that fork inherits."""
 
-class Nursery:
-    """Forks workers from a process that has torch imported (`nbdist.node.nursery`)."""
+    def __init__(self, children: Children) -> None:
+        self._children = children
 
-    def __init__(self, started: NurseryProcess) -> None:
-        self._socket, self._process, self._log = started.socket, started.popen, started.log
-        self._received = b""
-        self._imported: asyncio.Future[None] | None = None
-        self.has_all = asyncio.Event()
-        """Whether it has imported all that it does while idle: forks from then on share it."""
-        self._asked: deque[asyncio.Future[WorkerProcess]] = deque()
-        self._workers: dict[int, WorkerProcess] = {}
+    async def prepare(self) -> None:
+        """Nothing has to be there."""
 
-    def attach(self) -> None:
-        """Listen to it on the running loop, which is there later than the process."""
-        loop = asyncio.get_running_loop()
-        self._imported = loop.create_future()
-        loop.add_reader(self._socket, self._read)
-
-    def last_lines(self) -> tuple[str, ...]:
-        """What it said itself: why it could not import torch."""
-        return tuple(self._log.read_text(errors="replace").splitlines())
-
-    async def start(self, orders: RankStart, stdout: int, stderr: int) -> WorkerProcess:
-        assert self._imported is not None
-        await asyncio.shield(self._imported)
-        forked: asyncio.Future[WorkerProcess] = asyncio.get_running_loop().create_future()
-        self._asked.append(forked)
-        body = pickle.dumps(orders)
+    async def start(self, orders: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
+        environ = {**orders.world.environ, **orders.environ}
         try:
-            # Blocks for milliseconds at most: the nursery does nothing but read this.
-            socket.send_fds(self._socket, [LENGTH.pack(len(body))], [stdout, stderr])
-            self._socket.sendall(body)
+            child = subprocess.Popen(  # noqa: ASYNC220 (its descriptors and pid are needed at once)
+                command_of(orders.world, environ.get("PATH")),
+                stdin=subprocess.PIPE,
+                stdout=stdout,
+                stderr=stderr,
+                env=safe_environ(environ, orders.world.cwd),
+                start_new_session=True,
+            )
         except OSError as error:
-            raise ChildProcessError(f"the nursery is gone: {error}") from error
-        return await forked
+            why = word_lack(error.errno)
+            raise ChildProcessError(f"{orders.world.command[0]}: {why}") from error
+        process = WorkerProcess(child.pid)
 
-    def close(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._socket)
-        self._socket.close()  # it ends its workers, then itself
-        try:
-            self._process.wait(timeout=2.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._lost()
+        def on_exit(exit_code: int) -> None:
+            child.returncode = exit_code
+            process.set_exited(exit_code)
 
-    def _read(self) -> None:
-        data = self._socket.recv(1 << 16)
-        if not data:
-            asyncio.get_running_loop().remove_reader(self._socket)
-            self._lost()
-            return
-        self._received += data
-        while len(self._received) >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._received)
-            end = LENGTH.size + length
-            if len(self._received) < end:
-                return
-            message, self._received = self._received[LENGTH.size : end], self._received[end:]
-            self._take(pickle.loads(message))
-
-    def _take(self, message: Imported | Forked | Exited) -> None:
-        match message:
-            case Imported(more=False):
-                self.has_all.set()
-            case Imported():
-                assert self._imported is not None
-                self._imported.set_result(None)
-            case Forked(pid):
-                self._workers[pid] = WorkerProcess(pid)
-                asked = self._asked.popleft()
-                if not asked.cancelled():
-                    asked.set_result(self._workers[pid])
-            case Exited(pid, exit_code):
-                self._workers.pop(pid).has_exited(exit_code)
-
-    def _lost(self) -> None:
-        """The nursery has ended; its workers were killed by the kernel as it did."""
-        gone = ChildProcessError("the nursery has ended")
-        if self._imported is not None and not self._imported.done():
-            self._imported.set_exception(gone)
-            self._imported.exception()  # whoever starts a worker will meet it
-        for asked in self._asked:
-            if not asked.done():
-                asked.set_exception(gone)
-        self._asked.clear()
-        for pid, process in self._workers.items():
-            end_group(pid)
-            process.has_exited(-signal.SIGKILL)
-        self._workers.clear()
+        self._children.expect(child.pid, on_exit)
+        assert child.stdin is not None
+        # The exit code shows it where the process has ended already.
+        with suppress(BrokenPipeError), child.stdin:
+            child.stdin.write(pickle.dumps(orders))
+        return process
 
 
 def command_of(spec: WorldSpec, path: str | None) -> list[str]:
@@ -161,48 +195,4 @@ def command_of(spec: WorldSpec, path: str | None) -> list[str]:
     wrapper = shutil.which(spec.wrap[0], path=path)
     if wrapper is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-    return [sys.executable, "-IS", wrapping.__file__, wrapper, *spec.command[1:]]
-
-
-class Spawner:
-    """Starts each worker as a new interpreter: slower, and free of all that fork inherits."""
-
-    def __init__(self) -> None:
-        self._running: dict[int, tuple[WorkerProcess, subprocess.Popen[bytes]]] = {}
-
-    async def start(self, orders: RankStart, stdout: int, stderr: int) -> WorkerProcess:
-        environ = {**orders.world.environ, **orders.environ}
-        try:
-            child = subprocess.Popen(  # noqa: ASYNC220 (its descriptors and pid are needed at once)
-                command_of(orders.world, environ.get("PATH")),
-                stdin=subprocess.PIPE,
-                stdout=stdout,
-                stderr=stderr,
-                env=environ,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise ChildProcessError(f"{orders.world.command[0]}: {error.strerror}") from error
-        process = WorkerProcess(child.pid)
-        self._running[child.pid] = process, child
-        pidfd = os.pidfd_open(child.pid)
-        asyncio.get_running_loop().add_reader(pidfd, self._ended, child.pid, pidfd)
-        assert child.stdin is not None
-        try:
-            with child.stdin:
-                child.stdin.write(pickle.dumps(orders))
-        except BrokenPipeError:
-            pass  # it has ended already, which its exit code will tell
-        return process
-
-    def close(self) -> None:
-        for process, child in list(self._running.values()):
-            end_group(process.pid)
-            child.wait()
-
-    def _ended(self, pid: int, pidfd: int) -> None:
-        asyncio.get_running_loop().remove_reader(pidfd)
-        os.close(pidfd)
-        process, child = self._running.pop(pid)
-        end_group(pid)
-        process.has_exited(child.wait())
+    return [sys.executable, "-IS", prctl.__file__, wrapper, *spec.command[1:]]

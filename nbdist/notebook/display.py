@@ -5,16 +5,19 @@ from __future__ import annotations
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from IPython.display import display, update_display
 
-from nbdist.notebook.draw import final_html, final_text, leftovers, live_html, live_text
-from nbdist.notebook.draw.blocks import dim, panel
-from nbdist.notebook.draw.summary import ranks_text, seconds_text
-from nbdist.world.lines import PlainLines
-from nbdist.world.transcript import Transcript
+from nbdist.output.html import panel_html
+from nbdist.output.layout import Panel, final_layout, live_layout
+from nbdist.output.markup import dim, panel
+from nbdist.output.plain import PlainLines
+from nbdist.output.rich import figures, leftovers
+from nbdist.output.text import panel_text
+from nbdist.output.transcript import Transcript
+from nbdist.output.wording import ranks_text, seconds_text
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -26,6 +29,10 @@ FIRST_DRAWING = 0.15
 
 REDRAW = 0.25
 """Seconds between drawings: each makes the page build its part anew."""
+
+
+NOTHING = "<span></span>"
+"""What a page draws of a figure that the panel shows already."""
 
 
 class CellDisplay(Protocol):
@@ -52,6 +59,13 @@ class CellDisplay(Protocol):
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         """Called once, last."""
 
+    @property
+    def can_change(self) -> bool:
+        """Whether what has been shown can still be shown otherwise."""
+
+    def end_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
+        """Called when a rank has said more after the end, if it can change."""
+
 
 class PanelDisplay:
     """One display that is redrawn a few times a second and replaced at the end."""
@@ -59,7 +73,6 @@ class PanelDisplay:
     def __init__(self) -> None:
         self._id = f"nbdist-{uuid.uuid4().hex}"
         self._is_there = False
-        self._drawn_version = -1
         self._draw_at = time.monotonic() + FIRST_DRAWING
         self._notes: list[str] = []
 
@@ -82,14 +95,27 @@ class PanelDisplay:
             return
         self._draw_at = now + REDRAW
         note = " · ".join(filter(None, [*self._notes, waits]))
-        self._draw(live_html(transcript, now, note), live_text(transcript, now, note))
+        self._draw_panel(live_layout(transcript, now, note))
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
-        note = " · ".join(self._notes)
-        self._draw(final_html(transcript, logs, note), final_text(transcript, logs, note))
+        self.end_again(transcript, logs)
         for caption, data in leftovers(transcript):
             display({"text/plain": caption}, raw=True)
             display(data, raw=True)
+        # Pages show them in the panel; converters and other programs look for images.
+        for caption, figure in figures(transcript):
+            text = f"figure of {caption}, shown above"
+            data = {**figure.data, "text/html": NOTHING, "text/plain": text}
+            display(data, raw=True, metadata=dict(figure.metadata))
+
+    can_change = True
+
+    def end_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
+        note = " · ".join(self._notes)
+        self._draw_panel(final_layout(transcript, logs, note))
+
+    def _draw_panel(self, shown: Panel) -> None:
+        self._draw(panel_html(shown), panel_text(shown))
 
     def _draw(self, html: str, text: str) -> None:
         bundle = {"text/html": html, "text/plain": text}
@@ -131,11 +157,16 @@ class PlainDisplay:
         if self._lines is not None:
             self._write(self._lines.finish(time.monotonic()))
         seconds = seconds_text(transcript.elapsed(time.monotonic()))
-        sys.stdout.write(f"{ranks_text(transcript)} · {seconds}\n")
+        sys.stdout.write(f"{ranks_text(transcript.ranks)} · {seconds}\n")
         sys.stdout.flush()
 
-    def _write(self, lines: object) -> None:
-        for line in lines:  # type: ignore[attr-defined]
+    can_change = False
+
+    def end_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
+        pass
+
+    def _write(self, lines: Iterable[str]) -> None:
+        for line in lines:
             sys.stdout.write(f"{line}\n")
 
 

@@ -6,18 +6,18 @@ import atexit
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from nbdist.notebook.requirements import check_libraries
 from nbdist.notebook.settings import NbDist
-from nbdist.world.launcher import find_launcher
+from nbdist.world.launchers import find_launcher
 from nbdist.world.link import Link
-from nbdist.world.requirements import check_libraries
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
-    from IPython.core.magic import Magics
 
-    from nbdist.notebook.desks import Desks
+    from nbdist.notebook.command import Command
+    from nbdist.notebook.pool import Pools
 
-_loaded: WeakKeyDictionary[InteractiveShell, tuple[Desks, list[Magics]]] = WeakKeyDictionary()
+_loaded: WeakKeyDictionary[InteractiveShell, tuple[Pools, list[Command]]] = WeakKeyDictionary()
 
 
 def load(shell: InteractiveShell) -> None:
@@ -29,21 +29,23 @@ def load(shell: InteractiveShell) -> None:
     settings = NbDist(parent=shell)
     link = prestart() if settings.prestart else None
     # The rest of the extension is imported while the agent starts.
-    from nbdist.notebook.desks import Desks
-    from nbdist.notebook.magics import ALL_MAGICS
+    from nbdist.notebook.command import find_commands
+    from nbdist.notebook.pool import Pools
 
-    desks = Desks(shell, settings)
-    desks.default.take_over(link)
-    magics: list[Magics] = [kind(shell, desks) for kind in ALL_MAGICS]
+    pools = Pools(shell, settings)
+    pools.default.take_over(link)
+    commands = [*find_commands()]
     shell.configurables.append(settings)  # type: ignore[arg-type]
-    shell.register_magics(*magics)
-    shell.events.register("post_run_cell", desks.notice_names)
-    atexit.register(desks.close)
-    _loaded[shell] = desks, magics
+    for command in commands:
+        # The manager's own method: the shell's has the manager's signature for mypy.
+        shell.magics_manager.register_function(command.magic(pools), command.kind, command.name)
+    shell.events.register("post_run_cell", pools.notice_names)
+    atexit.register(pools.close)
+    _loaded[shell] = pools, commands
 
 
 def prestart() -> Link:
-    """Start an agent, which has its nursery import torch meanwhile."""
+    """Start an agent, which has its fork server import torch meanwhile."""
     link = Link(find_launcher("local"))
     link.open()
     return link
@@ -51,14 +53,11 @@ def prestart() -> Link:
 
 def unload(shell: InteractiveShell) -> None:
     """End the workers and leave the shell as it was."""
-    desks, magics = _loaded.pop(shell)
-    desks.close()
-    atexit.unregister(desks.close)
-    shell.events.unregister("post_run_cell", desks.notice_names)
-    # Magics put themselves there.
-    for configurable in (desks.settings, *magics):
-        shell.configurables.remove(configurable)  # type: ignore[arg-type]
-    for each in magics:
-        for kind, names in each.magics.items():
-            for name in names:
-                shell.magics_manager.magics[kind].pop(name, None)
+    pools, commands = _loaded.pop(shell)
+    pools.close()
+    atexit.unregister(pools.close)
+    shell.events.unregister("post_run_cell", pools.notice_names)
+    shell.configurables.remove(pools.settings)  # type: ignore[arg-type]
+    for command in commands:
+        shell.magics_manager.magics[command.kind].pop(command.name, None)
+        vars(shell.magics_manager.user_magics).pop(command.name, None)

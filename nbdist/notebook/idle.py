@@ -1,4 +1,4 @@
-"""Lets IPython's own thread notice what happens to the workers while no cell runs."""
+"""Has IPython's own thread notice what workers do while no cell runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import os
 import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -15,18 +16,27 @@ if TYPE_CHECKING:
     from nbdist.world.link import Link
 
 
-class IdleWatch:
-    """Has the event loop that runs the notebook's cells call `notice` when a worker has died.
+PAUSE, LONGEST_PAUSE = 0.25, 1.0
+"""Seconds between two times."""
 
-    A loop that runs between cells is what an ipykernel has; a terminal has none, and hears
-    of it with its next cell.
+PAUSES_PER_NOTICE = 4
+"""What a drawing takes, four times as long is none."""
+
+
+class IdleWatch:
+    """Have the event loop that runs the notebook's cells call `notice` on deaths and late output.
+
+    A loop that runs between cells is what an ipykernel has; a terminal has none: there
+    the next cell shows it.
     """
 
     def __init__(self, notice: Callable[[], None]) -> None:
         self._notice = notice
         self._link: Link | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._deaths = -1
+        self._asides = -1
+        self._notice_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
         return f"<IdleWatch of {self._link}>"
@@ -43,22 +53,38 @@ class IdleWatch:
         if link is None or threading.current_thread() is not threading.main_thread():
             return
         # A descriptor of our own, which stays ours when the link is closed.
-        self._link, self._loop, self._deaths = link, loop, os.dup(link.deaths)
+        self._link, self._loop, self._asides = link, loop, os.dup(link.asides)
         # In no cell's context: what is shown belongs to the cell that ran last, not to this one.
-        contextvars.Context().run(loop.add_reader, self._deaths, self._wake)
+        contextvars.Context().run(loop.add_reader, self._asides, self._wake)
 
     def stop(self) -> None:
         """Watch nothing."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._loop is not None:
             if not self._loop.is_closed():
-                self._loop.remove_reader(self._deaths)
-            os.close(self._deaths)
+                self._loop.remove_reader(self._asides)
+            os.close(self._asides)
         self._link = self._loop = None
 
     def _wake(self) -> None:
         is_closed = False
-        with suppress(BlockingIOError):  # heard already
-            is_closed = os.read(self._deaths, 4096) == b""
+        with suppress(BlockingIOError):  # read already
+            is_closed = os.read(self._asides, 4096) == b""
+        loop = self._loop
         if is_closed:
             self.stop()
+        if loop is None or is_closed:
+            self._notice()
+        elif self._timer is None:
+            # A rank may talk without end; each time what is shown is drawn anew.
+            wait = max(0.0, self._notice_at - time.monotonic())
+            self._timer = loop.call_later(wait, self._notice_now)
+
+    def _notice_now(self) -> None:
+        self._timer = None
+        started = time.monotonic()
         self._notice()
+        now = time.monotonic()
+        self._notice_at = now + min(LONGEST_PAUSE, max(PAUSE, PAUSES_PER_NOTICE * (now - started)))

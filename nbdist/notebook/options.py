@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError as IPythonUsageError
 from IPython.core.magic_arguments import argument, parse_argstring
 
-from nbdist.errors import UsageError
-from nbdist.notebook.world_options import add_world_options
-from nbdist.world.watch import Patience
+from nbdist.config import OPTIONS, Option, WorldConfig, read_environ, read_restarts, unquoted
+from nbdist.errors import UsageError, WorldChanged
+
+if TYPE_CHECKING:
+    from nbdist.world.world import World
 
 RANKS = re.compile(r"(?:^|(?<=\s))(?:-r|--ranks)(?:\s*=\s*|\s+)(\S+)")
 """`-r -1,0` would be read as an option without a value."""
-
-POOL = re.compile(r"(?:^|(?<=\s))--pool(?:\s*=\s*|\s+)(\S+)")
 
 QUOTED = re.compile(r"""(?<!\S)(--[\w-]+)(?:=|\s+)(\w+=)?(["'])(.*?)\3(?!\S)""")
 """`--wrap="nice -n 5"` and `--env A="1 2"`, which IPython would split at the spaces."""
@@ -26,87 +26,97 @@ Magic = Callable[..., Any]
 
 
 def world_options(magic: Magic) -> Magic:
-    """What concerns a world: for `%dist_init`, `%%distributed` and `%dist_restart`.
-
-    What describes its workers is in `nbdist.notebook.world_options`.
-    """
-    for add in (
-        argument("--on-failure", metavar="WHAT", help="what the death of a worker leads to:"
-                 " heal replaces it (the default), restart-all starts all anew, stop ends all"),
-    ):  # fmt: skip
-        magic = add(magic)
-    return add_world_options(patience_options(pool_option(magic)))
-
-
-def pool_option(magic: Magic) -> Magic:
-    """Which of several worlds."""
-    add = argument("--pool", metavar="NAME", help="the workers of this name, which have a group"
-                   " of their own beside others")  # fmt: skip
-    return add(magic)  # type: ignore[no-any-return]
-
-
-def take_pool(line: str) -> tuple[str | None, str]:
-    """The value of `--pool` in the line of a `%%rank`, None without, and the rest of the line."""
-    found = POOL.search(line)
-    return (found[1], POOL.sub(" ", line)) if found else (None, line)
-
-
-def patience_options(magic: Magic) -> Magic:
-    """When ranks that wait for one another are told of, and freed."""
-    for add in (
-        argument("--hang-timeout", metavar="SECONDS", help="seconds after which a running cell"
-                 " says which ranks wait for which (4)"),
-        argument("--no-free", action="store_true", help="only say so: ranks that wait for what"
-                 " can never come stay as they are until Stop"),
-    ):  # fmt: skip
-        magic = add(magic)
+    """Add all that `WorldConfig` has flags for, as `%dist_init` and `%%distributed` have it."""
+    for name, option in reversed([*OPTIONS.items()]):
+        if option.flag and name != "pool":  # which all magics have
+            magic = _add(name, option)(magic)
     return magic
 
 
-def patience(options: argparse.Namespace, default: Patience) -> Patience:
-    """What the options say of it."""
-    text = options.hang_timeout
-    try:
-        timeout = default.hang_timeout if text is None else float(text)
-    except ValueError:
-        timeout = -1.0
-    if not 0 < timeout < float("inf"):
-        raise UsageError(f"`--hang-timeout {text}`: a number of seconds, such as 30 or 0.5.")
-    return Patience(timeout, default.frees and not options.no_free)
+def pool_option(magic: Magic) -> Magic:
+    """Add `--pool`: which of several worlds."""
+    return _add("pool", OPTIONS["pool"])(magic)
+
+
+def _add(name: str, option: Option) -> Callable[[Magic], Magic]:
+    """Make a decorator that gives a magic this option; None of what is not said."""
+    how: dict[str, Any] = {"dest": name, "help": option.help.replace("%", "%%")}
+    default = WorldConfig.__dataclass_fields__[name].default
+    if isinstance(default, bool):
+        how |= {"action": "store_const", "const": not default}
+    elif name == "env":
+        how |= {"action": "append", "metavar": option.metavar}
+    else:
+        how |= {"type": lambda text: option.read(unquoted(text)), "metavar": option.metavar}
+    return argument(option.flag, **how)
+
+
+def given(options: argparse.Namespace) -> dict[str, Any]:
+    """Take the arguments of `World` that were given; the pool is none, it is where they go."""
+    found = {name: getattr(options, name, None) for name in OPTIONS if name != "pool"}
+    found = {name: value for name, value in found.items() if value is not None}
+    return {**found, "env": read_environ(found["env"])} if "env" in found else found
+
+
+def at_once(options: argparse.Namespace) -> dict[str, Any]:
+    """Take those of them that workers can be given which are there already."""
+    return {name: value for name, value in given(options).items() if OPTIONS[name].at_once}
+
+
+def check_same(world: World, options: argparse.Namespace) -> None:
+    """Raise UsageError where a cell's options are not true of the workers that run."""
+    asked = {name: value for name, value in given(options).items() if not OPTIONS[name].at_once}
+    if "n" in asked and (size := world.session.resolve(asked.pop("n"))) != world.size:
+        raise WorldChanged(world.size, size, world.session.config.other_pool)
+    # What was chosen for it, where nothing had been said.
+    session = world.session
+    chosen = {"backend": session.backend, "layout": session.layout, "name": session.name}
+    for name, wanted in asked.items():
+        option, has = OPTIONS[name], chosen.get(name, getattr(session.config, name))
+        if name == "env":
+            wanted = {key: text for key, text in wanted.items() if has.get(key) != text}
+            has = {key: has[key] for key in wanted if key in has}
+        if wanted != has:
+            again = option.again(wanted)
+            is_said = has and not isinstance(has, bool)
+            said = f"`{option.again(has)}`, not `{again}`" if is_said else f"no `{option.flag}`"
+            raise UsageError(
+                f"The running workers have {said}. `%dist_restart {again}` starts new ones."
+            )
 
 
 def restarts_option(magic: Magic) -> Magic:
-    """What torchrun calls by the same name."""
-    add = argument("--max-restarts", metavar="N", help="run it again where it fails, N times at"
-                   " most, with new workers for those that have died (0)")  # fmt: skip
+    """Add what torchrun calls by the same name."""
+    add = argument("--max-restarts", metavar="N", type=read_restarts, default=0,
+                   help="run it again where it fails, N times at most, with new workers for those"
+                   " that have died (0)")  # fmt: skip
     return add(magic)  # type: ignore[no-any-return]
 
 
 def ranks_option(magic: Magic) -> Magic:
-    """Which ranks run it."""
+    """Add `-r`: which ranks run it."""
     add = argument("-r", "--ranks", help="which ranks: 0  0,2-3  1:3  ::2  -1  all (the default)")
     return add(magic)  # type: ignore[no-any-return]
 
 
-def parse(magic: Magic, line: str) -> argparse.Namespace:
-    """The options in a magic's line; UsageError in one line that says where to read more."""
-    name = magic.__name__
-    sign = "%%" if name in ("distributed", "rank") else "%"
+def parse(magic: Magic, name: str, line: str) -> argparse.Namespace:
+    """Read the options in a magic's line; UsageError in one line that says where to read more.
+
+    `name` is the magic's, as people type it.
+    """
     try:
         line = QUOTED.sub(r"\1 \3\2\4\3", RANKS.sub(r"--ranks=\1", line))
         options = parse_argstring(magic, line)
     except (IPythonUsageError, ValueError) as error:
         text = str(error).rstrip(".")
-        raise UsageError(f"`{sign}{name}`: {text}. `{sign}{name}?` shows all options.") from None
+        raise UsageError(f"`{name}`: {text}. `{name}?` shows all options.") from None
     for option, value in vars(options).items():
         setattr(options, option, _unquoted(value))
     return options  # type: ignore[no-any-return]
 
 
 def _unquoted(value: Any) -> Any:
-    """The value without the quotes around it, which IPython leaves there."""
+    """Strip the quotes around the value, or around each of several."""
     if isinstance(value, list):
         return [_unquoted(each) for each in value]
-    if isinstance(value, str) and len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
-        return value[1:-1]
-    return value
+    return unquoted(value) if isinstance(value, str) else value

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from nbdist.world.losses import list_names
 
 if TYPE_CHECKING:
-    from nbdist.world.shelf import Snapshot
+    from nbdist.world.snapshot_store import Snapshot
 
 
 @dataclass

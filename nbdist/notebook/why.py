@@ -6,14 +6,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nbdist.errors import AgentLost, NbdistError, WorkerError, name_ranks, word_exit
-from nbdist.notebook.draw.blocks import LINES, RED, bold, dim, panel, traceback_html
-from nbdist.notebook.draw.summary import error_text, traceback_text
-from nbdist.wire.outputs import Died, Failure
-from nbdist.world.running import RunningCell
-from nbdist.world.sgr import strip
-
-NOTHING = "nothing has failed so far"
+from nbdist.errors import AgentLost, NbdistError, WorkerError, name_ranks
+from nbdist.output.ansi import strip
+from nbdist.output.events import Died, Failure
+from nbdist.output.folding import said_by
+from nbdist.output.markup import LINES, RED, barred, bold, dim, line, panel, traceback_html
+from nbdist.output.wording import error_text, fold_ranks, traceback_text
+from nbdist.world.running import RunningTask
 
 TRACEBACK_LINES, WIDTH = 1000, 2000
 
@@ -39,23 +38,17 @@ class Why:
     def html(self) -> str:
         """The same, for a page."""
         body = traceback_html(self.body, TRACEBACK_LINES, WIDTH) if self.body else ""
-        ends = "".join(f"<div>{dim(line)}</div>" for line in (*self.followed, self._log) if line)
-        style = f"border-left:3px solid {RED};padding-left:8px;margin:3px 0;{LINES}"
-        box = f'<div style="{style}">{body}{ends}</div>' if body or ends else ""
-        return panel(f"<div>{bold(self.title)}</div>", box)
+        ends = "".join(line(dim(text)) for text in (*self.followed, self._log))
+        box = barred(body + ends, RED, f";{LINES}") if body or ends else ""
+        return panel(line(bold(self.title)), box)
 
     @property
     def _log(self) -> str:
         return f"all of its lines: {self.log}" if self.log else ""
 
 
-def nothing() -> tuple[str, str]:
-    """The HTML and the text where nothing has failed."""
-    return panel(dim(NOTHING)), NOTHING
-
-
-def why_of(running: RunningCell, error: NbdistError, logs: Mapping[int, str]) -> Why | None:
-    """Why the cell failed; None where no rank did."""
+def why_of(running: RunningTask, error: NbdistError, logs: Mapping[int, str]) -> Why | None:
+    """Find why a cell failed; None where no rank did."""
     if isinstance(error, AgentLost):
         return Why(f"{_clock(time.time())} · {error}")
     if not isinstance(error, WorkerError):
@@ -63,24 +56,36 @@ def why_of(running: RunningCell, error: NbdistError, logs: Mapping[int, str]) ->
     rank, errors = error.rank, running.transcript.errors
     first = errors[rank]
     where = f"rank {rank} on {error.host} (pid {error.pid})"
-    number = running.cell.execution_count
+    number = running.task.execution_count
     when = f"{running.seconds_until(first.time_ns):.1f} s into "
     when += f"Cell In[{number}]" if number else "the cell"
     title = f"{_clock(first.time_ns / 1e9)} · {where} · {when} · {error_text(first)}"
-    same = set(running.transcript.same_error(rank)) - {rank}
+    transcript = running.transcript
+    alike = set(transcript.alike_error(rank)) - {rank}
+    same = {other for other in alike if said_by(errors[other]) == said_by(first)}
     followed = [f"{name_ranks(same)}: the same"] if same else []
-    others: dict[str, list[int]] = {}
-    for other in sorted(errors.keys() - same - {rank}):
-        others.setdefault(error_text(errors[other]), []).append(other)
+    mentioned = same | {rank}
+    if (folded := transcript.folded_error(sorted(alike - same))) is not None:
+        followed.append(f"{name_ranks(alike - same)}: {error_text(folded)}")
+        mentioned |= alike
+    others = fold_ranks({other: error_text(errors[other]) for other in errors.keys() - mentioned})
     followed += [f"{name_ranks(ranks)}: {text}" for text, ranks in others.items()]
     return Why(title, _body(first), tuple(followed), logs.get(rank, ""))
 
 
 def why_died(rank: int, host: str, died: Died, log: str) -> Why:
-    """Why a rank was replaced that ran no cell."""
+    """Word why a rank was replaced that ran no cell."""
     who = f"rank {rank} on {host}" + (f" (pid {died.pid})" if died.pid else "")
-    said = f"the process {word_exit(died.exit_code)} while no cell was running"
-    return Why(f"{_clock(died.time_ns / 1e9)} · {who} · {said}", _body(died), (), log)
+    end = f"the process {idle_end(died)}"
+    return Why(f"{_clock(died.time_ns / 1e9)} · {who} · {end}", _body(died), (), log)
+
+
+def idle_end(died: Died) -> str:
+    """Word how a process ended whose rank ran no cell, or one that was stopped before."""
+    if died.by_stop:
+        return died.end
+    why = f": {died.why}" if died.why else ""
+    return f"{died.end} while no cell was running{why}"
 
 
 def _body(error: Failure | Died) -> str:

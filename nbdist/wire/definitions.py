@@ -17,12 +17,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle.cloudpickle as by_value
 
 SYSTEM_NAMES = re.compile(r"_+|_i+|_i?\d+|_[dio]h|_exit_code|__\w+__|In|Out|exit|quit|get_ipython")
 """What Python and IPython keep in `__main__` for themselves."""
+
+_SPECIAL_SLOTS = {"__dict__", "__weakref__"}
 
 _receiver: ContextVar[dict[str, Any] | None] = ContextVar("nbdist_receiver", default=None)
 
@@ -64,7 +66,7 @@ class Variable:
         self.cell = cell
 
     def contents(self) -> tuple[Any, ...]:
-        """Its value, alone; nothing if it has none yet."""
+        """Return its value, alone; nothing if it has none yet."""
         # ValueError: the cell is empty.
         with suppress(ValueError):
             return (self.cell.cell_contents,)
@@ -87,11 +89,11 @@ class Import:
 
 
 def require_importable(module: types.ModuleType) -> str:
-    """The name to import a module by; PicklingError where it cannot be imported."""
+    """Find the name to import a module by; PicklingError where it cannot be imported."""
     name = module.__name__
     if sys.modules.get(name) is not module:
         raise pickle.PicklingError(f"module {name!r} cannot be imported by its name")
-    # A module that somebody made by hand has no spec; but its package may make it.
+    # A module that was made by hand has no spec; but its package may make it.
     if module.__spec__ is None and name != "__main__" and "." not in name:
         raise pickle.PicklingError(f"module {name!r} does not come from a file")
     return name
@@ -142,8 +144,28 @@ def _submodules(package: str, names: tuple[str, ...]) -> list[types.ModuleType]:
     return found
 
 
+def take_slots(kind: type, state: dict[str, Any]) -> tuple[str, ...] | None:
+    """Take out the slots that a class has itself, to make it with; None without `__slots__`.
+
+    And for a `NamedTuple`, which is always made with none.  What Python made of the slots is
+    taken out of its state: it cannot be pickled, and a class made with them has it.
+    """
+    if "__slots__" not in kind.__dict__ or NamedTuple in kind.__dict__.get("__orig_bases__", ()):
+        return None
+    own = kind.__dict__.items()
+    members = [name for name, value in own if _is_slot(kind, value)]
+    for name in members:  # cloudpickle looks for those that begin with __ under another name
+        state.pop(name, None)
+    made = {name for name, value in own if isinstance(value, types.GetSetDescriptorType)}
+    return (*members, *sorted(made & _SPECIAL_SLOTS))
+
+
+def _is_slot(kind: type, value: object) -> bool:
+    return isinstance(value, types.MemberDescriptorType) and value.__objclass__ is kind
+
+
 def is_importable(value: Any) -> bool:
-    """Whether another process finds this very object under its module and name."""
+    """Say whether another process finds this very object under its module and name."""
     found: Any = sys.modules.get(value.__module__)
     if value.__module__ == "__main__":
         return False
@@ -166,18 +188,18 @@ def receiving(namespace: dict[str, Any] | None) -> Iterator[None]:
 
 
 def receiving_namespace() -> dict[str, Any]:
-    """The globals for functions of `__main__`."""
+    """Return the globals for functions of `__main__`."""
     namespace = _receiver.get()
     return sys.modules["__main__"].__dict__ if namespace is None else namespace
 
 
 def module_namespace(name: str) -> dict[str, Any]:
-    """The globals for functions that a module made."""
+    """Return the globals for functions that a module made."""
     return importlib.import_module(name).__dict__
 
 
 def import_by_name(name: str, *submodules: str) -> types.ModuleType:
-    """A module, not taken as an attribute of its package, which need not have it.
+    """Import a module, not taken as an attribute of its package, which need not have it.
 
     Its submodules are imported as well.
     """
@@ -192,7 +214,7 @@ def make_function(
     name: str,
     cells: tuple[types.CellType, ...],
 ) -> types.FunctionType:
-    """A function without its details, for `fill_function`."""
+    """Make a function without its details, for `fill_function`."""
     return types.FunctionType(code, namespace, name, None, cells or None)
 
 
@@ -208,10 +230,10 @@ def fill_function(function: types.FunctionType, state: Any) -> None:
 
 
 def make_class(maker: Callable[..., type], args: tuple[Any, ...], qualname: str) -> type:
-    """The class that came under this id before, or a new one for `fill_class`."""
+    """Return the class that came under this id before, or a new one for `fill_class`."""
     # cloudpickle looks afterwards, when the new one has been made and registered with
     # its bases already.
-    tracker_id = args[5] if maker is by_value._make_skeleton_enum else args[4]
+    *_, tracker_id, _ = args
     known: type | None = by_value._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
     if known is not None:
         return known
@@ -232,14 +254,14 @@ def make_cached_function(
     maxsize: int | None,
     typed: bool,  # noqa: FBT001 (arguments of a pickle have no names)
 ) -> Callable[..., Any]:
-    """`functools.lru_cache` around it, empty."""
+    """Wrap it in `functools.lru_cache`, empty."""
     return functools.lru_cache(maxsize, typed)(function)
 
 
 def make_cached_property(
     function: Callable[[Any], Any], name: str | None
 ) -> functools.cached_property[Any]:
-    """A property that knows its name, as it would from the body of a class."""
+    """Make a property that knows its name, as it would from the body of a class."""
     made = functools.cached_property(function)
     made.attrname = name
     return made

@@ -1,4 +1,4 @@
-"""Marks in a worker's stdout that tell its agent where rich output belongs.
+"""Marks in a worker's stdout, by which its agent finds where rich output belongs.
 
 A worker writes text straight to its stdout, a pipe that the agent reads, so whatever it
 wrote before it died is there, and C code, child processes and Python share one order.
@@ -21,16 +21,16 @@ the stream that the text which follows belongs to."""
 
 
 def mark(token: str, value: Mark) -> bytes:
-    """The bytes to write to stdout."""
+    """Make the bytes to write to stdout."""
     return f"\x1b_{token};{value}\x1b\\".encode()
 
 
 def mark_pattern(token: str) -> re.Pattern[bytes]:
-    """Finds marks; group 1 is the value."""
-    return re.compile(rb"\x1b_" + token.encode() + rb";(\w+)\x1b\\")
+    """Make a pattern that finds marks; group 1 is the value."""
+    return re.compile(rb"\x1b_" + token.encode() + rb";([a-z]{1,6}|[0-9]{1,18})\x1b\\")
 
 
 def mark_value(text: bytes) -> Mark:
-    """The value of a mark from what `mark_pattern` found."""
+    """Read the value of a mark from what `mark_pattern` found."""
     word = text.decode()
     return int(word) if word.isdigit() else cast("Mark", word)

@@ -1,78 +1,24 @@
 """What crosses between the notebook and an agent, as frozen dataclasses.
 
 Both sides run the same version of nbdist (`Hello` carries it), so these travel as
-pickles over a private channel; see `nbdist.wire.frames`.  What ranks show is in
-`nbdist.wire.outputs`.
+pickles over a socket in a folder that only this user can open: who could write to it could
+run code anyway, since running code is what it is for.  What ranks show is in
+`nbdist.output.events`.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from nbdist.layout import Seat, seat_of
-from nbdist.wire.looks import Collective, GetStacks, RankState, Stack
-from nbdist.wire.outputs import Output
-from nbdist.wire.payload import Payload
-from nbdist.wire.scripts import Script
-
-DEFAULT_POOL = "default"
-"""The pool of a world that names none; torchrun's name for the role of such workers."""
-
-CONTROL_REQUEST = "nbdist_request"
-"""The kind of message by which an agent asks a worker's control thread for something."""
-
-
-# --- a cell on its way to the ranks -----------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Sync:
-    """Copy names from the rank `source` to the ranks `to`; None for those that lack any."""
-
-    names: tuple[str, ...]
-    source: int
-    to: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """Source to run on some ranks at once.
-
-    `names` is a pickled mapping to bind in the ranks first; after the source has run
-    the values of the names in `fetch` come back in `Done.values`.  With
-    `execution_count` the ranks number the cell as the notebook does, so that their
-    tracebacks say `Cell In[5]`.  `sync` is done before the source.  A `script` is run instead
-    of the source; `restarts` says how often the same has been run before, and how often it
-    may be run again in all.  `log_level` is the level from which on somebody listens to the
-    ranks' records of `logging`, None for nobody.
-    """
-
-    id: str
-    source: str
-    ranks: tuple[int, ...]
-    names: Payload | None = None
-    fetch: tuple[str, ...] = ()
-    execution_count: int | None = None
-    script: Script | None = None
-    restarts: tuple[int, int] = (0, 0)
-    sync: Sync | None = None
-    log_level: int | None = None
-
+from nbdist.output.events import Output
+from nbdist.topology import Seat, seat_of
+from nbdist.wire.interpreter import MODULE
+from nbdist.wire.places import Place, Stack, WorkerStatus
 
 # --- starting workers ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """What each worker is to have, for launchers that can see to it; 0 where nothing was said.
-
-    `cpus` is a number of cores, `memory` a number of MiB.
-    """
-
-    cpus: int = 0
-    memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +26,13 @@ class WorldSpec:
     """What every rank of a world has in common.
 
     `environ` is the notebook's whole environment; `threads` is how many each rank may
-    use for one operation; `backend` is None for no process group; `use_nursery` forks
+    use for one operation; `backend` is None for no process group; `use_fork_server` forks
     the workers from a process that has torch imported, else each is spawned, with `wrap`
-    before its command.  `per_node` is 0 for one node, else how many ranks each has, and
-    `min_nodes` of these are enough to begin with; other hosts get the variables that
-    `copy_env` has patterns for, and each worker `resources` where the launcher can see to it.
-    With `own_path` the interpreter's own `sys.path` follows after `sys_path`; with
-    `share_gpus` several ranks of nccl can have one GPU.
+    before its command.  `per_node` is 0 for one node, else how many ranks each has.
+    A rank's log files have `log_limit` bytes for each stream, or with 0 no limit.
+    `sys_path` and `argv` are the notebook's, for what cells run; with `own_path` the
+    interpreter's own path follows after it; with `share_gpus` several ranks of nccl can
+    have one GPU.
     """
 
     world_size: int
@@ -98,21 +44,20 @@ class WorldSpec:
     python: str
     gpus: tuple[str, ...] = ()
     name: str = "world"
-    pool: str = DEFAULT_POOL
+    pool: str = "default"
     log_dir: str = ""
-    use_nursery: bool = True
+    log_limit: int = 0
+    use_fork_server: bool = True
     per_node: int = 0
-    min_nodes: int = 1
     wrap: tuple[str, ...] = ()
     own_path: bool = False
-    copy_env: tuple[str, ...] = ()
-    resources: Resources = Resources()
     share_gpus: bool = False
+    argv: tuple[str, ...] = ("",)
 
     @property
     def command(self) -> tuple[str, ...]:
         """The command line of a worker that is not forked."""
-        return (*self.wrap, self.python, "-m", "nbdist.worker")
+        return (*self.wrap, self.python, *MODULE, "nbdist.worker")
 
     def seat(self, rank: int) -> Seat:
         """Which node the rank is on, and where there."""
@@ -120,23 +65,15 @@ class WorldSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class LivingGroups:
-    """What a worker that replaces a dead one has to join besides the world's own group.
-
-    `members` are the ranks of each group that survivors hold, by its name.
-    """
-
-    members: Mapping[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class RankStart:
-    """What one worker process is told before its first import of user code.
+class WorkerStart:
+    """What one worker process needs before its first import of user code.
 
     `token` marks the escape sequences by which it talks to its agent on stdout;
-    `store_path` is the file through which the ranks of this machine find one another;
-    with `living` it replaces a worker that has died, or is one more; `gpus` are those that
-    it sees.  `born` is the generation in which the world's group got its size.
+    `store_path` is the file through which the ranks of this machine find one another, and
+    the names of `over_file` begin with `over_path`;
+    with `joins` it replaces a worker that has died, or is one more, and joins these groups,
+    the ranks of each by its name, besides the world's own; `gpus` are those that
+    it sees.  `sized_in` is the generation in which the world's group got its size.
     """
 
     rank: int
@@ -146,11 +83,12 @@ class RankStart:
     connection_file: str
     token: str
     store_path: str
+    over_path: str
     generation: int
     environ: Mapping[str, str]
-    living: LivingGroups | None = None
+    joins: Mapping[str, tuple[int, ...]] | None = None
     gpus: tuple[str, ...] = ()
-    born: int = 1
+    sized_in: int = 1
 
     @property
     def device(self) -> str:
@@ -162,54 +100,15 @@ class RankStart:
         """Into which its C code writes stacks: at a signal, and when it crashes."""
         return self.connection_file.removesuffix(".json") + ".stack"
 
+    @property
+    def task_socket(self) -> str:
+        """On which it waits for its agent's tasks."""
+        return self.connection_file.removesuffix(".json") + ".tasks"
 
-def over_file(store: str | Path, generation: int) -> Path:
+
+def over_file(path: str | Path, generation: int) -> Path:
     """It is there when forming this generation of the group has been called off."""
-    return Path(f"{store}.over{generation}")
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    """One worker as its agent sees it; memory in bytes (PSS: shared pages count in part).
-
-    A busy one has a `place` and its line's `code`; `collective` is its last, None if unknown.
-    """
-
-    rank: int
-    pid: int
-    host: str
-    state: RankState
-    busy_seconds: float
-    memory: int
-    device: str
-    place: Place | None = None
-    code: str = ""
-    collective: Collective | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank that runs a cell is.
-
-    `line` of the cell, or of a script's `file` with its text in `code`, 0 where unknown;
-    `operation` is the collective it waits for, "" if it
-    does something else; `counts` has by group how many collectives it has begun, `moved` the
-    bytes that its connections have carried, `is_calm` whether none of gloo's threads has
-    anything to do; `unfinished` how many collectives seem to have begun and not ended.
-    `is_deaf`: C code holds the GIL, so nothing more is known, unless the line is.
-    `is_stopped`: by a signal such as SIGSTOP.
-    """
-
-    line: int = 0
-    operation: str = ""
-    counts: Mapping[str, int] = field(default_factory=dict)
-    moved: int = 0
-    is_calm: bool = False
-    unfinished: int = 0
-    is_deaf: bool = False
-    is_stopped: bool = False
-    file: str = ""
-    code: str = ""
+    return Path(f"{path}.over{generation}")
 
 
 # --- calls to an agent, each answered by exactly one `Answer` ------------------------------
@@ -235,8 +134,8 @@ class GetStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Interrupt:
-    """Send SIGINT to these ranks, as Stop does to an ordinary kernel."""
+class GetStacks:
+    """Answered by a tuple of `Stack`."""
 
     ranks: tuple[int, ...]
 
@@ -260,7 +159,7 @@ class Kill:
     ranks: tuple[int, ...]
 
 
-Request = StartWorld | StopWorld | GetStatus | GetStacks | Interrupt | Heal | Scale | Kill
+Request = StartWorld | StopWorld | GetStatus | GetStacks | Heal | Scale | Kill
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +206,7 @@ Reply = WorldStarted | StartFailure | Healed | tuple[WorkerStatus, ...] | tuple[
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Ask:
     """Notebook to agent: do this and answer under the same id."""
 
     id: int
@@ -316,9 +215,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Notebook to agent: run the cell on those of its ranks that live there, all at once."""
+    """Notebook to agent: pass the packed task on to those of its ranks that live there, at once."""
 
-    cell: Cell
+    id: str
+    ranks: tuple[int, ...]
+    task: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,10 +237,17 @@ class Free:
 
 
 @dataclass(frozen=True, slots=True)
-class LetGo:
-    """Notebook to agent: what these ranks sent back of a cell has been read."""
+class Interrupt:
+    """Notebook to agent: have these ranks leave what they run (`nbdist.node.stopping`)."""
 
-    cell_id: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """Notebook to agent: what these ranks sent back of a task has been read."""
+
+    task_id: str
     ranks: tuple[int, ...]
 
 
@@ -364,7 +272,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Agent to notebook: the reply to the `Call` of this id."""
+    """Agent to notebook: the reply to the `Ask` of this id."""
 
     id: int
     reply: Reply
@@ -385,14 +293,38 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
+class Freed:
+    """Agent to notebook: collectives are being broken open in which these ranks wait."""
+
+    places: Mapping[int, Place]
+
+
+@dataclass(frozen=True, slots=True)
 class Outputs:
     """Agent to notebook: what ranks have shown since the last batch, in each rank's order.
 
-    `cell_id` is the cell that was running then, "" where there was none.
+    `task_id` is the task that was running then, "" where there was none.
     """
 
     items: tuple[tuple[int, str, Output], ...]
 
 
-Down = Call | Run | Look | Free | LetGo | Received | Leave
-Up = Hello | Answer | Outputs | Seen | Starting
+Down = Ask | Run | Look | Free | Interrupt | LetGo | Received | Leave
+Up = Hello | Answer | Outputs | Seen | Freed | Starting
+
+
+def to_bytes(message: Down | Up) -> bytes:
+    """The message as one frame."""
+    return pickle.dumps(message, protocol=5)
+
+
+def down_from(frame: bytes) -> Down:
+    """What the notebook told this agent."""
+    message: Down = pickle.loads(frame)
+    return message
+
+
+def up_from(frame: bytes) -> Up:
+    """What an agent told this notebook."""
+    message: Up = pickle.loads(frame)
+    return message

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbdist.errors import UsageError
-from nbdist.wire.memory import Buffer, Segment, open_segment
-from nbdist.wire.memory import SegmentRef as SegmentRef
 from nbdist.wire.pickling import pickle
+from nbdist.wire.shared_memory import Buffer, Segment, open_segment
+from nbdist.wire.shared_memory import SegmentRef as SegmentRef
 
 INLINE_LIMIT = 64 * 1024
 """From this many bytes on a payload goes into shared memory."""
@@ -28,7 +28,7 @@ class Payload:
 
 
 def pack_frames(frames: Sequence[Buffer]) -> tuple[Payload, Segment | None]:
-    """A payload of these frames, and the segment to keep open until it has been opened."""
+    """Make a payload of these frames, and the segment to keep open until it has been opened."""
     if sum(memoryview(frame).nbytes for frame in frames) < INLINE_LIMIT:
         return Payload(frames=tuple(bytes(memoryview(frame)) for frame in frames)), None
     segment = Segment.holding(frames)
@@ -38,7 +38,7 @@ def pack_frames(frames: Sequence[Buffer]) -> tuple[Payload, Segment | None]:
 def pack_names(
     names: Mapping[str, Any] | None, namespace: dict[str, Any]
 ) -> tuple[Payload | None, Segment | None]:
-    """The same of a pickled mapping; UsageError where a function in it needs another name."""
+    """Pickle and pack a mapping so; UsageError where a function in it needs another name."""
     if not names:
         return None, None
     pickled = pickle(dict(names), namespace)
@@ -49,9 +49,9 @@ def pack_names(
 
 
 def open_payload(payload: Payload) -> list[Buffer]:
-    """The frames of a payload: those of a segment are writable and copied when written to.
+    """Return the frames of a payload: a segment's are writable, and copied when written to.
 
-    Raises `nbdist.wire.memory.SegmentGone`.
+    Raises `nbdist.wire.shared_memory.SegmentGone`.
     """
     if payload.segment is None:
         return [*payload.frames]

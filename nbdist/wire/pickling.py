@@ -16,11 +16,13 @@ import sys
 import types
 from collections import ChainMap
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any, ClassVar, cast
 
 import cloudpickle.cloudpickle as by_value
 
-from nbdist.wire.cells import CellSource, cell_source, keep_cell_sources
+from nbdist.wire.cell_sources import CellSource, cell_source, keep_cell_sources
+from nbdist.wire.cgroups import ASKED_FROM, require_memory
 from nbdist.wire.definitions import (
     MAIN,
     ModuleNamespace,
@@ -37,9 +39,10 @@ from nbdist.wire.definitions import (
     make_function,
     receiving,
     require_importable,
+    take_slots,
 )
-from nbdist.wire.memory import Buffer
-from nbdist.wire.shared import Fence, mutable_ids
+from nbdist.wire.shared_memory import Buffer
+from nbdist.wire.sharing import Fence, mutable_ids
 from nbdist.wire.tensors import TensorReducer
 
 Reduced = tuple[Any, ...]
@@ -84,7 +87,7 @@ class Pickled:
 
         Two values share an object where these meet, if both `Pickled` are still there.
         What classes and functions hold does not count: a class is the same one in the
-        receiver whoever brings it.
+        receiver whatever brings it.
         """
         ids = mutable_ids(self._pickler.memo.copy(), self._pickler.fences)
         tensors = self._pickler.tensors
@@ -99,7 +102,7 @@ def pickle(
     sketch: bool = False,
     back_to_device: bool = False,
 ) -> Pickled:
-    """`value` for another process, where `namespace` is the `__main__` of this one.
+    """Pickle `value` for another process, where `namespace` is the `__main__` of this one.
 
     Raises what pickling raises, for the most part `PicklingError` and `TypeError`; a
     class's own `__reduce__` can raise anything.  With `sketch` tensors on a device are
@@ -117,7 +120,7 @@ def pickle(
 
 
 def unpickle(frames: Sequence[Buffer], namespace: dict[str, Any] | None = None) -> Any:
-    """The value of `pickle`'s frames; writable frames are used as memory, not copied.
+    """Make the value of `pickle`'s frames; writable frames are used as memory, not copied.
 
     Functions of the sender's `__main__` get `namespace`, by default this process's
     `__main__`, as their globals.
@@ -129,13 +132,29 @@ def unpickle(frames: Sequence[Buffer], namespace: dict[str, Any] | None = None) 
 
 
 def join(parts: Sequence[Pickled]) -> list[Buffer]:
-    """One list of frames for several pickled mappings; `unpickle` gives their union."""
+    """Make one list of frames of several pickled mappings; `unpickle` gives their union."""
     if len(parts) == 1:
         return parts[0].frames
     buffers: list[Buffer] = []
     joined = [[plain_pickle.PickleBuffer(frame) for frame in part.frames] for part in parts]
     outer = plain_pickle.dumps((_Union(joined), None), 5, buffer_callback=buffers.append)
     return [outer, *buffers]
+
+
+class _FirstFrame(io.BytesIO):
+    """The pickle itself: strings, bytes and small things, of which there can be much too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._looked = 0
+
+    def write(self, data: Any) -> int:
+        """NotEnoughMemory before it gets bigger than there is room for."""
+        size = memoryview(data).nbytes
+        if self.tell() + size - self._looked >= ASKED_FROM:
+            self._looked = self.tell() + size
+            require_memory(max(size, ASKED_FROM))
+        return super().write(data)
 
 
 class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no types.
@@ -154,7 +173,7 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         sketch: bool,  # noqa: FBT001
         back_to_device: bool,  # noqa: FBT001
     ) -> None:
-        self.file = io.BytesIO()
+        self.file = _FirstFrame()
         self.buffers: list[Buffer] = []
         # Nothing that it holds may refer to it: what it met would be kept alive until
         # Python looks for cycles.  `raw` flattens what is contiguous in Fortran's order.
@@ -178,7 +197,7 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         self._variables: dict[int, Variable] = {}
 
     def reducer_override(self, value: Any) -> Reduced:
-        """Called by pickle for whatever is not a plain built-in."""
+        """Take apart what is not a plain built-in.  Called by pickle."""
         kind = type(value)
         if kind is types.FunctionType:
             return self._reduce_function(value)
@@ -195,7 +214,7 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
             raise plain_pickle.PicklingError("a loaded library cannot be pickled")
         # Looked for here because the C code asks an object's `__reduce__` before the
         # table when that gives a name.
-        if kind is functools._lru_cache_wrapper and not is_importable(value):
+        if kind is _CACHED and not is_importable(value):
             parameters = value.cache_parameters()
             return make_cached_function, (value.__wrapped__, *parameters.values())
         name = _SENTINELS.get(id(value))
@@ -209,15 +228,16 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
             names = global_names(function.__code__)
             self.needs |= names
             return self._rebuild_in(MAIN, function, imported_submodules(function, names))
-        if by_value._should_pickle_by_reference(function):
-            return cast(Reduced, NotImplemented)
+        reduced: Reduced = super().reducer_override(function)
+        if cast(Any, reduced) is NotImplemented:
+            return reduced  # by its name
         module = sys.modules.get(own.get("__name__", ""))
         if module is not None and module.__dict__ is own:
             # A closure that a library made, for instance by decorating: it belongs to the
             # library's module there as here.
             return self._rebuild_in(ModuleNamespace(module.__name__), function, [])
         self._keep_source(function.__code__)
-        return cast(Reduced, self._dynamic_function_reduce(function))
+        return reduced
 
     def _rebuild_in(
         self, namespace: object, function: types.FunctionType, submodules: list[types.ModuleType]
@@ -249,10 +269,12 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         return self._variables.setdefault(id(cell), Variable(cell))
 
     def _reduce_class(self, kind: type) -> Reduced:
-        reduced = by_value._class_reduce(kind)
-        if reduced is NotImplemented or reduced[0] not in _CLASS_MAKERS:
+        reduced = super().reducer_override(kind)
+        if reduced is NotImplemented or len(reduced) == REFERENCE:
             return cast(Reduced, reduced)
         maker, args, state = reduced[:3]
+        if not issubclass(kind, Enum) and (slots := take_slots(kind, state[0])) is not None:
+            args = (*args[:3], {**args[3], "__slots__": slots}, *args[4:])
         # Python puts these there when they are first asked for: that is no change.
         state[0].pop("__slotnames__", None)
         if not state[0].get("__annotations__", True):
@@ -296,7 +318,10 @@ class _Union:
         return _load_union, (self._parts,)
 
 
-_CLASS_MAKERS = (by_value._make_skeleton_class, by_value._make_skeleton_enum)
+REFERENCE = 2
+"""Items in which cloudpickle takes apart a class that is known by its name; others have a state."""
+
+_CACHED = type(functools.lru_cache(lambda: None))
 
 _SENTINELS = {
     # `dataclasses` compares with these by identity.

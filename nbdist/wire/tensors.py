@@ -84,7 +84,7 @@ class TensorReducer:
         return frozenset(found)
 
     def reduce(self, value: Any) -> Reduced:
-        """What to pickle for one of `types`, or NotImplemented: then torch's own way."""
+        """Choose what to pickle for one of `types`, or NotImplemented: then torch's own way."""
         if isinstance(value, self.types[2]):
             return rebuild_typed_storage, (value._untyped_storage, value.dtype)
         if isinstance(value, self.types[1]):
@@ -122,7 +122,7 @@ class TensorReducer:
         )
 
     def _place(self, data: torch.Tensor) -> tuple[_Piece, int, tuple[int, ...]]:
-        """The piece that a tensor's contents are in, and where in it: offset and strides."""
+        """Find the piece that a tensor's contents are in, and where in it: offset and strides."""
         storage, width = data.untyped_storage(), data.element_size()
         stride = data.stride()
         steps = (step * (size - 1) for size, step in zip(data.shape, stride, strict=True))
@@ -130,16 +130,21 @@ class TensorReducer:
         offset = int(data.storage_offset())
         start = offset * width
         end = start + (int(sum(steps)) + 1) * width if data.numel() else start
+        # What is expanded is there once.
+        once = data[tuple(slice(1) if step == 0 else slice(None) for step in stride)]
+        shown = once.numel() * width
         # Half a storage or more: the rest costs little, and all of its views stay one.
-        if storage.data_ptr() in self._whole or 2 * data.numel() * width >= storage.nbytes():
+        if storage.data_ptr() in self._whole or 2 * shown >= storage.nbytes():
             return self._piece(storage, 0, storage.nbytes()), offset, stride
-        if data.is_contiguous():
+        if 2 * shown >= end - start:
             return self._piece(storage, start, end), 0, stride
-        copy = data.contiguous()
+        # Few elements, far apart: copied together, in the order in which they lie there.
+        copy = once.clone(memory_format=self._torch.preserve_format)
         piece = self._piece(copy.untyped_storage(), 0, copy.untyped_storage().nbytes())
         # So that a tensor which overlaps this one is noticed.
         self._pieces[storage.data_ptr(), start, end] = piece
-        return piece, 0, copy.stride()
+        kept = zip(stride, copy.stride(), strict=True)
+        return piece, 0, tuple(new if old else 0 for old, new in kept)
 
     def _piece(self, storage: torch.UntypedStorage, start: int, end: int) -> _Piece:
         address = storage.data_ptr()
@@ -166,7 +171,7 @@ class TensorReducer:
         return PickleBuffer(memory)
 
     def _on_host(self, flat: torch.Tensor) -> torch.Tensor:
-        """A copy in the CPU's memory, pinned where that can be had: the GPU writes it itself."""
+        """Copy to the CPU's memory, pinned where that can be had: the GPU writes it itself."""
         if flat.device.type != "cuda" or flat.numel() > PINNED_MOST:
             return flat.cpu()
         try:
@@ -182,7 +187,7 @@ class TensorReducer:
 
 
 def rebuild_storage(contents: Any, device: str = "cpu") -> torch.UntypedStorage:
-    """A storage that uses this memory, or a copy of it where it cannot be written to.
+    """Make a storage that uses this memory, or a copy of it where it cannot be written to.
 
     With `device`, such as `cuda`, a copy on the receiver's own.
     """
@@ -197,7 +202,7 @@ def rebuild_storage(contents: Any, device: str = "cpu") -> torch.UntypedStorage:
 
 
 def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
-    """The `TypedStorage` around a storage."""
+    """Make the `TypedStorage` around a storage."""
     import torch
 
     make = cast(Callable[..., Any], torch.TypedStorage)
@@ -213,7 +218,7 @@ def rebuild_tensor(
     requires_grad: bool,  # noqa: FBT001 (arguments of a pickle have no names)
     is_parameter: bool,  # noqa: FBT001
 ) -> torch.Tensor:
-    """A leaf tensor, or parameter, that shows this storage."""
+    """Make a leaf tensor, or parameter, that shows this storage."""
     import torch
 
     tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)

@@ -156,7 +156,7 @@ def _looks_compiled(value: Any) -> bool:
 
 
 def fails_in(namespace: dict[str, Any]) -> Callable[[Any], bool]:
-    """A question to ask of values: whether one cannot be pickled for this namespace."""
+    """Make a question to ask of values: whether one cannot be pickled for this namespace."""
 
     def fails(value: Any) -> bool:
         try:
@@ -171,7 +171,7 @@ def fails_in(namespace: dict[str, Any]) -> Callable[[Any], bool]:
 def unshippable(
     name: str, value: Any, fails: Callable[[Any], bool], problem: BaseException
 ) -> UnshippableName:
-    """The error that tells the user about `value`, whose pickling raised `problem`.
+    """Make the error about `value`, whose pickling raised `problem`.
 
     `fails` tries to pickle a part.  The search ends after about a second, with what it
     has found by then.
@@ -182,7 +182,7 @@ def unshippable(
 def blame(
     name: str, value: Any, fails: Callable[[Any], bool], problem: BaseException
 ) -> tuple[str, str, str, str]:
-    """The path from the name to the culprit, its type, why it cannot travel, and what to do."""
+    """Find the path from the name to the culprit, its type, why it cannot travel, what to do."""
     path, culprit = _find_culprit(name, value, fails)
     if kind := _kind_of(culprit):
         return path, kind.word, kind.why, kind.remedy
@@ -193,7 +193,7 @@ def blame(
 
 
 def type_name(value: Any) -> str:
-    """The type of a value as one would write it."""
+    """Name the type of a value as one would write it."""
     kind = type(value)
     plain = kind.__module__ in ("builtins", "__main__")
     return kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}"
@@ -204,7 +204,7 @@ def _kind_of(value: Any) -> _Kind | None:
 
 
 def _find_culprit(name: str, value: Any, fails: Callable[[Any], bool]) -> tuple[str, Any]:
-    """The innermost part that fails, and how to get to it from the name."""
+    """Find the innermost part that fails, and how to get to it from the name."""
     path, deadline, seen = name, time.monotonic() + SEARCH_TIMEOUT, {id(value)}
     for _ in range(DEEPEST):
         if _kind_of(value):
@@ -225,7 +225,7 @@ _HARMLESS = (str, bytes, int, float, complex, bool, type(None))
 
 
 def parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a value is made of, each with the text that leads to it."""
+    """List what a value is made of, each with the text that leads to it."""
     match value:
         case types.FunctionType():
             yield from _parts_of_function(value)

@@ -1,4 +1,4 @@
-"""A worker that was spawned, not forked: reads its `RankStart` from stdin and becomes it."""
+"""A worker that was spawned, not forked: reads its `WorkerStart` from stdin and becomes it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import os
 import pickle
 import sys
 
-from nbdist.worker.process import become_worker
+from nbdist.worker.bootstrap import become_worker
+from nbdist.worker.process import die_with_parent
 
 
 def main() -> None:
     """Read the orders, leave stdin empty, and run until the kernel ends."""
+    die_with_parent(os.getppid())
     orders = pickle.load(sys.stdin.buffer)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    become_worker(orders, parent_pid=os.getppid(), forked=False)
+    become_worker(orders, forked=False)
 
 
 main()

@@ -1,27 +1,51 @@
-"""torchrun's variables and the names that every worker's namespace starts with."""
+"""What user code and libraries find in a worker: torchrun's variables, names, threads, bars.
+
+And how that follows when the world gets another size.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from multiprocessing import process
+from multiprocessing.reduction import ForkingPickler
+from types import FunctionType, ModuleType
 from typing import Any
 
+import cloudpickle
 import torch
 import torch.distributed as dist
+from ipykernel.zmqshell import ZMQInteractiveShell
 
-from nbdist.wire.environ import sharing_variables
-from nbdist.wire.messages import RankStart
+from nbdist.wire.control import Resize
+from nbdist.wire.messages import WorkerStart
+from nbdist.wire.task import Attempt
+from nbdist.wire.worker_environ import sharing_variables
 from nbdist.worker.compat import torch as seam
+from nbdist.worker.group.group import Group
+from nbdist.worker.namespace import Namespace
+
+WIDGET_BARS = frozenset({"tqdm.autonotebook", "tqdm.notebook"})
+"""The modules of tqdm that choose widgets, or are made of them."""
+
+_NAMES = {"tqdm": "tqdm", "trange": "trange", "tqdm_notebook": "tqdm", "tnrange": "trange"}
 
 
-def device_of(orders: RankStart) -> torch.device:
-    """The rank's own GPU, or the CPU where the world uses none."""
+def device_of(orders: WorkerStart) -> torch.device:
+    """Give the rank's own GPU, or the CPU where the world uses none."""
     return torch.device(orders.device)
 
 
-def prepare_torch(orders: RankStart) -> None:
+def prepare_torch(orders: WorkerStart) -> None:
     """Give torch its share of the cores and the rank's GPU.
 
-    What a forked worker's torch and OpenMP read on import, they read in the nursery, which
+    What a forked worker's torch and OpenMP read on import, they read in the fork server, which
     does not have the world's environment: OMP_NUM_THREADS, TORCH_DISTRIBUTED_DEBUG.
     """
     torch.set_num_threads(orders.world.threads)
@@ -34,14 +58,27 @@ def prepare_torch(orders: RankStart) -> None:
         torch.cuda.set_device(device)
 
 
-def count_restarts(done: int, most: int) -> None:
-    """How often the cell that begins has been run before; each cell counts anew."""
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(done)
-    os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(most)
+def take_place(orders: WorkerStart, own_path: Sequence[str]) -> None:
+    """Give what cells run the notebook's `sys.path` and `sys.argv`.
+
+    After the worker's own imports: a `random.py` in the notebook's folder is for them alone.
+    """
+    first = orders.world.sys_path
+    own = [entry for entry in own_path if entry not in first] if orders.world.own_path else ()
+    sys.path[:] = [*first, *own]
+    sys.argv[:] = orders.world.argv
+    # What "" on the path is for processes that multiprocessing spawns.
+    process.ORIGINAL_DIR = orders.world.cwd  # type: ignore[attr-defined]
 
 
-def ready_names(orders: RankStart) -> dict[str, Any]:
-    """What a cell finds without importing anything."""
+def count_restarts(attempt: Attempt) -> None:
+    """Say in torchrun's variables how often the task that begins has been run before."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt.number)
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(attempt.most)
+
+
+def ready_names(orders: WorkerStart) -> dict[str, Any]:
+    """Give what a cell finds without importing anything."""
     return {
         "rank": orders.rank,
         "world_size": orders.world.world_size,
@@ -50,3 +87,117 @@ def ready_names(orders: RankStart) -> dict[str, Any]:
         "torch": torch,
         "dist": dist,
     }
+
+
+# --- when the world gets another size ---------------------------------------------------------
+
+
+class Scaling:
+    """A worker's side of `%dist_scale`: its group, its environment, and what its cells find.
+
+    On the control thread, while no task runs.
+    """
+
+    def __init__(self, orders: WorkerStart, namespace: Namespace, group: Group | None) -> None:
+        self._orders = orders
+        self._namespace = namespace
+        self._group = group
+        self._loop = asyncio.get_event_loop()  # the main thread's, which makes this
+
+    def __repr__(self) -> str:
+        return f"<Scaling of rank {self._orders.rank} in a world of {self.world_size}>"
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks share the group; 0 where it could not be formed."""
+        if self._group is not None and not self._group.is_whole:
+            return 0
+        return self._orders.world.world_size
+
+    def scale(self, resize: Resize) -> None:
+        """Join the group of another size, then change what says how many there are.
+
+        Raises RuntimeError or ConnectionResetError when the ranks do not meet.
+        """
+        before, after = self._orders, _orders_after(self._orders, resize)
+        if self._group is not None:
+            self._group.resize(after, resize.newcomers)
+        self._orders = after
+        change_environment(before.environ, after.environ)
+        self._namespace.change("world_size", before.world.world_size, after.world.world_size)
+        # Threads are a matter of the thread that starts an operation.  What the loop is
+        # given now it does before it takes the next cell.
+        self._loop.call_soon_threadsafe(change_threads, before.world.threads, after.world.threads)
+
+
+def _orders_after(orders: WorkerStart, resize: Resize) -> WorkerStart:
+    return replace(
+        orders,
+        local_world_size=resize.world_size,
+        world=replace(orders.world, world_size=resize.world_size, threads=resize.threads),
+        environ=resize.environ,
+        generation=resize.generation,
+        sized_in=resize.generation,
+    )
+
+
+def change_environment(before: Mapping[str, str], after: Mapping[str, str]) -> None:
+    """Change the variables that differ; those that the user has set meanwhile stay."""
+    for name, value in after.items():
+        if before.get(name) != value and os.environ.get(name) == before.get(name):
+            os.environ[name] = value
+
+
+def change_threads(before: int, after: int) -> None:
+    """Change torch's number of threads, unless the user has."""
+    if torch.get_num_threads() == before:
+        torch.set_num_threads(after)
+
+
+# --- for libraries ----------------------------------------------------------------------------
+
+
+def pickle_cell_definitions_by_value() -> None:
+    """Let multiprocessing children use functions and classes that were defined in cells.
+
+    A spawned child cannot import the worker's `__main__`, so what lives there must travel by
+    value: `DataLoader(num_workers=2, multiprocessing_context="spawn")` on a data set of a cell.
+    """
+    # A class attribute of a C class: mypy takes it for a method that must not change.
+    setattr(ForkingPickler, "reducer_override", _reduce_cell_definition)  # noqa: B010
+
+
+def _reduce_cell_definition(_pickler: ForkingPickler, value: Any) -> Any:
+    if isinstance(value, FunctionType | type) and value.__module__ == "__main__":
+        return cloudpickle.loads, (cloudpickle.dumps(value),)
+    return NotImplemented
+
+
+class WorkerShell(ZMQInteractiveShell):
+    """A shell by whose class's name no library (rich, fastprogress) takes widgets to be shown."""
+
+
+class _TextBars(MetaPathFinder, Loader):
+    """Finds these modules before the import system does, with tqdm's ordinary bars in them."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if fullname in WIDGET_BARS else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        text = import_module("tqdm.std")
+        for name, of_text in _NAMES.items():
+            setattr(module, name, getattr(text, of_text))
+
+
+def draw_bars_as_text() -> None:
+    """Have tqdm's and rich's bars drawn as lines, which the notebook shows for each rank.
+
+    `tqdm.auto`, which most libraries use, takes widgets in every process that has loaded
+    ipykernel, where ipywidgets is installed; `tqdm.notebook` and rich do as well.  A worker's
+    widgets would never move: what they say is not relayed.
+    """
+    sys.meta_path.insert(0, _TextBars())
+    # Rich draws a bar that moves only where it is said that a moving cursor is understood.
+    os.environ.setdefault("TTY_COMPATIBLE", "1")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import types
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
-from nbdist.wire.calls import CALL, FunctionCall
-from nbdist.wire.memory import Segment
 from nbdist.wire.payload import Payload, open_payload, pack_frames
 from nbdist.wire.pickling import pickle, unpickle
+from nbdist.wire.shared_memory import Segment
 from nbdist.wire.unshippable import blame, fails_in
-from nbdist.worker.calling import CallNames
 
 
 class NameProblem(Exception):
@@ -24,7 +25,6 @@ class Namespace:
     def __init__(self, names: dict[str, Any]) -> None:
         self._names = names
         self._lent: dict[str, Segment] = {}
-        self._calls = CallNames(names)
 
     def start_with(self, names: Mapping[str, Any]) -> None:
         """Bind what every worker has from its start."""
@@ -37,35 +37,25 @@ class Namespace:
 
     def receive(self, payload: Payload | None) -> None:
         """Bind the names that came along; with none of them bound when one cannot be read."""
-        # What the last cell brought back has been read by now.
-        for cell_id in list(self._lent):
-            self.let_go(cell_id)
-        if payload is None:
-            return
+        # What the last task brought back has been read by now.
+        for task_id in list(self._lent):
+            self.let_go(task_id)
+        if payload is not None:
+            self._names.update(self.open(payload))
+
+    def open(self, payload: Payload) -> Any:
+        """What the notebook has pickled; NameProblem where it cannot be rebuilt."""
         try:
-            names = unpickle(open_payload(payload), self._names)
+            return unpickle(open_payload(payload), self._names)
         except Exception as error:  # a user's class can raise anything while it is rebuilt
             raise NameProblem(
                 f"a name that the cell uses could not be rebuilt in the worker: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        self._names.update(names)
-        if isinstance(call := names.get(CALL), FunctionCall):
-            self._calls.begin(call)
 
-    @property
-    def call(self) -> FunctionCall | None:
-        """The function call that came along, if it is one rather than a cell."""
-        return self._calls.call
-
-    def end_call(self) -> None:
-        """Keep nothing of it; does nothing where there was none."""
-        if self.call is not None:
-            self._calls.end()
-
-    def let_go(self, cell_id: str) -> None:
-        """What this cell sent back has been read.  Also called on the control thread."""
-        if segment := self._lent.pop(cell_id, None):
+    def let_go(self, task_id: str) -> None:
+        """What this task sent back has been read.  Also called on the control thread."""
+        if segment := self._lent.pop(task_id, None):
             segment.close()
 
     def snapshot(self) -> dict[str, int]:
@@ -80,11 +70,32 @@ class Namespace:
             if not name.startswith("_") and before.get(name) != id(value)
         )
 
-    def imported(self, names: Iterable[str]) -> list[str]:
-        """Those of them that are modules, or functions and classes of modules."""
-        return [name for name in names if _is_imported(self._names.get(name))]
+    def imported(self, names: Iterable[str]) -> dict[str, str]:
+        """Those of them that are modules, or functions and classes of modules: and of which."""
+        values = {name: self._names.get(name) for name in names}
+        return {name: _whence(value) for name, value in values.items() if _is_imported(value)}
 
-    def fetch(self, expressions: Sequence[str], cell_id: str) -> Payload:
+    def import_again(self, imports: Mapping[str, str]) -> frozenset[str]:
+        """Bind what `imported` gave in the worker before this one; the names that are bound.
+
+        What cannot be imported any more is said on stderr: the cell may do without.
+        """
+        bound = set()
+        for name, whence in imports.items():
+            if name in self._names or not whence:
+                continue
+            module, _, path = whence.partition(":")
+            try:
+                found = importlib.import_module(module)
+                self._names[name] = attrgetter(path)(found) if path else found
+            except Exception as error:  # noqa: BLE001 (a module can raise anything)
+                said = f"{type(error).__name__}: {error}"
+                sys.stderr.write(f"`{name}` could not be imported again ({whence}): {said}\n")
+                continue
+            bound.add(name)
+        return frozenset(bound)
+
+    def fetch(self, expressions: Sequence[str], task_id: str) -> Payload:
         """The values of some names (or expressions), CUDA tensors moved to the CPU.
 
         A big payload stays in memory that this process lends until `let_go`, or its next cell.
@@ -96,29 +107,46 @@ class Namespace:
             except Exception as error:  # the expression is the user's
                 raise NameProblem(f"{type(error).__name__}: {error}") from error
         try:
-            pickled = pickle(values, self._names, tensors_to_cpu=True)
+            return self._pack(values, task_id)
         except Exception as error:  # a user's __reduce__ can raise anything
-            raise self._unsendable(expressions, values, error) from error
-        payload, segment = pack_frames(pickled.frames)
-        if segment is not None:
-            self._lent[cell_id] = segment
-        return payload
-
-    def _unsendable(
-        self, expressions: Sequence[str], values: Mapping[str, Any], error: Exception
-    ) -> NameProblem:
-        """Which part of what a function returned cannot be sent, and why."""
-        call = self._calls.call
-        if call is None:
-            return NameProblem(
+            raise NameProblem(
                 f"`{', '.join(expressions)}` cannot be sent to the notebook: "
                 f"{type(error).__name__}: {error}"
-            )
-        (value,) = values.values()
-        path, kind, why, _ = blame("result", value, fails_in(self._names), error)
-        what = f"what {call.title} returned"
-        part = what if path == "result" else f"{what}: `{path}`"
-        return NameProblem(f"{part} ({kind}) cannot be sent back: {why}.")
+            ) from error
+
+    def pack(self, value: Any, task_id: str, title: str) -> Payload | None:
+        """What an op returned, for the notebook; None for None.
+
+        NameProblem says which part of it cannot be sent, and why; `title` is the op's.
+        """
+        if value is None:
+            return None
+        try:
+            return self._pack(value, task_id)
+        except Exception as error:  # a user's __reduce__ can raise anything
+            path, kind, why, _ = blame("result", value, fails_in(self._names), error)
+            what = f"what {title} returned"
+            part = what if path == "result" else f"{what}: `{path}`"
+            raise NameProblem(f"{part} ({kind}) cannot be sent back: {why}.") from error
+
+    def _pack(self, value: Any, task_id: str) -> Payload:
+        pickled = pickle(value, self._names, tensors_to_cpu=True)
+        payload, segment = pack_frames(pickled.frames)
+        if segment is not None:
+            self._lent[task_id] = segment
+        return payload
+
+
+def _whence(value: Any) -> str:
+    """`numpy`, `torch.nn:Linear`; "" where it is not to be found there."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__ if sys.modules.get(value.__name__) is value else ""
+    module, path = value.__module__ or "", value.__qualname__
+    try:
+        is_there = attrgetter(path)(sys.modules[module]) is value
+    except (AttributeError, KeyError):
+        return ""
+    return f"{module}:{path}" if is_there else ""
 
 
 def _is_imported(value: Any) -> bool:

@@ -1,65 +1,139 @@
-"""Turns a fresh process, forked or spawned, into the worker of one rank.
-
-Called by `nbdist.worker.__main__` and, in the child of a fork, by `nbdist.node.nursery`.
-"""
+"""A worker as a process: its parent, its descriptors, its signals, and the children it forks."""
 
 from __future__ import annotations
 
-import ctypes
+import asyncio
+import inspect
 import os
+import resource
 import signal
-import sys
-import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
 
-from nbdist.wire.messages import RankStart
+from nbdist.wire.prctl import signal_on_parents_end
 
-PR_SET_PDEATHSIG = 1
+PLENTY = 65536
+"""More than any data loader needs, and few enough for programs that go through all of them."""
+
+RESERVE = 48
+"""For reading /proc, and for gloo's sockets while a group is formed."""
+
+DATA_LOADER = "torch.utils.data.dataloader"
+
+
+class BadEnvironment(Exception):
+    """A variable of the user's keeps the worker from starting.
+
+    The message, one line, says which and what to do.
+    """
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends.
+    """Have the kernel kill this process when its parent, the agent, ends.
 
-    Python polls for a lost parent need the GIL; this does not.
+    A forked worker does so only when its first parent, the fork server, has ended and it has
+    become the agent's child: until then the fork server ends it where the agent's guard cannot.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it ended before we asked
+    if not signal_on_parents_end(signal.SIGKILL, parent_pid):
         os._exit(1)
 
 
-def set_environment(orders: RankStart) -> None:
-    """Give a fork the notebook's environment, and torchrun's variables.
+# --- descriptors ------------------------------------------------------------------------------
 
-    A worker that was spawned has them, and what a wrapper has made of them.
+
+def set_limit() -> None:
+    """Have plenty where the hard limit allows it, but keep some for what the agent asks.
+
+    A rank whose code has used up all of them can still be stopped and healed.
     """
-    os.environ.clear()
-    os.environ.update(orders.world.environ)
-    os.environ.update(orders.environ)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        hard = PLENTY + RESERVE
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(PLENTY, soft, hard - RESERVE), hard))
 
 
-def set_place(orders: RankStart) -> None:
-    """Give the process the notebook's path and folder."""
-    first = orders.world.sys_path
-    own = [entry for entry in sys.path if entry not in first] if orders.world.own_path else ()
-    sys.path[:] = [*first, *own]
-    os.chdir(orders.world.cwd)
-
-
-def become_worker(orders: RankStart, parent_pid: int, *, forked: bool) -> None:
-    """Run the worker of this rank until its kernel ends."""
-    die_with_parent(parent_pid)
-    if forked:
-        set_environment(orders)
-    set_place(orders)
-    # Imports wait until here, so that a spawned worker has its environment before torch.
-    from nbdist.worker.forked import renew_what_is_shared
-    from nbdist.worker.run import run_worker
-
+@contextmanager
+def reserve() -> Iterator[None]:
+    """Have all that the hard limit allows; called on the control thread."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    more = soft + RESERVE if hard == resource.RLIM_INFINITY else min(hard, soft + RESERVE)
+    if more <= soft:
+        yield
+        return
+    resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
     try:
-        if forked:
-            renew_what_is_shared()
-        run_worker(orders)
-    except Exception:  # noqa: BLE001 (whatever it was: told, and the end of the process)
-        # Taking the interpreter apart could wait for ever for the kernel's open sockets.
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# --- SIGINT -----------------------------------------------------------------------------------
+
+
+class Interrupts:
+    """Has SIGINT reach the task that runs, or one that is on its way, and nothing else.
+
+    Stop can come so soon that the task has reached the worker's socket and has not been read.
+    Were it ignored then, the task would run on, and the worker be killed for not having stopped.
+    All of it runs on the main thread.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, has_more: Callable[[], bool]) -> None:
+        """`has_more` says whether a task has been read that has not begun."""
+        self._loop = loop
+        self._has_more = has_more
+        self._is_kept = False
+        self.end()
+
+    def __repr__(self) -> str:
+        return f"<Interrupts {'one kept' if self._is_kept else 'none'}>"
+
+    def begin(self) -> None:
+        """Take them for the task that begins; KeyboardInterrupt where one came before it."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._is_kept:
+            self._is_kept = False
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        """Take them for no task, now that this one is over."""
+        signal.signal(signal.SIGINT, self._keep)
+
+    def _keep(self, *_: object) -> None:
+        self._is_kept = True
+        # In the turn after the next: what arrived before the signal has been read by then.
+        self._loop.call_soon_threadsafe(self._loop.call_soon, self._forget)
+
+    def _forget(self) -> None:
+        self._is_kept = self._is_kept and self._has_more()
+
+
+# --- children ---------------------------------------------------------------------------------
+
+
+def leave_world_in_children(leave: Callable[[], None] | None) -> None:
+    """Have each child that user code forks call `leave` before it does anything else.
+
+    It is a process of its own, outside the world.  In it `init_process_group` is torch's own,
+    for groups of such children: of torch's tutorial "Writing distributed applications", of
+    Lightning's `ddp_notebook`.
+    """
+    os.register_at_fork(after_in_child=partial(_leave, leave))
+
+
+def _leave(leave: Callable[[], None] | None) -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A data set asks there for its rank, as it can under torchrun, and for nothing else.
+    if leave is not None and not _forks_for_data(inspect.currentframe()):
+        leave()
+
+
+def _forks_for_data(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_globals.get("__name__") == DATA_LOADER:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,4 +1,4 @@
-"""Records of `logging` on their way to the notebook, while somebody there listens.
+"""Records of `logging` on their way to the notebook, while a logger there wants them.
 
 `Logger.callHandlers` is wrapped; a handler of ours on the root logger would make
 `logging.basicConfig()` in a cell do nothing, and silence logging's handler of last resort.
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from nbdist.wire.outputs import Record
+from nbdist.output.events import Record
 
 MOST = 10_000
 """Records of one cell; of more it is only said how many there were."""
@@ -48,12 +48,12 @@ class Records:
 
         logging.Logger.callHandlers = relay_and_handle  # type: ignore[assignment, method-assign]
 
-    def begin_cell(self, level: int | None) -> None:
-        """From which level on the notebook wants records; None: none."""
-        self.end_cell()
+    def begin_task(self, level: int | None) -> None:
+        """Send records from this level on; none for None."""
+        self.end_task()
         self._level, self._sent = level, 0
 
-    def end_cell(self) -> None:
+    def end_task(self) -> None:
         """Say how many there were too many."""
         dropped, self._dropped = self._dropped, 0
         if dropped:
@@ -61,7 +61,7 @@ class Records:
             self._pass_on(logging.makeLogRecord({"name": "nbdist", "msg": said, "levelno": 30}))
 
     def take(self, record: logging.LogRecord) -> None:
-        """Send a record, if anybody wants it; a forked child sends nothing."""
+        """Send a record, if the notebook wants it; a forked child sends nothing."""
         level = self._level
         if level is None or record.levelno < level or record.name == self._own_logger:
             return
@@ -79,7 +79,7 @@ class Records:
 
 
 def plain(record: logging.LogRecord, host: str, local_rank: int) -> Record:
-    """The record with its text made here: what it is made of need not travel."""
+    """Give the record with its text made here: what it is made of need not travel."""
     return Record(
         host=host,
         local_rank=local_rank,

@@ -9,13 +9,14 @@ import socket
 from collections import deque
 from typing import TYPE_CHECKING
 
-from nbdist.wire.messages import Cell, Run
-from nbdist.wire.outputs import Done
-from nbdist.wire.tasks import Finished, FrameCutter, framed
-from nbdist.worker.interrupts import Interrupts
+from nbdist.output.events import Done
+from nbdist.wire.frames import FrameCutter, framed
+from nbdist.wire.task import Finished, Task, unpack
+from nbdist.worker.process import Interrupts
 
 if TYPE_CHECKING:
-    from nbdist.worker.kernel import MarkingSession, WorkerKernel
+    from nbdist.worker.kernel import WorkerKernel
+    from nbdist.worker.publishing import MarkingSession
 
 READ_SIZE = 1 << 18
 
@@ -32,7 +33,7 @@ class Tasks:
         self._session = session
         self._pid = os.getpid()
         self._loop = asyncio.get_event_loop()
-        self._waiting: deque[Cell] = deque()
+        self._waiting: deque[Task] = deque()
         self._interrupts = Interrupts(self._loop, lambda: bool(self._waiting))
         self._arrived = asyncio.Event()
         self._cutter = FrameCutter()
@@ -65,8 +66,7 @@ class Tasks:
         if not data:  # it closes the connection before it ends this process
             self._loop.remove_reader(agent)
         for frame in self._cutter.feed(data):
-            run: Run = pickle.loads(frame)
-            self._waiting.append(run.cell)
+            self._waiting.append(unpack(frame))
             self._arrived.set()
 
     async def _serve(self) -> None:
@@ -74,16 +74,16 @@ class Tasks:
             await self._arrived.wait()
             self._arrived.clear()
             while self._waiting:
-                cell = self._waiting.popleft()
+                task = self._waiting.popleft()
                 try:
-                    done = await self._kernel.run(cell, self._interrupts)
+                    done = await self._kernel.run(task, self._interrupts)
                 except KeyboardInterrupt:  # a second one, while the first was being told of
                     self._interrupts.end()
                     done = Done("error", 0.0)
                 if os.getpid() != self._pid:
                     os._exit(0)  # a child that the cell has forked: the rest is its parent's
                 # First the mark: the agent reads it when it gets the other.
-                self._send(Finished(self._session.place(), cell.id, done))
+                self._send(Finished(self._session.place(), task.id, done))
 
     def _send(self, end: Finished) -> None:
         assert self._agent is not None

@@ -1,13 +1,21 @@
-"""What a worker tells of exceptions besides what IPython does, and what it does not.
+"""What a worker says of exceptions: what ended a task, and how IPython shows it.
 
-IPython reads and colours the source of every frame, 50 to 100 ms a rank; where one rank has
-failed, all others would do so at once, for what the notebook then shows in one line.
+What ended it is taken from what was raised, however that was drawn, if it was at all: users
+replace what draws tracebacks (`rich.traceback.install()`, `set_custom_exc`), and it can fail
+itself, as it does without a free descriptor.
+
+IPython reads and colours the source of every frame, 50 to 100 ms a rank, and 0.4 s the first
+time; where one rank has failed, or Stop was pressed, all others would do so at once, for what
+the notebook then shows in one line.
 """
 
 from __future__ import annotations
 
+import inspect
+import linecache
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,14 +23,120 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from nbdist.wire.cells import cell_numbers
-from nbdist.wire.outputs import CONNECTION_LOST
-from nbdist.worker import outdated
+from nbdist.output.events import Failure
+from nbdist.wire.cell_sources import cell_numbers
 from nbdist.worker.compat.ipython import around_errors, publish_error
+from nbdist.worker.group.gloo import connections_after
+from nbdist.worker.group.names import stale_group_of
+from nbdist.worker.publishing import MarkingSession
+
+MOST_CHARACTERS = 1 << 16
+"""Of a message; all of it is in the error message that the kernel sends, where it sends one."""
+
+OURS = os.path.dirname(__file__) + os.sep
+IN_IPYTHON = f"{os.sep}IPython{os.sep}"
 
 
-def shorten_lost_connections(shell: Any) -> None:
-    """Have the shell format these errors as lines of files only.
+def failure_of(error: BaseException) -> Failure:
+    """Give the failure, with a traceback that takes nothing but the names of files."""
+    name, message = type(error).__name__, message_of(error)
+    calls = map(_sendable, short_traceback(own_part(error.__traceback__)))
+    lines = (*calls, f"{name}: {message}")
+    kinds = classes_of(type(error))
+    return Failure(name, message, lines, time.time_ns(), kinds, connections_after(message))
+
+
+def failure_in_words(name: str, message: str) -> Failure:
+    """Give one from outside the cell's code, as one line."""
+    return Failure(name, message, (f"{name}: {message}",), time.time_ns())
+
+
+def message_of(error: BaseException) -> str:
+    """Say what its message is, as much as people read."""
+    try:
+        text = str(error)
+    except Exception as problem:  # noqa: BLE001 (the class is the user's)
+        return f"<its text cannot be made: {type(problem).__name__}>"
+    more = len(text) - MOST_CHARACTERS
+    return _sendable(text if more <= 0 else f"{text[:MOST_CHARACTERS]} … {more:,} more characters")
+
+
+def _sendable(text: str) -> str:
+    """Give the text without half characters, for which no kernel's message has a place."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def classes_of(kind: type[BaseException]) -> tuple[str, ...]:
+    """Name the class and those that it is derived from, by which others may catch it."""
+    return tuple(f"{base.__module__}:{base.__qualname__}" for base in kind.__mro__)
+
+
+def short_traceback(tb: TracebackType | None) -> list[str]:
+    """Give a line for each call, with its code where that is a cell's."""
+    cells = cell_numbers()
+    lines = []
+    for frame, number in traceback.walk_tb(tb):
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
+        if file in cells:
+            code = _code_of(file, number)
+            lines.append(f"Cell In[{cells[file]}], line {number}" + (f": {code}" if code else ""))
+        elif not file.startswith(OURS):
+            lines.append(f"File {file}:{number}, in {function}")
+    return lines
+
+
+def _code_of(cell: str, number: int) -> str:
+    """Find a cell's line where IPython keeps it: functions of linecache's may be replaced."""
+    match linecache.cache.get(cell):
+        case (_, _, list(lines), _) if 0 < number <= len(lines):
+            return str(lines[number - 1]).strip()
+    return ""
+
+
+def own_part(tb: TracebackType | None) -> TracebackType | None:
+    """Cut off what comes before the cell's own line."""
+    while tb is not None and IN_IPYTHON in tb.tb_frame.f_code.co_filename:
+        tb = tb.tb_next
+    return tb
+
+
+# --- how the shell shows them ----------------------------------------------------------------
+
+
+def show_errors_our_way(shell: Any, session: MarkingSession) -> None:
+    """Have IPython's shell show what this module says, and send it by this session."""
+    shorten_common_tracebacks(shell)
+    show_groups(shell)
+    around_errors(shell, partial(sending_more, session))
+    judge_by_result(shell)
+
+
+def show(shell: Any, *args: Any, **options: Any) -> None:
+    """Have the shell show an exception; where it cannot, the notebook learns of it all the same."""
+    try:
+        shell.showtraceback(*args, **options)
+    except Exception:  # noqa: BLE001 (what draws is the user's, or lacks something that he used up)
+        return
+
+
+def judge_by_result(shell: Any) -> None:
+    """Have the shell go on where a traceback cannot be drawn: what was raised is known by then."""
+    whole = shell.run_code
+
+    async def run_code(code: Any, result: Any = None, *, async_: bool = False) -> bool:
+        try:
+            failed: bool = await whole(code, result, async_=async_)
+        except Exception:
+            if result is None or result.error_in_exec is None:
+                raise
+            return True
+        return failed
+
+    shell.run_code = run_code
+
+
+def shorten_common_tracebacks(shell: Any) -> None:
+    """Have the shell format Stop and lost connections as lines of files only.
 
     Where torch only says that it does not know a group, it says why.
     """
@@ -31,41 +145,56 @@ def shorten_lost_connections(shell: Any) -> None:
     def structured_traceback(
         kind: Any, error: Any, tb: TracebackType | None = None, *args: Any, **options: Any
     ) -> Any:
-        if said := outdated.remedy(error, tb):
+        if said := stale_group_of(error, tb):
             error.args = (said,)
-        if not CONNECTION_LOST.search(str(error)):
-            return whole(kind, error, tb, *args, **options)
-        cells = cell_numbers()
-        lines = [
-            f"Cell In[{cells[frame.f_code.co_filename]}], line {number}"
-            if frame.f_code.co_filename in cells
-            else f"File {frame.f_code.co_filename}:{number}, in {frame.f_code.co_name}"
-            for frame, number in traceback.walk_tb(tb)
-        ]
-        return [*lines, f"{kind.__name__}: {error}"]
+        is_stop = issubclass(kind, KeyboardInterrupt)
+        if not is_stop and connections_after(message_of(error)) != "ended":
+            know_cells()
+            return whole(*in_few_words(kind, error), tb, *args, **options)
+        return [*short_traceback(own_part(tb)), f"{kind.__name__}: {error}"]
 
     shell.InteractiveTB.structured_traceback = structured_traceback
 
 
-def tell_classes(shell: Any, session: Any) -> None:
-    """Have the session send an exception's classes along, by which others may catch it."""
-    around_errors(shell, partial(telling_classes, session))
+def in_few_words(kind: Any, error: Any) -> tuple[Any, Any]:
+    """Give an exception and its class, or shorter ones where IPython would colour megabytes."""
+    said = message_of(error)
+    if len(said) <= MOST_CHARACTERS:
+        return kind, error
+    shown = type(kind.__name__, (Exception,), {"__str__": lambda _: said})()
+    shown.__cause__, shown.__context__ = error.__cause__, error.__context__
+    shown.__suppress_context__ = error.__suppress_context__
+    return type(shown), shown
+
+
+def know_cells() -> None:
+    """Have `inspect` know the cells' files as those of a module, as it knows other files.
+
+    For each frame of another file it looks at all modules, 4 ms where torch has been imported:
+    IPython asks it for each frame, and a RecursionError has 3,000 of them.
+    """
+    for file in cell_numbers():
+        inspect.modulesbyfile[os.path.normcase(os.path.abspath(file))] = "__main__"
 
 
 @contextmanager
-def telling_classes(session: Any, kind: type[BaseException]) -> Iterator[None]:
-    """The error message that is sent meanwhile has the classes of such an exception."""
-    session.kinds = tuple(f"{base.__module__}:{base.__qualname__}" for base in kind.__mro__)
+def sending_more(
+    session: MarkingSession, kind: type[BaseException], error: BaseException
+) -> Iterator[None]:
+    """Have the error message that is sent meanwhile say what is known of it besides its words."""
+    connections = connections_after(message_of(error))
+    session.about = {"kinds": classes_of(kind), "connections": connections}
+    session.showing = error
     try:
         yield
     finally:
-        session.kinds = ()
+        session.about, session.showing = {}, None
 
 
 def show_groups(shell: Any) -> None:
     """Have the shell show exception groups as it does all others.
 
-    IPython prints them like text, so that nobody would know that the cell has failed.
+    IPython prints them like text, by which no notebook would know that the cell has failed.
     """
     whole = shell.showtraceback
 
@@ -76,16 +205,11 @@ def show_groups(shell: Any) -> None:
             return
         # For debuggers, as IPython does.
         vars(sys).update(last_type=kind, last_value=error, last_exc=error, last_traceback=tb)
-        while tb is not None and IN_IPYTHON in tb.tb_frame.f_code.co_filename:
-            tb = tb.tb_next
-        lines = traceback.format_exception(kind, error, tb)
+        lines = traceback.format_exception(kind, error, own_part(tb))
         assert kind is not None  # as the error
         publish_error(shell, kind, error, [line.rstrip("\n") for line in lines])
 
     shell.showtraceback = showtraceback
-
-
-IN_IPYTHON = f"{os.sep}IPython{os.sep}"
 
 
 def _has_group(error: BaseException | None) -> bool:

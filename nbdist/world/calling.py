@@ -7,22 +7,21 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from nbdist.errors import UnshippableName, WorkerError
-from nbdist.wire.calls import CALL, TAKE, FunctionCall
+from nbdist.output.ansi import strip
+from nbdist.output.events import Died, Failure
+from nbdist.output.plain import PlainLines
 from nbdist.wire.definitions import SYSTEM_NAMES
-from nbdist.wire.outputs import Died, Failure
 from nbdist.wire.payload import pack_frames
 from nbdist.wire.pickling import Pickled, pickle
+from nbdist.wire.task import Call
 from nbdist.wire.unshippable import PICKLING_ERRORS, blame, fails_in
-from nbdist.world.lines import PlainLines
 from nbdist.world.result import CellResult
-from nbdist.world.sgr import strip
-
-if TYPE_CHECKING:
-    from nbdist.world.running import RunningCell
-    from nbdist.world.world import World
+from nbdist.world.running import RunningTask
+from nbdist.world.session import Session
 
 WORKERS_OWN = frozenset({"rank", "world_size", "local_rank", "device"})
 SCRIPT_NAMES = frozenset({"__file__"})
@@ -32,59 +31,47 @@ TRACEBACK_HEAD = "Traceback (most recent call last)"
 
 
 def run_call(
-    world: World, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    session: Session,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> CellResult[Any]:
     """Call the function on all ranks at once, and wait; raises what a cell raises."""
-    call = FunctionCall(title_of(function), function, args, kwargs)
-    payload, segment = pack_frames(_Packing(call, world.namespace).pickled().frames)
+    call = _FunctionCall(title_of(function), function, args, kwargs)
+    payload, segment = pack_frames(_Packing(call, session.namespace).pickled().frames)
     try:
-        running = world.submit(world.cell(call.source, names=payload, fetch=(TAKE,)))
-        return outcome(running, shows=world.shows)
+        arguments = {"title": call.title, "packed": payload}
+        running = session.submit(session.task(Call("call", arguments)))
+        return outcome(session, running)
     finally:
         if segment is not None:
             segment.close()
 
 
-def outcome(running: RunningCell, *, shows: bool) -> CellResult[Any]:
-    """Wait for the cell; raises its error, with the traceback of the rank that failed first.
+def outcome(session: Session, running: RunningTask) -> CellResult[Any]:
+    """Wait for a task; raises its error, with the traceback of the rank that failed first.
 
-    What ranks say goes to stdout line by line, if `shows`; errors are told by the error.
-    Stop interrupts the ranks, and waits for them.
+    What ranks say goes to stdout line by line, if the config's `show`: `[0-1] epoch 3`; what
+    ended them the error says.  Raises KeyboardInterrupt after Stop.
     """
-    show = _show if shows else _pass_over
-    try:
-        show(running)
-    except KeyboardInterrupt:
-        running.interrupt()
-        show(running)
-        raise
-    result = running.result()
-    error = running.error()
-    if error is None:
-        running.let_go()
-        return result
-    if isinstance(error, WorkerError):
-        error.show(f"rank {error.rank}:", *rank_lines(running.transcript[error.rank].error))
-    raise error
-
-
-def _show(running: RunningCell) -> None:
-    """Write what ranks say to stdout as it comes: `[0-1] epoch 3`."""
-    lines = PlainLines(running.cell.ranks)
-    try:
-        for news in running:
+    lines = PlainLines(running.task.ranks)
+    for news in session.follow(running) if session.config.show else ():
+        with running.counting_stops():
             now = time.monotonic()
             for rank, output in news:
                 if not isinstance(output, Failure | Died):
                     _write(lines.receive(rank, output, now))
             _write(lines.due(now))
-    finally:
-        _write(lines.finish(time.monotonic()))
-
-
-def _pass_over(running: RunningCell) -> None:
-    for _ in running:
-        pass
+    session.wait(running)
+    _write(lines.finish(time.monotonic()))
+    try:
+        session.check(running)
+    except WorkerError as error:
+        error.show(f"rank {error.rank}:", *rank_lines(running.transcript[error.rank].error))
+        raise
+    result = running.result()
+    session.let_go(running)
+    return result
 
 
 def _write(lines: Iterable[str]) -> None:
@@ -112,38 +99,46 @@ def title_of(function: Callable[..., Any]) -> str:
     return getattr(inner, "__qualname__", type(inner).__name__).rpartition("<locals>.")[2]
 
 
+@dataclass(frozen=True)
+class _FunctionCall:
+    """What is to be called; `title` is what people call the function."""
+
+    title: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
 class _Packing:
     """Pickles a call with the names of `__main__` that its functions use, as far as they go."""
 
-    def __init__(self, call: FunctionCall, namespace: dict[str, Any]) -> None:
+    def __init__(self, call: _FunctionCall, namespace: dict[str, Any]) -> None:
         self._call = call
         self._namespace = namespace
 
     def pickled(self) -> Pickled:
         """All of it in one pickle, so that what shares objects still does."""
         names: dict[str, Any] = {}
-        first = pickled = self._pickle_call()
-        needs = first.needs
+        pickled = self._pickle_call(names)
+        needs = pickled.needs
         while new := {name for name in needs - names.keys() if self._is_ours(name)}:
             names.update({name: self._namespace[name] for name in sorted(new)})
             needs = frozenset().union(*(self._pickle(name, names[name]).needs for name in new))
-        if names:
-            self._call.names = names
-            pickled = self._pickle_call()
-        return pickled
+        return self._pickle_call(names) if names else pickled
 
     def _is_ours(self, name: str) -> bool:
         """Whether the caller has it and it is not one of those that every worker has."""
         is_system = SYSTEM_NAMES.fullmatch(name) and name not in SCRIPT_NAMES
         return name in self._namespace and not is_system and name not in WORKERS_OWN
 
-    def _pickle_call(self) -> Pickled:
+    def _pickle_call(self, names: Mapping[str, Any]) -> Pickled:
+        call = self._call
         try:
-            return pickle({CALL: self._call}, self._namespace)
+            return pickle((call.function, call.args, call.kwargs, names), self._namespace)
         except PICKLING_ERRORS as problem:
             for name, value in self._parts().items():
                 self._pickle(name, value)
-            self._refuse(self._call.title, self._call, problem)
+            self._refuse(call.title, (call.function, call.args, call.kwargs), problem)
 
     def _parts(self) -> dict[str, Any]:
         """The function and its arguments, under the names that people know them by."""

@@ -10,7 +10,6 @@ import itertools
 import logging
 import os
 import queue
-import shutil
 import threading
 import time
 from collections import deque
@@ -24,15 +23,17 @@ from typing import Any
 import zmq
 
 from nbdist import __version__
-from nbdist.errors import AgentLost, StartError
-from nbdist.wire.frames import to_bytes, up_from
+from nbdist.errors import AgentLost, InChild, StartError
+from nbdist.output.events import Died, Output
+from nbdist.wire.frames import BadFrame, object_from
 from nbdist.wire.messages import (
     Answer,
-    Call,
-    Cell,
+    Ask,
     Down,
     Free,
+    Freed,
     Hello,
+    Interrupt,
     Leave,
     LetGo,
     Look,
@@ -43,10 +44,11 @@ from nbdist.wire.messages import (
     Run,
     Seen,
     Starting,
+    Up,
+    to_bytes,
+    up_from,
 )
-from nbdist.wire.outputs import Died, Output
-from nbdist.world.launcher import AgentProcess, Launcher
-from nbdist.world.runtime import make_runtime_folder
+from nbdist.world.launchers import AgentProcess, Launcher, RuntimeFolder
 
 log = logging.getLogger("nbdist.world")
 
@@ -64,19 +66,21 @@ Item = tuple[int, str, Output]
 class Link:
     """A connection to the agents of a world, from their start to their end."""
 
-    def __init__(self, launcher: Launcher, *, nursery: bool = True) -> None:
+    def __init__(self, launcher: Launcher, *, fork_server: bool = True) -> None:
         self.pid = os.getpid()
-        self.arrived: deque[Item | Received | Seen | AgentLost] = deque()
+        self.arrived: deque[Item | Received | Seen | Freed | AgentLost] = deque()
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._runtime = make_runtime_folder()
+        self._folder = RuntimeFolder()
+        self._runtime = self._folder.path
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.sndhwm = self._socket.rcvhwm = 0
         # Bound before the agent is started: no port is guessed, no connection retried.
-        self._socket.bind(f"ipc://{self._runtime}/notebook.sock")
+        self.address = f"ipc://{self._runtime}/notebook.sock"
+        self._socket.bind(self.address)
         self._wake, self._wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.deaths, self._deaths_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.asides, self._asides_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._waiting: deque[Down] = deque()
         self._answers: dict[int, Future[Reply]] = {}
         self._numbers = itertools.count(1)
@@ -88,7 +92,7 @@ class Link:
         self._identity = b""
         self.agents: list[AgentProcess] = []
         self._launcher = f"{type(launcher).__name__}.launch"
-        self._launch = partial(launcher.launch, self._runtime, nursery=nursery)
+        self._launch = partial(launcher.launch, self._runtime, fork_server=fork_server)
         self._thread = threading.Thread(target=self._run, name="nbdist-link", daemon=True)
 
     def open(self) -> None:
@@ -103,6 +107,11 @@ class Link:
     def __repr__(self) -> str:
         state = "lost" if self._lost else "closed" if self._closing else "up"
         return f"<Link {state} {self.agents} {len(self._answers)} calls open>"
+
+    def check_process(self) -> None:
+        """Raise InChild in a fork of the process that made it: its thread is not there."""
+        if os.getpid() != self.pid:
+            raise InChild("nbdist")
 
     @property
     def is_up(self) -> bool:
@@ -126,12 +135,13 @@ class Link:
 
         What it yields is how many of the workers that are being started are up.
         """
+        self.check_process()
         self._up = 0
         yield from self._wait_for_hello(tick)
         answer: Future[Reply] = Future()
         number = next(self._numbers)
         self._answers[number] = answer
-        self._send(Call(number, request))
+        self._send(Ask(number, request))
         if self._lost is not None:
             raise self._lost
         try:
@@ -142,9 +152,9 @@ class Link:
         finally:
             self._answers.pop(number, None)
 
-    def run(self, cell: Cell) -> None:
-        """Send the cell to the agents; what it shows arrives in `arrived`."""
-        self._send(Run(cell))
+    def run(self, packed: Run) -> None:
+        """Send a task to the agents; what it shows arrives in `arrived`."""
+        self._send(packed)
 
     def look(self, ranks: tuple[int, ...]) -> None:
         """Ask where these ranks are; `Seen` arrives in `arrived`."""
@@ -154,9 +164,13 @@ class Link:
         """Break open the collectives that these ranks wait in."""
         self._send(Free(ranks))
 
-    def let_go(self, cell_id: str, ranks: tuple[int, ...]) -> None:
-        """Have these ranks no longer keep what they sent back of a cell."""
-        self._send(LetGo(cell_id, ranks))
+    def interrupt(self, ranks: tuple[int, ...]) -> None:
+        """Have these ranks leave what they run."""
+        self._send(Interrupt(ranks))
+
+    def let_go(self, task_id: str, ranks: tuple[int, ...]) -> None:
+        """Have these ranks no longer keep what they sent back of a task."""
+        self._send(LetGo(task_id, ranks))
 
     def wait(self, timeout: float) -> None:
         """Until something is in `arrived`, at most `timeout` seconds.
@@ -194,10 +208,9 @@ class Link:
             agent.close()
         self._socket.close()
         self._context.term()
-        for end in (self._wake, self._wake_end, self.deaths, self._deaths_end):
+        for end in (self._wake, self._wake_end, self.asides, self._asides_end):
             os.close(end)
-        # The agent removes it; an agent that was killed cannot.
-        shutil.rmtree(self._runtime, ignore_errors=True)
+        self._folder.close()
 
     # --- the notebook's thread ----------------------------------------------------------
 
@@ -248,6 +261,15 @@ class Link:
             return
         finally:
             self._launched.set()
+        try:
+            self._serve()
+        except Exception:
+            # A fault of ours; whoever waits must not do so for ever.
+            log.exception("the link to %s has failed", self.agents[0].host)
+            self._fail(self.agents[0])
+
+    def _serve(self) -> None:
+        """Pass messages on, both ways, until the agent has ended."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
@@ -273,14 +295,31 @@ class Link:
     def _read(self) -> None:
         with suppress(zmq.Again):
             while True:
-                identity, frame = self._socket.recv_multipart(zmq.NOBLOCK)
-                self._take(identity, frame)
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                if len(frames) == 1 and self._knows(identity, frames[0]):
+                    self._take(up_from(frames[0]))
+                else:
+                    log.warning("dropped %d frames of a stranger at %s", len(frames), self.address)
 
-    def _take(self, identity: bytes, frame: bytes) -> None:
-        match up_from(frame):
+    def _knows(self, identity: bytes, frame: bytes) -> bool:
+        """Whether it comes from the agent, who is the first to say hello; others run no code here.
+
+        Any process of the user can find the socket.
+        """
+        if self._identity:
+            return identity == self._identity
+        try:
+            object_from(frame, Hello)
+        except BadFrame:
+            return False
+        self._identity = identity
+        return True
+
+    def _take(self, message: Up) -> None:
+        match message:
             case Hello() as hello:
-                self._identity = identity
-                self._hello.set_result(hello)
+                if not self._hello.done():
+                    self._hello.set_result(hello)
             case Answer(number, reply):
                 answer = self._answers.get(number)
                 if answer is not None:
@@ -288,21 +327,25 @@ class Link:
             case Outputs(items):
                 # What ends a batch is to be sent back.
                 self._arrive(*items, Received())
-            case Seen() as seen:
-                self._arrive(seen)
+            case Seen() | Freed() as news:
+                self._arrive(news)
             case Starting(up):
                 self._up = up
 
-    def _arrive(self, *items: Item | Received | Seen | AgentLost) -> None:
+    def _arrive(self, *items: Item | Received | Seen | Freed | AgentLost) -> None:
         self.arrived.extend(items)
         self._bell.put(None)
-        if any(isinstance(item, AgentLost) or _is_death(item) for item in items):
+        if any(_is_aside(item) for item in items):
             with suppress(BlockingIOError):  # full: it is readable
-                os.write(self._deaths_end, b"x")
+                os.write(self._asides_end, b"x")
 
     def _agent_ended(self, agent: AgentProcess) -> None:
-        """Fail whoever waits; called in the link's thread, which ends then."""
+        """Take in its last words; called in the link's thread, which ends then."""
         self._read()
+        self._fail(agent)
+
+    def _fail(self, agent: AgentProcess) -> None:
+        """Fail whoever waits."""
         lost = AgentLost(agent.host, agent.exit_code())
         log.debug("agent ended: %s", lost)
         self._lost = lost
@@ -314,5 +357,11 @@ class Link:
         self._arrive(lost)
 
 
-def _is_death(item: Item | Received | Seen | AgentLost) -> bool:
-    return isinstance(item, tuple) and isinstance(item[2], Died)
+def _is_aside(item: Item | Received | Seen | Freed | AgentLost) -> bool:
+    """Whether it can come while no cell runs: somebody has died, or says more after a cell."""
+    match item:
+        case AgentLost():
+            return True
+        case (_, cell_id, output):
+            return not cell_id or isinstance(output, Died)
+    return False

@@ -1,6 +1,6 @@
 """Which ranks of a world have died, and what those in their place lack; pure.
 
-What was imported is not listed: it is an import away, and would hide what is not.
+What was imported is not listed: it is imported again, and would hide what is not.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from nbdist.errors import name_ranks
-from nbdist.wire.outputs import Died, Done, Output
+from nbdist.output.events import Died, Done, Output
 
 MOST_NAMES = 6
 """Names that a message lists before it only counts the others."""
@@ -22,6 +22,8 @@ class Losses:
         self._replaced: dict[int, Died | None] = {}
         self._bound: dict[int, set[str]] = {}
         self._lacks: dict[int, set[str]] = {}
+        self._imports: dict[int, dict[str, str]] = {}
+        self._lost_imports: dict[int, dict[str, str]] = {}
         self._size_before: int | None = None
 
     def __repr__(self) -> str:
@@ -34,6 +36,7 @@ class Losses:
                 self.dead[rank] = output
             case Done() as done:
                 self._bound.setdefault(rank, set()).update(done.made)
+                self._imports.setdefault(rank, {}).update(done.imported)
                 self._lacks.get(rank, set()).difference_update(done.bound)
 
     def bound(self, rank: int) -> frozenset[str]:
@@ -49,6 +52,7 @@ class Losses:
         for rank in ranks:
             had = self._bound.pop(rank, set()) | self._lacks.get(rank, set())
             self._lacks[rank] = had | set(bound_at_death)
+            self._lost_imports.setdefault(rank, {}).update(self._imports.pop(rank, {}))
         self._replaced.update(self.dead)
         self.dead = {}
         return ranks
@@ -68,14 +72,24 @@ class Losses:
             self._size_before = before
         everything = set[str]().union(*self._bound.values(), *self._lacks.values())
         self._lacks.update({rank: set(everything) for rank in range(before, after)})
+        imports = dict(item for each in self._imports.values() for item in each.items())
+        self._lost_imports.update({rank: dict(imports) for rank in range(before, after)})
         self.end_from(after)
         self._replaced.update(dict.fromkeys(range(min(before, after), max(before, after))))
 
     def end_from(self, size: int) -> None:
         """There is no rank from this one on."""
-        for known in (self.dead, self._bound, self._lacks):
+        for known in (self.dead, self._bound, self._lacks, self._imports, self._lost_imports):
             for rank in [rank for rank in known if rank >= size]:
                 known.pop(rank)
+
+    def take_lost_imports(self, ranks: Iterable[int]) -> dict[int, dict[str, str]]:
+        """What cells had imported on these ranks before they were replaced, and from where.
+
+        Once: they are imported again with the next cell.
+        """
+        found = {rank: self._lost_imports.pop(rank, {}) for rank in ranks}
+        return {rank: imports for rank, imports in found.items() if imports}
 
     def take_size_before(self) -> int | None:
         """How many ranks there were before `scale`; None when that has been told."""

@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 
-from nbdist.wire.outputs import Record
+from nbdist.output.events import Record
 
 ROOT = "nbdist"
 

@@ -1,4 +1,4 @@
-"""What became of a cell on every rank."""
+"""What became of a task on every rank."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from nbdist.errors import UsageError
-from nbdist.wire.messages import Cell
-from nbdist.wire.outputs import Died, Failure
-from nbdist.world.transcript import Transcript
+from nbdist.output.events import Died, Failure
+from nbdist.output.transcript import Transcript
+from nbdist.wire.task import Task
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -23,7 +23,7 @@ class CellResult(Generic[R_co]):
     number there.
     """
 
-    cell: Cell
+    task: Task
     transcript: Transcript
     seconds: float
     errors: Mapping[int, Failure | Died]

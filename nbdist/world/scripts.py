@@ -1,4 +1,4 @@
-"""Scripts, modules and executables: found before anything runs, then run on a world's ranks.
+"""Scripts, modules and executables: found before anything runs.
 
 What they are is found without importing anything, which could import torch here.
 """
@@ -8,43 +8,12 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import uuid
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 from importlib.machinery import ModuleSpec, PathFinder
-from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbdist.errors import UsageError
-from nbdist.wire.scripts import Kind, Script
-from nbdist.world.restarts import check_most, restart_text
-
-if TYPE_CHECKING:
-    from nbdist.wire.messages import Cell
-    from nbdist.world.result import CellResult
-    from nbdist.world.world import World
-
-
-def run_script(
-    world: World, script: Script, ranks: Sequence[int] | None, most: int
-) -> CellResult[Any]:
-    """Run it on some ranks, again at most so many times where it fails, and wait for it."""
-    cell = script_cell(world.cell("", ranks=ranks), script)
-    check_most(most)
-    for restart in count():
-        running = world.submit(replace(cell, id=uuid.uuid4().hex, restarts=(restart, most)))
-        result = running.result()
-        error = running.error()
-        if error is None:
-            return result
-        if restart_text(world, running) is None:
-            raise error
-    raise AssertionError
-
-
-def script_cell(cell: Cell, script: Script) -> Cell:
-    """A cell that runs the script in the place of its source."""
-    return replace(cell, source="", script=script)
+from nbdist.wire.task import Kind, Script
 
 
 def find_script(

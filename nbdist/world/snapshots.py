@@ -1,19 +1,21 @@
-"""Snapshots of what the ranks of a world have, and their way back; see `nbdist.world.shelf`.
+"""Snapshots of what the ranks of a world have, and their way back.
 
-Each rank writes and reads a file of its own: `nbdist.worker.snapshots`.
+Where they lie: `nbdist.world.snapshot_store`.
+
+Each rank writes and reads a file of its own: `nbdist.worker.ops.snapshot`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbdist.errors import UsageError, count, format_ranks, name_ranks
-from nbdist.world.shelf import Shelf, Snapshot
-
-if TYPE_CHECKING:
-    from nbdist.world.world import World
+from nbdist.wire.ops import Loaded, Written
+from nbdist.wire.task import Call
+from nbdist.world.session import Session
+from nbdist.world.snapshot_store import Snapshot, SnapshotStore
 
 
 @dataclass(frozen=True)
@@ -25,28 +27,31 @@ class Restored:
     ranks: tuple[int, ...]
 
 
-def take(world: World, shelf: Shelf, name: str, names: Sequence[str] | None = None) -> Snapshot:
+def take(
+    session: Session, store: SnapshotStore, name: str, names: Sequence[str] | None = None
+) -> Snapshot:
     """Write these names of each rank, by default all that cells have bound.
 
     Raises UsageError where that cannot be done, and what a cell raises.
     """
-    everybody = range(world.size)
-    wanted = {r: sorted(world.losses.bound(r)) if names is None else [*names] for r in everybody}
-    with shelf.writing(name) as folder:
-        parts = ask(world, "write", str(folder), wanted, names is None)
+    everybody = range(session.size)
+    wanted = {r: sorted(session.losses.bound(r)) if names is None else [*names] for r in everybody}
+    with store.writing(name) as folder:
+        arguments = {"folder": str(folder), "wanted": wanted, "leave_out": names is None}
+        parts: dict[int, Written] = _call(session, "write", None, **arguments)
         if problem := _problem(parts):
             raise UsageError(f"No snapshot was written: {problem}.")
-        there = {each for part in parts.values() for each in part["names"]}
+        there = {each for part in parts.values() for each in part.names}
         if names is not None and (missing := [each for each in names if each not in there]):
             raise UsageError(f"No snapshot was written: no rank has {', '.join(missing)}.")
         if not there:
             raise UsageError("No snapshot was written: no cell has bound a name on the workers.")
-        return shelf.publish(folder, name, parts)
+        return store.publish(folder, name, parts)
 
 
 def restore(
-    world: World,
-    shelf: Shelf,
+    session: Session,
+    store: SnapshotStore,
     key: str | None = None,
     names: Sequence[str] | None = None,
     ranks: Sequence[int] | None = None,
@@ -59,43 +64,40 @@ def restore(
 
     Raises UsageError where that cannot be done, and what a cell raises.
     """
-    snapshot = shelf.find(key)
+    snapshot = store.find(key)
+    if snapshot.distrust:
+        raise store.distrusted(snapshot, snapshot.distrust)
     if snapshot.problem:
-        raise shelf.damaged(snapshot, snapshot.problem)
+        raise store.damaged(snapshot, snapshot.problem)
     _check_names(snapshot, names)
-    on = tuple(range(world.size)) if ranks is None else tuple(ranks)
-    sources = _sources(world, snapshot, on, ranks is not None, from_rank)
+    on = tuple(range(session.size)) if ranks is None else tuple(ranks)
+    sources = _sources(session, snapshot, on, ranks is not None, from_rank)
     parts = {rank: _file_of(snapshot, source) for rank, source in sources.items()}
-    loaded = ask(world, "load", str(snapshot.folder), parts, ranks=on)
-    damage = next((found["damage"] for found in loaded.values() if "damage" in found), "")
-    if damage or (problem := _problem(loaded)):
-        ask(world, "forget", ranks=on)
+    loaded: dict[int, Loaded] = _call(session, "load", on, folder=str(snapshot.folder), parts=parts)
+    damage = next((part.damage for part in loaded.values() if part.damage), "")
+    distrust = next((part.distrust for part in loaded.values() if part.distrust), "")
+    if damage or distrust or (problem := _problem(loaded)):
+        _call(session, "forget", on)
+        if distrust:
+            raise store.distrusted(snapshot, distrust)
         if damage:
-            raise shelf.damaged(snapshot, damage)
+            raise store.damaged(snapshot, damage)
         raise UsageError(f"The snapshot `{snapshot.key}` cannot be restored: {problem}.")
-    bound = ask(world, "bind", names and [*names], from_rank is None, ranks=on)
+    bound = _call(session, "bind", on, names=names and [*names], with_random=from_rank is None)
     for rank, found in bound.items():
-        world.losses.give_back(rank, found)
+        session.losses.give_back(rank, found)
     return Restored(snapshot, tuple(sorted(set().union(*bound.values()))), on)
 
 
-def ask(world: World, function: str, *args: Any, ranks: Sequence[int] | None = None) -> Any:
-    """What a function of `nbdist.worker.snapshots` returns on each of the ranks.
-
-    It runs as the value that a cell brings back, so it leaves no name behind.
-    """
-    module = "__import__('nbdist.worker.snapshots', fromlist=['snapshots'])"
-    call = f"{module}.{function}(globals(), *{args!r})"
-    running = world.submit(world.cell("", ranks=ranks, fetch=(call,)))
-    result = running.wait()
-    if error := running.error():
-        raise error
-    return dict(result.values)
+def _call(session: Session, function: str, ranks: Sequence[int] | None, **arguments: Any) -> Any:
+    """What a function of `nbdist.worker.ops.snapshot` returns on each of the ranks."""
+    task = session.task(Call(f"snapshot.{function}", arguments), ranks=ranks)
+    return dict(session.run(task).values)
 
 
-def _problem(parts: dict[int, Any]) -> str:
+def _problem(parts: Mapping[int, Written | Loaded]) -> str:
     """What a rank could not do; "" where all could."""
-    problems = {rank: part["problem"] for rank, part in parts.items() if "problem" in part}
+    problems = {rank: part.problem for rank, part in parts.items() if part.problem}
     same = [rank for rank, said in problems.items() if said == next(iter(problems.values()))]
     return f"{name_ranks(same)}: {problems[same[0]]}" if problems else ""
 
@@ -108,7 +110,7 @@ def _check_names(snapshot: Snapshot, names: Sequence[str] | None) -> None:
 
 
 def _sources(
-    world: World,
+    session: Session,
     snapshot: Snapshot,
     on: Sequence[int],
     are_chosen: bool,  # noqa: FBT001
@@ -121,10 +123,10 @@ def _sources(
             raise UsageError(f"`--from-rank {from_rank}`: `{snapshot.key}` is of {_of(size)}.")
         return dict.fromkeys(on, from_rank)
     missing = [rank for rank in on if rank not in snapshot.parts]
-    if missing or (size != world.size and not are_chosen):
-        first = f"`-r {format_ranks(range(min(size, world.size)))}` restores these alone, "
+    if missing or (size != session.size and not are_chosen):
+        first = f"`-r {format_ranks(range(min(size, session.size)))}` restores these alone, "
         raise UsageError(
-            f"`{snapshot.key}` is of {_of(size)}, and this world has {world.size}. "
+            f"`{snapshot.key}` is of {_of(size)}, and this world has {session.size}. "
             f"{first}`--from-rank 0` gives every rank the variables of rank 0, "
             f"`%dist_restart -n {size}` starts as many."
         )

@@ -1,4 +1,8 @@
-"""What all workers of a world have in common, worked out from what was asked for."""
+"""What all workers of a world have in common, worked out from its options and this process.
+
+Runs in the notebook.  `Here.now` looks at the process; all else follows from what it has seen,
+from files that options name, and from the GPUs that there are.
+"""
 
 from __future__ import annotations
 
@@ -9,162 +13,145 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from nbdist import topology
+from nbdist.config import DEFAULT_POOL, WorldConfig
 from nbdist.errors import UsageError
-from nbdist.layout import Layout, parse_layout
-from nbdist.wire.messages import DEFAULT_POOL, Resources, WorldSpec
-from nbdist.world.environ import (
-    DEBUG_VARIABLES,
-    READ_AT_START,
-    check_names,
-    parse_patterns,
-    read_env_file,
-)
+from nbdist.wire.messages import WorldSpec
+from nbdist.wire.worker_environ import NBDIST_DECIDES
+from nbdist.world.env_file import read_env_file
 
-_MEMORY = re.compile(r"([0-9]{1,9})\s*([MG])(?:i?B)?", re.IGNORECASE)
-_NAME_LIMIT = 200
-_PART_LIMIT = 100
+DEBUG_VARIABLES: Mapping[str, str] = {
+    "CUDA_LAUNCH_BLOCKING": "1",
+    "NCCL_DESYNC_DEBUG": "1",
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "TORCH_SHOW_CPP_STACKTRACES": "1",
+    "PYTHONFAULTHANDLER": "1",
+}
+"""torchx's `--debug`; the last is for processes that a worker starts, it has its own."""
+
+READ_AT_START = re.compile(
+    r"(LD|MALLOC|KMP|GOMP|MKL|OPENBLAS|GLIBC)_.*|PYTHON(?!_EXEC|FAULTHANDLER|PATH).*"
+    r"|TORCH_(LOGS|LOGS_.*|CPP_LOG_LEVEL|SHOW_CPP_STACKTRACES)"
+)
+"""What an interpreter, or a library on import, reads once: too late for a fork of either."""
+
+DEFAULT_LOG_LIMIT = "200M"
+
+_SIZE = re.compile(r"([0-9]{1,9})\s*([MG])(?:i?B)?", re.IGNORECASE)
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_CONNECTION_FILE = re.compile(r"(-f|--f|--IPKernelApp.connection_file)[ =].*\.json( .*)?")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a world was asked to be; the arguments of `World`, which documents them.
+class Here:
+    """This process, as far as new workers take after it.
 
-    `run` is the name that one without a `name` was given.
+    `prefixes` are the folders of its interpreter, whose packages no other one has.
     """
 
-    n: int | str = "auto"
-    backend: str | None = None
-    gpus: str | None = None
-    name: str | None = None
-    pool: str = DEFAULT_POOL
-    log_dir: str | None = None
-    nursery: bool = True
-    layout: str | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
-    env_file: str | None = None
-    copy_env: str = ""
-    debug: bool = False
-    python: str | None = None
-    wrap: str | None = None
-    cpus: int | str | None = None
-    memory: str | None = None
-    share_gpus: bool = False
-    run: str = ""
+    environ: Mapping[str, str]
+    cwd: str
+    sys_path: tuple[str, ...]
+    argv: tuple[str, ...]
+    python: str
+    prefixes: tuple[str, ...]
+    cores: int
 
-    @property
-    def other_pool(self) -> str:
-        """Its name, to be said where it is not the default one; else ""."""
-        return "" if self.pool == DEFAULT_POOL else self.pool
-
-    def but(self, **changes: Any) -> Asked:
-        """The same but for what is said: of `n` and `layout` the newer, and more of `env`."""
-        if "layout" in changes or "n" in changes:
-            changes = {"n": "auto", "layout": None, **changes}
-        if "env" in changes:
-            changes["env"] = {**self.env, **changes["env"]}
-        return replace(self, **changes)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """What another world like it is made with."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "run"}
+    @classmethod
+    def now(cls) -> Here:
+        """Look at it now: a cell may have changed the environment, the path and the folder."""
+        return cls(
+            environ=dict(os.environ),
+            cwd=os.getcwd(),
+            sys_path=tuple(sys.path),
+            argv=tuple(sys.argv),
+            python=sys.executable,
+            prefixes=(sys.prefix, sys.base_prefix),
+            cores=topology.usable_cores(),
+        )
 
 
-def make_spec(asked: Asked) -> tuple[WorldSpec, str, str]:
-    """The spec, the name of its backend ("none" for no group), and a warning or "".
+def make_spec(
+    config: WorldConfig, run: str = "", here: Here | None = None
+) -> tuple[WorldSpec, str, str]:
+    """Work out the spec, the name of its backend ("none" for no group), and a warning or "".
 
-    From this process's environment, path and folder as they are now.  Raises UsageError
-    for what cannot be.
+    `run` is the name of a world without one.  Raises UsageError for what cannot be.
     """
-    given = given_environ(asked)
-    environ = {**os.environ, **given}
+    here = here or Here.now()
+    given = given_environ(config)
+    environ = {**here.environ, **given}
     visible = topology.visible_gpus(environ)
-    chosen = visible if asked.gpus is None else topology.parse_gpus(asked.gpus, visible)
-    cores = topology.usable_cores()
-    layout = layout_of(asked, len(chosen))
-    size = layout.world_size
-    named = asked.backend and topology.parse_backend(asked.backend)
-    used = named or topology.default_backend(len(chosen))
-    devices = environ.get("CUDA_VISIBLE_DEVICES")
-    warning = topology.check_start(
-        size, len(chosen), cores, used, devices, share_gpus=asked.share_gpus
-    )
-    resources = Resources(_cpus(asked.cpus), _memory(asked.memory))
-    python = find_python(asked.python or environ.get("PYTHON_EXEC"), environ)
-    wrap, is_foreign = _wrap(asked.wrap), python != sys.executable
+    gpus = visible if config.gpus is None else topology.parse_gpus(config.gpus, visible)
+    layout = layout_of(config, len(gpus), here.cores)
+    backend = config.backend or topology.default_backend(len(gpus))
+    python = find_python(config.python or environ.get("PYTHON_EXEC"), environ) or here.python
+    wrap, is_foreign = shlex.split(config.wrap or ""), python != here.python
+    is_read_at_start = any(map(READ_AT_START.fullmatch, given))
     spec = WorldSpec(
-        world_size=size,
-        backend=None if used == "none" else used,
+        world_size=layout.world_size,
+        backend=None if backend == "none" else backend,
         environ=environ,
-        cwd=os.getcwd(),
-        sys_path=_sys_path(given.get("PYTHONPATH", ""), is_foreign=is_foreign),
-        threads=_threads(environ, resources.cpus or max(1, cores // size)),
+        cwd=here.cwd,
+        sys_path=_sys_path(given.get("PYTHONPATH", ""), here, is_foreign=is_foreign),
+        threads=1,
         python=python,
-        gpus=chosen,
-        name=_check_name(asked.name) if asked.name else asked.run or run_name(asked.pool),
-        pool=asked.pool,
-        log_dir=default_log_dir() if asked.log_dir is None else asked.log_dir,
-        use_nursery=asked.nursery
-        and not (wrap or is_foreign or any(map(READ_AT_START.fullmatch, given))),
+        gpus=gpus,
+        name=config.name or run or run_name(config.pool),
+        pool=config.pool,
+        log_dir=default_log_dir() if config.log_dir is None else config.log_dir,
+        log_limit=log_limit(here.environ),
+        use_fork_server=config.fork and not (wrap or is_foreign or is_read_at_start),
         per_node=layout.per_node if layout.nodes > 1 else 0,
-        min_nodes=layout.min_nodes,
-        wrap=wrap,
+        wrap=tuple(wrap),
         own_path=is_foreign,
-        copy_env=parse_patterns(asked.copy_env),
-        resources=resources,
-        share_gpus=asked.share_gpus,
+        share_gpus=config.share_gpus,
+        argv=_argv(here.argv),
     )
-    return spec, used, warning or ""
+    spec, warning = scaled(spec, config, layout.world_size, here.cores)
+    return spec, backend, warning
 
 
-def scaled(spec: WorldSpec, size: int) -> tuple[WorldSpec, str]:
-    """The spec of as many workers, otherwise the same, and a warning or "".
+def scaled(
+    spec: WorldSpec, config: WorldConfig, size: int, cores: int | None = None
+) -> tuple[WorldSpec, str]:
+    """Work out the spec of as many workers, otherwise the same, and a warning or "".
 
     Raises NotEnoughGpus.
     """
-    cores, devices = topology.usable_cores(), spec.environ.get("CUDA_VISIBLE_DEVICES")
-    backend = spec.backend or "none"
+    cores = topology.usable_cores() if cores is None else cores
+    devices = spec.environ.get("CUDA_VISIBLE_DEVICES")
     warning = topology.check_start(
-        size, len(spec.gpus), cores, backend, devices, share_gpus=spec.share_gpus
+        size, len(spec.gpus), cores, spec.backend or "none", devices, share_gpus=spec.share_gpus
     )
-    threads = _threads(spec.environ, spec.resources.cpus or max(1, cores // size))
+    threads = _threads(spec.environ, config.cpus or max(1, cores // size))
     return replace(spec, world_size=size, threads=threads), warning or ""
 
 
-def given_environ(asked: Asked) -> dict[str, str]:
-    """What the workers have besides the notebook's environment; the later wins."""
-    own = {str(name): str(value) for name, value in asked.env.items()}
-    check_names(own, "--env")
-    return {
-        **(DEBUG_VARIABLES if asked.debug else {}),
-        **(read_env_file(asked.env_file) if asked.env_file else {}),
-        **own,
-    }
+def given_environ(config: WorldConfig) -> dict[str, str]:
+    """Gather what the workers have besides the notebook's environment; the later wins."""
+    file = config.env_file
+    in_file = read_env_file(file) if file else {}
+    _check_names(in_file, f"--env-file {file}")
+    _check_names(config.env, "--env")
+    return {**(DEBUG_VARIABLES if config.debug else {}), **in_file, **config.env}
 
 
-def layout_of(asked: Asked, gpus: int) -> Layout:
-    """The nodes and workers that `-j`, or else `-n`, means here."""
-    if asked.layout is None:
-        workers = topology.parse_workers(str(asked.n))
-        return Layout(1, topology.resolve(workers, gpus, topology.usable_cores()), 1)
-    layout = parse_layout(asked.layout)
-    if asked.n != "auto":
-        raise UsageError(
-            f"`-n {asked.n} -j {asked.layout}`: one of both. `-j {asked.layout}` is nodes and "
-            f"workers on each, `-n {layout.world_size}` as many workers on one node."
-        )
-    return layout
+def layout_of(config: WorldConfig, gpus: int, cores: int) -> topology.Layout:
+    """Read the nodes and workers that `-j`, or else `-n`, means here."""
+    if config.layout is not None:
+        return topology.parse_layout(config.layout)
+    workers = topology.parse_workers(str(config.n))
+    return topology.Layout(1, topology.resolve(workers, gpus, cores))
 
 
 def find_python(text: str | None, environ: Mapping[str, str]) -> str:
-    """The interpreter of the workers: the notebook's own unless another is asked for."""
+    """Find the interpreter that is asked for; "" where none is."""
     if not text:
-        return sys.executable
+        return ""
     found = shutil.which(os.path.expanduser(text), path=environ.get("PATH"))
     if found is None:
         there = Path(text).expanduser().exists()
@@ -178,83 +165,78 @@ def find_python(text: str | None, environ: Mapping[str, str]) -> str:
 
 
 def run_name(pool: str) -> str:
-    """A name for the run of a world that was given none: when, and of which process."""
+    """Name the run of a world that was given no name: when, and of which process."""
     of = "" if pool == DEFAULT_POOL else f"-{pool}"
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{of}"
 
 
 def default_log_dir() -> str:
-    """`$NBDIST_LOG_DIR` (empty for no log files), else the user's state folder."""
+    """Choose `$NBDIST_LOG_DIR` (empty for no log files), else the user's state folder."""
     if "NBDIST_LOG_DIR" in os.environ:
         return os.environ["NBDIST_LOG_DIR"]
     return state_folder()
 
 
+def log_limit(environ: Mapping[str, str]) -> int:
+    """Read `$NBDIST_LOG_LIMIT`: bytes that a rank's log may have of each stream; 0 for no limit."""
+    text = environ.get("NBDIST_LOG_LIMIT", "").strip() or DEFAULT_LOG_LIMIT
+    found = _SIZE.fullmatch(text)
+    if text != "0" and (not found or not int(found[1])):
+        raise UsageError(
+            f"`NBDIST_LOG_LIMIT={text}`: how much a rank's log keeps of each stream, such as "
+            f"{DEFAULT_LOG_LIMIT}, 2G, or 0 for all."
+        )
+    return int(found[1]) << (30 if found[2] in "gG" else 20) if found else 0
+
+
 def state_folder() -> str:
-    """Where the user keeps what outlives a run."""
+    """Find where the user keeps what outlives a run."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return str(Path(state).expanduser() / "nbdist")
 
 
+def _check_names(environ: Mapping[str, str], option: str) -> None:
+    """Raise UsageError for what cannot be set."""
+    for name, value in environ.items():
+        if name in NBDIST_DECIDES:
+            raise UsageError(
+                f"`{option}`: {name} tells a worker who it is, and cannot be set. "
+                "`-n`, `-j`, `--pool` and `--name` decide it."
+            )
+        if not _VARIABLE.fullmatch(name) or "\0" in value:
+            raise UsageError(f"`{option}`: {name!r} and its value cannot be in an environment.")
+
+
 def _threads(environ: Mapping[str, str], share: int) -> int:
-    """How many threads torch gets: the user's OMP_NUM_THREADS, or a share of the cores."""
+    """Count the threads that torch gets: the user's OMP_NUM_THREADS, or a share of the cores."""
     # `4,2` is for nested regions; torch has the outer ones.
     first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return max(1, int(first)) if first.isdigit() else share
 
 
-def _sys_path(given: str, *, is_foreign: bool) -> tuple[str, ...]:
-    """The notebook's path with `--env PYTHONPATH=` before it; of use to its interpreter alone.
+def _sys_path(given: str, here: Here, *, is_foreign: bool) -> tuple[str, ...]:
+    """Put `--env PYTHONPATH=` before the notebook's path, which is of use to its interpreter alone.
 
     Another one has packages of its own, and gets what was added to the notebook's by hand.
     """
     first = [entry for entry in given.split(os.pathsep) if entry]
     if not is_foreign:
-        return (*first, *sys.path)
-    roots = {os.path.realpath(root) for root in (sys.prefix, sys.base_prefix)}
-    real = ((entry, os.path.realpath(entry)) for entry in sys.path)
+        return (*first, *here.sys_path)
+    roots = {os.path.realpath(root) for root in here.prefixes}
+    real = ((entry, os.path.realpath(entry)) for entry in here.sys_path)
     return (*first, *(entry for entry, at in real if not entry or not _is_below(at, roots)))
+
+
+def _argv(argv: Sequence[str]) -> tuple[str, ...]:
+    """Take the notebook's command line; of a kernel's its name alone.
+
+    A kernel's arguments are Jupyter's, and `parse_args()` in a cell would end at them.
+    """
+    is_kernel = any(
+        _CONNECTION_FILE.fullmatch(" ".join(argv[at : at + 2])) for at in range(1, len(argv))
+    )
+    return (*argv[:1],) if is_kernel else (*argv,)
 
 
 def _is_below(path: str, roots: set[str]) -> bool:
     return any(path == root or path.startswith(f"{root}/") for root in roots)
-
-
-def _wrap(text: str | None) -> tuple[str, ...]:
-    try:
-        words = shlex.split(text or "")
-    except ValueError as error:
-        raise UsageError(f"`--wrap {text}`: {str(error).lower()}.") from None
-    if text is not None and not words:
-        raise UsageError('`--wrap ""`: a command and its arguments, such as `--wrap "nice -n 5"`.')
-    return tuple(words)
-
-
-def _check_name(name: str) -> str:
-    """A name that can be a folder below the log folder, and stay there."""
-    parts: Sequence[str] = name.split("/")
-    bad = any(part in ("", ".", "..") or len(part) > _PART_LIMIT for part in parts)
-    if bad or not name.isprintable() or len(name) > _NAME_LIMIT:
-        raise UsageError(
-            f"`--name {name}`: it names a folder below the log folder, such as `exp` or `exp/run1`."
-        )
-    return name
-
-
-def _cpus(value: int | str | None) -> int:
-    if value is None:
-        return 0
-    text = str(value)
-    if not text.isdigit() or not 0 < int(text) < 10_000:
-        raise UsageError(f"`--cpus {value}`: a number of cores for each worker, such as 4.")
-    return int(text)
-
-
-def _memory(text: str | None) -> int:
-    """In MiB."""
-    if text is None:
-        return 0
-    found = _MEMORY.fullmatch(text.strip())
-    if not found or not int(found[1]):
-        raise UsageError(f"`--memory {text}`: for each worker, such as 16G or 500M.")
-    return int(found[1]) * (1024 if found[2] in "gG" else 1)

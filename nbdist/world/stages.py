@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
+from nbdist.config import WorldConfig
 from nbdist.errors import NbdistError
 from nbdist.world.result import CellResult
 from nbdist.world.world import World
@@ -21,7 +22,7 @@ def run(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> CellR
     `World` they stay.  Raises what `World.start` and `World.run` raise.
     """
     try:
-        return _call({}, function, args, kwargs)
+        return _call(WorldConfig(), function, args, kwargs)
     except NbdistError as error:
         raise error.with_traceback(None)  # noqa: B904 (it is the same error, with less to read)
 
@@ -30,17 +31,18 @@ class Distributed(Generic[P, R]):
     """A function whose call starts workers, runs it on all of them, and ends them.
 
     `function` is the function itself: `world.run(train.function, data)` calls it on workers
-    that are there already.
+    that are there already.  Raises UsageError for `options` that can never be.
     """
 
     def __init__(self, function: Callable[P, R], options: dict[str, Any]) -> None:
         functools.update_wrapper(self, function)
         self.function = function
         self.options = options
+        self._config = WorldConfig(**options)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> CellResult[R]:
         try:
-            return _call(self.options, self.function, args, kwargs)
+            return _call(self._config, self.function, args, kwargs)
         except NbdistError as error:
             raise error.with_traceback(None)  # noqa: B904 (see run)
 
@@ -75,7 +77,7 @@ def distributed(function: Any = None, /, **options: Any) -> Any:
 
 
 def _call(
-    options: dict[str, Any], function: Callable[..., Any], args: Any, kwargs: Any
+    config: WorldConfig, function: Callable[..., Any], args: Any, kwargs: Any
 ) -> CellResult[Any]:
-    with World(**options) as world:
+    with World(**vars(config)) as world:
         return world.run(function, *args, **kwargs)

@@ -13,7 +13,7 @@ class State(Enum):
     READY = "ready"
     RUNNING = "running a cell"
     INTERRUPTING = "interrupting a cell"
-    STUCK = "stuck: some ranks did not stop"
+    STUCK = "waiting for ranks that have not stopped yet"
     BROKEN = "broken: the group has to be formed anew"
     HEALING = "forming the group anew"
     LOST = "lost: the agent has ended"
@@ -63,6 +63,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.INTERRUPTING, Event.CELL_DONE): State.READY,
     (State.INTERRUPTING, Event.GAVE_UP): State.STUCK,
     (State.STUCK, Event.INTERRUPT): State.STUCK,
+    (State.STUCK, Event.GAVE_UP): State.STUCK,
     # The ranks that did not stop have come back after all.
     (State.STUCK, Event.CELL_DONE): State.READY,
     (State.READY, Event.RANK_DIED): State.BROKEN,

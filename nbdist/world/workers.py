@@ -1,89 +1,132 @@
-"""The workers of a world: what there is of them, and what comes up from them."""
+"""The workers of a world: their start and end, what there is of them, what comes up from them."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbdist import topology
-from nbdist.errors import AgentLost, WorldNotStarted
-from nbdist.wire.messages import Healed, Received, Seen, WorldSpec
-from nbdist.wire.outputs import Died, Record
+from nbdist.config import OnFailure, Patience, WorldConfig
+from nbdist.errors import AgentLost, StartError, WorldNotStarted, count
+from nbdist.output.events import Clear, Died, Display, Failure, Record, Skipped, Text, Update
+from nbdist.wire.messages import (
+    Freed,
+    Healed,
+    Received,
+    Run,
+    Seen,
+    StartFailure,
+    StartWorld,
+    StopWorld,
+    WorldSpec,
+    WorldStarted,
+)
+from nbdist.wire.places import Place
+from nbdist.wire.task import Task
+from nbdist.world.launchers import find_launcher
 from nbdist.world.link import Link
 from nbdist.world.losses import Losses
-from nbdist.world.records import hand_over
+from nbdist.world.records import hand_over, wanted_level
+from nbdist.world.running import Crew, RunningTask
 from nbdist.world.setup import Setup
-from nbdist.world.spec import Asked, make_spec, scaled
+from nbdist.world.spec import make_spec, scaled
 from nbdist.world.states import Event, State, next_state
 
-if TYPE_CHECKING:
-    from nbdist.world.running import RunningCell
-
 LATE_KEPT = 1000
-"""Outputs of threads that outlived their cell; all text is in the log files too."""
+"""Outputs of threads that outlived their task; all text is in the log files too."""
+
+STOP_GRACE = 2.0
+"""Seconds that idle workers have to run their exit handlers."""
+
+RESTART_GRACE = 0.3
+
+QUIET_SECONDS = 2.0
+"""Of a start, before anything is said of it."""
 
 
 class Workers:
-    """What `World` knows of its workers; `RunningCell`, healing and scaling work with it."""
+    """What there is of a world's workers; `following` and `recovery` act on them.
 
-    def __init__(self, asked: Asked, link: Link | None) -> None:
+    `state` changes through `advance` alone.  `late` has what ranks have shown outside of
+    tasks, `problem` why they share no group, `lacks` what is missing in their libraries.
+    """
+
+    def __init__(self, config: WorldConfig) -> None:
         self.state = State.STOPPED
+        self.namespace: dict[str, Any] = sys.modules["__main__"].__dict__
         self.pids: Mapping[int, int] = {}
-        self.lacks: tuple[str, ...] = ()
         self.logs: Mapping[int, str] = {}
+        self.lacks: tuple[str, ...] = ()
+        self.name = self.host = self.problem = ""
         self.late: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)
         self.losses = Losses()
-        self.host = ""
-        self.lost: AgentLost | None = None
-        self.problem = ""
         self.setup = Setup()
-        self.running: RunningCell | None = None
-        self._link = link
-        self._spec: WorldSpec
-        self.asked: Asked
-        self.size: int
-        self.configure(asked)
+        self.lost: AgentLost | None = None
+        self.running: RunningTask | None = None
+        self._link: Link | None = None
+        self.config: WorldConfig
+        self.configure(config)
 
     # --- what there is --------------------------------------------------------------------
 
     @property
-    def spec(self) -> WorldSpec:
-        """What all workers have in common."""
-        return self._spec
-
-    @property
     def layout(self) -> str:
         """`1x4`; simulated nodes and workers on each, `2x4`."""
-        seat = self._spec.seat(0)
+        seat = self.spec.seat(0)
         return f"{seat.nodes}x{seat.local_world_size}"
 
     @property
-    def hosts(self) -> dict[int, tuple[str, int]]:
-        """The machine of each rank, and its number there."""
-        return {rank: (self.host, rank) for rank in range(self.size)}
+    def crew(self) -> Crew:
+        """The workers as they are now."""
+        heals = self.on_failure == "heal"
+        return Crew(self.size, self.backend, self.host, self.pids, self.namespace, heals)
 
     @property
-    def is_idle(self) -> bool:
-        """Whether no rank has anything of a cell left to do."""
-        return self.running is None or not self.running.unfinished
-
-    @property
-    def can_free(self) -> bool:
+    def has_group(self) -> bool:
         """Whether there is a group whose collectives can be broken open."""
-        return self._spec.backend is not None
+        return self.spec.backend is not None
 
     @property
-    def made_lately(self) -> frozenset[str]:
-        """Names that the last cell bound on any rank, if a rank died in it."""
-        running = self.running
-        return running.made if running is not None and running.died else frozenset()
+    def everyone(self) -> tuple[int, ...]:
+        """All ranks."""
+        return tuple(range(self.size))
 
     def resolve(self, n: int | str) -> int:
         """How many workers `n` means here."""
         workers = topology.parse_workers(str(n))
-        return topology.resolve(workers, len(self._spec.gpus), topology.usable_cores())
+        return topology.resolve(workers, len(self.spec.gpus), topology.usable_cores())
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """The ranks that have something of a task left to do."""
+        return () if self.running is None else self.running.unfinished
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no rank has anything of a task left to do."""
+        return not self.unfinished
+
+    @property
+    def link(self) -> Link:
+        """The connection to the agents of a world that has workers."""
+        if self._link is None:
+            raise WorldNotStarted("This")
+        self._link.check_process()
+        return self._link
+
+    @property
+    def on_failure(self) -> OnFailure:
+        """What the death of a worker leads to."""
+        return self.config.on_failure
+
+    @on_failure.setter
+    def on_failure(self, policy: OnFailure) -> None:
+        self.config = self.config.but(on_failure=policy)
 
     # --- what changes ---------------------------------------------------------------------
 
@@ -91,38 +134,126 @@ class Workers:
         """The only door to another state."""
         self.state = next_state(self.state, event)
 
-    def configure(self, asked: Asked) -> None:
+    def configure(self, config: WorldConfig) -> None:
         """Work out the spec of the workers; UsageError for what cannot be."""
-        spec, self.backend, self.warning = make_spec(asked)
-        self._spec, self.size, self.name = spec, spec.world_size, spec.name
-        self.asked = replace(asked, run=spec.name)
+        spec, self.backend, self.warning = make_spec(config, self.name)
+        self.spec: WorldSpec = spec
+        self.size, self.name = spec.world_size, spec.name
+        self.config = config
 
     def take_healed(self, healed: Healed) -> None:
         """What the agent says of the workers there are now, who may be more or fewer."""
         self.pids, self.logs, self.problem = healed.pids, healed.logs, healed.problem
         before, after = self.size, len(healed.pids)
         if before != after:
-            self._spec, _ = scaled(self._spec, after)
-            self.asked, self.size = self.asked.but(n=after), after
+            self.spec, _ = scaled(self.spec, self.config, after)
+            self.config, self.size = self.config.but(n=after), after
             self.losses.scale(before, after)
             self.setup.scale(before, after)
 
-    @property
-    def link(self) -> Link:
-        """The connection to the agents of a world that has workers."""
-        if self._link is None:
-            raise WorldNotStarted("This")
-        return self._link
+    def send(self, task: Task, patience: Patience | None = None) -> RunningTask:
+        """Send a task to its ranks, which are ready."""
+        imports = self.losses.take_lost_imports(task.ranks)
+        task = replace(task, log_level=wanted_level(), imports=imports)
+        running = RunningTask(task, patience or self.config.patience, self.crew)
+        link, packed = self.link, Run(task.id, task.ranks, task.pack())
+        self.advance(Event.CELL)
+        self.running = running
+        with running.counting_stops():  # ranks may have begun when it comes
+            link.run(packed)
+        return running
+
+    # --- start and end --------------------------------------------------------------------
+
+    def starting(self) -> Iterator[int]:
+        """Start them, unless they are there; says now and then how many are up so far."""
+        if self.state not in (State.STOPPED, State.LOST):
+            return
+        self.advance(Event.START)
+        self.lost, self.losses = None, Losses()
+        try:
+            if self._link is None or not self._link.is_up:
+                launcher = find_launcher(self.config.launcher)
+                self._link = Link(launcher, fork_server=self.spec.use_fork_server)
+                self._link.open()
+            started = yield from self._link.calling(StartWorld(self.spec))
+        except BaseException:  # Stop too: whatever has been started is ended
+            self.advance(Event.START_FAILED)
+            self.close_link()
+            raise
+        if isinstance(started, StartFailure):
+            self.advance(Event.START_FAILED)
+            self.close_link()
+            raise StartError(
+                started.rank, started.host, started.command, started.reason, started.last_lines
+            )
+        assert isinstance(started, WorldStarted)
+        self.pids, self.logs, self.lacks = started.pids, started.logs, started.lacks
+        self.host = self._link.agents[0].host
+        self.advance(Event.STARTED)
+
+    def starting_texts(self) -> Iterator[str]:
+        """Start them; `starting 4 workers: 2 ready` when it takes long, and when that changes.
+
+        Comes round without a word now and then, with "".
+        """
+        said, begun = "", time.monotonic()
+        for up in self.starting():
+            ready = f"{up} ready" if up < self.size else "forming their group"
+            text = f"starting {count(self.size, 'worker')}: {ready}"
+            is_due = time.monotonic() - begun >= QUIET_SECONDS and text != said
+            if is_due:
+                said = text
+            yield text if is_due else ""
+
+    def start(self) -> None:
+        """Start them, unless they are there; where it takes long a terminal's stderr says so."""
+        show_on_terminal(self.starting_texts())
+
+    def start_anew(self) -> None:
+        """End them all, and start as many; without set-up tasks."""
+        # Where Stop has cut their end short, it is asked for again.
+        are_there = self.state.has_workers or self.state is State.STOPPING
+        if self._link is not None and self._link.is_up and are_there:
+            self.advance(Event.STOP)
+            with suppress(AgentLost):  # then its workers are gone too
+                self._link.call(StopWorld(RESTART_GRACE))
+            self.advance(Event.STOPPED)
+        self._forget_outputs()
+        self.start()
+
+    def shutdown(self) -> None:
+        """End them all and their agent; nothing of them is left."""
+        self.setup.forget()
+        self.advance(Event.STOP)
+        if self._link is not None and self._link.is_up:
+            with suppress(AgentLost, StartError):  # ended before, which is what is wanted
+                self._link.call(StopWorld(STOP_GRACE))
+        self.close_link()
+        self.advance(Event.STOPPED)
+
+    def adopt(self, link: Link) -> None:
+        """Have the agent at the other end of this link start the workers."""
+        self._link = link
 
     def detach_link(self) -> Link | None:
-        """The link, for whoever ends it; the world is none without it."""
+        """The link, for the caller to end; the world is none without it."""
         link, self._link = self._link, None
         return link
 
     def close_link(self) -> None:
+        """End the agents, if there are any."""
         link = self.detach_link()
         if link is not None:
             link.close()
+
+    def _forget_outputs(self) -> None:
+        """Drop what the workers before had still to say."""
+        self.running = None
+        self.late.clear()
+        while self._link is not None and self._link.arrived:
+            if isinstance(self._link.arrived.popleft(), Received) and self._link.is_up:
+                self._link.received()
 
     # --- what comes up --------------------------------------------------------------------
 
@@ -142,12 +273,33 @@ class Workers:
                     link.received()
                 case Seen(places):
                     if self.running is not None:
-                        self.running.see(places)
-                case (rank, cell_id, output):
-                    self._take(rank, cell_id, output)
+                        self.running.see(places, time.monotonic())
+                case Freed(places):
+                    self._take_freed(places)
+                case (rank, task_id, output):
+                    self._take(rank, task_id, output)
             link.arrived.popleft()
 
-    def _take(self, rank: int, cell_id: str, output: Any) -> None:
+    def take_late(self) -> list[tuple[int, Any]]:
+        """What ranks have said outside of tasks since this was last asked."""
+        late = [*self.late]
+        self.late.clear()
+        return late
+
+    def take_loss(self, lost: AgentLost) -> None:
+        """The agent has ended, and its workers with it."""
+        self.lost = lost
+        if self.running is not None:
+            self.running.take_loss(lost)
+        self.advance(Event.AGENT_LOST)
+        self.close_link()
+
+    def _take_freed(self, places: Mapping[int, Place]) -> None:
+        if self.running is not None:
+            self.advance(Event.FREED)
+            self.running.take_freed(places, time.monotonic())
+
+    def _take(self, rank: int, task_id: str, output: Any) -> None:
         if isinstance(output, Record):
             hand_over(output)
             return
@@ -155,24 +307,37 @@ class Workers:
         if isinstance(output, Died):
             self.advance(Event.RANK_DIED)
         running = self.running
-        if running is not None and cell_id == running.cell.id:
-            running.take(rank, output)
-            if not running.unfinished and self.state is not State.BROKEN:
-                self.advance(Event.CELL_DONE)
-        else:
+        if running is None or not _is_of(running, rank, task_id, output):
             self.late.append((rank, output))
+            return
+        if running.breaks_group(output):
+            self.advance(Event.FREED)
+        if running.is_of_another(rank, output):
+            self.late.append((rank, output))
+        running.receive(rank, output)
+        if not running.unfinished and self.state is not State.BROKEN:
+            self.advance(Event.CELL_DONE)
 
-    def take_loss(self, lost: AgentLost) -> None:
-        self.lost = lost
-        if self.running is not None:
-            self.running.take_loss()
-        self.advance(Event.AGENT_LOST)
-        self.close_link()
 
-    def drop_outputs(self) -> None:
-        """Forget what the workers before had still to say."""
-        self.running = None
-        self.late.clear()
-        while self._link is not None and self._link.arrived:
-            if isinstance(self._link.arrived.popleft(), Received) and self._link.is_up:
-                self._link.received()
+def _is_of(running: RunningTask, rank: int, task_id: str, output: Any) -> bool:
+    """Whether it is the task's; also where a rank says more while others still run it."""
+    if task_id == running.task.id:
+        return True
+    is_shown = isinstance(output, Text | Skipped | Display | Update | Clear | Failure)
+    return is_shown and not task_id and running.waits_after(rank)
+
+
+def show_on_terminal(texts: Iterable[str]) -> None:
+    """Show the last of these in one line of stderr, which is gone at the end."""
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    shown = False
+    try:
+        for text in filter(None, texts):
+            if is_terminal:
+                shown = True
+                sys.stderr.write(f"\r\x1b[K{text}")
+                sys.stderr.flush()
+    finally:
+        if shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

@@ -12,6 +12,7 @@ from tests.bench.cells import barrier, firstline, lines, pass_cell, ratio
 from tests.bench.collectives import collectives
 from tests.bench.drawing import draw
 from tests.bench.faults import faults
+from tests.bench.giants import giants
 from tests.bench.harness import Figure, header, line, marked_busy, to_json
 from tests.bench.lab import Lab
 from tests.bench.looking import look
@@ -35,6 +36,7 @@ ROWS: dict[str, Callable[[Lab], Iterator[Figure]]] = {
     "ranks32": ranks32,
     "ship": ship,
     "draw": draw,
+    "giants": giants,
     "faults": faults,
     "collect": collectives,
     "look": look,

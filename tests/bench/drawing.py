@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from nbdist.notebook.draw.ansi import ansi_html
-from nbdist.notebook.draw.final import final_html
-from nbdist.notebook.draw.live import live_html
-from nbdist.wire.outputs import Done, Text
-from nbdist.world.screen import Screen
-from nbdist.world.transcript import Transcript
+from nbdist.output.ansi import ansi_html
+from nbdist.output.events import Done, Text
+from nbdist.output.screen import Screen
+from nbdist.output.transcript import Transcript
 from tests.bench.harness import Figure
 from tests.bench.lab import Lab
+from tests.output.lab import final_html, live_html
 
 CHUNK = 65_536
 PLAIN = "".join(f"step {number} loss 0.{number}\n" for number in range(200_000))

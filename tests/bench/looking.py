@@ -28,15 +28,15 @@ def look(lab: Lab) -> Iterator[Figure]:
         with World(ranks, log_dir="") as world:
             for what, source in SITUATIONS.items():
                 seconds = int(SETTLE_SECONDS + 1 + lab.runs)
-                running = world.submit(world.cell(source.format(seconds=seconds)))
+                running = world.submit(world.task(source.format(seconds=seconds)))
                 settled = time.monotonic() + SETTLE_SECONDS
                 while time.monotonic() < settled:
-                    world.receive(0.1)
+                    world.session.receive(0.1)
                 status = tuple(_timed(world.status) for _ in range(lab.runs))
                 yield Figure("look", f"status, {what}, n={ranks}", "s", status, STATUS_BUDGET)
                 stacks = tuple(_timed(world.stacks) for _ in range(lab.runs))
                 yield Figure("look", f"stacks, {what}, n={ranks}", "s", stacks, STACKS_BUDGET)
-                running.result()
+                world.session.wait(running)
 
 
 def _timed(ask: Callable[[], object]) -> float:

@@ -45,6 +45,7 @@ class Sent:
 
     ids: tuple[str, ...]
     started: float
+    may_fail: bool = False
     seconds: float = 0.0
     replies: int = 0
     idle: int = 0
@@ -110,9 +111,10 @@ class Notebook:
                 return
         raise CellFailed(f"the notebook kernel was not up after {UP_TIMEOUT:.0f} s")
 
-    def run(self, *sources: str) -> Sent:
+    def run(self, *sources: str, may_fail: bool = False) -> Sent:
         """Send cells at once, wait until all are done; `seconds` is until the last reply."""
         sent = self.send(*sources)
+        sent.may_fail = may_fail
         self.wait(sent, DONE)
         return sent
 
@@ -165,7 +167,7 @@ class Notebook:
         if socket is self._shell:
             sent.replies += 1
             sent.seconds = after
-            if content["status"] != "ok":
+            if content["status"] != "ok" and not sent.may_fail:
                 raise CellFailed(f"{content.get('ename')}: {content.get('evalue')}")
         elif kind == "status":
             sent.idle += content["execution_state"] == "idle"

@@ -56,7 +56,7 @@ def _load_once(lab: Lab) -> float:
 
 
 def start(lab: Lab) -> Iterator[Figure]:
-    """The first distributed result of a fresh notebook, cold and with the nursery ready."""
+    """The first distributed result of a fresh notebook, cold and with the fork server ready."""
     yield Figure("start", "limit: import torch", "s", tuple(map(_import_torch, range(lab.runs))))
     values = tuple(_notebook_launcher_once(lab, 4) for _ in range(lab.runs))
     yield Figure("start", "peer: accelerate's notebook_launcher, n=4", "s", values)
@@ -128,7 +128,7 @@ def memory(lab: Lab) -> Iterator[Figure]:
     whole = tuple(total for _, total in ours)
     n = MEMORY_RANKS
     yield Figure("memory", f"PSS per worker, n={n}", "MB", tuple(each for each, _ in ours), 60)
-    yield Figure("memory", f"PSS of agent, nursery, workers, n={n}", "MB", whole)
+    yield Figure("memory", f"PSS of agent, fork server, workers, n={n}", "MB", whole)
     with lab.notebooks(n) as kernels:
         for kernel in kernels:
             kernel.run("import torch")

@@ -1,10 +1,11 @@
 """Random faults in a row, each followed by a collective: `python -m tests.faults.soak`.
 
     python -m tests.faults.soak --seed 7 --faults 200
+    python -m tests.faults.soak --seed 77 --faults 100 --busy 4
 
 Kind, rank and moment come from the seed, which is printed.  After each fault an all_reduce
 has to give the right sum, and every rank that lived its variables.  At the end the
-memory, descriptors, threads and processes of notebook, agent and nursery have to be as many as
+memory, descriptors, threads and processes of notebook, agent and fork server have to be as many as
 after the first faults.
 """
 
@@ -24,6 +25,7 @@ import psutil
 from nbdist.errors import NbdistError
 from nbdist.world.states import State
 from nbdist.world.world import World
+from tests.faults.spinning import spinning
 
 RANKS = 4
 SETTLED = 10
@@ -72,7 +74,7 @@ class Holdings:
 
     @classmethod
     def now(cls, world: World) -> Holdings:
-        """Of this process, which is the notebook, of the agent and the nursery."""
+        """Of this process, which is the notebook, of the agent and the fork server."""
         workers = set(world.pids.values())
         notebook = psutil.Process()
         found = [p for p in notebook.children(recursive=True) if p.pid not in workers]
@@ -97,12 +99,12 @@ def one_fault(world: World, dice: random.Random) -> str:
         os.kill(dead, signal.SIGKILL)
         _wait_until_known(world)
     else:
-        running = world.submit(world.cell(source))
-        for _ in running:
+        running = world.submit(world.task(source))
+        for _ in world.follow(running):
             if kind == "stopped" and running.age > 0.1 + moment:
                 break
-        running.interrupt()
-        running.result()
+        world.interrupt()
+        world.session.wait(running)
         if running.error() is None:
             raise AssertionError(f"nothing failed: {kind} {source}")
     world.execute(
@@ -123,7 +125,7 @@ def _wait_until_known(world: World) -> None:
     while world.state is State.READY:
         if time.monotonic() > deadline:
             raise AssertionError("a death while idle was not told within 10 s")
-        world.receive(0.05)
+        world.session.receive(0.05)
 
 
 def soak(seed: int, faults: int) -> tuple[Counter[str], Holdings, Holdings]:
@@ -145,11 +147,13 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m tests.faults.soak", description=__doc__)
     parser.add_argument("--seed", type=int, default=random.randrange(10_000))
     parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--busy", type=int, default=0, help="processes that spin beside")
     options = parser.parse_args()
     sys.stdout.write(f"seed {options.seed}, {options.faults} faults, {RANKS} ranks\n")
     started = time.monotonic()
     try:
-        kinds, settled, end = soak(options.seed, options.faults)
+        with spinning(options.busy):
+            kinds, settled, end = soak(options.seed, options.faults)
     except NbdistError as error:
         sys.exit(f"after {time.monotonic() - started:.0f} s: {error}")
     seconds = time.monotonic() - started

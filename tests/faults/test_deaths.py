@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import uuid
 from collections.abc import Iterator
@@ -10,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.node.deaths import OomKills
-from nbdist.wire.outputs import Died
+from nbdist.output.events import Died
+from nbdist.wire.task import Source
 from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world
@@ -19,21 +18,22 @@ pytestmark = pytest.mark.shared_world
 LIMIT = 600 << 20
 
 
-@pytest.fixture(scope="module", params=["nursery", "spawn"])
+@pytest.fixture(scope="module", params=["fork", "spawn"])
 def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
     logs = tmp_path_factory.mktemp("logs")
-    nursery = request.param == "nursery"
-    with World(2, nursery=nursery, log_dir=str(logs)) as started:
+    fork = request.param == "fork"
+    with World(2, fork=fork, log_dir=str(logs)) as started:
         yield started
 
 
 def death(world: World, source: str) -> tuple[Died, list[str]]:
     """How rank 1 died in a cell, as cell 5, and what its block in the cell's output says."""
     pid = world.pids[1]
-    running = world.submit(world.cell(source, execution_count=5))
-    died = running.result().errors[1]
+    running = world.submit(world.task(Source(source, 5)))
+    world.session.wait(running)
+    died = running.transcript.errors[1]
     assert isinstance(died, Died)
     assert died.pid == pid
     return died, [line.text for line in running.transcript[1].tail(99)]
@@ -125,11 +125,3 @@ def test_out_of_memory(world: World, small_group: Path) -> None:
     assert line.startswith("most likely killed by the kernel for lack of memory: oom_kill in ")
     assert str(small_group) in line
     assert line.endswith(" went from 0 to 1")
-
-
-def test_count_of_oom_kills() -> None:
-    """It is found on any machine; a count that has not gone up, or another end, is nothing."""
-    kills = OomKills(os.getpid())
-    assert "oom_kill" in Path(repr(kills).split()[1]).read_text()
-    assert kills.text(-signal.SIGKILL) == ""
-    assert OomKills(2**22 + 1).text(-signal.SIGKILL) == ""

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from nbdist.errors import RanksFreed, WorkerDied, WorkerError
-from nbdist.world.running import RunningCell
+from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.world import World
+from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
 
@@ -100,8 +101,8 @@ WORKS = MODEL_WORKS + SHARDS_WORK
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def started(request: pytest.FixtureRequest) -> Iterator[World]:
-    with World(request.param, log_dir="") as world:
+def started(request: pytest.FixtureRequest, new_world: NewWorld) -> Iterator[World]:
+    with new_world(request.param) as world:
         world.execute(BEFORE)
         yield world
 
@@ -115,11 +116,11 @@ def world(started: World) -> World:
     return started
 
 
-def fails(world: World, source: str) -> tuple[RunningCell, WorkerError]:
+def fails(world: World, source: str) -> tuple[RunningTask, WorkerError]:
     """Run a cell that has to fail; how long it took is printed."""
-    running = world.submit(world.cell(source))
+    running = world.submit(world.task(source))
     started = time.monotonic()
-    running.result()
+    world.session.wait(running)
     seconds = time.monotonic() - started
     sys.stdout.write(f"{seconds:.2f} s from the start to idle\n")
     error = running.error()
@@ -151,42 +152,6 @@ def test_one_rank_raises(world: World, source: str, length: int) -> None:
     assert "line 5: freed; all variables are kept." in str(error)
     assert world.pids == before
     goes_on(world)
-
-
-@pytest.fixture(scope="module", params=[8, 16])
-def many(request: pytest.FixtureRequest) -> Iterator[World]:
-    with World(request.param, log_dir="") as world:
-        world.execute(BEFORE)
-        yield world
-
-
-@pytest.mark.parametrize(
-    ("name", "length"),
-    [
-        *((name, 256) for name in ("all_reduce", "barrier", "recv", "DDP", "all_gather_object")),
-        ("all_reduce", 25_000_000),
-    ],
-)
-def test_one_rank_of_many_raises(many: World, name: str, length: int) -> None:
-    """As with few: that one exception, who waited in what, and all goes on."""
-    _, error = fails(
-        many,
-        f"t = torch.ones({length})\nu = torch.ones(world_size * 64)\n"
-        f"if rank == 1:\n    raise ValueError('bad')\n{SMALL[name]}",
-    )
-    assert error.errors.keys() == {1}
-    assert f"ValueError: bad. Ranks 0,2-{many.size - 1} wait in " in str(error)
-    goes_on(many)
-
-
-def test_two_of_many_die(many: World) -> None:
-    """They are replaced, the others keep what they have."""
-    _, error = fails(many, "import os\nif rank in (3, 5): os._exit(1)\ndist.barrier()")
-    assert isinstance(error, WorkerDied)
-    assert "Ranks 3,5 were replaced and have lost their variables" in str(error)
-    kept = [None if rank in (3, 5) else rank for rank in range(many.size)]
-    assert many.gather("globals().get('kept')") == kept
-    many.execute("t = torch.ones(1); dist.all_reduce(t); assert t.item() == world_size")
 
 
 def test_a_subgroups_collective(world: World) -> None:
@@ -223,8 +188,8 @@ def test_a_skipped_collective(world: World) -> None:
 
 def test_a_cell_for_some_ranks(world: World) -> None:
     """A cell for one rank with a collective of all cannot hang, and says why."""
-    running = world.submit(world.cell("x = 1\ndist.barrier()", ranks=[0]))
-    running.result()
+    running = world.submit(world.task("x = 1\ndist.barrier()", ranks=[0]))
+    world.session.wait(running)
     others = "rank 1 does" if world.size == 2 else "ranks 1-3 do"
     assert str(running.error()) == (
         f"rank 0 waits in barrier, line 2; {others} not run this cell. "
@@ -295,13 +260,13 @@ def test_stop_in_new_group(world: World, listens: bool) -> None:  # noqa: FBT001
     ignore = "" if listens else "signal.signal(signal.SIGINT, signal.SIG_IGN)"
     source = f"import time, signal\nif rank: time.sleep(600)\n{ignore}\ndist.new_group()"
     before = dict(world.pids)
-    running = world.submit(world.cell(source))
-    for _ in running:
+    running = world.submit(world.task(source))
+    for _ in world.follow(running):
         if running.age > 0.5:
             break
     stopped = time.monotonic()
-    running.interrupt()
-    running.result()
+    world.interrupt()
+    world.session.wait(running)
     sys.stdout.write(f"{time.monotonic() - stopped:.2f} s from Stop to idle\n")
     sys.stdout.write(f"{time.monotonic() - stopped:.2f} s\n")
     assert world.pids == before
@@ -324,9 +289,9 @@ def test_what_failed_before_is_over(world: World) -> None:
 def test_who_waits_for_whom_is_told(world: World) -> None:
     """Within 5 s a cell says who waits in what, and in which line the others are."""
     source = "import time\nif rank == 1:\n    time.sleep(6)\ndist.barrier()"
-    running = world.submit(world.cell(source))
+    running = world.submit(world.task(source))
     told = {}
-    for _ in running:
+    for _ in world.follow(running):
         told.setdefault(running.waits, running.age)
     assert running.error() is None
     others = "rank 0 waits" if world.size == 2 else "ranks 0,2-3 wait"
@@ -400,11 +365,11 @@ def test_a_second_death_before_the_first_is_healed(world: World) -> None:
 
 def test_stop_in_a_collective(world: World) -> None:
     """Stop frees who waits, and nobody loses anything."""
-    running = world.submit(world.cell("import time\nif rank: time.sleep(600)\ndist.barrier()"))
-    for _ in running:
+    running = world.submit(world.task("import time\nif rank: time.sleep(600)\ndist.barrier()"))
+    for _ in world.follow(running):
         if running.age > 0.5:
             break
-    running.interrupt()
-    running.result()
+    world.interrupt()
+    world.session.wait(running)
     assert world.state is State.READY
     goes_on(world)

@@ -17,6 +17,8 @@ from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import start_new_kernel
 from jupyter_core.utils import ensure_event_loop
 
+from tests.waiting import wait_until
+
 # jupyter_client's blocking calls run on a loop that lives as long as the process.
 ensure_event_loop()
 
@@ -44,6 +46,7 @@ class Notebook:
         assert isinstance(self.client, BlockingKernelClient)
         self.run("%load_ext nbdist")
         self.run(STARTED)
+        (self.fork_server,) = self.agent.children()
 
     def run(self, source: str) -> None:
         reply = self.client.execute_interactive(source, timeout=WAIT, output_hook=lambda _: None)
@@ -70,16 +73,17 @@ class Notebook:
         ]
 
     @property
-    def agent(self) -> psutil.Process:
+    def guard(self) -> psutil.Process:
         return self.find("nbdist.node /")[0]
 
     @property
-    def nursery(self) -> psutil.Process:
-        return self.agent.children()[0]
+    def agent(self) -> psutil.Process:
+        return self.guard.children()[0]
 
     @property
     def workers(self) -> list[psutil.Process]:
-        return self.nursery.children()
+        forked = self.find("nbdist.node.fork_server /")
+        return [process for process in forked if process != self.fork_server]
 
     def close(self) -> None:
         self.client.stop_channels()
@@ -108,8 +112,12 @@ def stop_agent(notebook: Notebook) -> None:
     notebook.agent.send_signal(signal.SIGTERM)
 
 
-def kill_nursery(notebook: Notebook) -> None:
-    notebook.nursery.kill()
+def kill_fork_server(notebook: Notebook) -> None:
+    notebook.fork_server.kill()
+
+
+def kill_guard(notebook: Notebook) -> None:
+    notebook.guard.kill()
 
 
 def kill_one_worker(notebook: Notebook) -> None:
@@ -136,8 +144,9 @@ def shut_down_kernel(notebook: Notebook) -> None:
     notebook.manager.shutdown_kernel(now=False)
 
 
-ALWAYS = (kill_kernel, kill_agent, kill_nursery, kill_one_worker, kill_all_workers)
+ALWAYS = (kill_kernel, kill_agent, kill_fork_server, kill_one_worker, kill_all_workers)
 DEATHS = (
+    kill_guard,
     stop_agent,
     kill_kernel_and_agent,
     restart_kernel,
@@ -164,6 +173,32 @@ def test_nothing_is_left(
     death(notebook)
 
 
+SECOND = (*(death for death in (*ALWAYS, *DEATHS) if death is not kill_fork_server),)
+
+
+@pytest.mark.parametrize("death", SECOND, ids=lambda death: death.__name__)
+def test_nothing_is_left_after_the_fork_server(
+    notebook: Notebook, death: Callable[[Notebook], None]
+) -> None:
+    """The fork server is killed, its workers live on; whoever dies next, nothing stays behind."""
+    workers = notebook.workers
+    kill_fork_server(notebook)
+    notebook.fork_server.wait(WAIT)
+    assert notebook.workers == workers
+    death(notebook)
+
+
+def test_a_daemon_of_a_worker_ends_with_a_killed_agent(notebook: Notebook) -> None:
+    """What has left its session and its parent is ended by the guard, fork server or not."""
+    notebook.run(
+        "%%distributed -r 0\nimport subprocess\n"
+        "subprocess.Popen(['setsid', '--fork', 'sleep', '1002'])"
+    )
+    wait_until(lambda: notebook.find("1002"), "the daemon runs")
+    kill_fork_server(notebook)
+    kill_agent(notebook)
+
+
 def test_shutdown_leaves_nothing_while_the_notebook_goes_on(notebook: Notebook) -> None:
     """After `%dist_shutdown` the notebook has no process of nbdist's, and no runtime folder."""
     notebook.run("%dist_shutdown")
@@ -178,9 +213,6 @@ def test_a_daemon_started_in_a_cell_ends_with_the_workers(notebook: Notebook) ->
         "%%distributed -r 0\nimport os\nif os.fork() == 0:\n    os.setsid()\n"
         "    os.execvp('sleep', ['sleep', '1001']) if os.fork() == 0 else os._exit(0)"
     )
-    deadline = time.monotonic() + 10
-    while not notebook.find("1001"):  # the cell does not wait until it has begun
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: notebook.find("1001"), "the daemon runs")  # after the cell
     notebook.run("%dist_shutdown")
     assert not notebook.find("1001")

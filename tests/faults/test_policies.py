@@ -13,11 +13,12 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from nbdist.config import Patience
 from nbdist.errors import NbdistError, RanksFreed, UsageError, WorkerDied, WorkerError
-from nbdist.world.running import RunningCell
+from nbdist.world.running import RunningTask
 from nbdist.world.states import State
-from nbdist.world.watch import Patience
 from nbdist.world.world import World
+from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
 
@@ -27,26 +28,26 @@ DIES = "import os, time\nif rank == 1: time.sleep(0.2); os.kill(os.getpid(), 9)\
 
 
 @pytest.fixture(scope="module")
-def started() -> Iterator[World]:
-    with World(4, log_dir="") as world:
+def started(new_world: NewWorld) -> Iterator[World]:
+    with new_world(4) as world:
         yield world
 
 
 @pytest.fixture
 def world(started: World) -> World:
     """Four ready ranks with `kept`, no set-up cells, and no earlier test's replacements."""
-    started.setup.forget()
-    started.losses.take_replaced()
-    started.on_failure = "heal"
+    started.session.setup.forget()
+    started.session.losses.take_replaced()
+    started.session.on_failure = "heal"
     if started.state is not State.READY:
         started.restart()
     started.execute("kept = rank")
     return started
 
 
-def ends(running: RunningCell) -> NbdistError | None:
+def ends(world: World, running: RunningTask) -> NbdistError | None:
     """Wait for the end of a cell; how long that took is printed."""
-    running.result()
+    world.session.wait(running)
     sys.stdout.write(f"{running.age:.2f} s from the start to idle\n")
     return running.error()
 
@@ -57,9 +58,9 @@ def ends(running: RunningCell) -> NbdistError | None:
 @pytest.mark.parametrize("others", ["dist.barrier()", "time.sleep(600)"])
 def test_restart_all(world: World, others: str) -> None:
     """All workers are new after a death, as with torchrun; those that lived end at once."""
-    world.on_failure = "restart-all"
+    world.session.on_failure = "restart-all"
     before = dict(world.pids)
-    error = ends(world.submit(world.cell(DIES + others)))
+    error = ends(world, world.submit(world.task(DIES + others)))
     assert isinstance(error, WorkerDied)
     assert error.rank == 1
     assert "All workers were started anew (`--on-failure restart-all`); their" in str(error)
@@ -70,9 +71,9 @@ def test_restart_all(world: World, others: str) -> None:
 
 def test_stop_policy(world: World) -> None:
     """All workers end with a death; a start gives new ones."""
-    world.on_failure = "stop"
+    world.session.on_failure = "stop"
     before = dict(world.pids)
-    error = ends(world.submit(world.cell(DIES + "dist.barrier()")))
+    error = ends(world, world.submit(world.task(DIES + "dist.barrier()")))
     assert isinstance(error, WorkerDied)
     assert "All workers were ended (`--on-failure stop`)" in str(error)
     assert world.state is State.STOPPED
@@ -83,8 +84,8 @@ def test_stop_policy(world: World) -> None:
 
 def test_policies_concern_deaths_alone(world: World) -> None:
     """An exception ends nothing but the cell, whatever the policy is."""
-    world.on_failure = "stop"
-    error = ends(world.submit(world.cell("if rank == 1: raise ValueError\ndist.barrier()")))
+    world.session.on_failure = "stop"
+    error = ends(world, world.submit(world.task("if rank == 1: raise ValueError\ndist.barrier()")))
     assert isinstance(error, WorkerError)
     assert not isinstance(error, WorkerDied)
     assert world.gather("kept") == [0, 1, 2, 3]
@@ -99,13 +100,14 @@ def test_policy_that_is_none() -> None:
 def test_survivors_are_freed_whoever_they_wait_for(world: World) -> None:
     """Also those of a group without the dead rank, whose cell has failed all the same."""
     error = ends(
+        world,
         world.submit(
-            world.cell(
+            world.task(
                 "pair = dist.new_group([2, 3])\n"
                 + DIES
                 + "if rank == 2: dist.barrier(group=pair)\nif rank == 3: time.sleep(3)"
             )
-        )
+        ),
     )
     assert isinstance(error, WorkerDied)
     world.execute(SUM)
@@ -125,16 +127,16 @@ def test_replace(world: World, ranks: tuple[int, ...]) -> None:
     assert {rank for rank in before if before[rank] != world.pids[rank]} == set(ranks)
     kept = [None if rank in ranks else rank for rank in range(4)]
     assert world.gather("globals().get('kept')") == kept
-    assert re.match("kept(,| and) net", world.losses.lacking(ranks))
+    assert re.match("kept(,| and) net", world.session.losses.lacking(ranks))
     world.execute(SUM)
 
 
 def test_replace_while_a_cell_runs(world: World) -> None:
     """It is refused; nothing is ended."""
-    running = world.submit(world.cell("import time; time.sleep(1)"))
+    running = world.submit(world.task("import time; time.sleep(1)"))
     with pytest.raises(UsageError, match="still running an earlier cell"):
         world.replace([1])
-    assert ends(running) is None
+    assert ends(world, running) is None
 
 
 # --- set-up cells ---------------------------------------------------------------------------
@@ -145,10 +147,10 @@ def test_setup_runs_in_every_new_worker(world: World) -> None:
     numbers = list(range(100_000))  # too many for a message: they stay in shared memory
     world.execute("base = sum(numbers) + rank", names={"numbers": numbers}, setup=True)
     expected = [sum(numbers) + rank for rank in range(4)]
-    error = ends(world.submit(world.cell("base = 0\n" + DIES + "dist.barrier()")))
+    error = ends(world, world.submit(world.task("base = 0\n" + DIES + "dist.barrier()")))
     assert isinstance(error, WorkerDied)
     assert world.gather("base") == [0, expected[1], 0, 0]
-    assert "base" not in world.losses.lacking([1])
+    assert "base" not in world.session.losses.lacking([1])
     world.replace([2])
     assert world.gather("base") == [0, expected[1], expected[2], 0]
     world.restart()
@@ -169,11 +171,11 @@ def test_setup_with_collectives(world: World) -> None:
     world.execute(SUM, setup=True)
     world.restart()
     assert world.gather("t.item()") == [4.0] * 4
-    error = ends(world.submit(world.cell(DIES + "dist.barrier()")))
+    error = ends(world, world.submit(world.task(DIES + "dist.barrier()")))
     assert "A `--setup` cell failed there: rank 1 waits in all_reduce, line 1; ranks 0,2-3" in str(
         error
     )
-    world.setup.forget()
+    world.session.setup.forget()
     world.execute(SUM)
 
 
@@ -182,18 +184,18 @@ def test_setup_that_fails(world: World) -> None:
     world.execute("dict(); assert kept >= 0", setup=True)
     with pytest.raises(WorkerError, match="NameError: name 'kept' is not defined"):
         world.restart()
-    world.setup.forget()
+    world.session.setup.forget()
     world.execute(SUM)
 
 
 def test_setup_that_kills_its_worker(world: World) -> None:
     """It is not run over and over."""
     world.execute("import os\nif 'kept' not in globals(): os._exit(7)", setup=True)
-    error = ends(world.submit(world.cell(DIES + "dist.barrier()")))
+    error = ends(world, world.submit(world.task(DIES + "dist.barrier()")))
     assert isinstance(error, WorkerDied)
     assert "A `--setup` cell failed there: rank 1 on" in str(error)
     assert "exited with code 7" in str(error)
-    world.setup.forget()
+    world.session.setup.forget()
     world.execute(SUM)
 
 
@@ -203,14 +205,14 @@ def test_setup_that_kills_its_worker(world: World) -> None:
 def test_no_free(world: World) -> None:
     """Who waits for what can never come is told, and stays as it is until Stop."""
     patience = Patience(hang_timeout=0.5, frees=False)
-    running = world.submit(world.cell("if rank != 1: dist.barrier()"), patience)
-    for _ in running:
+    running = world.submit(world.task("if rank != 1: dist.barrier()"), patience)
+    for _ in world.follow(running):
         if running.age > 4:
             break
     assert running.unfinished == (0, 2, 3)
     assert running.waits == "ranks 0,2-3 wait in barrier, line 1 · rank 1 finished"
-    running.interrupt()
-    assert ends(running) is not None
+    world.interrupt()
+    assert ends(world, running) is not None
     assert world.gather("kept") == [0, 1, 2, 3]
     world.execute(SUM)
 
@@ -220,8 +222,8 @@ def test_hang_timeout(world: World) -> None:
     source = "import time\nif rank == 1: time.sleep(2.5)\ndist.barrier()"
     told: dict[float, float] = {}
     for seconds in (0.5, 30.0):
-        running = world.submit(world.cell(source), Patience(hang_timeout=seconds))
-        for _ in running:
+        running = world.submit(world.task(source), Patience(hang_timeout=seconds))
+        for _ in world.follow(running):
             if running.waits:
                 told.setdefault(seconds, running.age)
         assert running.error() is None
@@ -232,12 +234,13 @@ def test_hang_timeout(world: World) -> None:
 def test_what_a_failed_cell_has_begun_is_ended(world: World) -> None:
     """The next cell's collectives do not meet those that nobody waited for."""
     error = ends(
+        world,
         world.submit(
-            world.cell(
+            world.task(
                 "if rank == 1: raise ValueError('bad')\n"
                 "works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(3)]"
             )
-        )
+        ),
     )
     assert isinstance(error, WorkerError)
     assert not isinstance(error, RanksFreed)
@@ -251,16 +254,17 @@ def test_stop_while_a_new_worker_is_set_up(world: World) -> None:
     world.execute(
         "import time\nif 'kept' not in globals(): print('set up'); time.sleep(600)", setup=True
     )
-    running = world.submit(world.cell(DIES + "dist.barrier()"))
+    running = world.submit(world.task(DIES + "dist.barrier()"))
     previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 4.0)
     try:
+        world.session.wait(running)
         with pytest.raises(KeyboardInterrupt):
-            running.result()
+            world.session.check(running)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-    world.setup.forget()
+    world.session.setup.forget()
     world.execute(SUM)
 
 
@@ -276,7 +280,7 @@ def test_keep(world: World) -> None:
     assert world.gather("'other' in globals()") == [False] * 4
     world.replace([2], keep=["big"])
     assert world.gather("big[0].item()") == [0.0, 1.0, 2.0, 3.0]
-    assert world.losses.lacking([2]) == "both"
+    assert world.session.losses.lacking([2]) == "both"
 
 
 @pytest.mark.parametrize("keep", ["nowhere", "lock"])
@@ -299,7 +303,7 @@ def end(world: World, rank: int) -> None:
     deadline = time.monotonic() + 10
     while world.state is not State.BROKEN:
         assert time.monotonic() < deadline
-        world.receive(0.1)
+        world.session.receive(0.1)
 
 
 def test_a_survivor_dies_while_the_others_heal(world: World) -> None:
@@ -312,36 +316,36 @@ def test_a_survivor_dies_while_the_others_heal(world: World) -> None:
     world.execute(SUM)
     sys.stdout.write(f"{time.monotonic() - started - 1:.2f} s after the second death\n")
     killer.join()
-    assert world.losses.take_replaced().keys() == {0, 1}
+    assert world.session.losses.take_replaced().keys() == {0, 1}
     assert world.gather("globals().get('kept')") == [None, None, 2, 3]
 
 
 def test_a_survivor_dies_while_it_forms_the_group(world: World) -> None:
     """The others, who wait for it in the store, are called off and form another one."""
     world.execute(
-        "import nbdist.worker.group as group_module, os, threading, time\n"
+        "import nbdist.worker.group.group as group_module, os, threading, time\n"
         "def slow(*_): time.sleep(1); os._exit(4)\n"
-        "if rank == 0: group_module.Group.form_again = slow"
+        "if rank == 0: group_module.Group.regroup = slow"
     )
     end(world, 1)
     started = time.monotonic()
     world.execute(SUM)
     sys.stdout.write(f"{time.monotonic() - started - 1:.2f} s after the second death\n")
-    assert world.losses.take_replaced().keys() == {0, 1}
+    assert world.session.losses.take_replaced().keys() == {0, 1}
     assert world.gather("globals().get('kept')") == [None, None, 2, 3]
 
 
 def test_a_new_rank_dies_before_it_is_ready(world: World) -> None:
     """Another one takes its place."""
     before = set(world.pids.values())
-    nursery = psutil.Process(world.pids[0]).parent()
-    assert nursery is not None
+    fork_server = psutil.Process(world.pids[0]).parent()
+    assert fork_server is not None
     killed: list[int] = []
 
     def kill_the_first() -> None:
         deadline = time.monotonic() + 10
         while not killed and time.monotonic() < deadline:
-            for child in nursery.children():
+            for child in fork_server.children():
                 if child.pid not in before:
                     child.kill()
                     killed.append(child.pid)

@@ -60,7 +60,8 @@ class Server:
         """Have the server start one, as JupyterLab does, and load nbdist in it."""
         kernel = self._ask("kernels", {"name": "python3"})["id"]
         self._client.load_connection_file(str(self._runtime / f"kernel-{kernel}.json"))
-        self._client.start_channels()
+        # Without the heartbeat, by which a kernel is dead that is busy for a second.
+        self._client.start_channels(hb=False)
         self._client.wait_for_ready(timeout=WAIT)
         self.run("%load_ext nbdist")
         self.run("%%distributed -n 2\nimport subprocess; subprocess.Popen(['sleep', '1000'])")

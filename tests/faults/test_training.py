@@ -9,6 +9,7 @@ import pytest
 from nbdist.errors import NbdistError
 from nbdist.world.states import State
 from nbdist.world.world import World
+from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
 
@@ -60,8 +61,8 @@ BREAKS = {
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World(2, log_dir="") as world:
+def world(new_world: NewWorld) -> Iterator[World]:
+    with new_world(2) as world:
         world.execute(TRAINING)
         yield world
 

@@ -16,7 +16,7 @@ import pytest
 
 from nbdist import topology
 from nbdist.errors import NbdistError
-from nbdist.world.running import RunningCell
+from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.world import World
 
@@ -63,24 +63,24 @@ def make_world(kind: str, n: int, **options: Any) -> World:
 
 def whole(world: World) -> World:
     """The world, ready for the next test whatever the one before has done to it."""
-    world.setup.forget()
-    world.losses.take_replaced()
-    world.on_failure = "heal"
+    world.session.setup.forget()
+    world.session.losses.take_replaced()
+    world.session.on_failure = "heal"
     if world.state is not State.READY:
         world.restart()
     world.execute(ON_DEVICE, setup=True)
     return world
 
 
-def ends(world: World, source: str, **cell: Any) -> tuple[RunningCell, NbdistError]:
+def ends(world: World, source: str, **cell: Any) -> tuple[RunningTask, NbdistError]:
     """Run a cell that has to fail, and to end by itself on all ranks; nothing is stuck then."""
-    running = world.submit(world.cell(source, **cell))
+    running = world.submit(world.task(source, **cell))
     stopped = False
-    for _ in running:
+    for _ in world.follow(running):
         if running.age > FREED_WITHIN and not stopped:
             stopped = True
-            running.interrupt()
-    running.result()
+            world.interrupt()
+    world.session.wait(running)
     error = running.error()
     if stopped:
         pytest.fail(f"it did not end by itself within {FREED_WITHIN:.0f} s; Stop: {error}")

@@ -1,7 +1,7 @@
 """What an installed nbdist has beside its code, for a checkout that is not installed.
 
-Launchers and jupyter_client's provisioners are found through entry points, which are read
-from a distribution's metadata.  Building one would take hatchling; they are two text files.
+Launchers are found through entry points, which are read from a distribution's metadata.
+Building one would take hatchling; they are two text files.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from nbdist.errors import NotEnoughGpus
-from nbdist.wire.environ import sharing_variables
+from nbdist.wire.worker_environ import sharing_variables
 from nbdist.world.world import World
 from tests.gpu import lab
 from tests.gpu.conftest import Figure
@@ -71,7 +71,7 @@ def test_each_rank_has_its_gpu(world: World, gpu: str) -> None:
 
 def test_what_ranks_that_share_a_gpu_have(world: World, kind: str) -> None:
     """Each has the variables that its NCCL wants, before it was first used."""
-    if not world.asked.share_gpus:
+    if not world.session.config.share_gpus:
         pytest.skip("each rank has a GPU of its own" if kind == "nccl" else "gloo needs none")
     version = world.gather("torch.cuda.nccl.version()")[0]
     for rank in range(4):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
 
 import pytest
 
@@ -14,6 +12,7 @@ from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.gpu import lab
 from tests.gpu.conftest import Figure
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.shared_world, pytest.mark.timeout(75)]
 
@@ -27,13 +26,6 @@ SUM = "t = torch.ones(1); dist.all_reduce(t); assert t.item() == world_size"
 FILL = f"held = torch.zeros({BYTES}, dtype=torch.uint8)"
 
 
-def wait_for(fact: Callable[[], bool], said: str) -> None:
-    deadline = time.monotonic() + BACK_WITHIN
-    while not fact():
-        assert time.monotonic() < deadline, said
-        time.sleep(0.1)
-
-
 def test_a_killed_rank_leaves_nothing(world: World) -> None:
     """What it had on the GPU is free as soon as it is replaced."""
     world.execute(SUM)
@@ -44,12 +36,12 @@ def test_a_killed_rank_leaves_nothing(world: World) -> None:
     os.kill(world.pids[1], signal.SIGKILL)
 
     def is_known() -> bool:
-        world.receive(0.1)
+        world.session.receive(0.1)
         return world.state is State.BROKEN
 
-    wait_for(is_known, "the death was not seen")
+    wait_until(is_known, "the death is seen")
     world.execute(SUM)
-    wait_for(lambda: lab.used_on_device() < before + SLACK, "its memory did not come back")
+    wait_until(lambda: lab.used_on_device() < before + SLACK, "its memory comes back", BACK_WITHIN)
 
 
 def test_faults_leave_nothing(world: World, kind: str, figure: Figure) -> None:

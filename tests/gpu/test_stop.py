@@ -30,13 +30,13 @@ KERNEL = (
 def stop(world: World, source: str, after: float = 1.0) -> tuple[NbdistError | None, float]:
     """Stop a cell that would run for ever; its error, and the seconds until idle."""
     world.execute("kept = rank")
-    running = world.submit(world.cell(source))
-    for _ in running:
+    running = world.submit(world.task(source))
+    for _ in world.follow(running):
         if running.age > after:
             break
     stopped = time.monotonic()
-    running.interrupt()
-    running.result()
+    world.interrupt()
+    world.session.wait(running)
     seconds = time.monotonic() - stopped
     assert world.state is State.READY
     return running.error(), seconds

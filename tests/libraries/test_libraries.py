@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from nbdist import World
+from tests.worlds import NewWorld
 
 pytestmark = [pytest.mark.shared_world, pytest.mark.timeout(120)]
 
@@ -34,8 +35,8 @@ same = all(torch.equal(weights, other) for other in others)
 
 
 @pytest.fixture(scope="module")
-def started() -> Iterator[World]:
-    with World(2, log_dir="") as world:
+def started(new_world: NewWorld) -> Iterator[World]:
+    with new_world(2) as world:
         world.execute(DATA)
         yield world
 

@@ -38,7 +38,7 @@ def weights(net):
 """
 
 
-class Desk:
+class Pool:
     """The notebook that the tests share, until one of them fails in it."""
 
     def __init__(self, snapshots: Path) -> None:
@@ -58,21 +58,21 @@ class Desk:
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
-    found = Desk(tmp_path_factory.mktemp("snapshots"))
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    found = Pool(tmp_path_factory.mktemp("snapshots"))
     yield found
     found.clear()
 
 
 @pytest.fixture
-def notebook(desk: Desk, request: pytest.FixtureRequest) -> Iterator[Notebook]:
+def notebook(pool: Pool, request: pytest.FixtureRequest) -> Iterator[Notebook]:
     """With four ranks that work; another one after a failure, which may have left it stuck."""
     failures = request.session.testsfailed
-    notebook = desk.notebook()
+    notebook = pool.notebook()
     assert notebook.run("%%distributed -n 4\npass").errors == []
     yield notebook
     if request.session.testsfailed > failures:
-        desk.clear()
+        pool.clear()
 
 
 @pytest.fixture
@@ -92,9 +92,9 @@ def gathered(notebook: Notebook, expression: str) -> list[object]:
     return list(notebook.value("list(gathered)"))
 
 
-def test_start(desk: Desk) -> None:
+def test_start(pool: Pool) -> None:
     """`%load_ext` and one cell, which uses the group, are all that is needed."""
-    notebook = desk.notebook()
+    notebook = pool.notebook()
     first = "%%distributed -n 4\nt = torch.ones(1) * rank\ndist.all_reduce(t)\nprint(t.item())"
     assert body(notebook.run(first))[:2] == ["── ranks 0-3 (same) ──", "6.0"]
 
@@ -253,8 +253,8 @@ def test_snapshot(notebook: Notebook) -> None:
     goes_on(notebook)
 
 
-def test_end(desk: Desk) -> None:
+def test_end(pool: Pool) -> None:
     """`%dist_shutdown` ends the workers; with the notebook all is gone, which the guard checks."""
-    notebook = desk.notebook()
+    notebook = pool.notebook()
     assert notebook.run("%dist_shutdown").errors == []
-    desk.clear()
+    pool.clear()

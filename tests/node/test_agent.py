@@ -18,11 +18,10 @@ import pytest
 import zmq
 
 from nbdist import __version__
-from nbdist.wire.frames import to_bytes, up_from
+from nbdist.output.events import Died, Done, Failure, Text
 from nbdist.wire.messages import (
     Answer,
-    Call,
-    Cell,
+    Ask,
     Down,
     GetStatus,
     Hello,
@@ -38,19 +37,22 @@ from nbdist.wire.messages import (
     Up,
     WorldSpec,
     WorldStarted,
+    to_bytes,
+    up_from,
 )
-from nbdist.wire.outputs import Died, Done, Failure, Text
+from nbdist.wire.task import Source, Task
+from tests.waiting import wait_until
 
 SOON = 30.0
 ENDED_IN = 10.0
 
-both_sources = pytest.mark.parametrize("nursery", [True, False], ids=["nursery", "spawn"])
+both_sources = pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
 
 
 class Notebook:
     """The notebook's end of a link, with an agent at the other; `life` is its process."""
 
-    def __init__(self, *, nursery: bool) -> None:
+    def __init__(self, *, fork: bool) -> None:
         self.runtime = Path(tempfile.mkdtemp(prefix="nbdist-", dir=os.environ["XDG_RUNTIME_DIR"]))
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -59,12 +61,13 @@ class Notebook:
         self.life = subprocess.Popen(["sleep", "1000"])
         command = [sys.executable, "-m", "nbdist.node", str(self.runtime), str(self.life.pid)]
         self.agent = subprocess.Popen(
-            command if nursery else [*command, "--no-nursery"],
+            command if fork else [*command, "--no-fork"],
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
         self._identity, first = self._receive()
-        assert first == Hello(__version__, self.agent.pid, os.uname().nodename)
+        (agent,) = psutil.Process(self.agent.pid).children()  # the other one is its guard
+        assert first == Hello(__version__, agent.pid, os.uname().nodename)
         self.outputs: list[tuple[int, str, Any]] = []
         self._calls = 0
 
@@ -90,7 +93,7 @@ class Notebook:
     def call(self, request: Request) -> Any:
         """The reply to a call."""
         self._calls += 1
-        self.send(Call(self._calls, request))
+        self.send(Ask(self._calls, request))
         while (answer := self.take_one()) is None or answer.id != self._calls:
             pass
         return answer.reply
@@ -103,9 +106,13 @@ class Notebook:
         path = tuple(sys.path)
         return WorldSpec(2, backend, environ, os.getcwd(), path, 1, sys.executable)
 
+    def send_task(self, name: str, source: str) -> None:
+        """Have both ranks run the source."""
+        self.send(Run(name, (0, 1), Task(name, (0, 1), Source(source)).pack()))
+
     def run(self, source: str) -> list[tuple[int, Any]]:
         """Run a cell on both ranks, until both are done."""
-        self.send(Run(Cell(source, source, (0, 1))))
+        self.send_task(source, source)
         ends = (Done, Died)
         while sum(name == source and isinstance(o, ends) for _, name, o in self.outputs) < 2:
             self.take_one()
@@ -126,8 +133,8 @@ class Notebook:
 def make() -> Iterator[Callable[..., Notebook]]:
     made: list[Notebook] = []
 
-    def one(*, nursery: bool = True) -> Notebook:
-        made.append(Notebook(nursery=nursery))
+    def one(*, fork: bool = True) -> Notebook:
+        made.append(Notebook(fork=fork))
         return made[-1]
 
     yield one
@@ -161,10 +168,10 @@ ENDS = [close_stdin, end_notebook, terminate, leave]
 def test_end(
     make: Callable[..., Notebook],
     end: Callable[[Notebook], None],
-    nursery: bool,  # noqa: FBT001
+    fork: bool,  # noqa: FBT001
 ) -> None:
     """Whatever ends the agent: its workers, what they started, and its folder go with it."""
-    notebook = make(nursery=nursery)
+    notebook = make(fork=fork)
     assert isinstance(notebook.start(), WorldStarted)
     notebook.run(
         "import subprocess, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -185,9 +192,9 @@ def test_end(
 
 @pytest.mark.parametrize("end", ENDS)
 def test_end_while_starting(make: Callable[..., Notebook], end: Callable[[Notebook], None]) -> None:
-    """An agent that is told to end while its nursery still imports ends at once."""
+    """An agent that is told to end while its fork server still imports ends at once."""
     notebook = make()
-    notebook.send(Call(1, StartWorld(notebook.spec("gloo"))))
+    notebook.send(Ask(1, StartWorld(notebook.spec("gloo"))))
     end(notebook)
     assert notebook.agent.wait(ENDED_IN) == 0
     assert not notebook.runtime.exists()
@@ -198,7 +205,7 @@ def test_end_in_mid_cell(make: Callable[..., Notebook]) -> None:
     notebook = make()
     notebook.start()
     busy = "import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\nprint(1)\nwhile 1: 0"
-    notebook.send(Run(Cell("busy", busy, (0, 1))))
+    notebook.send_task("busy", busy)
     while len(notebook.outputs) < 2:
         notebook.take_one()
     close_stdin(notebook)
@@ -216,10 +223,10 @@ def test_stop_button_does_not_reach_the_agent(make: Callable[..., Notebook]) -> 
 @both_sources
 def test_cell_and_interrupt(
     make: Callable[..., Notebook],
-    nursery: bool,  # noqa: FBT001
+    fork: bool,  # noqa: FBT001
 ) -> None:
     """Cells run on all ranks; an interrupt is answered while a cell runs, and ends it."""
-    notebook = make(nursery=nursery)
+    notebook = make(fork=fork)
     notebook.start()
     said = notebook.run("print('rank', rank)")
     for rank in (0, 1):
@@ -227,11 +234,11 @@ def test_cell_and_interrupt(
         pieces = [o.text for on, o in said if on == rank and isinstance(o, Text)]
         assert "".join(pieces) == f"rank {rank}\n"
     source = "print('runs')\nimport time\ntime.sleep(600)"
-    notebook.send(Run(Cell("slow", source, (0, 1))))
+    notebook.send_task("slow", source)
     while len([o for _, name, o in notebook.outputs if name == "slow"]) < 2:
         notebook.take_one()
     assert [row.state for row in notebook.call(GetStatus())] == ["busy", "busy"]
-    assert notebook.call(Interrupt((0, 1))) is None
+    notebook.send(Interrupt((0, 1)))
     while sum(name == "slow" and isinstance(o, Done) for _, name, o in notebook.outputs) < 2:
         notebook.take_one()
     names = {o.name for _, name, o in notebook.outputs if name == "slow" and type(o) is Failure}
@@ -241,10 +248,10 @@ def test_cell_and_interrupt(
 @both_sources
 def test_stop_and_start_again(
     make: Callable[..., Notebook],
-    nursery: bool,  # noqa: FBT001
+    fork: bool,  # noqa: FBT001
 ) -> None:
     """The agent outlives its workers, and starts new ones, with a folder kept tidy."""
-    notebook = make(nursery=nursery)
+    notebook = make(fork=fork)
     first = notebook.start(notebook.spec("gloo"))
     notebook.call(StopWorld(1.0))
     assert notebook.call(GetStatus()) == ()
@@ -257,10 +264,10 @@ def test_stop_and_start_again(
 @both_sources
 def test_start_that_fails(
     make: Callable[..., Notebook],
-    nursery: bool,  # noqa: FBT001
+    fork: bool,  # noqa: FBT001
 ) -> None:
     """A failed start says which rank and why, leaves no worker, and the next one can work."""
-    notebook = make(nursery=nursery)
+    notebook = make(fork=fork)
     failure = notebook.start(notebook.spec("gloo", GLOO_SOCKET_IFNAME="nowhere0"))
     assert isinstance(failure, StartFailure)
     assert failure.reason == "it exited with code 1"
@@ -281,6 +288,18 @@ def test_last_words_come_before_the_death(make: Callable[..., Notebook]) -> None
         assert mine[-1].exit_code == 7
 
 
+def test_cell_for_a_rank_that_has_died(make: Callable[..., Notebook]) -> None:
+    """A cell that was sent before the notebook had heard of a death ends there all the same."""
+    notebook = make()
+    started = notebook.start()
+    os.kill(started.pids[1], signal.SIGKILL)
+    while not any(isinstance(output, Died) for _, _, output in notebook.outputs):
+        notebook.take_one()
+    said = notebook.run("print(rank)")
+    assert [type(output) for rank, output in said if rank == 1] == [Died]
+    assert any(isinstance(output, Done) for rank, output in said if rank == 0)
+
+
 def test_folder_of_sockets_is_private(make: Callable[..., Notebook]) -> None:
     """Nobody else can open the folder, and nothing listens on TCP before there is a group."""
     notebook = make()
@@ -299,7 +318,4 @@ def test_notebook_that_is_gone_already() -> None:
     command = [sys.executable, "-m", "nbdist.node", str(runtime), str(life.pid)]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as agent:
         assert agent.wait(ENDED_IN) == 0
-    deadline = time.monotonic() + ENDED_IN
-    while runtime.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not runtime.exists(), "the folder is gone", ENDED_IN)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nbdist.node.merge import LOST_AFTER, Merger
+from nbdist.output.events import Text
 from nbdist.wire.marks import mark
-from nbdist.wire.outputs import Text
 
 TOKEN = "0123456789abcdef"
 
@@ -27,7 +27,7 @@ def fed(*reads: bytes, messages: tuple[int, ...] = ()) -> list[Text | str]:
     """What comes out after these reads of stdout, and messages that arrived before."""
     merger: Merger[str] = Merger(TOKEN)
     for number in messages:
-        merger.receive_message(number, f"<{number}>")
+        merger.receive_message(number, f"<{number}>", now=0.0)
     items: list[Text | str] = []
     for read in reads:
         merger.receive_stdout(read, now=0.0)
@@ -97,7 +97,7 @@ def test_message_that_comes_later_holds_back_what_follows():
     merger.receive_stdout(b"a" + mark(TOKEN, 1) + b"b", now=0.0)
     assert merger.take(now=0.0) == [Text("stdout", "a")]
     assert merger.is_waiting
-    merger.receive_message(1, "<1>")
+    merger.receive_message(1, "<1>", now=0.0)
     assert merger.take(now=0.1) == ["<1>", Text("stdout", "b")]
     assert not merger.is_waiting
 
@@ -107,7 +107,7 @@ def test_stderr_of_its_own_pipe_waits_for_no_message():
     merger: Merger[str] = Merger(TOKEN)
     merger.receive_stdout(b"a" + mark(TOKEN, 1) + b"b", now=0.0)
     merger.receive_stderr(b"e")
-    merger.receive_message(1, "<1>")
+    merger.receive_message(1, "<1>", now=0.0)
     text = [Text("stdout", "a"), Text("stderr", "e")]
     assert merger.take(now=0.1) == [*text, "<1>", Text("stdout", "b")]
 
@@ -115,7 +115,7 @@ def test_stderr_of_its_own_pipe_waits_for_no_message():
 def test_message_without_a_mark_waits_for_it():
     """A message never comes out before the text that was printed before it."""
     merger: Merger[str] = Merger(TOKEN)
-    merger.receive_message(1, "<1>")
+    merger.receive_message(1, "<1>", now=0.0)
     assert merger.take(now=0.0) == []
     merger.receive_stdout(b"a" + mark(TOKEN, 1), now=0.0)
     assert merger.take(now=0.0) == [Text("stdout", "a"), "<1>"]
@@ -134,11 +134,11 @@ def test_slow_messages_are_not_lost():
     """As long as messages come in their turn the next one is waited for, however many there are."""
     merger: Merger[str] = Merger(TOKEN)
     merger.receive_stdout(mark(TOKEN, 1) + mark(TOKEN, 2) + mark(TOKEN, 3), now=0.0)
-    merger.receive_message(1, "<1>")
+    merger.receive_message(1, "<1>", now=0.0)
     assert merger.take(now=LOST_AFTER - 1) == ["<1>"]
-    merger.receive_message(3, "<3>")
+    merger.receive_message(3, "<3>", now=0.0)
     assert merger.take(now=LOST_AFTER + 1) == []
-    merger.receive_message(2, "<2>")
+    merger.receive_message(2, "<2>", now=0.0)
     assert merger.take(now=LOST_AFTER + 2) == ["<2>", "<3>"]
     assert not merger.is_waiting
 
@@ -147,8 +147,8 @@ def test_end_of_the_worker():
     """When a worker has died, all that is there comes out, messages without marks last."""
     merger: Merger[str] = Merger(TOKEN)
     merger.receive_stdout(b"a" + mark(TOKEN, 1) + b"b\xe2", now=0.0)
-    merger.receive_message(9, "<9>")
-    merger.receive_message(8, "<8>")
+    merger.receive_message(9, "<9>", now=0.0)
+    merger.receive_message(8, "<8>", now=0.0)
     assert merger.take_all() == [
         Text("stdout", "a"),
         Text("stdout", "b"),
@@ -207,5 +207,5 @@ def test_repr_tells_what_is_waited_for():
     """`repr` counts what is queued and what came early."""
     merger: Merger[str] = Merger(TOKEN)
     merger.receive_stdout(mark(TOKEN, 1), now=0.0)
-    merger.receive_message(2, "<2>")
+    merger.receive_message(2, "<2>", now=0.0)
     assert repr(merger) == "<Merger 1 queued, 1 messages early>"

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from nbdist.node.outbox import BATCH_SECONDS, BATCHES_UNDER_WAY, TEXT_KEPT, Outbox
+from nbdist.output.events import Display, Done, Failure, Output, Skipped, Text, Update
 from nbdist.wire.messages import Outputs
-from nbdist.wire.outputs import Display, Done, Failure, Output, Skipped, Text, Update
-
-SOON = 5.0
+from tests.waiting import until
 
 
 class Notebook:
@@ -51,13 +49,6 @@ class Notebook:
             self.outbox.acknowledge()
             acknowledged += 1
             await until(lambda: "<Outbox 0 items" in repr(self.outbox))
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON
-    while not is_so():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.001)
 
 
 def run(test: Callable[[Notebook], Coroutine[Any, Any, None]]) -> None:

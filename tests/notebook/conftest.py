@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from nbdist.notebook.command import find_commands
+from nbdist.notebook.pool import Pools
+from nbdist.notebook.settings import NbDist
 from tests.notebook.front_end import Notebook
 
 
@@ -37,3 +40,29 @@ def fresh() -> Iterator[Callable[..., Notebook]]:
     yield make
     for notebook in made:
         notebook.close()
+
+
+class Shell:
+    """As much of IPython's as commands need that start nothing."""
+
+    def __init__(self) -> None:
+        self.user_ns: dict[str, object] = {}
+
+
+@pytest.fixture
+def pools() -> Pools:
+    """Without workers and without a notebook kernel, shown as plain lines."""
+    return Pools(Shell(), NbDist(display="plain"))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def typed(pools: Pools, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
+    """Runs a line such as `%dist_why` there, and gives what it shows."""
+    magics = {each.shown_name: each.magic(pools) for each in find_commands()}
+
+    def run(line: str) -> str:
+        name, _, text = line.partition(" ")
+        magics[name](text)
+        return capsys.readouterr().out
+
+    return run

@@ -14,7 +14,8 @@ from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 from jupyter_core.utils import ensure_event_loop
 
-from nbdist.world.sgr import strip
+from nbdist.notebook.display import NOTHING
+from nbdist.output.ansi import strip
 
 # jupyter_client's blocking calls run on a loop that lives as long as the process.
 ensure_event_loop()
@@ -27,6 +28,7 @@ class Outcome:
     """What a cell put under itself, as a front end sees it."""
 
     displays: list[dict[str, Any]] = field(default_factory=list)
+    figures: list[dict[str, Any]] = field(default_factory=list)
     updates: list[dict[str, Any]] = field(default_factory=list)
     streams: list[str] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)
@@ -113,6 +115,8 @@ class Notebook:
 
     def _take(self, outcome: Outcome, kind: str, content: dict[str, Any]) -> None:
         match kind:
+            case "display_data" if content["data"].get("text/html") == NOTHING:
+                outcome.figures.append(content)
             case "display_data":
                 outcome.displays.append(content)
             case "update_display_data":

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from nbdist.world.sgr import strip
+from nbdist.output.ansi import strip
 from tests.notebook.front_end import WAIT, Notebook, Outcome, body
 
 pytestmark = pytest.mark.shared_world
@@ -128,7 +128,7 @@ def test_stacks_of_idle_ranks(notebook: Notebook) -> None:
     assert "BadRanks" in notebook.run("%dist_stack -r 9").error
 
 
-def test_stacks_of_a_deaf_rank(notebook: Notebook) -> None:
+def test_stacks_of_a_rank_that_holds_the_gil(notebook: Notebook) -> None:
     """A rank that is stopped says so, and how it goes on."""
     status = notebook.run("%dist_status").text.splitlines()
     pid = int(status[4].split()[2])
@@ -166,8 +166,8 @@ def test_why_nothing(fresh: Callable[..., Notebook]) -> None:
 
 def test_why_of_an_exception(notebook: Notebook) -> None:
     """`%dist_why` has time, rank, process and traceback, and a line for what followed."""
-    pid = notebook.value("get_ipython().magics_manager.magics['line']['dist_init']"
-                         ".__self__.desks.default.world.pids[1]")  # fmt: skip
+    status = notebook.run("%dist_status").text
+    (pid,) = re.findall(r"^1 +\w+ +(\d+)", status, re.MULTILINE)
     failed = notebook.run(
         "%%distributed\nif rank == 1:\n    raise ValueError('bad shard')\ndist.barrier()"
     )
@@ -260,6 +260,20 @@ def test_stop(notebook: Notebook, waits: str) -> None:
     assert body(notebook.run("%%distributed -r 2\nkept")) == ["── rank 2 ──", "2"]
 
 
+def test_stop_of_training_that_stops_early(notebook: Notebook) -> None:
+    """Who catches it and goes on is waited for by the next cell; nothing is lost."""
+    outcome = notebook.run(
+        "%%distributed\nimport time\nprint('running')\ntry:\n    while True: time.sleep(0.01)\n"
+        "except KeyboardInterrupt:\n    pass\nfor step in range(60): time.sleep(0.1)\n"
+        "result = step",
+        interrupt_when(notebook, "running"),
+    )
+    said = "ranks 0-3 have not ended the cell yet that was stopped (ranks 0-3 are in line 8: for st"
+    assert said in outcome.error
+    outcome = notebook.run("%%distributed\nresult")
+    assert body(outcome) == ["── ranks 0-3 (same) ──", "59"]
+
+
 def test_stop_of_ranks_that_do_not_listen(notebook: Notebook) -> None:
     """Control is back in 5 s; who did not stop is replaced, the others keep all."""
     asked = time.monotonic()
@@ -270,7 +284,10 @@ def test_stop_of_ranks_that_do_not_listen(notebook: Notebook) -> None:
         interrupt_when(notebook, "running"),
     )
     sys.stdout.write(f"{time.monotonic() - asked:.2f} s\n")
-    assert "Ranks 1-3 were replaced and have lost their variables" in outcome.error
+    said = "Stopped. Ranks 1-3 did not listen and were replaced; variables lost: "
+    assert outcome.error.startswith(f"KeyboardInterrupt: {said}")
+    assert "kept" in outcome.error
+    assert outcome.error.endswith("; the others keep theirs.")
     assert body(notebook.run("%%distributed -r 0\nkept")) == ["── rank 0 ──", "0"]
     assert notebook.run("%%distributed\ndist.barrier()").errors == []
 
@@ -365,7 +382,7 @@ def test_setup_cell(notebook: Notebook) -> None:
     assert "True" in notebook.run("%%distributed\nbase == 42").text
     assert "variables are new" in notebook.run("%dist_restart").text
     assert "True" in notebook.run("%%distributed\nbase == 42").text
-    assert notebook.run("%dist_restart --no-nursery").errors == []  # other workers altogether
+    assert notebook.run("%dist_restart --no-fork").errors == []  # other workers altogether
     assert "True" in notebook.run("%%distributed\nbase == 42").text
     notebook.run("%dist_shutdown")
 

@@ -1,4 +1,4 @@
-"""Functions and classes of one `__main__` on their way to another."""
+"""Tests of `nbdist.wire.definitions`: functions and classes on their way to another `__main__`."""
 
 from __future__ import annotations
 
@@ -325,3 +325,45 @@ def test_a_class_of_the_workers_comes_to_the_notebook(notebook: Any, worker: Any
     back = unpickle(worker.fetch("w"), notebook.names)
     assert back.m() == 2
     assert type(unpickle(worker.fetch("W()"), notebook.names)) is type(back)
+
+
+SLOTTED = {
+    "names": "class B:\n    __slots__ = ('x', 'y')",
+    "a string": "class B:\n    __slots__ = 'x'",
+    "documented": "class B:\n    __slots__ = {'x': 'what it is'}",
+    "private": "class B:\n    __slots__ = ('x', '__y')\n"
+    "    def set(self): self.__y = 1; return self\nextra = B().set()",
+    "inherited": "class A:\n    __slots__ = ('x',)\nclass B(A):\n    __slots__ = ()",
+    "abstract": "import abc\nclass A(abc.ABC):\n    __slots__ = ('x',)\n"
+    "class B(A):\n    __slots__ = ()",
+    "dataclass": "import dataclasses\n@dataclasses.dataclass(slots=True)\nclass B:\n    x: int = 0",
+    "frozen": "import dataclasses\n@dataclasses.dataclass(slots=True, frozen=True)\n"
+    "class B:\n    x: int = 0",
+    "dataclass to inherit from": "import dataclasses\n@dataclasses.dataclass(slots=True)\n"
+    "class A:\n    x: int = 0\n@dataclasses.dataclass(slots=True)\nclass B(A):\n    y: int = 1",
+    "weak references": "import dataclasses\n@dataclasses.dataclass(slots=True, weakref_slot=True)\n"
+    "class B:\n    x: int = 0",
+}
+
+
+@pytest.mark.parametrize("case", SLOTTED)
+def test_classes_with_slots(
+    case: str, notebook: Any, worker: Any, ship: Callable[..., frozenset[str]]
+) -> None:
+    """Instances have no `__dict__` there either, and what comes back is what was sent."""
+    notebook.run(f"{SLOTTED[case]}\nb = B()\nobject.__setattr__(b, 'x', 7)")
+    ship("b")
+    ship("B")
+    looks = "(type(b) is B, b.x, hasattr(b, '__dict__'), hasattr(b, '__weakref__'), B.__slots__)"
+    assert worker.run(looks) == notebook.run(looks)
+    back = unpickle(worker.fetch("b"), notebook.names)
+    assert type(back) is notebook.names["B"]
+    assert back.x == 7
+
+
+def test_a_slotted_class_of_the_workers_comes_to_the_notebook(notebook: Any, worker: Any) -> None:
+    """Made there, it has its slots here."""
+    worker.run("class W:\n    __slots__ = ('__x', '__dict__')\n    def get(self): return self.__x")
+    worker.run("w = W(); w._W__x = 1; w.more = 2")
+    back = unpickle(worker.fetch("w"), notebook.names)
+    assert (back.get(), vars(back)) == (1, {"more": 2})

@@ -1,78 +1,91 @@
-"""Tests of `nbdist.wire.frames`: every message crosses the link and comes out equal."""
+"""Tests of `nbdist.wire.frames`: frames and objects come out as they were put in."""
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
 import pytest
 
-from nbdist.wire.frames import down_from, to_bytes, up_from
-from nbdist.wire.messages import (
-    Answer,
-    Call,
-    Cell,
-    Down,
-    GetStatus,
-    Hello,
-    Interrupt,
-    Leave,
-    Outputs,
-    Received,
-    Run,
-    StartFailure,
-    StartWorld,
-    StopWorld,
-    Up,
-    WorkerStatus,
-    WorldSpec,
-    WorldStarted,
+from nbdist.wire.frames import BadFrame, FrameCutter, framed, object_from
+
+FRAMES = [b"", b"a", b"\x00" * 9, b"x" * 100_000, b"last"]
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096, 1 << 20])
+def test_frames_come_out_whole(size: int) -> None:
+    """However the stream is cut into pieces."""
+    stream = b"".join(map(framed, FRAMES))
+    cutter = FrameCutter()
+    pieces = (stream[start : start + size] for start in range(0, len(stream), size))
+    assert [frame for piece in pieces for frame in cutter.feed(piece)] == FRAMES
+
+
+def test_half_a_frame_waits_for_the_rest() -> None:
+    """Nothing comes out before all of it is there; what is left belongs to the next one."""
+    cutter, data = FrameCutter(), framed(b"whole") + framed(b"next")
+    assert list(cutter.feed(data[:12])) == []
+    assert list(cutter.feed(data[12:14])) == [b"whole"]
+    assert list(cutter.feed(data[14:])) == [b"next"]
+
+
+def test_a_frame_that_is_too_long() -> None:
+    """It is refused when its length is known, before it has come."""
+    cutter = FrameCutter(most=9)
+    assert list(cutter.feed(framed(b"x" * 9))) == [b"x" * 9]
+    with pytest.raises(BadFrame, match="a frame of 10 bytes"):
+        list(cutter.feed(framed(b"x" * 10)[:8]))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    name: str
+    kind: Literal["a", "b"] = "a"
+    seconds: float = 0
+    parts: tuple[Part, ...] = ()
+    pair: tuple[int, str] = (0, "")
+    counts: Mapping[str, int] = field(default_factory=dict)
+    names: frozenset[str] = frozenset()
+    other: Part | None = None
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        Whole("x"),
+        Whole("x", "b", 1.5, (Part(1), Part(2)), (1, "y"), {"n": 1}, frozenset("ab"), Part(3)),
+    ],
 )
-from nbdist.wire.outputs import Clear, Died, Display, Done, Failure, Skipped, Text, Update
-from nbdist.wire.payload import Payload, SegmentRef
-
-SPEC = WorldSpec(2, "gloo", {"HOME": "/root"}, "/tmp", ("", "/lib"), 1, "/usr/bin/python3")
-
-DOWN: list[Down] = [
-    Call(1, StartWorld(SPEC)),
-    Call(2, StopWorld(0.5)),
-    Call(3, GetStatus()),
-    Call(4, Interrupt((0, 3))),
-    Run(Cell("a1", "x = 'é\udc80'", (0, 1), Payload(frames=(b"\x80\x05", b"")), ("x",), 7)),
-    Run(Cell("a2", "1", (1,), Payload(segment=SegmentRef("/proc/1/fd/3#9", (1, 2))))),
-    Received(),
-    Leave(),
-]
-
-UP: list[Up] = [
-    Hello("0.1.0", 5, "node01"),
-    Answer(1, None),
-    Answer(2, WorldStarted({0: 10}, {0: "/logs/0"})),
-    Answer(3, StartFailure(1, "node01", "python", "it exited with code 1", ("Traceback",))),
-    Answer(4, (WorkerStatus(0, 10, "node01", "busy", 1.5, 1 << 40, "cuda:0"),)),
-    Outputs(
-        (
-            (0, "a1", Text("stdout", "é\x00\x1b[31m")),
-            (0, "a1", Skipped("stderr", 100, 3)),
-            (
-                1,
-                "a1",
-                Display({"image/png": "iVBO"}, {"image/png": {"width": 3}}, "id", is_result=True),
-            ),
-            (1, "a1", Update({"text/plain": "5"}, {}, "id")),
-            (1, "a1", Clear(wait=True)),
-            (0, "a1", Failure("ValueError", "bad", ("line 1", "line 2"), 1 << 60)),
-            (1, "", Died(-9, 5)),
-            (0, "a1", Done("ok", 0.25, frozenset({"x"}), Payload(frames=(b"1",)))),
-        )
-    ),
-]
+def test_an_object_comes_out_equal(whole: Whole) -> None:
+    """All that annotations can say."""
+    assert object_from(pickle.dumps(whole), Whole) == whole
 
 
-@pytest.mark.parametrize("message", DOWN, ids=repr)
-def test_what_goes_down_arrives_equal(message: Down):
-    """The agent gets what the notebook sent."""
-    assert down_from(to_bytes(message)) == message
-
-
-@pytest.mark.parametrize("message", UP, ids=repr)
-def test_what_comes_up_arrives_equal(message: Up):
-    """The notebook gets what an agent sent."""
-    assert up_from(to_bytes(message)) == message
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"name": 1},
+        {"kind": "c"},
+        {"seconds": "1"},
+        {"parts": (1,)},
+        {"parts": Part(1)},
+        {"pair": (1, "y", 2)},
+        {"pair": ("y", 1)},
+        {"counts": {1: "n"}},
+        {"counts": [("n", 1)]},
+        {"names": frozenset([1])},
+        {"other": Whole("y")},
+    ],
+    ids=repr,
+)
+def test_a_field_of_another_type_is_refused(fields: dict[str, Any]) -> None:
+    """However deep it lies."""
+    with pytest.raises(BadFrame):
+        object_from(pickle.dumps(Whole(**{"name": "x", **fields})), Whole)

@@ -1,4 +1,4 @@
-"""torch tensors between processes: contents out of band, and what makes them what they are."""
+"""Tests of `nbdist.wire.tensors`: contents out of band, and what makes tensors what they are."""
 
 from __future__ import annotations
 
@@ -188,6 +188,40 @@ def test_shared_memory_is_reported() -> None:
     assert ids[2] & ids[3]
     assert not ids[0] & ids[2]
     assert not any(ids[4] & other for other in ids[:4])
+
+
+STRIDED = {
+    "transposed": lambda x: x[10:20].T,
+    "expanded": lambda x: x[5:6].expand(4, 1000),
+    "expanded, a dimension that it adds": lambda x: x[5].expand(3, 4, 1000),
+    "channels last": lambda x: x[:2].reshape(2, 10, 10, 10).to(memory_format=torch.channels_last),
+    "of that a part": lambda x: (
+        x[:20].reshape(20, 10, 10, 10).to(memory_format=torch.channels_last)[3:5]
+    ),
+    "reshaped": lambda x: x[3].reshape(10, 10, 10).permute(2, 0, 1),
+}
+
+
+@pytest.mark.parametrize("view", STRIDED)
+def test_strides_are_kept(view: str) -> None:
+    """Also of a small part of a big tensor, which alone travels."""
+    shown = STRIDED[view](torch.arange(1e6).reshape(1000, 1000))
+    (back,) = _there_and_back([shown])
+    assert back.stride() == shown.stride()
+    assert torch.equal(back, shown)
+    assert _size(pickle([shown], {})) < 100_000
+
+
+def test_few_elements_far_apart() -> None:
+    """They travel alone, in the order of memory; what is expanded is there once."""
+    big = torch.arange(1e6).reshape(1000, 1000)
+    shown = [big[:, 3:5].T, big[:, 3:4].expand(1000, 10**6)]
+    back = [_there_and_back([view])[0] for view in shown]
+    assert [view.stride() for view in back] == [(1, 2), (1, 0)]
+    assert torch.equal(back[0], shown[0])
+    assert torch.equal(back[1][:, -1], big[:, 3])
+    assert _size(pickle(shown[:1], {})) < 10_000
+    assert _size(pickle(shown[1:], {})) < 10_000
 
 
 def test_versions_count_changes_in_place() -> None:

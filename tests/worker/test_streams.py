@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from nbdist.node.merge import Merger
-from nbdist.wire.outputs import Text
+from nbdist.output.events import Text
 
 TOKEN = "0123456789abcdef"
 WAIT = 20.0

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.node.dumps import thread_state
-from nbdist.wire.looks import Stack
-from nbdist.wire.messages import Place, WorkerStatus
-from nbdist.world.running import RunningCell
+from nbdist.node.proc import thread_state
+from nbdist.wire.places import Place, Stack, WorkerStatus
+from nbdist.wire.task import Source
+from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.world import World
+from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
 
@@ -30,18 +31,18 @@ WAIT = "os.read(gate, 1)"
 """The same without the GIL."""
 
 
-@pytest.fixture(scope="module", params=["nursery", "spawn"])
-def started(request: pytest.FixtureRequest) -> Iterator[World]:
+@pytest.fixture(scope="module", params=["fork", "spawn"])
+def started(request: pytest.FixtureRequest, new_world: NewWorld) -> Iterator[World]:
     """A world for all tests of the module; fewer ranks where each imports torch anew."""
-    nursery = request.param == "nursery"
-    with World(4 if nursery else 2, nursery=nursery, log_dir="") as world:
+    is_forked = request.param == "fork"
+    with new_world(4) if is_forked else World(2, fork=False, log_dir="") as world:
         yield world
 
 
 @pytest.fixture
 def world(started: World) -> World:
     """The world, ready: started anew if the test before has left it otherwise."""
-    started.receive_waiting()
+    started.session.receive_waiting()
     if started.state is not State.READY:
         started.restart()
     return started
@@ -70,27 +71,27 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 
 
 @contextmanager
-def busy(world: World, source: str, is_there: Callable[[int], bool]) -> Iterator[RunningCell]:
+def busy(world: World, source: str, is_there: Callable[[int], bool]) -> Iterator[RunningTask]:
     """A cell that runs, as cell 5, from when all ranks (by their pids) are where they should be.
 
     It is let end by itself at the end, and stopped where the test has failed.
     """
-    running = world.submit(world.cell(source, execution_count=5))
+    running = world.submit(world.task(Source(source, 5)))
     try:
         until(world, lambda: all(map(is_there, world.pids.values())))
         yield running
     except BaseException:
-        running.interrupt()
+        world.interrupt()
         raise
     finally:
-        running.result()
+        world.session.wait(running)
 
 
 def until(world: World, fact: Callable[[], bool]) -> None:
     """Take in what ranks say until it is so."""
     deadline = time.monotonic() + SOON
     while not fact():
-        world.receive(0.01)
+        world.session.receive(0.01)
         assert time.monotonic() < deadline, world.stacks()
 
 
@@ -171,7 +172,7 @@ def test_status_of_a_rank_that_holds_the_gil(world: World, gate: Gate) -> None:
     with busy(world, source, lambda pid: pid != world.pids[1] or reads_a_pipe(pid)):
         until(world, lambda: {stack.state for stack in world.stacks(others)} == {"idle"})
         found = statuses(world)
-        assert found.pop(1).place == Place(line=4, is_deaf=True)
+        assert found.pop(1).place == Place(line=4, holds_gil=True)
         assert [row.place for row in found.values()] == [None] * len(others)
         gate.open()
 
@@ -196,18 +197,18 @@ def test_a_running_cell_with_a_stopped_process(world: World) -> None:
     said = f"{others} in barrier, line 1 · rank 1 is stopped by a signal"
     os.kill(world.pids[1], signal.SIGSTOP)
     try:
-        running = world.submit(world.cell("dist.barrier()"))
-        until(world, lambda: not next(iter(running)) and running.waits == said)
+        running = world.submit(world.task("dist.barrier()"))
+        until(world, lambda: not next(world.follow(running)) and running.waits == said)
     finally:
         os.kill(world.pids[1], signal.SIGCONT)
-    running.result()
+    world.session.wait(running)
     assert running.error() is None
 
 
 def test_last_collective_of_a_group_that_was_formed_anew(world: World) -> None:
     """What ranks did in the group before is not shown as if it were of this one."""
-    running = world.submit(world.cell("if rank == 1: raise ValueError\ndist.barrier()"))
-    running.result()
+    running = world.submit(world.task("if rank == 1: raise ValueError\ndist.barrier()"))
+    world.session.wait(running)
     assert {row.collective for row in statuses(world).values()} == {None}
     world.execute("dist.barrier()")
     assert {str(row.collective) for row in statuses(world).values()} == {"barrier #1"}
@@ -294,7 +295,7 @@ def test_code_that_holds_the_gil(world: World, gate: Gate) -> None:
     """A rank whose threads cannot run shows its stack too, and says why it is slow to."""
     with busy(world, f"{gate.cell}def hold():\n    {HOLD}\nhold()", reads_a_pipe):
         for stack in stacks(world).values():
-            assert stack.place.is_deaf
+            assert stack.place.holds_gil
             assert stack.place.line == 5
             assert calls(stack) == [("Cell In[5]", 5, "<module>"), ("Cell In[5]", 4, "hold")]
             assert stack.frames[1].code == HOLD
@@ -307,7 +308,7 @@ def test_c_code_is_not_woken_up(world: World) -> None:
     """sleep(3) would return early, were a signal handled in its thread."""
     source = "import ctypes\nprint(ctypes.PyDLL(None).sleep(2))"
     with busy(world, source, lambda pid: thread_state(pid) == "S") as running:
-        until(world, lambda: all(stack.place.is_deaf for stack in world.stacks()))
+        until(world, lambda: all(stack.place.holds_gil for stack in world.stacks()))
         assert [len(stack.frames) for stack in stacks(world).values()] == [1] * world.size
     assert {track.tail(1)[0].text for track in running.transcript} == {"0"}
 
@@ -318,7 +319,7 @@ def test_computing_with_the_gil(world: World) -> None:
     with busy(world, source, lambda pid: thread_state(pid) == "R"):
         until(world, lambda: any(stack.frames for stack in world.stacks()))
         for stack in stacks(world).values():
-            if stack.place.is_deaf:
+            if stack.place.holds_gil:
                 assert calls(stack)[0] == ("Cell In[5]", 2, "<module>")
                 assert calls(stack)[1][2] == "match"
 
@@ -344,7 +345,7 @@ def test_a_rank_that_took_the_signal_away(world: World, gate: Gate) -> None:
     )
     with busy(world, f"{gate.cell}{HOLD}", reads_a_pipe) as running:
         for stack in stacks(world).values():
-            assert (stack.frames, stack.place.is_deaf) == ((), True)
+            assert (stack.frames, stack.place.holds_gil) == ((), True)
             assert stack.problem == "it does not answer, and its stack cannot be read"
         gate.open(world.size)
     assert running.error() is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.wire.outputs import Died, Done
+from nbdist.output.events import Died, Done
 from nbdist.world.losses import Losses, list_names, replaced_text
 
 

@@ -13,6 +13,7 @@ import pytest
 from nbdist.worker.records import MOST, plain
 from nbdist.world.records import hand_over
 from nbdist.world.world import World
+from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
 
@@ -34,8 +35,8 @@ class Kept(logging.Handler):
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World(2, log_dir="") as world:
+def world(new_world: NewWorld) -> Iterator[World]:
+    with new_world(2) as world:
         world.execute("import logging\nlogger = logging.getLogger('train')\nlogger.setLevel(10)")
         yield world
 
@@ -95,9 +96,9 @@ def test_loggers_are_named_by_host_and_local_rank(world: World, silent: logging.
 def test_nothing_travels_where_nobody_listens(world: World, silent: logging.Logger) -> None:
     """Without a handler in the notebook's process a worker sends none, and nobody prints any."""
     silent.handlers.clear()  # pytest's
-    running = world.submit(world.cell("logger.warning('to nobody')"))
-    running.result()
-    assert running.cell.log_level is None
+    running = world.submit(world.task("logger.warning('to nobody')"))
+    world.session.wait(running)
+    assert running.task.log_level is None
     told = world.gather("repr(get_ipython().kernel.records)")
     assert told == ["<Records from level None, 0 sent, 0 dropped>"] * 2
     # The worker's own handler of last resort has.
@@ -123,13 +124,13 @@ def test_what_cannot_be_pickled_or_formatted(world: World, kept: Kept) -> None:
 def test_users_logging_in_cells_is_as_ever(world: World, kept: Kept) -> None:
     """`basicConfig` in a cell works, once; the record reaches the notebook besides."""
     running = world.submit(
-        world.cell(
+        world.task(
             "logging.basicConfig(format='mine %(message)s')\nlogger.info('x')\n"
             "logging.getLogger().handlers.clear()",
             ranks=(0,),
         )
     )
-    running.result()
+    world.session.wait(running)
     assert [line.text for line in running.transcript[0].tail(9)] == ["mine x"]  # type: ignore[union-attr]
     assert kept.said() == [(0, "x")]
 

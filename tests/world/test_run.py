@@ -19,19 +19,21 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from IPython.core.getipython import get_ipython
 
 from nbdist.errors import UnshippableName, UsageError, WorkerDied, WorkerError
 from nbdist.world.world import World
+from tests.waiting import wait_until
+from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
 
-SOON = 10.0
 MEGABYTE = 2**20
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World(2, log_dir="") as started:
+def world(new_world: NewWorld) -> Iterator[World]:
+    with new_world(2) as started:
         yield started
 
 
@@ -41,16 +43,8 @@ def main(world: World, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     module = types.ModuleType("__main__")
     module.__file__ = "/somewhere/script.py"
     monkeypatch.setitem(sys.modules, "__main__", module)
-    monkeypatch.setattr(world, "namespace", vars(module))
+    monkeypatch.setattr(world.session, "namespace", vars(module))
     return vars(module)
-
-
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    """Poll for a fact."""
-    deadline = time.monotonic() + SOON
-    while not is_so():
-        assert time.monotonic() < deadline, f"still not so after {SOON} s: {what}"
-        time.sleep(0.01)
 
 
 def my_rank(*args: Any, plus: int = 0) -> int:
@@ -99,6 +93,20 @@ def test_results(world: World) -> None:
         results.index("elsewhere", 0)
     said = f"No result of local rank 0 on elsewhere; there are {host} 0, {host} 1."
     assert str(caught.value) == said
+
+
+def fails_unseen(tensor: torch.Tensor) -> None:
+    """Where the user's own way to draw tracebacks fails too; once."""
+    shell = get_ipython()
+    before = shell.showtraceback
+
+    def draw(*args: object, **options: object) -> None:
+        shell.showtraceback = before
+        raise ZeroDivisionError
+
+    shell.showtraceback = draw
+    sys.seen = sys._getframe()  # type: ignore[attr-defined]
+    raise ValueError(f"of {len(tensor)}")
 
 
 @pytest.mark.parametrize(
@@ -224,7 +232,16 @@ def fails_with(tensor: torch.Tensor) -> None:
         raise ValueError(f"of {len(tensor)}") from None
 
 
-@pytest.mark.parametrize("function", [len, lambda tensor: tensor + 1, fails_with])
+def fails_watched(tensor: torch.Tensor) -> None:
+    """As if another thread looked at the frames just then, which keeps them, and their locals."""
+    sys.seen = sys._getframe()  # type: ignore[attr-defined]
+    assert sys.seen.f_locals["tensor"] is tensor  # type: ignore[attr-defined]
+    raise ValueError(f"of {len(tensor)}")
+
+
+@pytest.mark.parametrize(
+    "function", [len, lambda tensor: tensor + 1, fails_with, fails_watched, fails_unseen]
+)
 def test_nothing_is_kept(world: World, function: Callable[[torch.Tensor], Any]) -> None:
     """Neither arguments nor results stay in the workers, also where the function fails."""
     tensor = torch.ones(MEGABYTE)
@@ -291,7 +308,7 @@ def test_clean_keeps_variables(world: World) -> None:
 
 def test_what_cannot_be_sent(world: World) -> None:
     """It is named before anything runs."""
-    running, lock = world.running, threading.Lock()
+    running, lock = world.session.running, threading.Lock()
 
     def train(model: Any, steps: int = 1) -> None: ...
 
@@ -307,7 +324,7 @@ def test_what_cannot_be_sent(world: World) -> None:
         assert said in message
         assert "nothing has run. Make it inside the function, or" in message
         assert "\n" not in message
-    assert world.running is running
+    assert world.session.running is running
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nbdist.config import Patience
 from nbdist.errors import RanksFreed, UsageError, WorkerDied, WorkerError
-from nbdist.wire.scripts import Kind
-from nbdist.world.restarts import restart_text
+from nbdist.output.ansi import strip
+from nbdist.wire.task import Attempt, Kind
 from nbdist.world.result import CellResult
-from nbdist.world.running import RunningCell
-from nbdist.world.scripts import find_script, run_script, script_cell
-from nbdist.world.sgr import strip
+from nbdist.world.running import RunningTask
+from nbdist.world.scripts import find_script
 from nbdist.world.states import State
-from nbdist.world.watch import Patience
 from nbdist.world.world import World
+from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
 
@@ -30,8 +30,8 @@ N = 2
 
 
 @pytest.fixture(scope="module")
-def started() -> Iterator[World]:
-    with World(N, log_dir="") as world:
+def started(new_world: NewWorld) -> Iterator[World]:
+    with new_world(N) as world:
         yield world
 
 
@@ -60,7 +60,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     return write
 
 
-def said(result: CellResult | RunningCell) -> list[str]:
+def said(result: CellResult | RunningTask) -> list[str]:
     """What each rank has written."""
     return [
         "\n".join(strip(line.text) for piece in track.pieces for line in piece.tail(1000))
@@ -70,12 +70,12 @@ def said(result: CellResult | RunningCell) -> list[str]:
 
 def execute(world: World, name: str, *args: str, most: int = 0) -> CellResult:
     """Run an executable."""
-    return run_script(world, find_script("executable", name, args), None, most)
+    return world.session.run(world.task(find_script("executable", name, args)), most)
 
 
 def traceback_of(world: World, rank: int) -> str:
-    assert world.running is not None
-    return strip("\n".join(world.running.transcript.errors[rank].traceback))  # type: ignore[union-attr]
+    assert world.session.running is not None
+    return strip("\n".join(world.session.running.transcript.errors[rank].traceback))  # type: ignore[union-attr]
 
 
 # --- python -------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def test_spawned_loader(world: World, write: Write) -> None:
     )
     script = find_script("file", "spawns.py")
     for _ in range(2):  # the method can be set once in a process
-        assert said(run_script(world, script, [0], 0)) == ["told"]
+        assert said(world.session.run(world.task(script, ranks=[0]))) == ["told"]
 
 
 def test_waits_name_the_scripts_line(world: World, write: Write) -> None:
@@ -202,11 +202,11 @@ def test_waits_name_the_scripts_line(world: World, write: Write) -> None:
         "step()\n",
     )
     script = find_script("file", "lib/waits.py")
-    running = world.submit(script_cell(world.cell(""), script), Patience(hang_timeout=0.3))
+    running = world.submit(world.task(script), Patience(hang_timeout=0.3))
     told = (
         "rank 0 is in waits.py line 4: time.sleep(600) · rank 1 waits in barrier, waits.py line 5"
     )
-    for _ in running:
+    for _ in world.follow(running):
         if running.waits:
             break
     assert running.waits == told
@@ -216,8 +216,8 @@ def test_waits_name_the_scripts_line(world: World, write: Write) -> None:
     ]
     for stack in world.stacks():
         assert [frame.line for frame in stack.frames][:2] == [6, 4 + stack.rank]
-    running.interrupt()
-    running.result()
+    world.interrupt()
+    world.session.wait(running)
     assert "waits in barrier, waits.py line 5: freed" in str(running.error())
     world.execute("dist.barrier()")
 
@@ -227,8 +227,8 @@ def test_rank_that_dies_in_a_script(world: World, write: Write) -> None:
     write("dies.py", "import ctypes\nif rank == 1:\n    ctypes.string_at(0)\ndist.barrier()\n")
     with pytest.raises(WorkerDied, match="was killed by SIGSEGV"):
         world.run_script("dies.py")
-    assert world.running is not None
-    freed, died = (world.running.transcript.errors[rank] for rank in range(N))
+    assert world.session.running is not None
+    freed, died = (world.session.running.transcript.errors[rank] for rank in range(N))
     assert "(dies.py line 4) and was freed" in freed.message  # type: ignore[union-attr]
     assert any("dies.py, line 3" in line for line in died.last_lines)  # type: ignore[union-attr]
 
@@ -268,7 +268,7 @@ def test_executable(world: World, write: Write) -> None:
     assert len({line[0] for line in lines} | {str(pid) for pid in world.pids.values()}) == 2 * N
     write("x.sh", "#!/bin/sh\necho $0 $* $LOCAL_RANK\n", 0o755)
     script = find_script("executable", "./x.sh", ["a b"], local_rank=True)
-    result = run_script(world, script, None, 0)
+    result = world.session.run(world.task(script))
     assert [text.split("x.sh ")[1] for text in said(result)] == [
         f"--local-rank={rank} a b {rank}" for rank in range(N)
     ]
@@ -297,13 +297,13 @@ def test_stop_ends_executables(world: World, write: Write) -> None:
         0o755,
     )
     before = dict(world.pids)
-    running = world.submit(script_cell(world.cell(""), find_script("executable", "./deaf.sh")))
-    for _ in running:
+    running = world.submit(world.task(find_script("executable", "./deaf.sh")))
+    for _ in world.follow(running):
         if said(running) == ["started"] * N:
             break
-    running.interrupt()
+    world.interrupt()
     started = time.monotonic()
-    running.result()
+    world.session.wait(running)
     sys.stdout.write(f"{time.monotonic() - started:.2f} s\n")
     assert {error.name for error in running.transcript.errors.values()} == {"KeyboardInterrupt"}  # type: ignore[union-attr]
     assert world.pids == before
@@ -448,14 +448,14 @@ def test_the_last_failure_fails(world: World, write: Write, how: str) -> None:
 def test_stop_is_not_retried(world: World, write: Write) -> None:
     """Whoever stops a script does not want it again."""
     write("sleeps.py", "import time\nprint('started')\ntime.sleep(600)\n")
-    cell = script_cell(world.cell(""), find_script("file", "sleeps.py"))
-    running = world.submit(replace(cell, restarts=(0, 3)))
-    for _ in running:
+    task = world.task(find_script("file", "sleeps.py"))
+    running = world.submit(replace(task, attempt=Attempt(0, 3)))
+    for _ in world.follow(running):
         if said(running) == ["started"] * N:
             break
-    running.interrupt()
-    running.result()
-    assert restart_text(world, running) is None
+    world.interrupt()
+    world.session.wait(running)
+    assert running.restart == ""
 
 
 def test_wait_in_vain_is_not_retried(world: World, write: Write) -> None:
@@ -465,5 +465,5 @@ def test_wait_in_vain_is_not_retried(world: World, write: Write) -> None:
     )
     with pytest.raises(RanksFreed, match=r"rank 1 waits in barrier, waits.py line 3"):
         world.run_script("waits.py", ranks=[1], max_restarts=3)
-    assert world.running is not None
-    assert said(world.running) == ["0"]
+    assert world.session.running is not None
+    assert said(world.session.running) == ["0"]

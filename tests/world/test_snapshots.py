@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from nbdist.errors import UsageError, WorkerDied, WorldNotStarted
-from nbdist.node.logs import RUNS_KEPT, drop_old_runs
-from nbdist.world.shelf import KEPT, Snapshot, root_folder
+from nbdist.node.worker_logs import RUNS_KEPT, drop_old_runs
+from nbdist.world.snapshot_store import KEPT, Snapshot, root_folder
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.faults.test_training import TRAINING
+from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
 
@@ -24,8 +25,8 @@ WITHOUT_FSDP = TRAINING.replace("from torch.distributed.fsdp import fully_shard"
 
 
 @pytest.fixture(scope="module")
-def started() -> Iterator[World]:
-    with World(2, log_dir="") as world:
+def started(new_world: NewWorld) -> Iterator[World]:
+    with new_world(2) as world:
         yield world
 
 
@@ -171,7 +172,7 @@ def test_the_newest_are_kept(world: World, tmp_path: Path) -> None:
     for x in range(KEPT + 2):
         world.execute(f"x = {x}")
         world.snapshot("a", ["x"])
-    taken = world.shelf.of("a")
+    taken = world.snapshot_store.of("a")
     assert len(taken) == KEPT
     assert len(entries(tmp_path / "a")) == KEPT + 1  # and the lock
     world.restore(taken[-1].key)
@@ -186,7 +187,7 @@ def test_a_damaged_one_is_not_taken(world: World) -> None:
     world.snapshot("a")
     world.execute("x = 'new'")
     newest = world.snapshot("a")
-    older = world.shelf.of("a")[1]
+    older = world.snapshot_store.of("a")[1]
     world.execute("x = 'now'")
     file = newest.folder / "rank1.frames"
     contents = file.read_bytes()
@@ -245,7 +246,7 @@ def test_the_notebook_killed_while_ranks_write(world: World, tmp_path: Path) -> 
     left = entries(tmp_path / "a")
     assert len(left) == 3
     assert left[1].startswith(".part-")
-    assert len(world.shelf.all()) == 1
+    assert len(world.snapshot_store.all()) == 1
     world.restore()
     assert world.gather("x") == [1, 1]
     world.snapshot("b", ["x"])
@@ -279,10 +280,10 @@ def test_a_folder_that_cannot_be_made(
 def test_two_writers_of_one_name(world: World) -> None:
     """The second is refused; the first one's folder is not taken for a leftover."""
     with (
-        world.shelf.writing("a") as folder,
-        world.shelf.writing("b"),
+        world.snapshot_store.writing("a") as folder,
+        world.snapshot_store.writing("b"),
         pytest.raises(UsageError, match="Another notebook is writing a snapshot `a`"),
-        world.shelf.writing("a"),
+        world.snapshot_store.writing("a"),
     ):
         pytest.fail("two write at once")
     assert not folder.exists()

@@ -77,7 +77,7 @@ def test_a_restart_keeps_what_it_does_not_say(world: World) -> None:
         world.restart(wrap="no-such -x")
     said = str(found.value)
     assert "could not start: no-such: No such file or directory." in said
-    assert f"`no-such -x {sys.executable} -m nbdist.worker`" in said
+    assert f"`no-such -x {sys.executable} -P -m nbdist.worker`" in said
     assert "\n" not in said
     world.start()
     assert world.gather(f"{ENVIRON}['GIVEN']") == ["1"] * 2
@@ -119,7 +119,7 @@ def test_wrapped_workers_in_another_interpreter(tmp_path: Path) -> None:
         assert world.gather(mine) == [[python, "yes", "0"]]
         assert world.gather("os.nice(0)") == [5 + os.nice(0)]
         command = psutil.Process(world.pids[0]).cmdline()
-        assert command == [python, "-m", "nbdist.worker"]
+        assert command == [python, "-P", "-m", "nbdist.worker"]
 
 
 def test_a_wrapper_that_stays(tmp_path: Path) -> None:
@@ -131,16 +131,16 @@ def test_a_wrapper_that_stays(tmp_path: Path) -> None:
         (worker,) = world.gather("__import__('os').getpid()")
         assert worker != world.pids[0]
         processes = [psutil.Process(pid) for pid in (worker, world.pids[0])]
-        running = world.submit(world.cell("print('begun')\nimport time\ntime.sleep(60)"))
+        running = world.submit(world.task("print('begun')\nimport time\ntime.sleep(60)"))
         while not running.transcript[0].line_count:
-            world.receive(SOON)
-        running.interrupt()
-        running.result()
+            world.session.receive(SOON)
+        world.interrupt()
+        world.session.wait(running)
         failure = running.transcript[0].failure
         assert failure is not None
         assert failure.name == "KeyboardInterrupt"
         assert world.gather("__import__('os').getpid()") == [worker]
-        os.kill(world.link.agents[0].pid, signal.SIGKILL)
+        os.kill(world.session.link.agents[0].pid, signal.SIGKILL)
         psutil.wait_procs(processes, timeout=SOON)
         assert not any(process.is_running() for process in processes)
 
@@ -155,7 +155,7 @@ def test_debug_tells_which_collectives_differ() -> None:
             world.execute("import os\nif rank: os._exit(3)\ndist.barrier()")
         with pytest.raises(WorkerError, match="Detected mismatch between collectives"):
             world.execute(mismatch)
-        running = world.running
+        running = world.session.running
         assert running is not None
         failure = running.transcript[0].failure
         assert failure is not None

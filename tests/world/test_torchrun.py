@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.node.port import HeldPort
+from nbdist.node.rendezvous import HeldPort
 from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world
@@ -26,7 +26,7 @@ CORES = len(os.sched_getaffinity(0))
 
 Environs = list[Mapping[str, str]]
 
-# The table in nbdist.wire.environ says why.
+# The table in nbdist.wire.worker_environ says why.
 OTHER_VALUES = {
     "OMP_NUM_THREADS",
     "TORCHELASTIC_USE_AGENT_STORE",
@@ -35,6 +35,7 @@ OTHER_VALUES = {
 ONLY_TORCHRUN = {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
 ONLY_HERE = {
     *("PYTHON_EXEC", "GLOO_SOCKET_IFNAME", "TORCH_NCCL_ENABLE_MONITORING", "MPLBACKEND"),
+    "TTY_COMPATIBLE",
     *("PYDEVD_DISABLE_FILE_VALIDATION", "NBDIST_WORLD"),
 }
 # What every ipykernel sets, for commands in cells.
@@ -104,7 +105,7 @@ def test_every_name_is_torchruns(
     world: World, torchruns: Mapping[str, Environs], layout: str
 ) -> None:
     """Names and values are torchrun's but for those of the documented table."""
-    if layout != world.layout:
+    if layout != world.session.layout:
         world.restart(layout=layout)
     ours: Environs = world.gather("{**__import__('os').environ}")
     theirs = torchruns[layout]
@@ -127,7 +128,7 @@ def test_every_name_is_torchruns(
 
 def test_ready_names_are_those_of_the_node(world: World) -> None:
     """On simulated nodes `local_rank` is the rank's own there; the group is one."""
-    if world.layout != "2x2":
+    if world.session.layout != "2x2":
         world.restart(layout="2x2")
     assert world.gather("(rank, world_size, local_rank, str(device))") == [
         (rank, 4, rank % 2, "cpu") for rank in range(4)

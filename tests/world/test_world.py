@@ -1,6 +1,6 @@
 """Tests of `nbdist.world` with real workers: cells, output, failures, and ways out of each.
 
-Every test runs on workers that the nursery forked, and on workers that were spawned.
+Every test runs on workers that the fork server forked, and on workers that were spawned.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,33 +30,34 @@ from nbdist.errors import (
     WorldNotStarted,
 )
 from nbdist.node.merge import LOST_AFTER
-from nbdist.wire.outputs import Clear, Display, Failure, Output, Text, Update
-from nbdist.world.running import RunningCell
-from nbdist.world.screen import Line
+from nbdist.node.proc import is_stopped
+from nbdist.output.events import Clear, Display, Failure, Output, Text, Update
+from nbdist.output.rank_transcript import Gap, Shown
+from nbdist.output.screen import Line
+from nbdist.wire.task import Source
+from nbdist.world.running import RunningTask
 from nbdist.world.states import State
-from nbdist.world.track import Gap, Shown
 from nbdist.world.world import World
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.shared_world
 
-SOON = 10.0
 
-
-@pytest.fixture(scope="module", params=["nursery", "spawn"])
+@pytest.fixture(scope="module", params=["fork", "spawn"])
 def started(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
     """A world for all tests of the module; fewer ranks where each imports torch anew."""
-    nursery = request.param == "nursery"
+    fork = request.param == "fork"
     logs = tmp_path_factory.mktemp("logs")
-    with World(4 if nursery else 2, nursery=nursery, log_dir=str(logs), name="test") as world:
+    with World(4 if fork else 2, fork=fork, log_dir=str(logs), name="test") as world:
         yield world
 
 
 @pytest.fixture
 def world(started: World) -> World:
     """The world, ready: started anew if the test before has left it otherwise."""
-    started.receive_waiting()
+    started.session.receive_waiting()
     if started.state is not State.READY:
         started.restart()
     return started
@@ -66,7 +67,7 @@ def world(started: World) -> World:
 class Ran:
     """A cell that has ended: what it said and how it failed."""
 
-    running: RunningCell
+    running: RunningTask
     error: NbdistError | None
     news: list[tuple[int, Output]]
 
@@ -94,15 +95,15 @@ class Ran:
         return failure
 
 
-def follow(running: RunningCell) -> Ran:
+def follow(world: World, running: RunningTask) -> Ran:
     """Iterate until the cell ends."""
-    news = list(itertools.chain.from_iterable(running))
+    news = list(itertools.chain.from_iterable(world.follow(running)))
     return Ran(running, running.error(), news)
 
 
 def run(world: World, source: str, ranks: tuple[int, ...] | None = None, count: int = 7) -> Ran:
     """Run a cell to its end, whatever that is."""
-    return follow(world.submit(world.cell(source, ranks=ranks, execution_count=count)))
+    return follow(world, world.submit(world.task(Source(source, count), ranks=ranks)))
 
 
 def run_well(world: World, source: str, ranks: tuple[int, ...] | None = None) -> Ran:
@@ -110,14 +111,6 @@ def run_well(world: World, source: str, ranks: tuple[int, ...] | None = None) ->
     ran = run(world, source, ranks)
     assert ran.error is None, ran.running.transcript.errors
     return ran
-
-
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    """Poll for a fact."""
-    deadline = time.monotonic() + SOON
-    while not is_so():
-        assert time.monotonic() < deadline, f"still not so after {SOON} s: {what}"
-        time.sleep(0.01)
 
 
 def is_running(pid: int) -> bool:
@@ -128,12 +121,12 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def begin(world: World, source: str) -> RunningCell:
+def begin(world: World, source: str) -> RunningTask:
     """Submit a cell that prints when it has begun, and return when all ranks have."""
-    running = world.submit(world.cell(f"print('begun')\n{source}"))
+    running = world.submit(world.task(f"print('begun')\n{source}"))
 
     def all_have_begun() -> bool:
-        world.receive(0.05)
+        world.session.receive(0.05)
         return all(track.line_count for track in running.transcript)
 
     wait_until(all_have_begun, "all ranks have begun")
@@ -501,11 +494,11 @@ def test_gather_tensors_arrays_functions(world: World) -> None:
         assert torch.equal(small, torch.full((2,), rank))
         assert torch.equal(big, torch.full((300_000,), rank))
         assert np.array_equal(array, np.arange(4) * rank)
-    world.namespace["number"] = 1000
+    world.session.namespace["number"] = 1000
     try:
         assert world.gather("add")[1](1) == 1001
     finally:
-        del world.namespace["number"]
+        del world.session.namespace["number"]
 
 
 def test_fetch_of_expressions(world: World) -> None:
@@ -661,7 +654,7 @@ def test_killed_in_mid_cell(world: World) -> None:
     running = begin(world, "import time\nif rank == 0: time.sleep(600)")
     dead = world.pids[0]
     os.kill(dead, signal.SIGKILL)
-    ran = follow(running)
+    ran = follow(world, running)
     assert isinstance(ran.error, WorkerDied)
     assert (ran.error.rank, ran.error.pid) == (0, dead)
     assert "was killed by SIGKILL" in str(ran.error)
@@ -672,17 +665,17 @@ def test_killed_in_mid_cell(world: World) -> None:
 def test_killed_while_idle(world: World) -> None:
     """A worker that dies between cells is seen by the status, and replaced by the next cell."""
     run_well(world, "kept = rank")
-    world.losses.take_replaced()
+    world.session.losses.take_replaced()
     os.kill(world.pids[1], signal.SIGKILL)
 
     def is_told() -> bool:
-        world.receive_waiting()
+        world.session.receive_waiting()
         return world.state is State.BROKEN
 
     wait_until(is_told, "the death of the worker is known")
     assert [row.state for row in world.status()].count("dead") == 1
     run_well(world, "dist.barrier()")
-    assert world.losses.take_replaced().keys() == {1}
+    assert world.session.losses.take_replaced().keys() == {1}
     expected = [None if rank == 1 else rank for rank in range(world.size)]
     assert world.gather("globals().get('kept')") == expected
 
@@ -714,7 +707,7 @@ def test_interrupt(world: World, source: str, name: str) -> None:
     running = begin(world, source)
     asked = time.monotonic()
     world.interrupt()
-    ran = follow(running)
+    ran = follow(world, running)
     sys.stdout.write(f"{time.monotonic() - asked:.2f} s\n")
     assert isinstance(ran.error, WorkerError)
     assert {failure.name for failure in ran.error.errors.values()} == {name}
@@ -727,12 +720,12 @@ def test_interrupt_of_a_shell_command(world: World) -> None:
     running = begin(world, "!echo started; sleep 600\nprint('after')")
 
     def all_have_started() -> bool:
-        world.receive(0.05)
+        world.session.receive(0.05)
         return all(track.line_count >= 2 for track in running.transcript)
 
     wait_until(all_have_started, "the commands run")
-    running.interrupt()
-    ran = follow(running)
+    world.interrupt()
+    ran = follow(world, running)
     assert ran.error is None
     for rank in range(world.size):
         assert ran.lines(rank)[-1] == "after"
@@ -745,16 +738,26 @@ def test_interrupt_when_nothing_runs(world: World) -> None:
     assert world.gather("kept") == [1] * world.size
 
 
+def has_sigint_waiting(pid: int) -> bool:
+    """Whether the process will meet it once it goes on."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (pending,) = re.findall(r"^ShdPnd:\s*(\w+)$", status, re.MULTILINE)
+    return bool(int(pending, 16) >> (signal.SIGINT - 1) & 1)
+
+
 def test_interrupt_before_the_cell_begins(world: World) -> None:
     """Stop ends a cell that ranks have been sent and have not read, and no more than that."""
     run_well(world, "kept = rank")
     for pid in world.pids.values():
         os.kill(pid, signal.SIGSTOP)
-    running = world.submit(world.cell("begun = True\nwhile True: pass"))
+    # One that has had no processor since takes the signal of the lower number first.
+    wait_until(lambda: all(map(is_stopped, world.pids.values())), "they are stopped")
+    running = world.submit(world.task("begun = True\nwhile True: pass"))
     world.interrupt()
+    wait_until(lambda: all(map(has_sigint_waiting, world.pids.values())), "they are interrupted")
     for pid in world.pids.values():
         os.kill(pid, signal.SIGCONT)
-    ran = follow(running)
+    ran = follow(world, running)
     assert isinstance(ran.error, WorkerError)
     assert {failure.name for failure in ran.error.errors.values()} == {"KeyboardInterrupt"}
     assert world.gather("(kept, 'begun' in globals())") == [
@@ -780,8 +783,8 @@ def test_rank_that_is_slow_to_leave(world: World) -> None:
     """Who has left the cell when others are killed is waited for, and keeps its variables."""
     run_well(world, f"kept = rank\n{SLOW_TO_LEAVE}")
     running = begin(world, NEVER_LEAVES)
-    running.interrupt()
-    ran = follow(running)
+    world.interrupt()
+    ran = follow(world, running)
     assert isinstance(ran.error, WorkerDied)
     kept = world.gather("globals().get('kept')")
     assert kept == [rank if rank != 1 else None for rank in range(world.size)]
@@ -797,14 +800,14 @@ def test_rank_that_ignores_sigint(world: World) -> None:
         "print('deaf')\nwhile True: time.sleep(1)",
     )
 
-    def is_deaf() -> bool:
-        world.receive(0.05)
+    def holds_gil() -> bool:
+        world.session.receive(0.05)
         return running.transcript[0].line_count == 2
 
-    wait_until(is_deaf, "rank 0 ignores SIGINT")
+    wait_until(holds_gil, "rank 0 ignores SIGINT")
     asked = time.monotonic()
-    running.interrupt()
-    ran = follow(running)
+    world.interrupt()
+    ran = follow(world, running)
     sys.stdout.write(f"{time.monotonic() - asked:.2f} s\n")
     assert isinstance(ran.error, WorkerDied)
     assert ran.error.rank == 0
@@ -817,8 +820,8 @@ def test_rank_blocked_in_a_collective(world: World) -> None:
     """Stop frees a rank that waits for one that never comes; both keep their variables."""
     run_well(world, "kept = rank")
     running = begin(world, "import time\nif rank == 0: dist.barrier()\nelse: time.sleep(600)")
-    running.interrupt()
-    ran = follow(running)
+    world.interrupt()
+    ran = follow(world, running)
     assert isinstance(ran.error, WorkerError)
     assert "KeyboardInterrupt" in str(ran.error)
     assert world.gather("kept") == [*range(world.size)]
@@ -876,8 +879,8 @@ def test_restart_takes_the_notebooks_new_environment(
 def test_agent_killed_while_idle(world: World) -> None:
     """The next cell says once that the agent is gone; a restart works."""
     workers = list(world.pids.values())
-    world.link.agents[0].pid  # noqa: B018
-    os.kill(world.link.agents[0].pid, signal.SIGKILL)
+    world.session.link.agents[0].pid  # noqa: B018
+    os.kill(world.session.link.agents[0].pid, signal.SIGKILL)
     wait_until(lambda: not any(map(psutil.pid_exists, workers)), "the workers end with it")
     with pytest.raises(AgentLost, match="was killed by SIGKILL"):
         run(world, "1")
@@ -887,7 +890,7 @@ def test_agent_killed_while_idle(world: World) -> None:
 
 def test_status_after_the_agent_was_killed(world: World) -> None:
     """The status says that there are no workers any more, rather than fail."""
-    os.kill(world.link.agents[0].pid, signal.SIGKILL)
+    os.kill(world.session.link.agents[0].pid, signal.SIGKILL)
 
     def is_told() -> bool:
         assert world.status() is not None
@@ -901,8 +904,8 @@ def test_status_after_the_agent_was_killed(world: World) -> None:
 def test_agent_killed_in_mid_cell(world: World) -> None:
     """The cell fails with one clear error; a restart works."""
     running = begin(world, "import time\ntime.sleep(600)")
-    os.kill(world.link.agents[0].pid, signal.SIGKILL)
-    ran = follow(running)
+    os.kill(world.session.link.agents[0].pid, signal.SIGKILL)
+    ran = follow(world, running)
     assert isinstance(ran.error, AgentLost)
     assert "%dist_restart" in str(ran.error)
     world.restart()
@@ -932,11 +935,11 @@ def test_status(world: World) -> None:
     assert {row.state for row in world.status()} == {"busy"}
     with pytest.raises(UsageError, match="still running"):
         run(world, "1")
-    running.interrupt()
-    follow(running)
+    world.interrupt()
+    follow(world, running)
 
 
 def _plain(failure: Failure) -> str:
-    from nbdist.world.sgr import strip
+    from nbdist.output.ansi import strip
 
     return strip("\n".join(failure.traceback))

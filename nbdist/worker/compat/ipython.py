@@ -20,7 +20,7 @@ from ipykernel.iostream import IOPubThread
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.zmqshell import ZMQInteractiveShell
 
-from nbdist.wire.cells import function_name
+from nbdist.wire.cell_sources import function_name
 
 SHOW = "_showtraceback"
 """IPython's method that is given a finished traceback; ipykernel's publishes it."""
@@ -36,7 +36,7 @@ END_CHILDREN = "_progressively_terminate_all_children"
 
 
 def check() -> tuple[str, ...]:
-    """What this IPython and ipykernel lack, in a sentence each that says what is lost by it."""
+    """Say what this IPython and ipykernel lack, a sentence each with what is lost by it."""
     said = []
     if not hasattr(ZMQInteractiveShell, SHOW):
         said.append(
@@ -105,7 +105,8 @@ def publish_error(shell: Any, kind: type[BaseException], error: Any, lines: list
 
 
 def around_errors(
-    shell: Any, context: Callable[[type[BaseException]], AbstractContextManager[None]]
+    shell: Any,
+    context: Callable[[type[BaseException], BaseException], AbstractContextManager[None]],
 ) -> None:
     """Have a context entered around each traceback that is shown, for IPython 7 to 9."""
     if not hasattr(shell, SHOW):
@@ -113,7 +114,7 @@ def around_errors(
     show = shell._showtraceback
 
     def show_within(kind: type[BaseException], error: Any, lines: Any) -> None:
-        with context(kind):
+        with context(kind, error):
             show(kind, error, lines)
 
     shell._showtraceback = show_within
@@ -140,7 +141,7 @@ def number_cells(shell: Any) -> None:
 
 
 def _with_number(part: str, numbers: Mapping[str, int]) -> str:
-    """A part of IPython 7's traceback, its first line as IPython 8 and later have it."""
+    """Give a part of IPython 7's traceback, its first line as IPython 8 and later have it."""
     begins, line = FRAME.match(part), FRAME_LINE.search(part)
     if begins is None or line is None:
         return part

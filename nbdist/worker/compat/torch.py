@@ -1,18 +1,20 @@
 """Every private name of torch that nbdist uses, each behind a small function in its own words.
 
 Runs in workers, and in the fork server before them.  Where versions differ a function says
-which ones; `check` tells what the torch that is here lacks.  Run with 2.7 to 2.15 on the
+which ones; `check` says what the torch that is here lacks.  Run with 2.7 to 2.15 on the
 CPU; nothing of nccl has been run.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 VERSION = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
 
 RECORDS_GLOO = VERSION >= (2, 11) and hasattr(c10d, "_dump_fr_trace_json")
-"""Whether Flight Recorder has gloo's collectives; before 2.8 nobody can ask it for any."""
+"""Whether Flight Recorder has gloo's collectives; before 2.8 it cannot be asked for any."""
 
 RENEWS_GLOO = hasattr(ProcessGroupGloo, "reconfigure")
 """Whether a backend of gloo can be connected anew, to other ranks too: from torch 2.14 on.
@@ -51,17 +53,22 @@ OPERATIONS = (
 )
 """What a ProcessGroup can be asked to do."""
 
+BACKWARD = "_engine_run_backward"
+"""The function in which a thread runs a backward, in C++."""
+
 TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
 """Where torch has something under a group."""
 
 
 def check() -> tuple[str, ...]:
-    """What this torch lacks, a sentence each; the start goes on without."""
+    """Say what this torch lacks, a sentence each; the start goes on without."""
     lacks = []
     if not RECORDS_GLOO:
-        lacks.append("who waits in an asynchronous collective is told without its name")
+        lacks.append("who waits in an asynchronous collective is shown without its name")
     if not hasattr(distributed_c10d, "_process_group_name"):
         lacks.append("new groups do not find each other where a rank has missed one before")
+    if not can_end_receives():
+        lacks.append("a wait for a message from any rank is not aborted; Stop replaces the rank")
     if VERSION < (2, 13):
         lacks.append("an FSDP2 model whose step was broken off has to be made anew")
     return tuple(f"torch {torch.__version__}: {each}." for each in lacks)
@@ -71,13 +78,13 @@ def check() -> tuple[str, ...]:
 
 
 def subgroups_of(default: ProcessGroup) -> dict[str, ProcessGroup]:
-    """All groups but the default one, by name."""
+    """Give all groups but the default one, by name."""
     names = distributed_c10d._world.pg_names
     return {str(name): group for group, name in names.items() if group is not default}
 
 
 def entries_of(group: ProcessGroup) -> dict[str, Any]:
-    """What torch has under this group, for `put_back`."""
+    """Keep what torch has under this group, for `put_back`."""
     return {table: getattr(distributed_c10d._world, table)[group] for table in TABLES}
 
 
@@ -98,13 +105,22 @@ def spare(group: ProcessGroup) -> None:
     del distributed_c10d._world.pg_names[group]
 
 
+def forget_all(destroy: Callable[[], None]) -> list[ProcessGroup]:
+    """Have torch know no group any more, and shut none down; they are not to be collected."""
+    groups = [*distributed_c10d._world.pg_names]
+    if groups:
+        distributed_c10d._world.pg_names.clear()
+        destroy()
+    return groups
+
+
 def check_timeout(timeout: object) -> None:
     """Raise TypeError as torch does where it is no timedelta."""
     distributed_c10d._check_valid_timeout(timeout)
 
 
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Of all its collectives from now on."""
+    """Set the timeout of all its collectives from now on."""
     distributed_c10d._set_pg_timeout(timeout, group)
 
 
@@ -125,7 +141,7 @@ def name_groups(choose: Callable[[str, Sequence[int], bool], str]) -> None:
 
 
 def gloo_of(group: ProcessGroup) -> Any:
-    """The group's gloo backend, None where it has none."""
+    """Find the group's gloo backend, None where it has none."""
     for device in group._device_types:
         backend = group._get_backend(device)
         if backend.name() == "gloo":
@@ -134,7 +150,7 @@ def gloo_of(group: ProcessGroup) -> Any:
 
 
 def nccl_of(group: ProcessGroup) -> Any:
-    """The group's nccl backend, None where it has none."""
+    """Find the group's nccl backend, None where it has none."""
     try:
         backend = group._get_backend(CUDA)
     except RuntimeError:
@@ -213,7 +229,7 @@ def prepare_gloo(backend: Any, group: ProcessGroup, members: Sequence[int]) -> N
 
 
 def comparing(backend: Any, helper: Any) -> Any:
-    """A backend that compares collectives over the helper first: debug level DETAIL."""
+    """Make a backend that compares collectives over the helper first: debug level DETAIL."""
     return c10d._ProcessGroupWrapper(backend, helper)
 
 
@@ -277,7 +293,7 @@ def replace_nccl(
 def connect_nccl(backend: Any, device: torch.device) -> None:
     """Have its ranks connect now, instead of with their first collective; all have to come.
 
-    Who waits there for a rank that does not come cannot be freed: torch has nothing to
+    A wait there for a rank that does not come cannot be aborted: torch has nothing to
     abort before a communicator is there.  Sends and receives between two ranks use it too,
     then, where they would else connect in the same way.
     """
@@ -285,7 +301,7 @@ def connect_nccl(backend: Any, device: torch.device) -> None:
 
 
 def unfinished_of_nccl() -> list[dict[str, Any]]:
-    """Flight Recorder's entries of nccl's collectives that have not ended."""
+    """Read Flight Recorder's entries of nccl's collectives that have not ended."""
     dump = c10d._dump_nccl_trace_json(includeCollectives=True, onlyActive=True)  # type: ignore[attr-defined]
     entries: list[dict[str, Any]] = json.loads(dump).get("entries", [])
     return entries
@@ -295,7 +311,7 @@ def unfinished_of_nccl() -> list[dict[str, Any]]:
 
 
 def recorded_groups() -> dict[str, dict[str, str]]:
-    """What Flight Recorder has counted for each backend, by its number; 0.05 ms."""
+    """Read what Flight Recorder has counted for each backend, by its number; 0.05 ms."""
     if not RECORDS_GLOO:
         return {}
     dump = c10d._dump_fr_trace_json(False, False)  # type: ignore[attr-defined]  # noqa: FBT003
@@ -304,7 +320,7 @@ def recorded_groups() -> dict[str, dict[str, str]]:
 
 
 def recorded_collectives() -> Iterator[dict[str, Any]]:
-    """Its entries from the newest to the oldest; 8 ms where it is full, and more for each.
+    """Read its entries from the newest to the oldest; 8 ms where it is full, and more for each.
 
     Parsed one by one: all 2,000 take ten times as long.
     """
@@ -327,7 +343,7 @@ def forget_ddp_step(model: Any) -> None:
 
 
 def forget_fsdp_step(module: Any) -> None:
-    """The same of an FSDP2 module, where it is the root one; from torch 2.13 on."""
+    """Have an FSDP2 module do so, where it is the root one; from torch 2.13 on."""
     if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:
         module.reset_iter_state()
 
@@ -351,11 +367,11 @@ def give_reducer_anew(model: Any, group: ProcessGroup) -> None:
 
 
 def buckets_of(model: Any) -> list[list[int]] | None:
-    """The parameters in each of a DDP module's buckets, by number; None before its 2nd step."""
-    told = model._get_ddp_logging_data()
-    if not told.get("has_rebuilt_buckets"):
+    """Give the parameters in each of DDP's buckets, by number; None before its second step."""
+    logged = model._get_ddp_logging_data()
+    if not logged.get("has_rebuilt_buckets"):
         return None
-    buckets = str(told.get("rebuilt_per_bucket_param_indices", "")).split(",")
+    buckets = str(logged.get("rebuilt_per_bucket_param_indices", "")).split(",")
     return [[int(number) for number in bucket.split()] for bucket in buckets]
 
 
@@ -380,10 +396,55 @@ def set_buckets(model: Any, buckets: Sequence[Sequence[int]]) -> bool:
     return True
 
 
-def replace_everywhere(function: Callable[..., Any], by: Callable[..., Any]) -> None:
-    """Wherever torch has it: `init_device_mesh`, for one, calls its own import of it."""
-    name = function.__name__
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", {})
-        if names.get("__name__", "").startswith("torch.") and names.get(name) is function:
-            setattr(module, name, by)
+# --- receives of gloo -------------------------------------------------------------------------
+
+# The end of the connections, which ends all other waits in gloo, does not reach a wait for a
+# message from any rank: it belongs to none of them.  C++ has a method for it,
+# `RecvWork::abort`, which torch exports and Python's `Work` lacks (torch 2.13 and 2.14).  It
+# is called only where the object behind a `Work` says by its table of virtual methods that it
+# is a `RecvWork`.
+
+LIBRARY = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
+ABORT_RECEIVE = "_ZN4c10d16ProcessGroupGloo8RecvWork5abortEv"
+RECEIVES = "_ZTVN4c10d16ProcessGroupGloo8RecvWorkE"
+
+WORD = ctypes.sizeof(ctypes.c_void_p)
+HEAD = object.__basicsize__
+"""Where an object that pybind11 has made holds the address of the one in C++."""
+
+FIRST_METHOD = 2 * WORD
+"""Objects point there into their class's table: first come an offset and the type."""
+
+
+@cache
+def _receives() -> tuple[ctypes._NamedFuncPointer, int] | None:
+    """`RecvWork::abort`, and what every `RecvWork` begins with; None where they are missing."""
+    try:
+        library = ctypes.CDLL(LIBRARY)
+        table = ctypes.addressof(ctypes.c_char.in_dll(library, RECEIVES))
+        abort = library[ABORT_RECEIVE]
+    except (OSError, AttributeError, ValueError):
+        return None
+    abort.argtypes, abort.restype = [ctypes.c_void_p], None
+    return abort, table + FIRST_METHOD
+
+
+def can_end_receives() -> bool:
+    """Whether this torch has what `end_receive` needs."""
+    return _receives() is not None
+
+
+def end_receive(work: dist.Work) -> bool:
+    """Have a receive of gloo's that is waited for, or will be, return False; from any thread.
+
+    False where it is none of gloo's.
+    """
+    found = _receives()
+    if found is None:
+        return False
+    abort, begin = found
+    address = ctypes.c_void_p.from_address(id(work) + HEAD).value
+    if not address or ctypes.c_void_p.from_address(address).value != begin:
+        return False
+    abort(address)
+    return True

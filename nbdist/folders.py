@@ -1,0 +1,258 @@
+"""Folders that nbdist makes: private from their first moment on, removed only with proof.
+
+Used in all processes of ours.  A folder that may be removed one day has a marker, a file that
+says what the folder is and which inode it has, so that neither a copy nor what was renamed
+passes for it.  Whoever uses such a folder holds the marker's lock, which the kernel ends with
+the process: nothing that a cleaner of /tmp takes away makes a folder in use look abandoned.
+Without a marker nothing is removed, whatever its name and its age.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pwd
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+MARKER = ".nbdist"
+PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
+LONGEST_MARKER = 1024
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# A pipe in a file's place must not keep us waiting for its other end.
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class Untrusted(Exception):
+    """What others could have written; the message says which file or folder, and why."""
+
+
+# --- making -----------------------------------------------------------------------------
+
+
+def make_private(folder: Path) -> None:
+    """Make what is missing of a path, for this user alone; what is there stays as it is.
+
+    Raises OSError.
+    """
+    if not folder.is_dir():
+        make_private(folder.parent)
+        with suppress(FileExistsError):  # somebody was quicker, or it is a file: seen in use
+            folder.mkdir(mode=PRIVATE_FOLDER)
+
+
+def check_private(folder: Path) -> None:
+    """Raises PermissionError for a folder that is not this user's own and nobody else's."""
+    found = os.lstat(folder)
+    is_open = not stat.S_ISDIR(found.st_mode) or found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    if is_open or found.st_uid != os.geteuid():
+        raise PermissionError(f"{folder} is not a folder that only this user can open")
+
+
+def open_private(path: str | Path, flags: int) -> int:
+    """An `opener` for files that only this user can read, whatever the umask."""
+    return os.open(path, flags | os.O_CLOEXEC, PRIVATE_FILE)
+
+
+def claim(folder: Path, what: str) -> int:
+    """Mark a folder that this process has just made; the descriptor holds it until closed.
+
+    Raises OSError.
+    """
+    flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW
+    marker = open_private(folder / MARKER, flags)
+    _hold(marker)
+    os.write(marker, _text(what, os.stat(folder).st_ino))
+    return marker
+
+
+def join(folder: Path, what: str) -> int | None:
+    """Hold a folder that `claim` has marked; None for one that is not ours, or is going."""
+    with suppress(OSError, Untrusted), _opened(folder) as at:
+        marker = _proof(at, what)
+        if marker is not None and _hold(marker):
+            return marker
+    return None
+
+
+def _hold(marker: int) -> bool:
+    try:
+        fcntl.flock(marker, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(marker)
+        return False
+    except OSError:
+        pass  # a file system without locks: there nothing is removed either
+    return True
+
+
+def _text(what: str, inode: int) -> bytes:
+    return f"nbdist made this folder and may remove it: {what}, inode {inode}\n".encode()
+
+
+def runtime(folder: Path) -> str:
+    """What the folder of a world's sockets is."""
+    return f"sockets of {folder.name}"
+
+
+# --- removing ---------------------------------------------------------------------------
+
+
+def is_ours(folder: Path, what: str) -> bool:
+    """Whether it has the marker that `claim` wrote into this very folder."""
+    with suppress(OSError, Untrusted), _opened(folder) as at:
+        marker = _proof(at, what)
+        if marker is not None:
+            os.close(marker)
+            return True
+    return False
+
+
+def remove(
+    folder: Path, what: str, contents: re.Pattern[str] | None, aside: Path | None = None
+) -> bool:
+    """Remove a folder of ours that nobody uses and that holds nothing else; whether it went.
+
+    `contents` match the paths in it, relative to it, those of folders with a slash at their
+    end; None for whatever is there.  What does not match, a symbolic link or another user's
+    file keeps all as it is.  It gets the name `aside` before, where half of it must not be
+    taken for the whole.
+    """
+    with suppress(OSError, Untrusted), _opened(folder) as at:
+        marker = _proof(at, what)
+        if marker is None:
+            return False
+        try:
+            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if contents is not None and not _holds_only(at, contents):
+                return False
+            if aside is not None:
+                folder.rename(aside)
+            _empty(at)
+            os.rmdir(aside or folder)
+            return True
+        finally:
+            os.close(marker)
+    return False
+
+
+def _proof(at: int, what: str) -> int | None:
+    """The marker of an open folder, None where it has none of ours."""
+    try:
+        marker = os.open(MARKER, os.O_RDWR | _FILE, dir_fd=at)
+    except OSError:
+        return None
+    found, folder = os.fstat(marker), os.fstat(at)
+    ours = stat.S_ISREG(found.st_mode) and found.st_uid == folder.st_uid == os.geteuid()
+    if ours and os.read(marker, LONGEST_MARKER) == _text(what, folder.st_ino):
+        return marker
+    os.close(marker)
+    return None
+
+
+def _holds_only(at: int, contents: re.Pattern[str]) -> bool:
+    for root, folders, files, fd in os.fwalk(".", dir_fd=at, onerror=_raise):
+        for name in (*folders, *files):
+            path = os.path.normpath(f"{root}/{name}")
+            found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            kind = stat.S_IFMT(found.st_mode)
+            if found.st_uid != os.geteuid() or kind not in (stat.S_IFREG, stat.S_IFDIR):
+                return False
+            slash = "/" if kind == stat.S_IFDIR else ""
+            if path != MARKER and not contents.fullmatch(path + slash):
+                return False
+    return True
+
+
+def _empty(at: int) -> None:
+    """The marker goes last: what is broken off can be taken up again."""
+    for root, folders, files, fd in os.fwalk(".", topdown=False, dir_fd=at, onerror=_raise):
+        for name in files:
+            if root != "." or name != MARKER:
+                os.unlink(name, dir_fd=fd)
+        for name in folders:
+            try:
+                os.rmdir(name, dir_fd=fd)
+            except NotADirectoryError:  # a link to one
+                os.unlink(name, dir_fd=fd)
+    os.unlink(MARKER, dir_fd=at)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+# --- reading ----------------------------------------------------------------------------
+
+
+@contextmanager
+def trusted_folder(folder: Path) -> Iterator[int]:
+    """The descriptor of a folder that, as the one it is in, only this user can have filled.
+
+    Neither is looked for behind a symbolic link.  Raises Untrusted, and OSError.
+    """
+    with _opened(folder.parent) as above:
+        _check(above, folder.parent)
+        with _opened(folder, above) as at:
+            _check(at, folder)
+            yield at
+
+
+def open_trusted(path: Path, at: int) -> int:
+    """The descriptor of a plain file there that only this user can have written.
+
+    `path` is its whole path, for messages.  Raises Untrusted, and OSError.
+    """
+    try:
+        fd = os.open(path.name, os.O_RDONLY | _FILE, dir_fd=at)
+    except OSError:
+        _refuse_link(path.name, at, path)
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise Untrusted(f"{path} is no plain file")
+        _check(fd, path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+@contextmanager
+def _opened(folder: Path, above: int | None = None) -> Iterator[int]:
+    name = folder if above is None else folder.name
+    try:
+        fd = os.open(name, _FOLDER, dir_fd=above)
+    except OSError:
+        _refuse_link(name, above, folder)
+        raise
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _refuse_link(name: str | Path, at: int | None, path: Path) -> None:
+    with suppress(OSError):
+        if stat.S_ISLNK(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
+            raise Untrusted(f"{path} is a symbolic link")
+
+
+def _check(fd: int, path: Path) -> None:
+    """An access list that lets others write shows in the group's bits."""
+    found = os.fstat(fd)
+    if found.st_uid != os.geteuid():
+        raise Untrusted(f"{path} belongs to {_user(found.st_uid)}")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise Untrusted(f"others can write to {path} (mode {stat.S_IMODE(found.st_mode):04o})")
+
+
+def _user(number: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(number).pw_name}"
+    except KeyError:
+        return f"user {number}"

@@ -1,0 +1,145 @@
+"""What the agent says of where a worker is: it asks, and samples one that does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from nbdist.node.faulthandler import frames_of, own_frames, with_code
+from nbdist.node.proc import MemoryGauge, is_stopped
+from nbdist.wire import control
+from nbdist.wire.places import Collective, Place, Stack, StackFrame, WorkerStatus
+
+if TYPE_CHECKING:
+    from nbdist.node.worker import Worker
+
+STACK_TIMEOUT = 0.3
+"""Seconds in which a worker answers unless C code holds the GIL."""
+
+STATUS_TIMEOUT = 0.12
+LAST_TIMEOUT = 2.0
+BRIEF_SAMPLE_TIMEOUT = 0.04
+SAMPLE_TIMEOUT = 0.4
+
+IN_TORCH = "/torch/distributed/"
+CALLS = "/nbdist/worker/ops/call.py"
+
+NO_ANSWER = "it does not answer, and its stack cannot be read"
+NO_LINE = "no line of the cell runs: names are bound, or values brought back"
+
+
+async def stack_of(worker: Worker) -> Stack:
+    """Say where it is and how it came there, also where C code holds the GIL."""
+    state = worker.state
+    if state in ("starting", "dead"):
+        return Stack(worker.rank, worker.pid, state, Place())
+    seen = await _ask(worker, control.Trace(), STACK_TIMEOUT)
+    if isinstance(seen, Place):
+        return Stack(worker.rank, worker.pid, state, seen)
+    frames: Sequence[StackFrame]
+    if isinstance(seen, control.Traced):
+        place, frames = seen.place, seen.frames
+    else:
+        place, frames = await place_from_outside(worker, SAMPLE_TIMEOUT)
+        if not frames:
+            return Stack(worker.rank, worker.pid, state, place, problem=NO_ANSWER)
+    own = own_frames(frames)
+    problem = NO_LINE if state == "busy" and not own else ""
+    return Stack(worker.rank, worker.pid, state, place, with_code(own), problem)
+
+
+async def status_of(workers: Sequence[Worker], gauge: MemoryGauge) -> tuple[WorkerStatus, ...]:
+    """What `%dist_status` shows of them.
+
+    Takes `STATUS_TIMEOUT` and `BRIEF_SAMPLE_TIMEOUT` at most, and what time the agent has to
+    wait for a processor.
+    """
+    memory, rows = await asyncio.gather(
+        gauge.read([worker.pid for worker in workers], STATUS_TIMEOUT),
+        asyncio.gather(*map(_status_of, workers)),
+    )
+    return tuple(replace(row, memory=memory[row.pid]) for row in rows)
+
+
+async def _status_of(worker: Worker) -> WorkerStatus:
+    """All but the memory."""
+    found = worker.status()
+    if found.state in ("starting", "dead"):
+        return found
+    if found.state == "idle":
+        collective = await _last_collective(worker)
+        # A process that answers is not stopped, and C code does not hold its GIL.
+        place = Place() if _has_answered(worker) else await _of_silent(worker)
+    else:
+        place, collective = await asyncio.gather(_place(worker), _last_collective(worker))
+    lines = worker.task.source.splitlines() if worker.task else []
+    code = lines[place.line - 1] if 0 < place.line <= len(lines) else ""
+    code = place.code or code
+    shown = place if found.state == "busy" or place.holds_gil or place.is_stopped else None
+    return replace(found, place=shown, code=code, collective=collective)
+
+
+async def _ask(worker: Worker, request: control.Request, timeout: float) -> control.Answer | None:
+    """Give the rank's answer; a `Place` if its process is stopped, None where it gives none."""
+    if not is_stopped(worker.pid):
+        answer = await worker.ask(request, timeout)
+        if answer is not None or not is_stopped(worker.pid):
+            return answer
+    return Place(is_stopped=True)
+
+
+async def place_from_outside(worker: Worker, timeout: float) -> tuple[Place, list[StackFrame]]:
+    """What the C code of a rank that cannot answer writes of it, from the innermost out."""
+    task = worker.task
+    number, source = (task.execution_count, task.source) if task else (None, "")
+    frames = frames_of(await worker.stacks.sample(worker.pid, timeout), number, source)
+    line = _line_of(frames)
+    file = ""
+    if task and task.script:
+        file = os.path.basename(task.script.file)
+        line = next((frame.line for frame in frames if frame.file == task.script.file), 0)
+    # What waits in a collective does not hold the GIL: the machine is busy.
+    waits = bool(frames) and IN_TORCH in frames[0].file
+    operation = frames[0].function if waits else ""
+    return Place(line=line, operation=operation, holds_gil=not waits, file=file), frames
+
+
+def _line_of(frames: Sequence[StackFrame]) -> int:
+    """Of the cell, or of the function that is called in the place of one; 0 for neither."""
+    for inner, frame in pairwise(frames):
+        if frame.file.endswith(CALLS):
+            return inner.line
+    return next((frame.line for frame in reversed(frames) if frame.is_cell), 0)
+
+
+async def _place(worker: Worker) -> Place:
+    seen = await _ask(worker, control.Locate(briefly=True), STATUS_TIMEOUT)
+    return seen if isinstance(seen, Place) else await _of_silent(worker)
+
+
+async def _of_silent(worker: Worker) -> Place:
+    """Of one that has not answered in time."""
+    if is_stopped(worker.pid):
+        return Place(is_stopped=True)
+    return (await place_from_outside(worker, BRIEF_SAMPLE_TIMEOUT))[0]
+
+
+def _has_answered(worker: Worker) -> bool:
+    """Whether it has said what its last collective was."""
+    asked = worker.last_collective
+    answer = asked.result() if asked is not None and asked.done() else None
+    return isinstance(answer, Collective | control.Ok)
+
+
+async def _last_collective(worker: Worker) -> Collective | None:
+    """Unknown where it takes too long; then it is not asked for again before it is there."""
+    if worker.last_collective is None or worker.last_collective.done():
+        asking = _ask(worker, control.LastCollective(), LAST_TIMEOUT)
+        worker.last_collective = asyncio.ensure_future(asking)
+    await asyncio.wait([worker.last_collective], timeout=STATUS_TIMEOUT)
+    seen = worker.last_collective.result() if worker.last_collective.done() else None
+    return seen if isinstance(seen, Collective) else None

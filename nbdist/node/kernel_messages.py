@@ -1,0 +1,122 @@
+"""Jupyter messages from a worker, turned into the classes of `nbdist.output.events`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from nbdist.node.kernel_client import Message, short
+from nbdist.output.events import (
+    RECORD,
+    Clear,
+    Display,
+    Failure,
+    MimeBundle,
+    Output,
+    Record,
+    Update,
+)
+
+log = logging.getLogger("nbdist.node")
+
+OURS = (
+    os.path.join("nbdist", "worker", "group", "gloo.py"),  # by which a worker knows that it waits
+    os.path.join("nbdist", "worker", "ops", "call.py"),
+)
+"""What frames of a traceback that are nobody's business have in them."""
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+NO_WIDGETS = "(a widget: those of workers cannot be shown)"
+
+ENDING = "`%dist_shutdown` ends all workers."
+
+
+def output_from(message: Message) -> Output | None:
+    """The message as an output; None for kinds that nbdist does not relay, and for malformed ones.
+
+    A worker's user can publish what he likes.
+    """
+    try:
+        return _output(message)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        log.warning("dropped a malformed %s: %s", message.kind, short(error))
+        return None
+
+
+def _output(message: Message) -> Output | None:
+    content = message.content
+    match message.kind:
+        case "error":
+            return _failure(message)
+        case "execute_result":
+            return Display(*_bundles(content), is_result=True)
+        case "display_data":
+            return Display(*_bundles(content), _display_id(content))
+        case "update_display_data" if display_id := _display_id(content):
+            return Update(*_bundles(content), display_id)
+        case "clear_output":
+            return Clear(bool(content.get("wait")))
+        case kind if kind == RECORD:
+            return Record(**content)
+        case _:
+            return None
+
+
+def _shown(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What can be shown of a display: a page has no model of a widget that a worker has made."""
+    if WIDGET not in data:
+        return data
+    rest = {kind: said for kind, said in data.items() if kind != WIDGET}
+    return {**rest, "text/plain": f"{data.get('text/plain', '')}\n{NO_WIDGETS}".lstrip()}
+
+
+def _bundles(content: Mapping[str, Any]) -> tuple[MimeBundle, MimeBundle]:
+    """The data, whose text is text, and the metadata."""
+    data = {
+        mime: value if _is_text(value) or not mime.startswith(("text/", "image/")) else str(value)
+        for mime, value in content["data"].items()
+    }
+    return _shown(data), {**(content.get("metadata") or {})}
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, list) and all(isinstance(part, str) for part in value)
+    )
+
+
+def _display_id(content: Mapping[str, Any]) -> str | None:
+    found = (content.get("transient") or {}).get("display_id")
+    return None if found is None else str(found)
+
+
+def _failure(message: Message) -> Failure:
+    content = message.content
+    traceback = tuple(map(str, content.get("traceback") or ()))
+    name, said = str(content["ename"]), str(content.get("evalue", ""))
+    ours = message.time_ns, message.kinds, message.connections
+    return as_shown(Failure(name, said, traceback, *ours))
+
+
+def as_shown(failure: Failure) -> Failure:
+    """The same without what is nobody's business."""
+    traceback = tuple(frame for frame in failure.traceback if not _is_ours(frame))
+    if failure.name != "SystemExit":
+        return replace(failure, traceback=traceback)
+    # IPython explains at length how to leave a terminal.
+    message = "" if failure.message == "None" else failure.message
+    said = f"SystemExit({message})"
+    traceback = (f"{said}: it ended the cell on this rank; the worker lives on. {ENDING}",)
+    return replace(failure, message=message, traceback=traceback)
+
+
+def _is_ours(frame: str) -> bool:
+    plain = ANSI.sub("", frame)
+    return any(part in plain for part in OURS)

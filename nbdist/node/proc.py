@@ -1,0 +1,188 @@
+"""What the kernel says of a process (proc(5)): its state, signals, processor time and memory.
+
+Read by the agent of its workers, which need do nothing for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+FRESH_SECONDS = 1.0
+"""For so long a count of pages stands: to ask often is not to cost the ranks their time."""
+
+
+# --- state and signals ----------------------------------------------------------------------
+
+
+PF_EXITING = 0x4
+"""In a thread's flags (include/linux/sched.h): it is being ended, and runs no more code."""
+
+
+def thread_state(pid: int) -> str:
+    """`R`: the main thread runs, `S` sleeps, `T` is stopped ... (proc(5)); `X`: it has ended."""
+    return _stat(pid)[0]
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether the kernel is taking the process down, or has; that takes long on a busy machine."""
+    stat = _stat(pid)
+    return len(stat) <= 6 or bool(int(stat[6]) & PF_EXITING)
+
+
+def _stat(pid: int) -> list[str]:
+    """What stands in the main thread's `stat` from its state on; that it has ended, if it has."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(") ")[2].split()
+    except OSError:
+        return ["X"]
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal such as SIGSTOP, or a debugger, has stopped the process."""
+    return thread_state(pid) in "Tt"
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for the signal."""
+    return _has_signal(pid, "SigCgt", number)
+
+
+def ignores(pid: int, number: int) -> bool:
+    """Whether the signal does nothing to the process."""
+    return _has_signal(pid, "SigIgn", number)
+
+
+def _has_signal(pid: int, mask: str, number: int) -> bool:
+    """Whether it is in a set of signals, a bit each; no process that has ended has any."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as status:
+            found = next((line for line in status if line.startswith(f"{mask}:")), f"{mask}: 0")
+        return bool(int(found.split()[1], 16) >> (number - 1) & 1)
+    except (OSError, ValueError):
+        return False
+
+
+# --- processor time -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Seconds that a thread has run, and has been ready to and has not; how often it has begun."""
+
+    ran: float = 0.0
+    waited: float = 0.0
+    wakes: int = 0
+
+
+def schedule(pid: int, tid: int | str) -> Schedule:
+    """What the kernel has counted (sched-stats.rst); zeros where it does not, as gVisor's."""
+    try:
+        with open(f"/proc/{pid}/task/{tid}/schedstat", encoding="ascii") as file:
+            ran, waited, wakes = map(int, file.read().split())
+    except (OSError, ValueError):
+        return Schedule()
+    return Schedule(ran / 1e9, waited / 1e9, wakes)
+
+
+class OwnTime:
+    """Counts the seconds of a process from now on, without those it has waited for a processor.
+
+    A rank that did nothing for two seconds because eight processes shared two cores has had
+    half a second.  Of its threads the one that has waited longest counts: they wait for one
+    another, for the GIL or for gloo's loop.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._since = time.monotonic()
+        self._waits = _waits(pid)
+
+    def __repr__(self) -> str:
+        return f"<OwnTime of {self._pid}: {self.seconds():.2f} s>"
+
+    def seconds(self) -> float:
+        """Count them; all that pass, where the kernel does not count how long threads wait."""
+        passed, now = time.monotonic() - self._since, _waits(self._pid)
+        waited = max((now[tid] - self._waits.get(tid, 0.0) for tid in now), default=0.0)
+        return max(0.0, passed - waited)
+
+
+def _waits(pid: int) -> dict[str, float]:
+    """How long each thread has waited."""
+    try:
+        tids = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return {}  # it has ended
+    return {tid: schedule(pid, tid).waited for tid in tids}
+
+
+# --- memory ---------------------------------------------------------------------------------
+
+
+class MemoryGauge:
+    """Remembers what it found of each process, for when there is no time to look again.
+
+    Counting pages takes 4 ms for each process of 200 MB, and more for bigger ones.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[int, float]] = {}
+        self._counting: asyncio.Future[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<MemoryGauge of {sorted(self._found)}>"
+
+    async def read(self, pids: Sequence[int], timeout: float) -> dict[int, int]:
+        """Bytes by process: PSS, in which a page that n processes share counts 1/n for each.
+
+        Of those that take too long what it was the last time, else their private pages.
+        """
+        known, now = list(self._found.items()), time.monotonic()
+        self._found = {pid: found for pid, found in known if pid in pids}
+        old = [pid for pid in pids if now - self._last(pid)[1] > FRESH_SECONDS]
+        if old and (self._counting is None or self._counting.done()):
+            loop = asyncio.get_running_loop()
+            with suppress(RuntimeError):  # no further thread can be started
+                self._counting = loop.run_in_executor(None, self._count, old, now + timeout)
+        if self._counting is not None:
+            await asyncio.wait([self._counting], timeout=timeout)
+        return {pid: self._last(pid)[0] or _private_memory(pid) for pid in pids}
+
+    def _last(self, pid: int) -> tuple[int, float]:
+        """What was found last, and when."""
+        return self._found.get(pid, (0, float("-inf")))
+
+    def _count(self, pids: Sequence[int], deadline: float) -> None:
+        """In one thread of its own; those never counted come first."""
+        for pid in sorted(pids, key=lambda pid: pid in self._found):
+            if time.monotonic() > deadline:
+                return
+            self._found[pid] = _proportional_memory(pid), time.monotonic()
+
+
+def _proportional_memory(pid: int) -> int:
+    """From proc(5), smaps_rollup."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as rollup:
+            for line in rollup:
+                if line.startswith("Pss:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass  # it has ended, or the kernel is older than 4.14
+    return 0
+
+
+def _private_memory(pid: int) -> int:
+    """Pages that belong to no file and no shared memory (proc(5), statm)."""
+    try:
+        with open(f"/proc/{pid}/statm", encoding="ascii") as statm:
+            _, resident, shared = map(int, statm.read().split()[:3])
+    except (OSError, ValueError):
+        return 0
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")

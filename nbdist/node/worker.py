@@ -1,0 +1,334 @@
+"""One worker as its agent knows it: process, kernel, pipes, log, and what it is doing."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nbdist.errors import word_exit
+from nbdist.node.faulthandler import StackFile
+from nbdist.node.kernel_client import KernelClient, Message, TaskConnection
+from nbdist.node.kernel_messages import as_shown, output_from
+from nbdist.node.limits import Lack, OomKills, lack_in
+from nbdist.node.merge import LOST_AFTER, Merger
+from nbdist.node.pipes import OutputPipe
+from nbdist.node.proc import is_exiting, is_stopped
+from nbdist.node.processes import ProcessSource, WorkerProcess
+from nbdist.node.worker_logs import WorkerLog
+from nbdist.output.events import Died, Done, Failure, Output, Text
+from nbdist.wire import control
+from nbdist.wire.frames import BadFrame
+from nbdist.wire.messages import Run, WorkerStart
+from nbdist.wire.places import Place, RankState, WorkerStatus
+from nbdist.wire.task import Finished, Task, unpack
+
+log = logging.getLogger("nbdist.node")
+
+LAST_LINES = 20
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+KILL_TIMEOUT = 5.0
+LOCATE_TIMEOUT = 0.5
+LOST_GRACE = 1.0
+"""Seconds for a worker to end by itself whose tasks' connection has ended."""
+
+MARK_READS = 16
+"""Reads that hold whatever was in the pipe, and so the mark that was written before."""
+
+UNREADABLE = "what it sent to its agent where tasks come from could not be read"
+UNREACHABLE = "it has closed the connection by which tasks come"
+
+COUNT_AFTER = 0.05
+"""Seconds into a cell: short ones do without, it takes 0.4 ms for each rank."""
+
+Emit = Callable[[int, str, Output], None]
+
+
+class Worker:
+    """A worker and everything that belongs to it; `emit` takes what it shows, in order."""
+
+    def __init__(self, start: WorkerStart, log_folder: Path | None, emit: Emit) -> None:
+        self.rank = start.rank
+        self.process: WorkerProcess | None = None
+        self.task_id = ""  # of the task that it does
+        self._packed = b""
+        self.log = WorkerLog(log_folder, start.world.log_limit)
+        self.stacks = StackFile(start.stack_file)
+        self.last_collective: asyncio.Task[Any] | None = None  # while it is being asked for
+        self._start = start
+        self._emit = emit
+        self._told: set[int] = set()  # the numbers of the cell's error messages
+        self._merger: Merger[Output | Finished | None] = Merger(start.token)
+        self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._busy_since = 0.0
+        self._oom_kills: OomKills | None = None
+        self._counting: asyncio.TimerHandle | None = None
+        self._killed = self._is_ending = False
+        self._why = ""
+        self._died: Died | None = None
+        self._pipes = (OutputPipe(self._read_stdout), OutputPipe(self._read_stderr))
+        self.up = asyncio.Event()
+        self._ready = asyncio.Event()
+        self._kernel = KernelClient(start, self._read_message)
+        self._retry: asyncio.TimerHandle | None = None
+        self._losing: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<Worker {self.rank} {self.state} {self.process}>"
+
+    @property
+    def pid(self) -> int:
+        """The worker's process, 0 before it has one."""
+        return self.process.pid if self.process else 0
+
+    @property
+    def state(self) -> RankState:
+        """What `%dist_status` shows."""
+        if self.process is None or not self._ready.is_set():
+            return "starting"
+        if self.process.exited.done():
+            return "dead"
+        return "busy" if self.task_id else "idle"
+
+    @property
+    def last_lines(self) -> tuple[str, ...]:
+        """The end of what the worker has written, for whoever asks why it ended."""
+        text = "".join(self._last_lines)
+        return tuple(text.splitlines()[-LAST_LINES:])
+
+    # --- start ---------------------------------------------------------------------------
+
+    async def start(self, source: ProcessSource) -> None:
+        """Start the process and wait until its kernel is bound and its group formed.
+
+        Raises ChildProcessError when it ends before.
+        """
+        stdout, stderr = self._pipes
+        try:
+            self._kernel.write_connection_file()
+            process = await source.start(self._start, stdout.write_end, stderr.write_end)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            folder = Path(self._start.connection_file).parent
+            raise ChildProcessError(f"{error.strerror} in {folder}") from error
+        finally:
+            stdout.close_write_end()
+            stderr.close_write_end()
+        self.process = process
+        process.exited.add_done_callback(lambda _: self._ready.set())
+        await self._ready.wait()
+        if process.exited.done():
+            if lack := lack_in(self.last_lines):
+                raise Lack(lack)
+            raise ChildProcessError(f"it {word_exit(process.exited.result())}")
+        process.exited.add_done_callback(self._ended)
+        self._count_kills_in(0.0)
+        await self._kernel.connect(TaskConnection(self._finish, self._lose))
+
+    # --- run -----------------------------------------------------------------------------
+
+    @property
+    def task(self) -> Task | None:
+        """The task that it does: unpacked only for who asks."""
+        return unpack(self._packed) if self.task_id else None
+
+    def run(self, run: Run) -> None:
+        """Pass on the task, as it came; outputs follow, then `Done`, or `Died`.
+
+        The latter at once where the notebook sent it before it had heard of the death.
+        """
+        if self._died is not None:
+            self._emit(self.rank, run.id, self._died)
+            return
+        self.task_id, self._packed = run.id, run.task
+        self._busy_since = time.monotonic()
+        self._count_kills_in(COUNT_AFTER)
+        self._kernel.run(run.task)
+
+    async def ask(self, request: control.Request, timeout: float) -> control.Answer | None:
+        """The answer of the worker's control thread; None if it gives none in time, or ends."""
+        if self.process is None:
+            return None
+        return await self._kernel.ask(request, timeout, self.process.exited)
+
+    async def locate(self) -> Place:
+        """Where it is."""
+        seen = await self.ask(control.Locate(), LOCATE_TIMEOUT)
+        if isinstance(seen, Place):
+            return seen
+        return Place(holds_gil=True, is_stopped=is_stopped(self.pid))
+
+    def say(self, text: str) -> None:
+        """Have it show something on its stderr."""
+        self._pass_on(Text("stderr", text))
+
+    def kill(self, why: str = "") -> None:
+        """End the process; `Died` follows, and says why."""
+        self._killed, self._why = True, self._why or why
+        if self.process is not None:
+            self.process.send_signal(signal.SIGKILL)
+
+    def interrupt(self) -> None:
+        """Send SIGINT to the worker and what it started."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGINT)
+
+    def status(self) -> WorkerStatus:
+        """What is known of it without asking; `nbdist.node.inspect` finds out the rest."""
+        return WorkerStatus(
+            rank=self.rank,
+            pid=self.pid,
+            host=socket.gethostname(),
+            state=self.state,
+            busy_seconds=time.monotonic() - self._busy_since if self.task_id else 0.0,
+            memory=0,
+            device=self._start.device,
+        )
+
+    # --- stop ----------------------------------------------------------------------------
+
+    async def stop(self, grace: float) -> None:
+        """End the worker: politely for `grace` seconds, then by SIGKILL; free all it held."""
+        self._is_ending = True
+        if self.process is not None:
+            self.process.exited.remove_done_callback(self._ended)
+            if grace > 0 and self.state == "idle":
+                self._kernel.shut_down()
+                await asyncio.wait([self.process.exited], timeout=grace)
+            self.process.send_signal(signal.SIGKILL)
+            await asyncio.wait([self.process.exited], timeout=KILL_TIMEOUT)
+        for timer in (self._retry, self._counting, self._losing):
+            if timer is not None:
+                timer.cancel()
+        for pipe in self._pipes:
+            pipe.close()
+        self._kernel.close()
+        self.log.close()
+        self.stacks.remove()
+
+    def _count_kills_in(self, seconds: float) -> None:
+        """Note how often the kernel has killed so far, to compare with after a death."""
+        if self._counting is not None:
+            self._counting.cancel()
+        loop = asyncio.get_running_loop()
+        self._counting = loop.call_later(seconds, self._count_kills)
+
+    def _count_kills(self) -> None:
+        self._oom_kills = OomKills(self.pid)
+
+    def _ended(self, exited: asyncio.Future[int]) -> None:
+        """The worker died: say first all that it said, then so."""
+        for pipe in self._pipes:
+            pipe.drain()
+        for item in self._merger.take_all():
+            self._pass_on(item)
+        code = exited.result()
+        found = self.stacks.crash_text(code, self.task)
+        if self._oom_kills is not None and not self._killed:
+            found += self._oom_kills.text(code)
+        if found:
+            self._pass_on(Text("stderr", found))
+        self._died = Died(code, time.time_ns(), self.pid, self.last_lines, self._why)
+        self._show(self._died)
+        self._forget_task()
+
+    # --- what the worker says -------------------------------------------------------------
+
+    def _finish(self, end: Finished) -> None:
+        """The end of a cell; its mark is in the pipe, unless the cell has closed that."""
+        now, stdout = time.monotonic(), self._pipes[0]
+        self._merger.receive_message(end.number, end, now)
+        for _ in range(MARK_READS):
+            if self._merger.has_placed(end.number) or not stdout.read():
+                break
+        self._merger.place_up_to(end.number, now)
+        self._pass_on_all()
+
+    def _lose(self, problem: BadFrame | None) -> None:
+        """It can be given no more tasks: end it, unless it is ending anyway."""
+        if self._is_ending:
+            return
+        if problem is not None:
+            log.warning("rank %d: %s: %s", self.rank, UNREADABLE, problem)
+        why, grace = (UNREADABLE, 0.0) if problem else (UNREACHABLE, LOST_GRACE)
+        self._losing = asyncio.get_running_loop().call_later(grace, self._end_for, why)
+
+    def _end_for(self, why: str) -> None:
+        # A connection also ends with its process, whose end the agent may hear of later.
+        if not is_exiting(self.pid):
+            self.kill(why)
+
+    def _read_message(self, message: Message) -> None:
+        if message.number < 1:
+            return
+        output = output_from(message)
+        if isinstance(output, Failure):
+            self._told.add(message.number)
+        self._merger.receive_message(message.number, output, time.monotonic())
+        self._pass_on_all()
+
+    def _read_stdout(self, data: bytes) -> None:
+        self._merger.receive_stdout(data, time.monotonic())
+        if self._merger.up:
+            self.up.set()
+        if self._merger.ready and not self._ready.is_set():
+            self._ready.set()
+        self._pass_on_all()
+
+    def _read_stderr(self, data: bytes) -> None:
+        self._merger.receive_stderr(data)
+        self._pass_on_all()
+
+    def _pass_on_all(self) -> None:
+        for item in self._merger.take(time.monotonic()):
+            self._pass_on(item)
+        if self._merger.is_waiting and self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(LOST_AFTER, self._pass_on_late)
+
+    def _pass_on_late(self) -> None:
+        """Go on without a message that was lost, though the worker says nothing more."""
+        self._retry = None
+        self._pass_on_all()
+
+    def _pass_on(self, item: Output | Finished | None) -> None:
+        match item:
+            case None:
+                pass
+            case Finished(task_id=task_id, done=done):
+                if task_id == self.task_id:
+                    self._pipes[1].read()  # it has no order with the other, but with the end
+                    for text in self._merger.take_cut_off():
+                        self._pass_on(text)
+                    self._end_task(done)
+            case Text(stream, text):
+                self.log.write(stream, text)
+                self._last_lines.append(text[-4096:])
+                self._show(item)
+            case _:
+                self._show(item)
+
+    def _end_task(self, done: Done) -> None:
+        """What ended it is known, also where no error message has told of it."""
+        if done.failure is not None and done.told not in self._told:
+            self._show(as_shown(done.failure))
+        self._told.clear()
+        self._show(replace(done, failure=None))
+        self._forget_task()
+        if self._counting is not None:
+            self._counting.cancel()
+
+    def _forget_task(self) -> None:
+        self.task_id, self._packed = "", b""
+
+    def _show(self, output: Output) -> None:
+        if self._ready.is_set():
+            self._emit(self.rank, self.task_id, output)

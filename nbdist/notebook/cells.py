@@ -1,0 +1,270 @@
+"""A cell on its way through a pool: checked, sent with its names, followed, and run again.
+
+Called by commands, on IPython's own thread.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from nbdist.errors import Interrupted, UsageError, WorkerDied, WorldNotStarted
+from nbdist.notebook.options import at_once
+from nbdist.notebook.shipping.plan import plan
+from nbdist.notebook.why import why_of
+from nbdist.topology import parse_ranks
+from nbdist.wire.task import Source
+from nbdist.world.recovery import stop_text
+
+if TYPE_CHECKING:
+    import argparse
+
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from nbdist.config import Patience
+    from nbdist.notebook.display import CellDisplay
+    from nbdist.notebook.pool import Pool
+    from nbdist.notebook.shipping.plan import Shipment
+    from nbdist.wire.task import Script, Task
+    from nbdist.world.running import RunningTask
+    from nbdist.world.world import World
+
+Pack = Callable[[], "Shipment | None"]
+"""Says what has to go along now; asked before each attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """How to run a cell: `setup` is its key where new workers are to run it too."""
+
+    patience: Patience | None = None
+    setup: str = ""
+    max_restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """One that has ended: what went along, and the ranks that were replaced after it."""
+
+    running: RunningTask
+    shipment: Shipment | None
+    replaced: Iterable[int] = ()
+
+
+def run_source(
+    pool: Pool,
+    first_line: str,
+    cell: str,
+    ranks: str | None,
+    display: CellDisplay,
+    options: argparse.Namespace | None = None,
+) -> None:
+    """Run a cell on workers and show it; raises its one error when it failed.
+
+    With `options` workers are started where there are none.
+    """
+    python = check_source(pool.shell, first_line, cell)
+    source = in_notebook_lines(first_line, cell)
+    task, world = prepare(pool, Source(source), ranks, display, options)
+    orders = Orders()
+    if options:
+        setup = _cell_key(pool.shell, source) if options.setup else ""
+        orders = orders_of(world, options, setup)
+    pack = partial(plan, python, pool.ledger, task.ranks, pool.shell.user_ns_hidden)
+    run_attempts(pool, world, task, pack, display, orders)
+
+
+def prepare(
+    pool: Pool,
+    work: Source | Script,
+    ranks: str | None,
+    display: CellDisplay,
+    options: argparse.Namespace | None,
+) -> tuple[Task, World]:
+    """Make a task with the notebook's number, and its world, which is started if need be."""
+    work = replace(work, execution_count=_execution_count(pool.shell))
+    world = pool.ensure(options, display) if options else pool.mended(display)
+    if world is None:
+        raise WorldNotStarted("The cell")
+    on = parse_ranks("all" if ranks is None else ranks, world.size)
+    return world.task(work, ranks=on), world
+
+
+def orders_of(world: World, options: argparse.Namespace, setup: str = "") -> Orders:
+    """Read from the options how a cell is to be run."""
+    patience = world.session.config.but(**at_once(options)).patience
+    return Orders(patience, setup, options.max_restarts)
+
+
+# --- sending, and again -----------------------------------------------------------------
+
+
+def run_attempts(
+    pool: Pool,
+    world: World,
+    task: Task,
+    pack: Pack,
+    display: CellDisplay,
+    orders: Orders | None = None,
+) -> None:
+    """Run a cell and show it; raises the error of its last attempt when that failed too.
+
+    What an attempt has bound counts only once there is no other: so each has the names of
+    the notebook as the first one had them, and new ranks get those that they lack.
+    """
+    orders = orders or Orders()
+    earlier: list[_Attempt] = []
+    try:
+        for attempt in world.session.attempts(task, orders.max_restarts):
+            last = _attempt(pool, world, attempt, pack(), display, orders)
+            if not last.running.restart:
+                break
+            _keep_why(pool, last.running)
+            display = pool.display()
+            display.note(last.running.restart)
+            earlier.append(replace(last, replaced=tuple(pool.forget_replaced())))
+    finally:
+        for failed in earlier:
+            _record(pool, failed)
+            pool.ledger.forget(failed.replaced)
+    _record(pool, last)
+    check_end(pool, world, last.running)
+
+
+def _attempt(
+    pool: Pool,
+    world: World,
+    task: Task,
+    shipment: Shipment | None,
+    display: CellDisplay,
+    orders: Orders,
+) -> _Attempt:
+    for notice in shipment.notices if shipment else ():
+        display.note(notice)
+    if shipment and shipment.names:
+        task = replace(task, names=shipment.payload)
+    segment = shipment.segment if shipment else None
+    try:
+        running = pool.last = world.submit(task, orders.patience)
+        follow(pool, world, running, display)
+        if orders.setup and not running.error():
+            world.session.setup.keep(orders.setup, task, segment)
+            segment = None
+    finally:
+        if segment:
+            segment.close()
+    return _Attempt(running, shipment)
+
+
+def _record(pool: Pool, attempt: _Attempt) -> None:
+    """Enter in the ledger what has reached the ranks, and what they have bound."""
+    running, shipment = attempt.running, attempt.shipment
+    if shipment:
+        pool.ledger.shipped(shipment.records, running.ranks_with_names)
+    pool.ledger.bound_on_workers(running.bound, running.task.ranks)
+
+
+# --- following --------------------------------------------------------------------------
+
+
+def follow(pool: Pool, world: World, running: RunningTask, display: CellDisplay | None) -> None:
+    """Show a task (or not) until it ends, or Stop has given control back."""
+    for news in world.follow(running):
+        with running.counting_stops():
+            if display:
+                display.show(running.transcript, news, running.waits)
+                pool.show_late(at_once=False)
+    if display:
+        display.end(running.transcript, pool.log_files())
+        pool.ended.add(running.transcript, display)
+        pool.show_late()
+
+
+def check_end(
+    pool: Pool, world: World, running: RunningTask, *, stopped: bool | None = None
+) -> None:
+    """Forget what replaced ranks had, and raise the one error of a cell that failed."""
+    pool.forget_replaced()
+    killed = running.killed_by_stop
+    stopped = bool(running.stops) if stopped is None else stopped
+    if stopped and not running.unfinished and (killed or not running.died):
+        fate = stop_text(world.session, killed) if killed else ""
+        raise Interrupted(running.task.ranks, killed, fate)
+    if error := running.error():
+        _keep_why(pool, running)
+        if pool.routine.hint and isinstance(error, WorkerDied):
+            error.add(f"{pool.routine.hint}.")
+        raise error
+
+
+def bring(pool: Pool, world: World, task: Task) -> dict[int, Any]:
+    """Run a task without showing it; give what it brings back, by rank."""
+    running = world.submit(task)
+    follow(pool, world, running, None)
+    check_end(pool, world, running)
+    found = dict(zip(task.ranks, running.result(), strict=True))
+    world.session.let_go(running)
+    return found
+
+
+def _keep_why(pool: Pool, running: RunningTask) -> None:
+    """Keep the failure, if it is one, for `%dist_why`."""
+    if error := running.error():
+        pool.why = why_of(running, error, pool.log_files()) or pool.why
+
+
+# --- the source -------------------------------------------------------------------------
+
+
+class CellSyntaxError(UsageError):
+    """The cell is not Python; shown as IPython shows a syntax error, without a traceback."""
+
+    def __init__(self, error: SyntaxError, shown: list[str]) -> None:
+        super().__init__(f"{error.msg} (line {error.lineno} of the cell); nothing has run.")
+        self._shown = shown
+
+    def _render_traceback_(self) -> list[str]:
+        return [*self._shown, "Nothing has run on the workers."]
+
+
+def check_source(shell: InteractiveShell, first_line: str, cell: str) -> str:
+    """Give the cell as Python, magics transformed; raises when it is none, before anything runs."""
+    python: str = shell.transform_cell(in_notebook_lines(first_line, cell))
+    try:
+        module = compile(
+            python, "<cell>", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        )
+    except SyntaxError as error:
+        shown = shell.SyntaxTB.structured_traceback(type(error), error, None)
+        raise CellSyntaxError(error, shown) from None
+    assert isinstance(module, ast.Module)
+    if not module.body:
+        name = first_line.split()[0]
+        raise UsageError(
+            f"`{name}`: the cell holds no code, so nothing has run. "
+            "`%dist_init -n 4` starts workers without a cell."
+        )
+    return python
+
+
+def in_notebook_lines(first_line: str, cell: str) -> str:
+    """Make the source to send: the magic's line as a comment, so that lines have their numbers.
+
+    Not where another cell magic comes next, which must be on the first line.
+    """
+    return cell if cell.lstrip().startswith("%%") else f"# {first_line}\n{cell}"
+
+
+def _execution_count(shell: InteractiveShell) -> int:
+    """Give the number of the cell that is running: IPython has stored its input already."""
+    inputs = shell.history_manager.input_hist_parsed  # type: ignore[union-attr]
+    return max(1, len(inputs) - 1)
+
+
+def _cell_key(shell: InteractiveShell, source: str) -> str:
+    """Tell a cell from others: by the front end's id of it, else by its source."""
+    parent: Any = getattr(shell, "get_parent", dict)()  # a terminal's shell has none
+    return str(parent.get("metadata", {}).get("cellId") or source)

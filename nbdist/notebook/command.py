@@ -1,0 +1,164 @@
+"""`@command`: makes a magic of a function in `nbdist.notebook.commands`, where IPython finds it.
+
+A file there is all that a new magic needs: `find_commands` imports what lies in the folder.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, wraps
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
+
+from IPython.core.magic import no_var_expand
+from IPython.core.magic_arguments import magic_arguments
+
+from nbdist.errors import Interrupted, WorldNotStarted
+from nbdist.notebook import commands
+from nbdist.notebook.cells import bring
+from nbdist.notebook.options import Magic, parse, pool_option
+from nbdist.notebook.tables import Shown
+from nbdist.topology import parse_ranks
+from nbdist.wire.task import Call
+from nbdist.world.recovery import healing_text
+from nbdist.world.states import State
+
+if TYPE_CHECKING:
+    import argparse
+
+    from nbdist.notebook.display import CellDisplay
+    from nbdist.notebook.pool import Pools
+    from nbdist.world.world import World
+
+Split = Callable[[Magic, str], tuple[str, list[str]]]
+"""Divides a line into what argparse reads and the words that it does not."""
+
+
+class Line:
+    """One use of a magic: what was typed, and the pool, world and display that it concerns.
+
+    `pool` is the one that `--pool` names, or the default one; `pools` are all where none is named.
+    """
+
+    def __init__(self, command: Command, pools: Pools, text: str, cell: str = "") -> None:
+        self.command = command
+        self.text = f"{command.shown_name} {text}"
+        self.cell = cell
+        ours, self.words = command.split(command.run, text)
+        self.options: argparse.Namespace = parse(command.run, command.shown_name, ours)
+        self.pool = pools.at(self.options.pool)
+        self.pools = [self.pool] if self.options.pool else [*pools]
+
+    def __repr__(self) -> str:
+        return f"<Line {self.text}>"
+
+    @property
+    def world(self) -> World:
+        """The pool's; WorldNotStarted, in the magic's name, where there are no workers."""
+        if self.pool.world is None or self.pool.world.state is State.STOPPED:
+            raise WorldNotStarted(f"`{self.command.shown_name}`")
+        return self.pool.world
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those of `-r`, by default all."""
+        return self.ranks_of("all" if self.options.ranks is None else self.options.ranks)
+
+    def ranks_of(self, text: str) -> tuple[int, ...]:
+        """Select ranks, also of workers that have ended; UsageError for what selects none."""
+        return parse_ranks(text, (self.pool.world or self.world).size)
+
+    def call(self, op: str, **arguments: Any) -> dict[int, Any]:
+        """Call an op of `nbdist.worker.ops` on these ranks, and bring what it returns, by rank."""
+        task = self.world.task(Call(op, arguments), ranks=self.ranks)
+        return bring(self.pool, self.world, task)
+
+    @cached_property
+    def display(self) -> CellDisplay:
+        """Where this magic shows what it has to show."""
+        return self.pool.display()
+
+
+@dataclass(frozen=True)
+class Command:
+    """A magic: `run` gets its line, and returns what is shown, or None where it has shown it."""
+
+    run: Callable[[Line], Shown | str | None]
+    kind: Literal["line", "cell"]
+    split: Split
+    expands: bool
+
+    def __repr__(self) -> str:
+        return f"<Command {self.shown_name}>"
+
+    @property
+    def name(self) -> str:
+        """As IPython knows it."""
+        return self.run.__name__
+
+    @property
+    def shown_name(self) -> str:
+        """As people type it: `%dist_init`, `%%distributed`."""
+        return f"{'%%' if self.kind == 'cell' else '%'}{self.name}"
+
+    def magic(self, pools: Pools) -> Callable[..., None]:
+        """Make the function that IPython calls with a line, and with a cell if there is one."""
+
+        @wraps(self.run)  # so that `%dist_init?` shows its help, and the file that it is in
+        def magic(text: str, cell: str = "") -> None:
+            line = Line(self, pools, text, cell)
+            try:
+                shown = self.run(line)
+            except KeyboardInterrupt as stop:
+                raise _stopped(stop, line.pool.world) from None
+            match shown:
+                case Shown():
+                    shown.on(line.display)
+                case str():
+                    line.display.say(shown)
+
+        return magic if self.expands else no_var_expand(magic)
+
+
+def command(
+    *options: Callable[[Magic], Magic],
+    kind: Literal["line", "cell"] = "line",
+    split: Split = lambda _, line: (line, []),
+    expands: bool = True,
+) -> Callable[[Callable[[Line], Shown | str | None]], Command]:
+    """Make a magic of a function that is called as it, and has its help as docstring.
+
+    Args:
+        options: in the order in which the help shows them; all magics have `--pool`.
+        kind: whether it stands before a cell.
+        split: for lines that are not options alone.
+        expands: whether IPython replaces `$name` and `{name}` in the line.
+    """
+
+    def decorate(run: Callable[[Line], Shown | str | None]) -> Command:
+        for option in reversed((*options, pool_option)):
+            option(run)
+        return Command(magic_arguments()(run), kind, split, expands)
+
+    return decorate
+
+
+def find_commands() -> Iterator[Command]:
+    """Import the files in `nbdist.notebook.commands`, and give all commands that they define."""
+    for found in sorted(pkgutil.iter_modules(commands.__path__), key=lambda each: each.name):
+        module = import_module(f"{commands.__name__}.{found.name}")
+        yield from (each for each in vars(module).values() if isinstance(each, Command))
+
+
+def _stopped(stop: KeyboardInterrupt, world: World | None) -> KeyboardInterrupt:
+    """Word a Stop that the command has not met itself: what it has left."""
+    if isinstance(stop, Interrupted) or world is None:
+        return stop if isinstance(stop, Interrupted) else Interrupted(())
+    if world.state is State.STOPPING:
+        fate = "the workers are still ending; `%dist_shutdown` waits for that"
+        return Interrupted((), fate=fate)
+    if world.state is State.BROKEN:
+        return Interrupted((), fate=healing_text(world.session, range(world.size)))
+    return Interrupted(range(world.size) if world.state.has_workers else ())

@@ -1,0 +1,1 @@
+"""The magics, a file each or a family: `nbdist.notebook.command` finds what lies here."""

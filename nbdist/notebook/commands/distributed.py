@@ -1,0 +1,51 @@
+"""Cells on the workers."""
+
+from __future__ import annotations
+
+import re
+
+from IPython.core.magic_arguments import argument
+
+from nbdist.errors import UsageError
+from nbdist.notebook.cells import run_source
+from nbdist.notebook.command import Line, command
+from nbdist.notebook.commands.snapshot import take_due
+from nbdist.notebook.options import Magic, ranks_option, restarts_option, world_options
+
+_POOL = re.compile(r"(?:^|(?<=\s))--pool(?:\s*=\s*|\s+)(\S+)")
+
+
+@command(
+    ranks_option,
+    argument("--setup", action="store_true", help="run the cell again in every new worker"),
+    restarts_option,
+    world_options,
+    kind="cell",
+)
+def distributed(line: Line) -> None:
+    """Run the cell on all workers at once; the first such cell starts them.
+
+    The names of the notebook that the cell uses go along with it.
+    """
+    run_source(line.pool, line.text, line.cell, line.options.ranks, line.display, line.options)
+    take_due(line.pool)
+
+
+def _split_ranks(_: Magic, text: str) -> tuple[str, list[str]]:
+    """Take all but `--pool` for ranks: `-1` would be an option, `0, 2` two words."""
+    ranks = "".join(_POOL.sub(" ", text).split())
+    if not ranks:
+        raise UsageError("`%%rank` needs ranks: `%%rank 0`, `%%rank 0,2-3`, `%%rank -1`.")
+    pool = _POOL.search(text)
+    return f"{pool[0] if pool else ''} -- {ranks}", []
+
+
+@command(
+    argument("ranks", help="which ranks: 0  0,2-3  1:3  ::2  -1  all"),
+    kind="cell",
+    split=_split_ranks,
+)
+def rank(line: Line) -> None:
+    """Run the cell on some ranks only: `%%rank 0,2-3` is `%%distributed -r 0,2-3`."""
+    run_source(line.pool, line.text, line.cell, line.options.ranks, line.display)
+    take_due(line.pool)

@@ -1,0 +1,78 @@
+"""Starting, interrupting and ending workers."""
+
+from __future__ import annotations
+
+from IPython.core.magic_arguments import argument
+
+from nbdist.errors import Interrupted, UsageError, name_ranks
+from nbdist.notebook.cells import check_end, follow
+from nbdist.notebook.command import Line, command
+from nbdist.notebook.options import at_once, given, ranks_option, world_options
+from nbdist.world.recovery import healing_text
+
+
+@command(world_options)
+def dist_init(line: Line) -> str:
+    """Start workers now, as the first `%%distributed` cell would."""
+    world = line.pool.ensure(line.options, line.display)
+    world.session.config = world.session.config.but(**at_once(line.options))
+    return line.pool.ready_text
+
+
+@command(
+    ranks_option,
+    argument("--keep", metavar="NAMES", help="variables to carry over: --keep step,history"),
+    world_options,
+)
+def dist_restart(line: Line) -> str:
+    """End all workers and start new ones: out of every situation, with all variables lost.
+
+    The notebook keeps its own.  With `-r 2` only that rank is started anew, and the
+    others keep their variables.
+    """
+    keep, hint = _names(line.options.keep), line.pool.routine.hint
+    if line.options.ranks is not None:
+        return " ".join(filter(None, [_replace(line, keep), hint]))
+    line.pool.restart(line.options, keep, line.display)
+    new = f"variables are new but for {', '.join(keep)}" if keep else "variables are new"
+    return " · ".join(filter(None, [line.pool.ready_text, new, hint]))
+
+
+@command()
+def dist_interrupt(line: Line) -> str:
+    """Stop what the workers run, as the Stop button does."""
+    pool = line.pool
+    running = pool.last
+    if pool.world is None or running is None or not running.unfinished:
+        return "no cell is running on the workers"
+    pool.world.interrupt()
+    follow(pool, pool.world, running, pool.display())
+    check_end(pool, pool.world, running, stopped=False)
+    return str(Interrupted(running.task.ranks))
+
+
+@command()
+def dist_shutdown(line: Line) -> str:
+    """End all workers, or those of one pool, and everything that belongs to them."""
+    had_workers = [pool.shutdown() for pool in line.pools]
+    return "workers ended" if any(had_workers) else "no workers were running"
+
+
+def _replace(line: Line, keep: list[str]) -> str:
+    """Start some ranks anew in their places."""
+    if given(line.options):
+        raise UsageError("`%dist_restart -r`: only all workers together can be changed.")
+    world, ranks = line.world, line.ranks
+    line.display.wait_for(f"restarting {name_ranks(ranks)}")
+    world.replace(ranks, keep)
+    line.pool.forget_replaced()
+    return healing_text(world.session, ranks)
+
+
+def _names(text: str | None) -> list[str]:
+    """Split `a,b`; UsageError for what is no name."""
+    names = [name.strip() for name in (text or "").split(",") if name.strip()]
+    for name in names:
+        if not name.isidentifier():
+            raise UsageError(f"`--keep {text}`: names with commas between, such as `step,history`.")
+    return names

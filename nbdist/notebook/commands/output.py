@@ -1,0 +1,43 @@
+"""The last cell's output, and the last failure."""
+
+from __future__ import annotations
+
+from IPython.core.magic_arguments import argument
+
+from nbdist.errors import UsageError
+from nbdist.notebook.command import Line, command
+from nbdist.notebook.options import ranks_option
+from nbdist.notebook.tables import Shown, block
+from nbdist.output.text import whole_text
+
+LINES_AGAIN = 1000
+"""Lines that `%dist_output -r 3` shows without `--all`."""
+
+
+@command(
+    ranks_option,
+    argument("--all", action="store_true", dest="everything", help="all lines, not the last ones"),
+)
+def dist_output(line: Line) -> Shown | None:
+    """Show the output of the last distributed cell again, or all of it of some ranks."""
+    pool, everything = line.pool, line.options.everything
+    if pool.last is None or pool.world is None:
+        raise UsageError("No distributed cell has run yet, so there is no output to show.")
+    transcript = pool.last.transcript
+    if line.options.ranks is None and not everything:
+        line.display.end(transcript, pool.log_files())
+        return None
+    text = whole_text(transcript, [rank for rank in line.ranks if rank in transcript.ranks])
+    if not everything:
+        text = "\n".join(text.splitlines()[-LINES_AGAIN:])
+    return block(text)
+
+
+@command()
+def dist_why(line: Line) -> Shown | str:
+    """Show the last failure once more: when, which rank, its traceback or its last words.
+
+    Also after `%dist_restart`.
+    """
+    why = line.pool.why
+    return Shown(why.html, why.text) if why else "nothing has failed so far"

@@ -1,0 +1,90 @@
+"""Scripts, modules and executables on the workers."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.magic_arguments import argument
+
+from nbdist.errors import UsageError
+from nbdist.notebook.cells import orders_of, prepare, run_attempts
+from nbdist.notebook.command import Line, command
+from nbdist.notebook.options import Magic, ranks_option, restarts_option, world_options
+from nbdist.world.scripts import find_script
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping, Sequence
+
+    from nbdist.wire.task import Script
+
+NOTHING = (
+    "`%dist_run`: exactly one of a script and `-m module`: `%dist_run train.py --lr 0.1`, "
+    "`%dist_run -m pkg.mod`, or `%dist_run --no-python hostname`."
+)
+NO_PYTHON_MODULE = (
+    "`%dist_run --no-python -m`: a module needs python. `-m pkg.mod` alone runs a module, "
+    "`--no-python` alone an executable."
+)
+
+
+def split_line(magic: Magic, line: str) -> tuple[str, list[str]]:
+    """Divide a line into our options, and the words from the first one on that is none."""
+    try:
+        words = shlex.split(line)
+    except ValueError as error:  # a quote that is not closed
+        raise UsageError(f"`%{magic.__name__}`: {str(error).lower()}.") from None
+    added = magic.decorators  # type: ignore[attr-defined]
+    takes_value = {
+        flag: each.kwds.get("action") in (None, "append")
+        for each in added
+        for flag in getattr(each, "args", ())
+        if flag.startswith("-")
+    }
+    index = 0
+    while index < len(words) and words[index].startswith("-") and words[index] != "--":
+        index += 2 if _takes_next(takes_value, words[index]) else 1
+    rest = words[index:]
+    return shlex.join(words[:index]), rest[1:] if rest[:1] == ["--"] else rest
+
+
+def _takes_next(takes_value: Mapping[str, bool], word: str) -> bool:
+    """Tell whether an option's value is the next word; it may be cut short as argparse allows."""
+    names = [word] if word in takes_value else [f for f in takes_value if f.startswith(word)]
+    return word.strip("-") != "" and any(takes_value[name] for name in names[:1])
+
+
+def script_of(program: Sequence[str], options: argparse.Namespace) -> Script:
+    """Find what is to be run; UsageError where there is no such thing."""
+    if not program:
+        raise UsageError(NOTHING)
+    if options.module and options.no_python:
+        raise UsageError(NO_PYTHON_MODULE)
+    kind: Any = "module" if options.module else "executable" if options.no_python else "file"
+    return find_script(kind, program[0], program[1:], local_rank=options.pass_local_rank)
+
+
+@command(
+    argument("program", nargs="*", help="a script, and its own arguments, as they are"),
+    argument("-m", "--module", action="store_true", help="the program is a module: -m pkg.mod"),
+    argument("--no-python", action="store_true", help="the program is an executable"),
+    argument("--pass-local-rank", action="store_true",
+             help="give it --local-rank=N before all other arguments"),
+    ranks_option,
+    restarts_option,
+    world_options,
+    split=split_line,
+    expands=False,
+)  # fmt: skip
+def dist_run(line: Line) -> None:
+    """Run a script on all workers: `%dist_run -n 4 train.py --lr 0.1`.
+
+    It runs as `__main__` in the workers' own namespace, where cells find what it has
+    left.  Options for `%dist_run` stand before the script, all else is the script's.
+    """
+    options = line.options
+    script = script_of(line.words, options)
+    task, world = prepare(line.pool, script, options.ranks, line.display, options)
+    orders = orders_of(world, options)
+    run_attempts(line.pool, world, task, lambda: None, line.display, orders)

@@ -1,0 +1,118 @@
+"""The stacks of all ranks, equal ones once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from html import escape
+
+from nbdist.errors import name_ranks
+from nbdist.notebook.command import Line, command
+from nbdist.notebook.options import ranks_option
+from nbdist.notebook.tables import Shown
+from nbdist.output.fingerprint import normal
+from nbdist.output.markup import (
+    AMBER,
+    BLUE,
+    GREEN,
+    LINES,
+    RED,
+    barred,
+    bold,
+    details,
+    dim,
+    line,
+    panel,
+)
+from nbdist.wire.places import Stack
+from nbdist.world.hangs import doing_of
+
+OPEN_LINES = 60
+
+
+@command(ranks_option)
+def dist_stack(line: Line) -> Shown:
+    """Show where each rank is now, and how it came there; equal stacks once.
+
+    Whatever they do: compute, wait in a collective, or hold the GIL in C code.
+    """
+    stacks = line.pool.world.stacks(line.ranks) if line.pool.world is not None else ()
+    # Read after the stacks: asking for them is how a lost agent is noticed.
+    head = line.pool.headline
+    return Shown(stacks_html(head, stacks), stacks_text(head, stacks))
+
+
+@dataclass(frozen=True, slots=True)
+class StackGroup:
+    """Ranks whose stacks are equal but for addresses; `stack` is the first one's."""
+
+    ranks: tuple[int, ...]
+    stack: Stack
+
+    @property
+    def title(self) -> str:
+        """`wait in all_reduce, line 7`."""
+        stack = self.stack
+        if stack.state == "busy" or stack.place.is_stopped or stack.place.holds_gil:
+            code = stack.frames[0].code if stack.frames and stack.frames[0].is_cell else ""
+            return doing_of(self.ranks, stack.place, code)
+        return stack.state
+
+    @property
+    def lines(self) -> list[str]:
+        """The calls as Python's tracebacks show them, the innermost last."""
+        stack = self.stack
+        lines = [line for frame in stack.frames for line in frame.lines]
+        if stack.place.is_stopped:
+            lines.append(f"  `kill -CONT {stack.pid}` lets it go on")
+        return [*lines, *([f"  {stack.problem}"] if stack.problem else [])]
+
+
+def grouped(stacks: Iterable[Stack]) -> list[StackGroup]:
+    """Put equal stacks together, in the order of their first ranks."""
+    found: dict[str, list[Stack]] = {}
+    for stack in sorted(stacks, key=lambda stack: stack.rank):
+        one = StackGroup((stack.rank,), stack)
+        text = "\n".join([one.title, *one.lines]).replace(str(stack.pid), "<pid>")
+        found.setdefault(normal(text), []).append(stack)
+    return [StackGroup(tuple(stack.rank for stack in same), same[0]) for same in found.values()]
+
+
+def stacks_text(head: str, stacks: Iterable[Stack]) -> str:
+    """Write a header for each group, and its calls."""
+    parts = [head]
+    for group in grouped(stacks):
+        parts.append(f"── {_who(group)} · {group.title} ──")
+        parts.extend(group.lines)
+    return "\n".join(parts)
+
+
+def stacks_html(head: str, stacks: Iterable[Stack]) -> str:
+    """Draw each group behind its header, open as long as that is not too much."""
+    parts, shown = [line(bold(head))], 0
+    for index, group in enumerate(grouped(stacks)):
+        shown += len(group.lines)
+        parts.append(_block(group, is_open=index == 0 or shown <= OPEN_LINES))
+    return panel(*parts)
+
+
+def _block(group: StackGroup, *, is_open: bool) -> str:
+    title = f"{bold(_who(group))} {dim(group.title)}"
+    if not group.lines:
+        return barred(title, _colour(group.stack))
+    body = escape("\n".join(group.lines), quote=False)
+    box = f'<div style="{LINES};max-height:546px;overflow:auto">{body}</div>'
+    return details(title, box, _colour(group.stack), is_open=is_open)
+
+
+def _who(group: StackGroup) -> str:
+    """Write `ranks 0-2,3 same`."""
+    return name_ranks(group.ranks) + (" same" if len(group.ranks) > 1 else "")
+
+
+def _colour(stack: Stack) -> str:
+    if stack.state == "dead" or stack.place.is_stopped:
+        return RED
+    if stack.place.operation or stack.place.holds_gil:
+        return AMBER
+    return BLUE if stack.state == "busy" else GREEN

@@ -1,0 +1,76 @@
+"""What each worker is and does, and whose the names are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from IPython.core.magic_arguments import argument
+
+from nbdist.notebook.command import Line, command
+from nbdist.notebook.tables import Shown, below, block, table
+from nbdist.world.hangs import doing_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from nbdist.notebook.pool import Pool
+    from nbdist.wire.places import WorkerStatus
+
+HEADINGS = ("rank", "state", "pid", "device", "memory")
+MORE_HEADINGS = ("where", "last collective")
+"""Shown where any rank has an entry."""
+STATE_COLOURS = {"idle": "#2aa44f", "busy": "#1f77e0", "dead": "#d03030", "starting": "#b8860b"}
+
+
+@command(argument("-v", "--verbose", action="store_true", help="also who owns which name"))
+def dist_status(line: Line) -> None:
+    """Show each rank's state, process, device, memory, line of the cell, last collective.
+
+    Answers within 0.2 s whatever they do.
+    """
+    pools = [pool for pool in line.pools if pool.has_workers] or [line.pool]
+    for pool in pools:
+        status_of(pool, with_owners=line.options.verbose).on(pool.display())
+
+
+def status_of(pool: Pool, *, with_owners: bool) -> Shown:
+    """Draw the table of one pool."""
+    workers = pool.world.status() if pool.world is not None else ()
+    shown = table(pool.headline, rows(workers), STATE_COLOURS)
+    return below([shown, block(owners_text(pool.ledger.owners()))]) if with_owners else shown
+
+
+def rows(workers: Sequence[WorkerStatus]) -> list[tuple[str, ...]]:
+    """Lay out headings, and a row per rank; nothing where there are none."""
+    if not workers:
+        return []
+    table = [(*HEADINGS, *MORE_HEADINGS), *map(_row, workers)]
+    shown = [
+        index
+        for index, column in enumerate(zip(*table, strict=True))
+        if index < len(HEADINGS) or any(column[1:])
+    ]
+    return [tuple(line[index] for index in shown) for line in table]
+
+
+def _row(worker: WorkerStatus) -> tuple[str, ...]:
+    collective = worker.collective
+    done = "done" if collective and collective.is_done else "not done"
+    return (
+        str(worker.rank),
+        f"busy {worker.busy_seconds:.0f} s" if worker.state == "busy" else worker.state,
+        str(worker.pid),
+        worker.device,
+        f"{worker.memory / 2**20:.0f} MiB",
+        doing_of([worker.rank], worker.place, worker.code) if worker.place else "",
+        f"{collective}, {done}" if collective else "",
+    )
+
+
+def owners_text(owners: Mapping[str, tuple[str, frozenset[int]]]) -> str:
+    """List names, a line for each owner."""
+    lines = []
+    for owner, words in (("workers", "the workers' own"), ("notebook", "the notebook's, shipped")):
+        names = sorted(name for name, (whose, _) in owners.items() if whose == owner)
+        lines.append(f"{words}: {', '.join(names) or 'none'}")
+    return "\n".join(lines)

@@ -1,0 +1,39 @@
+"""Names from rank to rank."""
+
+from __future__ import annotations
+
+from IPython.core.magic_arguments import argument
+
+from nbdist.errors import UsageError, name_ranks
+from nbdist.notebook.command import Line, command
+from nbdist.notebook.options import ranks_option
+
+
+@command(
+    argument("names", nargs="+", help="names on the workers, which arrive together"),
+    argument("--from", dest="source", metavar="RANK", default="0", help="copy from (0)"),
+    ranks_option,
+)
+def dist_sync(line: Line) -> str:
+    """Copy names from one rank to those that lack them: `%dist_sync model opt --from 0`.
+
+    With `-r` to these ranks, whatever they have.
+    """
+    names, world = line.options.names, line.world
+    sources = line.ranks_of(line.options.source)
+    if len(sources) != 1:
+        raise UsageError(
+            f"`%dist_sync --from {line.options.source}`: it takes one rank to copy from."
+        )
+    source = sources[0]
+    to = None if line.options.ranks is None else line.ranks
+    listed = ", ".join(names)
+    line.display.wait_for(f"copying {listed} …")
+    try:
+        got = world.sync(names, source, to)
+    finally:
+        line.pool.forget_replaced()
+    line.pool.ledger.bound_on_workers(names, {source, *got})
+    if got:
+        return f"{listed}: rank {source} -> {name_ranks(got)}"
+    return f"all ranks have {listed} already; `-r all` copies to all of them"

@@ -1,0 +1,328 @@
+"""The pools of a notebook: each a world, how that is kept alive, and its names."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from nbdist.config import DEFAULT_POOL, WorldConfig
+from nbdist.errors import InChild, Interrupted, UsageError, count, name_ranks
+from nbdist.notebook.display import make_display
+from nbdist.notebook.idle import IdleWatch
+from nbdist.notebook.late import Ended
+from nbdist.notebook.options import check_same, given
+from nbdist.notebook.routine import Routine
+from nbdist.notebook.shipping.free_names import names_bound
+from nbdist.notebook.shipping.ledger import Ledger
+from nbdist.notebook.why import Why, idle_end, why_died
+from nbdist.world.recovery import healing_text
+from nbdist.world.states import State
+from nbdist.world.world import World
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Sequence
+
+    from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
+
+    from nbdist.notebook.display import CellDisplay
+    from nbdist.notebook.settings import NbDist
+    from nbdist.output.events import Died
+    from nbdist.world.link import Link
+    from nbdist.world.running import RunningTask
+
+
+class Pool:
+    """The world that a pool's cells run in; only IPython's own thread uses it.
+
+    `last` is the cell that ran last, `ended` are the displays of earlier ones, `why` is the
+    last failure.
+    """
+
+    def __init__(self, shell: InteractiveShell, settings: NbDist, name: str) -> None:
+        self.shell = shell
+        self.settings = settings
+        self.name = name
+        self.world: World | None = None
+        self.ledger = Ledger(shell.user_ns)
+        self.last: RunningTask | None = None
+        self.ended = Ended()
+        self.why: Why | None = None
+        self.routine = Routine()
+        self._link: Link | None = None
+        self._idle = IdleWatch(self._notice)
+
+    def __repr__(self) -> str:
+        return f"<Pool {self.name} {self.world} {self.ledger}>"
+
+    # --- what there is --------------------------------------------------------------------
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether there are worker processes to look at or to end."""
+        return self.world is not None and self.world.state.has_workers
+
+    @property
+    def headline(self) -> str:
+        """`4 workers on node01 · gloo · ready`, or that there are none.
+
+        With its `--name` where it was given one, and `8 workers as 2x4` where nodes are simulated.
+        """
+        world = self.world
+        if world is None or not world.state.has_workers:
+            return "no workers are running · `%%distributed -n 4` or `%dist_init -n 4` starts them"
+        name = f" · {world.session.config.name}" if world.session.config.name else ""
+        shape = "" if world.session.layout.startswith("1x") else f" as {world.session.layout}"
+        who = f"{self._title}{count(world.size, 'worker')}{shape} on {world.session.host}"
+        return f"{who} · {world.session.backend} · {world.state.value}{name}"
+
+    @property
+    def ready_text(self) -> str:
+        """`4 workers ready · gloo`, with the pool's name where it is not the default one."""
+        assert self.world is not None
+        workers = count(self.world.size, "worker")
+        return f"{self._title}{workers} ready · {self.world.session.backend}"
+
+    @property
+    def _title(self) -> str:
+        return f"pool {self.name} · " if self.name != DEFAULT_POOL else ""
+
+    def log_files(self) -> dict[int, str]:
+        """Name the log file of each rank that has one."""
+        if self.world is None:
+            return {}
+        return {rank: f"{folder}/stdout.log" for rank, folder in self.world.logs.items() if folder}
+
+    def display(self) -> CellDisplay:
+        """Make a display for what the cell that runs now has to show."""
+        return make_display(self.shell, self.settings.display)
+
+    # --- life -----------------------------------------------------------------------------
+
+    def take_over(self, link: Link | None) -> None:
+        """Have the agent that `%load_ext` started, for the first world."""
+        self._link = link
+
+    def ensure(self, options: argparse.Namespace, display: CellDisplay) -> World:
+        """Give the running world, or start one; UsageError when the options describe another."""
+        if (world := self.mended(display)) is not None:
+            check_same(world, options)
+            world.session.on_failure = options.on_failure or world.session.on_failure
+            return world
+        world = self._new_world(options, self.world)
+        self._start(world, display)
+        return world
+
+    def mended(self, display: CellDisplay) -> World | None:
+        """Mend the world for a cell, and note what was lost meanwhile; None where none runs."""
+        if self.world is not None:
+            _complete_shutdown(self.world)
+            _wait_for_stop(self.world, display)
+            self._mend(self.world, display)
+        self.show_late()
+        for text in self.ended.take_texts():
+            display.note(text)
+        if self.world is None or self.world.state is State.STOPPED:
+            return None
+        before, now = self.world.session.losses.take_size_before(), self.world.size
+        if before not in (None, now):
+            display.note(f"world {before} -> {now}")
+        return self.world
+
+    def restart(
+        self, options: argparse.Namespace, keep: Sequence[str], display: CellDisplay
+    ) -> World:
+        """Have new workers, as the ones before but for what the options say."""
+        old, changes = self.world, given(options)
+        if old is not None:
+            _complete_shutdown(old)
+        launcher = old.session.config.launcher if old else ""
+        if old is None or changes.get("launcher", launcher) != launcher:
+            world = self._replace_world(options, old, keep, display)
+        else:
+            world = old
+            display.wait_for("restarting")
+            world.restart(keep=keep, **changes)
+            self.ledger.forget()
+            self.ended.forget()
+            self._watch_while_idle()
+            if changes and world.session.warning:
+                display.note(world.session.warning)
+        self.ledger.bound_on_workers(keep, range(world.size))
+        return world
+
+    def forget_replaced(self) -> dict[int, Died | None]:
+        """Drop what replaced ranks had; say which they are, and how they died."""
+        replaced = self.world.session.losses.take_replaced() if self.world is not None else {}
+        self.ledger.forget(replaced)
+        return replaced
+
+    def shutdown(self) -> bool:
+        """End the workers and the agent; say whether there were workers."""
+        had_workers, link = self.has_workers, self._link
+        self._link = None
+        self._idle.stop()
+        self.ledger.forget()
+        if link is not None:
+            link.close()
+        if self.world is not None:
+            self.world.shutdown()
+        # Not before: where Stop ends the wait, the next `%dist_shutdown` has to find it.
+        self.world = None
+        return had_workers
+
+    def close(self) -> None:
+        """End at once all that this pool has started, since the notebook ends."""
+        self._idle.stop()
+        links = [self._link, self.world.session.detach_link() if self.world else None]
+        for link in links:
+            if link is not None:
+                link.close()
+        self._link = self.world = None
+
+    def _new_world(self, options: argparse.Namespace, old: World | None) -> World:
+        config = old.session.config if old else WorldConfig(pool=self.name)
+        world = World(**vars(config.but(**given(options))))
+        if self._link is not None and world.session.config.launcher == WorldConfig.launcher:
+            world.session.adopt(self._link)
+            self._link = None
+        return world
+
+    def _replace_world(
+        self,
+        options: argparse.Namespace,
+        old: World | None,
+        keep: Sequence[str],
+        display: CellDisplay,
+    ) -> World:
+        """Put another world in the place of the old one, with its set-up cells."""
+        world = self._new_world(options, old)
+        kept = old.session.take(keep, old.session.everyone) if old else {}
+        if old is not None:
+            world.session.setup, old.session.setup = old.session.setup, world.session.setup
+            old.shutdown()
+        self._start(world, display)
+        world.session.begin(keep, kept)
+        return world
+
+    def _start(self, world: World, display: CellDisplay) -> None:
+        self.ledger.forget()
+        self.ended.forget()
+        if world.session.warning:
+            display.note(world.session.warning)
+        display.wait_for(f"starting {count(world.size, 'worker')} …")
+        try:
+            for text in filter(None, world.session.starting_texts()):
+                display.wait_for(text)
+        except KeyboardInterrupt:
+            raise Interrupted(()) from None
+        for text in world.session.lacks:
+            display.note(text.rstrip("."))
+        self.world = world
+        self._watch_while_idle()
+
+    # --- while no cell runs ---------------------------------------------------------------
+
+    def notice_cell(self, raw_cell: str) -> None:
+        """Count what a cell of the notebook has bound as the notebook's."""
+        if raw_cell.lstrip().startswith(("%%distributed", "%%rank")):
+            return
+        try:
+            bound = names_bound(self.shell.transform_cell(raw_cell))
+        except SyntaxError:
+            return  # it bound nothing
+        self.ledger.bound_in_notebook(bound)
+
+    def _watch_while_idle(self) -> None:
+        self._idle.follow(self.world.session.link if self.world and self.has_workers else None)
+
+    def show_late(self, *, at_once: bool = True) -> None:
+        """Show what ranks have said after their cells, below these."""
+        if self.world is not None:
+            self.ended.receive(self.world.session.take_late())
+            self.ended.show(self.log_files(), at_once=at_once)
+
+    def _notice(self) -> None:
+        """Show what ranks print now, below their cells; replace those that died."""
+        world = self.world
+        if world is None or not world.session.is_idle or not world.state.has_workers:
+            return
+        display = self.display()
+        self._mend(world, display)
+        self.show_late()
+        if world.session.lost is not None:
+            display.note(str(world.session.lost))
+
+    def _mend(self, world: World, display: CellDisplay) -> None:
+        """Replace workers that died while no cell was running, and say so."""
+        world.session.receive_waiting()
+        if not world.session.is_idle:
+            return
+        world.session.heal()
+        dead = {rank: died for rank, died in self.forget_replaced().items() if died is not None}
+        for rank, died in dead.items():
+            self.why = why_died(rank, world.session.host, died, self.log_files().get(rank, ""))
+            display.note(f"rank {rank} {idle_end(died)}")
+        if dead:
+            display.note(healing_text(world.session, dead).rstrip("."))
+            if self.routine.hint:
+                display.note(self.routine.hint)
+
+
+def _complete_shutdown(world: World) -> None:
+    """End workers whose end was being waited for when Stop came."""
+    if world.state is State.STOPPING:
+        world.shutdown()
+
+
+def _wait_for_stop(world: World, display: CellDisplay) -> None:
+    """Wait for ranks that had not left a stopped cell when it gave control back."""
+    running = world.session.running
+    if running is not None and running.is_stopping and running.unfinished:
+        late = name_ranks(running.unfinished)
+        display.wait_for(f"waiting for {late} to end the cell that was stopped …")
+        world.session.wait_for_stop()
+
+
+class Pools:
+    """Those that have been named so far, and the default one."""
+
+    def __init__(self, shell: InteractiveShell, settings: NbDist) -> None:
+        self._pid = os.getpid()
+        self.shell = shell
+        self.settings = settings
+        self._pools = {DEFAULT_POOL: Pool(shell, settings, DEFAULT_POOL)}
+
+    def __repr__(self) -> str:
+        return f"<Pools {[*self]}>"
+
+    def __iter__(self) -> Iterator[Pool]:
+        yield from self._pools.values()
+
+    @property
+    def default(self) -> Pool:
+        """The one of cells that name no pool."""
+        return self._pools[DEFAULT_POOL]
+
+    def at(self, name: str | None) -> Pool:
+        """Give the pool of this name, which may be new; UsageError for what is no name."""
+        if os.getpid() != self._pid:
+            raise InChild("`%%distributed` and nbdist's other magics")
+        name = name or DEFAULT_POOL
+        if not name.replace("-", "_").isidentifier():
+            raise UsageError(f"`--pool {name}`: a pool's name is a word, such as `--pool trainer`.")
+        if name not in self._pools:
+            self._pools[name] = Pool(self.shell, self.settings, name)
+        return self._pools[name]
+
+    def notice_names(self, result: ExecutionResult) -> None:
+        """Count what a cell has bound as the notebook's; called by IPython after each."""
+        raw_cell = getattr(result.info, "raw_cell", None)
+        if raw_cell:
+            for pool in self:
+                pool.notice_cell(raw_cell)
+
+    def close(self) -> None:
+        """End at once all that the notebook has started; called when it ends."""
+        for pool in self:
+            pool.close()

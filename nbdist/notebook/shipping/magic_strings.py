@@ -1,0 +1,95 @@
+"""The Python inside the strings that IPython makes of magics and `!` lines; pure."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+# Magics whose text is no Python: words in it must not be taken for names.
+_NOT_PYTHON = frozenset(
+    {
+        *("bash", "cmd", "perl", "ruby", "script", "sh", "system", "sx"),
+        *("html", "javascript", "js", "latex", "markdown", "svg", "writefile"),
+        *(
+            "cat",
+            "cd",
+            "cp",
+            "ls",
+            "man",
+            "mkdir",
+            "more",
+            "mv",
+            "pushd",
+            "rm",
+            "rmdir",
+            "writefile",
+        ),
+        *("alias", "autoreload", "bookmark", "colors", "config", "env", "load", "load_ext"),
+        *(
+            "matplotlib",
+            "pylab",
+            "reload_ext",
+            "run",
+            "set_env",
+            "unload_ext",
+            "conda",
+            "pip",
+            "uv",
+        ),
+    }
+)
+_BRACES = re.compile(r"\{([^{}]+)\}")
+_DOLLAR = re.compile(r"(?<!\$)\$\{?([A-Za-z_]\w*)")
+_OPTION = re.compile(r"\s*(-\S+|\d+)")
+_MAGIC_LINE = re.compile(r"^[ \t]*[%!].*$", re.MULTILINE)
+
+
+def code_in_magic(call: ast.Call) -> list[ast.stmt]:
+    """Parse what a call like `get_ipython().run_line_magic("time", "f(x)")` would run.
+
+    What `{x}` and `$x` would fill in comes as expressions.  Nothing for other calls.
+    """
+    match call.func:
+        case ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython")), attr=method):
+            pass
+        case _:
+            return []
+    texts = [
+        argument.value
+        for argument in call.args
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+    ]
+    match method:
+        case "system" | "getoutput" | "getoutput_all":
+            return [*_filled_in(texts)]
+        case "run_line_magic" | "run_cell_magic" if texts:
+            name, *texts = texts
+            code = [] if name in _NOT_PYTHON else [_python(text) for text in texts]
+            return [*_filled_in(texts), *(statement for body in code for statement in body)]
+        case _:
+            return []
+
+
+def _python(text: str) -> list[ast.stmt]:
+    """Parse `text`, or what follows its options, as Python; nothing if it is not Python."""
+    while True:
+        found = _parsed(text) or _parsed(_MAGIC_LINE.sub("", text))
+        option = _OPTION.match(text)
+        if found or not option:
+            return found
+        text = text[option.end() :].lstrip(" ")
+
+
+def _filled_in(texts: list[str]) -> Iterator[ast.stmt]:
+    for text in texts:
+        for expression in (*_BRACES.findall(text), *_DOLLAR.findall(text)):
+            # Python's own way to tell an expression from its format: `{x:.3f}`.
+            yield from _parsed(f"f{'{' + expression + '}'!r}")
+
+
+def _parsed(text: str) -> list[ast.stmt]:
+    try:
+        return ast.parse(text).body
+    except (SyntaxError, ValueError):  # ValueError: null bytes.
+        return []

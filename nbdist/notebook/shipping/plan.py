@@ -1,0 +1,361 @@
+"""Which names of the notebook go with a cell, and their values, packed.
+
+The magics ask for a shipment before a cell goes out, and tell the ledger
+(`Ledger.shipped(shipment.records, ranks)`) when the cell has been sent.  The rules are
+in `Ledger` (who owns a name) and in `_Plan` (what has changed, what belongs together).
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nbdist.errors import count, name_ranks
+from nbdist.notebook.shipping.free_names import dotted_names, names_used
+from nbdist.notebook.shipping.ledger import Ledger, Record
+from nbdist.notebook.shipping.versions import (
+    DIGEST_LIMIT,
+    Identity,
+    atomic_version,
+    content_version,
+    is_atomic,
+    size_of,
+)
+from nbdist.wire.definitions import SYSTEM_NAMES, Import
+from nbdist.wire.payload import Payload, pack_frames
+from nbdist.wire.pickling import Pickled, join, pickle
+from nbdist.wire.shared_memory import Segment
+from nbdist.wire.unshippable import PICKLING_ERRORS, fails_in, parts, unshippable
+
+BIG = 64 * 1024 * 1024
+"""From this many bytes on a notice is shown before something is sent."""
+
+WORKERS_OWN = frozenset({"rank", "world_size", "local_rank", "device"})
+_WORKERS_MODULES = {"torch": "torch", "dist": "torch.distributed"}
+
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Shipment:
+    """Names with their values, ready to travel.
+
+    `notices` are lines for the user, to be shown before it is sent.  Keep `segment` open
+    until the ranks have the payload; give `records` to `Ledger.shipped` then.
+    """
+
+    names: tuple[str, ...]
+    payload: Payload
+    segment: Segment | None
+    bytes: int
+    notices: tuple[str, ...]
+    records: Mapping[str, Record]
+
+    def __repr__(self) -> str:
+        return f"<Shipment {', '.join(self.names) or 'of nothing'}, {format_size(self.bytes)}>"
+
+
+def plan(
+    source: str,
+    ledger: Ledger,
+    ranks: Iterable[int],
+    hidden: Mapping[str, Any] | None = None,
+) -> Shipment | None:
+    """Pack what has to go to `ranks` for this cell; None when they have it all.
+
+    `source` is the cell after IPython's transformations, `hidden` IPython's table of
+    names that are not the user's (`shell.user_ns_hidden`).  A shipment without names has
+    something to say only.  Raises `UnshippableName`, and SyntaxError; nothing has been
+    sent or recorded then.
+    """
+    plan = _Plan(ledger, frozenset(ranks), hidden or {}, dotted_names(source))
+    plan.follow(names_used(source))
+    return plan.shipment()
+
+
+def push(names: Iterable[str], ledger: Ledger, ranks: Iterable[int]) -> Shipment | None:
+    """Pack these names, and what their functions need, whatever the ledger says of them.
+
+    Raises `UnshippableName`; KeyError for a name that the notebook lacks.
+    """
+    plan = _Plan(ledger, frozenset(ranks), {}, frozenset())
+    plan.force(names)
+    return plan.shipment()
+
+
+@dataclass(slots=True)
+class _Look:
+    """How a name is now."""
+
+    value: Any
+    record: Record
+    changed: bool
+    pickled: Pickled | None = None
+
+
+class _Plan:
+    """Follows names to the names that they need, and decides what goes."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        ranks: frozenset[int],
+        hidden: Mapping[str, Any],
+        chains: frozenset[tuple[str, ...]],
+    ) -> None:
+        self._ledger = ledger
+        self._names = ledger.namespace
+        self._ranks = ranks
+        self._hidden = hidden
+        self._chains = chains
+        self._looks: dict[str, _Look] = {}
+        self._notices: list[str] = []
+
+    # --- which names ----------------------------------------------------------------------
+
+    def follow(self, names: Iterable[str]) -> None:
+        """Look at these names, and at those that their functions need, as far as they go."""
+        waiting = sorted(names, reverse=True)
+        while waiting:
+            name = waiting.pop()
+            if name in self._names and name not in self._looks and self._is_ours(name):
+                look = self._looks[name] = self._look(name)
+                waiting += sorted(look.record.needs, reverse=True)
+
+    def force(self, names: Iterable[str]) -> None:
+        """Ship these whatever the ledger says; then follow what they need."""
+        for name in names:
+            look = self._looks[name] = self._look(name)
+            look.changed = True
+        for look in [*self._looks.values()]:
+            self.follow(look.record.needs)
+
+    def _is_ours(self, name: str) -> bool:
+        """Say whether the notebook's value of a name is for the workers; note why not."""
+        value = self._names[name]
+        if SYSTEM_NAMES.fullmatch(name) or self._hidden.get(name, _MISSING) is value:
+            return False
+        if name in WORKERS_OWN:
+            if self._ledger.record(name) is None and self._ledger.tell_once(name):
+                self._notices.append(
+                    f"`{name}` of the notebook was not sent, every worker has its own; "
+                    f"`%dist_push {name}` sends it"
+                )
+            return False
+        if self._is_workers_module(name, value):
+            return False
+        owners = self._ledger.ranks_that_own(name)
+        if owners and not self._ranks <= owners and self._ledger.tell_once(name):
+            self._notices.append(
+                f"`{name}` was bound by a cell on {name_ranks(owners)} only, so the notebook's "
+                f"was not sent; `%dist_push {name}` sends it"
+            )
+        return not owners
+
+    def _is_workers_module(self, name: str, value: Any) -> bool:
+        return (
+            name in _WORKERS_MODULES
+            and isinstance(value, types.ModuleType)
+            and value.__name__ == _WORKERS_MODULES[name]
+            and self._ledger.record(name) is None
+            and not self._submodules(name, value)
+        )
+
+    # --- how they are ---------------------------------------------------------------------
+
+    def _look(self, name: str) -> _Look:
+        value, last = self._names[name], self._ledger.record(name)
+        pickled = None
+        if is_atomic(value):
+            record = Record(atomic_version(value), Identity(value))
+        elif isinstance(value, types.ModuleType):
+            record = self._record_of_module(name, value, last)
+        elif last and self._is_too_big_to_look(name, value, last):
+            record = last
+        else:
+            pickled = self._pickle({name: value}, sketch=True)
+            record = _record_of(value, pickled)
+        changed = not self._ranks <= self._ledger.ranks_that_have(name, record.version)
+        return _Look(value, record, changed, pickled)
+
+    def _is_too_big_to_look(self, name: str, value: Any, last: Record) -> bool:
+        """Say whether pickling it again would cost much, and show nothing that matters."""
+        return (
+            isinstance(last.version, Identity)
+            and last.version.is_unchanged(value)
+            and self._ranks <= self._ledger.ranks_that_have(name, last.version)
+        )
+
+    def _record_of_module(self, name: str, module: types.ModuleType, last: Record | None) -> Record:
+        submodules = self._submodules(name, module)
+        match last.version if last else None:
+            case ("module", known, frozenset(before)) if known == module.__name__:
+                submodules |= before
+        return Record(("module", module.__name__, submodules), Identity(module))
+
+    def _submodules(self, name: str, module: types.ModuleType) -> frozenset[str]:
+        """Modules that the cell reaches through this one: `xml` alone has no `xml.dom`."""
+        found = set()
+        for chain in self._chains:
+            path = module.__name__
+            for part in chain[1:] if chain[0] == name else ():
+                path = f"{path}.{part}"
+                if path not in sys.modules:
+                    break
+                found.add(path)
+        return frozenset(found)
+
+    def _pickle(self, values: dict[str, Any], *, sketch: bool = False) -> Pickled:
+        try:
+            return pickle(values, self._names, sketch=sketch)
+        except PICKLING_ERRORS as problem:
+            fails = fails_in(self._names)
+            for name in values:
+                if fails(self._names[name]):
+                    raise unshippable(name, self._names[name], fails, problem) from problem
+            raise
+
+    # --- what belongs together ------------------------------------------------------------
+
+    def shipment(self) -> Shipment | None:
+        """Pack what changed, with what shares objects with it; None if there is nothing."""
+        plain = {
+            name: Import(look.value, look.record.version[2])  # type: ignore[index]
+            if isinstance(look.value, types.ModuleType)
+            else look.value
+            for name, look in self._looks.items()
+            if look.changed and look.pickled is None
+        }
+        groups = self._groups()
+        if not plain and not groups:
+            return self._words_only()
+        pickles = [self._pickle(plain)] if plain else []
+        for group in groups:
+            pickles.append(self._pickle_group(group))
+            self._announce(group, pickles[-1])
+        frames = join(pickles)
+        payload, segment = pack_frames(frames)
+        names = [*plain, *(name for group in groups for name in group)]
+        records = {name: self._looks[name].record for name in names}
+        size = size_of(frames)
+        return Shipment(tuple(names), payload, segment, size, tuple(self._notices), records)
+
+    def _words_only(self) -> Shipment | None:
+        if not self._notices:
+            return None
+        return Shipment((), Payload(), None, 0, tuple(self._notices), {})
+
+    def _pickle_group(self, group: list[str]) -> Pickled:
+        known = self._looks[group[0]].pickled
+        if len(group) == 1 and known is not None and not known.is_sketch:
+            return known
+        return self._pickle({name: self._looks[name].value for name in group})
+
+    def _groups(self) -> list[list[str]]:
+        """Group the changed names that were pickled, each with those that share objects with it."""
+        changed = [name for name, look in self._looks.items() if look.changed and look.pickled]
+        if not any(look.record.holds_objects for look in map(self._looks.get, changed) if look):
+            return [[name] for name in changed]
+        candidates = [*changed, *self._unchanged_with_objects()]
+        groups: list[list[str]] = []
+        taken: set[str] = set()
+        for name in changed:
+            if name not in taken:
+                groups.append(self._connected(name, candidates))
+                taken.update(groups[-1])
+        for name in taken.difference(changed):
+            look = self._looks[name]
+            if look.pickled:  # It may have changed since a cell last used it.
+                look.record = _record_of(look.value, look.pickled)
+        self._explain(set(changed), groups)
+        return groups
+
+    def _unchanged_with_objects(self) -> list[str]:
+        for name in self._ledger.holding_objects():
+            if name not in self._looks and self._is_ours(name):
+                value = self._names[name]
+                try:
+                    pickled = pickle({name: value}, self._names, sketch=True)
+                except PICKLING_ERRORS:
+                    continue  # This cell does not use it; the one that does will say so.
+                record = self._ledger.record(name) or _record_of(value, pickled)
+                self._looks[name] = _Look(value, record, changed=False, pickled=pickled)
+        return [name for name, look in self._looks.items() if look.pickled and not look.changed]
+
+    def _connected(self, name: str, candidates: list[str]) -> list[str]:
+        group, objects = [name], set(self._shared(name))
+        grew = True
+        while grew:
+            grew = False
+            for other in candidates:
+                if other not in group and not objects.isdisjoint(self._shared(other)):
+                    group.append(other)
+                    objects |= self._shared(other)
+                    grew = True
+        return group
+
+    def _shared(self, name: str) -> frozenset[int]:
+        pickled = self._looks[name].pickled
+        return pickled.shared if pickled else frozenset()
+
+    # --- what to say ----------------------------------------------------------------------
+
+    def _explain(self, changed: set[str], groups: list[list[str]]) -> None:
+        for group in groups:
+            again = [f"`{name}`" for name in group if name not in changed]
+            if again:
+                because = ", ".join(f"`{name}`" for name in group if name in changed)
+                self._notices.append(
+                    f"sending {', '.join(again)} again: shares objects with {because}"
+                )
+
+    def _announce(self, group: list[str], pickled: Pickled) -> None:
+        size = size_of(pickled.frames)
+        if size < BIG:
+            return
+        blame = [f", most of it in {path}" for name in group if (path := self._heaviest(name))]
+        self._notices.append(
+            f"shipping {', '.join(group)} ({format_size(size)}{''.join(blame)}) "
+            f"to {count(len(self._ranks), 'rank')}"
+        )
+
+    def _heaviest(self, name: str) -> str | None:
+        """Find the variable of a function, or of a class, that makes up most of it."""
+        value = self._looks[name].value
+        if not callable(value):
+            return None
+        sizes = {name + step: self._size(part) for step, part in parts(value)}
+        heaviest = max(sizes, key=lambda path: sizes[path], default=None)
+        return heaviest if heaviest and sizes[heaviest] >= BIG // 2 else None
+
+    def _size(self, part: Any) -> int:
+        try:
+            return size_of(pickle(part, self._names, sketch=True).frames)
+        except PICKLING_ERRORS:
+            return 0  # It was left out by what holds it.
+
+
+def _record_of(value: Any, pickled: Pickled) -> Record:
+    identity = Identity(value)
+    # The buffers are looked at in place; what is in the pickle itself has to be pickled.
+    too_big = memoryview(pickled.frames[0]).nbytes > DIGEST_LIMIT
+    version = identity if too_big else content_version(pickled)
+    return Record(version, identity, pickled.needs, _holds_objects(value))
+
+
+def _holds_objects(value: Any) -> bool:
+    """Say whether another name may share an object with this value."""
+    if isinstance(value, types.FunctionType):
+        return value.__closure__ is not None or value.__defaults__ is not None
+    return not isinstance(value, type)
+
+
+def format_size(size: int) -> str:
+    """Write a number of bytes: `200 MB`, `1.2 GB`."""
+    for unit, bound in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= bound:
+            return f"{size / bound:.1f} {unit}" if unit == "GB" else f"{size / bound:.0f} {unit}"
+    return f"{size} bytes"

@@ -1,0 +1,232 @@
+"""Terminal colour codes (SGR, `ESC[...m`): what they mean, and coloured text as HTML.  Pure.
+
+Colours that a program took from the 16 named ones become shades that are legible on
+white and on black, since the page's theme is not known and may change.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from html import escape
+
+SGR = re.compile(r"\x1b\[([0-9;:]*)m")
+RESET = "\x1b[0m"
+
+BOLD, DIM, ITALIC, UNDERLINE, INVERSE, STRIKE = 1, 2, 3, 4, 7, 9
+_ATTRIBUTES = frozenset({BOLD, DIM, ITALIC, UNDERLINE, INVERSE, STRIKE})
+# What each "switch off" code ends; 21 is "double underline" or "not bold", by terminal.
+_ENDS = {
+    21: frozenset({BOLD}),
+    22: frozenset({BOLD, DIM}),
+    23: frozenset({ITALIC}),
+    24: frozenset({UNDERLINE}),
+    27: frozenset({INVERSE}),
+    29: frozenset({STRIKE}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How a character looks; `foreground` and `background` are SGR parameters ("31", "38;5;28")."""
+
+    foreground: str = ""
+    background: str = ""
+    attributes: frozenset[int] = frozenset()
+
+    @property
+    def codes(self) -> str:
+        """The shortest parameters that lead from the plain style to this one, "" for plain."""
+        parts = [str(code) for code in sorted(self.attributes)]
+        return ";".join([*parts, *filter(None, (self.foreground, self.background))])
+
+
+PLAIN = Style()
+
+
+@lru_cache(maxsize=4096)
+def restyle(style: Style, parameters: str) -> Style:
+    """Give the style after `ESC[<parameters>m`; unknown parameters change nothing."""
+    codes = [int(code) if code else 0 for code in parameters.replace(":", ";").split(";")]
+    position = 0
+    while position < len(codes):
+        code = codes[position]
+        if code in (38, 48):
+            colour, position = _extended_colour(codes, position)
+            if colour:
+                style = _coloured(style, code, colour)
+            continue
+        style = _simple(style, code)
+        position += 1
+    return style
+
+
+def _simple(style: Style, code: int) -> Style:
+    if code == 0:
+        return PLAIN
+    if code in _ATTRIBUTES:
+        return replace(style, attributes=style.attributes | {code})
+    if code in _ENDS:
+        return replace(style, attributes=style.attributes - _ENDS[code])
+    if 30 <= code <= 37 or 90 <= code <= 97:
+        return replace(style, foreground=str(code))
+    if 40 <= code <= 47 or 100 <= code <= 107:
+        return replace(style, background=str(code))
+    if code == 39:
+        return replace(style, foreground="")
+    if code == 49:
+        return replace(style, background="")
+    return style
+
+
+def _extended_colour(codes: list[int], position: int) -> tuple[str, int]:
+    """Read the colour that starts with 38 or 48 at `position`; also the position after it."""
+    count = {5: 3, 2: 5}.get(codes[position + 1] if position + 1 < len(codes) else -1)
+    if count is None or position + count > len(codes):
+        return "", len(codes)
+    values = codes[position : position + count]
+    if max(values[2:]) > 255:
+        return "", position + count
+    return ";".join(map(str, values)), position + count
+
+
+def _coloured(style: Style, code: int, colour: str) -> Style:
+    return replace(style, foreground=colour) if code == 38 else replace(style, background=colour)
+
+
+def strip(text: str) -> str:
+    """Take a text's colours out."""
+    return SGR.sub("", text) if "\x1b" in text else text
+
+
+# --- as HTML ----------------------------------------------------------------------------
+
+Rgb = tuple[int, int, int]
+
+# black red green yellow blue magenta cyan white, then the bright ones.
+_NAMED: tuple[Rgb, ...] = (
+    (0x6E, 0x76, 0x81),
+    (0xD4, 0x3A, 0x3A),
+    (0x1E, 0x93, 0x50),
+    (0xA8, 0x7A, 0x00),
+    (0x2F, 0x7F, 0xE6),
+    (0xB0, 0x4F, 0xC4),
+    (0x0C, 0x8D, 0xA0),
+    (0x86, 0x8E, 0x96),
+    (0x7D, 0x85, 0x90),
+    (0xEA, 0x4E, 0x4E),
+    (0x28, 0xA2, 0x5C),
+    (0xBC, 0x8B, 0x10),
+    (0x4A, 0x90, 0xF0),
+    (0xC2, 0x67, 0xD6),
+    (0x1F, 0x9C, 0xB0),
+    (0x95, 0x9D, 0xA5),
+)
+_CUBE = (0, 95, 135, 175, 215, 255)
+# Relative luminance between which text can be read on both white and near-black.
+_DARKEST, _LIGHTEST = 0.08, 0.38
+_MARKED = 0.4
+
+
+def ansi_html(text: str) -> str:
+    """Escape the text, its colours as `<span style=...>`; other escapes must be gone."""
+    if "\x1b" not in text:
+        return escape(text, quote=False)
+    parts: list[str] = []
+    style, position = PLAIN, 0
+    for code in SGR.finditer(text):
+        parts.append(_span(text[position : code.start()], style))
+        style, position = restyle(style, code[1]), code.end()
+    parts.append(_span(text[position:], style))
+    return "".join(parts).replace("\x1b", "")
+
+
+def _span(text: str, style: Style) -> str:
+    if not text:
+        return ""
+    css = _css(style)
+    escaped = escape(text, quote=False)
+    return f'<span style="{css}">{escaped}</span>' if css else escaped
+
+
+@lru_cache(maxsize=4096)
+def _css(style: Style) -> str:
+    rules = _colour_rules(style)
+    attributes = style.attributes
+    if BOLD in attributes:
+        rules.append("font-weight:bold")
+    if DIM in attributes:
+        rules.append("opacity:0.65")
+    if ITALIC in attributes:
+        rules.append("font-style:italic")
+    if UNDERLINE in attributes:
+        rules.append("text-decoration:underline")
+    elif STRIKE in attributes:
+        rules.append("text-decoration:line-through")
+    return ";".join(rules)
+
+
+def _colour_rules(style: Style) -> list[str]:
+    front, back = _rgb(style.foreground), _rgb(style.background)
+    if INVERSE in style.attributes:
+        # The page's own colours are not known: grey stands for the text's as a background.
+        front, back = back, front or (128, 128, 128)
+    if front and back:
+        return [f"color:{_hex(front)}", f"background-color:{_hex(back)}"]
+    if front:
+        return [f"color:{_hex(_legible(front))}"]
+    if back:
+        return ["background-color:rgba({},{},{},{})".format(*back, _MARKED)]
+    return []
+
+
+def _rgb(colour: str) -> Rgb | None:
+    codes = [int(code) for code in colour.split(";") if code]
+    match codes:
+        case []:
+            return None
+        case [_, 5, number]:
+            return _from_256(number)
+        case [_, 2, red, green, blue]:
+            return red, green, blue
+        case [code]:
+            return _NAMED[code % 10 + (8 if code >= 90 else 0)]
+        case _:
+            return None
+
+
+def _from_256(number: int) -> Rgb:
+    if number < 16:
+        return _NAMED[number]
+    if number >= 232:
+        grey = 8 + 10 * (number - 232)
+        return grey, grey, grey
+    number -= 16
+    return _CUBE[number // 36], _CUBE[number // 6 % 6], _CUBE[number % 6]
+
+
+def _legible(colour: Rgb) -> Rgb:
+    """Take the colour itself, or the nearest shade of it that is readable in both themes."""
+    light = _luminance(colour)
+    if light > _LIGHTEST:
+        return _mix(colour, 0, (_LIGHTEST / light) ** (1 / 2.2))
+    if light < _DARKEST:
+        # So much white, in linear light, brings it up to the wanted luminance.
+        share = (_DARKEST - light) / (1 - light)
+        return _mix(colour, 255, 1 - share ** (1 / 2.2))
+    return colour
+
+
+def _luminance(colour: Rgb) -> float:
+    red, green, blue = (float((part / 255) ** 2.2) for part in colour)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def _mix(colour: Rgb, other: int, share: float) -> Rgb:
+    red, green, blue = (round(part * share + other * (1 - share)) for part in colour)
+    return red, green, blue
+
+
+def _hex(colour: Rgb) -> str:
+    return "#{:02x}{:02x}{:02x}".format(*colour)

@@ -1,0 +1,182 @@
+"""What one rank shows, in the order in which it showed it, as frozen dataclasses.
+
+A raw Jupyter message lives for one line in `nbdist.node`, then it is one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from nbdist.errors import word_exit
+
+StreamName = Literal["stdout", "stderr"]
+MimeBundle = Mapping[str, Any]
+Connections = Literal["", "ended", "timed out"]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Characters written to a stream, with whatever control characters they hold."""
+
+    stream: StreamName
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Characters that were not sent because the notebook could not keep up.
+
+    They are in the rank's log file all the same.
+    """
+
+    stream: StreamName
+    characters: int
+    lines: int
+
+
+def plain_of(data: MimeBundle) -> str:
+    """Read its text/plain, "" if it has none; notebooks may hold lists of lines."""
+    text = data.get("text/plain", "")
+    return "".join(text) if isinstance(text, list) else str(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Display:
+    """A figure, a table, HTML: `display(x)`, or the value of the last expression."""
+
+    data: MimeBundle
+    metadata: MimeBundle
+    display_id: str | None = None
+    is_result: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """New content for every display that has this id."""
+
+    data: MimeBundle
+    metadata: MimeBundle
+    display_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """`clear_output(wait)`: forget what was shown, at once or with the next output."""
+
+    wait: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception that ended the rank's cell; `traceback` has ANSI colours.
+
+    `kinds` are its class and those that this is derived from, as `module:qualified.name`.
+    `connections` is what it says of those to other ranks: that they "ended", since collectives
+    were aborted or a rank has died, that gloo closed them when a collective "timed out", or
+    nothing.
+    """
+
+    name: str
+    message: str
+    traceback: tuple[str, ...]
+    time_ns: int
+    kinds: tuple[str, ...] = ()
+    connections: Connections = ""
+
+
+NAME_PROBLEM = "NameProblem"
+"""`Failure.name` where a name that came along could not be bound, or one not be fetched."""
+
+SCRIPT_FAILED = "ScriptFailed"
+"""The same where a script or executable ended with an exit code that is not 0."""
+
+
+IGNORES_STOP = "it did not listen to Stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The rank's process ended.
+
+    `exit_code` is negative for a signal, as in `subprocess`; `last_lines` is the end of all
+    that it has written; `why` says why its agent has ended it, "" if it did not.
+    """
+
+    exit_code: int
+    time_ns: int
+    pid: int = 0
+    last_lines: tuple[str, ...] = ()
+    why: str = ""
+
+    @property
+    def by_stop(self) -> bool:
+        """Whether it was ended because it did not listen to Stop."""
+        return self.why == IGNORES_STOP
+
+    @property
+    def end(self) -> str:
+        """How it ended, as a verb: `was killed by SIGKILL`."""
+        if self.by_stop:
+            return "did not listen to Stop and was killed"
+        return word_exit(self.exit_code)
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The rank has finished the cell; nothing of it follows.
+
+    `bound` are the names that the cell bound in the rank, `imported` those of them that
+    stand for modules or come from some, with where they do (`numpy`, `torch.nn:Linear`, ""
+    where it cannot be found there); `values` is what the cell was asked to bring back, a
+    `Payload`, `seconds` how long its source ran.  From worker to agent it says by `failure`
+    what ended it, and by `told` the number of the error message that has the same with its
+    traceback, 0 if none was sent.
+    """
+
+    status: Literal["ok", "error", "aborted"]
+    seconds: float
+    bound: frozenset[str] = frozenset()
+    imported: Mapping[str, str] = field(default_factory=dict)
+    values: object = None
+    failure: Failure | None = None
+    told: int = 0
+
+    @property
+    def made(self) -> frozenset[str]:
+        """The names that nothing but the cell can give back."""
+        return self.bound - self.imported.keys()
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a logger of the worker has logged, its text formatted there.
+
+    `created` is seconds on the clock; `exception` and `stack` are texts, "" for none.
+    """
+
+    host: str
+    local_rank: int
+    rank: int
+    name: str
+    level: int
+    level_name: str
+    message: str
+    created: float
+    pathname: str
+    line: int
+    function: str
+    thread: str
+    pid: int
+    exception: str = ""
+    stack: str = ""
+
+
+RECORD = "nbdist_record"
+"""The kind of message in which a worker sends one."""
+
+TOPIC = b"nbdist"
+"""Under which a worker publishes all that its agent waits for, whatever its sender's topic."""
+
+Output = Text | Skipped | Display | Update | Clear | Failure | Died | Done | Record

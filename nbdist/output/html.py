@@ -1,0 +1,328 @@
+"""A panel as one piece of HTML: at most 64 KB while its cell runs, then 1 MB besides images.
+
+An update rebuilds the page's DOM, so nothing of a live panel can be opened or scrolled.  Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from nbdist.errors import count, format_ranks, name_ranks
+from nbdist.output.events import Failure
+from nbdist.output.layout import MARKS, Block, Hidden, Item, Panel, Row, merged
+from nbdist.output.markup import (
+    BLUE,
+    GREEN,
+    GREY,
+    RED,
+    barred,
+    bold,
+    coloured,
+    details,
+    dim,
+    line,
+    lines_html,
+    panel,
+    size,
+    table,
+    traceback_html,
+)
+from nbdist.output.rank_transcript import Shown, State
+from nbdist.output.rich import embed, is_image, is_leftover
+from nbdist.output.screen import Line
+from nbdist.output.wording import clip, more_ranks, traceback_text
+
+MOST_BYTES, MOST_LIVE_BYTES = 1_000_000, 64_000
+_HEAD_BYTES = 40_000  # The head, the squares, and the tags of the outermost blocks.
+_SMALLEST_BLOCK = 1500
+_BLOCK_BYTES = 600  # The tags of a block and the notes in it.
+_WIDTH, _LIVE_WIDTHS = 4000, (400, 200, 100, 40)
+_TALL_LINES = 30
+_TRACEBACKS = ((100, 1000), (30, 400), (5, 200), (1, 100))  # lines, and their width
+_LIVE_TRACEBACK_LINES = 24
+_LIVE_DISPLAY_LINES = 8
+
+_COLOURS: dict[State, str] = {
+    "waiting": GREY,
+    "running": BLUE,
+    "ok": GREEN,
+    "failed": RED,
+    "died": RED,
+    "aborted": GREY,
+}
+_SQUARE = (
+    "display:inline-block;min-width:19px;border-radius:3px;margin:1px;padding:0 2px;"
+    "text-align:center"
+)
+_SQUARES = "color:#ffffff;font-size:10px;line-height:1.5;margin:2px 0"
+_VALUE = "padding:1px 12px 1px 0;border:none;vertical-align:top;text-align:left"
+_RANKS = "padding:0 8px;border:none;vertical-align:top;text-align:right"
+_LAST = f"padding:0 8px;border:none;vertical-align:top;border-left:1px solid {GREY};text-align:left"
+# The reversed column makes the box start at its end, where the newest lines are.
+_TALL = "display:flex;flex-direction:column-reverse;max-height:546px;overflow:auto"
+
+
+def panel_html(shown: Panel) -> str:
+    """Write the panel; its text says the same."""
+    return _live(shown) if shown.is_live else _final(shown)
+
+
+def _head(shown: Panel) -> str:
+    """Write `8 ranks · 12.3 s · ● 7 · ✗ 1`, and a square for each rank if there are many."""
+    if not shown.states:
+        return line(dim(" · ".join(filter(None, [shown.ranks, shown.seconds, shown.pace]))))
+    parts = [bold(shown.ranks), dim(shown.seconds)]
+    parts += [coloured(f"{MARKS[state]} {n}", _COLOURS[state]) for state, n in shown.states]
+    parts += [dim(shown.pace)] if shown.pace else []
+    return line(dim(" · ").join(parts)) + _squares(shown)
+
+
+def _squares(shown: Panel) -> str:
+    chips = "".join(
+        f'<span style="{_SQUARE};background-color:{_COLOURS[state]}">{ranks}</span>'
+        for ranks, state in shown.squares
+    )
+    more = dim(f" and {shown.more_squares} more") if shown.more_squares else ""
+    return f'<div style="{_SQUARES}">{chips}</div>{more}' if chips else ""
+
+
+def _display_html(html: str) -> str:
+    """Put a figure or a table in its place, in the page's own way of breaking lines."""
+    return f'<div style="white-space:normal;overflow-x:auto;margin:4px 0">{html}</div>'
+
+
+def _title(block: Block) -> str:
+    group = block.group
+    mark = coloured(MARKS[group.state], _COLOURS[group.state])
+    return f"{bold(name_ranks(group.ranks))} {mark} {dim(' · '.join(block.words))}"
+
+
+# --- final ------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Room:
+    """How many bytes may still be used, shared among the blocks that are left."""
+
+    left: int
+    blocks: int
+
+    def share(self) -> int:
+        """Say what the next block may use."""
+        self.blocks -= 1
+        return self.left // (self.blocks + 1)
+
+
+def _final(shown: Panel) -> str:
+    room = _Room(MOST_BYTES - _HEAD_BYTES, len(shown.blocks) + len(shown.rest))
+    parts = [_final_block(block, room) for block in shown.blocks]
+    if shown.rows:
+        parts.append(_values(shown.rows))
+    if shown.rest:
+        parts.append(_rest(shown.rest, room))
+    return panel(_head(shown), *parts, line(dim(shown.note)))
+
+
+def _values(rows: Iterable[Row]) -> str:
+    """Write two columns: which ranks, and their value; equal values once."""
+    found = table(
+        [(_VALUE, dim(name_ranks(row.ranks))), (_VALUE, lines_html([row.line], _WIDTH))]
+        for row in rows
+    )
+    return f'<div style="max-height:560px;overflow:auto">{found}</div>'
+
+
+def _rest(blocks: tuple[Block, ...], room: _Room) -> str:
+    """Write the ranks that are like many others, behind one line."""
+    ranks = [rank for block in blocks for rank in block.group.ranks]
+    title = bold(f"{count(len(ranks), 'more rank')}")
+    said = dim(f"with output of their own: {format_ranks(ranks)}")
+    parts = []
+    for done, block in enumerate(blocks):
+        if room.left < _SMALLEST_BLOCK:
+            left = [rank for missing in blocks[done:] for rank in missing.group.ranks]
+            parts.append(line(dim(f"{name_ranks(left)}: %dist_output -r {format_ranks(left)}")))
+            break
+        parts.append(_final_block(block, room))
+    return details(f"{title} {said}", "".join(parts), GREY, is_open=False)
+
+
+def _final_block(block: Block, room: _Room) -> str:
+    """Write one group: its title, and its output when opened."""
+    share = room.share()
+    error = _final_error(block, share // 2)
+    body, image_bytes = _output(block, share - size(error) - _BLOCK_BYTES)
+    title = _title(block)
+    if block.failed:
+        title += f" {coloured(clip(block.failed, 200), RED)}"
+    colour = _COLOURS[block.group.state]
+    html = details(title, body + error, colour, is_open=block.is_open)
+    room.left -= size(html) - image_bytes
+    return html
+
+
+def _output(block: Block, budget: int) -> tuple[str, int]:
+    """Write the items, the newest first into what room there is; also the bytes of images."""
+    parts: list[str] = []
+    image_bytes = 0
+    for item in _fit(block.items, budget):
+        match item:
+            case Hidden():
+                parts.append(line(dim(block.where_rest(item))))
+            case Shown():
+                parts.append(_final_display(item))
+                image_bytes += size(parts[-1]) if _is_image(item) else 0
+            case lines:
+                parts.append(_text(lines))
+    return "".join(parts), image_bytes
+
+
+def _fit(items: tuple[Item, ...], budget: int) -> list[Item]:
+    """Keep as many lines from the end as fit, and count the others as hidden."""
+    fitting: list[Item] = []
+    for item in reversed(items):
+        match item:
+            case Hidden():
+                fitting.append(item)
+            case Shown():
+                cost = 0 if _is_image(item) else size(_final_display(item))
+                # Its text is small; what is too big for that is hidden like a line.
+                budget -= min(cost, max(budget, 0))
+                fitting.append(item if cost <= budget else Hidden(1, in_log_only=False))
+            case lines:
+                kept, used = _newest(lines, budget)
+                budget -= used
+                if kept:
+                    fitting.append(kept)
+                if len(kept) < len(lines):
+                    fitting.append(Hidden(len(lines) - len(kept), in_log_only=False))
+    return merged(fitting[::-1])
+
+
+def _newest(lines: list[Line], budget: int) -> tuple[list[Line], int]:
+    used = 0
+    for number, each in enumerate(reversed(lines)):
+        cost = size(lines_html([each], _WIDTH))
+        if used + cost > budget:
+            return lines[len(lines) - number :], used
+        used += cost
+    return lines, used
+
+
+def _text(lines: list[Line]) -> str:
+    html = lines_html(lines, _WIDTH)
+    if len(lines) <= _TALL_LINES:
+        return html
+    return f'<div style="{_TALL}"><div>{html}</div></div>'
+
+
+def _is_image(shown: Shown) -> bool:
+    html = embed(shown.display)
+    return html is not None and is_image(html)
+
+
+def _final_display(shown: Shown) -> str:
+    html = embed(shown.display)
+    if html is not None:
+        return _display_html(html)
+    lines = [Line(text, stderr=False) for text in shown.plain.split("\n")]
+    return _text(lines) + (line(dim("shown below")) if is_leftover(shown.display.data) else "")
+
+
+def _final_error(block: Block, budget: int) -> str:
+    """Write the traceback: open where it came first, behind a word where it is another one."""
+    error, part = block.group.error, block.group.part
+    if not isinstance(error, Failure) or part == "same":
+        return ""  # One line in the title says it.
+    for lines, width in _TRACEBACKS:
+        html = traceback_html(traceback_text(error), lines, width)
+        if size(html) <= budget:
+            break
+    if part == "other":
+        return f'<details><summary style="cursor:pointer">traceback</summary>{html}</details>'
+    return html
+
+
+# --- live -------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _LiveRoom:
+    """How wide a line may be, and how many characters of figures and tables still fit in."""
+
+    width: int
+    left: int = 0
+
+    def take(self, html: str) -> bool:
+        fits = len(html) <= self.left
+        self.left -= len(html) if fits else 0
+        return fits
+
+
+def _live(shown: Panel) -> str:
+    head = _head(shown) + line(dim(shown.note))
+    for width in _LIVE_WIDTHS:
+        html = panel(head, _live_body(shown, _LiveRoom(width)))
+        left = MOST_LIVE_BYTES - size(html)
+        if left < 0:
+            continue
+        if any(isinstance(item, Shown) for block in shown.blocks for item in block.items):
+            # Once more with the displays that fit: their bytes are ASCII, or too few to matter.
+            fuller = panel(head, _live_body(shown, _LiveRoom(width, left)))
+            return fuller if size(fuller) <= MOST_LIVE_BYTES else html
+        return html
+    return panel(head)
+
+
+def _live_body(shown: Panel, room: _LiveRoom) -> str:
+    # Progress bars of all ranks will be one table here, an issue of its own.
+    parts = [_live_block(block, room) for block in shown.blocks]
+    parts.append(_more(shown.more))
+    # A row for each distinct last line: which ranks are there, and the line.
+    rows = (
+        [(_RANKS, bold(format_ranks(row.ranks))), (_LAST, lines_html([row.line], room.width))]
+        for row in shown.rows
+    )
+    parts.append(table(rows))
+    parts.append(_more(shown.more_rows))
+    return "".join(parts)
+
+
+def _more(ranks: tuple[int, ...]) -> str:
+    return line(dim(more_ranks(ranks))) if ranks else ""
+
+
+def _live_block(block: Block, room: _LiveRoom) -> str:
+    body = "".join(_live_item(item, block, room) for item in block.items)
+    title = line(_title(block))
+    return barred(title + body + _live_error(block, room), _COLOURS[block.group.state])
+
+
+def _live_item(item: Item, block: Block, room: _LiveRoom) -> str:
+    match item:
+        case Hidden():
+            return line(dim(block.where_rest(item)))
+        case Shown():
+            return _live_display(item, room)
+        case lines:
+            return lines_html(lines, room.width)
+
+
+def _live_display(shown: Shown, room: _LiveRoom) -> str:
+    """Write the display if there is room, else its text."""
+    html = embed(shown.display)
+    if html is not None and room.take(html):
+        return _display_html(html)
+    plain = shown.plain.split("\n")
+    cut = [*plain[:_LIVE_DISPLAY_LINES], "…"] if len(plain) > _LIVE_DISPLAY_LINES else plain
+    return lines_html([Line(text, stderr=False) for text in cut], room.width)
+
+
+def _live_error(block: Block, room: _LiveRoom) -> str:
+    """Write what ended the group's cell: in full where it came first, else in a line."""
+    error = block.group.error
+    if block.group.part == "first" and isinstance(error, Failure):
+        return traceback_html(traceback_text(error), _LIVE_TRACEBACK_LINES, room.width)
+    text = clip(block.failed, room.width)
+    return line(coloured(text, RED)) if text else ""

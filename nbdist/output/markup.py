@@ -1,0 +1,98 @@
+"""The parts that panels and tables are drawn from.  Pure.
+
+Only tags and inline styles that JupyterLab's sanitiser lets through; no fixed text
+colours but legible ones, and translucent backgrounds, for light and dark themes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+from itertools import groupby
+
+from nbdist.output.ansi import ansi_html
+from nbdist.output.screen import Line
+from nbdist.output.wording import clip
+
+GREEN, BLUE, RED, AMBER, GREY = "#2a9d4a", "#2f7fe6", "#d43a3a", "#b7791f", "#868e96"
+_PANEL = "font-family:monospace;font-size:13px;line-height:1.4;text-align:left;margin:0"
+_STDERR = "background-color:rgba(255,80,80,0.1)"
+_TABLE = (
+    "border-collapse:collapse;border:none;margin:2px 0;font-size:13px;table-layout:auto;"
+    "text-align:left"
+)
+LINES = "white-space:pre-wrap;overflow-wrap:break-word"
+
+
+def panel(*parts: str) -> str:
+    """Make the one `<div>` that a cell's output is."""
+    return f'<div style="{_PANEL}">{"".join(parts)}</div>'
+
+
+def line(html: str) -> str:
+    """Make a line of its own, "" of nothing."""
+    return f"<div>{html}</div>" if html else ""
+
+
+def dim(text: str) -> str:
+    """Escape text, and have it stand back."""
+    return f'<span style="opacity:0.62">{escape(text, quote=False)}</span>' if text else ""
+
+
+def bold(text: str) -> str:
+    return f'<span style="font-weight:bold">{escape(text, quote=False)}</span>'
+
+
+def coloured(text: str, colour: str) -> str:
+    return f'<span style="color:{colour}">{escape(text, quote=False)}</span>'
+
+
+def barred(body: str, colour: str, style: str = "") -> str:
+    """Draw a bar of this colour to the left of a block."""
+    return f'<div style="{_bar(colour)}{style}">{body}</div>'
+
+
+def details(title: str, body: str, colour: str, *, is_open: bool) -> str:
+    """Do the same, with a title that opens and closes it."""
+    summary = f'<summary style="cursor:pointer">{title}</summary>'
+    return f'<details{" open" * is_open} style="{_bar(colour)}">{summary}{body}</details>'
+
+
+def _bar(colour: str) -> str:
+    return f"border-left:3px solid {colour};padding-left:8px;margin:3px 0"
+
+
+def table(rows: Iterable[Iterable[tuple[str, str]]]) -> str:
+    """Lay out rows of cells, each with its style; "" where there are none."""
+    cells = "".join(
+        '<tr style="background-color:transparent">'
+        + "".join(f'<td style="{style}">{html}</td>' for style, html in row)
+        + "</tr>"
+        for row in rows
+    )
+    return f'<table style="{_TABLE}"><tbody>{cells}</tbody></table>' if cells else ""
+
+
+def lines_html(lines: Iterable[Line], width: int) -> str:
+    """Write lines of text, those of stderr tinted, each cut at `width` characters."""
+    parts = []
+    for is_stderr, run in groupby(lines, key=lambda line: line.stderr):
+        # An empty line would have no height in a block of its own.
+        text = "\n".join(ansi_html(clip(line.text, width)) or " " for line in run)
+        style = f"{LINES};{_STDERR}" if is_stderr else LINES
+        parts.append(f'<div style="{style}">{text}</div>')
+    return "".join(parts)
+
+
+def traceback_html(text: str, lines: int, width: int) -> str:
+    """Write a coloured traceback; of a long one the first line and the last `lines`."""
+    rows = text.split("\n")
+    if len(rows) > lines + 1:
+        rows = [rows[0], f"… {len(rows) - lines - 1} lines …", *rows[-lines:]]
+    body = ansi_html("\n".join(clip(row, width) for row in rows))
+    return f'<div style="{LINES}">{body}</div>'
+
+
+def size(html: str) -> int:
+    """Count the bytes that this is on the wire."""
+    return len(html) if html.isascii() else len(html.encode("utf-8", "surrogatepass"))

@@ -1,0 +1,291 @@
+"""What one rank has said so far of a cell: pieces of text and displays, and how it ended.
+
+No I/O and no clock: the time comes with each output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+from nbdist.output.events import (
+    Clear,
+    Died,
+    Display,
+    Done,
+    Failure,
+    Output,
+    Skipped,
+    Text,
+    Update,
+    plain_of,
+)
+from nbdist.output.fingerprint import Key, error_keys, key_of
+from nbdist.output.screen import Line, Screen
+
+State = Literal["waiting", "running", "ok", "failed", "died", "aborted"]
+ENDED: frozenset[State] = frozenset({"ok", "failed", "died", "aborted"})
+FAILED: frozenset[State] = frozenset({"failed", "died"})
+_AFTER: dict[Literal["ok", "error", "aborted"], State] = {
+    "ok": "ok",
+    "error": "failed",
+    "aborted": "aborted",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A rich display in its place among the text, with its newest content."""
+
+    display: Display
+    key: Key
+
+    @property
+    def plain(self) -> str:
+        """Its text/plain, "" if it has none."""
+        return plain_of(self.display.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Lines that were printed here and are only in the log."""
+
+    lines: int
+    characters: int
+
+
+Piece: TypeAlias = Screen | Shown | Gap
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What two ranks have said is alike if this is equal for both; the same if `exact` is too."""
+
+    alike: tuple[bytes, ...]
+    exact: tuple[bytes, ...] = field(compare=False)
+
+
+class RankTranscript:
+    """One rank's side of a transcript: its pieces in the order in which it showed them."""
+
+    def __init__(self, rank: int, keep_lines: int) -> None:
+        self.rank = rank
+        self.state: State = "waiting"
+        self.pieces: list[Piece] = []
+        self.failure: Failure | None = None
+        self.died: Died | None = None
+        self.done: Done | None = None
+        self.started: float | None = None
+        self.finished: float | None = None
+        self.version = 0
+        self._keep = keep_lines
+        self._clear_next = False
+        self._body: tuple[int, Body] | None = None
+        self._error_keys: tuple[object, tuple[str, ...]] = (None, ("",))
+
+    def __repr__(self) -> str:
+        return f"<RankTranscript of rank {self.rank} {self.state}, {self.line_count} lines>"
+
+    # --- reading ------------------------------------------------------------------------
+
+    @property
+    def error(self) -> Failure | Died | None:
+        """What ended the rank's cell first."""
+        found = [error for error in (self.failure, self.died) if error is not None]
+        return min(found, key=lambda error: error.time_ns, default=None)
+
+    @property
+    def error_keys(self) -> tuple[str, ...]:
+        """Errors of two ranks are alike where they share one of these."""
+        if self._error_keys[0] is not (error := self.error):
+            self._error_keys = error, error_keys(self.rank, error)
+        return self._error_keys[1]
+
+    @property
+    def seconds(self) -> float | None:
+        """How long the rank ran the cell, once that is known."""
+        if self.done is not None:
+            return self.done.seconds
+        if self.started is None or self.finished is None:
+            return None
+        return self.finished - self.started
+
+    @property
+    def line_count(self) -> int:
+        """All lines of text, also those that are no longer kept."""
+        return sum(_lines_of(piece) for piece in self.pieces)
+
+    @property
+    def rows(self) -> int:
+        """How much it takes to show all of it."""
+        return max(1, self.line_count + len(self.displays))
+
+    @property
+    def displays(self) -> list[Shown]:
+        return [piece for piece in self.pieces if isinstance(piece, Shown)]
+
+    def has_display(self, display_id: str) -> bool:
+        """Tell whether there is one to update."""
+        return any(shown.display.display_id == display_id for shown in self.displays)
+
+    @property
+    def said(self) -> list[Piece]:
+        """The pieces that show something: as many on ranks whose bodies are alike."""
+        return [piece for piece in self.pieces if _key_of(piece) is not None]
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether there is nothing to show of this rank."""
+        return not self.line_count and not self.displays and self.error is None
+
+    @property
+    def body(self) -> Body:
+        """What to compare with other ranks' output; errors are compared by `error_keys`."""
+        if self._body is None or self._body[0] != self.version:
+            keys = [key for piece in self.pieces if (key := _key_of(piece)) is not None]
+            body = Body(tuple(key.alike for key in keys), tuple(key.exact for key in keys))
+            self._body = self.version, body
+        return self._body[1]
+
+    def tail(self, count: int) -> list[Line | Shown | Gap]:
+        """Take the last `count` lines and displays, in order."""
+        found: list[Line | Shown | Gap] = []
+        for piece in reversed(self.pieces):
+            if len(found) >= count:
+                break
+            if isinstance(piece, Screen):
+                found.extend(reversed(piece.tail(count - len(found))))
+            else:
+                found.append(piece)
+        return found[::-1]
+
+    # --- writing ------------------------------------------------------------------------
+
+    def receive(self, output: Output, now: float) -> None:
+        """Take in what the rank has said; `version` counts what changes anything to be seen."""
+        self.begin(now)
+        self.version += self._take(output, now)
+
+    def begin(self, now: float) -> None:
+        """Have the rank run the cell from now on, if it did not before."""
+        if self.started is None:
+            self.started = now
+        if self.state == "waiting":
+            self.state = "running"
+            self.version += 1
+
+    def _take(self, output: Output, now: float) -> bool:
+        match output:
+            case Text(stream=stream, text=text):
+                if not text:
+                    return False
+                self._clear_if_due()
+                self._screen().write(stream, text)
+            case Display():
+                self._clear_if_due()
+                self.pieces.append(Shown(output, _display_key(output)))
+            case Update():
+                return self._update(output)
+            case Skipped():
+                self._clear_if_due()
+                self._skip(output)
+            case Clear(wait=wait):
+                return self._clear(wait=wait)
+            case Failure():
+                self._clear_if_due()
+                if self.done is not None:
+                    self._show_error(output)
+                else:
+                    self.failure, self.state = output, "failed"
+            case Died():
+                self.died, self.state, self.finished = output, "died", now
+            case Done(status=status):
+                self.done, self.finished = output, now
+                if status == "ok" and self.failure is not None:
+                    self._show_error(self.failure)
+                    self.failure = None
+                if self.state != "died":
+                    self.state = _AFTER[status]
+        return True
+
+    def _show_error(self, shown: Failure) -> None:
+        """Write it as text like any other: it did not end the cell, or came after its end."""
+        self._screen().write("stderr", "\n".join([*shown.traceback, ""]))
+
+    def _screen(self) -> Screen:
+        if self.pieces and isinstance(last := self.pieces[-1], Screen):
+            return last
+        self._forget_oldest()
+        screen = Screen(self._keep)
+        self.pieces.append(screen)
+        return screen
+
+    def _forget_oldest(self) -> None:
+        """Keep the limit of lines over all screens: displays and gaps lie between them."""
+        screens = [piece for piece in self.pieces if isinstance(piece, Screen)]
+        excess = sum(map(len, screens)) - self._keep
+        for screen in screens:
+            if excess <= 0:
+                return
+            before = len(screen)
+            screen.forget(excess)
+            excess -= before - len(screen)
+
+    def _update(self, update: Update) -> bool:
+        changed = False
+        for position, piece in enumerate(self.pieces):
+            if isinstance(piece, Shown) and piece.display.display_id == update.display_id:
+                display = replace(piece.display, data=update.data, metadata=update.metadata)
+                self.pieces[position] = Shown(display, _display_key(display))
+                changed = True
+        return changed
+
+    def _skip(self, skipped: Skipped) -> None:
+        lines, characters = skipped.lines, skipped.characters
+        if self.pieces and isinstance(last := self.pieces[-1], Gap):
+            lines, characters = lines + last.lines, characters + last.characters
+            self.pieces.pop()
+        self.pieces.append(Gap(lines, characters))
+
+    def _clear(self, *, wait: bool) -> bool:
+        self._clear_next = wait
+        changed = bool(self.pieces) and not wait
+        if changed:
+            self.pieces.clear()
+        return changed
+
+    def _clear_if_due(self) -> None:
+        if self._clear_next:
+            self._clear(wait=False)
+
+
+def _lines_of(piece: Piece) -> int:
+    match piece:
+        case Screen():
+            return piece.end
+        case Gap(lines=lines):
+            return lines
+        case Shown():
+            return 0
+
+
+def _key_of(piece: Piece) -> Key | None:
+    match piece:
+        case Screen():
+            # A screen that was wiped shows the same as none.
+            return piece.key if piece.end else None
+        case Shown(key=key):
+            return key
+        case Gap(lines=lines, characters=characters):
+            return key_of(f"{lines} lines, {characters} characters")
+
+
+def _display_key(display: Display) -> Key:
+    # A result shows its number in a notebook, but not here: it equals a display.
+    data = sorted(display.data.items())
+    if [*display.data] == ["text/plain"]:
+        return key_of(repr(data))
+    # In figures and tables differing places cannot be shown; and they may be large.
+    keys = [(kind, len(x), hash(x)) if isinstance(x, str) else (kind, x) for kind, x in data]
+    exact = repr(keys).encode("utf-8", "surrogatepass")
+    return Key(exact, exact)

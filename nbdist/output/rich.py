@@ -1,0 +1,152 @@
+"""Figures, tables and HTML of a rank as part of one panel.  Pure.
+
+What JupyterLab has to render itself (plotly, vega, widgets, HTML that is broken or runs
+scripts) cannot be part of it: `leftovers`, to be displayed after the panel.
+"""
+
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from html import escape
+from html.parser import HTMLParser
+from typing import Any
+
+from nbdist.errors import name_ranks
+from nbdist.output.events import Display, MimeBundle
+from nbdist.output.transcript import Transcript
+
+_IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")
+# Mime types that stand next to an ordinary rendering of the same thing.
+_HARMLESS = {"application/vnd.dataresource+json"}
+_LONGEST_HTML = 200_000
+_BASE64 = re.compile(r"[A-Za-z0-9+/=]*\Z")
+_VOID = frozenset(
+    {"area", "base", "br", "col", "embed", "hr", "img", "input"}
+    | {"link", "meta", "param", "source", "track", "wbr"}
+)
+# HTML lets these end without a tag.
+_LENIENT = frozenset(
+    ["p", "li", "dt", "dd", "tr", "td", "th", "thead", "tbody", "tfoot", "option", "colgroup"]
+)
+
+
+def leftovers(transcript: Transcript) -> list[tuple[str, dict[str, object]]]:
+    """Find what only JupyterLab can render (plotly, widgets ...), with its ranks as a caption."""
+    return [
+        (ranks, dict(display.data))
+        for ranks, display in _displays(transcript)
+        if is_leftover(display.data)
+    ]
+
+
+def figures(transcript: Transcript) -> list[tuple[str, Display]]:
+    """Find the images that are part of the panel, each with its ranks, for programs."""
+    return [
+        (ranks, replace(display, data=_images(display.data)))
+        for ranks, display in _displays(transcript)
+        if (html := embed(display)) is not None and is_image(html)
+    ]
+
+
+def _displays(transcript: Transcript) -> list[tuple[str, Display]]:
+    groups = transcript.groups()
+    return [(name_ranks(each.ranks), shown.display) for each in groups for shown in each.displays]
+
+
+def is_leftover(data: MimeBundle) -> bool:
+    """Tell whether the bundle can only be shown by JupyterLab's own renderers."""
+    for kind in data:
+        if kind == "application/javascript":
+            return True
+        if kind.startswith("application/vnd.") and kind not in _HARMLESS:
+            return True
+    return "text/html" in data and not _is_embeddable(_text(data["text/html"]))
+
+
+def embed(display: Display) -> str | None:
+    """Write the display as HTML, None if it has only text."""
+    data, metadata = display.data, display.metadata
+    if is_leftover(data):
+        return None
+    if "text/html" in data:
+        return _text(data["text/html"])
+    if "image/svg+xml" in data:
+        encoded = b64encode(_text(data["image/svg+xml"]).encode()).decode()
+        return _image("image/svg+xml", encoded, metadata)
+    for kind in _IMAGES:
+        if kind in data:
+            encoded = "".join(_text(data[kind]).split())
+            return _image(kind, encoded, metadata) if _BASE64.match(encoded) else None
+    return None
+
+
+def _images(data: MimeBundle) -> dict[str, object]:
+    """Keep the images of a bundle."""
+    return {kind: data[kind] for kind in (*_IMAGES, "image/svg+xml") if kind in data}
+
+
+def is_image(html: str) -> bool:
+    """Tell whether this result of `embed` is an image: a panel's size is counted without."""
+    return html.startswith("<img ")
+
+
+def _image(kind: str, encoded: str, metadata: MimeBundle) -> str:
+    found = metadata.get(kind)
+    about: Mapping[str, Any] = found if isinstance(found, Mapping) else metadata
+    size = "".join(
+        f' {side}="{value:.0f}"'
+        for side in ("width", "height")
+        if isinstance(value := about.get(side), (int, float))
+    )
+    # A height with a limited width would distort the image.
+    shape = "max-width:100%" if "height" not in about else "max-width:none"
+    background = {"light": ";background-color:#ffffff", "dark": ";background-color:#000000"}.get(
+        str(about.get("needs_background")), ""
+    )
+    return f'<img src="data:{kind};base64,{escape(encoded)}"{size} style="{shape}{background}">'
+
+
+def _text(value: object) -> str:
+    """Read a mime value as one string; notebooks may hold lists of lines."""
+    return "".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _is_embeddable(html: str) -> bool:
+    return len(html) <= _LONGEST_HTML and _is_contained(html)
+
+
+@lru_cache(maxsize=256)
+def _is_contained(html: str) -> bool:
+    """Tell whether the markup has no scripts and closes what it opens: nothing leaks out."""
+    parser = _Balance()
+    parser.feed(html)
+    parser.close()
+    return parser.is_fine and not parser.open
+
+
+class _Balance(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.is_fine = True
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "script":
+            self.is_fine = False
+        elif tag not in _VOID and tag not in _LENIENT:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        # `<div/>` opens a div in HTML; inside an SVG, `<path/>` is complete.
+        if "svg" not in self.open:
+            self.handle_starttag(tag, attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in _VOID or tag in _LENIENT:
+            return
+        if not self.open or self.open.pop() != tag:
+            self.is_fine = False

@@ -1,0 +1,397 @@
+"""What a terminal would show of the text that one rank has printed.
+
+Pure; transcripts and plain mode feed it.  Scrolling up is unlimited within the lines that are
+kept: there is no window height.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from io import StringIO
+from itertools import groupby, islice, repeat
+from typing import NamedTuple
+
+from nbdist.output.ansi import PLAIN, RESET, SGR, Style, restyle, strip
+from nbdist.output.fingerprint import Digest, Key
+
+# A line longer than this is cut in two, so that dots without a newline have an end.
+LONGEST_LINE = 16_000_000
+KEEP_CHARACTERS = 48_000_000
+_LONGEST_ESCAPE = 4096
+_LONGEST_JUMP = 10_000
+# So many rows at the end are expected to change still, as nested progress bars do.
+_UNSETTLED = 64
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+_TOKEN = re.compile(
+    r"(?P<text>[^\x00-\x08\x0a-\x1f\x7f]+)"
+    r"|(?P<newline>\n)"
+    r"|(?P<back>[\r\b])"
+    r"|\x1b\[(?P<parameters>[0-?]*)[ -/]*(?P<command>[@-~])"
+    r"|\x1b[\]P^_X][^\x07\x1b]*(?:\x07|\x1b\\)"
+    r"|\x1b[ -/]+[0-~]"
+    r"|\x1b[^\[\]P^_X]"
+    r"|."
+)
+_UNFINISHED = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]P^_X][^\x07\x1b]*\x1b?|[ -/]*)\Z")
+# Flags of a row.
+_STDERR, _EDITED = 1, 2
+
+
+class Line(NamedTuple):
+    """A line to show: its colour codes are complete in it; `stderr` if that wrote in it."""
+
+    text: str
+    stderr: bool
+
+
+class _OpenRow:
+    """The characters of the row that is being written, each with its style."""
+
+    __slots__ = ("_characters", "_rendered", "_styles", "width")
+
+    def __init__(self, text: str) -> None:
+        self._characters = StringIO()
+        self._styles: list[Style] | None = None  # None: all plain
+        self._rendered: str | None = None
+        self.width = 0
+        style, position = PLAIN, 0
+        for code in SGR.finditer(text):
+            self.put(self.width, text[position : code.start()], style)
+            style, position = restyle(style, code[1]), code.end()
+        self.put(self.width, text[position:], style)
+
+    def put(self, column: int, text: str, style: Style) -> None:
+        """Write over what is at `column`, or append."""
+        if not text:
+            return
+        if column > self.width:
+            self.put(self.width, " " * (column - self.width), PLAIN)
+        self._rendered = None
+        if self._styles is None and style != PLAIN:
+            self._styles = [PLAIN] * self.width
+        self._characters.seek(column)
+        self._characters.write(text)
+        self.width = max(self.width, column + len(text))
+        if self._styles is not None:
+            self._styles[column : column + len(text)] = repeat(style, len(text))
+
+    def cut(self, column: int) -> None:
+        """Erase from `column` to the end."""
+        if column < self.width:
+            self._rendered = None
+            self._characters.seek(column)
+            self._characters.truncate()
+            self.width = column
+            if self._styles is not None:
+                del self._styles[column:]
+
+    def render(self) -> str:
+        """The row with its colour codes; asking again costs nothing, however long it is."""
+        if self._rendered is None:
+            self._rendered = self._render()
+        return self._rendered
+
+    def _render(self) -> str:
+        text = self._characters.getvalue()
+        if self._styles is None:
+            return text
+        parts, start = [], 0
+        for style, run in groupby(self._styles):
+            end = start + sum(1 for _ in run)
+            codes = style.codes
+            parts.append(f"\x1b[{codes}m{text[start:end]}{RESET}" if codes else text[start:end])
+            start = end
+        return "".join(parts)
+
+
+class Screen:
+    """The lines that `write` has left; rows are counted from the first ever written.
+
+    At most `keep_lines` of them can be read; the older ones still count in `key`.
+    `changed_from` is the topmost row that was written in since the reader last set it.
+    """
+
+    def __init__(self, keep_lines: int = 10_000) -> None:
+        self.changed_from = 0
+        self._keep = keep_lines
+        self._rows = [""]
+        self._flags = bytearray(1)
+        self._first = 0  # the absolute number of _rows[0]
+        self._characters = 0  # roughly, in finished rows
+        self._row = 0  # of the cursor, in _rows
+        self._column = 0
+        self._open: _OpenRow | None = None  # _rows[_row] while it is written
+        self._style = PLAIN
+        self._pending = {"stdout": "", "stderr": ""}
+        self._digest = Digest()  # of the rows before _settled
+        self._settled = 0
+
+    def __repr__(self) -> str:
+        return f"<Screen {len(self)} lines, {self.dropped} dropped, cursor {self.cursor}>"
+
+    # --- reading ------------------------------------------------------------------------
+
+    @property
+    def dropped(self) -> int:
+        """How many rows are gone from the front."""
+        return max(self._first, self.end - self._keep)
+
+    @property
+    def cursor(self) -> int:
+        """The row in which the next character is written."""
+        return self._first + self._row
+
+    @property
+    def end(self) -> int:
+        """One past the last row that is shown: trailing rows without a character are not."""
+        count = len(self._rows)
+        if not self._shown(count - 1):
+            count -= 1
+            while count and self._flags[count - 1] & _EDITED and not self._shown(count - 1):
+                count -= 1
+        return self._first + count
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether the cursor's row has been written over: it is a progress bar, most likely."""
+        return bool(self._flags[self._row] & _EDITED)
+
+    def __len__(self) -> int:
+        return max(0, self.end - self.dropped)
+
+    def lines(self, start: int | None = None, stop: int | None = None) -> Iterator[Line]:
+        """The lines from row `start` to before row `stop`, as far as they are kept."""
+        first = max(self.dropped, start or 0) - self._first
+        last = min(self.end, self.end if stop is None else stop) - self._first
+        for row in range(first, last):
+            yield Line(self._text(row), bool(self._flags[row] & _STDERR))
+
+    def tail(self, count: int) -> list[Line]:
+        """The last `count` lines."""
+        return list(self.lines(self.end - count))
+
+    @property
+    def key(self) -> Key:
+        """Equal for screens that show the same; what was dropped counts too."""
+        end = self.end
+        self._settle(min(self.cursor, end - _UNSETTLED))
+        digest = self._digest.copy()
+        digest.add(*self._block(self._settled, end))
+        return digest.key
+
+    def _settle(self, row: int) -> None:
+        if row > self._settled:
+            self._digest.add(*self._block(self._settled, row))
+            self._settled = row
+
+    def _block(self, start: int, stop: int) -> tuple[str, bytes]:
+        """Rows `start` to `stop` without colours, each ending in a newline, and their origins."""
+        first, last = max(start - self._first, 0), stop - self._first
+        if last <= first:
+            return "", b""
+        rows = self._rows[first:last]
+        if self._open is not None and first <= self._row < last:
+            rows[self._row - first] = self._text(self._row)
+        flags = self._flags[first:last].translate(_ORIGINS)
+        return strip("\n".join(rows) + "\n"), bytes(flags)
+
+    def _text(self, row: int) -> str:
+        if row != self._row or self._open is None:
+            return self._rows[row]
+        text = self._open.render()
+        return text.rstrip(" ") if self._flags[row] & _EDITED else text
+
+    def _shown(self, row: int) -> bool:
+        if row == self._row and self._open is not None and not self._flags[row] & _EDITED:
+            return self._open.width > 0
+        return bool(self._text(row))
+
+    # --- writing ------------------------------------------------------------------------
+
+    def write(self, stream: str, text: str) -> None:
+        """Take in the next characters of a stream; escape sequences may be split anywhere."""
+        if self._pending[stream]:
+            text, self._pending[stream] = self._pending[stream] + text, ""
+        if "\x1b" in text:
+            text = self._hold_back(stream, text)
+        if "\r\n" in text:  # It means the same, but a plain newline is much faster.
+            text = text.replace("\r\n", "\n")
+        flag = _STDERR if stream == "stderr" else 0
+        if self._is_simple(text):
+            self._append(text, flag)
+        else:
+            self._write_tokens(text, flag)
+        if len(self._rows) > 2 * self._keep or self._characters > KEEP_CHARACTERS:
+            self._trim()
+
+    def _is_simple(self, text: str) -> bool:
+        """Whether the text only appends: the cursor is at the end, it has newlines and colours."""
+        width = self._open.width if self._open else len(self._rows[self._row])
+        if self._row != len(self._rows) - 1 or self._column != width:
+            return False
+        if not _CONTROL.search(text):
+            return True
+        return "\x1b" in text and not _CONTROL.search(SGR.sub("", text))
+
+    def _append(self, text: str, flag: int) -> None:
+        """Append a simple text: whole lines are taken as they are."""
+        head, newline, rest = text.partition("\n")
+        self._write_tokens(head, flag)
+        if not newline:
+            return
+        self._newline()
+        block, newline, last = rest.rpartition("\n")
+        if newline:
+            lines = block.split("\n")
+            if "\x1b" in block or self._style != PLAIN:
+                lines = [self._coloured(line) for line in lines]
+            self._rows[-1:] = [*lines, ""]
+            self._flags[-1:] = bytes([flag]) * len(lines) + b"\0"
+            self._row = len(self._rows) - 1
+            self._characters += len(block) + 1
+        self._write_tokens(last, flag)
+
+    def _coloured(self, line: str) -> str:
+        """The line such that its colours neither come from another line nor leave it."""
+        before = self._style
+        if "\x1b" in line:
+            self._style = _restyle_all(before, tuple(SGR.findall(line)))
+        start = f"\x1b[{before.codes}m" if before != PLAIN else ""
+        return f"{start}{line}{RESET if self._style != PLAIN else ''}"
+
+    def _hold_back(self, stream: str, text: str) -> str:
+        """The text without an escape sequence that has only begun."""
+        start = text.rfind("\x1b", max(0, len(text) - _LONGEST_ESCAPE))
+        if start > 0 and text[start - 1 : start] == "\x1b":
+            start -= 1
+        if start >= 0 and text[start:] == "\x1b" and start > 0:
+            # The backslash of "ESC \" that ends an operating system command may be to come.
+            before = text.rfind("\x1b", max(0, start - _LONGEST_ESCAPE), start)
+            if before >= 0 and _UNFINISHED.match(text, before):
+                start = before
+        if start >= 0 and _UNFINISHED.match(text, start):
+            self._pending[stream] = text[start:]
+            return text[:start]
+        return text
+
+    def _write_tokens(self, text: str, flag: int) -> None:
+        for token in _TOKEN.finditer(text):
+            match token.lastgroup:
+                case "text":
+                    self._put(token[0], flag)
+                case "newline":
+                    self._newline()
+                case "back":
+                    self._column = 0 if token[0] == "\r" else max(0, self._column - 1)
+                case "command":
+                    self._obey(token["command"], token["parameters"])
+
+    def _put(self, text: str, flag: int) -> None:
+        if not text:
+            return
+        row = self._open_row()
+        if self._column < row.width:
+            self._flags[self._row] |= _EDITED
+            if self._column == 0 and len(text) >= row.width:
+                self._flags[self._row] &= ~_STDERR
+        row.put(self._column, text, self._style)
+        self._flags[self._row] |= flag
+        self._column += len(text)
+        if row.width > LONGEST_LINE:
+            self._newline()
+
+    def _newline(self) -> None:
+        self._move_to(self._row + 1)
+        self._column = 0
+        if self._row == len(self._rows):
+            self._rows.append("")
+            self._flags.append(0)
+
+    def _open_row(self) -> _OpenRow:
+        self.changed_from = min(self.changed_from, self.cursor)
+        if self._open is None:
+            self._open = _OpenRow(self._rows[self._row])
+            self._characters -= len(self._rows[self._row])
+        return self._open
+
+    def _move_to(self, row: int) -> None:
+        if self._first + row < self._settled:
+            # What is about to change was counted in already: count anew what is left.
+            self._digest, self._settled = Digest(), self._first
+        if self._open is not None:
+            self._rows[self._row] = text = self._text(self._row)
+            self._characters += len(text) + 1
+            self._open = None
+        self._row = row
+
+    def _obey(self, command: str, parameters: str) -> None:
+        """Carry out `ESC[<parameters><command>`; what moves no text is dropped."""
+        if command == "m":
+            if SGR.fullmatch(f"\x1b[{parameters}m"):
+                self._style = restyle(self._style, parameters)
+            return
+        number = int(parameters) if parameters.isdecimal() and len(parameters) < 6 else 0
+        count = min(max(1, number), _LONGEST_JUMP)
+        match command:
+            case "A" | "F":
+                self._move_to(max(0, self._row - count))
+            case "B" | "E":
+                self._move_to(min(len(self._rows) - 1, self._row + count))
+            case "C":
+                self._column += count
+            case "D":
+                self._column = max(0, self._column - count)
+            case "G":
+                self._column = count - 1
+            case "K":
+                self._erase(number)
+            case "J" if number == 0:
+                self._erase(0)
+                del self._rows[self._row + 1 :], self._flags[self._row + 1 :]
+        if command in "EF":
+            self._column = 0
+
+    def _erase(self, part: int) -> None:
+        """Erase in the cursor's row: 0 from the cursor on, 1 up to it, 2 all of it."""
+        row = self._open_row()
+        if row.width:
+            self._flags[self._row] |= _EDITED
+        if part == 1:
+            row.put(0, " " * min(self._column + 1, row.width), PLAIN)
+        else:
+            row.cut(self._column if part == 0 else 0)
+        if not row.width:
+            self._flags[self._row] &= ~_STDERR
+
+    # --- forgetting ---------------------------------------------------------------------
+
+    def forget(self, count: int) -> None:
+        """Drop the `count` oldest lines that can still be read, but not the cursor's."""
+        self._drop(self.dropped - self._first + count)
+
+    def _drop(self, count: int) -> None:
+        count = min(count, self._row)
+        if count > 0:
+            self._settle(self._first + count)
+            self._characters -= sum(map(len, islice(self._rows, count))) + count
+            del self._rows[:count], self._flags[:count]
+            self._first += count
+            self._row -= count
+
+    def _trim(self) -> None:
+        self._drop(len(self._rows) - 1 - self._keep)
+        while self._characters > KEEP_CHARACTERS and self._row:
+            self._drop(max(1, self._row // 8))
+
+
+@lru_cache(maxsize=4096)
+def _restyle_all(style: Style, codes: tuple[str, ...]) -> Style:
+    for parameters in codes:
+        style = restyle(style, parameters)
+    return style
+
+
+_ORIGINS = bytes(flag & _STDERR for flag in range(256))

@@ -1,0 +1,136 @@
+"""A panel as text/plain: terminals, logs, diffs and screen readers get this.  Pure.
+
+Every line belongs to the ranks named in the nearest header above it.  Colours are left out:
+saved notebooks are read in diffs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from nbdist.errors import format_ranks, name_ranks
+from nbdist.output.ansi import strip
+from nbdist.output.events import Failure
+from nbdist.output.layout import MARKS, Block, Hidden, Item, Panel, sameness
+from nbdist.output.rank_transcript import Gap, Shown
+from nbdist.output.screen import Line
+from nbdist.output.transcript import Transcript
+from nbdist.output.wording import clip, error_text, in_log_only, traceback_text
+
+MOST_CHARACTERS = 400_000
+_WIDTH, _LIVE_WIDTH = 2000, 300
+
+
+def panel_text(shown: Panel) -> str:
+    """Write the panel; its HTML says the same."""
+    states = [f"{MARKS[state]} {number}" for state, number in shown.states]
+    head = " · ".join(filter(None, [shown.ranks, shown.seconds, *states, shown.pace]))
+    body = [*(_live(shown) if shown.is_live else _final(shown))]
+    note = [shown.note] if shown.note else []
+    return "\n".join([head, *note, *body] if shown.is_live else [head, *body, *note])
+
+
+def whole_text(transcript: Transcript, ranks: Iterable[int]) -> str:
+    """Write all lines of some ranks that are still kept, each rank under a header of its own."""
+    parts: list[str] = []
+    for rank in ranks:
+        said = transcript[rank]
+        parts.append(_header([rank]))
+        for item in said.tail(said.line_count + len(said.pieces)):
+            parts.extend(_plain(item))
+    return "\n".join(parts)
+
+
+def _final(shown: Panel) -> Iterator[str]:
+    for row in shown.rows:
+        yield _header(row.ranks, row.sameness)
+        yield strip(row.line.text)
+    blocks = [*shown.blocks, *shown.rest]
+    left = MOST_CHARACTERS
+    for done, block in enumerate(blocks):
+        share = left // (len(blocks) - done)
+        lines = [_block_header(block), *_output(block, share), *_error(block, share)]
+        left -= sum(len(part) + 1 for part in lines)
+        if left < 0:
+            ranks = [rank for missing in blocks[done:] for rank in missing.group.ranks]
+            yield _header(ranks)
+            yield f"%dist_output -r {format_ranks(ranks)}"
+            return
+        yield from lines
+
+
+def _live(shown: Panel) -> Iterator[str]:
+    for block in shown.blocks:
+        yield _block_header(block)
+        for item in block.items:
+            yield from _live_rows(item)
+        if (error := block.group.error) is not None:
+            yield clip(error_text(error), _LIVE_WIDTH)
+    for row in shown.rows:
+        yield _header(row.ranks)
+        yield clip(strip(row.line.text), _LIVE_WIDTH)
+    if more := (*shown.more, *shown.more_rows):
+        yield f"── and {name_ranks(more)} ──"
+
+
+def _live_rows(item: Item) -> list[str]:
+    match item:
+        case Hidden(lines=lines):
+            return [in_log_only(lines)]
+        case Shown():
+            return [clip("\n".join(_plain(item)), _LIVE_WIDTH)]
+        case lines:
+            return [clip(strip(line.text), _LIVE_WIDTH) for line in lines]
+
+
+def _output(block: Block, budget: int) -> list[str]:
+    """Write the block's lines, as many from the end as the budget allows."""
+    parts: list[str] = []
+    for item in reversed(block.items):
+        if isinstance(item, Hidden):
+            parts.append(block.where_rest(item))
+            continue
+        pieces = item if isinstance(item, list) else [item]
+        rows = [row for piece in pieces for row in _plain(piece)]
+        for number, row in enumerate(reversed(rows)):
+            text = clip(row, _WIDTH)
+            budget -= len(text) + 1
+            if budget < 0:
+                hidden = Hidden(len(rows) - number, in_log_only=False)
+                parts.append(block.where_rest(hidden))
+                break
+            parts.append(text)
+    return parts[::-1]
+
+
+def _plain(item: Line | Shown | Gap) -> list[str]:
+    match item:
+        case Line(text=text):
+            return [strip(text)]
+        case Gap(lines=lines):
+            return [in_log_only(lines)]
+        case Shown() as shown:
+            kinds = ", ".join(shown.display.data)
+            return strip(shown.plain).split("\n") if shown.plain else [f"<{kinds}>"]
+
+
+def _error(block: Block, budget: int) -> list[str]:
+    error = block.group.error
+    if block.group.part != "first" or not isinstance(error, Failure):
+        return [block.failed] if block.failed else []
+    rows = [clip(row, _WIDTH) for row in strip(traceback_text(error)).split("\n")]
+    while len(rows) > 2 and sum(map(len, rows)) > budget // 2:
+        del rows[1 : 1 + max(1, len(rows) // 2)]
+    return rows
+
+
+def _block_header(block: Block) -> str:
+    group = block.group
+    mark = MARKS[group.state] if group.has_failed or group.state == "aborted" else ""
+    return _header(group.ranks, sameness(group), mark)
+
+
+def _header(ranks: Iterable[int], sameness: str = "", mark: str = "") -> str:
+    """Write `── ranks 0-4,6-7 (same) ──`, `── rank 5 ✗ ──`."""
+    words = [name_ranks(ranks), f"({sameness})" if sameness else "", mark]
+    return f"── {' '.join(filter(None, words))} ──"

@@ -1,0 +1,143 @@
+"""The control groups that a process is in (cgroups(7)), and how much memory they leave it.
+
+In a container or a Slurm job a control group decides how much memory there is, and not the
+machine: of what goes beyond its limit the kernel kills as a rule the biggest process, the
+notebook.  Asked before memory is shared: both versions, and each group above the process's own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+ASKED_FROM = 32 << 20
+"""Bytes: less than that is not looked at; it takes 0.2 ms."""
+UNLIMITED = 1 << 60
+
+_PROC = Path("/proc")
+
+_MEMORY_FILES = {
+    2: ("memory.max", "memory.current", "memory.swap.max", "memory.swap.current"),
+    1: (
+        *("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        *("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes"),
+    ),
+}
+"""By version: limit and use of memory, then of swap, in version 1 of both together."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlGroup:
+    """A group of processes for which the kernel counts, and limits, what they use."""
+
+    version: int
+    folder: Path
+
+
+def control_groups(
+    controller: str, pid: int | str = "self", proc: Path = _PROC
+) -> Iterator[ControlGroup]:
+    """Find the groups with this controller that a process is in, innermost first.
+
+    Those of version 2 are among them even where it is version 1 that has the controller: the
+    files of the controller are missing there.
+    """
+    try:
+        entries = (proc / str(pid) / "cgroup").read_text().splitlines()
+        # As they are seen from here: a worker that is wrapped can have mounts of its own.
+        mounts = [line.split() for line in (proc / "self" / "mountinfo").read_text().splitlines()]
+    except OSError:
+        return
+    paths = {}
+    for entry in entries:
+        _, controllers, path = entry.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            paths[1 if controllers else 2] = path
+    for mount in mounts:
+        kind, options = mount[mount.index("-") + 1], mount[-1].split(",")
+        if kind == "cgroup2" or (kind == "cgroup" and controller in options):
+            version = 2 if kind == "cgroup2" else 1
+            for folder in _upwards(Path(mount[4]), mount[3], paths.get(version)):
+                yield ControlGroup(version, folder)
+
+
+def _upwards(mounted: Path, root: str, path: str | None) -> Iterator[Path]:
+    """The group's folder and those above it, as far as they are mounted here."""
+    if path is None:
+        return
+    # In a container the path can be the one outside.
+    below = os.path.relpath(path, root)
+    folder = mounted if below.startswith("..") else mounted / below
+    yield folder
+    yield from (each for each in folder.parents if each == mounted or mounted in each.parents)
+
+
+# --- memory ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """Bytes that a group of processes has, and how many of them are free; `where` is its name."""
+
+    where: str
+    limit: int
+    free: int
+
+
+def require_memory(size: int) -> None:
+    """Raise NotEnoughMemory where as many bytes more would be too many."""
+    if size < ASKED_FROM:
+        return
+    for found in memory_limits():
+        if size > found.free:
+            # Not at the top: the agent imports this before it starts the fork server.
+            from nbdist.errors import NotEnoughMemory
+
+            raise NotEnoughMemory(size, found.where, found.limit, max(0, found.free))
+
+
+def memory_limits(proc: Path = _PROC) -> Iterator[MemoryLimit]:
+    """Find those of each group with a limit that this process is in, and of the machine."""
+    machine = _fields(proc / "meminfo")
+    swap = machine.get("SwapFree:", 0) << 10
+    for group in control_groups("memory", proc=proc):
+        # What cannot be read is no limit that is known.
+        with suppress(OSError, ValueError):
+            yield from _limit_of(group, swap)
+    if "MemAvailable:" in machine:
+        free = (machine["MemAvailable:"] << 10) + swap
+        yield MemoryLimit("this machine", machine["MemTotal:"] << 10, free)
+
+
+def _limit_of(group: ControlGroup, swap: int) -> Iterator[MemoryLimit]:
+    memory, used, more, more_used = (group.folder / name for name in _MEMORY_FILES[group.version])
+    limit = _number(memory)
+    if limit >= UNLIMITED:
+        return
+    stat = _fields(group.folder / "memory.stat")
+    prefix = "" if group.version == 2 else "total_"
+    # What files have been read into can be had back.
+    cached = sum(stat.get(f"{prefix}{name}_file", 0) for name in ("inactive", "active"))
+    free = limit - _number(used) + cached
+    with suppress(OSError):  # a kernel that does not count swap
+        if group.version == 2:
+            swap = min(swap, _number(more) - _number(more_used))
+        else:
+            swap = min(swap, max(0, _number(more) - _number(more_used) + cached - free))
+    yield MemoryLimit(f"its group {group.folder}", limit, free + swap)
+
+
+def _number(file: Path) -> int:
+    text = file.read_text().strip()
+    return UNLIMITED if text == "max" else int(text)
+
+
+def _fields(file: Path) -> dict[str, int]:
+    """Of lines such as `MemTotal:  16384 kB` or `inactive_file 4096`."""
+    with suppress(OSError):
+        lines = (line.split() for line in file.read_text().splitlines())
+        return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
+    return {}

@@ -1,0 +1,152 @@
+"""What an agent asks of a worker's control thread, whatever its task does, and the answers.
+
+They travel as pickles in the buffers of messages on the kernel's control channel.  A worker
+trusts its agent; the agent makes of a worker's bytes nothing but these answers, since what
+runs there is users' code.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nbdist.wire.frames import BadFrame, object_from
+from nbdist.wire.places import Collective, Place, StackFrame
+
+REQUEST, REPLY = "nbdist_request", "nbdist_reply"
+"""The kinds of these messages."""
+
+
+# --- requests ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Locate:
+    """Where is the main thread?  Answered by `Place`, `briefly` with what people read of it."""
+
+    briefly: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Through which calls did it come there?  Answered by `Traced`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastCollective:
+    """Which collective was begun last?  Answered by `Collective`, or `Ok` for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListGroups:
+    """Which groups are there?  Answered by `HeldGroups`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What do torch and IPython lack?  Answered by `Lacks`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """End with this process from now on: the agent, which has become the worker's parent."""
+
+    parent: int
+
+
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """Keep no longer what this task brought back: it has been read."""
+
+    task_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Break open whatever collective the main thread waits in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Regroup:
+    """Connect the world's group and all these groups anew, in place, as this generation."""
+
+    generation: int
+    members: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """Join a group of another size, with these newcomers, and say in `environ` what follows."""
+
+    generation: int
+    world_size: int
+    threads: int
+    newcomers: tuple[int, ...]
+    environ: Mapping[str, str]
+
+
+Request = (
+    Locate | Trace | LastCollective | ListGroups | Check | Bind | LetGo | Abort | Regroup | Resize
+)
+
+
+# --- answers ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """The calls from the innermost out, and where they have led."""
+
+    place: Place
+    frames: tuple[StackFrame, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldGroups:
+    """How many ranks share the world's group, 0 for none; the ranks of all others by name."""
+
+    world_size: int
+    members: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Lacks:
+    """What is missing in the libraries, a sentence each."""
+
+    sentences: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """It could not be done; `unfit` where only another process could do it."""
+
+    error: str
+    unfit: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ok:
+    """It is done, or there is none of what was asked for."""
+
+
+Answer = Place | Traced | Collective | HeldGroups | Lacks | Failed | Ok
+
+
+def pack(message: Request | Answer) -> bytes:
+    """The message for the buffers of another."""
+    return pickle.dumps(message, protocol=5)
+
+
+def request_from(buffers: Sequence[bytes | memoryview]) -> Request:
+    """What the agent asks for."""
+    request: Request = pickle.loads(buffers[0])
+    return request
+
+
+def answer_from(buffers: Sequence[bytes | memoryview]) -> Answer:
+    """What a worker has answered; raises BadFrame."""
+    if not buffers:
+        raise BadFrame("it is empty")
+    answer: Answer = object_from(bytes(buffers[0]), Answer)
+    return answer

@@ -1,0 +1,142 @@
+"""What can be seen of a rank from outside, whatever it is doing: its place, stack, status."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+RankState = Literal["starting", "idle", "busy", "dead"]
+
+STACK_SIGNAL = signal.SIGRTMAX - 6
+"""At this a worker's C code writes its stacks to `WorkerStart.stack_file`.
+
+Not SIGUSR2, which user code may want for itself.
+"""
+
+PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/|^.*/lib/python3\.\d+/(?=[^/]+)")
+"""What stands before a library's own path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """`number` counts the collectives of its group."""
+
+    name: str
+    number: int
+    is_done: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} #{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A collective that a rank has begun in its cell: the one with this `number` of its `group`.
+
+    `sizes`, `dtypes` (torch's in C++: "Float") and `elements`, which counts them, are of the
+    tensors of which all ranks of the group have to have the same: `[2] [3, 4]`, `2 12`.
+    """
+
+    group: str
+    number: int
+    name: str
+    sizes: str = ""
+    dtypes: str = ""
+    elements: str = ""
+    is_done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank that runs a cell is.
+
+    `line` of the cell, or of a script's `file` with its text in `code`, 0 where unknown;
+    `operation` is the collective it waits for, "" if it
+    does something else; `counts` has by group how many collectives it has begun, `moved` the
+    bytes that its connections have carried, `is_calm` whether none of gloo's threads has
+    anything to do; `unfinished` how many collectives seem to have begun and not ended.
+    `holds_gil`: C code holds the GIL, so nothing more is known, unless the line is.
+    `is_stopped`: by a signal such as SIGSTOP.  `begun` are a waiting or idle rank's last
+    collectives of the cell, `has_help` says whether another thread or a GPU may act for it.
+    `is_cleaning_up`: an `except` or `finally` of its code runs because of Stop.
+    """
+
+    line: int = 0
+    operation: str = ""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    moved: int = 0
+    is_calm: bool = False
+    unfinished: int = 0
+    holds_gil: bool = False
+    is_stopped: bool = False
+    file: str = ""
+    code: str = ""
+    begun: tuple[Begun, ...] = ()
+    has_help: bool = False
+    is_cleaning_up: bool = False
+
+    @property
+    def is_in_code(self) -> bool:
+        """Whether it is, or may be, in what it was given to run; else it tells of its end."""
+        known = self.line or self.file or self.operation
+        return bool(known) or self.holds_gil or self.is_stopped
+
+
+@dataclass(frozen=True, slots=True)
+class StackFrame:
+    """One call; `file` as people know it (`Cell In[5]`), `code` the line's source if known."""
+
+    file: str
+    line: int
+    function: str
+    code: str = ""
+
+    @property
+    def lines(self) -> list[str]:
+        """As Python's tracebacks show a call."""
+        where = f"  {PACKAGES.sub('', self.file)}, line {self.line}"
+        if self.function != "<module>":
+            where += f", in {self.function}"
+        return [where, f"    {self.code}"] if self.code else [where]
+
+    @property
+    def is_cell(self) -> bool:
+        """Whether it is in a cell of the notebook."""
+        return self.file.startswith("Cell In[")
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The main thread of one rank: the calls from the cell inwards, the innermost last.
+
+    A rank that is idle has none; where a busy one has none, `problem` says why.
+    """
+
+    rank: int
+    pid: int
+    state: RankState
+    place: Place
+    frames: tuple[StackFrame, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker as its agent sees it; memory in bytes (PSS: shared pages count in part).
+
+    A busy one has a `place` and its line's `code`; `collective` is its last, None if unknown.
+    """
+
+    rank: int
+    pid: int
+    host: str
+    state: RankState
+    busy_seconds: float
+    memory: int
+    device: str
+    place: Place | None = None
+    code: str = ""
+    collective: Collective | None = None

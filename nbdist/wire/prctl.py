@@ -1,0 +1,47 @@
+"""What a process asks of the kernel about parents and children that end (prctl(2)).
+
+Runs in agents, guards, fork servers and workers.  It is also a script, with no package around
+it: `python -IS prctl.py COMMAND ...` becomes the command that wraps a worker (`--wrap`), which
+then dies with its agent.  A worker asks for this itself, but not for a wrapper between it and
+the agent; the setting survives exec.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def signal_on_parents_end(number: signal.Signals, parent: int) -> bool:
+    """Have the kernel send this process the signal when its parent ends; False if it has.
+
+    Polls for a lost parent in Python need the GIL; this does not.
+    """
+    _prctl(PR_SET_PDEATHSIG, number)
+    return os.getppid() == parent
+
+
+def adopt_orphans(*, adopts: bool = True) -> None:
+    """Have processes whose parents end become children of this one, so that it can end them."""
+    _prctl(PR_SET_CHILD_SUBREAPER, int(adopts))
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value)
+
+
+def main() -> None:
+    """Become the command."""
+    signal_on_parents_end(signal.SIGKILL, os.getppid())
+    # Stop is not meant for the wrapper, which is in the worker's process group; this survives
+    # exec too, and a kernel has a handler of its own while it runs a cell.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.execv(sys.argv[1], sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

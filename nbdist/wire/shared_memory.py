@@ -1,0 +1,148 @@
+"""Memory that one process fills once and others of the same user on the machine map.
+
+The notebook, the agents and the workers use it for big values.  A segment has no name
+in any file system: it is a descriptor of its owner, which others reach through
+`/proc/<pid>/fd`, so it ends with its last user whatever happens to the owner.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pickle import PickleBuffer
+from types import TracebackType
+
+from nbdist.wire.cgroups import require_memory
+
+Buffer = bytes | bytearray | memoryview | PickleBuffer
+
+# What tensors and vector instructions like; also a cache line.
+ALIGNMENT = 64
+
+# linux/fcntl.h and linux/memfd.h; the fcntl module has these names on few versions.
+_F_ADD_SEALS = 1033
+_SEALS = 0x1 | 0x2 | 0x4 | 0x8  # no further seals, no shrinking, no growing, no writing
+
+
+class SegmentGone(OSError):
+    """A segment that cannot be opened any more, or that this process may not open."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRef:
+    """Where a shared segment can be opened, by any process of the same user on the machine.
+
+    `path` ends in `#` and the inode, which tells this segment from a later one that got
+    the same descriptor; `open_segment` reads it.
+    """
+
+    path: str
+    sizes: tuple[int, ...]
+
+
+class Segment:
+    """Some frames in shared memory, for as long as this object is open.
+
+    Processes that have mapped it keep what they mapped when it is closed.
+    """
+
+    def __init__(self, fd: int, ref: SegmentRef) -> None:
+        """Takes the descriptor over; `holding` makes segments."""
+        self._fd = fd
+        self.ref = ref
+
+    @classmethod
+    def holding(cls, frames: Sequence[Buffer]) -> Segment:
+        """Make a new segment with a copy of the frames, each copied once.
+
+        NotEnoughMemory when there is no room for it, `OSError` when the machine is out of
+        it all the same; nothing is left behind then.
+        """
+        views = [memoryview(frame).cast("B") for frame in frames]
+        offsets, total = _layout([view.nbytes for view in views])
+        require_memory(total)
+        fd = os.memfd_create("nbdist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, total)
+            for view, offset in zip(views, offsets, strict=True):
+                _write(fd, view, offset)
+            # No process can change or cut what others have mapped: cutting it would kill
+            # them with SIGBUS.
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+        except BaseException:
+            os.close(fd)
+            raise
+        path = f"/proc/{os.getpid()}/fd/{fd}#{os.fstat(fd).st_ino}"
+        return cls(fd, SegmentRef(path, tuple(view.nbytes for view in views)))
+
+    def close(self) -> None:
+        """Let go of the memory; the kernel frees it when no process has it mapped."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # A segment that nothing refers to can never be closed: its memory would stay
+        # for as long as the process.
+        if not sys.is_finalizing():
+            self.close()
+
+    def __repr__(self) -> str:
+        size = f"{sum(self.ref.sizes):,} bytes in {len(self.ref.sizes)} frames"
+        return f"<Segment {size}, {'closed' if self._fd < 0 else self.ref.path}>"
+
+
+def open_segment(ref: SegmentRef) -> list[memoryview]:
+    """Map the frames of another process's segment, as writable private views.
+
+    Pages are shared until they are written to.  The mapping lives as long as any of
+    the views, and does not need the owner any more.  Raises `SegmentGone`.
+    """
+    path, _, inode = ref.path.partition("#")
+    offsets, total = _layout(ref.sizes)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise SegmentGone(f"shared memory {ref.path} cannot be opened: {error}") from error
+    try:
+        found = os.fstat(fd)
+        # Descriptor numbers, and even process ids, are given out again.
+        if str(found.st_ino) != inode or found.st_size != total:
+            raise SegmentGone(f"shared memory {ref.path} is gone: its owner has closed it")
+        mapping = mmap.mmap(fd, total, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(fd)
+    whole = memoryview(mapping)
+    return [whole[offset : offset + size] for offset, size in zip(offsets, ref.sizes, strict=True)]
+
+
+def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Work out where each frame begins, and the size of it all."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return offsets, max(end, ALIGNMENT)  # An empty file cannot be mapped.
+
+
+def _write(fd: int, view: memoryview, offset: int) -> None:
+    # Nine times as fast as copying into a mapping, which takes a page fault, and clears
+    # the page, for every 4 KiB (1 GiB: 0.33 s against 3.0 s; one memcpy of it 0.44 s).
+    done = 0
+    while done < view.nbytes:
+        done += os.pwrite(fd, view[done:], offset + done)

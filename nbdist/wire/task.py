@@ -1,0 +1,138 @@
+"""A task: what ranks are to do, typed, from the magic or the API to the worker that does it.
+
+The notebook packs it once.  An agent passes the bytes on by rank, over a unix socket of each
+worker, and opens them only when it has to show a line of the source; each worker unpacks it
+once.  `Finished` comes back; its mark in the worker's stdout says where it belongs.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from nbdist.output.events import Done
+from nbdist.wire.frames import BadFrame, fits, object_from
+from nbdist.wire.payload import Payload
+
+Kind = Literal["file", "module", "executable"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a cell holds; "" where names are only bound, or values asked for.
+
+    With `execution_count` the ranks number the cell as the notebook does, so that their
+    tracebacks say `Cell In[5]`.
+    """
+
+    text: str = ""
+    execution_count: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """`name` is how it was called: `train.py`, `pkg.mod`, `./x.sh`.
+
+    `file` is where the notebook has found it ("" for a module that is no file), `root` the
+    folder whose code counts as the script's own.  With `local_rank` it gets
+    `--local-rank=N` before all other arguments.
+    """
+
+    kind: Kind
+    name: str
+    args: tuple[str, ...] = ()
+    file: str = ""
+    root: str = ""
+    local_rank: bool = False
+    execution_count: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Call an op: a function of `nbdist.worker.ops`, `clean` or `snapshot.write`.
+
+    `arguments` are plain data, and a `Payload` where they are the user's.
+    """
+
+    op: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+Work = Source | Script | Call
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """How often the same has been run before, and how often it may be run again in all."""
+
+    number: int = 0
+    most: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Work for some ranks at once.
+
+    `names` is a pickled mapping to bind in the ranks first; after the work the values of the
+    expressions in `fetch` come back in `Done.values`, or what an op has returned.
+    `log_level` is the level from which on somebody listens to the ranks' records of
+    `logging`, None for nobody.  `imports` has for new ranks what others had imported in their
+    place, as `Done.imported`.
+    """
+
+    id: str
+    ranks: tuple[int, ...]
+    work: Work = Source()
+    names: Payload | None = None
+    fetch: tuple[str, ...] = ()
+    attempt: Attempt = Attempt()
+    log_level: int | None = None
+    imports: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+
+    @property
+    def source(self) -> str:
+        """The text of a cell, "" where it is none."""
+        return self.work.text if isinstance(self.work, Source) else ""
+
+    @property
+    def execution_count(self) -> int | None:
+        """The notebook's number of what runs, where it has one."""
+        return None if isinstance(self.work, Call) else self.work.execution_count
+
+    @property
+    def script(self) -> Script | None:
+        """The script, where it is one."""
+        return self.work if isinstance(self.work, Script) else None
+
+    def pack(self) -> bytes:
+        """As it travels to the workers."""
+        return pickle.dumps(self, protocol=5)
+
+
+def unpack(data: bytes) -> Task:
+    """The task that `Task.pack` has packed."""
+    task: Task = pickle.loads(data)
+    return task
+
+
+MOST_BYTES = 64 << 20
+"""Of what a worker says of a task; what it brings back goes through shared memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Worker to agent: the end of a task, and its number among the messages with marks."""
+
+    number: int
+    task_id: str
+    done: Done
+
+
+def finished_from(frame: bytes) -> Finished:
+    """What a worker has said; raises BadFrame."""
+    finished: Finished = object_from(frame, Finished, Payload)
+    if not fits(finished.done.values, Payload | None):
+        raise BadFrame("what it brings back is no payload")
+    return finished

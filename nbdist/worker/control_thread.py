@@ -1,0 +1,110 @@
+"""What a worker does when its agent asks, on the control thread, whatever its task does."""
+
+from __future__ import annotations
+
+import _thread
+import errno
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from nbdist.wire import control
+from nbdist.worker.compat import ipython, torch
+from nbdist.worker.probe import Probe
+from nbdist.worker.process import die_with_parent, reserve
+
+if TYPE_CHECKING:
+    from nbdist.worker.environment import Scaling
+    from nbdist.worker.group.group import Group
+    from nbdist.worker.kernel import WorkerKernel
+
+THREADS = 4
+"""As many as a new gloo backend starts, and one more."""
+
+
+class ControlThread:
+    """Answers the requests of `nbdist.wire.control`."""
+
+    def __init__(self, kernel: WorkerKernel, group: Group | None, scaling: Scaling) -> None:
+        self._kernel = kernel
+        self._group = group
+        self._scaling = scaling
+        self._probe = Probe(kernel.shell, group, kernel.scripts)
+        kernel.control_handlers[control.REQUEST] = self.answer
+
+    def __repr__(self) -> str:
+        return f"<ControlThread of {self._probe}>"
+
+    def answer(self, stream: Any, ident: Any, message: dict[str, Any]) -> None:
+        """Called by ipykernel with each request."""
+        try:
+            with reserve():
+                answer = self._answer_to(control.request_from(message["buffers"]))
+        except OSError as error:  # most likely it is out of descriptors all the same
+            answer = _failed(error)
+        session = self._kernel.session
+        assert session is not None
+        buffers: list[Any] = [control.pack(answer)]
+        session.send(stream, control.REPLY, {}, message, ident, buffers=buffers)
+
+    def _answer_to(self, request: control.Request) -> control.Answer:
+        probe, group = self._probe, self._group
+        match request:
+            case control.Locate(briefly):
+                return probe.locate_briefly() if briefly else probe.locate()
+            case control.Trace():
+                return probe.trace()
+            case control.LastCollective():
+                return probe.last_collective() or control.Ok()
+            case control.ListGroups():
+                members = {} if group is None else group.held()
+                return control.HeldGroups(self._scaling.world_size, members)
+            case control.Check():
+                return control.Lacks((*torch.check(), *ipython.check()))
+            case control.Bind(parent):
+                die_with_parent(parent)
+            case control.LetGo(task_id):
+                self._kernel.namespace.let_go(task_id)
+            case control.Abort() if group is not None:
+                self._abort(group)
+            case control.Regroup(generation, members) if group is not None:
+                return self._meet(lambda: group.regroup(generation, members))
+            case control.Resize() as resize:
+                return self._meet(lambda: self._scaling.scale(resize))
+        return control.Ok()
+
+    def _abort(self, group: Group) -> None:
+        waits = self._probe.waits_for_nccl
+        group.abort()
+        if waits:
+            # What waited for an aborted collective goes on, with results of no meaning.
+            _thread.interrupt_main()
+
+    def _meet(self, form: Callable[[], None]) -> control.Failed | control.Ok:
+        """Form groups with the other ranks."""
+        self._probe.start_over()
+        try:
+            check_room_for_threads()
+            form()
+        except (RuntimeError, ConnectionResetError) as error:
+            return _failed(error)
+        return control.Ok()
+
+
+def _failed(error: Exception) -> control.Failed:
+    lacks = errno.EMFILE in error.args or os.strerror(errno.EMFILE) in str(error)
+    return control.Failed(str(error), unfit=lacks)
+
+
+def check_room_for_threads() -> None:
+    """RuntimeError where gloo could start no threads, for the lack of which it would abort."""
+    over = threading.Event()
+    threads = [threading.Thread(target=over.wait, daemon=True) for _ in range(THREADS)]
+    try:
+        for thread in threads:
+            thread.start()
+    finally:
+        over.set()
+        for thread in filter(threading.Thread.is_alive, threads):
+            thread.join()

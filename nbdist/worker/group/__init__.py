@@ -1,0 +1,1 @@
+"""The process group in each rank: formed, aborted, formed again, and what was made on it."""

@@ -1,0 +1,193 @@
+"""The world's group as torch's default group, which user code destroys and initialises too.
+
+Nearly every tutorial calls `init_process_group` in its first lines and
+`destroy_process_group` in its last ones, and in a notebook both run again and again.  So
+in a worker the two mean: there is a default group from here on, and from here on there is
+none.  What stands behind is formed once.  While it is destroyed it only is in none of
+torch's tables; putting it back needs no word with the other ranks, who may not have
+destroyed it at all.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from nbdist.wire.messages import WorkerStart
+from nbdist.worker.compat import torch as seam
+
+
+class DefaultGroup:
+    """Puts what has just been formed out of and into its place as user code asks for it."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.group: ProcessGroup  # once it is formed
+        self.timeout = self._own_timeout = timeout
+        self._has_said = False
+        self._left: list[ProcessGroup] | None = None
+        self._init, self._destroy = dist.init_process_group, dist.destroy_process_group
+        self._wrap()
+
+    def __repr__(self) -> str:
+        return f"<DefaultGroup of {self._size}{'' if self.is_in_place else ', set aside'}>"
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it is the default group now."""
+        return dist.group.WORLD is self.group
+
+    def subgroups(self) -> dict[str, ProcessGroup]:
+        """Give the groups made from it, by name; with it in no place they are gone too."""
+        return seam.subgroups_of(self.group) if self.is_in_place else {}
+
+    def put_back(self) -> bool:
+        """Make it the default group; True where one that user code initialised ended for it."""
+        if self.is_in_place:
+            return False
+        if is_other := dist.is_initialized():
+            self._destroy()
+        seam.put_back(self.group, self._entries)
+        self._set_timeout(self._own_timeout)
+        return is_other
+
+    def begin_task(self) -> None:
+        """Have each task find the world's group, whatever the one before did with it."""
+        if self.put_back():
+            _say("The group that an earlier cell initialised has ended: the world's is back.")
+
+    def end(self) -> None:
+        """Shut it down in earnest, at the end of the worker."""
+        self.put_back()
+        self._destroy()
+
+    def leave(self) -> None:
+        """Have no group, and torch's own functions, in a forked child.
+
+        The objects stay for ever, for their ends would wait for threads that are not there.
+        """
+        self._left = [*seam.forget_all(self._destroy), self.group]
+
+    def form(self, orders: WorkerStart, meeting: Any) -> None:
+        """Form it, in this store; the one before, if there was any, has been taken out."""
+        # init_process_group wraps sys.excepthook each time it is called.
+        excepthook = sys.excepthook
+        self._backend = orders.world.backend or ""
+        self._rank, self._size = orders.rank, orders.world.world_size
+        try:
+            self._init(
+                backend=self._backend,
+                store=meeting,
+                rank=self._rank,
+                world_size=self._size,
+                timeout=self._own_timeout,
+            )
+        finally:
+            sys.excepthook = excepthook
+        assert dist.group.WORLD is not None
+        self.group = dist.group.WORLD
+        self.timeout = self._own_timeout
+        self._entries = seam.entries_of(self.group)
+
+    def take_out(self) -> list[ProcessGroup]:
+        """Have torch know neither it nor any group made from it; which they were."""
+        if not dist.is_initialized():
+            return [self.group]  # by user code, or when its successor could not be formed
+        assert dist.group.WORLD is not None
+        default = dist.group.WORLD  # perhaps one that user code initialised
+        groups = {self.group, default, *seam.subgroups_of(default).values()}
+        self._destroy()
+        return [*groups]
+
+    # --- what user code calls ---------------------------------------------------------------
+
+    def _wrap(self) -> None:
+        signature = inspect.signature(self._init)
+
+        @functools.wraps(self._init)
+        def init_process_group(*args: Any, **options: Any) -> None:
+            self._initialise(signature.bind(*args, **options))
+
+        @functools.wraps(self._destroy)
+        def destroy_process_group(group: ProcessGroup | None = None) -> None:
+            if self._left is None and self.is_in_place and (group is None or group is self.group):
+                seam.spare(self.group)
+            self._destroy(group)
+
+        _replace_everywhere(self._init, init_process_group)
+        _replace_everywhere(self._destroy, destroy_process_group)
+
+    def _initialise(self, call: inspect.BoundArguments) -> None:
+        asked = call.arguments
+        if self._left is not None:
+            return self._init(*call.args, **call.kwargs)
+        is_there = self.is_in_place
+        if not is_there and (dist.is_initialized() or self._is_another(asked)):
+            return self._init(*call.args, **call.kwargs)
+        if reason := self._contradiction(asked):
+            raise ValueError(f"init_process_group: {reason}")
+        if asked.get("timeout") is not None:
+            seam.check_timeout(asked["timeout"])
+        if not is_there:
+            self.put_back()
+        elif not self._has_said:
+            self._has_said = True
+            _say(f"The group of all {self._size} ranks ({self._backend}) is there already.")
+        if asked.get("timeout") is not None:
+            self._set_timeout(asked["timeout"])
+        return None
+
+    def _is_another(self, asked: Mapping[str, Any]) -> bool:
+        """Whether a group of one's own is asked for, by what is given alike on all its ranks."""
+        return asked.get("store") is not None or asked.get("world_size", -1) not in (-1, self._size)
+
+    def _contradiction(self, asked: Mapping[str, Any]) -> str:
+        """Say what the world's group is not, and what to do then; "" when it is as asked for."""
+        size, rank = asked.get("world_size", -1), asked.get("rank", -1)
+        if size not in (-1, self._size):
+            return (
+                f"the world has {self._size} ranks, not {size}. Pass world_size=world_size or "
+                "leave it out; after destroy_process_group() a group of your own can be made."
+            )
+        if rank not in (-1, self._rank):
+            return (
+                f"this is rank {self._rank} of the world, not {rank}. "
+                "Pass rank=rank or leave it out."
+            )
+        if missing := _names(asked.get("backend") or "") - _names(self._backend):
+            name = min(missing)
+            return (
+                f"the world's group has the backend {self._backend}, not {name}. Pass "
+                f'"{self._backend}" or leave it out; `%dist_init --backend` chooses another.'
+            )
+        return ""
+
+    def _set_timeout(self, timeout: timedelta) -> None:
+        if timeout != self.timeout:
+            self.timeout = timeout
+            seam.set_timeout(self.group, timeout)
+
+
+def _names(backend: str) -> set[str]:
+    """`{"gloo", "nccl"}` of `cpu:gloo,cuda:nccl`."""
+    return {part.rpartition(":")[2].strip() for part in backend.lower().split(",") if part}
+
+
+def _say(text: str) -> None:
+    """Write one dim line to the rank's output."""
+    sys.stdout.write(f"\x1b[2m{text}\x1b[0m\n")
+
+
+def _replace_everywhere(function: Callable[..., Any], by: Callable[..., Any]) -> None:
+    """Put `by` wherever torch has it: `init_device_mesh`, for one, calls its own import of it."""
+    name = function.__name__
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        if names.get("__name__", "").startswith("torch.") and names.get(name) is function:
+            setattr(module, name, by)

@@ -1,0 +1,273 @@
+"""All gloo backends of this worker: on one device, known by its port, connected where we say.
+
+Gloo has no abort: a rank that waits in a collective ignores signals for up to half an hour.
+What ends the wait is the end of its connections.  So all of a worker's gloo backends, also those
+that user code makes, share one device with one listening port, by which their connections
+are known; shutting these down wakes every rank within milliseconds, with an error.
+(`abort` and `shutdown` of ProcessGroupGloo do nothing, torch 2.13; from 2.14 on `abort`
+returns and ends no wait.)
+
+From torch 2.14 on a backend can be connected anew, so all are made to be: 260 times in a row
+(torch 2.15, n=2) without another thread or descriptor.
+
+A wait for a message from any rank belongs to no connection.  So importing this has
+`Work.wait` go through `wait`, which knows all of them and whose frame shows each.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo
+
+from nbdist.errors import one_line
+from nbdist.output.events import Connections
+from nbdist.worker.compat import torch as seam
+from nbdist.worker.group.store import AbortableStore, Meeting
+from nbdist.worker.process import BadEnvironment
+
+COLLECTIVE_TIMEOUT = 30 * 60.0
+"""Seconds that one collective may take, and making a group: torch's default for gloo."""
+
+THREADS = 2
+"""For each backend, as torch has it: with one a small all_reduce takes 1.7 times as long."""
+
+ENDED = re.compile(
+    r"gloo/\S+\] .*(Connection (closed|reset) by peer|Broken pipe)"
+    r"|waited (in the store|for a message) and was freed"
+)
+"""What gloo says on a rank whose connections have ended, and we where a wait is ended."""
+
+TIMED_OUT = re.compile(r"gloo/transport/.* Timed out waiting|timeout caused pair closure")
+"""What gloo says where a collective took too long: it closes the connections, for ever."""
+
+ABORTED = "Connection closed by peer: it waited for a message and was freed"
+"""Words that gloo has for the same."""
+
+
+def connections_after(message: str) -> Connections:
+    """Say what an exception with this message means for the connections to other ranks."""
+    if ENDED.search(message):
+        return "ended"
+    return "timed out" if TIMED_OUT.search(message) else ""
+
+
+class Gloo:
+    """Makes gloo backends, connects them anew, and ends their connections."""
+
+    def __init__(self) -> None:
+        self._device, self._port = _make_device()
+        self._next: Meeting | None = None
+        self._has_left = False
+        # Of every backend that can be renewed, for life; it leads to where they meet just then.
+        self._store = AbortableStore(None)
+        # A lazy device connects with the first collective, in the store as it is then.
+        is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() in ("1", "y", "yes", "true")
+        self.renews = seam.RENEWS_GLOO and not is_lazy
+        self._init = seam.when_gloo_is_made(self._make)
+
+    def __repr__(self) -> str:
+        return f"<Gloo on port {self._port}, {self._store}>"
+
+    def next_meets_in(self, meeting: Meeting | None) -> None:
+        """Have the next backend that is made connect there; None: where torch says."""
+        self._next = meeting
+
+    def new(self, meeting: Meeting, rank: int, size: int, timeout: timedelta) -> Any:
+        """Make a backend of its own, connected."""
+        self._next = meeting
+        return ProcessGroupGloo(meeting.store, rank, size, timeout)
+
+    def renew(self, backend: Any, meeting: Meeting, rank: int, size: int) -> None:
+        """Connect one anew that can be renewed; RuntimeError where the others do not come."""
+        timeout = timedelta(seconds=meeting.timeout)
+        with self._store.at(meeting):
+            seam.renew(backend, self._store, rank, size, meeting.number, timeout)
+
+    def _make(
+        self,
+        backend: ProcessGroupGloo,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: Any = None,
+        *,
+        options: Any = None,
+        enable_reconfigure: bool = False,  # from torch 2.14 on
+    ) -> None:
+        """Stands for ProcessGroupGloo's `__init__`."""
+        # The first alone: TORCH_DISTRIBUTED_DEBUG=DETAIL makes a helper besides.
+        meeting, self._next = self._next, None
+        if self._has_left:
+            self._init(backend, store, rank, size, timeout if options is None else options)
+            return
+        if timeout is not None and not isinstance(timeout, timedelta):
+            options = timeout
+        if options is not None:  # user code's own
+            self._init(backend, store, rank, size, options)
+            return
+        if meeting is None:
+            seconds = COLLECTIVE_TIMEOUT if timeout is None else timeout.total_seconds()
+            meeting = Meeting(store, timeout=seconds)
+        renewable = self.renews or enable_reconfigure
+        options = seam.gloo_options(self._device, THREADS, timeout, renewable=renewable)
+        if not renewable or enable_reconfigure:
+            self._init(backend, _abortable(meeting), rank, size, options)
+            return
+        with self._store.at(meeting):
+            self._init(backend, self._store, rank, size, options)
+        self.renew(backend, meeting, rank, size)
+
+    # --- abort ------------------------------------------------------------------------------
+
+    def abort(self) -> int:
+        """End all waits by ending all connections; how many there were.  From any thread.
+
+        One end of each connection is enough, the one that accepted it.
+        """
+        self._store.abort()
+        ended = 0
+        for connection in self.connections():
+            with suppress(OSError):  # the other rank was quicker
+                connection.shutdown(socket.SHUT_RDWR)
+                ended += 1
+        abort_receives()
+        return ended
+
+    def leave(self) -> None:
+        """Hold none of the rank's sockets, and make backends as torch does: in a forked child."""
+        self._has_left = True
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for fd, inode in [*_sockets()]:
+            with suppress(OSError), _borrowed(fd, inode) as found:
+                if found.getsockname()[1] == self._port:
+                    os.dup2(nothing, fd)  # gloo's objects still have the number
+        os.close(nothing)
+
+    def start_over(self) -> None:
+        """Allow backends to be made again, after `abort`."""
+        self._store.start_over()
+
+    @property
+    def waits_to_meet(self) -> bool:
+        """Whether a thread waits for ranks that have not come to make a group."""
+        return self._store.is_waited_in
+
+    def connections(self) -> Iterator[socket.socket]:
+        """Find those that gloo accepted, each valid until the next is asked for."""
+        for fd, inode in _sockets():
+            with suppress(OSError), _borrowed(fd, inode) as found:
+                if found.getsockname()[1] == self._port and not _listens(found):
+                    yield found
+
+
+def _abortable(meeting: Meeting) -> Any:
+    """Give a store in which a backend connects once and for all."""
+    if meeting.over is None:
+        return meeting.store
+    return AbortableStore(meeting.store, meeting.timeout, meeting.over)
+
+
+def _make_device() -> tuple[Any, int]:
+    """Make a device of gloo's, as torch would, and find the port on which it listens."""
+    before = set(_sockets())
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    try:
+        if interface:
+            device = ProcessGroupGloo.create_device(interface=interface)
+        else:
+            device = ProcessGroupGloo.create_default_device()
+    except RuntimeError as error:
+        raise _bad_interface(interface, error) from error
+    for fd, inode in set(_sockets()) - before:
+        with suppress(OSError), _borrowed(fd, inode) as found:
+            if _listens(found):
+                return device, int(found.getsockname()[1])
+    raise RuntimeError("gloo's listening socket was not found")
+
+
+def _bad_interface(interface: str, error: RuntimeError) -> BadEnvironment:
+    """Names the variable, which gloo does not."""
+    there = sorted(name for _, name in socket.if_nameindex())
+    why = f"gloo cannot use it ({one_line(str(error))})"
+    if interface and interface not in there:
+        why = "there is no such network interface"
+    return BadEnvironment(
+        f"GLOO_SOCKET_IFNAME={interface}: {why}. This machine has {', '.join(there)}; "
+        "without the variable workers use lo."
+    )
+
+
+def _listens(found: socket.socket) -> bool:
+    return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _sockets() -> Iterator[tuple[int, int]]:
+    """Descriptor and inode of each socket of this process."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                yield int(name), status.st_ino
+
+
+@contextmanager
+def _borrowed(fd: int, inode: int) -> Iterator[socket.socket]:
+    """Open the internet socket behind a descriptor; OSError when it is none, or none any more."""
+    with socket.socket(fileno=os.dup(fd)) as found:
+        if found.family not in (socket.AF_INET, socket.AF_INET6):
+            raise OSError("no internet socket")
+        if os.fstat(found.fileno()).st_ino != inode:
+            raise OSError("closed meanwhile")
+        yield found
+
+
+# --- waits for asynchronous operations --------------------------------------------------------
+
+
+class _Wait:
+    """One thread's, for one operation."""
+
+    __slots__ = ("is_over", "work")
+
+    def __init__(self, work: dist.Work) -> None:
+        self.work = work
+        self.is_over = False
+
+
+_wait_for_work = dist.Work.wait
+_waits: list[_Wait] = []
+
+
+def wait(self: dist.Work, *args: Any, **options: Any) -> Any:
+    """Stand for `Work.wait`; ConnectionResetError where it was aborted."""
+    own = _Wait(self)
+    _waits.append(own)
+    try:
+        is_done = _wait_for_work(self, *args, **options)
+    finally:
+        _waits.remove(own)
+    if own.is_over and not is_done:
+        raise ConnectionResetError(ABORTED)
+    return is_done
+
+
+def abort_receives() -> None:
+    """End all waits for a message, also from any rank, which no connection's end reaches.
+
+    From any thread, whatever the others do.
+    """
+    for each in tuple(_waits):
+        each.is_over = True
+        seam.end_receive(each.work)
+
+
+dist.Work.wait = wait  # type: ignore[method-assign]

@@ -1,0 +1,314 @@
+"""The process group that all ranks of a world share: formed, aborted, formed again.
+
+When its connections have ended, each group is connected anew: from torch 2.14 on its backend
+is, before that it gets a new backend in place.  Either way the group's object stays the same
+one, and with it DDP modules, subgroups and meshes.
+
+Called on the main thread to form the group and when a task begins, and on the control thread
+for all else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import chain
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from nbdist.wire.messages import WorkerStart, over_file
+from nbdist.worker.compat import torch as seam
+from nbdist.worker.group import nccl
+from nbdist.worker.group.ddp import forget_broken_off_steps, move_models
+from nbdist.worker.group.default import DefaultGroup
+from nbdist.worker.group.gloo import COLLECTIVE_TIMEOUT, Gloo
+from nbdist.worker.group.names import GroupNames, refuse_stale, refuse_stale_models
+from nbdist.worker.group.store import FORM_TIMEOUT, AbortableStore, Meeting
+
+ARRIVED = "arrived"
+"""Where in the store a rank that is new says that it has come as far as the group."""
+
+WORLD = "world"
+"""The world's own group in the store; others have names that torch gave them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """This rank's side of one group; `group` None where only others have an object for it."""
+
+    name: str
+    members: Sequence[int]
+    group: ProcessGroup | None
+    timeout: timedelta = timedelta(seconds=COLLECTIVE_TIMEOUT)
+
+
+class Group:
+    """A worker's side of the world's group, and of every group made from it."""
+
+    def __init__(self, orders: WorkerStart) -> None:
+        self._orders = orders
+        self._store = seam.FileStore(orders.store_path, orders.world.world_size)
+        self._store.set_timeout(timedelta(seconds=FORM_TIMEOUT))
+        # The same in all generations: `new_group` meets there.
+        self._meeting = AbortableStore(self._store_of(0, WORLD), FORM_TIMEOUT)
+        self._stand_ins: list[Any] = []
+        self.is_whole = True
+        self.task_began_ns = 0
+        self._names = GroupNames()
+        self._gloo = Gloo()
+        self._default = DefaultGroup(timedelta(seconds=COLLECTIVE_TIMEOUT))
+
+    def __repr__(self) -> str:
+        return f"<Group of {self._orders.world.world_size}, {self._gloo}>"
+
+    def begin_task(self, task_id: str) -> None:
+        """Have the world's group in its place, and new groups named after this task.
+
+        All ranks that run the task do so before its first line.
+        """
+        self.task_began_ns = time.time_ns()
+        self._names.begin_task(task_id)
+        self._default.begin_task()
+
+    def end(self) -> None:
+        """Shut all of it down, at the end of the worker."""
+        self._default.end()
+
+    def leave(self) -> None:
+        """Have no part in it: in a forked child."""
+        self._default.leave()
+        self._gloo.leave()
+        self._names.begin_task("")
+
+    # --- what there is ------------------------------------------------------------------------
+
+    def held(self) -> dict[str, tuple[int, ...]]:
+        """Give the ranks of each group that this one holds besides the world's, by its name."""
+        # Not those of nccl alone: they connect with their first collective.
+        return {
+            name: tuple(dist.get_process_group_ranks(group))
+            for name, group in self._default.subgroups().items()
+            if seam.gloo_of(group) is not None
+        }
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether the world's group, and so others too, may have nccl for CUDA tensors."""
+        return "nccl" in (self._orders.world.backend or "")
+
+    @property
+    def waits_to_meet(self) -> bool:
+        """Whether a thread waits for ranks that have not come to make a group."""
+        return self._meeting.is_waited_in or self._gloo.waits_to_meet
+
+    def connections(self) -> Iterator[socket]:
+        """Find the connections that gloo accepted, each valid until the next is asked for."""
+        return self._gloo.connections()
+
+    @property
+    def _world(self) -> Side:
+        """Of the world's own group, also while user code has destroyed it."""
+        everybody = range(self._orders.world.world_size)
+        return Side(WORLD, everybody, self._default.group, self._default.timeout)
+
+    # --- form ---------------------------------------------------------------------------------
+
+    def form(self) -> None:
+        """Join the world's group, waiting until every rank has.
+
+        The ranks meet in a file that only this user can open: no port, and the store
+        outlives rank 0.  Each generation of the group has keys of its own.
+        """
+        generation, joins = self._orders.generation, self._orders.joins
+        if joins is not None:
+            self._store_of(generation, ARRIVED).set(str(self._orders.rank), "")
+        self._form_default(Meeting(self._store_of(generation, WORLD), generation))
+        if joins is not None:
+            self._connect_others(generation, joins)
+
+    def _form_default(self, meeting: Meeting) -> None:
+        """Make it torch's default group; its gloo connects in `meeting`."""
+        orders = self._orders
+        if orders.sized_in > 1:
+            # Its name is in the store's keys, and a mesh of the size before must not find it.
+            self._names.begin_task(f"sized{orders.sized_in}")
+        # Threads of nccl's look into the store, and must never wait for the GIL.
+        store = self._store_of(0, WORLD) if self.uses_nccl else self._meeting
+        is_first = orders.generation == 1
+        # torch puts prefixes of its own before; survivors of a death meet without them.
+        self._gloo.next_meets_in(meeting)
+        try:
+            # What torch would wrap a later one in meets where earlier generations did.
+            with nullcontext() if is_first else seam.without_comparing():
+                self._default.form(orders, store)
+        finally:
+            self._gloo.next_meets_in(None)
+        if is_first:
+            self._connect_nccl(nccl.START_TIMEOUT)
+        else:
+            self._compare_default(orders.generation)
+            self._renew_nccl(orders.generation)
+
+    def _compare_default(self, generation: int) -> None:
+        """Have a default group that torch made without it compare collectives, as all others."""
+        backend = seam.gloo_of(self._default.group) if seam.compares() else None
+        if backend is not None:
+            comparing = self._comparing(backend, self._world, generation)
+            seam.replace_gloo(self._default.group, comparing, generation)
+
+    # --- form another one, of another size ----------------------------------------------------
+
+    def resize(self, orders: WorkerStart, newcomers: Sequence[int]) -> None:
+        """Form another default group in the place of this one: of another size.
+
+        All that was made from the one before is over, but for DDP modules.  Until all
+        newcomers have started, nothing happens to it: as long it can be called off.
+        """
+        over = over_file(orders.over_path, orders.generation)
+        arrivals = AbortableStore(self._store_of(orders.generation, ARRIVED), FORM_TIMEOUT, over)
+        arrivals.wait([str(rank) for rank in newcomers])
+        # From here on the group before is gone, whether the ranks meet or not.
+        self.abort()
+        sizes = self._orders.world.world_size, orders.world.world_size
+        refuse_stale(self._default.take_out(), *sizes)
+        self._stand_ins.clear()
+        before, self._orders = self._default.group, orders
+        self.is_whole = False
+        self._start_over()
+        self._form_default(
+            Meeting(self._store_of(orders.generation, WORLD), orders.generation, over)
+        )
+        self.is_whole = True
+        move_models(before, self._default.group)
+        refuse_stale_models()
+
+    # --- abort, and form again ----------------------------------------------------------------
+
+    def abort(self) -> int:
+        """End all waits, in collectives and for others to make a group; from any thread.
+
+        Gloo's connections end (how many there were is returned), nccl's collectives are
+        aborted.
+        """
+        self._meeting.abort()
+        ended = self._abort_nccl() if self.uses_nccl else 0
+        return ended + self._gloo.abort()
+
+    def regroup(self, generation: int, held: Mapping[str, tuple[int, ...]]) -> None:
+        """Connect every group anew in place; all its members do so at once.
+
+        `held` are the groups of all ranks together, as the method gives each rank's.  Raises
+        RuntimeError when they do not meet.
+        """
+        most = self._most_generations()
+        if most is not None and generation > most:
+            raise RuntimeError(f"the group was formed anew {most} times, which is all torch takes")
+        # First, so that what is made anew here can be waited for, and aborted.
+        self._start_over()
+        self._connect(self._world, generation)
+        self._renew_nccl(generation)
+        self._connect_others(generation, held)
+        forget_broken_off_steps()
+
+    def _most_generations(self) -> int | None:
+        """Say how often a group can be formed anew; None where there is no limit."""
+        if self.uses_nccl:
+            return seam.MOST_RENEWALS // 2
+        return None if self._gloo.renews and not seam.compares() else seam.MOST_RENEWALS
+
+    def _start_over(self) -> None:
+        self._meeting.start_over()
+        self._gloo.start_over()
+
+    def _connect_others(self, generation: int, held: Mapping[str, tuple[int, ...]]) -> None:
+        """Connect the rest, in one order on all ranks, or they would wait for one another.
+
+        Where this rank, or the one that it replaces, does not hold the group, a backend
+        that is not used stands in for it, because the others connect to all members.
+        """
+        own = self._default.subgroups()
+        self._stand_ins.clear()
+        for name, members in sorted(held.items()):
+            if self._orders.rank in members:
+                self._connect(Side(name, members, own.get(name)), generation)
+
+    def _connect(self, side: Side, generation: int) -> None:
+        """Connect gloo's backend of one group anew, or give the group a new one."""
+        backend = None if side.group is None else seam.gloo_of(side.group)
+        if side.group is not None and backend is None:
+            return  # nccl's alone
+        meeting, rank = self._meeting_of(side.name, generation), self._rank_in(side)
+        if backend is not None and self._gloo.renews and seam.is_renewable(backend):
+            self._gloo.renew(backend, meeting, rank, len(side.members))
+            return
+        backend = self._gloo.new(meeting, rank, len(side.members), side.timeout)
+        comparing = self._comparing(backend, side, generation)
+        if side.group is None:
+            self._stand_ins.append(comparing)
+            return
+        seam.prepare_gloo(backend, side.group, side.members)
+        seam.replace_gloo(side.group, comparing, generation)
+
+    def _comparing(self, backend: Any, side: Side, generation: int) -> Any:
+        """Give the backend as torch has it: with TORCH_DISTRIBUTED_DEBUG=DETAIL it compares first.
+
+        For that it has another one of the same ranks.
+        """
+        if not seam.compares():
+            return backend
+        meeting = self._meeting_of(f"{side.name}/check", generation)
+        helper = self._gloo.new(meeting, self._rank_in(side), len(side.members), side.timeout)
+        return seam.comparing(backend, helper)
+
+    # --- nccl ---------------------------------------------------------------------------------
+
+    def _renew_nccl(self, generation: int) -> None:
+        """Give every group that has nccl a new backend, and connect that of the world's.
+
+        Not where the generations before met.
+        """
+        if not self.uses_nccl:
+            return
+        # What their old ones hold on the device; they may not have been aborted.
+        self._abort_nccl()
+        own = self._default.subgroups().items()
+        others = [Side(name, dist.get_process_group_ranks(group), group) for name, group in own]
+        for side in [self._world, *others]:
+            if side.group is not None and seam.nccl_of(side.group) is not None:
+                store, rank = self._store_of(generation, side.name), self._orders.rank
+                seam.replace_nccl(side.group, store, rank, side.members, generation, side.timeout)
+        over = over_file(self._orders.over_path, generation)
+        self._connect_nccl(nccl.RENEWAL_TIMEOUT, over)
+
+    def _connect_nccl(self, timeout: float, over: Path | None = None) -> None:
+        """Have the world's own group connect now, while all ranks are known to come."""
+        if self.uses_nccl and (backend := seam.nccl_of(self._default.group)) is not None:
+            nccl.connect(backend, torch.device(self._orders.device), timeout, over)
+
+    def _abort_nccl(self) -> int:
+        """Abort collectives of all groups; how many groups there were.  From any thread."""
+        groups = chain([self._default.group], self._default.subgroups().values())
+        found = [backend for group in groups if (backend := seam.nccl_of(group)) is not None]
+        seam.abort_nccl(found)
+        return len(found)
+
+    # --- where ranks meet ---------------------------------------------------------------------
+
+    def _rank_in(self, side: Side) -> int:
+        return side.members.index(self._orders.rank)
+
+    def _meeting_of(self, name: str, generation: int) -> Meeting:
+        """Say where they meet; it can be called off, when one of them has died meanwhile."""
+        over = over_file(self._orders.over_path, generation)
+        return Meeting(self._store_of(generation, name), generation, over)
+
+    def _store_of(self, generation: int, name: str) -> Any:
+        return seam.PrefixStore(f"generation{generation}/{name}", self._store)

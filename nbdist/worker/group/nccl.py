@@ -1,0 +1,88 @@
+"""How nccl's backends connect, and which of their collectives is under way.  Not run on a GPU yet.
+
+nccl has an abort, in place of gloo's broken connections: its kernels end, and what waits for
+their stream goes on, with results that mean nothing, so the main thread has to be
+interrupted as well.  torch's own watchdog must not act (`TORCH_NCCL_ASYNC_ERROR_HANDLING=0`,
+which workers start with).
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nbdist.worker.compat import torch as seam
+
+START_TIMEOUT, RENEWAL_TIMEOUT = 100.0, 25.0
+"""Seconds for all ranks to connect: agents wait 180 s for a start, and 30 s for healing."""
+
+POLL_EVERY = 0.02
+
+
+def connect(backend: Any, device: torch.device, timeout: float, over: Path | None = None) -> None:
+    """Have all ranks connect; RuntimeError where they do not in time, or it is called off.
+
+    With the first collective instead, ranks that wait for one that has failed before it
+    could not be aborted.  Here it is a thread that waits, and is left behind then.  All ranks
+    do so at once; once the file `over` is there, it is called off.
+    """
+    failed: list[RuntimeError] = []
+
+    def run() -> None:
+        try:
+            seam.connect_nccl(backend, device)
+        except RuntimeError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="nbdist connects nccl", daemon=True)
+    deadline = time.monotonic() + timeout
+    thread.start()
+    while thread.is_alive():
+        thread.join(POLL_EVERY)
+        if over is not None and over.exists():
+            raise RuntimeError("connecting nccl was called off: a rank has ended")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"nccl did not connect within {timeout:.0f} s")
+    if failed:
+        raise failed[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What nccl has begun and not ended: how many collectives, and the newest one.
+
+    `number` counts over all groups, 0 where there is none; `name` is "" then.
+    """
+
+    count: int = 0
+    number: int = 0
+    name: str = ""
+
+
+class UnderWay:
+    """Of the collectives since the groups were last formed."""
+
+    def __init__(self) -> None:
+        self._first = 0
+
+    def __repr__(self) -> str:
+        return f"<UnderWay from {self._first}>"
+
+    def pending(self) -> Pending:
+        """Tell what is under way now, on the GPU or waiting there for its turn."""
+        entries = [e for e in seam.unfinished_of_nccl() if e["record_id"] >= self._first]
+        if not entries:
+            return Pending()
+        newest = max(entries, key=lambda entry: int(entry["record_id"]))
+        name = re.sub(r"^\w+:", "", str(newest["profiling_name"]))
+        return Pending(len(entries), int(newest["record_id"]) + 1, name)
+
+    def start_over(self) -> None:
+        """Forget what has begun so far: the groups are being formed anew."""
+        self._first = max(self._first, self.pending().number)

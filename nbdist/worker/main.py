@@ -1,0 +1,76 @@
+"""The life of a worker: its kernel, its group, its cells, its end."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch.distributed as dist
+
+from nbdist.wire.marks import mark
+from nbdist.wire.messages import WorkerStart
+from nbdist.worker.control_thread import ControlThread
+from nbdist.worker.environment import (
+    Scaling,
+    pickle_cell_definitions_by_value,
+    prepare_torch,
+    ready_names,
+    take_place,
+)
+from nbdist.worker.group.group import Group
+from nbdist.worker.kernel import make_app
+from nbdist.worker.process import leave_world_in_children
+from nbdist.worker.publishing import LargeOutputs
+from nbdist.worker.streams import flush_c_streams, write_all
+from nbdist.worker.tasks import Tasks
+from nbdist.worker.threads import write_stacks_to
+
+
+def run_worker(start: WorkerStart) -> None:
+    """Bind the kernel, join the group, say so, and run cells until told to end."""
+    own_path = list(sys.path)
+    prepare_torch(start)
+    app = make_app(start.connection_file, start.rank, start.token)
+    app.session.large = LargeOutputs(log_folder(start))
+    app.kernel.namespace.start_with(ready_names(start))
+    quieten()
+    write_stacks_to(start.stack_file, app.control_thread)
+    pickle_cell_definitions_by_value()
+    group = Group(start) if start.world.backend is not None else None
+    app.kernel.group = group
+    leave_world_in_children(group.leave if group is not None else None)
+    ControlThread(app.kernel, group, Scaling(start, app.kernel.namespace, group))
+    tasks = Tasks(start.task_socket, app.kernel, app.session)
+    write_all(mark(start.token, "up"))
+    if group is not None:
+        group.form()
+    take_place(start, own_path)
+    write_all(mark(start.token, "ready"))
+    app.start()
+    tasks.close()
+    if group is not None:
+        group.end()
+    elif dist.is_initialized():
+        dist.destroy_process_group()
+    # What exit handlers do is wanted; taking the interpreter apart would take 0.15 s more.
+    atexit._run_exitfuncs()
+    flush_c_streams()
+    os._exit(0)
+
+
+def log_folder(start: WorkerStart) -> Path | None:
+    """Where the rank's log files are; torch's error file is beside them."""
+    return Path(start.environ["TORCHELASTIC_ERROR_FILE"]).parent if start.world.log_dir else None
+
+
+def quieten() -> None:
+    """Drop what IPython does and says for people who sit at a terminal."""
+    # Lightning refuses to run several processes where it finds a prompt.
+    for prompt in ("ps1", "ps2"):
+        if hasattr(sys, prompt):
+            delattr(sys, prompt)
+    # Leaving by exit() is not how a worker ends.
+    warnings.filterwarnings("ignore", message="To exit: use")

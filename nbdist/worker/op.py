@@ -1,0 +1,76 @@
+"""Ops: what a task can ask of a worker besides running source.
+
+Each is a function of a module of its own in `nbdist.worker.ops`, found by name.  It runs on
+the main thread in the place of a cell, gets a `Context` and the arguments of its `Call`, and
+what it returns comes back as the rank's value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from nbdist.wire.payload import Payload
+
+if TYPE_CHECKING:
+    from nbdist.worker.group.group import Group
+    from nbdist.worker.namespace import Namespace
+
+
+@dataclass
+class Context:
+    """What a task works with, and what it says of itself besides its value.
+
+    `bound` are the names that it has bound, `title` is what people call it.  What `at_end` has
+    is closed once the value has been packed.
+    """
+
+    shell: Any
+    namespace: Namespace
+    group: Group | None
+    title: str = ""
+    bound: set[str] = field(default_factory=set)
+    at_end: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """The worker's `__main__`."""
+        names: dict[str, Any] = self.shell.user_ns
+        return names
+
+    def open(self, payload: Payload) -> Any:
+        """What the notebook has pickled; NameProblem where it cannot be rebuilt."""
+        return self.namespace.open(payload)
+
+    def noting(self) -> Noting:
+        """Note in `bound` what users' code binds meanwhile."""
+        return Noting(self)
+
+
+class Noting:
+    """Compares the names before and after.
+
+    Not a generator's: contextlib sets attributes of what is raised, which a user's class can
+    refuse.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._before = self._context.namespace.snapshot()
+
+    def __exit__(self, *_: object) -> None:
+        self._context.bound |= self._context.namespace.bound_since(self._before)
+
+
+def find_op(name: str) -> Callable[..., Any]:
+    """The function that is meant: `clean` of the module `clean`, `write` for `snapshot.write`."""
+    module, _, function = name.partition(".")
+    found: Callable[..., Any] = getattr(
+        import_module(f"nbdist.worker.ops.{module}"), function or module
+    )
+    return found

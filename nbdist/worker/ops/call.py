@@ -1,0 +1,91 @@
+"""Calls a function of the notebook, with what that finds in `__main__` while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nbdist.wire.payload import Payload
+from nbdist.worker.tracebacks import show
+
+if TYPE_CHECKING:
+    from nbdist.worker.op import Context
+
+READY_MODULES = ("torch", "dist")
+"""Names that are ready in every worker and give way to the caller's."""
+
+_MISSING = object()
+
+_left: dict[str, Any] = {}
+"""What earlier calls have left behind."""
+
+
+def call(context: Context, title: str, packed: Payload) -> Any:
+    """What the function returns; it is no cell, so nothing of IPython's but how errors are shown.
+
+    Packed are the function, its arguments, and the names of the caller's `__main__` that it uses.
+    """
+    context.title = title
+    function, args, kwargs, names = context.open(packed)
+    lent = LentNames(context.names, names)
+    context.at_end.callback(lent.take_back)
+    del names
+    shell = context.shell
+    with context.noting():
+        try:
+            return function(*args, **kwargs)
+        except SystemExit:
+            show(shell, exception_only=True)
+            raise
+        except BaseException as error:  # also Stop: shown as a cell's would be
+            tb = error.__traceback__
+            show(shell, (type(error), error, (tb and tb.tb_next) or tb), tb_offset=0)
+            raise
+        finally:
+            shell.events.trigger("post_execute")  # matplotlib shows its figures
+
+
+class LentNames:
+    """The names that functions of a call find in `__main__`, for as long as it lasts.
+
+    What the workers have bound themselves they keep, and the functions find that.
+    """
+
+    def __init__(self, namespace: dict[str, Any], names: Mapping[str, Any]) -> None:
+        self._namespace = namespace
+        self._lent = {name: value for name, value in names.items() if self._gives_way(name)}
+        # What an earlier call has left gives way for good.
+        kept = (name for name in self._lent if name in READY_MODULES)
+        self._covered = {name: namespace[name] for name in kept if name in namespace}
+        namespace.update(self._lent)
+        self._before = {name: id(value) for name, value in namespace.items()}
+
+    def __repr__(self) -> str:
+        return f"<LentNames {sorted(self._lent)}>"
+
+    def take_back(self) -> None:
+        """Bind none of them any more.
+
+        But where the call has bound names itself, by `global`, they stay: what it bound may
+        use them later.  They give way to those of the next call.
+        """
+        has_bound = any(
+            self._before.get(name) != id(value)
+            for name, value in self._namespace.items()
+            if not name.startswith("_")
+        )
+        for name, value in self._lent.items():
+            if self._namespace.get(name, _MISSING) is not value:
+                continue  # the call has bound or deleted it
+            if name in self._covered:
+                self._namespace[name] = self._covered[name]
+            elif has_bound:
+                _left[name] = value
+            else:
+                del self._namespace[name]
+
+    def _gives_way(self, name: str) -> bool:
+        found = self._namespace.get(name, _MISSING)
+        if found is _MISSING or name in READY_MODULES:
+            return True
+        return name in _left and _left[name] is found

@@ -1,0 +1,111 @@
+"""Frames of a pickle in a file of their own, with a digest; written and read by one rank."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from nbdist import folders
+from nbdist.wire.shared_memory import ALIGNMENT, Buffer
+
+MAGIC = b"nbdist frames 1\n"
+CHUNK = 1 << 24
+SMALL = 1 << 16
+"""Frames below this many bytes share one piece of memory when they are read."""
+
+
+class Damaged(Exception):
+    """A file that is not as it was written; the message says what is wrong with it."""
+
+
+def write_frames(path: Path, frames: Sequence[Buffer]) -> tuple[int, str]:
+    """Write a new file, on the disk when this returns; its size and digest.  Raises OSError.
+
+    Only this user can read it.
+    """
+    views = [memoryview(frame).cast("B") for frame in frames]
+    head = json.dumps([view.nbytes for view in views]).encode()
+    digest, size = hashlib.sha256(), 0
+    with open(path, "xb", buffering=0, opener=folders.open_private) as file:
+        for view in (memoryview(MAGIC + len(head).to_bytes(8, "little") + head), *views):
+            size += _write(file.fileno(), view, digest.update)
+        os.fsync(file.fileno())
+    return size, digest.hexdigest()
+
+
+def _write(fd: int, view: memoryview, take: Callable[[memoryview], None]) -> int:
+    done = 0
+    while done < view.nbytes:
+        part = view[done : done + CHUNK]
+        done_now = os.write(fd, part)
+        take(part[:done_now])
+        done += done_now
+    return done
+
+
+def read_frames(path: Path, size: int, digest: str) -> list[memoryview]:
+    """The frames of a file, in private memory that can be written to.
+
+    Raises Damaged where the file is not the one that was written, Untrusted where another
+    user could have written it, and OSError.
+    """
+    with folders.trusted_folder(path.parent) as at:
+        opened = folders.open_trusted(path, at)
+    found = hashlib.sha256()
+    with os.fdopen(opened, "rb", buffering=0) as file:
+        if (there := os.fstat(file.fileno()).st_size) != size:
+            raise Damaged(f"{path.name} has {there:,} of {size:,} bytes")
+        head = bytearray(len(MAGIC) + 8)
+        _read(file.fileno(), memoryview(head), found.update)
+        length = int.from_bytes(head[len(MAGIC) :], "little")
+        if not head.startswith(MAGIC) or length > size:
+            raise Damaged(f"{path.name} has other contents than were written")
+        sizes = bytearray(length)
+        _read(file.fileno(), memoryview(sizes), found.update)
+        try:
+            frames = _memory(json.loads(sizes))
+        except ValueError:
+            raise Damaged(f"{path.name} has other contents than were written") from None
+        for frame in frames:
+            _read(file.fileno(), frame, found.update)
+    if found.hexdigest() != digest:
+        raise Damaged(f"{path.name} has other contents than were written")
+    return frames
+
+
+def _memory(sizes: Sequence[int]) -> list[memoryview]:
+    """Memory for frames of these sizes, aligned as torch's own.
+
+    Some of torch's sums depend on the alignment: training would go on with other last bits.
+    Big frames are freed one by one, small ones together.
+    """
+    small = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes if size < SMALL]
+    shared, offset, frames = _mapping(sum(small)), 0, []
+    for size in sizes:
+        if size < SMALL:
+            frames.append(shared[offset : offset + size])
+            offset += -(-size // ALIGNMENT) * ALIGNMENT
+        else:
+            frames.append(_mapping(size)[:size])
+    return frames
+
+
+def _mapping(size: int) -> memoryview:
+    """Pages of this process's own: what a forked child writes there is the child's."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return memoryview(mmap.mmap(-1, max(size, ALIGNMENT), flags=flags))
+
+
+def _read(fd: int, view: memoryview, take: Callable[[memoryview], None]) -> None:
+    done = 0
+    while done < view.nbytes:
+        part = view[done : done + CHUNK]
+        count = os.readv(fd, [part])
+        if not count:
+            raise Damaged("a file ended while it was read")
+        take(part[:count])
+        done += count

@@ -1,0 +1,191 @@
+"""A rank's part of a snapshot: its variables and random states, in one file of its own.
+
+Called by `nbdist.world.snapshots`, which says what to write and what becomes of the files;
+nothing of the contents goes through the notebook.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from nbdist.errors import one_line
+from nbdist.folders import Untrusted
+from nbdist.wire.ops import Loaded, Written
+from nbdist.wire.pickling import Pickled, pickle, unpickle
+from nbdist.worker.group.ddp import bucket_layout, set_bucket_layout
+from nbdist.worker.ops.files import Damaged, read_frames, write_frames
+
+if TYPE_CHECKING:
+    from nbdist.worker.op import Context
+
+ALSO_LIMIT = 1 << 20
+"""Bytes up to which a value goes along that only a function in the snapshot needs."""
+
+INSTEAD = "torch.distributed.checkpoint writes such"
+
+_loaded: dict[str, Any] = {}
+"""What `load` has read, for `bind`."""
+
+
+def own_rank() -> int:
+    """This worker's rank."""
+    return int(os.environ["RANK"])
+
+
+# --- write ------------------------------------------------------------------------------
+
+
+def write(
+    context: Context, *, folder: str, wanted: Mapping[int, Sequence[str]], leave_out: bool
+) -> Written:
+    """Write the wanted names that there are; with `leave_out` without what cannot be pickled."""
+    namespace = context.names
+    values = {name: namespace[name] for name in wanted[own_rank()] if name in namespace}
+    left_out = _unpicklable(values, namespace)
+    if left_out and not leave_out:
+        name, why = next(iter(left_out.items()))
+        return Written(f"`{name}` cannot be pickled: {why}")
+    for name in left_out:
+        del values[name]
+    also = _also(values, namespace)
+    contents: dict[str, Any] = {"names": values, "also": also, "random": random_states()}
+    pickled = pickle(contents, namespace, sketch=True)
+    contents["grads"] = _grads(pickled)
+    models = [met for met in pickled.objects if type(met) is DistributedDataParallel]
+    contents["buckets"] = [(net, bucket_layout(net)) for net in models]
+    frames = pickle(contents, namespace, back_to_device=True).frames
+    try:
+        size, digest = write_frames(Path(folder, file_name(own_rank())), frames)
+    except OSError as error:
+        return Written(error.strerror or str(error))
+    # Nothing of torch's own types: the notebook would import torch to read it.
+    return Written("", (*values,), (*also,), left_out, size, digest, str(torch.__version__))
+
+
+def file_name(rank: int) -> str:
+    """In the folder of a snapshot."""
+    return f"rank{rank}.frames"
+
+
+def _unpicklable(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[str, str]:
+    """Names that cannot be written, and why; found one by one, after a try with all."""
+    if _why_not(dict(values), namespace) is None:
+        return {}
+    reasons = {name: _why_not(value, namespace) for name, value in values.items()}
+    return {name: why for name, why in reasons.items() if why is not None}
+
+
+def _why_not(value: Any, namespace: dict[str, Any]) -> str | None:
+    try:
+        met = pickle(value, namespace, sketch=True).objects
+    except Exception as error:  # noqa: BLE001 (a user's __reduce__ can raise anything)
+        why = f"{type(error).__name__}: {one_line(str(error), 120)}"
+        return f"{why}; {INSTEAD}" if "ProcessGroup" in why else why
+    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    # They can be pickled, but not with the module that they belong to.
+    return f"it holds a DTensor; {INSTEAD}" if any(isinstance(o, sharded) for o in met) else None
+
+
+def _also(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[str, Any]:
+    """What functions and classes among the values look for by name, and what these look for.
+
+    Values that are big stay out: they are data, which the notebook ships again.
+    """
+    found: dict[str, Any] = {}
+    waiting = set(pickle(values, namespace, sketch=True).needs)
+    while waiting:
+        name = waiting.pop()
+        if name in values or name in found or name not in namespace:
+            continue
+        try:
+            pickled = pickle(namespace[name], namespace, sketch=True)
+        except Exception:  # noqa: BLE001 (a user's __reduce__; whoever needs it will say so)
+            continue
+        if sum(memoryview(frame).nbytes for frame in pickled.frames) <= ALSO_LIMIT:
+            found[name] = namespace[name]
+            waiting |= pickled.needs
+    return found
+
+
+def _grads(pickled: Pickled) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Tensors with their gradients, which a pickle of the tensors leaves behind."""
+    tensors = [met for met in pickled.objects if isinstance(met, torch.Tensor) and met.is_leaf]
+    return [(tensor, tensor.grad) for tensor in tensors if tensor.grad is not None]
+
+
+# --- random states ----------------------------------------------------------------------
+
+
+def random_states() -> dict[str, Any]:
+    """Those of Python, torch, the rank's GPU, and numpy, where each is in use."""
+    states = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if numpy := sys.modules.get("numpy"):
+        states["numpy"] = numpy.random.get_state()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Go on with the numbers that would have come next."""
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "numpy" in states:
+        import numpy as np
+
+        np.random.set_state(states["numpy"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+# --- restore ----------------------------------------------------------------------------
+
+
+def load(context: Context, folder: str, parts: Mapping[int, tuple[int, int, str]]) -> Loaded:
+    """Read the file of the rank that `parts` has for this one; `bind` binds what is in it.
+
+    In two steps, so that no rank binds anything where another one's file is damaged.
+    """
+    of_rank, size, digest = parts[own_rank()]
+    _loaded.clear()
+    try:
+        frames = read_frames(Path(folder, file_name(of_rank)), size, digest)
+    except Untrusted as error:
+        return Loaded(distrust=str(error))
+    except (Damaged, OSError) as error:
+        return Loaded(damage=str(error))
+    try:
+        _loaded.update(unpickle(frames, context.names))
+    except Exception as error:  # noqa: BLE001 (so can a user's class while it is rebuilt)
+        return Loaded(f"{type(error).__name__}: {one_line(str(error), 200)}")
+    return Loaded()
+
+
+def bind(context: Context, *, names: Sequence[str] | None, with_random: bool) -> tuple[str, ...]:
+    """Bind what was loaded, or these names of it; which they were."""
+    namespace, contents = context.names, {**_loaded}
+    _loaded.clear()
+    found = {n: value for n, value in contents["names"].items() if names is None or n in names}
+    for tensor, grad in contents["grads"]:
+        tensor.grad = grad
+    for net, layout in contents["buckets"]:
+        set_bucket_layout(net, layout)
+    for name, value in contents["also"].items():
+        namespace.setdefault(name, value)
+    namespace.update(found)
+    if with_random:
+        set_random_states(contents["random"])
+    return (*found,)
+
+
+def forget(_: Context) -> None:
+    """Bind nothing of what was loaded."""
+    _loaded.clear()

@@ -1,0 +1,134 @@
+"""Names on their way from one rank to others, through the group."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from nbdist.wire.pickling import Pickled, pickle, unpickle
+from nbdist.wire.shared_memory import Buffer
+from nbdist.worker.compat import torch as seam
+from nbdist.worker.group.ddp import begin_models_anew
+from nbdist.worker.namespace import NameProblem
+
+if TYPE_CHECKING:
+    from nbdist.worker.op import Context
+
+DEFINITIONS = (types.FunctionType, type, types.ModuleType)
+"""What goes along where the names use it; data that they use has to be named."""
+
+
+def sync(context: Context, wanted: Sequence[str], source: int, to: Sequence[int] | None) -> None:
+    """Copy names from the rank `source` to those in `to`, or that lack any; all ranks call it.
+
+    One pickle, so that what is shared stays shared; the contents of tensors beside it.
+    Raises NameProblem on the rank that has the problem, with nothing bound anywhere when
+    it is the source.
+    """
+    names, rank = context.names, dist.get_rank()
+    is_source = rank == source
+    missing = [name for name in wanted if name not in names]
+    wants = not is_source and (bool(missing) if to is None else rank in to)
+    is_wanted, is_impossible = _any(wants), _any(is_source and bool(missing))
+    if is_impossible and is_source:
+        raise NameProblem(f"there is no `{', '.join(missing)}` here; nothing was copied")
+    if is_impossible or not is_wanted:
+        return
+    frames = _send(names, wanted, source) if is_source else _receive(source)
+    if wants:
+        context.bound |= _bind(names, wanted, frames)
+    # Ranks that had the model already have its buckets in another order than those new to it.
+    begin_models_anew()
+
+
+def _send(names: dict[str, Any], wanted: Sequence[str], source: int) -> Sequence[Buffer]:
+    try:
+        frames = _pickled(names, wanted).frames
+    except Exception as error:  # a user's __reduce__ can raise anything
+        _broadcast_header([], source)
+        raise NameProblem(
+            f"`{', '.join(wanted)}` cannot be copied: {type(error).__name__}: {error}; "
+            "nothing was copied"
+        ) from error
+    _broadcast_header([memoryview(frame).nbytes for frame in frames], source)
+    for frame in frames:
+        view = memoryview(frame)
+        if view.nbytes:
+            # torch warns of memory that cannot be written to.
+            contents = bytearray(view) if view.readonly else view
+            _broadcast(torch.frombuffer(contents, dtype=torch.uint8), source)
+    return frames
+
+
+def _pickled(names: dict[str, Any], wanted: Sequence[str]) -> Pickled:
+    """The values of these names, with the functions, classes and modules that they use."""
+    values = {name: names[name] for name in wanted}
+    while True:
+        pickled = pickle(values, names, back_to_device=True)
+        more = {
+            name: names[name]
+            for name in pickled.needs - values.keys()
+            if isinstance(names.get(name), DEFINITIONS)
+        }
+        if not more:
+            return pickled
+        values |= more
+
+
+def _receive(source: int) -> Sequence[Buffer]:
+    frames = []
+    for size in _broadcast_header(None, source):
+        frame = torch.empty(size, dtype=torch.uint8)
+        if size:
+            frame = _broadcast(frame, source)
+        frames.append(frame.numpy().data)
+    return frames
+
+
+def _bind(names: dict[str, Any], wanted: Sequence[str], frames: Sequence[Buffer]) -> frozenset[str]:
+    if not frames:
+        return frozenset()  # the source says why
+    try:
+        values = unpickle(frames, names)
+    except Exception as error:  # a user's class can raise anything while it is rebuilt
+        raise NameProblem(
+            f"`{', '.join(wanted)}` could not be rebuilt: {type(error).__name__}: {error}"
+        ) from error
+    # What goes along only with them must not take the place of what is there.
+    new = {name: value for name, value in values.items() if name not in names}
+    names.update({**new, **{name: values[name] for name in wanted}})
+    return frozenset(wanted)
+
+
+# --- collectives ------------------------------------------------------------------------
+
+
+def _any(value: bool) -> bool:  # noqa: FBT001
+    flag = torch.tensor([int(value)], device=_device())
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
+def _broadcast_header(sizes: list[int] | None, source: int) -> list[int]:
+    header = [sizes]
+    dist.broadcast_object_list(header, src=source)
+    assert header[0] is not None
+    return header[0]
+
+
+def _broadcast(frame: torch.Tensor, source: int) -> torch.Tensor:
+    """The contents of the source's; in place, where the group has CPU tensors."""
+    there = frame.to(_device())
+    dist.broadcast(there, src=source)
+    return there.cpu()
+
+
+def _device() -> torch.device:
+    """One whose tensors the group takes."""
+    group = dist.group.WORLD
+    assert group is not None
+    return seam.CPU if seam.takes_cpu(group) else seam.CUDA

@@ -1,0 +1,257 @@
+"""Where the worker's main thread is: in which line of the cell, waiting for which collective.
+
+Asked from the control thread, while the main thread runs or waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import re
+import struct
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from nbdist.wire.cell_sources import cell_numbers
+from nbdist.wire.control import Traced
+from nbdist.wire.places import PACKAGES, Collective, Place
+from nbdist.worker.compat import torch as seam
+from nbdist.worker.group.flight_record import Counts, Recording
+from nbdist.worker.group.gloo import wait
+from nbdist.worker.group.nccl import Pending, UnderWay
+from nbdist.worker.group.store import AbortableStore
+from nbdist.worker.ops.call import call
+from nbdist.worker.threads import awaited, described, frames_of, handles_stop
+
+if TYPE_CHECKING:
+    from nbdist.worker.group.group import Group
+    from nbdist.worker.ops.script import Scripts
+
+IN_TORCH = os.path.join("torch", "distributed") + os.sep
+WAITS = "send or recv" if seam.RECORDS_GLOO else "send, recv or an asynchronous collective"
+POINT_TO_POINT = {inspect.unwrap(each).__code__ for each in (dist.send, dist.recv)}
+FUTEX = 202 if os.uname().machine == "x86_64" else 98
+LIBRARIES = (PACKAGES.pattern, "<frozen ", re.escape(os.path.dirname(os.path.dirname(__file__))))
+IN_LIBRARY = re.compile("|".join(LIBRARIES))
+TCP_INFO, TCP_INFO_BYTES = 11, struct.Struct("=120xQQ")
+"""`tcpi_bytes_acked` and `tcpi_bytes_received` of struct tcp_info (linux/tcp.h)."""
+
+
+class Probe:
+    """Locates the main thread; cheap enough for ten times a second."""
+
+    def __init__(self, shell: Any, group: Group | None, scripts: Scripts) -> None:
+        self._shell = shell
+        self._scripts = scripts
+        self._loop = asyncio.get_event_loop()  # the main thread's, which makes this
+        self._group = group
+        self._ident = threading.main_thread().ident or 0
+        # Not `native_id`, which a forked process takes over from its parent (Python 3.11).
+        self._native_id = os.getpid()
+        self._recording = Recording()
+        self._nccl = UnderWay() if group is not None and group.uses_nccl else None
+
+    def __repr__(self) -> str:
+        return f"<Probe of thread {self._native_id}>"
+
+    def locate(self) -> Place:
+        """Say where it is, with all from which follows whether it can go on."""
+        frames = list(self._frames())
+        shown = frames if self._line(frames) else self._stack()
+        counts, nccl = self._recording.counts(), self._pending()
+        begun = {number: each.begun for number, each in counts.items()}
+        spot, operation = self._spot(shown), self._operation(frames, counts, nccl)
+        is_idle = not spot.line and not spot.file
+        since = self._group.task_began_ns if self._group is not None else 0
+        return replace(
+            spot,
+            operation=operation,
+            # Reading them takes a while, which a rank that waits or is idle does not miss.
+            begun=self._recording.begun(counts, since) if operation or is_idle else (),
+            has_help=bool(operation) and self._has_help(frames),
+            is_cleaning_up=handles_stop(self._ident),
+            # Who is in the next one of the same name has moved on.
+            counts=begun if self._nccl is None else {**begun, "nccl": nccl.number},
+            moved=self._moved(),
+            is_calm=self._is_calm(),
+            unfinished=sum(each.unfinished for each in counts.values()) + nccl.count,
+        )
+
+    def locate_briefly(self) -> Place:
+        """Say what of that people read, with few system calls.
+
+        Each lets go of the GIL, and where Python code runs it takes 5 ms to come back.
+        """
+        return self._located(self._stack())
+
+    def trace(self) -> Traced:
+        """Say the same, and the calls from the innermost out."""
+        frames = self._stack()
+        shown = [frame for frame in frames if frame.f_code is not wait.__code__]
+        return Traced(self._located(frames), described(shown, self._cells()))
+
+    def last_collective(self) -> Collective | None:
+        """Name the one that was begun last; None if none was."""
+        return self._recording.last()
+
+    def start_over(self) -> None:
+        """Forget what backends have begun so far: the groups are being formed anew."""
+        self._recording.start_over()
+        if self._nccl is not None:
+            self._nccl.start_over()
+
+    def _located(self, frames: list[FrameType]) -> Place:
+        operation = _called(frames)
+        if not operation or self._group is None or not self._is_in_futex():
+            operation = self._operation(frames, self._recording.counts(), self._pending())
+        return replace(self._spot(frames), operation=operation)
+
+    def _pending(self) -> Pending:
+        return Pending() if self._nccl is None else self._nccl.pending()
+
+    @property
+    def waits_for_nccl(self) -> bool:
+        """Whether a cell runs that has begun collectives of nccl's which have not ended."""
+        return self.is_in_cell and self._pending().count > 0
+
+    def _frames(self) -> Iterator[FrameType]:
+        """Give its frames from the innermost out."""
+        return frames_of(self._ident)
+
+    def _stack(self) -> list[FrameType]:
+        """Give the same, or those of a cell that awaits something."""
+        frames, cells = list(self._frames()), self._cells()
+        if any(frame.f_code.co_filename in cells for frame in frames):
+            return frames
+        return awaited(self._loop, cells) or frames
+
+    @property
+    def is_in_cell(self) -> bool:
+        """Whether the main thread runs a cell, or a script."""
+        return self._scripts.running is not None or self._line(list(self._frames())) > 0
+
+    def _spot(self, frames: list[FrameType]) -> Place:
+        """Find the line of the cell or script that runs."""
+        return self._scripts.spot(frames) or Place(line=self._line(frames))
+
+    def _line(self, frames: list[FrameType]) -> int:
+        """Find the line of the cell that runs, 0 when none does; of a function that is called."""
+        cells, inner = self._cells(), None
+        for frame in frames:
+            if frame.f_code is call.__code__ and inner is not None:
+                return inner.f_lineno
+            inner = frame
+        return next((f.f_lineno for f in reversed(frames) if f.f_code.co_filename in cells), 0)
+
+    def _cells(self) -> Mapping[str, int]:
+        """Give the number of each cell by the name of its file."""
+        return cell_numbers()
+
+    def _operation(
+        self, frames: list[FrameType], counts: Mapping[str, Counts], nccl: Pending
+    ) -> str:
+        """Name what the thread waits for: a collective, as torch does; "" when it does not wait.
+
+        In a futex wait, with a collective begun that has not ended; or (Flight Recorder
+        does not record what goes from rank to rank) inside one of torch.distributed's
+        functions.  Or in the store, for the others to make a group.
+        """
+        if self._group is None:
+            return ""
+        if any(frame.f_code is AbortableStore.wait.__code__ for frame in frames):
+            return _called(frames) or "store" if self._group.waits_to_meet else ""
+        if nccl.name:
+            return nccl.name
+        if not self._is_in_futex():
+            return ""
+        if begun := self._recording.waited_for(counts):
+            return begun
+        callers = [outer for inner, outer in pairwise(frames) if inner.f_code is wait.__code__]
+        if callers:
+            # In `dist.recv`, or in a `wait` of the user's own.
+            is_known = not seam.RECORDS_GLOO or callers[0].f_code in POINT_TO_POINT
+            return (is_known and _called(frames)) or WAITS
+        return _called(frames) or (_in_backward(frames) if not seam.RECORDS_GLOO else "")
+
+    def _has_help(self, frames: list[FrameType]) -> bool:
+        """Whether something else than ranks that meet may bring it on.
+
+        That is a GPU, another thread that runs user code or talks to ranks; or the thread
+        waits for anything at all, with a collective begun besides.
+        """
+        threads = set(sys._current_frames()) - {self._ident, threading.get_ident()}
+        has_gpu = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        return has_gpu or not _waits_for_ranks(frames) or any(map(_is_of_user, threads))
+
+    def _is_in_futex(self) -> bool:
+        try:
+            with open(f"/proc/self/task/{self._native_id}/syscall", mode="rb") as file:
+                return file.read().startswith(b"%d " % FUTEX)
+        except OSError:
+            return False
+
+    def _moved(self) -> int:
+        """Bytes that gloo's connections have carried so far."""
+        if self._group is None:
+            return 0
+        total = 0
+        for connection in self._group.connections():
+            info = connection.getsockopt(6, TCP_INFO, TCP_INFO_BYTES.size)
+            total += sum(TCP_INFO_BYTES.unpack(info))
+        return total
+
+    def _is_calm(self) -> bool:
+        """Whether none of gloo's threads has anything to do; the kernel's own often have.
+
+        What nccl does on a GPU cannot be seen.
+        """
+        return self._nccl is None and not any(
+            _is_at_work(tid) for tid in os.listdir("/proc/self/task")
+        )
+
+
+def _waits_for_ranks(frames: list[FrameType]) -> bool:
+    inner = frames[0].f_code if frames else None
+    if any(frame.f_code is AbortableStore.wait.__code__ for frame in frames):
+        return True
+    if inner is None or inner is wait.__code__:
+        return inner is not None
+    return IN_TORCH in inner.co_filename or inner.co_name == seam.BACKWARD
+
+
+def _is_of_user(ident: int) -> bool:
+    files = [frame.f_code.co_filename for frame in frames_of(ident)]
+    return any(IN_TORCH in file or not IN_LIBRARY.match(file) for file in files)
+
+
+def _called(frames: list[FrameType]) -> str:
+    """Name the function of torch.distributed that user code called, a public one if possible."""
+    names = [f.f_code.co_name for f in frames if IN_TORCH in f.f_code.co_filename]
+    names = [name for name in names if name != "wrapper"]
+    public = [name for name in names if not name.startswith("_")]
+    return next(reversed(public or names), "")
+
+
+def _in_backward(frames: list[FrameType]) -> str:
+    """ "backward" where autograd waits in C++, as it does for what a DDP module reduces."""
+    is_there = any(frame.f_code.co_name == seam.BACKWARD for frame in frames)
+    return "backward" if is_there else ""
+
+
+def _is_at_work(tid: str) -> bool:
+    """Whether the thread is one of gloo's (`gloo_tcp_loop`, `pt_gloo_runloop`), and runs."""
+    try:
+        with open(f"/proc/self/task/{tid}/stat", mode="rb") as file:
+            name, _, rest = file.read().rpartition(b") ")
+    except OSError:
+        return False  # it has ended
+    return b"gloo" in name and rest[:1] in (b"R", b"D")

@@ -1,0 +1,214 @@
+"""What the kernel sends: marked with its place among the text, and no larger than a page takes.
+
+Jupyter's server drops what exceeds some megabytes, and on its way there Stop would wait behind
+it.  So the whole of what is too large goes into the rank's log folder, before anything is
+packed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.session import Session
+
+from nbdist.folders import open_private
+from nbdist.output.events import RECORD, TOPIC
+from nbdist.worker.streams import write_mark
+
+ORDERED = frozenset(
+    {
+        "execute_result",
+        "display_data",
+        "update_display_data",
+        "clear_output",
+        "error",
+        "comm_open",
+        "comm_msg",
+        "comm_close",
+        RECORD,
+    }
+)
+"""Messages whose place among the text matters."""
+
+LARGEST = 10_000_000
+"""Characters of one kind of data of a display that are passed on."""
+
+MOST_IN_A_TASK = 30_000_000
+"""Characters of a task's displays; after so many those above `SMALL` go into files."""
+
+SMALL = 1_000_000
+
+LONGEST_ERROR = 1 << 17
+"""Characters of an error's message, and of a frame of its traceback, that are passed on."""
+
+MOST_IN_FILES = 200_000_000
+"""Characters that are kept in files of a rank, from its start on."""
+
+DISPLAYS = frozenset({"display_data", "execute_result", "update_display_data"})
+
+_SUFFIXES = {"text/html": "html", "image/svg+xml": "svg", "image/png": "png.base64"}
+
+
+class LargeOutputs:
+    """Replaces what is too large by a line that says where it is; `folder` None keeps nothing."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._room = MOST_IN_FILES
+        self._files = 0
+        self._left = MOST_IN_A_TASK
+
+    def begin_task(self) -> None:
+        """Allow as much to be shown again, by the next task."""
+        self._left = MOST_IN_A_TASK
+
+    def fitting(self, kind: str, content: Any) -> Any:
+        """Give the content itself, or one with less in it; cells can publish anything."""
+        if not isinstance(content, dict):
+            return content
+        if kind == "error":
+            return self._fitting_error(content)
+        return self._fitting_display(content) if kind in DISPLAYS else content
+
+    def _fitting_display(self, content: dict[str, Any]) -> dict[str, Any]:
+        data = content.get("data")
+        if not isinstance(data, dict):
+            return content
+        sizes = {kind: len(said) for kind, said in data.items() if isinstance(said, str)}
+        most = LARGEST if self._left > 0 else SMALL
+        large = [kind for kind, size in sizes.items() if size > most]
+        if not large:
+            self._left -= sum(sizes.values())
+            return content
+        notes = [self._put_away(kind, data[kind]) for kind in large]
+        plain = [] if "text/plain" in large else [str(data.get("text/plain", ""))]
+        text = "\n".join(filter(None, [*plain, *notes]))
+        return {**content, "data": {"text/plain": text}, "metadata": {}}
+
+    def _put_away(self, kind: str, text: str) -> str:
+        path = self._keep("display", _SUFFIXES.get(kind, "txt"), text)
+        return f"… {kind} of {len(text):,} characters, too much for a page{path}"
+
+    def _fitting_error(self, content: dict[str, Any]) -> dict[str, Any]:
+        message, frames = content.get("evalue"), content.get("traceback")
+        texts = [message, *(frames if isinstance(frames, list) else [])]
+        if not any(isinstance(text, str) and len(text) > LONGEST_ERROR for text in texts):
+            return content
+        name = content.get("ename")
+        path = self._keep("error", "txt", "\n".join(map(str, [*texts[1:-1], f"{name}: {message}"])))
+        left = max(len(text) for text in texts if isinstance(text, str)) - LONGEST_ERROR
+        message, *frames = [_cut(str(text)) for text in texts]
+        note = f"… {left:,} characters of this error were left out{path}"
+        return {**content, "evalue": message, "traceback": [*frames, note]}
+
+    def _keep(self, name: str, suffix: str, text: str) -> str:
+        """Write a file, if there is room; `: PATH`, or "" where it is nowhere."""
+        self._room -= len(text)
+        if self._folder is None or self._room < 0:
+            return ""
+        path = self._folder / f"{name}-{self._files}.{suffix}"
+        self._files += 1
+        with suppress(OSError):
+            with open(
+                path, "w", encoding="utf-8", errors="surrogatepass", opener=open_private
+            ) as file:
+                file.write(text)
+            return f": {path}"
+        return ""
+
+
+def _cut(text: str) -> str:
+    """Give the text, or its beginning and end."""
+    left = len(text) - LONGEST_ERROR
+    if left <= 0:
+        return text
+    # Ranks whose texts differ in what is left out are not to look the same.
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
+    half = LONGEST_ERROR // 2
+    return f"{text[:half]} … {left:,} characters left out, digest {digest} … {text[-half:]}"
+
+
+class MarkingSession(Session):
+    """Marks in stdout where each ordered message belongs, and numbers the message alike."""
+
+    token = ""
+    about: Mapping[str, object] = {}
+    """What an error message says of its exception besides its words, by `Failure`'s fields."""
+    showing: BaseException | None = None
+    """That exception, while it is shown."""
+    large = LargeOutputs(None)
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._sent = 0
+        self._shown: tuple[BaseException | None, int] = (None, 0)
+        # The mark and its message must not be parted by another thread's.
+        self._in_order = threading.RLock()
+
+    def send(
+        self,
+        stream: Any,
+        msg_or_type: Any,
+        content: Any = None,
+        parent: Any = None,
+        ident: Any = None,
+        buffers: Any = None,
+        track: bool = False,  # noqa: FBT001, FBT002
+        header: Any = None,
+        metadata: Any = None,
+    ) -> Any:
+        """Send as any kernel does; called from every thread that publishes."""
+        if os.getpid() != self.pid:
+            # A forked child sends nothing, and would wait for a lock that another thread held.
+            return super().send(
+                stream, msg_or_type, content, parent, ident, buffers, track, header, metadata
+            )
+        is_message = not isinstance(msg_or_type, str)
+        kind = msg_or_type["header"]["msg_type"] if is_message else msg_or_type
+        is_ordered = kind in ORDERED
+        if is_message:
+            msg_or_type["content"] = self.large.fitting(kind, msg_or_type["content"])
+        else:
+            content = self.large.fitting(kind, content)
+        with self._in_order:
+            if is_ordered:
+                ident, metadata = TOPIC, self._numbered(kind, metadata)
+                if is_message:
+                    msg_or_type["metadata"] = self._numbered(kind, msg_or_type.get("metadata"))
+            sent = super().send(
+                stream, msg_or_type, content, parent, ident, buffers, track, header, metadata
+            )
+            if is_ordered:
+                # Afterwards: a message that cannot be written as JSON has raised by now.
+                self._mark()
+                if kind == "error":
+                    self._shown = self.showing, self._sent
+        return sent
+
+    def _numbered(self, kind: str, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Add to metadata which message it is, and what is known of an error."""
+        extra = self.about if kind == "error" else {}
+        ours = {"number": self._sent + 1, "time_ns": time.time_ns(), **extra}
+        return {**(metadata or {}), "nbdist": ours}
+
+    def _mark(self) -> None:
+        self._sent += 1
+        write_mark(self.token, self._sent)
+
+    def place(self) -> int:
+        """Mark the place of something that goes another way, and give its number."""
+        with self._in_order:
+            self._mark()
+            return self._sent
+
+    def number_of(self, error: BaseException | None) -> int:
+        """Give the number of the message that was of what ended the task, 0 if none was."""
+        (of, number), self._shown = self._shown, (None, 0)  # it must not be kept alive here
+        return number if of is error else 0

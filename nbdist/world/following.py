@@ -1,0 +1,135 @@
+"""The one loop over a task that runs: Stop, hangs, until all of its ranks have finished.
+
+On IPython's own thread, or that of the script which has made the world.  What is to be done is
+decided in `RunningTask.next_steps`; here it is done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from nbdist.wire.messages import Kill
+from nbdist.wire.places import Place
+from nbdist.world.hangs import ANSWER_TIMEOUT, differing
+from nbdist.world.running import News, RunningTask, Step
+from nbdist.world.states import Event, State
+from nbdist.world.workers import Workers
+
+TICK = 0.25
+"""Seconds between two yields when nothing is said: enough for a clock that people read."""
+
+EAGER_SECONDS, EAGER_TICK = 0.2, 0.05
+"""The same for the first moments, so that the first drawing comes when it is due."""
+
+CONTROL_TIMEOUT = 4.5
+"""Seconds from Stop until control is given back, though ranks may still be leaving: with what
+else there is to do it is 5 s at most.  Their agent goes on with them meanwhile."""
+
+LEFTOVERS_GRACE = 1.0
+"""Seconds that GPUs have after a failed task to end the collectives that all have joined."""
+
+
+def follow(workers: Workers, running: RunningTask) -> Iterator[News]:
+    """Yield what ranks have shown since the last time, until all of them have finished.
+
+    Comes round every `TICK` seconds at least, with nothing if need be, so that a clock can
+    move on.  The first Stop interrupts the ranks and goes on for `CONTROL_TIMEOUT` seconds at
+    most; the second ends it at once, with ranks unfinished.
+    """
+    before = running.stops_met
+    while running.unfinished:
+        with running.counting_stops():
+            # Stop first: it may have come as the task was sent, or to the consumer.
+            if running.stops > running.stops_met:
+                running.stops_met = running.stops
+                _meet_stop(workers, running, running.stops - before)
+            if time.monotonic() >= running.give_up_at:
+                workers.advance(Event.GAVE_UP)
+                return
+            # Then what comes up, for as long as there is nothing to ask the ranks for.
+            now = time.monotonic()
+            tick = TICK if running.age > EAGER_SECONDS else EAGER_TICK
+            wait = min(tick, running.give_up_at - now, running.seconds_to_look(now))
+            workers.receive(max(0.0, wait))
+            # Then what these facts make necessary.
+            for step in running.next_steps(time.monotonic()):
+                _take(workers, running, step)
+        yield running.take_news()
+
+
+def interrupt(workers: Workers, running: RunningTask) -> None:
+    """Have the ranks that still run it leave it; again, with less patience."""
+    if not running.unfinished:
+        return
+    workers.advance(Event.INTERRUPT)
+    now = time.monotonic()
+    running.stop(now, now + CONTROL_TIMEOUT)
+    workers.link.interrupt(running.unfinished)
+
+
+def finish(workers: Workers, running: RunningTask) -> None:
+    """See to what a task leaves behind on its ranks once all have finished it."""
+    _free_leftovers(workers, running)
+    if running.crew.heals and running.explains_death({}):
+        # The survivors are asked what they were in as long as they know.
+        running.why_died = running.explains_death(_look(workers, running))
+
+
+def _meet_stop(workers: Workers, running: RunningTask, number: int) -> None:
+    """Interrupt the ranks; at the second Stop give control back, though they still run."""
+    if number == 1 or not running.is_stopping:
+        interrupt(workers, running)
+    if number > 1:
+        running.give_up_at = 0.0
+
+
+def _take(workers: Workers, running: RunningTask, step: Step) -> None:
+    """What is broken open is so on all ranks: a connection is ended by the one that accepted
+    it, wherever it is, and a rank that is busy now must not wait for a freed one later.
+    """
+    match step:
+        case Step.LOOK:
+            # All: with nccl a rank can have finished the task before its collectives have
+            # ended, with gloo what it began tells whether the others can meet.
+            workers.link.look(workers.everyone)
+        case Step.FREE:
+            workers.advance(Event.FREED)
+            running.free(time.monotonic())
+            workers.link.free(workers.everyone)
+        case Step.FREE_FROM_DEAD:
+            workers.link.free(workers.everyone)
+        case Step.END_SURVIVORS:
+            workers.link.call(Kill(running.unfinished))
+
+
+def _free_leftovers(workers: Workers, running: RunningTask) -> None:
+    """End collectives that a failed task began and that no rank will complete.
+
+    The next task's would meet them, and give wrong results.
+    """
+    if not running.transcript.errors or workers.state is not State.READY or not workers.has_group:
+        return
+    runs_ahead = running.crew.runs_ahead
+    enough = time.monotonic() + (LEFTOVERS_GRACE if runs_ahead else 0.0)
+    looks = 0
+    while looks < 2 or time.monotonic() < enough:
+        places = _look(workers, running)
+        running.differing = differing(places)
+        if not any(place.unfinished for place in places.values()):
+            return
+        looks += 1
+        if runs_ahead:
+            workers.receive(EAGER_TICK)
+    workers.advance(Event.FREED)
+    workers.link.free(workers.everyone)
+
+
+def _look(workers: Workers, running: RunningTask) -> dict[int, Place]:
+    """Where all ranks of the world are."""
+    running.seen = {}
+    workers.link.look(workers.everyone)
+    deadline = time.monotonic() + ANSWER_TIMEOUT
+    while not running.seen and (left := deadline - time.monotonic()) > 0:
+        workers.receive(left)
+    return running.seen

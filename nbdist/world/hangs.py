@@ -1,0 +1,321 @@
+"""Whether ranks that wait in collectives can ever go on, and what is said of it; pure.
+
+They cannot where some ranks have finished the task, all others wait in collectives, and
+nothing moves among them: who has finished will not join.  Nor where all wait, in collectives
+that do not meet.  A rank that computes may still join, so as long as there is one, no rank is
+freed.
+
+In gloo the collectives of a group meet by their number: the fifth of one rank with the fifth
+of the others, if it is the same one, on as many elements of the same dtype.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+
+from nbdist.config import HANG_TIMEOUT
+from nbdist.errors import name_ranks, one_line
+from nbdist.output.events import Died
+from nbdist.output.wording import fold_ranks
+from nbdist.wire.places import Begun, Place
+
+FIRST_LOOK = LOOK_EVERY = 1.0
+SOON, HURRY_SECONDS = 0.1, 2.0
+"""The same once a rank has finished, and for how long: a rank may go on for hours."""
+
+ANSWER_TIMEOUT = 1.0
+LONGEST_CODE = 60
+
+UNCHANGED = 3.0
+"""Seconds after which nothing moves, though some thread has something to do."""
+
+ALL_UNCHANGED = 1.0
+"""Seconds after which nothing moves where all wait, and no thread has anything to do."""
+
+
+TOO_MUCH = re.compile(r"gloo/\S*pair\.cc:\d+\] op\.preamble\.length <= op\.nbytes")
+"""What gloo says as it ends the process of a rank that receives more than its tensor holds."""
+
+DTYPES = {
+    **{"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64"},
+    **{"Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8"},
+    **{"ComplexFloat": "complex64", "ComplexDouble": "complex128"},
+}
+"""Those whose names in C++ are others; of the rest capitals are the difference."""
+
+
+class Watch:
+    """The last two places of each rank of a cell, and when to look again."""
+
+    def __init__(self, started: float, hang_timeout: float = HANG_TIMEOUT) -> None:
+        self.places: dict[int, Place] = {}
+        self._before: dict[int, Place] = {}
+        self._since: dict[int, float] = {}
+        self._looks = 0
+        self._was_soon = False
+        self._next = started + min(hang_timeout, FIRST_LOOK)
+        self._hurried: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<Watch {waits_text(self.places)}>"
+
+    def hurry(self, now: float) -> None:
+        """Some ranks have finished, or shall: look soon, and often."""
+        if self._hurried is None:
+            self._hurried = now
+            self._next = min(self._next, now + SOON)
+
+    def finished(self) -> None:
+        """A rank has: who waited may have gone on with it since, and its end be on the way."""
+        self._looks = 0
+        self._since.clear()
+
+    def wait(self, now: float) -> float:
+        """Seconds until it is time to look."""
+        return max(0.0, self._next - now)
+
+    def asked(self, now: float) -> None:
+        """The ranks are being asked: not again before they have answered, or should have."""
+        self._next = now + ANSWER_TIMEOUT
+
+    def take(self, places: Mapping[int, Place], now: float) -> None:
+        """Take in where ranks are."""
+        self._before, self.places = self.places, dict(places)
+        self._looks += 1
+        for rank, place in places.items():
+            if rank not in self._since or not _is_same(place, self._before.get(rank)):
+                self._since[rank] = now
+        in_a_hurry = self._hurried is not None and now - self._hurried < HURRY_SECONDS
+        # Where all wait, one look more tells whether they do for ever.
+        in_a_hurry = in_a_hurry or (self._waits_anew(now) and not self._was_soon)
+        self._was_soon = in_a_hurry
+        self._next = now + (SOON if in_a_hurry else LOOK_EVERY)
+
+    def _waits_anew(self, now: float) -> bool:
+        waits = bool(self.places) and all(place.operation for place in self.places.values())
+        return waits and now - max(self._since.values()) < HURRY_SECONDS
+
+    def never(self, unfinished: Iterable[int], now: float, unchanged: float = UNCHANGED) -> bool:
+        """Whether all of these wait, and can never go on without the others.
+
+        They have rested for `unchanged` seconds, where they cannot be seen to be calm.
+        """
+        ranks = tuple(unfinished)
+        return self._looks >= 2 and all(self._rests(rank, now, unchanged) for rank in ranks)
+
+    def is_dead_end(self, ranks: Iterable[int], now: float, *, is_known: bool) -> bool:
+        """Whether these ranks, all there are, wait for one another, and none will come.
+
+        That some of them can never meet may be known; else nothing has moved for `ALL_UNCHANGED`
+        seconds, and no other thread or GPU is there that could bring one of them on.
+        """
+        ranks = tuple(ranks)
+        if not self.never(ranks, now, math.inf):
+            return False
+        has_help = any(self.places[rank].has_help for rank in ranks)
+        since = max(self._since[rank] for rank in ranks)
+        return is_known or (not has_help and now - since >= ALL_UNCHANGED)
+
+    def _rests(self, rank: int, now: float, unchanged: float) -> bool:
+        place, before = self.places.get(rank), self._before.get(rank)
+        if place is None or not place.operation or not _is_same(place, before):
+            return False
+        assert before is not None
+        # One of the two will do: gloo's threads wake up now and then for nothing.
+        is_calm = place.is_calm or before.is_calm
+        return is_calm or now - self._since[rank] >= unchanged
+
+    def start_over(self, now: float) -> None:
+        """They have been freed: look again in a while whether they are free."""
+        self.places, self._before = {}, {}
+        self._next = now + 5 * SOON
+
+
+def _is_same(place: Place, before: Place | None) -> bool:
+    """Whether a rank has not moved on."""
+    return before is not None and (
+        (place.operation, place.line, place.counts, place.moved)
+        == (before.operation, before.line, before.counts, before.moved)
+    )
+
+
+# --- whether collectives meet -------------------------------------------------------------
+
+
+def never_meet(places: Mapping[int, Place]) -> bool:
+    """Whether some of these wait in the place of one another for different collectives."""
+    met = _first(places, lambda each: each.name)
+    return any(not each.is_done and places[rank].operation for rank, each in met.items())
+
+
+def verdict(places: Mapping[int, Place]) -> str:
+    """What these ranks, all that there are, wait for that can never come.
+
+    `ranks 1-2 are in barrier (line 2), rank 0 in all_reduce (line 3): these never meet`.
+    """
+    if not never_meet(places):
+        return differing(places) or f"{_where(places)}: all wait for one another"
+    met = _first(places, lambda each: each.name)
+    told = f"{_where(places)}: these never meet"
+    if any(each.is_done or places[rank].operation != each.name for rank, each in met.items()):
+        told += f"; the first that differ: {_each(met, lambda each: each.name)}"
+    return told
+
+
+def differing(places: Mapping[int, Place]) -> str:
+    """The first collective whose sizes or dtypes differ over the ranks; "" where none do.
+
+    `all_reduce (line 2), sizes differ: rank 0 [2], rank 1 [3]; the result on rank 0 is wrong`.
+    """
+    met = _first(places, _tensors)
+    if not met or len({each.name for each in met.values()}) > 1:
+        return ""
+    name = next(iter(met.values())).name
+    told = f"{name}{_line(places, name)}, {_what_differs(met)}"
+    if done := [rank for rank, each in met.items() if each.is_done]:
+        # Which rank is the root, whose own is right, is not known.
+        verb = "is" if name.startswith("all_") else "may be"
+        told += f"; the result on {name_ranks(done)} {verb} wrong"
+    return told
+
+
+def why_freed(
+    freed: Mapping[int, Place],
+    seen: Mapping[int, Place],
+    ran: Collection[int],
+    failed: Collection[int],
+    world_size: int,
+) -> str:
+    """Why who was freed had waited in vain; `seen` are all ranks' places at that time."""
+    finished = set(ran) - set(failed)
+    if len(freed) == world_size or never_meet(seen):
+        also = f"; {name_ranks(finished)} finished the cell" if finished else ""
+        return verdict(seen) + also
+    if told := differing(seen):
+        return told
+    if finished:
+        return f"{waits_text(freed)}; {name_ranks(finished)} finished the cell without it"
+    outside = set(range(world_size)) - set(ran)
+    verb = "does" if len(outside) == 1 else "do"
+    return f"{waits_text(freed)}; {name_ranks(outside)} {verb} not run this cell"
+
+
+def why_died(rank: int, died: Died, survivors: Mapping[int, Place]) -> str:
+    """Why gloo ended this rank's process, by what the others were in; "" for other deaths."""
+    if not any(TOO_MUCH.search(line) for line in died.last_lines):
+        return ""
+    told = f"Rank {rank} received more than its tensor holds: sizes or dtypes differ between ranks"
+    last = {other: place.begun[-1] for other, place in survivors.items() if place.begun}
+    met = _first(survivors, _tensors) or last
+    if met and len({(each.name, each.number) for each in met.values()}) == 1:
+        told += f" in {next(iter(met.values())).name} ({_each(met, _told)})"
+    return f"{told}. With `--debug` that is found before."
+
+
+def _first(places: Mapping[int, Place], kind: Callable[[Begun], Hashable]) -> Mapping[int, Begun]:
+    """What each rank began in the place in which they first are not of one kind."""
+    met: defaultdict[tuple[int, str], dict[int, Begun]] = defaultdict(dict)
+    for rank, place in places.items():
+        for each in place.begun:
+            met[each.number, each.group][rank] = each
+    differ = (key for key in sorted(met) if len({kind(each) for each in met[key].values()}) > 1)
+    return met[found] if (found := next(differ, None)) is not None else {}
+
+
+def _tensors(each: Begun) -> Hashable:
+    return each.name, each.elements, each.dtypes
+
+
+def _what_differs(met: Mapping[int, Begun]) -> str:
+    """`sizes differ: rank 0 [2], rank 1 [3]`, `dtypes differ: rank 0 int64, rank 1 float32`."""
+    if len({each.dtypes for each in met.values()}) == 1:
+        return f"sizes differ: {_each(met, lambda each: each.sizes)}"
+    if len({each.sizes for each in met.values()}) == 1:
+        return f"dtypes differ: {_each(met, _dtypes)}"
+    return f"sizes and dtypes differ: {_each(met, _told)}"
+
+
+def _dtypes(each: Begun) -> str:
+    return " ".join(DTYPES.get(name, name.lower()) for name in each.dtypes.split())
+
+
+def _told(each: Begun) -> str:
+    return f"{_dtypes(each)} {each.sizes}".strip()
+
+
+def _each(met: Mapping[int, Begun], text: Callable[[Begun], str]) -> str:
+    """`rank 0 [2], ranks 1-3 [3]`."""
+    texts = {rank: text(each) for rank, each in met.items()}
+    return ", ".join(f"{name_ranks(ranks)} {said}" for said, ranks in fold_ranks(texts).items())
+
+
+def _where(places: Mapping[int, Place]) -> str:
+    """`ranks 1-2 are in barrier (line 2), rank 0 in all_reduce (line 3)`."""
+    texts = {rank: _spot(place) for rank, place in places.items() if place.operation}
+    parts = sorted(fold_ranks(texts).items(), key=lambda part: places[part[1][0]].line)
+    verb = "is" if len(parts[0][1]) == 1 else "are"
+    first, *others = (f"{name_ranks(ranks)} {{}}in {said}" for said, ranks in parts)
+    return ", ".join([first.format(f"{verb} "), *(each.format("") for each in others)])
+
+
+def _spot(place: Place) -> str:
+    line = f"{place.file} line {place.line}".strip() if place.line else place.file
+    return f"{place.operation} ({line})" if line else place.operation
+
+
+def _line(places: Mapping[int, Place], name: str) -> str:
+    """Where it is waited for: ` (line 2)`; "" where nobody does, or in several lines."""
+    spots = {_spot(place) for place in places.values() if place.operation == name}
+    return spots.pop().removeprefix(name) if len(spots) == 1 else ""
+
+
+# --- what is said -------------------------------------------------------------------------
+
+
+def waits_text(places: Mapping[int, Place], source: str = "") -> str:
+    """`ranks 0-2 wait in all_reduce, line 6 · rank 3 is in line 5: time.sleep(600)`."""
+    found = fold_ranks({rank: _doing(place, source) for rank, place in places.items()})
+    return " · ".join(
+        f"{name_ranks(ranks)} {_verb(ranks, doing)}" for doing, ranks in found.items()
+    )
+
+
+def waited_text(place: Place) -> str:
+    """`all_reduce (cell line 7)`, `all_reduce (train.py line 7)`."""
+    line = f" ({place.file or 'cell'} line {place.line})" if place.line else ""
+    return f"{place.operation}{line}"
+
+
+def _doing(place: Place, source: str = "") -> str:
+    """`wait in all_reduce, line 6`, `in line 5: time.sleep(600)`, `in train.py line 5: ...`."""
+    line = f"line {place.line}" if place.line else "no line of the cell"
+    if place.file:
+        line = f"{place.file} {line}" if place.line else place.file
+    if place.is_stopped:
+        return "stopped by a signal"
+    if place.holds_gil:
+        return "busy in C code that holds the GIL" + (
+            f", {line}" if place.line or place.file else ""
+        )
+    if place.operation:
+        return f"wait in {place.operation}, {line}"
+    if place.is_cleaning_up:
+        return f"cleaning up after Stop, {line}"
+    lines = source.splitlines()[max(0, place.line - 1) : place.line]
+    lines = [place.code] if place.code else lines
+    return f"in {line}" + "".join(f": {one_line(text, LONGEST_CODE)}" for text in lines)
+
+
+def doing_of(ranks: Sequence[int], place: Place, code: str) -> str:
+    """What these ranks do, of whose line the source is known: `waits in all_reduce, line 6`."""
+    doing = _doing(place, "\n" * (place.line - 1) + code)
+    return _verb(ranks, doing).removeprefix("is ").removeprefix("are ")
+
+
+def _verb(ranks: Sequence[int], doing: str) -> str:
+    if doing.startswith("wait"):
+        return doing.replace("wait", "waits", 1) if len(ranks) == 1 else doing
+    return f"{'is' if len(ranks) == 1 else 'are'} {doing}"

@@ -1,0 +1,319 @@
+"""How a group becomes another one: healed, with ranks replaced, scaled; and what is said of it.
+
+Runs in the notebook's process, on `Workers`.  Each way ends in the same four steps: ask the
+agent, take in whom it has now, advance the state, run the set-up cells in what is new.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Collection, Iterable
+from dataclasses import replace as but
+
+from nbdist.errors import (
+    AgentLost,
+    NbdistError,
+    NotScaled,
+    RanksFreed,
+    StartError,
+    UsageError,
+    WorkerDied,
+    WorkerError,
+    WorldBroken,
+    WorldBusy,
+    WorldNotStarted,
+    WorldStuck,
+    name_ranks,
+    one_line,
+)
+from nbdist.output.events import NAME_PROBLEM, SCRIPT_FAILED, Died, Failure
+from nbdist.wire.messages import Heal, Healed, Kill, Scale
+from nbdist.wire.task import Task
+from nbdist.world.following import finish, follow
+from nbdist.world.losses import replaced_text
+from nbdist.world.running import RunningTask
+from nbdist.world.spec import scaled
+from nbdist.world.states import Event, State
+from nbdist.world.workers import Workers
+
+HEAL_TIMEOUT = 70.0
+"""Seconds; longer than an agent takes when ranks do not meet."""
+
+SCALE_TIMEOUT = 200.0
+"""Seconds; longer than an agent takes that tries it, then goes back to what there was."""
+
+KILL_TIMEOUT = 5.0
+
+SIZE = re.compile(r"([+-]?)([0-9]{1,6})")
+FORMS = "`%dist_scale 4` is how many there shall be, `+2` and `-1` how many more or fewer."
+
+LASTING = (NAME_PROBLEM, "KeyboardInterrupt", "SyntaxError", "IndentationError", "TabError")
+"""Failures that another attempt would meet again, or that were wanted."""
+
+
+def parse_size(n: int | str, size: int) -> int:
+    """How many workers `n` means for a world that has `size`; UsageError for none."""
+    text = str(n).strip()
+    found = SIZE.fullmatch(text)
+    if found is None:
+        raise UsageError(f"`%dist_scale {text}`: that is not a number of workers. {FORMS}")
+    sign = "" if isinstance(n, int) else found[1]
+    number = int(text if isinstance(n, int) else found[2])
+    asked = {"": number, "+": size + number, "-": size - number}[sign]
+    if asked < 1:
+        there = f" There are {size}." if sign else ""
+        raise UsageError(
+            f"`%dist_scale {text}`: it takes at least one worker.{there} "
+            "`%dist_shutdown` ends them all."
+        )
+    return asked
+
+
+# --- from one group to another ----------------------------------------------------------------
+
+
+def end(workers: Workers, running: RunningTask) -> None:
+    """Do what is left to do once all ranks have finished a task, and keep with it what it was."""
+    finish(workers, running)
+    heal(workers)
+    if running.died:
+        running.fate = healing_text(workers, running.deaths)
+    running.restart = _restart_text(workers, running)
+    running.is_over = True
+
+
+def heal(workers: Workers) -> None:
+    """Do about deaths and broken collectives what `on_failure` says; nothing if all is well.
+
+    All workers that live keep their variables, and their modules, meshes and subgroups,
+    unless the policy is another.  Where that cannot be done, the state stays BROKEN, and
+    `problem` says why.
+    """
+    if workers.state is not State.BROKEN:
+        return
+    dead = workers.losses.dead
+    if not dead or workers.on_failure == "heal":
+        # Workers in the place of the dead, and a group of all.
+        replaced, _ = _regroup(workers, Event.HEAL, Heal(), HEAL_TIMEOUT)
+        replay(workers, replaced)
+    elif workers.on_failure == "stop":
+        workers.shutdown()
+    else:
+        _restart_all(workers)
+
+
+def replace(workers: Workers, ranks: Iterable[int]) -> None:
+    """End these ranks, and start new ones in their places; the others keep their variables."""
+    ending = set(ranks)
+    workers.link.call(Kill(tuple(ending)))
+    deadline = time.monotonic() + KILL_TIMEOUT
+    while not workers.losses.dead.keys() >= ending and time.monotonic() < deadline:
+        workers.receive(max(0.0, deadline - time.monotonic()))
+    if workers.state is State.BROKEN:
+        replaced, _ = _regroup(workers, Event.HEAL, Heal(), HEAL_TIMEOUT)
+        replay(workers, replaced)
+
+
+def scale(workers: Workers, size: int) -> None:
+    """Have so many workers; those that were there before keep what they have.
+
+    Raises NotScaled where there are as many as before, and WorldBroken where they do not meet.
+    """
+    before = workers.size
+    spec, workers.warning = scaled(workers.spec, workers.config, size)
+    replaced, why = _regroup(workers, Event.SCALE, Scale(spec), SCALE_TIMEOUT)
+    if workers.lost is not None:
+        raise workers.lost
+    replay(workers, {*replaced, *range(before, workers.size)})
+    if workers.state is State.BROKEN:
+        raise WorldBroken(workers.problem)
+    if why:
+        raise NotScaled(before, size, why)
+
+
+def _regroup(
+    workers: Workers, event: Event, request: Heal | Scale, timeout: float
+) -> tuple[tuple[int, ...], str]:
+    """Have the agent form another group; the ranks that it has replaced, and why not more."""
+    made = workers.running.made if workers.running and workers.running.died else frozenset()
+    workers.advance(event)
+    outcome, workers.problem = Event.HEAL_FAILED, "it was interrupted"
+    try:
+        healed = workers.link.call(request, timeout=timeout)
+        assert isinstance(healed, Healed)
+        # Ranks that have died meanwhile were replaced, too.
+        workers.receive_waiting()
+        workers.take_healed(healed)
+        workers.losses.end_from(workers.size)
+        if again := {r for r, died in workers.losses.dead.items() if died.pid == healed.pids[r]}:
+            workers.problem = f"{name_ranks(again)} died again"
+        if workers.problem:
+            return (), healed.not_scaled
+        outcome = Event.HEALED
+        return workers.losses.replace(made), healed.not_scaled
+    except AgentLost as lost:
+        outcome, workers.problem = Event.AGENT_LOST, ""
+        workers.take_loss(lost)
+        return (), ""
+    finally:
+        workers.advance(outcome)
+
+
+def _restart_all(workers: Workers) -> None:
+    """Start all workers anew, as torchrun does."""
+    dead = workers.losses.dead
+    try:
+        workers.start_anew()
+        workers.problem = ""
+    except (AgentLost, StartError) as error:
+        workers.problem = str(error)
+        return
+    workers.losses.replace_all(workers.size, dead)
+    replay(workers, workers.everyone)
+
+
+def replay(workers: Workers, ranks: Collection[int]) -> NbdistError | None:
+    """Run the set-up cells on those of these ranks that ran them; the first error ends it.
+
+    Stop ends it too, with the ranks interrupted.  A set-up cell that ends its worker is not
+    run again in the one after it.
+    """
+    setup = workers.setup
+    if setup.is_replaying or workers.state is not State.READY:
+        return None
+    setup.is_replaying, running, setup.problem = True, workers.running, ""
+    try:
+        for kept in setup.tasks:
+            on = tuple(rank for rank in kept.ranks if rank in ranks)
+            if on and (error := _run(workers, but(kept, id=uuid.uuid4().hex, ranks=on))):
+                setup.problem = f" A `--setup` cell failed there: {one_line(str(error))}"
+                return error
+    finally:
+        setup.is_replaying, workers.running = False, running
+    return None
+
+
+def _run(workers: Workers, task: Task) -> NbdistError | None:
+    running = workers.send(task)
+    for _ in follow(workers, running):
+        pass
+    if not running.unfinished:
+        end(workers, running)
+    if running.stops:
+        raise KeyboardInterrupt
+    return running.error()
+
+
+# --- what it means for the next task -----------------------------------------------------------
+
+
+def refusal(workers: Workers) -> NbdistError | None:
+    """Why no task can be sent now, with the remedy; None where one can."""
+    if workers.state.takes_cells:
+        return None
+    if workers.state in (State.STOPPED, State.STARTING, State.STOPPING):
+        return WorldNotStarted("The cell")
+    if workers.lost is not None:
+        return workers.lost
+    running = workers.running
+    if running is not None and running.unfinished:
+        if running.is_stopping:
+            return WorldStuck(running.unfinished, running.doing)
+        return WorldBusy(running.unfinished, running.age)
+    return _death(workers)
+
+
+def _death(workers: Workers) -> NbdistError:
+    """Why the workers share no group; said again for every task until a restart."""
+    running, dead = workers.running, workers.losses.dead
+    if running is not None and running.died:
+        running.fate = healing_text(workers, running.deaths)
+        if error := running.error():
+            return error
+    rank, died = next(iter(dead.items()), (0, None))
+    if died is None:
+        return WorldBroken(workers.problem)
+    pid = workers.pids.get(rank, 0)
+    error = WorkerDied(rank, workers.host, pid, dead, 0, 0.0, died.exit_code, died.end)
+    error.add(healing_text(workers, dead))
+    return error
+
+
+def _restart_text(workers: Workers, running: RunningTask) -> str:
+    """`rank 2 was killed by SIGKILL: restart 1 of 3`; "" where there is no further attempt."""
+    done, most = running.task.attempt.number, running.task.attempt.most
+    cause = running.transcript.root_cause()
+    if done >= most or cause is None or running.stops or not workers.state.takes_cells:
+        return ""
+    error = running.error()
+    if not isinstance(error, WorkerError) or isinstance(error, RanksFreed):
+        return ""
+    rank, first = cause
+    if isinstance(first, Failure) and first.name in LASTING:
+        return ""
+    return f"rank {rank} {_did(first)}: restart {done + 1} of {most}"
+
+
+def _did(error: Failure | Died) -> str:
+    """`was killed by SIGKILL`, `raised ValueError: bad shard`, `failed: x.py exited with ...`."""
+    if isinstance(error, Died):
+        return error.end
+    said = one_line(error.message)
+    if error.name == SCRIPT_FAILED:
+        return f"failed: {said}"
+    return f"raised {error.name}: {said}" if said else f"raised {error.name}"
+
+
+# --- what is said of it --------------------------------------------------------------------------
+
+
+def healing_text(workers: Workers, dead: Iterable[int]) -> str:
+    """What became of a world some of whose workers have died."""
+    if workers.state is State.BROKEN:
+        why = f" ({workers.problem})" if workers.problem else ""
+        return f"`%dist_restart` starts all workers anew; their variables are lost{why}."
+    if workers.on_failure == "stop":
+        return "All workers were ended (`--on-failure stop`); the next cell starts new ones."
+    if workers.on_failure == "restart-all":
+        if workers.problem:
+            return f"All workers were ended, and could not be started anew: {workers.problem}"
+        done = "All workers were started anew (`--on-failure restart-all`)"
+        return f"{done}; their variables are lost.{workers.setup.problem}"
+    ranks = tuple(dead)
+    said = replaced_text(ranks, workers.losses.lacking(ranks))
+    return f"{said}{_others_text(workers, ranks)}.{workers.setup.problem}"
+
+
+def stop_text(workers: Workers, killed: Iterable[int]) -> str:
+    """`ranks 0-3 did not listen and were replaced; variables lost: model, x`."""
+    ranks = tuple(killed)
+    said = f"{name_ranks(ranks)} did not listen"
+    if workers.state is State.BROKEN or workers.on_failure != "heal":
+        return f"{said}. {healing_text(workers, ranks)}"
+    said += " and was replaced" if len(ranks) == 1 else " and were replaced"
+    lost = workers.losses.lacking(ranks)
+    said += f"; variables lost: {lost}" if lost else ""
+    return f"{said}{_others_text(workers, ranks)}.{workers.setup.problem}"
+
+
+def scaled_text(workers: Workers, before: int) -> str:
+    """`world 2 -> 4`, and what the new ranks lack."""
+    new = range(before, workers.size)
+    text = f"world {before} -> {workers.size}"
+    if not new:
+        return text
+    verb = "is" if len(new) == 1 else "are"
+    lacking = workers.losses.lacking(new)
+    if lacking:
+        lacks = "lacks" if len(new) == 1 else "lack"
+        verb = f"{verb} new and {lacks} {lacking} · `%dist_sync NAME --from 0` copies names there"
+    else:
+        verb += " new"
+    problem = f" ·{workers.setup.problem.rstrip('.')}" if workers.setup.problem else ""
+    return f"{text} · {name_ranks(new)} {verb}{problem}"
+
+
+def _others_text(workers: Workers, ranks: Collection[int]) -> str:
+    return "; the others keep theirs" if len(set(ranks)) < workers.size else ""

@@ -1,0 +1,235 @@
+"""The engine of a world: a task from `submit` to its end, on workers that it keeps whole.
+
+Runs in the notebook's process, on the thread that has made the world.  Below it are the loop
+over one task (`following`), and what is done about the group (`recovery`).
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from nbdist.config import Patience, read_restarts
+from nbdist.errors import AgentLost, StartError, WorldNotStarted
+from nbdist.wire.messages import Request
+from nbdist.wire.payload import open_payload, pack_frames
+from nbdist.wire.task import Attempt, Source, Task, Work
+from nbdist.world import following, recovery
+from nbdist.world.result import CellResult
+from nbdist.world.running import News, RunningTask
+from nbdist.world.states import State
+from nbdist.world.workers import Workers
+
+LATE_TIMEOUT = 30.0
+"""Seconds that the next task waits for ranks that have not left a stopped one."""
+
+Kept = dict[int, list[bytes]]
+"""By rank, the frames of a pickle of what outlives its worker; not opened here."""
+
+
+class Session(Workers):
+    """What `World` and the notebook work with: tasks, and the group that they run in."""
+
+    def __repr__(self) -> str:
+        running = f" {self.running}" if self.unfinished else ""
+        return f"<Session {self.size} ranks, {self.state.value}{running}>"
+
+    # --- a task ---------------------------------------------------------------------------
+
+    def task(
+        self, work: Work | str = "", *, ranks: Sequence[int] | None = None, **fields: Any
+    ) -> Task:
+        """A task for this world, on all of its ranks by default; a text is a cell's source.
+
+        `fields` are those of `Task`: `names` and `fetch`.
+        """
+        on = self.everyone if ranks is None else tuple(ranks)
+        work = Source(work) if isinstance(work, str) else work
+        return Task(uuid.uuid4().hex, on, work, **fields)
+
+    def submit(self, task: Task, patience: Patience | None = None) -> RunningTask:
+        """Send a task to all of its ranks at once, which are made ready first.
+
+        Raises what keeps it from running, with nothing sent: WorldNotStarted, WorldBusy,
+        WorkerDied, AgentLost.
+        """
+        self.receive_waiting()
+        self.wait_for_stop()
+        if self.is_idle:
+            self.heal()
+        self.check_ready()
+        return self.send(task, patience)
+
+    def follow(self, running: RunningTask) -> Iterator[News]:
+        """Yield what its ranks have shown since the last time, until all have finished it.
+
+            for news in session.follow(running):
+                with running.counting_stops():
+                    draw(news)
+
+        The first Stop (KeyboardInterrupt) interrupts the ranks and goes on; the second gives
+        control back, with ranks unfinished.  Neither raises: `running.stops` says how many
+        there were.  At the end the group is whole again, as far as the policy says.
+        """
+        before = running.stops_met
+        yield from following.follow(self, running)
+        while not (running.unfinished or running.is_over or running.stops > before + 1):
+            with running.counting_stops():
+                recovery.end(self, running)
+            yield running.take_news()
+
+    def attempts(self, task: Task, most: int = 0) -> Iterator[Task]:
+        """Yield the task, to be submitted and followed; again where it is to be run again.
+
+        At most `most` times more: torchrun's `--max-restarts`.  `running.restart` says why.
+        """
+        for number in range(read_restarts(most) + 1):
+            yield replace(task, id=uuid.uuid4().hex, attempt=Attempt(number, most))
+            if self.running is None or not self.running.restart:
+                return
+
+    def run(self, task: Task, most: int = 0) -> CellResult[Any]:
+        """Send a task and wait for it, again at most `most` times where it fails.
+
+        Raises its error, or KeyboardInterrupt after Stop.
+        """
+        for attempt in self.attempts(task, most):
+            running = self.submit(attempt)
+            self.wait(running)
+        self.check(running)
+        return running.result()
+
+    def wait(self, running: RunningTask) -> None:
+        """Follow a task to its end, without a look at what it shows."""
+        for _ in self.follow(running):
+            pass
+
+    def check(self, running: RunningTask) -> None:
+        """Raise the error of a task that has been followed, or KeyboardInterrupt after Stop."""
+        if running.stops:
+            raise KeyboardInterrupt
+        if error := running.error():
+            raise error
+
+    def interrupt(self) -> None:
+        """Have the ranks that run a task leave it; does nothing when none does."""
+        if self.running is not None:
+            following.interrupt(self, self.running)
+
+    def wait_for_stop(self) -> None:
+        """Where Stop has given control back before all ranks had left: give them time again.
+
+        Stop meanwhile does not wait.
+        """
+        running = self.running
+        if running is None or not (running.is_stopping and running.unfinished):
+            return
+        running.give_up_at, stops = time.monotonic() + LATE_TIMEOUT, running.stops
+        for _ in self.follow(running):
+            if running.stops > stops:
+                break
+        if running.stops > stops:
+            self.interrupt()
+            raise KeyboardInterrupt
+
+    def let_go(self, running: RunningTask) -> None:
+        """Values that it fetched have been read: workers need not keep their memory."""
+        lent = (rank for rank, payload in running.payloads().items() if payload.segment)
+        if ranks := tuple(lent):
+            self.link.let_go(running.task.id, ranks)
+
+    # --- the group ------------------------------------------------------------------------
+
+    def check_ready(self) -> None:
+        """Raise the error that says why no task can be sent now."""
+        if error := recovery.refusal(self):
+            raise error
+
+    def heal(self) -> None:
+        """Do about deaths and broken collectives what `on_failure` says; nothing if all is well."""
+        recovery.heal(self)
+
+    def restart(self, keep: Sequence[str] = (), **changes: Any) -> None:
+        """End all workers and start new ones, out of every state; with what `keep` names."""
+        kept = self.take(keep, self.everyone)
+        # The notebook's environment, path and folder may have changed meanwhile.
+        before, size = self.config, self.size
+        self.configure(before.but(**changes))
+        self.setup.scale(size, self.size)
+        try:
+            self.start_anew()
+        except StartError:
+            self.setup.scale(self.size, size)
+            self.configure(before)
+            raise
+        self.begin(keep, kept)
+
+    def begin(self, keep: Sequence[str], kept: Kept) -> None:
+        """Give new workers what they begin with: set-up cells, then values of those before."""
+        error = recovery.replay(self, self.everyone)
+        self.give_back(keep, kept)
+        if error:
+            raise error
+
+    def replace(self, ranks: Sequence[int], keep: Sequence[str] = ()) -> None:
+        """Start these ranks anew, in place; with what `keep` names."""
+        self.receive_waiting()
+        others = set(self.unfinished) - set(ranks)
+        if others or self.state not in (State.READY, State.BROKEN, State.STUCK):
+            self.check_ready()
+        kept = self.take(keep, ranks)
+        recovery.replace(self, ranks)
+        self.give_back(keep, kept)
+
+    def scale(self, n: int | str) -> None:
+        """Have as many workers as `n` says; nothing where there are."""
+        self.receive_waiting()
+        if self.is_idle:
+            self.heal()
+        if not self.state.has_workers:
+            raise self.lost or WorldNotStarted("`%dist_scale`")
+        self.check_ready()
+        size = recovery.parse_size(n, self.size)
+        if size != self.size:
+            recovery.scale(self, size)
+
+    def take(self, names: Sequence[str], ranks: Iterable[int]) -> Kept:
+        """What these names are on these ranks, to outlive their workers; raises as `run` does."""
+        if not names:
+            return {}
+        running = self.submit(self.task(ranks=tuple(ranks), fetch=tuple(names)))
+        self.wait(running)
+        self.check(running)
+        return {
+            rank: [bytes(memoryview(frame)) for frame in open_payload(payload)]
+            for rank, payload in running.payloads().items()
+        }
+
+    def give_back(self, names: Sequence[str], kept: Kept) -> None:
+        """Bind them again; ranks that there are no more are left out."""
+        for rank, frames in kept.items():
+            if rank >= self.size:
+                continue
+            payload, segment = pack_frames(frames)
+            try:
+                self.run(self.task(ranks=(rank,), names=payload))
+            finally:
+                if segment is not None:
+                    segment.close()
+            self.losses.give_back(rank, names)
+
+    # --- the agent ------------------------------------------------------------------------
+
+    def ask(self, request: Request) -> Any:
+        """The agent's rows on its ranks, also while they are busy; none without workers."""
+        self.receive_waiting()
+        if not self.state.has_workers:
+            return ()
+        try:
+            return self.link.call(request)
+        except AgentLost as lost:
+            self.take_loss(lost)
+            return ()

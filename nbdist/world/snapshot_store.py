@@ -1,0 +1,319 @@
+"""Where snapshots lie: a folder for each, which has its name only when it is complete.
+
+    ROOT/NAME/20260131-120301/{manifest.json, rank0.frames, rank1.frames, ...}
+
+Runs in the notebook's process.  What is being written lies beside it under a name that
+begins with a dot.  Each folder of a snapshot is private, and has a marker of ours without
+which it is never removed (`nbdist.folders`); its lock tells a writer's folder from one that
+was left behind.  What is restored is a pickle, which can run anything: it is read only where
+nobody but this user can have written it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from nbdist import __version__, folders
+from nbdist.errors import UsageError
+from nbdist.wire.ops import Written
+from nbdist.world.spec import state_folder
+
+KEPT = 3
+"""Snapshots of one name; older ones are removed when another has been written."""
+
+MANIFEST = "manifest.json"
+UNFINISHED = ".part-"
+NAME = re.compile(r"[\w][\w.-]*", re.ASCII)
+STAMP = re.compile(r"[0-9]{8}-[0-9]{6}(\.[0-9]+)?", re.ASCII)
+CONTENTS = re.compile(r"manifest\.json|rank[0-9]+\.frames", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's file; `also` are names that functions among `names` need."""
+
+    names: tuple[str, ...]
+    also: tuple[str, ...]
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One that lies in its folder; `problem` says what is wrong with it, as far as is seen.
+
+    `distrust` says who else could have written it: then nothing of it has been read.
+    """
+
+    name: str
+    stamp: str
+    folder: Path
+    time: float = 0.0
+    parts: Mapping[int, Part] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    torch: str = ""
+    problem: str = ""
+    distrust: str = ""
+
+    @property
+    def key(self) -> str:
+        """By which `%dist_restore` finds it, also when there are newer ones of its name."""
+        return f"{self.name}@{self.stamp}"
+
+    @property
+    def names(self) -> list[str]:
+        """The variables that any rank has in it."""
+        return sorted({name for part in self.parts.values() for name in part.names})
+
+    @property
+    def size(self) -> int:
+        """Bytes on the disk."""
+        return sum(part.size for part in self.parts.values())
+
+    @property
+    def clock(self) -> str:
+        """`12:03`; with the day where that is another."""
+        today = time.strftime("%Y%m%d") == self.stamp[:8]
+        return time.strftime("%H:%M" if today else "%Y-%m-%d %H:%M", time.localtime(self.time))
+
+
+def root_folder(log_dir: str | None) -> Path:
+    """Beside the log files, or in the state folder; `$NBDIST_SNAPSHOT_DIR` before both."""
+    chosen = os.environ.get("NBDIST_SNAPSHOT_DIR")
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    return Path(log_dir or state_folder(), "snapshots").expanduser().absolute()
+
+
+class SnapshotStore:
+    """All snapshots under one folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __repr__(self) -> str:
+        return f"<Shelf {self.root}, {len(self.all())} snapshots>"
+
+    # --- reading --------------------------------------------------------------------------
+
+    def all(self) -> list[Snapshot]:
+        """The newest first."""
+        found = [each for folder in _folders(self.root) for each in self.of(folder.name)]
+        return sorted(found, key=lambda snapshot: snapshot.stamp, reverse=True)
+
+    def of(self, name: str) -> list[Snapshot]:
+        """Those of one name, the newest first."""
+        return [_read(name, folder) for folder in sorted(_stamped(self.root / name), reverse=True)]
+
+    def find(self, key: str | None) -> Snapshot:
+        """The newest of all, or of a name, or the one `NAME@STAMP`; UsageError for none."""
+        name, _, stamp = (key or "").partition("@")
+        found = self.of(name) if _is_name(name) else [] if key else self.all()
+        for snapshot in found:
+            if not stamp or snapshot.stamp == stamp:
+                return snapshot
+        there = sorted({snapshot.name for snapshot in self.all()})
+        if not there:
+            raise UsageError(f"There are no snapshots in {self.root}. `%dist_snapshot NAME`.")
+        which = f"no snapshot `{key}`" if key else "none"
+        listed = ", ".join(there[:6]) + (" …" if len(there) > 6 else "")
+        raise UsageError(f"There is {which} in {self.root}; there are {listed}.")
+
+    def damaged(self, snapshot: Snapshot, problem: str) -> UsageError:
+        """The error that says so, and names the next older one that looks intact."""
+        older = [each for each in self.of(snapshot.name) if each.stamp < snapshot.stamp]
+        remedy = "There is no older one."
+        for each in older:
+            if not (each.problem or each.distrust):
+                remedy = f"`%dist_restore {each.key}` takes the one of {each.clock}."
+                break
+        return UsageError(f"The snapshot `{snapshot.key}` is damaged: {problem}. {remedy}")
+
+    def distrusted(self, snapshot: Snapshot, why: str) -> UsageError:
+        """The error that says so, and what to do where it is to be trusted all the same."""
+        return UsageError(
+            f"`{snapshot.key}` was not restored, because {why}: restoring runs what a snapshot "
+            "says. If you trust whoever could have written it, copy it to a folder of your own "
+            f"(`cp -r`, then `chmod -R go-w`) below {self.root}, or set NBDIST_SNAPSHOT_DIR."
+        )
+
+    # --- writing --------------------------------------------------------------------------
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[Path]:
+        """A folder to write into, which is gone afterwards unless it was published.
+
+        What writers that were killed have left is removed first.  Raises UsageError, also
+        while somebody else writes one of this name.
+        """
+        if not _is_name(name):
+            raise UsageError(
+                f"`{name}` is no name for a snapshot: letters, digits and `_.-`, such as `epoch-3`."
+            )
+        try:
+            folders.make_private(self.root)
+            for other in _folders(self.root):
+                _remove_leftovers(other)
+            with suppress(FileExistsError):
+                (self.root / name).mkdir(mode=folders.PRIVATE_FOLDER)
+            with _locked(self.root / name), self._part(name) as folder:
+                yield folder
+        except BlockingIOError:
+            raise UsageError(
+                f"Another notebook is writing a snapshot `{name}`: again, or take another name."
+            ) from None
+        except folders.Untrusted as error:
+            raise UsageError(
+                f"No snapshot was written: {error}, and what others can write is never "
+                "restored. Take another name, or another folder: NBDIST_SNAPSHOT_DIR."
+            ) from None
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    @contextmanager
+    def _part(self, name: str) -> Iterator[Path]:
+        folder = self.root / name / f"{UNFINISHED}{uuid.uuid4().hex}"
+        folder.mkdir(mode=folders.PRIVATE_FOLDER)
+        held = folders.claim(folder, _what(name))
+        try:
+            with folders.trusted_folder(folder):
+                yield folder
+        finally:
+            os.close(held)
+            folders.remove(folder, _what(name), CONTENTS)
+
+    def publish(self, folder: Path, name: str, parts: Mapping[int, Written]) -> Snapshot:
+        """Give a complete one its name, and remove the oldest; for `writing`.
+
+        The notebook does it, because it knows when all ranks are done: a barrier would take
+        a group, which not every world has.
+        """
+        now = time.time()
+        stamp = _next_stamp(self.root / name, now)
+        first = next(iter(parts.values()))
+        manifest = {
+            "format": 1,
+            "name": name,
+            "time": now,
+            "world_size": len(parts),
+            "nbdist": __version__,
+            "torch": first.torch,
+            "left_out": {n: why for part in parts.values() for n, why in part.left_out.items()},
+            "ranks": {
+                rank: asdict(Part(part.names, part.also, part.size, part.digest))
+                for rank, part in parts.items()
+            },
+        }
+        with open(folder / MANIFEST, "x", opener=folders.open_private) as file:
+            json.dump(manifest, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        _sync(folder)
+        folder.rename(self.root / name / stamp)
+        _sync(self.root / name)
+        ours = [each for each in self.of(name) if folders.is_ours(each.folder, _what(name))]
+        for old in ours[KEPT:]:
+            # First out of its name: half of one must never look like one.
+            going = old.folder.with_name(f"{UNFINISHED}{uuid.uuid4().hex}")
+            folders.remove(old.folder, _what(name), CONTENTS, aside=going)
+        return _read(name, self.root / name / stamp)
+
+    def _unwritable(self, error: OSError) -> UsageError:
+        return UsageError(
+            f"No snapshot was written: {error.strerror or error} ({self.root}); earlier ones are "
+            "as they were. `NBDIST_SNAPSHOT_DIR` names another folder."
+        )
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The right to write there; BlockingIOError while somebody else has it."""
+    lock = folders.open_private(folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    for left in folder.glob(f"{UNFINISHED}*"):
+        folders.remove(left, _what(folder.name), CONTENTS)
+
+
+def _what(name: str) -> str:
+    return f"snapshot {name}"
+
+
+def _is_name(name: str) -> bool:
+    return NAME.fullmatch(name) is not None
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        return [each for each in folder.iterdir() if each.is_dir() and _is_name(each.name)]
+    except OSError:
+        return []
+
+
+def _stamped(folder: Path) -> list[Path]:
+    return [each for each in _folders(folder) if STAMP.fullmatch(each.name)]
+
+
+def _read(name: str, folder: Path) -> Snapshot:
+    """A snapshot as its manifest has it, compared with the files' sizes."""
+    try:
+        with folders.trusted_folder(folder) as at:
+            fd = folders.open_trusted(folder / MANIFEST, at)
+            with os.fdopen(fd, "rb") as file:
+                manifest = json.load(file)
+            parts = {
+                int(rank): Part(tuple(p["names"]), tuple(p["also"]), p["size"], p["digest"])
+                for rank, p in manifest["ranks"].items()
+            }
+            found = (manifest["time"], parts, manifest["left_out"], manifest["torch"])
+            problems = [_problem_of(folder / f"rank{r}.frames", p, at) for r, p in parts.items()]
+    except folders.Untrusted as error:
+        return Snapshot(name, folder.name, folder, distrust=str(error))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return Snapshot(name, folder.name, folder, problem=f"{MANIFEST} cannot be read")
+    return Snapshot(name, folder.name, folder, *found, problem=next(filter(None, problems), ""))
+
+
+def _problem_of(path: Path, part: Part, at: int) -> str:
+    try:
+        file = folders.open_trusted(path, at)
+    except OSError:
+        return f"{path.name} is missing"
+    try:
+        size = os.fstat(file).st_size
+    finally:
+        os.close(file)
+    return "" if size == part.size else f"{path.name} has {size:,} of {part.size:,} bytes"
+
+
+def _next_stamp(folder: Path, now: float) -> str:
+    """When, as a folder's name that sorts after all others, also where the clock went back."""
+    newest = max((each.name for each in _stamped(folder)), default="")
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+    if stamp > newest:
+        return stamp
+    second, _, number = newest.partition(".")
+    return f"{second}.{int(number or 0) + 1:03}"
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,192 @@
+"""Ranks that close, redirect and write to descriptors which are not theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from nbdist.output.events import Died
+from nbdist.output.screen import Screen
+from nbdist.world.running import RunningTask
+from nbdist.world.states import State
+from nbdist.world.world import World
+from tests.worlds import NewWorld
+
+pytestmark = pytest.mark.shared_world
+
+WAIT = 30.0
+"""Seconds after which a cell is taken to hang."""
+
+
+@pytest.fixture(scope="module")
+def started(new_world: NewWorld) -> Iterator[World]:
+    with new_world(2, show=False) as world:
+        yield world
+
+
+@pytest.fixture
+def world(started: World) -> Iterator[World]:
+    """The world with a variable; rank 1 is a new one afterwards."""
+    started.execute("kept = 'kept'")
+    yield started
+    if started.state is State.READY:
+        started.replace([1])
+
+
+def ran(world: World, source: str) -> RunningTask:
+    """A cell that has ended; one that does not is ended."""
+    running = world.submit(world.task(source))
+    for _ in world.follow(running):
+        if running.age > WAIT:
+            world.interrupt()
+            for _ in world.follow(running):
+                pass
+            pytest.fail(f"still running after {WAIT} s: {source}")
+    return running
+
+
+def said(running: RunningTask, rank: int) -> str:
+    pieces = running.transcript[rank].pieces
+    screens = (piece for piece in pieces if isinstance(piece, Screen))
+    return "\n".join(line.text for screen in screens for line in screen.tail(1000))
+
+
+AWAY = {
+    "redirected": "log = os.open('{log}', os.O_WRONLY | os.O_CREAT); os.dup2(log, {fd})",
+    "redirected to nowhere": "os.dup2(os.open(os.devnull, os.O_WRONLY), {fd})",
+    "closed": "os.close({fd})",
+    "closed and taken": "os.close({fd}); taken = open('{log}', 'w')",
+    "non-blocking": "os.set_blocking({fd}, False); print('x' * 2_000_000)",
+    "the other's": "os.dup2({fd}, 3 - {fd})",
+}
+
+
+@pytest.mark.parametrize("fd", [1, 2])
+@pytest.mark.parametrize("away", AWAY)
+def test_output_that_goes_elsewhere(
+    world: World, away: str, fd: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The cell ends, with its displays and its errors, and so do the next ones."""
+    log = tmp_path_factory.mktemp("log") / "fd.log"
+    change = AWAY[away].format(fd=fd, log=log)
+    running = ran(world, f"import os\nif rank == 1:\n    {change}\nprint('first'); display(rank)")
+    assert running.error() is None
+    assert [shown.plain for shown in running.transcript[1].displays] == ["1"]
+    failed = ran(world, "print('second'); display(rank); 1 / (1 - rank)")
+    assert list(failed.transcript.errors) == [1]
+    assert [shown.plain for shown in failed.transcript[1].displays] == ["1"]
+    assert world.gather("kept") == ["kept", "kept"]
+    world.execute("dist.barrier()")
+
+
+def test_closed_stdout_is_there_again(world: World) -> None:
+    """In the next cell at the latest, so that no other file takes its place."""
+    ran(world, "import os, sys\nif rank == 1:\n    os.close(1); os.close(2); sys.stdout.close()")
+    running = ran(world, "print('said'); print('too', file=sys.stderr); os.system('echo child')")
+    for rank in range(2):
+        assert set(said(running, rank).split()) == {"said", "too", "child"}
+
+
+def test_redirected_text_is_as_written(
+    world: World, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A log to which a rank has redirected a descriptor holds nothing of nbdist's."""
+    log = tmp_path_factory.mktemp("log") / "fd.log"
+    ran(
+        world,
+        f"import os, sys\nif rank == 1:\n    log = os.open('{log}', os.O_WRONLY | os.O_CREAT)\n"
+        "    os.dup2(log, 1)\n    print('out')\n    print('err', file=sys.stderr)\n"
+        "    display(1)\n    os.dup2(log, 2)\n    print('err too', file=sys.stderr)",
+    )
+    assert log.read_text() == "out\nerr too\n"
+
+
+FORGED = {
+    "marks": "os.write(1, b'\\x1b_' + token + b';5\\x1b\\\\' * 3)",
+    "a mark of a big number": "os.write(1, b'\\x1b_' + token + b';' + b'9' * 5000 + b'\\x1b\\\\')",
+    "a mark without a number": "os.write(1, b'\\x1b_' + token + b';stdin\\x1b\\\\')",
+    "half a mark": "os.write(1, b'\\x1b_' + token + b';')",
+    "the other stream's mark": "os.write(1, b'\\x1b_' + token + b';stderr\\x1b\\\\')",
+    "bytes": "os.write(1, bytes(range(256)) * 100); os.write(2, bytes(range(256)) * 100)",
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_garbage_on_stdout(world: World, forged: str) -> None:
+    """It is text, or nothing."""
+    source = (
+        "import os\nif rank == 1:\n    token = get_ipython().kernel.session.token.encode()\n"
+        f"    {FORGED[forged]}\ndisplay(rank)"
+    )
+    for _ in range(2):
+        running = ran(world, source)
+        assert running.error() is None
+        assert [shown.plain for shown in running.transcript[1].displays] == ["1"]
+    assert world.gather("kept") == ["kept", "kept"]
+
+
+GARBAGE = {
+    "garbage": "os.write(fd, b'garbage' * 1000)",
+    "a frame that is no pickle": "os.write(fd, (7).to_bytes(8, 'big') + b'garbage')",
+    "a pickle that runs code": (
+        "code = b\"cposix\\nsystem\\n(S'kill $PPID'\\ntR.\"; "
+        "os.write(fd, len(code).to_bytes(8, 'big') + code)"
+    ),
+    "a pickle of something else": "os.write(fd, (4).to_bytes(8, 'big') + b'\\x80\\x05N.')",
+    "a huge frame": "os.write(fd, b'\\x7f' * 8 + bytes(100_000))",
+    "half a frame": "os.write(fd, (1000).to_bytes(8, 'big') + b'half'); os.close(fd)",
+    "the end": "os.close(fd)",
+    "eight bytes": "os.write(fd, b'\\x01' * 8)",
+    "another file": "os.dup2(null, fd)",
+}
+"""What is done to each descriptor of a worker's own."""
+
+FOR_EACH = """
+import os, select
+if rank == 1:
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in range(3, 300):
+        try:
+            os.set_blocking(fd, False)
+            {}
+        except OSError: pass
+"""
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_garbage_on_own_descriptors(world: World, garbage: str) -> None:
+    """At worst the rank is replaced, with one clear line; the others keep their variables."""
+    running = ran(world, FOR_EACH.format(GARBAGE[garbage]))
+    assert isinstance(running.transcript.errors.get(1), Died | None)
+    for _ in range(2):
+        again = ran(world, "kept = globals().get('kept', 'lost')\ndist.barrier()")
+        if again.error() is None:
+            break
+    assert again.error() is None
+    assert world.gather("kept")[0] == "kept"
+    assert world.state is State.READY
+
+
+DUMPS = {
+    "a number": "b'Fatal Python error: x\\nStack (most recent call first):\\n'"
+    " + b'  File \"x\", line ' + b'9' * 5000 + b' in y\\n'",
+    "bytes": "bytes(range(256)) * 100",
+    "much": "b'x' * 50_000_000",
+}
+
+
+@pytest.mark.parametrize("dump", DUMPS)
+def test_garbage_among_the_stacks(world: World, dump: str) -> None:
+    """What a crash has left is read with care."""
+    running = ran(
+        world,
+        "import os\nif rank == 1:\n    for fd in os.listdir('/proc/self/fd'):\n"
+        "        try: path = os.readlink(f'/proc/self/fd/{fd}')\n"
+        "        except OSError: continue\n"
+        f"        if path.endswith('.stack'): os.write(int(fd), {DUMPS[dump]})\n"
+        "    os.abort()",
+    )
+    assert isinstance(running.transcript.errors[1], Died)
+    assert [stack.rank for stack in world.stacks()] == [0, 1]
+    assert world.gather("'kept' in globals()") == [True, False]

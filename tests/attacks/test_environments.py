@@ -1,0 +1,116 @@
+"""What lies in the notebook's folder, and what its environment holds, does nbdist no harm."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.notebook.front_end import Notebook
+
+pytestmark = pytest.mark.shared_world
+
+MODULES = sorted(
+    name
+    for name in sys.stdlib_module_names
+    if not name.startswith("_") and name not in sys.builtin_module_names
+)
+OTHERS = ("torch", "numpy", "zmq", "cloudpickle", "psutil", "IPython", "tornado", "comm")
+"""What nbdist is made of besides."""
+
+TELLS = """import os
+with open(os.path.join(os.path.dirname(__file__), "ran.txt"), "a") as file:
+    file.write(__name__ + "\\n")
+raise RuntimeError("the user's own file")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One with a file for each name of the standard library, which tells when it is run."""
+    folder = tmp_path_factory.mktemp("own")
+    for name in (*MODULES, *OTHERS):
+        (folder / f"{name}.py").write_text(TELLS)
+    (folder / "ran.txt").touch()
+    (folder / "mine.py").write_text(
+        "import os\nvalue = os.getcwd()\ndef check(worker):\n    pass\n"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module", params=["", "'', '.', os.getcwd()"])
+def beside(request: pytest.FixtureRequest, folder: Path) -> Iterator[Notebook]:
+    """A notebook in that folder: with the path that kernels have, and with some habits.
+
+    It goes there itself, because a kernel that is started there is broken already.
+    """
+    paths = os.pathsep.join(["", "sub", ".", str(folder)])
+    go = f"import os, sys, subprocess; os.chdir({str(folder)!r})"
+    notebook = Notebook(go, f"os.environ['PYTHONPATH'] = {paths!r}")
+    try:
+        if request.param:
+            assert notebook.run(f"sys.path[:0] = [{request.param}]").errors == []
+        (folder / "ran.txt").write_text("")
+        assert notebook.run("%load_ext nbdist").errors == []
+        yield notebook
+    finally:
+        notebook.close()
+
+
+def gathered(notebook: Notebook, source: str) -> Any:
+    """What a distributed cell calls `x`, of each rank."""
+    assert notebook.run(f"%%distributed\n{source}").errors == []
+    assert notebook.run("%dist_gather x").errors == []
+    return notebook.value("x")
+
+
+def test_files_named_like_modules(beside: Notebook, folder: Path) -> None:
+    """None of them is run by nbdist; cells have the notebook's path."""
+    assert beside.run("%%distributed -n 2\npass").errors == []
+    assert (folder / "ran.txt").read_text() == ""
+    expected = beside.value("sys.path"), str(folder)
+    assert gathered(beside, "import sys, mine\nx = sys.path, mine.value") == [expected] * 2
+
+
+def test_what_cells_start(beside: Notebook) -> None:
+    """Their processes look where they would in the notebook: what they inherit is unchanged."""
+    asked = "import os; print(os.environ['PYTHONPATH'], 'PYTHONSAFEPATH' in os.environ)"
+    command = f"subprocess.run([sys.executable, '-c', {asked!r}], capture_output=True, text=True)"
+    expected = beside.value(f"{command}.stdout")
+    assert gathered(beside, f"import subprocess, sys\nx = {command}.stdout") == [expected] * 2
+
+
+def test_command_line(beside: Notebook) -> None:
+    """`parse_args()` in a cell finds no arguments, and the notebook's own name."""
+    source = "import argparse, sys\nargparse.ArgumentParser().parse_args()\nx = sys.argv"
+    assert gathered(beside, source) == [beside.value("sys.argv[:1]")] * 2
+
+
+def test_the_same_of_spawned_workers(beside: Notebook, folder: Path) -> None:
+    """Each of them imports everything itself."""
+    (folder / "ran.txt").write_text("")
+    assert beside.run("%dist_restart -n 1 --no-fork").errors == []
+    assert (folder / "ran.txt").read_text() == ""
+    expected = beside.value("(sys.path, os.environ['PYTHONPATH'])")
+    assert gathered(beside, "import sys, os\nx = sys.path, os.environ['PYTHONPATH']") == [expected]
+
+
+def test_processes_that_multiprocessing_spawns(
+    beside: Notebook, folder: Path, tmp_path: Path
+) -> None:
+    """Those of a DataLoader find modules of the folder that the notebook has gone to."""
+    (tmp_path / "yours.py").write_text("def twice(x):\n    return 2 * x\n")
+    go = f"os.chdir({str(tmp_path)!r}); os.environ['PYTHONPATH'] = ':'"
+    leave = f"sys.path[:] = [entry for entry in sys.path if entry != {str(folder)!r}]"
+    assert beside.run(f"{go}\n{leave}\n%dist_restart -n 1").errors == []
+    source = (
+        "import multiprocessing, yours\n"
+        "with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "    x = pool.map(yours.twice, [1, 2])\n"
+        "del pool"
+    )
+    assert gathered(beside, source) == [[2, 4]]

@@ -1,0 +1,254 @@
+"""Folders of the user's beside logs and snapshots, and who may read and write what is in these."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nbdist.errors import UsageError
+from nbdist.folders import MARKER
+from nbdist.node.worker_logs import RUN, RUNS_KEPT
+from nbdist.notebook.commands.log import last_lines
+from nbdist.world.snapshot_store import KEPT, Snapshot
+from nbdist.world.world import World
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.shared_world
+
+SOMEBODY = 54321
+"""A user of whom nobody has heard."""
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the user's, full of old folders of the user's."""
+    folder = tmp_path_factory.mktemp("project")
+    for number in range(RUNS_KEPT + 10):
+        (folder / f"mine{number}" / "attempt_0").mkdir(parents=True)
+        (folder / f"mine{number}" / "model.pt").write_text("mine")
+    (folder / "keep").mkdir()  # a folder of snapshots with another name
+    for each in folder.iterdir():
+        os.utime(each, (1, 1))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def started(logs: Path) -> Iterator[World]:
+    """A world with its logs there, started by a user whose files everybody may write to."""
+    before = os.umask(0)
+    os.environ["NBDIST_LOG_LIMIT"] = "1M"
+    try:
+        with World(2, log_dir=str(logs), name="run") as world:
+            yield world
+    finally:
+        os.umask(before)
+        del os.environ["NBDIST_LOG_LIMIT"]
+
+
+@pytest.fixture
+def world(started: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """The world with an empty folder for its snapshots."""
+    monkeypatch.setenv("NBDIST_SNAPSHOT_DIR", str(tmp_path / "snapshots"))
+    return started
+
+
+@pytest.fixture
+def taken(world: World) -> Snapshot:
+    """A snapshot, after which the variable in it has changed."""
+    world.execute("x = 'then'")
+    taken = world.snapshot("a", ["x"])
+    world.execute("x = 'now'")
+    return taken
+
+
+def test_the_users_folders_stay(world: World, logs: Path) -> None:
+    """No start, and no restart, removes what nbdist has not made, however old it is."""
+    before = {*logs.iterdir()}
+    assert len(before) == RUNS_KEPT + 12
+    world.restart()
+    assert {*logs.iterdir()} == before
+    assert (logs / "mine0" / "model.pt").read_text() == "mine"
+
+
+def test_only_the_user_can_read(world: World, logs: Path, tmp_path: Path) -> None:
+    """Logs and snapshots are the user's alone, with a umask of 0 too."""
+    world.execute("print('secret'); x = 1")
+    world.snapshot("a", ["x"])
+    found = [logs / "run", *(logs / "run").rglob("*")]
+    found += [tmp_path / "snapshots", *(tmp_path / "snapshots").rglob("*")]
+    assert len(found) > 12
+    for each in found:
+        assert stat.S_IMODE(each.stat().st_mode) & 0o077 == 0, each
+    if os.geteuid() == 0:
+        child = os.fork()
+        if not child:  # as another user
+            os.setgroups([])
+            os.setgid(SOMEBODY)
+            os.setuid(SOMEBODY)
+            denied = 0
+            for each in found:
+                with contextlib.suppress(PermissionError):
+                    os.close(os.open(each, os.O_RDONLY))
+                    os._exit(1)
+                denied += 1
+            os._exit(0 if denied == len(found) else 2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_run_holds_what_is_known(world: World, logs: Path) -> None:
+    """A run that is old one day can be removed: nothing in it is taken for the user's."""
+    world.execute(
+        "import sys\nprint(1); print(2, file=sys.stderr)\n"
+        "get_ipython().display_pub.publish({'text/html': 'x' * 10_000_001})",
+        ranks=[0],
+    )
+    found = [*(logs / "run").rglob("*")]
+    assert any("display-0" in each.name for each in found)
+    paths = [f"{each.relative_to(logs / 'run')}{'/' * each.is_dir()}" for each in found]
+    assert [path for path in paths if not RUN.fullmatch(path)] == [MARKER]
+
+
+def test_logs_are_written_through(world: World, tmp_path: Path) -> None:
+    """What a rank says is in its file while its cell runs, and after it, at once."""
+    log, go_on = Path(world.logs[0]) / "stdout.log", tmp_path / "go on"
+    cell = world.submit(
+        world.task(
+            "import os, threading, time\n"
+            f"while not os.path.exists({str(go_on)!r}):\n"
+            "    print('in the cell', flush=False); time.sleep(0.05)\n"
+            "late = threading.Timer(0.3, print, ['after the cell'])\nlate.start()"
+        )
+    )
+    wait_until(lambda: "in the cell" in log.read_text())
+    go_on.touch()
+    world.session.wait(cell)
+    wait_until(lambda: "after the cell" in log.read_text())
+
+
+def test_logs_are_limited(world: World) -> None:
+    """The newest lines are there, and the log says where it goes on."""
+    world.execute("for i in range(40_000): print(f'line {i} ' + 'x' * 90)", ranks=[0])
+    folder = Path(world.logs[0])
+    files = [folder / "stdout.log", folder / "stdout.log.1"]
+    assert sum(file.stat().st_size for file in files) < 1.3 * (1 << 20)
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
+    *lines, first = last_lines(files[0], 100_000)[::-1]
+    assert "NBDIST_LOG_LIMIT allows 1 MiB" in first
+    numbers = [int(line.split()[1]) for line in lines]
+    assert numbers == [*range(39_999, 39_999 - len(numbers), -1)]
+    assert len(numbers) > 5_000
+
+
+@pytest.mark.parametrize("text", ["x", "1", "0M", "-1M"])
+def test_a_limit_that_is_none(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """One line says what one looks like, before anything is started."""
+    monkeypatch.setenv("NBDIST_LOG_LIMIT", text)
+    with pytest.raises(UsageError, match=rf"`NBDIST_LOG_LIMIT={text}`: .* such as 200M"):
+        World(1)
+
+
+# --- snapshots ----------------------------------------------------------------------------
+
+
+def test_a_name_that_is_the_users_folder(world: World, tmp_path: Path) -> None:
+    """The user's folders stay in it; of the snapshots the newest ones, and what the user kept."""
+    root = tmp_path / "snapshots"
+    mine = {"data", "20200101-000000", "20200101-000001"}
+    for name in mine:
+        (root / "a" / name).mkdir(parents=True)
+        (root / "a" / name / "manifest.json").write_text("{}")
+    for folder in (root, root / "a"):
+        folder.chmod(0o700)
+    (root / "b" / ".part-mine").mkdir(parents=True)
+    world.execute("x = 1")
+    kept = [world.snapshot("a", ["x"]).folder for _ in range(3)]
+    (kept[0] / "notes.txt").write_text("mine")
+    kept[1].rename(root / "a" / "best")
+    shutil.copytree(kept[2], root / "a" / "20200101-000002")
+    newest = [world.snapshot("a", ["x"]).folder for _ in range(KEPT + 1)][1:]
+    there = {each.name for each in (root / "a").iterdir()}
+    mine |= {kept[0].name, "best", "20200101-000002", ".lock"}
+    assert there == mine | {folder.name for folder in newest}
+    assert {each.name for each in (root / "b").iterdir()} == {".part-mine"}
+    assert (kept[0] / "rank0.frames").exists()
+    world.restore("a")
+
+
+def chown(path: Path) -> None:
+    """It belongs to somebody else."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    os.chown(path, SOMEBODY, -1)
+
+
+def link(path: Path) -> None:
+    """It lies elsewhere."""
+    root = next(folder for folder in path.parents if folder.name == "snapshots")
+    away = root.with_name("away")
+    path.rename(away)
+    path.symlink_to(away)
+
+
+def pipe(path: Path) -> None:
+    """Whoever opens it waits for a writer."""
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
+ATTACKS: list[tuple[Callable[[Path], None], str]] = [
+    (chown, f"belongs to user {SOMEBODY}"),
+    (
+        lambda path: path.chmod(path.stat().st_mode | 0o020),
+        r"others can write to .* \(mode 07?[26]",
+    ),
+    (
+        lambda path: path.chmod(path.stat().st_mode | 0o002),
+        r"others can write to .* \(mode 07?[06]",
+    ),
+    (link, "is a symbolic link"),
+]
+
+
+@pytest.mark.parametrize(("attack", "said"), ATTACKS)
+@pytest.mark.parametrize("what", ["..", ".", "manifest.json", "rank1.frames"])
+def test_what_others_could_have_written(
+    world: World, taken: Snapshot, attack: Callable[[Path], None], said: str, what: str
+) -> None:
+    """It is refused in one line that says which file and what to do; nothing is bound."""
+    attack(Path(os.path.normpath(taken.folder / what)))
+    with pytest.raises(UsageError, match=f"was not restored, because .*{said}.*`cp -r`") as told:
+        world.restore("a", from_rank=1)
+    assert "\n" not in str(told.value)
+    assert world.gather("x") == ["now", "now"]
+
+
+@pytest.mark.parametrize("what", ["manifest.json", "rank1.frames"])
+def test_a_pipe_in_a_files_place(world: World, taken: Snapshot, what: str) -> None:
+    """Nobody waits for somebody who writes into it."""
+    pipe(taken.folder / what)
+    with pytest.raises(UsageError, match=f"{re.escape(what)} is no plain file"):
+        world.restore("a")
+
+
+def test_the_ranks_look_themselves(world: World, taken: Snapshot) -> None:
+    """A file that changes hands after the notebook has looked is not read by its rank."""
+    file, part = taken.folder / "rank0.frames", taken.parts[0]
+    file.chmod(0o602)
+    parts = dict.fromkeys(range(2), (0, part.size, part.digest))
+    said = world.call("snapshot.load", folder=str(taken.folder), parts=parts)
+    assert [each.distrust for each in said] == [f"others can write to {file} (mode 0602)"] * 2
+
+
+def test_a_folder_where_others_can_write(world: World, tmp_path: Path) -> None:
+    """No snapshot is written where none could be restored."""
+    (tmp_path / "snapshots" / "a").mkdir(parents=True, mode=0o777)
+    world.execute("x = 1")
+    with pytest.raises(UsageError, match=r"No snapshot was written: others can write to"):
+        world.snapshot("a", ["x"])

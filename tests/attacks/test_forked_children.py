@@ -1,0 +1,156 @@
+"""Children that user code forks: of a rank, where they have no group, and of the notebook."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from nbdist import World
+from tests.notebook.front_end import Notebook
+
+pytestmark = pytest.mark.shared_world
+
+TUTORIAL = """
+import os
+from torch.multiprocessing import get_context
+
+def run(rank, size, said):
+    import signal
+    t = torch.full((1,), float(rank))
+    dist.all_reduce(t)
+    group = dist.new_group([0, 1])
+    dist.barrier(group)
+    wakeup = signal.set_wakeup_fd(-1)
+    said.put((rank, size, dist.get_world_size(), t.item(), wakeup))
+
+def init_process(rank, size, fn, port, said, backend='gloo'):
+    os.environ['MASTER_ADDR'] = '127.0.0.1'
+    os.environ['MASTER_PORT'] = str(port)
+    assert not dist.is_initialized()
+    dist.init_process_group(backend, rank=rank, world_size=size)
+    fn(rank, size, said)
+    dist.destroy_process_group()
+
+def tutorial(port, size=3):
+    context = get_context('fork')
+    said = context.Queue()
+    processes = [
+        context.Process(target=init_process, args=(each, size, run, port, said))
+        for each in range(size)
+    ]
+    for p in processes:
+        p.start()
+    answers = sorted(said.get(timeout=30) for _ in processes)
+    for p in processes:
+        p.join(10)
+    return answers, [p.exitcode for p in processes]
+
+import socket
+with socket.socket() as free:
+    free.bind(('127.0.0.1', 0))
+    port = free.getsockname()[1]
+"""
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """Two workers, for all tests here."""
+    with World(2, log_dir="") as started:
+        yield started
+
+
+def test_the_tutorials_processes(world: World) -> None:
+    """On every rank its children form a group of their own; the rank's own goes on."""
+    world.execute(f"{TUTORIAL}\nfound = tutorial(port)")
+    answers = [(rank, 3, 3, 3.0, -1) for rank in range(3)]
+    assert world.gather("found") == [(answers, [0, 0, 0])] * 2
+    world.execute("t = torch.ones(1); dist.all_reduce(t); assert t.item() == 2")
+
+
+def test_children_do_not_hold_the_ranks_sockets(world: World) -> None:
+    """Gloo's port is not open in them: nobody takes them for the rank."""
+    world.execute(
+        "import psutil, subprocess, sys, time\n"
+        "from multiprocessing import get_context\n"
+        "def ports(pid):\n"
+        "    found = psutil.Process(pid).net_connections('inet')\n"
+        "    return {c.laddr.port for c in found if c.status == 'LISTEN'}\n"
+        "child = get_context('fork').Process(target=time.sleep, args=(60,))\n"
+        "child.start()\n"
+        "mine, its = ports(os.getpid()), ports(child.pid)\n"
+        "child.kill(); child.join()"
+    )
+    assert all(mine and not its for mine, its in world.gather("(mine, its)"))
+
+
+def test_data_loaders_know_their_rank(world: World) -> None:
+    """In a loader's workers a data set can ask for rank and size, as under torchrun."""
+    world.execute(
+        "from torch.utils.data import DataLoader, IterableDataset\n"
+        "class Ranks(IterableDataset):\n"
+        "    def __iter__(self):\n"
+        "        yield dist.get_rank() * 10 + dist.get_world_size()\n"
+        "loaded = list(DataLoader(Ranks(), num_workers=1, batch_size=None))"
+    )
+    assert world.gather("loaded") == [[2], [12]]
+
+
+def outcome(do: Callable[[], object], said: Any) -> None:
+    try:
+        said.put(repr(do()))
+    except Exception as error:  # noqa: BLE001 (whatever it is, it is the outcome)
+        said.put(f"{type(error).__name__}: {error}")
+
+
+def test_a_world_in_a_forked_child(world: World) -> None:
+    """A fork of the process that made it cannot use it, and is told so at once."""
+    context = multiprocessing.get_context("fork")
+    said = context.SimpleQueue()
+    asked: dict[str, Callable[[], object]] = {
+        "gather": lambda: world.gather("rank"),
+        "status": world.status,
+        "execute": lambda: world.execute("rank"),
+    }
+    for do in asked.values():
+        child = context.Process(target=outcome, args=(do, said))
+        child.start()
+        assert said.get().startswith("InChild: nbdist: this process is a forked child")
+        child.join(20)
+        assert child.exitcode == 0
+    said.close()
+    assert world.gather("rank") == [0, 1]
+
+
+CHILD = """
+import multiprocessing
+context = multiprocessing.get_context("fork")
+def child(said):
+    try:
+        get_ipython().run_cell_magic("distributed", "", "rank")
+        said.put("it ran")
+    except Exception as error:
+        said.put(f"{type(error).__name__}: {error}")
+said = context.SimpleQueue()
+process = context.Process(target=child, args=(said,))
+process.start()
+print(said.get())
+process.join(20)
+print(process.exitcode)
+"""
+
+
+def test_a_cell_in_a_forked_child_of_the_notebook() -> None:
+    """It says in one line that it cannot be, and the notebook's own cells go on."""
+    notebook = Notebook("%load_ext nbdist")
+    try:
+        assert notebook.run("%%distributed -n 1\npass").errors == []
+        first, code = "".join(notebook.run(CHILD).streams).splitlines()
+        assert first.startswith("InChild: `%%distributed`")
+        assert "forked child of the notebook" in first
+        assert code == "0"
+        assert notebook.run("%%distributed\nassert rank == 0").errors == []
+    finally:
+        notebook.close()

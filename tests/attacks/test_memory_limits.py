@@ -1,0 +1,76 @@
+"""A notebook in a memory cgroup, as in containers and Slurm jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nbdist.wire.cgroups import control_groups
+from tests.notebook.front_end import Notebook
+from tests.waiting import wait_until
+
+SIZE = 100 << 20
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A group of its own below this process's, or none where that takes other rights."""
+    found = [each.folder for each in control_groups("memory")]
+    group = found[0] / "nbdist-test" if found else Path("/nowhere")
+    try:
+        group.mkdir()
+    except OSError:
+        pytest.skip("no cgroup for memory can be made here")
+    if not (group / "memory.stat").exists():
+        group.rmdir()
+        pytest.skip("cgroups do not count memory here")
+    yield group
+    # Of what ends with the notebook.
+    wait_until(lambda: not (group / "cgroup.procs").read_text(), "all have ended")
+    group.rmdir()
+
+
+@pytest.fixture
+def notebook(group: Path) -> Iterator[Notebook]:
+    """One whose kernel is in the group, and so is all that it starts."""
+    notebook = Notebook()
+    try:
+        (group / "cgroup.procs").write_text(str(notebook.process.pid))
+        yield notebook
+    finally:
+        notebook.close()
+
+
+def test_values_that_do_not_fit(notebook: Notebook, group: Path) -> None:
+    """The cell is refused with the figures; the notebook's kernel and its workers live."""
+    version_2 = (group / "memory.max").exists()
+    limit, used = (
+        group / name
+        for name in (
+            ("memory.max", "memory.current")
+            if version_2
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        )
+    )
+    notebook.run("%load_ext nbdist")
+    notebook.run("%%distributed -n 2\nkept = rank")
+    notebook.run(f"import numpy as np\nx = np.ones({SIZE}, dtype=np.uint8)")
+    limit.write_text(str(int(used.read_text()) + SIZE // 2))
+    said = notebook.run("%%distributed\nx.sum()").error
+    assert said.startswith("NotEnoughMemory: 0.10 GB to be sent take as much shared memory, and of")
+    assert f"its group {group} may use" in said
+    limit.write_text("max" if version_2 else "-1")
+    assert notebook.run("%%distributed\nassert x.sum() == x.size\nassert kept == rank").errors == []
+    # Bytes and strings are copied twice: into the pickle, and from there.
+    notebook.run(f"b = bytes({SIZE})")
+    limit.write_text(str(int(used.read_text()) + SIZE // 2))
+    assert notebook.run("%%distributed\nlen(b)").error.startswith("NotEnoughMemory: 0.10 GB")
+    limit.write_text(str(int(used.read_text()) + SIZE * 3 // 2))
+    assert notebook.run("%%distributed\nlen(b)").error.startswith("NotEnoughMemory: 0.10 GB")
+    # What a rank sends back is looked at in the same way.
+    limit.write_text(str(int(used.read_text()) + SIZE // 2))
+    assert "NotEnoughMemory: 0.10 GB to be sent" in notebook.run("%dist_gather x -r 0 --as y").error
+    limit.write_text("max" if version_2 else "-1")
+    assert notebook.run("%%distributed\nassert kept == rank").errors == []

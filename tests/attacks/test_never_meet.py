@@ -1,0 +1,246 @@
+"""Ranks that wait for what can never come are freed, keep all they have, and learn why."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from nbdist.config import Patience
+from nbdist.errors import RanksFreed, WorkerDied, WorkerError
+from nbdist.world.running import RunningTask
+from nbdist.world.states import State
+from nbdist.world.world import World
+from tests.worlds import NewWorld
+
+pytestmark = pytest.mark.shared_world
+
+BEFORE = "import time\nkept = rank\nevens = dist.new_group([*range(0, world_size, 2)])"
+
+WORKS = """
+t = torch.full((1,), float(rank))
+dist.all_reduce(t)
+assert t.item() == sum(range(world_size)), t
+if rank % 2 == 0:
+    dist.all_reduce(t, group=evens)
+sent = dist.isend(torch.full((1,), float(rank)), (rank + 1) % world_size)
+assert dist.recv(t) == (rank - 1) % world_size
+sent.wait()
+assert t.item() == (rank - 1) % world_size, t
+dist.barrier()
+"""
+
+HANG = 20.0
+"""Seconds after which a test takes ranks to wait for ever; freeing them takes one or two."""
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def started(request: pytest.FixtureRequest, new_world: NewWorld) -> Iterator[World]:
+    with new_world(request.param) as world:
+        world.execute(BEFORE)
+        yield world
+
+
+@pytest.fixture
+def world(started: World) -> World:
+    """The world, with what `BEFORE` makes, made anew where a test has lost it."""
+    if started.state is not State.READY or None in started.gather("globals().get('kept')"):
+        started.restart()
+        started.execute(BEFORE)
+    return started
+
+
+def runs(world: World, source: str, stop_after: float = HANG) -> RunningTask:
+    """Run a cell to its end; Stop it where it does not come to one."""
+    running = world.submit(world.task(source))
+    stopped = False
+    for _ in world.follow(running):
+        if running.age > stop_after and not stopped:
+            stopped = True
+            world.interrupt()
+    sys.stdout.write(f"{running.age:.2f} s: {running.error()}\n")
+    assert stopped == (stop_after < HANG), "not freed by itself"
+    return running
+
+
+def goes_on(world: World, pids: dict[int, int]) -> None:
+    """The same processes have all variables, and the groups work."""
+    assert world.pids == pids
+    assert world.gather("kept") == [*range(world.size)]
+    world.execute(WORKS)
+
+
+RECEIVES = {
+    "recv": "dist.recv(t)",
+    "irecv": "dist.irecv(t).wait()",
+    "a tag": "dist.recv(t, tag=7)",
+    "a thread": "import threading\nthread = threading.Thread(target=dist.recv, args=(t,))\n"
+    "thread.start(); dist.recv(t, tag=1)",
+}
+
+
+@pytest.mark.parametrize("name", RECEIVES)
+@pytest.mark.parametrize("others", ["time.sleep(600)", "pass"], ids=["stopped", "left alone"])
+def test_a_message_from_any_rank_that_never_comes(world: World, name: str, others: str) -> None:
+    """Who waits for it is freed, by Stop, or by itself where all others have finished."""
+    before = dict(world.pids)
+    source = f"t = torch.zeros(2)\nif rank == 1:\n    {others}\nelse:\n"
+    source += "\n".join(f"    {line}" for line in RECEIVES[name].splitlines())
+    stop_after = HANG if others == "pass" else 0.5
+    running = runs(world, source, stop_after)
+    if others == "pass":
+        assert isinstance(error := running.error(), RanksFreed)
+        assert "line " in str(error)
+    goes_on(world, before)
+
+
+def test_a_message_from_any_rank_that_failed(world: World) -> None:
+    """The one error is that of the rank that should have sent."""
+    before = dict(world.pids)
+    source = "t = torch.zeros(2)\nif rank == 1: raise ValueError('bad')\ndist.recv(t)"
+    error = runs(world, source).error()
+    assert isinstance(error, WorkerError)
+    assert error.errors.keys() == {1}
+    assert "in recv, line 3: freed; all variables are kept." in str(error)
+    goes_on(world, before)
+
+
+ONLY_RECEIVES = """
+from nbdist.worker.compat.torch import end_receive
+reduced = dist.all_reduce(torch.ones(1), async_op=True)
+sent = dist.isend(torch.ones(1), (rank + 1) % world_size)
+assert not end_receive(reduced)
+assert not end_receive(sent)
+dist.recv(t := torch.zeros(1), (rank - 1) % world_size)
+reduced.wait(), sent.wait()
+never = dist.irecv(t, tag=5)
+assert end_receive(never)
+assert not never.wait()
+"""
+
+
+def test_only_receives_can_be_ended(world: World) -> None:
+    """What is no receive of gloo's is left alone, by its class in C++."""
+    world.execute(ONLY_RECEIVES)
+
+
+NEVER_MEET = {
+    "two collectives": (
+        "if rank == 0:\n    dist.all_reduce(t)\nelse:\n    dist.barrier()",
+        "rank 0 is in all_reduce (line 3), {others} in barrier (line 5): these never meet",
+    ),
+    "one ahead": (
+        "if rank == 0:\n    dist.all_reduce(t, async_op=True)\ndist.barrier()",
+        "these never meet; the first that differ: rank 0 all_reduce, {others} barrier",
+    ),
+    "groups": (
+        "if rank == 0:\n    dist.all_reduce(t, group=evens)\nelse:\n    dist.all_reduce(t)",
+        "rank 0 is in all_reduce (line 3), {others} in all_reduce (line 5): all wait for one",
+    ),
+    "receive and collective": (
+        "if rank == 0:\n    dist.recv(t, 1)\nelse:\n    dist.barrier()",
+        "rank 0 is in recv (line 3), {others} in barrier (line 5): all wait for one another",
+    ),
+    "all receive": ("dist.recv(t, (rank + 1) % world_size)", "are in recv (line 2): all wait"),
+    "all receive from any": ("dist.recv(t)", "are in recv (line 2): all wait for one another"),
+    "making a group": (
+        "if rank == 0:\n    dist.new_group()\nelse:\n    dist.barrier()",
+        "rank 0 is in new_group (line 3), {others} in barrier (line 5): all wait for one another",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEVER_MEET)
+def test_ranks_that_never_meet(world: World, name: str) -> None:
+    """They are freed with no Stop needed, and the cell says who was where."""
+    if world.size == 2 and name not in ("two collectives", "all receive from any"):
+        pytest.skip("as with four")
+    before = dict(world.pids)
+    source, told = NEVER_MEET[name]
+    error = runs(world, f"t = torch.ones(2)\n{source}").error()
+    assert isinstance(error, RanksFreed)
+    others = "rank 1" if world.size == 2 else "ranks 1-3"
+    assert told.format(others=others) in str(error)
+    goes_on(world, before)
+
+
+def test_told_only(world: World) -> None:
+    """With --no-free nobody is freed, and Stop takes nothing from anybody."""
+    before = dict(world.pids)
+    source = "if rank == 0:\n    dist.all_reduce(torch.ones(2))\nelse:\n    dist.barrier()"
+    running = world.submit(world.task(source), Patience(hang_timeout=0.5, frees=False))
+    told = set()
+    for _ in world.follow(running):
+        told.add(running.waits)
+        if running.age > 3.0:
+            break
+    assert not running.freed
+    assert any("in barrier" in text and text.endswith(" · these never meet") for text in told)
+    world.interrupt()
+    world.session.wait(running)
+    goes_on(world, before)
+
+
+MEET_IN_THE_END = {
+    "a rank that holds the GIL": "if rank == 1: sum(range(80_000_000))\ndist.barrier()",
+    "a stopped rank": "import os, signal, subprocess\nif rank == 1:\n"
+    "    subprocess.Popen(f'sleep 2.5; kill -CONT {os.getpid()}', shell=True)\n"
+    "    os.kill(os.getpid(), signal.SIGSTOP)\ndist.barrier()",
+    "subgroups": "if rank == 0: time.sleep(2.5)\n"
+    "if rank % 2 == 0: dist.all_reduce(t, group=evens)\ndist.barrier()",
+    "a pipeline": "if rank: dist.recv(t, rank - 1)\ntime.sleep(0.9)\n"
+    "if rank < world_size - 1: dist.send(t, rank + 1)\ndist.barrier()",
+    "a thread": "import threading\n"
+    "def send():\n    time.sleep(3); dist.send(torch.ones(2), (rank + 1) % world_size)\n"
+    "thread = threading.Thread(target=send); thread.start()\n"
+    "dist.recv(t, (rank - 1) % world_size); thread.join()",
+    "something else": "work = dist.all_reduce(t, async_op=True) if rank == 0 else None\n"
+    "import threading; threading.Event().wait(3) if rank == 0 else dist.recv(t, 0)\n"
+    "if rank == 0: [dist.send(torch.ones(2), other) for other in range(1, world_size)]\n"
+    "work.wait() if rank == 0 else dist.all_reduce(t)",
+    "many small ones": "for _ in range(1000): dist.all_reduce(t)",
+    "a child": "import subprocess\nif rank == 1: subprocess.run(['sleep', '2.5'])\ndist.barrier()",
+}
+
+
+@pytest.mark.parametrize("name", MEET_IN_THE_END)
+def test_ranks_that_meet_in_the_end(world: World, name: str) -> None:
+    """Nobody is freed who waits for what is on its way."""
+    if world.size == 2:
+        pytest.skip("as with four")
+    assert runs(world, f"t = torch.zeros(2)\n{MEET_IN_THE_END[name]}").error() is None
+
+
+def test_sizes_that_differ(world: World) -> None:
+    """They are told by rank, with those whose result is wrong."""
+    before = dict(world.pids)
+    error = runs(world, "t = torch.ones(3 if rank == 1 else 2)\ndist.all_reduce(t)").error()
+    assert isinstance(error, RanksFreed)
+    others, wrong = ("rank 0", "rank 0") if world.size == 2 else ("ranks 0,2-3", "ranks 0,3")
+    assert "all_reduce (line 2), sizes differ: " in str(error)
+    assert f"{others} [2]" in str(error)
+    assert "rank 1 [3]" in str(error)
+    assert f"the result on {wrong} is wrong. Who waited was freed" in str(error)
+    goes_on(world, before)
+
+
+def test_dtypes_of_one_size_that_differ(world: World) -> None:
+    """Gloo adds them up all the same; where the cell then fails, it says so."""
+    source = "t = torch.ones(4, dtype=torch.int32 if rank == 1 else torch.float32)\n"
+    error = runs(world, f"{source}dist.all_reduce(t)\nassert t[0] == world_size").error()
+    assert isinstance(error, WorkerError)
+    others = "rank 0" if world.size == 2 else "ranks 0,2-3"
+    assert f"Before that: all_reduce, dtypes differ: {others} float32, rank 1 int32" in str(error)
+
+
+def test_dtypes_that_end_a_rank(world: World) -> None:
+    """Gloo ends the process that receives too much; its error says why, by what others did."""
+    source = "t = torch.ones(4, dtype=torch.float64 if rank == 1 else torch.float32)\n"
+    error = runs(world, f"{source}dist.all_reduce(t)").error()
+    assert isinstance(error, WorkerDied)
+    assert "received more than its tensor holds: sizes or dtypes differ between ranks in " in str(
+        error
+    )
+    assert "all_reduce (" in str(error)
+    assert "rank 1 float64 [4]" in str(error)

@@ -1,0 +1,167 @@
+"""Too few descriptors: for a world, and in a rank whose user code has used them up."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+
+from nbdist import World
+from nbdist.errors import WorkerError
+
+pytestmark = pytest.mark.shared_world
+
+SUM = "t = torch.ones(1); dist.all_reduce(t); assert t.item() == world_size"
+
+USE_UP = """
+import os
+open_files = []
+try:
+    while True:
+        open_files.append(os.open(os.devnull, os.O_RDONLY))
+except OSError:
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """Three workers, for all tests here."""
+    with World(3, log_dir="") as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def ranks_with_a_variable(world: World) -> None:
+    """Before each test, and few enough descriptors to use them up."""
+    world.execute(
+        "import resource\n"
+        "for fd in globals().pop('open_files', ()): __import__('os').close(fd)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 300))\n"
+        f"kept = rank\n{SUM}"
+    )
+
+
+def under_limit(soft: int, hard: int, source: str) -> subprocess.CompletedProcess[str]:
+    """Run source in a process of its own, which is the notebook."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source)],
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+
+
+def test_the_soft_limit_is_raised() -> None:
+    """A soft limit too low for the world is no obstacle; workers get more than it, too."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ran = under_limit(
+        96,
+        hard,
+        """
+        import resource
+        from nbdist import World
+        with World(6, log_dir="") as world:
+            world.execute("t = torch.ones(1); dist.all_reduce(t)")
+            world.execute("import resource")
+            print(min(world.gather("resource.getrlimit(resource.RLIMIT_NOFILE)[0]")))
+        print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        """,
+    )
+    assert ran.returncode == 0, ran.stderr
+    workers, notebook = map(int, ran.stdout.split())
+    assert workers > 96
+    assert notebook == 96
+
+
+def test_the_hard_limit_is_too_low() -> None:
+    """It is said before anything is started: in one line, with figures and the remedy."""
+    ran = under_limit(
+        256,
+        256,
+        """
+        from nbdist import World
+        world = World(2, log_dir="")
+        for n in (16, 2):
+            try:
+                world.restart(n=n)
+            except Exception as error:
+                print(type(error).__name__, error)
+        world.execute("t = torch.ones(1); dist.all_reduce(t)")
+        try:
+            world.scale(10)
+        except Exception as error:
+            print(type(error).__name__, error)
+        print(world.gather("rank"))
+        world.shutdown()
+        """,
+    )
+    assert ran.returncode == 0, ran.stderr
+    start, scale, ranks = ran.stdout.splitlines()
+    for line, kind, workers, needed in (
+        (start, "StartError", 16, 384),
+        (scale, "NotScaled", 10, 264),
+    ):
+        assert line.startswith(f"{kind} ")
+        assert f"{workers} workers take {needed} open files in one process" in line
+        assert "`ulimit -Hn` allows 256. Raise it before the notebook is started, or use 9" in line
+    assert ranks == "[0, 1]"
+
+
+def test_a_rank_without_descriptors_fails_while_others_wait(world: World) -> None:
+    """They are freed, the group is whole again, and nobody loses anything."""
+    pids = dict(world.pids)
+    with pytest.raises(WorkerError, match="OSError"):
+        world.execute(f"{USE_UP}\nif rank == 1: os.open(os.devnull, os.O_RDONLY)\ndist.barrier()")
+    world.execute(SUM)
+    assert world.gather("kept") == [0, 1, 2]
+    assert world.pids == pids
+
+
+def test_ranks_without_descriptors_are_stopped(world: World) -> None:
+    """Stop frees them out of a collective, and they keep what they have."""
+    pids = dict(world.pids)
+    source = f"import time\n{USE_UP}\ndist.barrier() if rank else time.sleep(600)"
+    running = world.submit(world.task(source))
+    for _ in world.follow(running):
+        if running.age > 1.0:  # the moment is arbitrary
+            break
+    world.interrupt()
+    world.session.wait(running)
+    world.execute(SUM)
+    assert world.gather("kept") == [0, 1, 2]
+    assert world.pids == pids
+
+
+def test_a_rank_that_cannot_take_part_is_replaced_alone(world: World) -> None:
+    """One that takes every descriptor that is closed has no reserve; the others keep theirs."""
+    pids = dict(world.pids)
+    with pytest.raises(WorkerError, match="OSError"):
+        world.execute(
+            "import resource, threading, time\n"
+            f"{USE_UP}\n"
+            "def take_all():\n"
+            "    while True:\n"
+            "        try:\n"
+            "            os.open(os.devnull, os.O_RDONLY)\n"
+            "        except OSError:\n"
+            "            time.sleep(0.0001)\n"
+            "if rank == 1:\n"
+            "    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n"
+            "    threading.Thread(target=take_all, daemon=True).start()\n"
+            "    os.open(os.devnull, os.O_RDONLY)\n"
+            "dist.barrier()"
+        )
+    world.execute(SUM)
+    assert world.gather("globals().get('kept')") == [0, None, 2]
+    assert [world.pids[rank] == pids[rank] for rank in range(3)] == [True, False, True]

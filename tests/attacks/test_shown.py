@@ -1,0 +1,197 @@
+"""What is shown is true, whatever cells show: folds, bars, widgets, figures, and far too much."""
+
+from __future__ import annotations
+
+import base64
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbconvert import HTMLExporter, LatexExporter
+
+from tests.notebook.front_end import Notebook, Outcome
+
+pytestmark = pytest.mark.shared_world
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def notebook(folder: Path) -> Iterator[Notebook]:
+    """One notebook with four workers for all tests of the module."""
+    notebook = Notebook("%load_ext nbdist", env={"NBDIST_LOG_DIR": str(folder)})
+    assert notebook.run("%dist_init -n 4").errors == []
+    yield notebook
+    notebook.close()
+
+
+def body(outcome: Outcome) -> list[str]:
+    """The lines of the panel below its head."""
+    return str(outcome.panel["text/plain"]).split("\n")[1:]
+
+
+# --- folds --------------------------------------------------------------------------------
+
+
+def test_devices_and_processes(notebook: Notebook) -> None:
+    """`print(device)` and a pid have a row for each rank."""
+    shown = body(notebook.run("%%distributed\nprint(f'cuda:{rank}')"))
+    assert shown == [x for rank in range(4) for x in (f"── rank {rank} ──", f"cuda:{rank}")]
+    shown = body(notebook.run("%%distributed\nimport os\nprint('pid', os.getpid())"))
+    assert len({line for line in shown if line.startswith("pid ")}) == 4
+
+
+def test_errors_of_ranks(notebook: Notebook) -> None:
+    """Errors that differ in the rank's number name all; `%dist_why` calls none of them the same."""
+    source = "%%distributed\nif rank in (1, 3): raise KeyError(f'missing key {rank}')"
+    outcome = notebook.run(source)
+    assert body(outcome)[-1] == "KeyError: 'missing key {1,3}'"
+    assert "── ranks 1,3 (same but for {…}) ✗ ──" in body(outcome)
+    first = 1 if "first: rank 1" in outcome.error else 3
+    assert f"first: rank {first} after" in outcome.error
+    assert f"KeyError: 'missing key {first}'" in outcome.error
+    why = notebook.run("%dist_why").text
+    assert f"rank {4 - first}: KeyError: 'missing key {4 - first}'" in why
+    assert "the same" not in why
+
+
+# --- bars ---------------------------------------------------------------------------------
+
+BARS = {
+    "tqdm.auto": "from tqdm.auto import tqdm\nfor _ in tqdm(range(3)): pass",
+    "tqdm.autonotebook": "import tqdm.autonotebook as b\nfor _ in b.trange(3): pass",
+    "tqdm.notebook": "import tqdm.notebook\nfor _ in tqdm.notebook.tqdm(range(3)): pass",
+    "tqdm_notebook": "from tqdm import tqdm_notebook\nfor _ in tqdm_notebook(range(3)): pass",
+    "rich": "from rich.progress import track\nfor _ in track(range(3)): pass",
+    "datasets": (
+        "import datasets\ndatasets.disable_caching()\n"
+        "d = datasets.Dataset.from_dict({'x': [1, 2, 3]}).map(lambda row: row)"
+    ),
+    "transformers": "from transformers.utils import logging\nfor _ in logging.tqdm(range(3)): pass",
+}
+
+
+@pytest.mark.parametrize("library", BARS)
+def test_bars_are_text(notebook: Notebook, library: str) -> None:
+    """Bars of these libraries are lines that have reached their end, where ipywidgets is too."""
+    pytest.importorskip("ipywidgets")
+    pytest.importorskip(library.partition(".")[0].partition("_")[0])
+    outcome = notebook.run(f"%%distributed -r 0\nimport ipywidgets\n{BARS[library]}")
+    assert outcome.errors == []
+    assert "100%" in outcome.text
+    assert "widget" not in outcome.text
+
+
+def test_a_bar_moves(notebook: Notebook) -> None:
+    """A bar of rich is seen on its way, and not only at its end."""
+    pytest.importorskip("rich")
+    outcome = notebook.run(
+        "%%distributed -r 0\nimport time\nfrom rich.progress import track\n"
+        "for _ in track(range(4)): time.sleep(0.4)"
+    )
+    seen = "".join(str(shown["data"]["text/plain"]) for shown in outcome.displays + outcome.updates)
+    assert " 25%" in seen or " 50%" in seen or " 75%" in seen
+    assert "100%" in outcome.text
+
+
+# --- what cannot be shown -----------------------------------------------------------------
+
+
+def test_widgets_say_that_they_cannot_be_shown(notebook: Notebook) -> None:
+    """A widget is its text and a line, not a dead box that is not found when reopened."""
+    pytest.importorskip("ipywidgets")
+    outcome = notebook.run("%%distributed -r 0\nimport ipywidgets\nipywidgets.IntSlider()")
+    assert body(outcome)[-2:] == [
+        "IntSlider(value=0)",
+        "(a widget: those of workers cannot be shown)",
+    ]
+
+
+# --- figures ------------------------------------------------------------------------------
+
+FIGURES = """%%distributed
+import matplotlib.pyplot as plt
+print("before")
+for number in range(rank):
+    plt.plot([1, rank, number]); plt.show()
+"""
+
+
+def test_figures_for_converters(notebook: Notebook) -> None:
+    """Figures are in the panel once, and each is an image for those who look for one."""
+    outcome = notebook.run(FIGURES)
+    assert str(outcome.panel["text/html"]).count("<img ") == 6
+    pngs = [base64.b64decode(shown["data"]["image/png"]) for shown in outcome.figures]
+    assert len(pngs) == 6
+    assert all(png.startswith(b"\x89PNG") for png in pngs)
+    last = {**outcome.displays[0], "data": outcome.panel}
+    outputs = [
+        nbformat.v4.new_output("display_data", data=shown["data"], metadata=shown["metadata"])
+        for shown in (last, *outcome.figures)
+    ]
+    document = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(FIGURES, outputs=outputs)])
+    latex, resources = LatexExporter().from_notebook_node(document)
+    assert latex.count("\\adjustimage") == 6 == len(resources["outputs"])
+    assert "before" in latex
+    html, _ = HTMLExporter().from_notebook_node(document)
+    assert html.count('src="data:image/png') == 6
+
+
+# --- far too much -------------------------------------------------------------------------
+
+
+def test_a_recursion_costs_no_look_at_all_modules(notebook: Notebook) -> None:
+    """Where a traceback was made, `inspect` knows the cell's file: IPython asks for each frame."""
+    source = "%%distributed -r 0\ndef again(n):\n    return again(n + 1)\nagain(0)"
+    assert "RecursionError: maximum recursion depth exceeded" in notebook.run(source).error
+    found = notebook.run(
+        "%%distributed -r 0\nimport inspect, sys\ninspect.getmodule(sys.last_traceback.tb_next)"
+        ".__name__"
+    )
+    assert body(found)[-1] == "'__main__'"
+
+
+def test_a_long_message(notebook: Notebook, folder: Path) -> None:
+    """Of a message of megabytes as much is passed on as can be read; the log has the whole."""
+    source = "%%distributed -r 0\nraise ValueError('begin' + 'x' * 3_000_000 + 'end')"
+    outcome = notebook.run(source)
+    assert "ValueError: begin" in outcome.error
+    (file,) = folder.rglob("0/error-*.txt")
+    assert f"begin{'x' * 3_000_000}end" in file.read_text()
+    assert str(file) in outcome.panel["text/plain"]
+    assert file.stat().st_mode & 0o077 == 0
+
+
+def test_a_large_display(notebook: Notebook) -> None:
+    """A display that no page can take is in a file that only the user can read."""
+    outcome = notebook.run(
+        "%%distributed -r 0\nclass Big:\n    __repr__ = lambda self: 'big'\n"
+        "    _repr_html_ = lambda self: '<b>' + 'x' * 12_000_000 + '</b>'\nBig()"
+    )
+    big, said = body(outcome)[-2:]
+    assert big == "big"
+    said, _, path = said.partition(": ")
+    assert said == "… text/html of 12,000,007 characters, too much for a page"
+    assert Path(path).stat().st_size == 12_000_007
+    assert Path(path).stat().st_mode & 0o077 == 0
+    assert len(outcome.displays) == 1
+
+
+def test_stop_where_much_is_shown(notebook: Notebook) -> None:
+    """Stop while megabytes are shown, one after the other, costs no variable."""
+    assert notebook.run("%%distributed\nkept = rank").errors == []
+    stop = threading.Timer(1.0, notebook.process.send_signal, (signal.SIGINT,))
+    stop.start()
+    outcome = notebook.run(
+        "%%distributed -r 0\nclass Big:\n    _repr_html_ = lambda self: 'x' * 9_000_000\n"
+        "while True: display(Big())"
+    )
+    stop.join()
+    assert "all variables are kept." in outcome.error
+    assert body(notebook.run("%%distributed -r 0\nkept"))[-1] == "0"

@@ -1,0 +1,166 @@
+"""Stop: what can be kept is kept, whatever the ranks do and however busy the machine is."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from nbdist.errors import WorkerDied, WorldStuck
+from nbdist.world.running import RunningTask
+from nbdist.world.states import State
+from nbdist.world.world import World
+from tests.faults.spinning import spinning
+from tests.faults.stops import FIRST, stop_in
+from tests.worlds import NewWorld
+
+pytestmark = pytest.mark.shared_world
+
+
+@pytest.fixture(scope="module")
+def started(new_world: NewWorld) -> Iterator[World]:
+    with new_world(3, show=False) as world:
+        yield world
+
+
+@pytest.fixture
+def world(started: World) -> World:
+    """A world in order, whose ranks have a variable to lose."""
+    if started.state is not State.READY:
+        started.restart()
+    started.execute("kept = rank")
+    return started
+
+
+def begin(world: World, source: str) -> RunningTask:
+    """Have all ranks run it; they print a line when they are where Stop is to find them."""
+    running = world.submit(world.task(source))
+    for _ in world.follow(running):
+        if all(track.line_count > 1 for track in running.transcript):
+            return running
+    raise AssertionError(running.error())
+
+
+def stop(world: World, running: RunningTask) -> float:
+    """Press Stop; seconds until control is back."""
+    pressed = time.monotonic()
+    world.interrupt()
+    world.session.wait(running)
+    seconds = time.monotonic() - pressed
+    sys.stdout.write(f"control back after {seconds:.2f} s\n")
+    return seconds
+
+
+def leave(world: World, running: RunningTask) -> None:
+    """Wait behind the notebook, which has control, until all ranks have left or were killed.
+
+    C code that gets a tenth of a processor has had its time after ten times as long.
+    """
+    while running.unfinished:
+        world.session.wait_for_stop()
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather_object", "DDP(...)", "new_group"])
+def test_in_the_first_collective_on_busy_cores(world: World, name: str) -> None:
+    """Nobody loses anything; `python -m tests.faults.stops` goes through all of them."""
+    world.restart()
+    with spinning(4):
+        control, working, lost = stop_in(world, FIRST[name])
+    sys.stdout.write(f"control after {control:.2f} s, work after {working:.2f} s\n")
+    assert lost == ()
+
+
+def test_code_that_stops_early_and_goes_on(world: World) -> None:
+    """Who catches KeyboardInterrupt and goes on is not killed; the next cell waits for it."""
+    running = begin(
+        world,
+        "import time\ntry:\n    print('trains\\n')\n    while True: time.sleep(0.01)\n"
+        "except KeyboardInterrupt:\n    pass\n"
+        "for step in range(60): time.sleep(0.1)\nresult = step",
+    )
+    stop(world, running)
+    assert isinstance(running.error(), WorldStuck)
+    assert "ranks 0-2 are in line 7: for step in range(60)" in str(running.error())
+    assert world.gather("(kept, result)") == [(rank, 59) for rank in range(world.size)]
+
+
+def test_code_that_cleans_up(world: World) -> None:
+    """A `finally` that takes long is waited for, behind the notebook."""
+    running = begin(
+        world,
+        "import time\ntry:\n    print('trains\\n')\n    while True: time.sleep(0.01)\n"
+        "finally:\n    end = time.monotonic() + 6\n"
+        "    while time.monotonic() < end: time.sleep(0.1)\n    saved = True",
+    )
+    stop(world, running)
+    assert "cleaning up after Stop, line 7" in str(running.error())
+    assert world.gather("(kept, saved)") == [(rank, True) for rank in range(world.size)]
+
+
+def test_a_second_stop(world: World) -> None:
+    """It ends ranks that have caught the first one, and those that catch that too are killed."""
+    running = begin(
+        world,
+        "import time\nprint('runs\\n')\ncaught = 0\nwhile True:\n"
+        "    try:\n        while True: time.sleep(0.01)\n"
+        "    except KeyboardInterrupt:\n        caught += 1\n        if rank and caught > 1: raise",
+    )
+    stop(world, running)
+    assert running.unfinished == (0, 1, 2)
+    stop(world, running)
+    leave(world, running)
+    assert isinstance(running.error(), WorkerDied)
+    assert "did not listen to Stop" in str(running.error())
+    assert world.gather("globals().get('kept')") == [None, 1, 2]
+
+
+def test_c_code_that_holds_the_gil(world: World) -> None:
+    """It is killed; those that wait for it are freed, not killed beside it."""
+    running = begin(world, "print('runs\\n')\nif rank == 1: sum(range(10 ** 12))\ndist.barrier()")
+    stop(world, running)
+    leave(world, running)
+    assert isinstance(running.error(), WorkerDied)
+    assert running.killed_by_stop == (1,)
+    assert world.gather("globals().get('kept')") == [0, None, 2]
+
+
+def test_c_code_that_works(world: World) -> None:
+    """A call that gets on is waited for, however long it takes."""
+    running = begin(
+        world,
+        "import hashlib\nprint('runs\\n')\n"
+        "while True: hashlib.pbkdf2_hmac('sha256', b'', b'', 8_000_000)",
+    )
+    stop(world, running)
+    leave(world, running)
+    assert not running.died
+    assert world.gather("kept") == [*range(world.size)]
+
+
+def test_replacing_ranks_that_do_not_leave(world: World) -> None:
+    """They can be started anew without another Stop; the others keep their variables."""
+    running = begin(
+        world,
+        "import time\nprint('runs\\n')\nwhile True:\n    try:\n        time.sleep(0.01)\n"
+        "    except KeyboardInterrupt:\n        if rank != 2: raise",
+    )
+    stop(world, running)
+    assert running.unfinished == (2,)
+    world.replace([2])
+    assert world.gather("globals().get('kept')") == [0, 1, None]
+
+
+def test_imports_come_back(world: World) -> None:
+    """A new worker has the modules, functions and classes that cells had imported there."""
+    world.execute(
+        "import fractions as f, json\nfrom os.path import join\nfrom collections import deque\n"
+        "import sys, types\nsys.modules['gone'] = gone = types.ModuleType('gone')"
+    )
+    world.replace([1])
+    wanted = "f.Fraction(1, 2), json.__name__, join('a', 'b'), deque([1])"
+    found = world.execute("", fetch=(wanted,))
+    assert found.rank(0) == found.rank(1)
+    (said,) = (line.text for line in found.transcript[1].tail(5))
+    assert said.startswith("`gone` could not be imported again (gone): ModuleNotFoundError")

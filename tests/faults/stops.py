@@ -1,0 +1,124 @@
+"""Stop, in every collective, while the cores are busy: `python -m tests.faults.stops`.
+
+    python -m tests.faults.stops --ranks 2,4,8 --busy 4
+
+One rank sleeps, the others wait for it in a collective, as the first of their world and after
+others; then Stop.  Every rank has to keep its process and its variables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nbdist.world.states import State
+from nbdist.world.world import World
+from tests.faults.spinning import spinning
+from tests.faults.test_freeing import BEFORE, BIG_ONLY, SMALL
+
+NEEDS_MORE = re.compile(r"net\(|mesh|sharded|spread")
+"""What `BEFORE` makes."""
+
+FIRST = {
+    **{name: source for name, source in SMALL.items() if not NEEDS_MORE.search(source)},
+    "DDP(...)": "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))",
+    "new_group": "dist.new_group()",
+    "init_device_mesh": "from torch.distributed.device_mesh import init_device_mesh as make\n"
+    "make(device.type, (world_size,))",
+    "irecv": "dist.irecv(t, 1).wait()",
+    "recv from any": "dist.recv(t)",
+    "irecv from any": "dist.irecv(t).wait()",
+}
+"""What a world can begin with."""
+
+AFTER = {**SMALL, "send": "t = torch.ones(25_000_000); " + BIG_ONLY["send"]}
+
+WAITING = 0.7
+"""Seconds into the cell when Stop is pressed: most wait by then."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """How one Stop went: seconds until control was back, and until all work again."""
+
+    name: str
+    ranks: int
+    moment: str
+    control: float
+    working: float
+    lost: tuple[int, ...]
+
+    def __str__(self) -> str:
+        end = f"LOST {self.lost}" if self.lost else "kept"
+        return (
+            f"{self.ranks:2} ranks, {self.moment:12} {self.name:24}"
+            f"{self.control:6.2f} s{self.working:6.2f} s  {end}"
+        )
+
+
+def stop_in(world: World, source: str) -> tuple[float, float, tuple[int, ...]]:
+    """Seconds until control was back, until all work again, and ranks that lost anything."""
+    world.execute("kept = rank")
+    before = dict(world.pids)
+    cell = world.task(
+        "import time\nt, u = torch.ones(256), torch.ones(world_size * 64)\n"
+        f"if rank == 1: time.sleep(600)\n{source}"
+    )
+    running = world.submit(cell)
+    for _ in world.follow(running):
+        if running.age > WAITING:
+            break
+    pressed = time.monotonic()
+    world.interrupt()
+    world.session.wait(running)
+    control = time.monotonic() - pressed
+    world.execute("dist.barrier()")
+    working = time.monotonic() - pressed
+    kept = world.gather("globals().get('kept')")
+    lost = [r for r in before if kept[r] != r or world.pids[r] != before[r]]
+    assert world.state is State.READY
+    return control, working, tuple(lost)
+
+
+def all_stops(ranks: int) -> Iterator[Stopped]:
+    """In a world of this size."""
+    with World(ranks, log_dir="", show=False) as world:
+        for name, source in FIRST.items():
+            yield Stopped(name, ranks, "first", *stop_in(world, source))
+            world.restart()
+        world.execute(BEFORE)
+        for name, source in AFTER.items():
+            stopped = Stopped(name, ranks, "after others", *stop_in(world, source))
+            yield stopped
+            if stopped.lost:
+                world.restart()
+                world.execute(BEFORE)
+
+
+def main() -> None:
+    """Print each Stop; exit code 1 where a rank has lost anything."""
+    parser = argparse.ArgumentParser("python -m tests.faults.stops", description=__doc__)
+    parser.add_argument("--ranks", default="2,4,8")
+    parser.add_argument("--busy", type=int, default=4, help="processes that spin beside")
+    options = parser.parse_args()
+    done = []
+    with spinning(options.busy):
+        for ranks in options.ranks.split(","):
+            for stopped in all_stops(int(ranks)):
+                sys.stdout.write(f"{stopped}\n")
+                sys.stdout.flush()
+                done.append(stopped)
+    lost = [stopped for stopped in done if stopped.lost]
+    longest = max(stopped.control for stopped in done)
+    sys.stdout.write(
+        f"{len(done)} Stops, {len(lost)} with losses; control back after {longest:.2f} s at most\n"
+    )
+    sys.exit(bool(lost))
+
+
+if __name__ == "__main__":
+    main()

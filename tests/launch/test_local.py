@@ -1,0 +1,65 @@
+"""Tests of `nbdist.launch.local`: an agent whose life hangs on a pipe of this process."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from nbdist.launch.local import LocalAgent, LocalLauncher
+from nbdist.world.launchers import RuntimeFolder, find_launcher
+from tests.waiting import wait_until
+
+END_TIMEOUT = 20.0
+
+
+@pytest.fixture
+def runtime() -> Iterator[RuntimeFolder]:
+    folder = RuntimeFolder()
+    yield folder
+    folder.close()
+
+
+def test_it_is_the_local_launcher() -> None:
+    """What `--launcher local` names."""
+    assert isinstance(find_launcher("local"), LocalLauncher)
+
+
+def test_an_agent_ends_with_its_stdin(runtime: RuntimeFolder) -> None:
+    """It has a session of its own, which Stop does not reach, and says when it has ended."""
+    agent = LocalAgent(runtime.path, fork_server=False)
+    assert os.getsid(agent.pid) == agent.pid
+    assert agent.exit_code() is None
+    assert repr(agent) == f"<LocalAgent {agent.pid} exit code None>"
+    assert agent.command.endswith(f"-m nbdist.node {runtime.path} {os.getpid()} --no-fork")
+    agent.end(END_TIMEOUT)
+    assert select.select([agent], [], [], 0)[0] == [agent]
+    assert (agent.exit_code(), agent.last_lines()) == (0, [])
+    agent.close()
+
+
+def test_an_agent_that_cannot_start(
+    runtime: RuntimeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last lines say why."""
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")
+    (agent,) = LocalLauncher().launch(runtime.path, fork_server=False)
+    assert select.select([agent], [], [], END_TIMEOUT)[0] == [agent]
+    assert agent.exit_code() == 1
+    assert any("PYTHONHOME" in line for line in agent.last_lines())
+    agent.end(END_TIMEOUT)
+    agent.close()
+
+
+def test_one_that_does_not_end_in_time_is_killed(runtime: RuntimeFolder) -> None:
+    """After the seconds it has for it; the guard is stopped here, and cannot see the agent end."""
+    agent = LocalAgent(runtime.path, fork_server=False)
+    wait_until(psutil.Process(agent.pid).children, "the guard has forked the agent")
+    os.kill(agent.pid, signal.SIGSTOP)
+    agent.end(0.1)
+    assert agent.exit_code() == -signal.SIGKILL
+    agent.close()

@@ -1,0 +1,93 @@
+"""Tests of `nbdist.node.guard`: what is left when an agent, or its guard, is killed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nbdist.node.guard import end_group
+
+SOON = 20.0
+
+AGENT = """
+import os, subprocess, sys
+from pathlib import Path
+from nbdist.node.guard import go_below_guard
+
+go_below_guard(Path(sys.argv[1]))
+# Neither its parent nor its session leads to it.
+command = "setsid sleep 1000 > /dev/null & echo $!"
+shell = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE)
+print(os.getpid(), shell.communicate()[0].decode(), flush=True)
+sys.stdin.read()
+"""
+
+
+class Processes:
+    """A guard, the agent below it, and an orphan of that one's."""
+
+    def __init__(self, runtime: Path) -> None:
+        self.guard = subprocess.Popen(
+            [sys.executable, "-c", AGENT, str(runtime)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self.guard.stdout is not None
+        agent, orphan = map(int, self.guard.stdout.readline().split())
+        self.agent, self.orphan = psutil.Process(agent), psutil.Process(orphan)
+
+    def close(self) -> None:
+        for process in (self.guard, self.agent, self.orphan):
+            if isinstance(process, subprocess.Popen) or process.is_running():
+                process.kill()
+        self.guard.communicate()
+
+
+@pytest.fixture
+def processes(runtime: Path) -> Iterator[Processes]:
+    processes = Processes(runtime)
+    try:
+        yield processes
+    finally:
+        processes.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_the_agent_is_killed(processes: Processes, runtime: Path, number: int) -> None:
+    """All that it started ends, its folder is removed, and the guard ends as it did."""
+    processes.agent.send_signal(number)
+    assert processes.guard.wait(SOON) == -number
+    assert not processes.orphan.is_running()
+    assert not runtime.exists()
+    runtime.mkdir()
+
+
+def test_the_guard_is_killed(processes: Processes) -> None:
+    """The agent gets SIGTERM."""
+    processes.guard.kill()
+    processes.agent.wait(SOON)
+
+
+def test_sigterm_is_passed_on(processes: Processes) -> None:
+    """The guard has the agent end, and ends with it."""
+    processes.guard.terminate()
+    assert processes.guard.wait(SOON) == -signal.SIGTERM
+    assert not processes.agent.is_running()
+
+
+def test_a_process_group_is_ended() -> None:
+    """Its leader and what that started; a group that is no more is no error."""
+    with subprocess.Popen(
+        ["sh", "-c", "sleep 1000 & echo $!; wait"], stdout=subprocess.PIPE, start_new_session=True
+    ) as shell:
+        assert shell.stdout is not None
+        child = psutil.Process(int(shell.stdout.readline()))
+        end_group(shell.pid)
+    child.wait(SOON)
+    end_group(shell.pid)

@@ -1,0 +1,79 @@
+"""Tests of `nbdist.node.rendezvous`: a port that is held, and waits that deaths call off."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nbdist.node.processes import Spawner, WorkerProcess
+from nbdist.node.rendezvous import CallOff, HeldPort
+from nbdist.node.worker import Worker
+from tests.node.sources import SOON, Source, orders, run
+from tests.waiting import until
+
+
+def test_a_held_port_is_for_user_code() -> None:
+    """No other program is given it; one that says SO_REUSEADDR can listen there, twice too."""
+    port = HeldPort()
+    try:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port.number))
+        for _ in range(2):
+            with socket.create_server(("127.0.0.1", port.number)):
+                pass
+        assert repr(port) == f"<HeldPort {port.number}>"
+    finally:
+        port.close()
+
+
+def test_a_worker_that_lived_dies(runtime: Path) -> None:
+    """Those that wait are told by the file; a death after all have met is nothing to it."""
+
+    async def test(source: Source) -> None:
+        with subprocess.Popen(["sleep", "1000"], start_new_session=True) as child:  # noqa: ASYNC220
+            process = WorkerProcess(child.pid)
+            source.children.expect(child.pid, process.set_exited)
+            with CallOff(runtime / "over", [process.exited]) as call_off:
+                assert repr(call_off) == "<CallOff over open>"
+                process.kill()
+                await until((runtime / "over").exists)
+            assert repr(call_off) == "<CallOff over called off>"
+            child.returncode = await process.exited
+        late = asyncio.get_running_loop().create_future()
+        with CallOff(runtime / "late", [late]):
+            pass
+        late.set_result(-9)
+        await asyncio.sleep(0)
+        assert not (runtime / "late").exists()
+
+    run("spawn", runtime, test)
+
+
+@pytest.mark.parametrize(
+    ("python", "timeout", "why"),
+    [
+        ("/bin/false", SOON, "rank 0 could not start: it exited with code 1"),
+        (sys.executable, 0.0, "rank 0 could not start: not in time"),
+    ],
+)
+def test_a_worker_that_cannot_start(runtime: Path, python: str, timeout: float, why: str) -> None:
+    """It is killed where it has a process, it is said why, and the others are told."""
+
+    async def test(source: Source) -> None:
+        start = orders(runtime)
+        start = replace(start, world=replace(start.world, python=python))
+        worker = Worker(start, None, lambda *_: None)
+        with CallOff(runtime / "over", []) as call_off:
+            found = await call_off.start(worker, Spawner(source.children), timeout)
+        assert found.startswith(why)
+        assert (runtime / "over").exists()
+        assert worker.state == "dead"
+        await worker.stop(0.0)
+
+    run("spawn", runtime, test)

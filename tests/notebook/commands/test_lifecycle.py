@@ -1,0 +1,51 @@
+"""Tests of `nbdist.notebook.commands.lifecycle`: what is said where there are no workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from nbdist.errors import UsageError, WorldNotStarted
+from tests.notebook.front_end import Notebook
+
+
+def test_nothing_to_interrupt_or_end(typed: Callable[[str], str]):
+    """A line says so."""
+    assert typed("%dist_interrupt") == "no cell is running on the workers\n"
+    assert typed("%dist_shutdown") == "no workers were running\n"
+    assert typed("%dist_shutdown --pool a") == "no workers were running\n"
+
+
+@pytest.mark.parametrize("keep", ["1a", "a,b.c", "'a b'"])
+def test_what_cannot_be_kept(typed: Callable[[str], str], keep: str):
+    """Names are asked for before anything is ended."""
+    with pytest.raises(UsageError, match="names with commas between, such as `step,history`"):
+        typed(f"%dist_restart --keep {keep}")
+
+
+def test_some_ranks_are_started_anew_as_they_are(typed: Callable[[str], str]):
+    """They share a group with the others; and there have to be some."""
+    with pytest.raises(UsageError, match="only all workers together can be changed"):
+        typed("%dist_restart -r 1 --debug")
+    with pytest.raises(WorldNotStarted, match="`%dist_restart` needs workers"):
+        typed("%dist_restart -r 1")
+
+
+@pytest.mark.parametrize("then", ["%dist_restart", "%%distributed -n 3\npass"])
+def test_a_stopped_shutdown_is_completed(fresh: Callable[..., Notebook], then: str):
+    """Workers whose end was being waited for when Stop came are ended by what comes next."""
+    notebook = fresh(
+        "%load_ext nbdist",
+        "%%distributed -n 2\nimport atexit, time; atexit.register(time.sleep, 60)",
+    )
+    stopped = notebook.run(
+        "import os, signal, threading\n"
+        "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "get_ipython().run_line_magic('dist_shutdown', '')"
+    )
+    assert stopped.error.startswith("KeyboardInterrupt: Stopped.")
+    assert notebook.run(then).errors == []
+    assert notebook.run("%dist_status").text.splitlines()[0].endswith(" · gloo · ready")
+    assert notebook.run("%dist_shutdown").errors == []
+    assert notebook.process.children(recursive=True) == []

@@ -1,0 +1,152 @@
+"""Tests of `%dist_log`, and of the workers' log records, in a real notebook kernel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nbdist.notebook.commands.log import BLOCK, LONGEST, last_lines
+from tests.notebook.front_end import Notebook
+
+pytestmark = pytest.mark.shared_world
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def kernel(folder: Path) -> Iterator[Notebook]:
+    """One notebook for all tests of the module, with log files."""
+    notebook = Notebook("%load_ext nbdist", env={"NBDIST_LOG_DIR": str(folder)})
+    yield notebook
+    notebook.close()
+
+
+@pytest.fixture
+def notebook(kernel: Notebook) -> Notebook:
+    """The notebook with two ready workers."""
+    assert kernel.run("%%distributed -n 2 --name run\npass").errors == []
+    return kernel
+
+
+def test_lines_of_the_ranks(notebook: Notebook, folder: Path) -> None:
+    """Lines come with their ranks, equal ones once; options choose which; the files are named."""
+    assert notebook.run("%dist_restart").errors == []
+    notebook.run(
+        "%%distributed\nimport sys\nfor i in range(9): print('step', i)\n"
+        "print('\\x1b[31mwarned\\x1b[0m', rank, file=sys.stderr)"
+    )
+    lines = notebook.run("%dist_log --tail 2").text.splitlines()
+    attempt = max((folder / "run").iterdir(), key=lambda each: each.stat().st_mtime)
+    assert lines == [
+        "── ranks 0-1 (same) ──",
+        "step 7",
+        "step 8",
+        "── rank 0 · stderr ──",
+        "warned 0",
+        "── rank 1 · stderr ──",
+        "warned 1",
+        f"files: {attempt}/[0-1]/[stdout,stderr].log",
+    ]
+    found = notebook.run("%dist_log -r 1 --grep 'step [35]|warn' --stdout").text.splitlines()
+    assert found[:-1] == ["── rank 1 ──", "step 3", "step 5"]
+    found = notebook.run("%dist_log -r 0 --stderr").text.splitlines()
+    assert found[:-1] == ["── rank 0 · stderr ──", "warned 0"]
+    assert notebook.run("%dist_log --grep nowhere").text.startswith("no lines with nowhere\nfiles")
+
+
+def test_attempts(notebook: Notebook, folder: Path) -> None:
+    """Each start has files of its own, also where another world takes the run's name."""
+    for number, restart in enumerate(("%dist_restart", "%dist_restart --backend none --name run")):
+        notebook.run(f"%%distributed\nprint('before {number}')")
+        before = {each.name for each in (folder / "run").glob("attempt_*")}
+        assert notebook.run(restart).errors == []
+        assert notebook.run("%dist_log").text.startswith("no lines")
+        last = max(int(name[8:]) for name in before)
+        assert f"before {number}" in notebook.run(f"%dist_log --attempt {last}").text
+    error = notebook.run("%dist_log --attempt 99").error
+    assert re.search(r"`--attempt 99`: there are 0-\d, the last is now\.", error)
+
+
+@pytest.mark.parametrize(
+    ("source", "part"),
+    [
+        ("%dist_log --grep (", "`--grep (` is no regular expression: "),
+        ("%dist_log --tail 0", "`--tail 0`: a number"),
+        ("%dist_log --tail x", "`--tail x`: a number"),
+        ("%dist_log -r 7", "there is no rank 7"),
+    ],
+)
+def test_bad_input(notebook: Notebook, source: str, part: str) -> None:
+    """Each mistake gets one error of one line."""
+    assert part in notebook.run(source).error
+
+
+def test_no_log_files(fresh: Callable[..., Notebook]) -> None:
+    """Without workers, or without files, one line says so."""
+    notebook = fresh("%load_ext nbdist")
+    assert "There are no workers whose log to show" in notebook.run("%dist_log").error
+    notebook.run("%%distributed -n 1\nprint(1)")
+    assert "have no log files: NBDIST_LOG_DIR is empty" in notebook.run("%dist_log").error
+
+
+def test_records_reach_handlers_in_the_notebook(notebook: Notebook) -> None:
+    """A handler on `nbdist` gets what the workers log; without one the notebook prints nothing."""
+    notebook.run("%%distributed\nimport logging\nlogging.getLogger('train').setLevel(20)")
+    cell = "%%distributed\nlogging.getLogger('train').info('epoch %d', rank)"
+    assert notebook.run(cell).text.startswith("2 ranks")
+    notebook.run(
+        "import logging\nseen = []\n"
+        "class Seen(logging.Handler):\n"
+        "    def emit(self, record): seen.append((record.rank, record.getMessage()))\n"
+        "logging.getLogger('nbdist').addHandler(Seen())\n"
+        "logging.getLogger('nbdist').setLevel('INFO')"
+    )
+    assert notebook.run(cell).text.startswith("2 ranks")
+    assert notebook.value("sorted(seen)") == [(0, "epoch 0"), (1, "epoch 1")]
+    notebook.run("logging.getLogger('nbdist').handlers.clear()")
+
+
+# --- reading from the end -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("", []),
+        ("a", ["a"]),
+        ("a\n", ["a"]),
+        ("a\n\n", ["a", ""]),
+        ("\na\nb", ["", "a", "b"]),
+        ("0%\r50%\r100%\nend\r\n", ["100%", "end"]),
+        ("\x1b[31mred\x1b[0m é\n", ["red é"]),
+    ],
+)
+def test_last_lines(tmp_path: Path, text: str, lines: list[str]) -> None:
+    """Lines as they were seen, whatever the end of the file."""
+    file = tmp_path / "stdout.log"
+    file.write_text(text, newline="")
+    assert last_lines(file, 9) == lines
+    assert last_lines(file, 1) == lines[-1:]
+
+
+def test_last_lines_of_a_big_file(tmp_path: Path) -> None:
+    """Lines that lie across blocks are whole; endless ones are cut."""
+    file = tmp_path / "stdout.log"
+    numbers = [f"line {number} " + "x" * (number % 97) for number in range(9000)]
+    file.write_text("\n".join(numbers) + "\n")
+    assert file.stat().st_size > 3 * BLOCK
+    assert last_lines(file, 10_000) == numbers
+    assert last_lines(file, 3, re.compile(r"line \d00 ")) == [
+        line for line in numbers if re.search(r"line [789]00 ", line)
+    ]
+    file.write_text("y" * 5 * BLOCK + "\nz")
+    long, short = last_lines(file, 9)
+    assert short == "z"
+    assert LONGEST <= len(long) <= LONGEST + BLOCK
+    assert last_lines(tmp_path / "nowhere", 9) == []

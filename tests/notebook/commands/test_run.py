@@ -1,0 +1,233 @@
+"""Tests of `%dist_run` and `--max-restarts` as they are seen in a notebook."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nbdist.errors import UsageError
+from nbdist.notebook.commands.run import dist_run, split_line
+from nbdist.output.ansi import strip
+from tests.notebook.front_end import Notebook, Outcome, body
+
+pytestmark = pytest.mark.shared_world
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scripts")
+
+
+@pytest.fixture(scope="module")
+def kernel(folder: Path) -> Iterator[Notebook]:
+    """A notebook in the folder of the scripts, with workers to be started by the first test."""
+    notebook = Notebook("%load_ext nbdist", f"import os; os.chdir({str(folder)!r})")
+    yield notebook
+    notebook.close()
+
+
+@pytest.fixture
+def notebook(kernel: Notebook) -> Notebook:
+    """The notebook with two workers."""
+    if kernel.run("%%distributed -n 2\npass").errors:
+        assert kernel.run("%dist_restart -n 2").errors == []
+    return kernel
+
+
+def shown(outcome: Outcome) -> list[str]:
+    """The texts of all panels of a cell, the last content of each."""
+    texts = {
+        each["transient"]["display_id"]: each["data"]["text/plain"]
+        for each in (*outcome.displays, *outcome.updates)
+    }
+    return list(texts.values())
+
+
+def failed(outcome: Outcome) -> str:
+    """The one line of a cell that has failed, possibly below panels."""
+    (error,) = outcome.errors
+    text = strip("\n".join(error["traceback"]))
+    assert "\n" not in text
+    return text
+
+
+# --- %dist_run ------------------------------------------------------------------------------
+
+
+def test_first_script_starts_the_workers(kernel: Notebook, folder: Path) -> None:
+    """Options before it are ours, what follows is the script's, as a shell would have it."""
+    (folder / "arguments.py").write_text("import sys\nprint(sys.argv[1:])\nleft = rank\n")
+    line = "%dist_run -n 2 arguments.py -n 5 'a b' \"c d\" -r 1 $HOME {left} --max-restarts"
+    expected = ["-n", "5", "a b", "c d", "-r", "1", "$HOME", "{left}", "--max-restarts"]
+    assert body(kernel.run(line)) == ["── ranks 0-1 (same) ──", str(expected)]
+    kernel.run("%dist_gather left")
+    assert kernel.value("left") == [0, 1]
+
+
+def test_executables_and_modules(notebook: Notebook, folder: Path) -> None:
+    """`$$` reaches the shell as it is; a module is found in the notebook's folder."""
+    lines = body(notebook.run("%dist_run -r 1 --no-python bash -c 'echo $$ $RANK'"))
+    assert lines[-1].split()[-1] == "1"
+    (folder / "pkg").mkdir()
+    (folder / "pkg" / "mod.py").write_text("import sys\nprint('mod', sys.argv[1:])\n")
+    lines = body(notebook.run("%dist_run --pass-local-rank -r 0 -m pkg.mod a"))
+    assert lines[-1] == "mod ['--local-rank=0', 'a']"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", "`%dist_run`: exactly one of a script and `-m module`"),
+        ("-m", "exactly one of a script and `-m module`"),
+        ("-m wrong.py", "exactly one of a script and `-m module`"),
+        ("--no-python -m pkg", "a module needs python"),
+        ("nope.py", "there is no script `nope.py`"),
+        ("--max-restarts -1 fine.py", "`--max-restarts -1`: a number of attempts"),
+        ("--max-restarts x fine.py", "`--max-restarts x`: a number of attempts"),
+        ("wrong.py", "`wrong.py` is no Python: line 1: "),
+        ("'wrong.py", "`%dist_run`: no closing quotation."),
+        ("--wrong wrong.py", "unrecognized arguments: --wrong. `%dist_run?` shows"),
+        ("-r 7 fine.py", "`7` selects no ranks"),
+        ("-n 3 fine.py", "2 workers are running"),
+    ],
+)
+def test_what_cannot_be(notebook: Notebook, folder: Path, line: str, words: str) -> None:
+    """One line says so, and nothing has run."""
+    (folder / "wrong.py").write_text("x = = 1")
+    (folder / "fine.py").write_text("")
+    assert words in notebook.run(f"%dist_run {line}").error
+
+
+@pytest.mark.parametrize(
+    ("line", "ours", "program"),
+    [
+        ("x.py -r 1", "", ["x.py", "-r", "1"]),
+        ("-n 4 -m pkg.mod -m x", "-n 4 -m", ["pkg.mod", "-m", "x"]),
+        ("-r -1 --no-free x.py", "-r -1 --no-free", ["x.py"]),
+        ("-n4 --ranks=0,2 x.py", "-n4 --ranks=0,2", ["x.py"]),
+        ("--max-r 2 --pass x.py", "--max-r 2 --pass", ["x.py"]),
+        ("--no-python -- -x", "--no-python", ["-x"]),
+        ("-n", "-n", []),
+        ("x.py '' \"a 'b'\"", "", ["x.py", "", "a 'b'"]),
+    ],
+)
+def test_whose_option_it_is(line: str, ours: str, program: list[str]) -> None:
+    """Ours end with the first word that is none."""
+    assert split_line(dist_run.run, line) == (ours, program)
+
+
+def test_quote_that_is_not_closed() -> None:
+    """It is told."""
+    with pytest.raises(UsageError, match="no closing quotation"):
+        split_line(dist_run.run, "x.py 'a")
+
+
+def test_error_in_a_script(notebook: Notebook, folder: Path) -> None:
+    """The panel has the script's own lines, the error one line."""
+    path = folder / "fails.py"
+    path.write_text("def bad():\n    raise ValueError('no data')\nbad()\n")
+    outcome = notebook.run("%dist_run fails.py")
+    assert "2 of 2 ranks failed (0-1); first: rank" in failed(outcome)
+    (text,) = shown(outcome)
+    assert f"File {path}:3\n" in text
+    assert "nbdist/" not in text
+
+
+# --- --max-restarts -------------------------------------------------------------------------
+
+
+def test_cell_that_is_run_again(notebook: Notebook) -> None:
+    """Each restart is told in a line; each attempt has the notebook's names as the first had."""
+    notebook.run("class Net:\n    size = 1\nnet = Net()")
+    notebook.run("%%distributed\nearlier = Net")  # shipped before, and lacked by a new rank
+    outcome = notebook.run(
+        "%%distributed --max-restarts 3\n"
+        "import os, signal\n"
+        "net = [net, Net]\n"
+        "count = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "if rank == 1 and count == 0: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "dist.barrier()\n"
+        "if rank == 0 and count == 1: raise ValueError('no data')\n"
+        "print(count, os.environ['TORCHELASTIC_MAX_RESTARTS'], type(net[0]).__name__)\n"
+    )
+    assert outcome.errors == []
+    first, second, third = shown(outcome)
+    assert "rank 1 ✗" in first
+    assert "ValueError: no data" in second
+    assert "rank 1 was killed by SIGKILL: restart 1 of 3" in second
+    assert "rank 0 raised ValueError: no data: restart 2 of 3" in third
+    assert "2 3 Net" in third
+    assert "rank 0" in notebook.run("%dist_why").text  # what led to the last restart
+    counts = "os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['TORCHELASTIC_MAX_RESTARTS']"
+    again = body(notebook.run(f"%%distributed\nprint(*({counts}), len(net))"))
+    assert again == ["── ranks 0-1 (same) ──", "0 0 2"]
+
+
+TRAINER = """
+import os, sys, time
+
+snapshot = sys.argv[3]
+epoch = torch.load(snapshot) if os.path.exists(snapshot) else 0
+print("from epoch", epoch)
+while epoch < int(sys.argv[1]):
+    if epoch == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if rank == 1:
+            print("mid-epoch in", os.getpid(), flush=True)
+            time.sleep(600)
+    dist.barrier()
+    epoch += 1
+    if rank == 0 and epoch % int(sys.argv[2]) == 0:
+        torch.save(epoch, f"{snapshot}.new")
+        os.replace(f"{snapshot}.new", snapshot)
+print("done")
+"""
+
+
+def test_script_killed_in_mid_epoch_resumes(notebook: Notebook, folder: Path) -> None:
+    """Killed from outside, it goes on from its snapshot, with no hand on it."""
+    (folder / "trainer.py").write_text(TRAINER)
+    killed: list[int] = []
+
+    def kill(outcome: Outcome) -> None:
+        found = re.search(r"mid-epoch in (\d+)", "".join(shown(outcome)))
+        if found and not killed:
+            killed.append(int(found[1]))
+            os.kill(killed[0], signal.SIGKILL)
+
+    line = f"%dist_run --max-restarts 3 trainer.py 10 2 {folder}/model.pt"
+    outcome = notebook.run(line, kill)
+    assert outcome.errors == []
+    assert len(killed) == 1
+    assert "rank 1 was killed by SIGKILL: restart 1 of 3" in shown(outcome)[-1]
+    assert "from epoch 2\ndone" in shown(outcome)[-1]
+
+
+def test_every_attempt_fails(notebook: Notebook, folder: Path) -> None:
+    """The failure after the last restart fails the cell."""
+    (folder / "dies.py").write_text("import os\nif rank == 1: os._exit(3)\ndist.barrier()\n")
+    outcome = notebook.run("%dist_run --max-restarts 3 dies.py")
+    assert "exited with code 3" in failed(outcome)
+    assert len(shown(outcome)) == 4
+    assert "rank 1 exited with code 3: restart 3 of 3" in shown(outcome)[-1]
+
+
+def test_stop_is_not_retried(notebook: Notebook) -> None:
+    """Neither is a cell that was stopped, nor one that cannot be sent."""
+
+    def stop(outcome: Outcome) -> None:
+        if "started" in "".join(shown(outcome)) and not stopped:
+            stopped.append(True)
+            notebook.manager.interrupt_kernel()
+
+    stopped: list[bool] = []
+    source = "import time\nprint('started')\ntry: time.sleep(600)\nfinally: print(1 / 0)"
+    outcome = notebook.run(f"%%distributed --max-restarts 3\n{source}", stop)
+    assert "have stopped; all variables are kept" in failed(outcome)
+    assert len(shown(outcome)) == 1
+    notebook.run("import threading; lock = threading.Lock()")
+    assert "cannot be sent" in notebook.run("%%distributed --max-restarts 3\nlock").error

@@ -1,0 +1,93 @@
+"""Tests of `nbdist.notebook.commands.scale`, and of `%dist_sync`, in a notebook."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.notebook.front_end import Notebook
+
+pytestmark = pytest.mark.shared_world
+
+
+@pytest.fixture
+def notebook(kernel: Notebook) -> Notebook:
+    """Two workers, who have just been told of."""
+    if kernel.run("%%distributed -n 2\npass").errors:
+        assert kernel.run("%dist_scale 2").errors == []
+        assert kernel.run("%%distributed\npass").errors == []
+    return kernel
+
+
+def test_the_size_is_told_here_and_in_the_next_cell(notebook: Notebook) -> None:
+    """Once, in one line; new ranks and what they lack are named."""
+    notebook.run("%%distributed\nmade = 5")
+    said = notebook.run("%dist_scale +1").text
+    assert said.startswith("world 2 -> 3 · rank 2 is new and lacks made"), said
+    assert "world 2 -> 3" in notebook.run("%%distributed\nprint(world_size)").text
+    assert "->" not in notebook.run("%%distributed\nprint(world_size)").text
+    assert notebook.run("%dist_scale -1").text == "world 3 -> 2"
+    notebook.run("%dist_scale 4")
+    assert "world 3 -> 4" in notebook.run("%%distributed\npass").text
+
+
+def test_names_of_the_notebook_come_to_new_ranks(notebook: Notebook) -> None:
+    """What was shipped before is shipped to them with the next cell that uses it."""
+    notebook.run("number = 41")
+    notebook.run("%%distributed\nnumber + 1")
+    notebook.run("%dist_scale 3")
+    assert "42" in notebook.run("%%distributed\nnumber + 1").text
+    assert "42" in notebook.run("%%rank 2\nnumber + 1").text
+
+
+def test_names_of_the_workers_are_copied(notebook: Notebook) -> None:
+    """To the ranks that lack them; or to those that are named."""
+    notebook.run("%%distributed\nmine = [rank]\nother = mine")
+    notebook.run("%dist_scale 4")
+    assert notebook.run("%dist_sync mine other --from 1").text == "mine, other: rank 1 -> ranks 2-3"
+    notebook.run("%%distributed\nsame = mine is other")
+    notebook.run("%dist_gather mine[0],same --as found")
+    assert notebook.value("found") == [(0, True), (1, True), (1, True), (1, True)]
+    said = notebook.run("%dist_sync mine").text
+    assert said == "all ranks have mine already; `-r all` copies to all of them"
+    assert notebook.run("%dist_sync mine --from -1 -r 0").text == "mine: rank 3 -> rank 0"
+    notebook.run("mine = 'changed here'")
+    assert "changed here" in notebook.run("%%distributed\nmine").text
+
+
+CANNOT = {
+    "%dist_scale": "size",
+    "%dist_scale 0": "it takes at least one worker",
+    "%dist_scale -2": "it takes at least one worker. There are 2",
+    "%dist_scale many": "that is not a number of workers",
+    "%dist_scale 2 3": "%dist_scale?` shows all options",
+    "%dist_sync": "names",
+    "%dist_sync gone": "rank 0: there is no `gone` here; nothing was copied",
+    "%dist_sync mine.x": "a name is copied, not an expression",
+    "%dist_sync lock": "rank 0: `lock` cannot be copied: TypeError: cannot pickle",
+    "%dist_sync mine --from 7": "there is no rank 7",
+    "%dist_sync mine --from 0,1": "it takes one rank to copy from",
+    "%dist_sync mine -r 5": "there is no rank 5",
+    "%%distributed -n 3\npass": "`%dist_scale 3` keeps their variables",
+    "%%rank 2\npass": "There are ranks 0-1",
+}
+
+
+@pytest.mark.parametrize("typed", CANNOT)
+def test_what_cannot_be_is_one_line(notebook: Notebook, typed: str) -> None:
+    """With the remedy; the workers are as they were."""
+    notebook.run("%%distributed\nimport threading; mine = 1\nif rank == 0: lock = threading.Lock()")
+    assert CANNOT[typed] in notebook.run(typed).error
+    assert notebook.run("%dist_gather rank --as ranks").errors == []
+    assert notebook.value("ranks") == [0, 1]
+
+
+def test_as_many_as_there_are(notebook: Notebook) -> None:
+    """It says so."""
+    assert notebook.run("%dist_scale 2").text == "there are 2 workers already"
+
+
+def test_without_workers(fresh: object) -> None:
+    """It says how to start some."""
+    notebook = fresh("%load_ext nbdist")  # type: ignore[operator]
+    assert "`%dist_scale` needs workers" in notebook.run("%dist_scale 3").error
+    assert "`%dist_sync` needs workers" in notebook.run("%dist_sync x").error

@@ -1,0 +1,160 @@
+"""Tests of `nbdist.notebook.commands.snapshot` in a real notebook kernel."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.notebook.front_end import WAIT, Notebook, body
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.shared_world
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the module's snapshots lie."""
+    return tmp_path_factory.mktemp("snapshots")
+
+
+@pytest.fixture(scope="module")
+def kernel(folder: Path) -> Iterator[Notebook]:
+    """One notebook for all tests of the module, with two workers."""
+    notebook = Notebook("%load_ext nbdist", env={"NBDIST_SNAPSHOT_DIR": str(folder)})
+    yield notebook
+    notebook.close()
+
+
+@pytest.fixture
+def notebook(kernel: Notebook, folder: Path) -> Notebook:
+    """The notebook with two ready workers and no snapshots."""
+    shutil.rmtree(folder)
+    folder.mkdir()
+    kernel.run("%dist_snapshot --every 0")
+    if kernel.run("%%distributed -n 2\npass").errors:
+        assert kernel.run("%dist_restart -n 2").errors == []
+    return kernel
+
+
+def test_restart_and_restore(notebook: Notebook) -> None:
+    """After a restart a line says what brings the variables back; then they are the workers'."""
+    notebook.run("step = 1")
+    notebook.run("%%distributed\nstep = 10 + rank\nnote = 'kept'\nimport _thread\n"
+                 "lock = _thread.allocate_lock()")  # fmt: skip
+    said = notebook.run("%dist_snapshot night").text
+    assert said.startswith("snapshot `night` · 2 ranks · note and step · ")
+    assert "left out: lock (TypeError: cannot pickle '_thread.lock' object)" in said
+    restarted = notebook.run("%dist_restart").text
+    assert "variables are new · `%dist_restore night` brings back note and step of " in restarted
+    said = notebook.run("%dist_restore").text
+    assert said.startswith("ranks 0-1: note and step restored from `night@")
+    assert body(notebook.run("%%distributed\nstep")) == [
+        "── rank 0 ──",
+        "10",
+        "── rank 1 ──",
+        "11",
+    ]
+    notebook.run("%%distributed\nstep += 1")
+    notebook.run("%dist_restore night step -r 1")
+    assert body(notebook.run("%%distributed\nstep")) == ["── ranks 0-1 (same) ──", "11"]
+    assert notebook.value("step, 'torch' in __import__('sys').modules") == (1, False)
+    assert notebook.run("%dist_restore night --from-rank 0").errors == []
+    assert body(notebook.run("%%distributed\nstep")) == ["── ranks 0-1 (same) ──", "10"]
+
+
+def test_into_a_new_notebook(
+    notebook: Notebook, folder: Path, fresh: Callable[..., Notebook]
+) -> None:
+    """A notebook that knows nothing of it lists it, and says how a world of another size can."""
+    notebook.run("class Net:\n    size = 3\n    def name(self):\n        return word\nword = 'net'")
+    notebook.run("%%distributed\nnet = Net()\nx = rank")
+    notebook.run("%dist_snapshot a net,x")
+    other = fresh("%load_ext nbdist", env={"NBDIST_SNAPSHOT_DIR": str(folder)})
+    lines = other.run("%dist_restore --list").text.splitlines()
+    assert lines[0].split() == ["snapshot", "taken", "ranks", "size", "variables"]
+    assert lines[1].startswith("a@")
+    assert lines[1].endswith("net and x")
+    assert other.run("%dist_restore a").error.startswith("WorldNotStarted: ")
+    other.run("%dist_init -n 1")
+    error = other.run("%dist_restore a").error
+    assert "of 2 ranks (0-1), and this world has 1. `-r 0` restores" in error
+    assert "`--from-rank 0` gives every rank the variables of rank 0" in error
+    assert other.run("%dist_restore a --from-rank 1").errors == []
+    assert body(other.run("%%distributed\nnet.name(), x")) == ["── rank 0 ──", "('net', 1)"]
+
+
+def test_every(notebook: Notebook, folder: Path) -> None:
+    """`--every 2` takes one after each second cell that succeeds; a failure is one dim line."""
+    notebook.run("%%distributed\nx = 1")
+    assert "again after every 2 cells" in notebook.run("%dist_snapshot auto --every 2").text
+
+    def taken() -> int:
+        return len([each for each in (folder / "auto").iterdir() if each.name[0] != "."])
+
+    notebook.run("%%distributed\nx = 2")
+    notebook.run("%%distributed\nraise ValueError")
+    assert taken() == 1
+    assert notebook.run("%%distributed\nx = 3").text.startswith("2 ranks")
+    assert taken() == 2
+    shutil.rmtree(folder)
+    folder.write_text("in the way")
+    notebook.run("%%distributed\npass")
+    failed = notebook.run("%%distributed\npass")
+    assert failed.errors == []
+    line = failed.displays[-1]["data"]["text/plain"]
+    assert line.startswith("no snapshot `auto` after this cell: No snapshot was written: ")
+    assert "\n" not in line
+    os.unlink(folder)
+    folder.mkdir()
+    assert notebook.run("%dist_snapshot --every 0").text == "no more snapshots by themselves"
+
+
+def test_death_says_what_brings_it_back(notebook: Notebook) -> None:
+    """Where a rank was replaced the error names the snapshot."""
+    notebook.run("%%distributed\nx = 1")
+    notebook.run("%dist_snapshot mine")
+    error = notebook.run("%%distributed\nimport os\nif rank: os._exit(3)").error
+    assert "`%dist_restore mine` brings back " in error
+    notebook.run("%dist_restore mine")
+    assert body(notebook.run("%%distributed\nx")) == ["── ranks 0-1 (same) ──", "1"]
+
+
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        ("%dist_snapshot", ["needs a name", "`%dist_snapshot epoch-3 model step`"]),
+        ("%dist_snapshot a/b", ["`a/b` is no name", "`epoch-3`"]),
+        ("%dist_snapshot .x", ["no name"]),
+        ("%dist_snapshot a nowhere", ["no rank has nowhere"]),
+        ("%dist_snapshot a --every x", ["`--every x`", "`--every 1`"]),
+        ("%dist_restore", ["There are no snapshots in ", "`%dist_snapshot NAME`"]),
+        ("%dist_restore a --from-rank x", ["`--from-rank x`"]),
+        ("%dist_restore a -r 7", ["there is no rank 7"]),
+    ],
+)
+def test_bad_input(notebook: Notebook, source: str, parts: list[str]) -> None:
+    """Each mistake gets one error of one line that shows what is right."""
+    error = notebook.run(source).error
+    for part in parts:
+        assert part in error
+
+
+def test_stop(notebook: Notebook, folder: Path) -> None:
+    """Stop ends a snapshot that takes long; nothing of it is left, and the workers go on."""
+    notebook.run("%%distributed\nimport time\nclass Slow:\n    def __reduce__(self):\n"
+                 "        time.sleep(30)\nslow = Slow()")  # fmt: skip
+    request = notebook.client.execute("%dist_snapshot slow slow")
+    wait_until(lambda: [*folder.glob("slow/.part-*")], "a part is being written")
+    notebook.process.send_signal(signal.SIGINT)
+    while (reply := notebook.client.get_shell_msg(timeout=WAIT))["parent_header"]["msg_id"] != (
+        request
+    ):
+        pass
+    assert reply["content"]["ename"] == "Interrupted"
+    assert [each.name for each in (folder / "slow").iterdir()] == [".lock"]
+    assert notebook.run("%%distributed\ndel slow").errors == []

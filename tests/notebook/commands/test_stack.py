@@ -1,0 +1,88 @@
+"""Tests of `nbdist.notebook.commands.stack`: what `%dist_stack` shows of stacks."""
+
+from __future__ import annotations
+
+from nbdist.notebook.commands.stack import stacks_html, stacks_text
+from nbdist.wire.places import Place, Stack, StackFrame
+
+CELL = StackFrame("Cell In[5]", 7, "<module>", "dist.all_reduce(t)")
+LIBRARY = "/home/me/.venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
+TORCH = StackFrame(LIBRARY, 83, "wrapper", "return func(*args, **kwargs)")
+WAITS = Place(line=7, operation="all_reduce")
+
+
+def waiting(rank: int) -> Stack:
+    return Stack(rank, 100 + rank, "busy", WAITS, (CELL, TORCH))
+
+
+def test_equal_stacks_are_shown_once() -> None:
+    """Ranks with the same calls are one block, in the order of the first of each."""
+    sleep = StackFrame("Cell In[5]", 3, "<module>", "time.sleep(600)")
+    stacks = [waiting(3), waiting(0), Stack(1, 101, "busy", Place(line=3), (sleep,)), waiting(2)]
+    assert stacks_text("4 workers", stacks).splitlines() == [
+        "4 workers",
+        "── ranks 0,2-3 same · wait in all_reduce, line 7 ──",
+        "  Cell In[5], line 7",
+        "    dist.all_reduce(t)",
+        "  torch/distributed/distributed_c10d.py, line 83, in wrapper",
+        "    return func(*args, **kwargs)",
+        "── rank 1 · in line 3: time.sleep(600) ──",
+        "  Cell In[5], line 3",
+        "    time.sleep(600)",
+    ]
+
+
+def test_one_rank_that_waits() -> None:
+    """One rank waits, several wait."""
+    assert "── rank 0 · waits in all_reduce, line 7 ──" in stacks_text("", [waiting(0)])
+
+
+def test_what_differs_by_address_is_equal() -> None:
+    """Addresses, and each process's own number, make no stacks differ."""
+    stacks = [
+        Stack(
+            rank,
+            4321 + rank,
+            "busy",
+            Place(line=1),
+            (
+                StackFrame("Cell In[5]", 1, "<module>", "call()"),
+                StackFrame(f"/tmp/{4321 + rank}.py", 9, f"<Call at 0x7f00aabbcc{rank:02x}>"),
+            ),
+        )
+        for rank in range(2)
+    ]
+    assert "── ranks 0-1 same · in line 1: call() ──" in stacks_text("", stacks)
+
+
+def test_states() -> None:
+    """A rank without calls says why it has none."""
+    stacks = [
+        Stack(0, 100, "idle", Place()),
+        Stack(1, 101, "dead", Place()),
+        Stack(2, 102, "busy", Place(is_stopped=True)),
+        Stack(3, 103, "busy", Place(holds_gil=True), problem="its stack cannot be read"),
+        Stack(4, 104, "busy", Place(line=2, holds_gil=True), (CELL,)),
+    ]
+    assert stacks_text("5 workers", stacks).splitlines()[1:] == [
+        "── rank 0 · idle ──",
+        "── rank 1 · dead ──",
+        "── rank 2 · stopped by a signal ──",
+        "  `kill -CONT 102` lets it go on",
+        "── rank 3 · busy in C code that holds the GIL ──",
+        "  its stack cannot be read",
+        "── rank 4 · busy in C code that holds the GIL, line 2 ──",
+        "  Cell In[5], line 7",
+        "    dist.all_reduce(t)",
+    ]
+
+
+def test_html_is_safe() -> None:
+    """Code is text in the page, and later blocks are closed once there is much to read."""
+    nasty = StackFrame("Cell In[5]", 1, "<lambda>", "f('<script>')")
+    deep = [Stack(rank, rank, "busy", Place(line=1), (nasty,) * (40 + rank)) for rank in range(3)]
+    html = stacks_html("3 workers", deep)
+    assert "<script" not in html
+    assert "&lt;script&gt;" in html
+    assert html.count("<details open") == 1
+    assert html.count("<details ") == 3

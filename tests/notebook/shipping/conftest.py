@@ -1,0 +1,76 @@
+"""A notebook with a ledger in this process, and a worker in another."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbdist.notebook.shipping.free_names import names_bound
+from nbdist.notebook.shipping.ledger import Ledger
+from nbdist.notebook.shipping.plan import Shipment, plan
+
+_here = runpy.run_path(str(Path(__file__).parents[2] / "wire" / "receiver.py"))
+_Notebook = _here["Notebook"]
+
+ALL = (0, 1)
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Any]:
+    worker = _here["Worker"]()
+    yield worker
+    worker.end()
+
+
+class House:
+    """A notebook and one worker, which plays all ranks, with the ledger between them."""
+
+    def __init__(self, notebook: Any, worker: Any) -> None:
+        self.notebook = notebook
+        self.worker = worker
+        self.ledger = Ledger(notebook.names)
+        self.notices: list[str] = []
+
+    def cell(self, source: str) -> Any:
+        """A cell of the notebook, as the post_run_cell hook sees it."""
+        result = self.notebook.run(source)
+        self.ledger.bound_in_notebook(names_bound(source))
+        return result
+
+    def distributed(self, source: str, ranks: tuple[int, ...] = ALL) -> Any:
+        """A cell on the workers; what its last line says there."""
+        self.send(plan(source, self.ledger, ranks), ranks)
+        before = self.worker.run("{n: id(v) for n, v in globals().items() if n[0] != '_'}")
+        result = self.worker.run(source)
+        after = self.worker.run("{n: id(v) for n, v in globals().items() if n[0] != '_'}")
+        bound = {name for name in after if before.get(name) != after[name]}
+        self.ledger.bound_on_workers(bound, ranks)
+        return result
+
+    def send(self, shipment: Shipment | None, ranks: tuple[int, ...] = ALL) -> None:
+        if shipment is None:
+            return
+        self.notices += shipment.notices
+        if shipment.names:
+            self.worker.bind_payload(shipment.payload)
+            self.ledger.shipped(shipment.records, ranks)
+        if shipment.segment:
+            shipment.segment.close()
+
+    def names(self, source: str, ranks: tuple[int, ...] = ALL) -> set[str]:
+        """What a cell would take along, without sending it."""
+        shipment = plan(source, self.ledger, ranks)
+        return set(shipment.names) if shipment else set()
+
+
+@pytest.fixture
+def house(process: Any, monkeypatch: pytest.MonkeyPatch) -> House:
+    process.clear()
+    notebook = _Notebook()
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    return House(notebook, process)

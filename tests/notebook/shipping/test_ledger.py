@@ -1,0 +1,165 @@
+"""Who has what: names of the notebook, names of the workers, and ranks.
+
+Tests of `nbdist.notebook.shipping.ledger`, as cells use it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nbdist.notebook.shipping.plan import push
+
+ALL = (0, 1)
+
+# --- whose name it is -------------------------------------------------------------------
+
+
+def test_what_a_distributed_cell_binds_is_the_workers(house: Any) -> None:
+    """The notebook's value does not overwrite it."""
+    house.cell("model = 'untrained'")
+    house.distributed("model = model.replace('un', '')")
+    assert house.distributed("model") == "trained"
+
+
+def test_binding_it_in_the_notebook_takes_it_back(house: Any) -> None:
+    """The notebook's new value is sent, also if it is the very same object."""
+    house.cell("n = 4")
+    house.distributed("n = 5")
+    house.cell("n = 4")
+    assert house.distributed("n") == 4
+
+
+def test_another_object_under_the_name_takes_it_back(house: Any) -> None:
+    """Without the hook it is noticed by identity."""
+    house.cell("xs = [1]")
+    house.distributed("xs = [2]")
+    house.notebook.run("xs = [3]")
+    assert house.distributed("xs") == [3]
+
+
+def test_a_cell_that_might_have_bound_it_does_not_take_it_back(house: Any) -> None:
+    """`if not trained: model = Net()` leaves the workers' model alone."""
+    house.cell("class Net: pass\nmodel = Net()")
+    house.distributed("model.weight = 1\nmodel = model")
+    house.distributed("model = Net()")
+    house.cell("if False: model = Net()")
+    assert house.names("model") == set()
+
+
+def test_what_workers_changed_in_place_stays(house: Any) -> None:
+    """The notebook's object has not changed, so the workers' changes are kept."""
+    house.cell("xs = [1]")
+    house.distributed("xs.append(2)")
+    assert house.distributed("xs") == [1, 2]
+
+
+def test_running_the_binding_cell_again_resets_it(house: Any) -> None:
+    """`xs = []` run again is sent again, though it looks as it did."""
+    house.cell("xs = []")
+    house.distributed("xs.append(2)")
+    house.cell("xs = []")
+    assert house.distributed("xs") == []
+
+
+def test_functions_use_the_workers_own_names(house: Any) -> None:
+    """A function from the notebook finds the model that a distributed cell made."""
+    house.cell("model = 'notebook'\ndef f(): return model")
+    house.distributed("model = 'workers'")
+    assert house.distributed("f()") == "workers"
+
+
+def test_a_function_may_use_what_only_the_workers_have(house: Any) -> None:
+    """The name need not exist in the notebook."""
+    house.cell("def f(): return only_there")
+    assert house.distributed("only_there = 1\nf()") == 1
+
+
+def test_the_workers_own_names_are_not_shipped(house: Any) -> None:
+    """`rank` stays the worker's; the user is told once, and how to send it."""
+    house.cell("rank = 99\ndef f(): return rank")
+    assert house.distributed("rank = 1\nf()") == 1
+    house.distributed("rank")
+    assert house.notices == [
+        "`rank` of the notebook was not sent, every worker has its own; `%dist_push rank` sends it"
+    ]
+    house.send(push(["rank"], house.ledger, ALL))
+    assert house.distributed("f()") == 99
+
+
+def test_dist_of_the_notebook_wins(house: Any) -> None:
+    """`torch` and `dist` go only if the notebook means something else by them."""
+    house.cell("dist = 5")
+    assert house.names("dist") == {"dist"}
+
+
+def test_the_same_torch_is_not_shipped(house: Any) -> None:
+    """The workers have the module under that name from the start."""
+    import torch
+    import torch.distributed
+
+    house.notebook.names.update(torch=torch, dist=torch.distributed)
+    assert house.names("torch.zeros(1), dist.get_rank()") == set()
+
+
+def test_push_sends_what_nobody_asked_for(house: Any) -> None:
+    """Whoever owns it, with what it needs."""
+    house.cell("k = 1\ndef f(): return k\nn = 1")
+    house.distributed("n = 2")
+    house.send(push(["n", "f"], house.ledger, ALL))
+    assert house.distributed("n, f()") == (1, 1)
+    assert house.names("n") == set()
+
+
+# --- ranks ------------------------------------------------------------------------------
+
+
+def test_other_ranks_get_what_one_rank_has(house: Any) -> None:
+    """A name that went to rank 0 goes to the others when they use it."""
+    house.cell("n = 1")
+    house.distributed("n", ranks=(0,))
+    assert house.names("n", ranks=(0,)) == set()
+    assert house.names("n", ranks=(0, 1)) == {"n"}
+    house.distributed("n", ranks=(1,))
+    assert house.names("n", ranks=(0, 1)) == set()
+
+
+def test_a_rank_that_was_left_out_of_a_change_gets_it_later(house: Any) -> None:
+    """An older value on some ranks does not count."""
+    house.cell("xs = [1]")
+    house.distributed("xs")
+    house.cell("xs.append(2)")
+    house.distributed("xs", ranks=(0,))
+    assert house.names("xs", ranks=(1,)) == {"xs"}
+
+
+def test_a_name_that_one_rank_bound_is_not_overwritten(house: Any) -> None:
+    """It belongs to the workers; that the others lack it is said."""
+    house.cell("x = 1")
+    house.distributed("x = 2", ranks=(0,))
+    assert house.distributed("x", ranks=(0, 1)) == 2
+    assert house.notices == [
+        "`x` was bound by a cell on rank 0 only, so the notebook's was not sent; "
+        "`%dist_push x` sends it"
+    ]
+
+
+def test_new_workers_have_nothing(house: Any) -> None:
+    """After a restart, or the replacement of one rank, names are sent again."""
+    house.cell("n = m = 1")
+    house.distributed("n\nm = 2")
+    house.ledger.forget([1])
+    assert house.names("n", ranks=(0,)) == set()
+    assert house.names("n") == {"n"}
+    house.ledger.forget()
+    assert house.names("n, m") == {"n", "m"}
+
+
+def test_owners_say_who_has_what(house: Any) -> None:
+    """For `%dist_status -v`."""
+    house.cell("a = b = 1")
+    house.distributed("a\nb = 2", ranks=(0,))
+    assert house.ledger.owners() == {
+        "a": ("notebook", frozenset({0})),
+        "b": ("workers", frozenset({0})),
+    }
+    assert repr(house.ledger) == "<Ledger 1 names shipped, 1 names of the workers>"

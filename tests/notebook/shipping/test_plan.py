@@ -1,0 +1,299 @@
+"""What goes with a cell: which names, what belongs together, how big it is."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from nbdist.errors import UnshippableName
+from nbdist.notebook.shipping.plan import plan
+
+ALL = (0, 1)
+
+# --- what is shipped --------------------------------------------------------------------
+
+CASES = {
+    "a number": ("n = 4", "n + 1", 5),
+    "two names": ("n, m = 4, 5", "n + m", 9),
+    "a list": ("xs = [1, 2]", "sum(xs)", 3),
+    "a function that uses a function": (
+        "k = 2\ndef g(x): return x * k\ndef f(x): return g(x) + 1",
+        "f(5)",
+        11,
+    ),
+    "a class that uses a class and a constant": (
+        "LIMIT = 3\nclass A:\n    x = 1\n"
+        "class B(A):\n    def m(self): return [A, LIMIT, self.x][1:]",
+        "B().m()",
+        [3, 1],
+    ),
+    "an instance": ("k = 7\nclass A:\n    def m(self): return k\na = A()", "a.m()", 7),
+    "a closure": ("def make(n):\n    return lambda x: x + n\nf = make(3)", "f(1)", 4),
+    "a lambda in a dict": ("k = 2\nd = {'f': lambda x: x * k}", "d['f'](4)", 8),
+    "recursion": ("def f(n): return 1 if n == 0 else n * f(n - 1)", "f(4)", 24),
+    "mutual recursion": (
+        "def f(n): return n == 0 or g(n - 1)\ndef g(n): return n != 0 and f(n - 1)",
+        "f(6)",
+        True,
+    ),
+    "a dataclass": (
+        "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\np = P(1)",
+        "p == P(1), repr(P(2))",
+        (True, "P(x=2)"),
+    ),
+    "a module": ("import json", "json.dumps([1])", "[1]"),
+    "a module under another name": ("import os.path as p", "p.join('a', 'b')", "a/b"),
+    "a submodule": ("import xml.dom.minidom", "xml.dom.minidom.__name__", "xml.dom.minidom"),
+    "from a module": ("from math import pi, sqrt", "sqrt(4) < pi", True),
+    "a name in a shell line": ("x = 3", "str.format('{x}', x=x)", "3"),
+    "a decorator": (
+        "def twice(f):\n    return lambda x: f(f(x))",
+        "@twice\ndef g(x): return x + 1\ng(1)",
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_cell_finds_what_it_uses(case: str, house: Any) -> None:
+    """Names that a cell uses are on the workers, with what they use in turn."""
+    source, cell, result = CASES[case]
+    house.cell(source)
+    assert house.distributed(cell) == result
+    assert house.names(cell) == set(), "nothing has changed since"
+
+
+def test_nothing_goes_that_is_not_used(house: Any) -> None:
+    """Other names of the notebook stay at home, and a cell without names takes nothing."""
+    house.cell("a, b, f = 1, 2, lambda: a")
+    assert house.names("b + 1") == {"b"}
+    assert plan("x = 1\nprint(x)", house.ledger, ALL) is None
+
+
+def test_names_that_the_cell_binds_first_are_not_shipped(house: Any) -> None:
+    """A name is needed only where it is read before it is bound."""
+    house.cell("x = 1")
+    assert house.names("x = 2\nx + 1") == set()
+    assert house.names("x += 1") == {"x"}
+
+
+def test_a_shipment_is_not_recorded_by_itself(house: Any) -> None:
+    """As long as nobody says that it was sent, it has to be sent."""
+    house.cell("n = 4")
+    assert [house.names("n"), house.names("n")] == [{"n"}, {"n"}]
+
+
+def test_a_syntax_error_is_found_before_anything_is_sent(house: Any) -> None:
+    """The plan raises what Python would."""
+    with pytest.raises(SyntaxError):
+        plan("x = = 1", house.ledger, ALL)
+
+
+@pytest.mark.parametrize("name", ["In", "Out", "_", "__", "_i", "_i3", "_12", "__name__", "_dh"])
+def test_ipythons_names_stay_at_home(name: str, house: Any) -> None:
+    """Names that IPython keeps for itself are never shipped."""
+    house.notebook.names[name] = [1]
+    assert house.names(f"{name}[0]") == set()
+
+
+def test_hidden_names_stay_at_home_until_the_user_binds_them(house: Any) -> None:
+    """What IPython put into the namespace is hidden; the user's own value is not."""
+    house.notebook.names["open"] = hidden = lambda: None
+    assert plan("open('x')", house.ledger, ALL, {"open": hidden}) is None
+    house.cell("open = 5")
+    shipment = plan("open", house.ledger, ALL, {"open": hidden})
+    assert shipment
+    assert shipment.names == ("open",)
+
+
+# --- what changed -----------------------------------------------------------------------
+
+
+def test_a_changed_list_goes_again(house: Any) -> None:
+    """A list that was changed in place is sent again, and only then."""
+    house.cell("xs = [1]")
+    assert house.distributed("len(xs)") == 1
+    assert house.names("xs") == set()
+    house.cell("xs.append(2)")
+    assert house.distributed("len(xs)") == 2
+
+
+def test_a_changed_part_goes_again(house: Any) -> None:
+    """Deep inside an object is a change as well."""
+    house.cell("class A: pass\na = A()\na.d = {'x': [1]}")
+    house.distributed("a.d")
+    house.cell("a.d['x'][0] = 2")
+    assert house.distributed("a.d") == {"x": [2]}
+
+
+def test_a_changed_array_goes_again(house: Any) -> None:
+    """Arrays are compared by their contents."""
+    pytest.importorskip("numpy")
+    house.cell("import numpy as np\nbig = np.zeros(1_000_000)")
+    house.distributed("big")
+    assert house.names("big") == set()
+    house.cell("big[777_777] = 1")
+    assert house.distributed("float(big.sum())") == 1
+
+
+def test_a_function_that_was_defined_again_goes_again(house: Any) -> None:
+    """Also when the cell uses it through another function only."""
+    house.cell("def g(): return 1\ndef f(): return g()")
+    assert house.distributed("f()") == 1
+    house.cell("def g(): return 2")
+    assert house.names("f()") == {"g"}
+    assert house.distributed("f()") == 2
+
+
+def test_a_class_attribute_that_changed_goes_again(house: Any) -> None:
+    """Setting it here sets it there, for instances that are there already."""
+    house.cell("class A:\n    x = 1\na = A()")
+    assert house.distributed("a.x") == 1
+    house.cell("A.x = 2")
+    assert house.distributed("a.x") == 2
+
+
+def test_another_number_goes_again(house: Any) -> None:
+    """Numbers are compared by value and type."""
+    house.cell("n = 1")
+    house.distributed("n")
+    house.cell("n = 1.0")
+    assert house.distributed("type(n).__name__") == "float"
+
+
+def test_a_later_submodule_is_imported_too(house: Any) -> None:
+    """The name is there already; what it leads to has grown."""
+    sys.modules.pop("xml.sax.saxutils", None)
+    house.cell("import xml.dom.minidom")
+    house.distributed("xml.dom.minidom.__name__")
+    house.cell("import xml.sax.saxutils")
+    assert house.distributed("xml.sax.saxutils.escape('<')") == "&lt;"
+    assert house.names("xml.dom.minidom") == set()
+    assert house.distributed("xml.dom.minidom.__name__") == "xml.dom.minidom"
+
+
+# --- shared objects ---------------------------------------------------------------------
+
+
+def test_names_that_share_an_object_go_together(house: Any) -> None:
+    """What is one object here is one object there."""
+    house.cell("params = [1]\nmodel, opt = {'p': params}, [params]")
+    assert house.distributed("opt[0] is model['p']") is True
+
+
+def test_a_shared_object_is_shipped_again_with_all_its_names(house: Any) -> None:
+    """When the optimizer changed, the model goes with it, also if the cell does not use it."""
+    house.cell("params = [1]\nmodel, opt = {'p': params}, [params]")
+    house.distributed("model, opt")
+    house.cell("opt.append('state')")
+    assert house.distributed("len(opt)") == 2
+    assert house.distributed("opt[0] is model['p']") is True
+    assert house.notices == ["sending `model` again: shares objects with `opt`"]
+
+
+def test_a_name_that_comes_later_brings_what_it_shares(house: Any) -> None:
+    """`opt` is made after `model` was shipped."""
+    house.cell("model = {'p': [1]}")
+    house.distributed("model")
+    house.cell("opt = [model['p']]")
+    assert house.distributed("opt[0] is model['p']") is True
+
+
+def test_unrelated_names_do_not_go_again(house: Any) -> None:
+    """A change of one thing does not overwrite what the workers made of another."""
+    house.cell("class A:\n    limits: list = []\na, b, c = A(), A(), [1]\na.x = b.x = 1")
+    house.distributed("b.x = 'trained'\na.x, c")
+    house.cell("a.x = 2\nc.append(2)")
+    assert house.names("a, c") == {"a", "c"}
+    assert house.distributed("a.x, b.x, c") == (2, "trained", [1, 2])
+
+
+def test_what_belongs_to_the_workers_is_not_brought_along(house: Any) -> None:
+    """Not even by an object that it shared here."""
+    house.cell("model = {'p': [1]}\nopt = [model['p']]")
+    house.distributed("model = 'workers'")
+    house.distributed("opt")
+    assert house.distributed("model") == "workers"
+
+
+# --- big values -------------------------------------------------------------------------
+
+
+def test_big_values_are_announced(house: Any) -> None:
+    """The user reads name, size and number of ranks before it is sent."""
+    house.notebook.names["corpus"] = b"x" * 200_000_000
+    shipment = plan("len(corpus)", house.ledger, (0, 1, 2, 3))
+    assert shipment
+    assert shipment.notices == ("shipping corpus (200 MB) to 4 ranks",)
+    assert shipment.bytes > 200_000_000
+    assert shipment.segment
+    shipment.segment.close()
+
+
+def test_a_function_that_drags_a_big_value_along_is_told_apart(house: Any) -> None:
+    """The notice names the captured variable."""
+    house.cell(
+        "def make():\n    corpus = bytes(70_000_000)\n"
+        "    def batches(): return len(corpus)\n    return batches\nbatches = make()"
+    )
+    shipment = plan("batches()", house.ledger, ALL)
+    assert shipment
+    assert shipment.notices == (
+        "shipping batches (70 MB, most of it in batches.<closure>.corpus) to 2 ranks",
+    )
+    house.send(shipment)
+    assert house.distributed("batches()") == 70_000_000
+
+
+def test_a_big_array_is_watched_without_reading_it_all(house: Any) -> None:
+    """Above 64 MiB a change is noticed if it is another array, or changed as a whole."""
+    pytest.importorskip("numpy")
+    house.cell("import numpy as np\nbig = np.zeros(9_000_000)")
+    house.distributed("big")
+    assert house.names("big") == set()
+    house.cell("big += 1")
+    assert house.names("big") == {"big"}
+    house.cell("big = np.zeros(9_000_000)")
+    assert house.names("big") == {"big"}
+
+
+def test_a_value_that_is_big_in_itself_is_not_pickled_for_every_cell(house: Any) -> None:
+    """Above 64 MiB of pickle it is the object that counts, and pickling is not tried."""
+    house.cell("big = [b'x' * 70_000_000]")
+    house.distributed("len(big)")
+    assert house.names("big") == set()
+    house.cell("big = [b'x' * 70_000_000]")
+    assert house.names("big") == {"big"}
+
+
+def test_the_ledger_keeps_nothing_big_alive(house: Any) -> None:
+    """What the user deletes is freed."""
+    import weakref
+
+    numpy = pytest.importorskip("numpy")
+    house.notebook.names["big"] = array = numpy.zeros(1_000_000)
+    gone = weakref.ref(array)
+    house.distributed("big.sum() and None")
+    del array, house.notebook.names["big"]
+    assert gone() is None
+
+
+def test_a_value_that_cannot_be_pickled_stops_the_cell(house: Any) -> None:
+    """Nothing is sent or recorded then, not even the names that could be."""
+    house.cell(
+        "import threading\nn = 1\nclass L: pass\nloader = L()\nloader.lock = threading.Lock()"
+    )
+    with pytest.raises(UnshippableName, match=r"`loader`: `loader\.lock` \(thread lock\)"):
+        plan("n, loader", house.ledger, ALL)
+    assert house.ledger.owners() == {}
+
+
+def test_what_a_function_needs_must_be_shippable_too(house: Any) -> None:
+    """A function that uses a lock of the notebook cannot go without it."""
+    house.cell("import threading\nlock = threading.Lock()\ndef f():\n    with lock: return 1")
+    with pytest.raises(UnshippableName, match="`lock`"):
+        plan("f()", house.ledger, ALL)
+    assert house.distributed("lock = __import__('threading').Lock()\nlock.locked()") is False
+    assert house.distributed("f()") == 1

@@ -1,0 +1,75 @@
+"""Tests of `nbdist.notebook.command`: what is in the folder is there, documented, and alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from nbdist.errors import UsageError, WorldNotStarted
+from nbdist.notebook import commands
+from nbdist.notebook.command import find_commands
+from nbdist.notebook.pool import Pools
+
+README = Path(__file__).parent.parent.parent / "README.md"
+ROW = re.compile(r"^\| `(%%?\w+)", re.MULTILINE)
+
+FEATURE = '''
+"""Says hello."""
+
+from __future__ import annotations
+
+from IPython.core.magic_arguments import argument
+
+from nbdist.notebook.command import Line, command
+from nbdist.notebook.options import ranks_option
+
+
+@command(argument("--word", default="hello", help="what to say"), ranks_option)
+def dist_hello(line: Line) -> str:
+    """Say hello in as many words as there are workers."""
+    return line.options.word * line.world.size
+
+
+@command()
+def dist_mute(line: Line) -> str:
+    """Be stopped while it says something."""
+    raise KeyboardInterrupt
+'''
+
+
+def test_the_readme_has_a_row_for_each_magic():
+    """The table of magics is what is registered, no more and no less."""
+    table = re.search(r"^\|.*%%distributed.*\n(\|.*\n)*", README.read_text(), re.MULTILINE)
+    rows = ROW.findall(table[0] if table else "")
+    assert sorted(rows) == sorted(each.shown_name for each in find_commands())
+
+
+def test_each_magic_is_documented():
+    """The help of each begins with its usage and has a sentence that says what it does."""
+    for each in find_commands():
+        usage, _, rest = (each.run.__doc__ or "").partition("\n\n")
+        assert usage == "::"
+        assert rest.lstrip().startswith(f"%{each.name} ")
+        assert re.search(r"^[A-Z].*[.:]$", rest, re.MULTILINE), each
+
+
+def test_a_feature_is_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pools: Pools, capsys: pytest.CaptureFixture
+):
+    """A file in the folder is found; its options, workers and Stop are seen to."""
+    (tmp_path / "hello.py").write_text(FEATURE)
+    monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
+    found = {each.name: each.magic(pools) for each in find_commands()}
+    with pytest.raises(WorldNotStarted, match=re.escape("`%dist_hello` needs workers")):
+        found["dist_hello"]("-r 0")
+    with pytest.raises(UsageError) as wrong:
+        found["dist_hello"]("--wrod x")
+    assert str(wrong.value) == (
+        "`%dist_hello`: unrecognized arguments: --wrod x. `%dist_hello?` shows all options."
+    )
+    with pytest.raises(KeyboardInterrupt, match=re.escape("no workers were started.")):
+        found["dist_mute"]("")
+    found["dist_why"]("")
+    assert capsys.readouterr().out == "nothing has failed so far\n"

@@ -1,0 +1,74 @@
+"""Tests of `nbdist.notebook.display`: where a cell's output appears."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from nbdist.notebook.display import NOTHING, PanelDisplay, PlainDisplay
+from nbdist.output.events import Display, Done, Output, Text
+from nbdist.output.transcript import Transcript
+from nbdist.world.running import News
+
+
+def took(*outputs: Output) -> tuple[Transcript, News]:
+    """A cell of two ranks, of which the first has said something."""
+    transcript = Transcript(range(2))
+    transcript.start(0.0)
+    for output in outputs:
+        transcript.receive(0, output, 1.0)
+    for rank in range(2):
+        transcript.receive(rank, Done("ok", 1.0), 1.0)
+    return transcript, [(0, output) for output in outputs]
+
+
+def shown(capsys: pytest.CaptureFixture[str]) -> list[dict[str, str]]:
+    """What was displayed: without a shell IPython prints it."""
+    return [ast.literal_eval(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines are printed as they come, and the ranks that wait once."""
+    display = PlainDisplay()
+    transcript, news = took(Text("stdout", "a\nb"))
+    display.note("a note")
+    for waits in ("rank 0 waits", "rank 0 waits", ""):
+        display.show(transcript, news, waits)
+        news = []
+    display.end(transcript, {})
+    display.end_again(transcript, {})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "a note"
+    assert sorted(lines[1:4]) == ["[0] a", "[0] b", "rank 0 waits"]
+    assert lines[4:] == ["2 ranks · 1.0 s"]
+
+
+def test_a_fast_cell_does_not_flash(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is drawn at its end alone, in both forms, with the notes that were made."""
+    display = PanelDisplay()
+    transcript, news = took(Text("stdout", "a\n"))
+    display.show(transcript, news)
+    assert shown(capsys) == []
+    display.note("restarted")
+    display.end(transcript, {})
+    *_, last = shown(capsys)
+    assert last["text/plain"].startswith("2 ranks · 1.0 s · ✓ 2\n── rank 0 ──\na")
+    assert last["text/plain"].endswith("\nrestarted")
+    assert last["text/html"].startswith("<div")
+
+
+def test_figures_can_be_found(capsys: pytest.CaptureFixture[str]) -> None:
+    """Programs find a figure that the panel has, which pages do not show again; others follow."""
+    transcript, _ = took(
+        Text("stdout", "a\n"),
+        Display({"image/png": "aGk=", "text/plain": "<Figure>"}, {}),
+        Display({"application/javascript": "alert(1)", "text/plain": "js"}, {}),
+    )
+    PanelDisplay().end(transcript, {})
+    panel, caption, script, figure = shown(capsys)
+    assert "aGk=" in panel["text/html"]
+    assert caption == {"text/plain": "rank 0"}
+    assert script["application/javascript"] == "alert(1)"
+    assert (figure["image/png"], figure["text/html"]) == ("aGk=", NOTHING)
+    assert figure["text/plain"] == "figure of rank 0, shown above"

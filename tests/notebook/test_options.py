@@ -1,0 +1,162 @@
+"""Tests of `nbdist.notebook.options`: lines of magics as people type them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from IPython.core.magic_arguments import argument, magic_arguments
+
+from nbdist import World
+from nbdist.config import OPTIONS
+from nbdist.errors import UsageError, WorldChanged
+from nbdist.notebook.options import (
+    at_once,
+    check_same,
+    given,
+    parse,
+    pool_option,
+    ranks_option,
+    restarts_option,
+    world_options,
+)
+
+
+@magic_arguments()
+@argument("names", nargs="*", help="names")
+@ranks_option
+@restarts_option
+@world_options
+@pool_option
+def magic() -> None:
+    """Do nothing."""
+
+
+def options(line: str) -> argparse.Namespace:
+    return parse(magic, "%magic", line)
+
+
+def test_nothing_said() -> None:
+    """Is nothing given; cells are not run again."""
+    said = options("")
+    assert given(said) == {}
+    assert (said.pool, said.ranks, said.max_restarts, said.names) == (None, None, 0, [])
+
+
+def test_all_options() -> None:
+    """Each is the argument of `World` by its name, as the value that it means."""
+    said = options(
+        "-n 4 --backend GLOO --gpus 0,1 --share-gpus --name exp/run --env A=1 --env 'B=x y'"
+        " --env-file .env --debug --python py --wrap 'nice -n 5' --cpus 2 --launcher local"
+        " --no-fork --on-failure stop --hang-timeout 0.5 --no-free --pool trainer"
+    )
+    assert given(said) == {
+        **{"n": 4, "backend": "gloo", "gpus": "0,1", "share_gpus": True, "name": "exp/run"},
+        **{"env": {"A": "1", "B": "x y"}, "env_file": ".env", "debug": True, "python": "py"},
+        **{"wrap": "nice -n 5", "cpus": 2, "launcher": "local", "fork": False},
+        **{"on_failure": "stop", "hang_timeout": 0.5, "free": False},
+    }
+    assert given(options("-j 2x1")) == {"layout": "2x1"}
+    assert said.pool == "trainer"
+    assert at_once(said) == {"on_failure": "stop", "hang_timeout": 0.5, "free": False}
+    only_in_python = {name for name, option in OPTIONS.items() if not option.flag}
+    assert given(said).keys() == OPTIONS.keys() - only_in_python - {"pool", "layout"}
+
+
+@pytest.mark.parametrize("quoted", ["--wrap='nice -n 5'", '--wrap "nice -n 5"'])
+def test_quotes_around_a_value(quoted: str) -> None:
+    """Of both kinds, and with `=`; a variable's value may have its own."""
+    assert given(options(quoted)) == {"wrap": "nice -n 5"}
+    assert given(options('--env A="1 2"')) == {"env": {"A": "1 2"}}
+    assert given(options("--hang-timeout '3'")) == {"hang_timeout": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks"),
+    [("-r -1", "-1"), ("-r -1,0", "-1,0"), ("--ranks=::2", "::2"), ("-r 0 a", "0")],
+)
+def test_ranks(line: str, ranks: str) -> None:
+    """A minus sign makes no option of them."""
+    assert options(line).ranks == ranks
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--bogus", "`%magic`: unrecognized arguments: --bogus. `%magic?` shows all options."),
+        ("-n", "`%magic`: argument -n: expected one argument. `%magic?` shows all options."),
+        ("-n x", "`-n x`: that is not a number of workers. Use `-n 4`, `-n auto`, `-n gpu` or"),
+        ("--cpus many", "`--cpus many`: a number of cores for each worker, such as 4."),
+        ("--hang-timeout soon", "`--hang-timeout soon`: a number of seconds, such as 30 or 0.5."),
+        ("--max-restarts -1", "`--max-restarts -1`: a number of attempts after the first, such"),
+        ("--max-restarts x", "`--max-restarts x`: a number of attempts after the first, such"),
+        ("--name 'x", "`%magic`: No closing quotation. `%magic?` shows all options."),
+    ],
+)
+def test_what_cannot_be_is_one_line(line: str, said: str) -> None:
+    """The option, what is wrong with it, and what would be right."""
+    with pytest.raises(UsageError) as found:
+        given(options(line))
+    assert str(found.value).startswith(said)
+    assert "\n" not in str(found.value)
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    """One that is described and not started."""
+    return World(2, backend="gloo", name="run", env={"A": "1", "TOKEN": "x"}, wrap="nice", cpus=2)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "-n 2 --backend gloo --name run",
+        "-j 1x2",
+        "--env A=1 --wrap nice --cpus 2",
+        "--on-failure stop --hang-timeout 3 --no-free",
+        "--pool other",
+    ],
+)
+def test_what_is_so_may_be_said(world: World, line: str) -> None:
+    """Also what was chosen for a world; what can be changed at once is not compared."""
+    check_same(world, options(line))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "--backend none",
+            "`--backend gloo`, not `--backend none`. `%dist_restart",
+        ),
+        ("-j 2x1", "`-j 1x2`, not `-j 2x1`. `%dist_restart -j 2x1` starts new ones."),
+        ("--no-fork", "no `--no-fork`. `%dist_restart --no-fork` starts new ones."),
+        ("--debug", "no `--debug`. `%dist_restart --debug` starts new ones."),
+        ("--env A=2", "`--env A=1`, not `--env A=2`. `%dist_restart --env A=2`"),
+        ("--env B=2", "no `--env`. `%dist_restart --env B=2` starts new ones."),
+        ("--env TOKEN=y", "`--env TOKEN=...`, not `--env TOKEN=...`. `%dist_restart"),
+        ("--wrap 'nice -n 5'", '`--wrap nice`, not `--wrap "nice -n 5"`. `%dist_restart'),
+        ("--python py", "no `--python`. `%dist_restart --python py` starts new ones."),
+    ],
+)
+def test_what_is_not_so(world: World, line: str, said: str) -> None:
+    """What the workers have, and the line that starts such ones."""
+    with pytest.raises(UsageError) as found:
+        check_same(world, options(line))
+    assert str(found.value).startswith(f"The running workers have {said}")
+
+
+def test_another_number_of_workers(world: World) -> None:
+    """Has an error of its own, which names three ways out."""
+    with pytest.raises(WorldChanged, match="`%dist_scale 3` keeps their variables"):
+        check_same(world, options("-n 3"))
+
+
+@pytest.mark.parametrize("decorate", [world_options, pool_option])
+def test_help_of_options(decorate: Callable[..., Any]) -> None:
+    """Percent signs in it are signs."""
+    text = magic_arguments()(decorate(lambda line: None)).parser.format_help()
+    assert "%%" not in text

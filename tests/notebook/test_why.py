@@ -1,0 +1,51 @@
+"""Tests of `nbdist.notebook.why`: how the last failure is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbdist.notebook.why import Why, idle_end, why_died
+from nbdist.output.events import IGNORES_STOP, Died
+from tests.output.lab import Panel
+
+
+def test_both_forms() -> None:
+    """HTML and text say the same, the text without colours."""
+    why = Why("12:00:00 · rank 1", "\x1b[31mKeyError\x1b[0m: 'x'", ("rank 0: Freed",), "1.log")
+    lines = ["12:00:00 · rank 1", "KeyError: 'x'", "rank 0: Freed", "all of its lines: 1.log"]
+    assert why.text.split("\n") == lines
+    assert Panel(why.html).lines == lines
+
+
+def test_nothing_more_to_say() -> None:
+    """A title alone has no box."""
+    why = Why("12:00:00 · the agent has ended")
+    assert why.text == why.title
+    assert Panel(why.html).lines == [why.title]
+
+
+@pytest.mark.parametrize(
+    ("died", "end"),
+    [
+        (Died(-9, 1), "was killed by SIGKILL while no cell was running"),
+        (Died(3, 1, why="it left"), "exited with code 3 while no cell was running: it left"),
+        (Died(-9, 1, why=IGNORES_STOP), "did not listen to Stop and was killed"),
+    ],
+)
+def test_ends_of_idle_ranks(died: Died, end: str) -> None:
+    """How, and why where that is known; one that was stopped had a cell before."""
+    assert idle_end(died) == end
+
+
+def test_a_rank_that_died() -> None:
+    """Who, where, how, and its last lines, or that there are none."""
+    why = why_died(2, "node1", Died(-11, 1, 4711, ("Fatal error", "stack")), "2.log")
+    assert "rank 2 on node1 (pid 4711)" in why.title
+    assert why.title.endswith("the process was killed by SIGSEGV while no cell was running")
+    assert why.text.split("\n")[1:] == [
+        "its last lines:",
+        "Fatal error",
+        "stack",
+        "all of its lines: 2.log",
+    ]
+    assert why_died(2, "node1", Died(1, 1), "").body == "it had written nothing"

@@ -1,0 +1,156 @@
+"""Cells on some ranks, laid out and written; and what the HTML of a panel may be."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Sequence
+from html.parser import HTMLParser
+
+import pytest
+
+from nbdist.output.events import Died, Display, Done, Failure, Output, Text
+from nbdist.output.html import panel_html
+from nbdist.output.layout import Logs, final_layout, live_layout
+from nbdist.output.text import panel_text
+from nbdist.output.transcript import Transcript
+
+# What a panel may consist of; `tests.output.test_html` compares it with the real list.
+TAGS = {"div", "span", "details", "summary", "table", "tbody", "tr", "td", "img"}
+ATTRIBUTES = {"style", "open", "src", "width", "height"}
+STYLES = {
+    "background-color",
+    "border",
+    "border-collapse",
+    "border-left",
+    "border-radius",
+    "color",
+    "cursor",
+    "display",
+    "flex-direction",
+    "font-family",
+    "font-size",
+    "font-style",
+    "font-weight",
+    "line-height",
+    "margin",
+    "max-height",
+    "max-width",
+    "min-width",
+    "opacity",
+    "overflow",
+    "overflow-wrap",
+    "overflow-x",
+    "padding",
+    "padding-left",
+    "table-layout",
+    "text-align",
+    "text-decoration",
+    "vertical-align",
+    "white-space",
+}
+VOID = {"img"}
+
+
+class Panel(HTMLParser):
+    """The panel's text, and whether it is made of what is allowed and closes what it opens."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.stack: list[str] = []
+        self.opened: list[bool] = []
+        self.images: list[dict[str, str | None]] = []
+        self.feed(html)
+        self.close()
+        assert self.stack == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in TAGS
+        for name, value in attrs:
+            assert name in ATTRIBUTES
+            if name == "style":
+                rules = [rule.partition(":") for rule in str(value).split(";")]
+                assert {name for name, _, _ in rules} <= STYLES
+                # Relative to these JupyterLab drops a value without a word.
+                assert all("var(" not in value and "anywhere" not in value for *_, value in rules)
+        if tag == "img":
+            self.images.append(dict(attrs))
+        if tag == "details":
+            self.opened.append("open" in dict(attrs))
+        if tag not in VOID:
+            self.stack.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack.pop() == tag
+        if tag in {"div", "summary", "tr"}:
+            self.words.append("\n")
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def lines(self) -> list[str]:
+        return [line for line in "".join(self.words).split("\n") if line]
+
+
+def out(text: str) -> Text:
+    return Text("stdout", text)
+
+
+def value(text: str) -> Display:
+    return Display({"text/plain": text}, {}, is_result=True)
+
+
+def make(
+    ranks: int,
+    said: Callable[[int], Sequence[Output]],
+    *,
+    finished: bool = True,
+    seconds: Callable[[int], float] = lambda rank: 1.2,
+) -> Transcript:
+    """A cell on some ranks that took 1.2 s; a rank that said a Failure has failed."""
+    transcript = Transcript(range(ranks))
+    transcript.start(0.0)
+    for rank in range(ranks):
+        outputs = said(rank)
+        failed = any(isinstance(output, Failure) for output in outputs)
+        for output in outputs:
+            transcript.receive(rank, output, 1.2)
+        if finished and not any(isinstance(output, Died) for output in outputs):
+            transcript.receive(rank, Done("error" if failed else "ok", seconds(rank)), 1.2)
+    return transcript
+
+
+def final_html(transcript: Transcript, logs: Logs = None, note: str = "") -> str:
+    """What is seen of a finished cell."""
+    return panel_html(final_layout(transcript, logs, note))
+
+
+def final_text(transcript: Transcript, logs: Logs = None, note: str = "") -> str:
+    """The same as text."""
+    return panel_text(final_layout(transcript, logs, note))
+
+
+def live_html(transcript: Transcript, now: float, note: str = "") -> str:
+    """What is seen of a running cell."""
+    return panel_html(live_layout(transcript, now, note))
+
+
+def live_text(transcript: Transcript, now: float, note: str = "") -> str:
+    """The same as text."""
+    return panel_text(live_layout(transcript, now, note))
+
+
+def figure(title: str) -> Display:
+    """What matplotlib sends."""
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    plot, axes = pyplot.subplots(figsize=(3, 2))
+    axes.set_title(title)
+    png = io.BytesIO()
+    plot.savefig(png)
+    pyplot.close(plot)
+    data = {"image/png": base64.encodebytes(png.getvalue()).decode(), "text/plain": repr(plot)}
+    return Display(data, {"image/png": {"width": 300, "height": 200}})

@@ -1,0 +1,66 @@
+"""Tests of `nbdist.output.ansi`: coloured text as HTML."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from nbdist.output.ansi import ansi_html
+
+
+@pytest.mark.parametrize(
+    ("text", "html"),
+    [
+        ("plain", "plain"),
+        ("<b> & 'x' \"y\"", "&lt;b&gt; &amp; 'x' \"y\""),
+        ("\x1b[1mbold\x1b[0m", '<span style="font-weight:bold">bold</span>'),
+        ("\x1b[3mi\x1b[23m\x1b[4mu\x1b[24m!", None),
+        ("\x1b[38;2;200;80;10mtrue\x1b[m", '<span style="color:#c8500a">true</span>'),
+        ("\x1b[38;5;28mcube\x1b[39m", '<span style="color:#008700">cube</span>'),
+        ("\x1b[31;44mboth\x1b[0m", '<span style="color:#d43a3a;background-color:#2f7fe6">both</'),
+        ("\x1b[2mdim", '<span style="opacity:0.65">dim</span>'),
+        ("\x1b[7minverse", '<span style="background-color:rgba(128,128,128,0.4)">inverse</span>'),
+        ("\x1b[38;5mbroken\x1b[38;9;9mcodes", "brokencodes"),
+        ("\x1b[31m\x1b[0mnothing", "nothing"),
+    ],
+)
+def test_styles(text: str, html: str | None) -> None:
+    """Each style becomes inline CSS, plain text is only escaped."""
+    made = ansi_html(text)
+    if html is not None:
+        assert made.startswith(html)
+    else:
+        assert "font-style:italic" in made
+        assert "text-decoration:underline" in made
+        assert made.endswith("!")
+
+
+def test_nothing_to_inject() -> None:
+    """No text and no code comes through as markup."""
+    made = ansi_html("\x1b[31m<script>alert(1)</script>\x1b[38;2;1;2;999m<img>\x1b[0m\x1b")
+    assert set(re.findall(r"<(/?\w+)", made)) == {"span", "/span"}
+    assert "\x1b" not in made
+
+
+@pytest.mark.parametrize("code", [*range(30, 38), *range(90, 98)])
+def test_named_colours_are_legible(code: int) -> None:
+    """The sixteen named colours can be read on a white page and on a black one."""
+    light = luminance(ansi_html(f"\x1b[{code}mx"))
+    assert 1.05 / (light + 0.05) > 2.5
+    assert (light + 0.05) / 0.056 > 2.5
+
+
+@pytest.mark.parametrize("code", [16, 17, 18, 52, 230, 231, 232, 255])
+def test_extreme_colours_are_legible(code: int) -> None:
+    """A colour that would vanish on one of the themes is shifted until it does not."""
+    light = luminance(ansi_html(f"\x1b[38;5;{code}mx"))
+    assert 1.05 / (light + 0.05) > 2
+    assert (light + 0.05) / 0.056 > 1.8
+
+
+def luminance(html: str) -> float:
+    found = re.search(r"color:#(..)(..)(..)", html)
+    assert found is not None
+    red, green, blue = ((int(part, 16) / 255) ** 2.2 for part in found.groups())
+    return float(0.2126 * red + 0.7152 * green + 0.0722 * blue)

@@ -1,0 +1,299 @@
+"""Tests of `nbdist.output.html`: a cell's output as one piece of HTML."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import IPython
+import pytest
+from IPython.core.ultratb import AutoFormattedTB
+from tqdm import tqdm
+
+from nbdist.output.events import Died, Display, Done, Failure, Output, Skipped, Text
+from nbdist.output.html import MOST_BYTES, MOST_LIVE_BYTES
+from tests.output.lab import STYLES, TAGS, Panel, figure, final_html, live_html, make, out, value
+
+
+def failure(message: str, time_ns: int = 1) -> Failure:
+    """An exception with the traceback that IPython makes of it, in colour."""
+    theme: dict[str, Any] = (
+        {"theme_name": "neutral"} if IPython.version_info >= (9,) else {"color_scheme": "Neutral"}
+    )
+    formatter = AutoFormattedTB(mode="Context", tb_offset=0, **theme)
+    try:
+        raise ValueError(message)
+    except ValueError as error:
+        lines = formatter.structured_traceback(type(error), error, error.__traceback__)
+    return Failure("ValueError", message, tuple(lines), time_ns)
+
+
+def bar(done: int) -> Text:
+    written = io.StringIO()
+    with tqdm(total=5, desc="train", file=written, mininterval=0) as shown:
+        shown.update(done)
+    return Text("stderr", written.getvalue())
+
+
+@pytest.fixture(autouse=True)
+def no_tqdm_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep tqdm from starting a thread that would outlive the test."""
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
+
+
+# --- final ------------------------------------------------------------------------------
+
+
+def test_silent_cell() -> None:
+    """A cell that shows nothing is one dim line."""
+    assert Panel(final_html(make(8, lambda rank: []))).lines == ["8 ranks · 1.2 s"]
+
+
+def test_values() -> None:
+    """Short values are a table of two columns, equal ones once."""
+    html = final_html(make(8, lambda rank: [value(f"tensor({rank // 4}.5)")]))
+    assert Panel(html).lines == [
+        "8 ranks · 1.2 s · ✓ 8",
+        "ranks 0-3tensor(0.5)",
+        "ranks 4-7tensor(1.5)",
+    ]
+    assert html.count("<tr") == 2
+
+
+def test_groups() -> None:
+    """Equal ranks have one block; each is named by its ranks and how much it holds."""
+    said = {5: [out("a\nb\n"), Text("stderr", "careful\n")]}
+    panel = Panel(final_html(make(8, lambda rank: said.get(rank, [out("a\nb\n")]))))
+    assert panel.lines == [
+        "8 ranks · 1.2 s · ✓ 8",
+        "ranks 0-4,6-7 ✓ same · 2 lines",
+        "a",
+        "b",
+        "rank 5 ✓ 3 lines",
+        "a",
+        "b",
+        "careful",
+    ]
+    assert panel.opened == [True, True]
+
+
+def test_failed_rank() -> None:
+    """The traceback stands once, in its rank's block, as IPython wrote it but for its codes."""
+    html = final_html(
+        make(8, lambda rank: [out("shape (3, 4)\n"), *([failure("bad")] if rank == 5 else [])])
+    )
+    lines = Panel(html).lines
+    assert lines[:4] == [
+        "8 ranks · 1.2 s · ✓ 7 · ✗ 1",
+        "ranks 0-4,6-7 ✓ same · 1 line",
+        "shape (3, 4)",
+        "rank 5 ✗ 1 line",
+    ]
+    assert lines[-1] == "ValueError: bad"
+    assert sum("Traceback (most recent call last)" in line for line in lines) == 1
+    assert any(line.startswith("--> ") or "---> " in line for line in lines)
+    assert "\x1b" not in html
+
+
+def test_failures_that_follow() -> None:
+    """What failed after the first is a line; equal errors refer to the first rank."""
+    text = "[gloo/pair.cc:5] Connection closed by peer"
+    lost = Failure("RuntimeError", text, ("tb of gloo",), 50, connections="ended")
+    said: dict[int, list[Output]] = {
+        0: [lost],
+        1: [out("one\n"), failure("bad", 1)],
+        2: [out("two\n"), failure("bad", 2)],
+        3: [Died(-9, 60)],
+    }
+    lines = Panel(final_html(make(4, lambda rank: said[rank]))).lines
+    assert lines[0] == "4 ranks · 1.2 s · ✗ 4"
+    assert f"rank 0 ✗ RuntimeError: {text}" in " ".join(lines[1].split())
+    assert "rank 1 ✗ first · 1 line" in lines
+    assert "rank 2 ✗ 1 line ValueError: bad (as on rank 1)" in lines
+    assert "rank 3 ✗  the process was killed by SIGKILL" in lines
+    assert sum("Traceback (most recent call last)" in line for line in lines) == 1
+
+
+def test_many_groups() -> None:
+    """Of 64 different ranks the first and the failed have blocks, the others are behind one."""
+    said = {17: [out("mine\n"), failure("bad")]}
+    panel = Panel(final_html(make(64, lambda rank: said.get(rank, [out(f"rank {rank}\n")]))))
+    assert panel.opened[:3] == [True, True, False]
+    assert len(panel.opened) == 65
+    assert "62 more ranks with output of their own: 1-16,18-63" in panel.lines
+    assert panel.lines[1].startswith("01234567891011")
+
+
+def test_long_output() -> None:
+    """The last 200 lines are shown, and where the others are is said."""
+    said = out("".join(f"line {number}\n" for number in range(1000)))
+    lines = Panel(final_html(make(1, lambda rank: [said]), {0: "logs/0/stdout.log"})).lines
+    note = "… 800 lines more: %dist_output -r 0 --all, or logs/0/stdout.log"
+    assert lines[:4] == ["rank 0 · 1.2 s · ✓ 1", "rank 0 ✓ 1,000 lines", note, "line 800"]
+    assert lines[-1] == "line 999"
+    assert len(lines) == 203
+
+
+def test_lines_in_the_log_only() -> None:
+    """Lines that the notebook skipped are counted where they are missing."""
+    said: list[Output] = [out("a\n"), Skipped("stdout", 9000, 1200), out("b\n")]
+    lines = Panel(final_html(make(1, lambda rank: said), lambda rank: f"{rank}.log")).lines
+    assert lines[2:] == ["a", "… 1,200 lines only in the log: 0.log", "b"]
+
+
+def test_closed_when_much() -> None:
+    """Blocks after the first stay closed when 60 lines are open already."""
+    panel = Panel(final_html(make(4, lambda rank: [out(f"{rank}\n" * 25)])))
+    assert panel.opened == [True, True, False, False]
+
+
+def test_bars() -> None:
+    """A finished progress bar is one line of its block, tinted as stderr."""
+    html = final_html(make(2, lambda rank: [bar(5), out(f"rank {rank}\n")]))
+    assert sum("100%" in line for line in Panel(html).lines) == 2
+    assert html.count("rgba(255,80,80,0.1)") == 2
+
+
+def test_aborted_ranks() -> None:
+    """A rank that did not get to run the cell is no success."""
+    transcript = make(1, lambda rank: [out("x\n")], finished=False)
+    transcript.receive(0, Done("aborted", 0.0), 1.0)
+    assert "aborted" in final_html(transcript)
+
+
+def test_values_cannot_break_out() -> None:
+    """No text of a program becomes markup."""
+    nasty = "</div></details><script>alert(1)</script><img src=x onerror=y>"
+    said: list[Output] = [
+        out(nasty),
+        Display({"image/png": '"><script>', "text/plain": nasty}, {"image/png": {"width": nasty}}),
+        Failure(nasty, nasty, (nasty,), 1),
+    ]
+    for finished in (True, False):
+        transcript = make(2, lambda rank: said, finished=finished)
+        Panel(final_html(transcript, {0: nasty}, note=nasty))
+        Panel(live_html(transcript, 2.0, note=nasty))
+
+
+# --- live -------------------------------------------------------------------------------
+
+
+def test_live_groups() -> None:
+    """Each group shows its last lines, failed ones first, and what the ranks wait for."""
+    steps = "".join(f"step {number}\n" for number in range(40))
+    said = {1: [out(steps), failure("bad")]}
+    transcript = make(4, lambda rank: said.get(rank, [out(steps)]), finished=False)
+    lines = Panel(live_html(transcript, 12.34, note="ranks 0-2 wait in all_reduce")).lines
+    assert lines[:3] == [
+        "4 ranks · 12.3 s · ● 3 · ✗ 1",
+        "ranks 0-2 wait in all_reduce",
+        "rank 1 ✗ … 28 earlier",
+    ]
+    assert lines[-13] == "ranks 0,2-3 ● same · … 28 earlier"
+    assert lines[-1] == "step 39"
+    assert "details" not in live_html(transcript, 1.0)
+
+
+def test_live_bar() -> None:
+    """A rank's progress bar is its last line, in its newest state."""
+    transcript = make(2, lambda rank: [out("start\n"), bar(3 + rank)], finished=False)
+    assert [line[:11] for line in Panel(live_html(transcript, 1.0)).lines if "%" in line] == [
+        "train:  60%",
+        "train:  80%",
+    ]
+
+
+def test_live_of_many_ranks() -> None:
+    """Above 16 ranks there is a line for each distinct last line, 16 at most."""
+    transcript = make(64, lambda rank: [out(f"{rank}\nlast {rank // 3}\n")], finished=False)
+    lines = Panel(live_html(transcript, 1.0)).lines
+    assert lines[2:4] == ["0-2last 0", "3-5last 1"]
+    assert lines[17:] == ["45-47last 15", "and 16 more: ranks 48-63"]
+
+
+def test_live_figure() -> None:
+    """A figure that fits is seen while the cell runs, a bigger one is named."""
+    shown = figure("loss")
+    transcript = make(2, lambda rank: [shown], finished=False)
+    assert len(Panel(live_html(transcript, 1.0)).images) == 1
+    big = Display({"image/png": "A" * 100_000, "text/plain": "<Figure>"}, {})
+    transcript = make(2, lambda rank: [big], finished=False)
+    assert Panel(live_html(transcript, 1.0)).lines[-1] == "<Figure>"
+
+
+def test_live_long_lines() -> None:
+    """Of a line that goes on and on the start is seen, and that there is more."""
+    for text, end in (("x" * 10_000, "… 9,600 more characters"), (WILD, "… more characters")):
+        transcript = make(2, lambda rank, text=text: [out(text)], finished=False)
+        line = Panel(live_html(transcript, 1.0)).lines[-1]
+        assert line.startswith(("xxx", "<&><&>"))
+        assert line.endswith(end)
+
+
+def test_nothing_yet() -> None:
+    """Before the first output there is only the head."""
+    transcript = make(8, lambda rank: [], finished=False)
+    assert Panel(live_html(transcript, 2.0)).lines == ["8 ranks · 2.0 s · ● 8"]
+
+
+# --- bounds -----------------------------------------------------------------------------
+
+LINES = "".join(f"step {number} <loss> & \x1b[32m0.{number}\x1b[0m\n" for number in range(50_000))
+WILD = "\x1b[31m<&>\x1b[0m" * 5_000 + "\n"
+
+TILES = "\x1b[31m<<<<\x1b[32m&&&&" * 45 + "\x1b[0m\n"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        pytest.param(4, lambda rank: [out(f"rank {rank}\n" + LINES)], id="4 x 50,000 lines"),
+        pytest.param(64, lambda rank: [out(f"{rank}\n" + LINES[:90_000])], id="64 ranks"),
+        pytest.param(8, lambda rank: [out(f"{rank}" + "<" * 10_000_000)], id="lines of 10 MB"),
+        pytest.param(64, lambda rank: [out(f"{rank}\n" + WILD * 5)], id="colours everywhere"),
+        pytest.param(
+            64,
+            lambda rank: [out(f"{rank}\n"), Failure("E", "<" * 9_000, (WILD * 10,), rank)],
+            id="64 long tracebacks",
+        ),
+        pytest.param(12, lambda rank: [out(f"{rank}\n" + TILES * 9)], id="coloured tiles"),
+        pytest.param(1024, lambda rank: [out(f"{rank}\n" + LINES[:9_000])], id="1,024 ranks"),
+        pytest.param(1024, lambda rank: [value("<" * 100 + str(rank))], id="1,024 values"),
+        pytest.param(
+            64,
+            lambda rank: [Display({"text/html": f"<b>{rank}{'x' * 150_000}</b>"}, {})],
+            id="64 big tables",
+        ),
+    ],
+)
+def test_bounds(ranks: int, said: Callable[[int], Sequence[Output]]) -> None:
+    """A live panel is at most 64 KB, a final one 1 MB."""
+    transcript = make(ranks, said, finished=False)
+    live = live_html(transcript, 1.0)
+    assert 400 < len(live.encode()) <= MOST_LIVE_BYTES == 64_000
+    assert ranks > 16 or len(Panel(live).lines) > ranks
+    for rank in range(ranks):
+        transcript.receive(rank, Done("ok", 1.0), 1.0)
+    final = final_html(transcript)
+    assert len(final.encode()) <= MOST_BYTES == 1_000_000
+
+
+# --- JupyterLab -------------------------------------------------------------------------
+
+
+def test_jupyterlab_allows_it() -> None:
+    """All tags and styles of a panel are on the list of the installed JupyterLab's sanitiser."""
+    static = Path(sys.prefix, "share", "jupyter", "lab", "static")
+    scripts = [path.read_text("utf-8") for path in static.glob("jlab_core.*.js")]
+    if not scripts:
+        pytest.skip("JupyterLab is not installed")
+    tags = re.search(r'allowedTags:\[("[^\]]*")\]', scripts[0])
+    styles = re.search(r'allowedStyles:\{"\*":\{(.*?)\}\}', scripts[0])
+    assert tags is not None
+    assert styles is not None
+    assert set(re.findall(r'"([\w-]+)"', tags[1])) >= TAGS
+    assert set(re.findall(r'"?([\w-]+)"?:\[', styles[1])) >= STYLES

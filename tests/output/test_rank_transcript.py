@@ -1,0 +1,145 @@
+"""Tests of `nbdist.output.rank_transcript`: what one rank has said, piece by piece."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nbdist.output.events import Clear, Died, Display, Done, Failure, Output, Skipped, Text, Update
+from nbdist.output.rank_transcript import Gap, RankTranscript, Shown
+from nbdist.output.screen import Line
+
+
+def out(text: str) -> Text:
+    return Text("stdout", text)
+
+
+def figure(name: str, display_id: str | None = None) -> Display:
+    return Display({"text/plain": name}, {}, display_id)
+
+
+def failure(time_ns: int = 1) -> Failure:
+    return Failure("ValueError", "bad", ("a traceback",), time_ns)
+
+
+def said(*outputs: Output) -> RankTranscript:
+    transcript = RankTranscript(0, 10_000)
+    for output in outputs:
+        transcript.receive(output, 1.0)
+    return transcript
+
+
+def texts(transcript: RankTranscript) -> list[str]:
+    found = []
+    for item in transcript.tail(100):
+        match item:
+            case Line(text=text):
+                found.append(text)
+            case Shown():
+                found.append(f"<{item.plain}>")
+            case Gap(lines=lines):
+                found.append(f"({lines} skipped)")
+    return found
+
+
+def test_version() -> None:
+    """The version changes with what there is to see, and with nothing else."""
+    transcript = said()
+    versions = [transcript.version]
+    for output in (out("a"), figure("f", "id"), Update({}, {}, "id"), Done("ok", 1.0)):
+        transcript.receive(output, 1.0)
+        versions.append(transcript.version)
+    assert len(set(versions)) == len(versions)
+    for nothing in (out(""), Update({}, {}, "unknown"), Clear(wait=True)):
+        transcript.receive(nothing, 1.0)
+        assert transcript.version == versions[-1]
+
+
+def test_order() -> None:
+    """Text, displays and gaps stay in the order in which the rank showed them."""
+    outputs = [out("a\nb"), figure("plot"), out("c\n"), Skipped("stdout", 90, 7), out("d\n")]
+    transcript = said(*outputs)
+    assert texts(transcript) == ["a", "b", "<plot>", "c", "(7 skipped)", "d"]
+    assert transcript.line_count == 11
+    assert [item.text for item in transcript.tail(1) if isinstance(item, Line)] == ["d"]
+
+
+def test_gaps_are_merged() -> None:
+    """What was skipped twice in a row is counted together."""
+    assert texts(said(Skipped("stdout", 10, 2), Skipped("stderr", 20, 3))) == ["(5 skipped)"]
+
+
+def test_update_in_place() -> None:
+    """An update changes every display with its id, where it is."""
+    outputs = [figure("one", "x"), out("between\n"), figure("two", "x"), figure("other", "y")]
+    transcript = said(*outputs, Update({"text/plain": "new"}, {}, "x"))
+    assert texts(transcript) == ["<new>", "between", "<new>", "<other>"]
+    assert transcript.has_display("y")
+    assert not transcript.has_display("z")
+
+
+def test_clear() -> None:
+    """`clear_output()` forgets at once, with wait=True only when the next output comes."""
+    assert texts(said(out("a\n"), Clear(wait=False))) == []
+    transcript = said(out("a\n"), Clear(wait=True))
+    assert texts(transcript) == ["a"]
+    transcript.receive(figure("b"), 2.0)
+    assert texts(transcript) == ["<b>"]
+    transcript.receive(figure("c"), 2.0)
+    assert texts(transcript) == ["<b>", "<c>"]
+
+
+def test_limit_of_lines() -> None:
+    """A rank keeps its last lines, over displays between them; all lines are counted."""
+    transcript = RankTranscript(0, keep_lines=100)
+    for number in range(300):
+        transcript.receive(out(f"{number}\n" * 10), 1.0)
+        if number % 10 == 0:
+            transcript.receive(figure("f"), 1.0)
+    lines = [item for item in transcript.tail(10_000) if isinstance(item, Line)]
+    assert 100 <= len(lines) <= 200
+    assert lines[-1].text == "299"
+    assert transcript.line_count == 3000
+
+
+def test_silent() -> None:
+    """A rank that has shown nothing, or wiped what it has shown, is silent; one that failed not."""
+    assert said(Done("ok", 1.0)).is_silent
+    assert said(out("50%\r   \r")).is_silent
+    assert not said(failure()).is_silent
+    assert not said(figure("f")).is_silent
+
+
+def test_error_of_a_dead_rank() -> None:
+    """Of a rank that raised and then died the earlier of both is the error."""
+    transcript = said(failure(5), Died(1, 9))
+    assert transcript.state == "died"
+    assert isinstance(transcript.error, Failure)
+
+
+def test_an_error_that_did_not_end_the_cell() -> None:
+    """What a callback raised, or a thread after the end, is text like any other."""
+    during = said(failure(), Done("ok", 1.0))
+    after = said(Done("ok", 1.0), failure())
+    for transcript in (during, after):
+        assert (transcript.state, transcript.error) == ("ok", None)
+        assert transcript.tail(1) == [Line("a traceback", stderr=True)]
+
+
+OUTPUTS = st.lists(
+    st.one_of(
+        st.sampled_from([out("a\n"), out("b"), out("\rc"), Clear(wait=True), Clear(wait=False)]),
+        st.sampled_from([figure("f", "x"), Update({"text/plain": "g"}, {}, "x")]),
+        st.just(Skipped("stdout", 5, 2)),
+    ),
+    max_size=12,
+)
+
+
+@settings(deadline=None, database=None, derandomize=True)
+@given(OUTPUTS, OUTPUTS)
+def test_bodies_compare_what_is_seen(one: list[Output], other: list[Output]) -> None:
+    """Two ranks of which the same is seen are the same, however they came there."""
+    first, second = said(*one), said(*other)
+    if texts(first) == texts(second):
+        assert first.body.exact == second.body.exact

@@ -1,0 +1,209 @@
+"""Tests of `nbdist.output.transcript` (and `track`, `sameness`): one cell on N ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from nbdist.output.events import Died, Display, Done, Failure, Output, Text, Update
+from nbdist.output.screen import Line
+from nbdist.output.transcript import Transcript
+
+
+def out(text: str) -> Text:
+    return Text("stdout", text)
+
+
+def failure(message: str, time_ns: int, name: str = "ValueError", line: int = 5) -> Failure:
+    lines = ("-----", f"\x1b[36mCell In[1], line {line}\x1b[39m\nraise it", f"{name}: {message}")
+    return Failure(name, message, lines, time_ns)
+
+
+def ran(ranks: int, said: Callable[[int], list[Output]]) -> Transcript:
+    """A transcript in which every rank has said something; none has finished."""
+    transcript = Transcript(range(ranks))
+    transcript.start(0.0)
+    for rank in range(ranks):
+        for output in said(rank):
+            transcript.receive(rank, output, 1.0)
+    return transcript
+
+
+def groups(transcript: Transcript) -> list[tuple[int, ...]]:
+    return [group.ranks for group in transcript.groups()]
+
+
+def figure(name: str, display_id: str | None = None) -> Display:
+    return Display({"text/plain": name}, {}, display_id)
+
+
+# --- states and times -------------------------------------------------------------------
+
+
+def test_states() -> None:
+    """A rank waits, runs, and ends in the state that its last output tells."""
+    transcript = Transcript([0, 1, 2, 3, 4])
+    assert transcript.states() == {"waiting": 5}
+    transcript.start(10.0)
+    assert transcript.states() == {"running": 5}
+    transcript.receive(0, Done("ok", 1.5), 12.0)
+    transcript.receive(1, failure("x", 5), 12.0)
+    assert transcript[1].state == "failed"
+    assert not transcript.is_finished
+    transcript.receive(1, Done("error", 2.0), 12.5)
+    transcript.receive(2, Died(-9, 6), 13.0)
+    transcript.receive(3, Done("aborted", 0.0), 13.0)
+    assert not transcript.is_finished
+    transcript.receive(4, Done("ok", 4.0), 14.0)
+    assert transcript.is_finished
+    assert [track.state for track in transcript] == ["ok", "failed", "died", "aborted", "ok"]
+    assert transcript.failed == (1, 2)
+    assert repr(transcript) == "<Transcript ranks 0-4: 2 ok, 1 failed, 1 died, 1 aborted>"
+
+
+def test_times() -> None:
+    """Time runs until the last rank has finished; each rank's seconds are its own."""
+    transcript = Transcript([0, 1])
+    assert transcript.elapsed(5.0) == 0.0
+    transcript.start(10.0)
+    assert transcript.elapsed(12.0) == 2.0
+    transcript.receive(0, Done("ok", 1.5), 12.0)
+    transcript.receive(1, Died(-9, 1), 13.0)
+    assert transcript.elapsed(99.0) == 3.0
+    assert (transcript[0].seconds, transcript[1].seconds) == (1.5, 3.0)
+
+
+# --- equal ranks ------------------------------------------------------------------------
+
+
+def test_equal_ranks() -> None:
+    """Ranks with the same output are one group; the order is that of their first ranks."""
+    said = {1: "b\n", 3: "b\n", 4: "c\n"}
+    assert groups(ran(6, lambda rank: [out(said.get(rank, "a\n"))])) == [(0, 2, 5), (1, 3), (4,)]
+
+
+def test_own_number_in_text_counts() -> None:
+    """What a rank prints about itself is output of its own."""
+    assert len(groups(ran(4, lambda rank: [out(f"rank {rank}: loss\n")]))) == 4
+
+
+def test_addresses_devices_processes() -> None:
+    """Of more than a few lines the same but for addresses, devices and pids is shown once."""
+    said = "<M at 0x7f00000000{0:02x}> cuda:{0} pid={1}\n"
+    few = ran(3, lambda rank: [out(said.format(rank, 400 + rank))])
+    assert groups(few) == [(0,), (1,), (2,)]
+    many = ran(3, lambda rank: [out(said.format(rank, 400 + rank) * 9)])
+    assert groups(many) == [(0, 1, 2)]
+    (group,) = many.groups()
+    assert group.likeness == "places"
+    assert group.tail(1) == [
+        Line(
+            "<M at 0x{7f0000000000,7f0000000001,7f0000000002}> cuda:{0-2} pid={400-402}",
+            stderr=False,
+        )
+    ]
+    assert ran(3, lambda rank: [out("x\n")]).groups()[0].likeness == "same"
+
+
+def test_displays_count() -> None:
+    """Equal text does not make ranks equal if their displays differ."""
+    transcript = ran(4, lambda rank: [out("a\n"), figure("odd" if rank % 2 else "even")])
+    assert groups(transcript) == [(0, 2), (1, 3)]
+    transcript.receive(1, Update({"text/plain": "?"}, {}, "no such id"), 1.0)
+    assert groups(transcript) == [(0, 2), (1, 3)]
+
+
+def test_wiped_output_equals_none() -> None:
+    """A bar that has wiped itself out leaves the rank equal to one that showed none."""
+    said = [[out("50%\r   \r")], []]
+    assert groups(ran(2, lambda rank: said[rank])) == [(0, 1)]
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["bad shard {rank}", "rank {rank} of 8.", "on cuda:{rank}", "5 shards, not 3", "plain"],
+)
+def test_equal_errors(message: str) -> None:
+    """Errors are alike if only the rank's own number differs, wherever it stands."""
+    transcript = ran(6, lambda rank: [failure(message.format(rank=rank), 100 - rank)])
+    assert groups(transcript) == [(0, 1, 2, 3, 4, 5)]
+    (group,) = transcript.groups()
+    assert group.shown.rank == 5  # the first one
+    assert isinstance(group.error, Failure)
+    assert group.error.message == message.format(rank="{0-5}")
+    assert group.error.traceback[-1].endswith(f"ValueError: {group.error.message}")
+    assert (group.likeness == "same") is ("{rank}" not in message)
+    assert transcript.alike_error(2) == (0, 1, 2, 3, 4, 5)
+
+
+def test_different_errors() -> None:
+    """Another message, type or line of code is another error; an error is not a success."""
+    said = [
+        [failure("bad 17", 1)],
+        [failure("bad 18", 2)],
+        [failure("bad 17", 3, name="TypeError")],
+        [failure("bad 17", 4, line=6)],
+        [],
+    ]
+    assert len(groups(ran(5, lambda rank: said[rank]))) == 5
+
+
+def test_failed_first() -> None:
+    """While a cell runs the groups that failed can be had first."""
+    said = {2: [failure("x", 1)]}
+    transcript = ran(4, lambda rank: said.get(rank, []))
+    assert groups(transcript) == [(0, 1, 3), (2,)]
+    assert [group.ranks for group in transcript.groups(failed_first=True)] == [(2,), (0, 1, 3)]
+
+
+# --- failures ---------------------------------------------------------------------------
+
+
+def test_root_cause() -> None:
+    """The earliest failure is the cause, to the nanosecond, whichever arrived first."""
+    lost = failure("Connection closed by peer [127.0.0.1]:9", 1_000_000_002, "RuntimeError")
+    lost = replace(lost, connections="ended")
+    transcript = Transcript(range(5))
+    assert transcript.root_cause() is None
+    transcript.receive(0, lost, 1.0)
+    transcript.receive(3, failure("bad", 1_000_000_001), 1.0)
+    transcript.receive(1, replace(lost, time_ns=1_000_000_003), 1.0)
+    transcript.receive(4, Died(-9, 1_000_000_009), 1.0)
+    cause = transcript.root_cause()
+    assert cause is not None
+    assert cause[0] == 3
+    assert set(transcript.errors) == {0, 1, 3, 4}
+    assert transcript.alike_error(0) == (0, 1)
+    parts = {group.ranks: group.part for group in transcript.groups()}
+    assert parts == {(0, 1): "other", (2,): "none", (3,): "first", (4,): "other"}
+
+
+def test_connections_of_the_user() -> None:
+    """That one of the user's own connections has ended follows from nothing."""
+    transcript = Transcript(range(2))
+    transcript.receive(0, failure("Connection reset by peer", 5, "ConnectionResetError"), 1.0)
+    transcript.receive(1, failure("bad", 9), 1.0)
+    cause = transcript.root_cause()
+    assert cause is not None
+    assert cause[0] == 0
+
+
+def test_stop_hits_anywhere() -> None:
+    """Ranks that Stop has ended in the same line of the cell are the same."""
+    transcript = Transcript(range(3))
+    for rank, (line, frame) in enumerate([(5, "wait"), (5, "all_reduce"), (4, "sleep")]):
+        traceback = (
+            f"Cell In[3], line {line}\n",
+            f"File torch.py, in {frame}",
+            "KeyboardInterrupt",
+        )
+        transcript.receive(rank, Failure("KeyboardInterrupt", "", traceback, rank), 1.0)
+    assert groups(transcript) == [(0, 1), (2,)]
+
+
+def test_same_error_different_output() -> None:
+    """A rank with the first one's error and other output is marked as having the same."""
+    transcript = ran(2, lambda rank: [out(f"rank {rank}\n"), failure("x", rank)])
+    assert [group.part for group in transcript.groups()] == ["first", "same"]

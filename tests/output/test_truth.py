@@ -1,0 +1,173 @@
+"""Tests that nothing is folded away: all that a rank has said can be had from what is shown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from html import unescape
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nbdist.output.events import Done, Failure, Text
+from nbdist.output.plain import PlainLines
+from nbdist.output.transcript import Transcript
+from nbdist.topology import parse_ranks
+from tests.output.lab import final_html, final_text, live_html, live_text
+
+Said = list[list[str]]
+"""The lines of each rank."""
+
+HEADER = re.compile(r"── ranks? ([\d,-]+)")
+SET = re.compile(r"\{([^}]*)\}")
+LINE = st.sampled_from(
+    ["loss 0.5", "cuda:{}", "GPU {} of 2", "pid {}", "a model at 0x7f{:06x} on cuda:{}", "done"]
+)
+
+
+same_each_time = settings(
+    deadline=None,
+    max_examples=60,
+    database=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+@st.composite
+def cells(draw: st.DrawFn) -> Said:
+    """Ranks that say nearly the same, with numbers that are each rank's own or not."""
+    lines = draw(st.lists(LINE, min_size=1, max_size=9))
+    number = st.integers(0, 20)
+    said = []
+    for _ in range(draw(st.integers(1, 20))):
+        numbers = draw(st.tuples(number, number))
+        said.append([line.format(*numbers) for line in lines])
+        if not draw(st.integers(0, 9)):
+            said[-1].append("more")
+    return said
+
+
+def transcript_of(said: Said, *, ended: bool) -> Transcript:
+    transcript = Transcript(range(len(said)))
+    transcript.start(0.0)
+    for rank, lines in enumerate(said):
+        transcript.receive(rank, Text("stdout", "".join(f"{line}\n" for line in lines)), 1.0)
+        if ended:
+            transcript.receive(rank, Done("ok", 1.0), 1.0)
+    return transcript
+
+
+def of_each(ranks: list[int], lines: list[str]) -> Iterator[tuple[int, list[str]]]:
+    """What each of some ranks has said, from the lines that stand below their header."""
+    for index, rank in enumerate(ranks):
+        yield rank, [SET.sub(lambda found, at=index: values(found[1])[at], line) for line in lines]
+
+
+def values(body: str) -> list[str]:
+    found: list[str] = []
+    for run in body.split(","):
+        value, _, times = run.partition("*")
+        first, _, last = value.partition("-")
+        found += map(str, range(int(first), int(last) + 1)) if last else [value] * int(times or 1)
+    return found
+
+
+def in_text(text: str, ranks: int) -> dict[int, list[str]]:
+    _head, *parts = re.split(r"^(?=── )", text, flags=re.MULTILINE)
+    found: dict[int, list[str]] = {}
+    for part in parts:
+        header, *lines = part.rstrip("\n").split("\n")
+        found.update(of_each([*parse_ranks(HEADER.match(header)[1], ranks)], lines))  # type: ignore[index]
+    return found
+
+
+def in_html(html: str, ranks: int) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for part in re.split(r"(?=<details|<tr|<div style=\"border-left)", html)[1:]:
+        names = re.search(r"ranks? ([\d,-]+)", part)
+        assert names is not None
+        if "more rank" in part:
+            continue
+        body = re.split(r"</summary>|</td>|</div>", part, maxsplit=1)[1]
+        plain = unescape(re.sub(r"<[^>]*>", "", re.sub(r"</div>", "\n", body)))
+        lines = [line for line in plain.split("\n") if line]
+        found.update(of_each([*parse_ranks(names[1], ranks)], lines))
+    return found
+
+
+@same_each_time
+@given(cells())
+def test_every_line(said: Said) -> None:
+    """Each line of each rank is in the panel, in its text, and in plain mode."""
+    expected = dict(enumerate(said))
+    ended = transcript_of(said, ended=True)
+    assert in_text(final_text(ended), len(said)) == expected
+    assert in_html(final_html(ended), len(said)) == expected
+    printed: dict[int, list[str]] = {rank: [] for rank in expected}
+    plain = PlainLines(expected)
+    for rank, lines in expected.items():
+        text = Text("stdout", "".join(f"{line}\n" for line in lines))
+        for line in [
+            *plain.receive(rank, text, 0.0),
+            *(plain.finish(0.0) if rank == len(said) - 1 else []),
+        ]:
+            ranks, _, rest = line[1:].partition("] ")
+            for each in parse_ranks(ranks, len(said)):
+                printed[each].append(rest)
+    assert printed == expected
+
+
+@same_each_time
+@given(cells().filter(lambda said: len(said) <= 4))
+def test_live_lines(said: Said) -> None:
+    """While the cell runs, the last lines that there is room for are those of each rank."""
+    running = transcript_of(said, ended=False)
+    for shown in (
+        in_text(live_text(running, 1.0), len(said)),
+        in_html(live_html(running, 1.0), len(said)),
+    ):
+        for rank, lines in enumerate(said):
+            assert shown[rank] == lines[-len(shown[rank]) :]
+            assert len(shown[rank]) >= min(len(lines), 6)
+
+
+@pytest.mark.parametrize("ranks", [4, 40])
+def test_devices(ranks: int) -> None:
+    """`print(device)` has a row per rank, or, where that would be too many, a set."""
+    said = [[f"cuda:{rank}"] for rank in range(ranks)]
+    transcript = transcript_of(said, ended=True)
+    shown = final_text(transcript).split("\n")[1:]
+    if ranks == 4:
+        assert shown == [x for rank in range(4) for x in (f"── rank {rank} ──", f"cuda:{rank}")]
+    else:
+        assert shown == ["── ranks 0-39 (same but for {…}) ──", "cuda:{0-39}"]
+    assert in_html(final_html(transcript), ranks) == dict(enumerate(said))
+    assert in_html(live_html(transcript, 1.0), ranks) == dict(enumerate(said))
+
+
+def test_errors() -> None:
+    """An error that is each rank's own has a set; the header does not call it the same."""
+    transcript = transcript_of([["x"]] * 4, ended=False)
+    for time_ns, rank in enumerate([3, 1]):
+        message = f"'missing key {rank}'"
+        lines = ("Cell In[1], line 2", f"KeyError: {message}")
+        transcript.receive(rank, Failure("KeyError", message, lines, time_ns), 1.0)
+    expected = ["── ranks 1,3 (same but for {…}) ✗ ──", "x", "Cell In[1], line 2"]
+    expected += ["KeyError: 'missing key {1,3}'"]
+    shown = final_text(transcript).split("\n")
+    assert shown[-4:] == expected
+    assert "KeyError: 'missing key {1,3}'" in final_html(transcript)
+    assert "KeyError: 'missing key {1,3}'" in live_html(transcript, 1.0)
+    assert "KeyError: 'missing key {1,3}'" in live_text(transcript, 1.0)
+
+
+def test_long_errors() -> None:
+    """Messages that differ only far behind their beginning are not the same."""
+    transcript = transcript_of([["x"]] * 2, ended=False)
+    for rank in range(2):
+        message = "y" * 200_000 + f" rank {rank}"
+        failure = Failure("E", message, ("Cell In[1], line 2", f"E: {message}"), rank)
+        transcript.receive(rank, failure, 1.0)
+    assert len(transcript.groups()) == 2

@@ -1,0 +1,130 @@
+"""Tests of `nbdist.config`: each option of a world, as a flag, as an argument, and its check."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbdist import World
+from nbdist.config import OPTIONS, Patience, WorldConfig, unquoted, whole_number
+from nbdist.errors import UsageError
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"n": 8, "layout": "2x4"}, "`-n 8 -j 2x4`: one of both."),
+        ({"wrap": ""}, '`--wrap ""`: a command and its arguments'),
+        ({"wrap": "nice 'x"}, "`--wrap nice 'x`: no closing quotation."),
+        ({"name": "../x"}, "`--name ../x`: it names a folder below the log folder"),
+        ({"name": "/x"}, "`--name /x`: it names a folder below the log folder"),
+        ({"name": "a//b"}, "`--name a//b`: it names a folder below the log folder"),
+        ({"name": "a/."}, "`--name a/.`: it names a folder below the log folder"),
+        ({"name": "x" * 101}, f"`--name {'x' * 101}`: it names a folder below the log folder"),
+        ({"cpus": "many"}, "`--cpus many`: a number of cores for each worker, such as 4."),
+        ({"cpus": 0}, "`--cpus 0`: a number of cores for each worker, such as 4."),
+        ({"env": ["A"]}, "`--env A`: a name and its value, such as `--env SEED=1`."),
+        ({"env": ["2A=1"]}, "`--env 2A`: a name and its value, such as `--env SEED=1`."),
+        ({"n": 0}, "`-n 0`: it takes at least one worker. Use `-n 4`"),
+        ({"layout": "x"}, "`-j x`: that is not nodes and workers. Use `-j 4`"),
+        ({"backend": "mpi"}, "`--backend mpi`: that is not a backend. Use"),
+        ({"on_failure": "retry"}, "`--on-failure retry`: there are heal (the default), "),
+        ({"hang_timeout": 0}, "`--hang-timeout 0`: a number of seconds, such as 30 or 0.5."),
+        ({"hang_timeout": "nan"}, "`--hang-timeout nan`: a number of seconds, such as 30"),
+        ({"hang_timeout": "soon"}, "`--hang-timeout soon`: a number of seconds, such as 30"),
+        ({"cpus": 10_000}, "`--cpus 10000`: a number of cores for each worker, such as 4."),
+    ],
+)
+def test_what_can_never_be_is_refused_in_one_line(said: dict[str, Any], told: str) -> None:
+    """Which option, why, and what would be right."""
+    with pytest.raises(UsageError) as found:
+        WorldConfig(**said)
+    assert str(found.value).startswith(told)
+    assert "\n" not in str(found.value)
+
+
+def test_text_and_values_are_the_same() -> None:
+    """What a flag says and what Python says become one value."""
+    typed = WorldConfig("4", cpus="2", env=["A=1", "B='x y'"], hang_timeout="3", backend="GLOO")  # type: ignore[arg-type]
+    assert typed == WorldConfig(
+        4, cpus=2, env={"A": "1", "B": "x y"}, hang_timeout=3.0, backend="gloo"
+    )
+    assert WorldConfig(layout=" 2 x 4").layout == "2x4"
+    assert WorldConfig(**vars(typed)) == typed
+
+
+def test_a_restart_changes_what_it_says() -> None:
+    """The rest stays; of `n` and `layout` the newer holds, and `env` grows."""
+    asked = WorldConfig(layout="2x2", env={"A": "1"}, debug=True)
+    assert asked.but(n=3) == WorldConfig(n=3, env={"A": "1"}, debug=True)
+    assert WorldConfig(n=3).but(layout="2x2") == WorldConfig(layout="2x2")
+    assert asked.but(env={"B": "2"}).env == {"A": "1", "B": "2"}
+    assert WorldConfig(share_gpus=True).but(n=3).share_gpus
+
+
+def test_its_text_has_what_was_said_and_no_secrets() -> None:
+    """Defaults go without saying."""
+    assert repr(WorldConfig()) == "WorldConfig()"
+    said = WorldConfig(4, env={"HF_TOKEN": "very", "A": "1"}, fork=False)
+    assert repr(said) == "WorldConfig(n=4, env={'HF_TOKEN': '...', 'A': '1'}, fork=False)"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "typed"),
+    [
+        ("n", 4, "-n 4"),
+        ("fork", False, "--no-fork"),
+        ("wrap", "nice -n 5", '--wrap "nice -n 5"'),
+        ("env", {"A": "1", "MY_KEY": "x"}, "--env A=1 --env MY_KEY=..."),
+    ],
+)
+def test_an_option_as_it_would_be_typed(name: str, value: object, typed: str) -> None:
+    """For remedies that name it."""
+    assert OPTIONS[name].again(value) == typed
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "", "0", "1.5", "1e3", "٣", "9" * 5000, "²"])
+def test_whole_numbers(text: str) -> None:
+    """From the least on; quotes of IPython's are none of the number."""
+    read = whole_number("--tail", "a number, such as `--tail 1`")
+    with pytest.raises(UsageError) as found:
+        read(text)
+    assert str(found.value) == f"`--tail {text}`: a number, such as `--tail 1`."
+    assert (read('"12"'), read(7)) == (12, 7)
+    assert unquoted("'x") == "'x"
+
+
+def test_world_takes_the_fields_as_arguments() -> None:
+    """`help(World)` and editors show each, with its help."""
+    arguments = inspect.signature(World).parameters
+    assert list(arguments) == [each.name for each in fields(WorldConfig)]
+    assert arguments["n"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert arguments["backend"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert arguments["backend"].default is None
+    said = inspect.getdoc(World.__init__) or ""
+    assert all(f"{name}: " in said and option.help in said for name, option in OPTIONS.items())
+    with pytest.raises(TypeError, match="bogus"):
+        World(bogus=1)  # type: ignore[call-arg]
+
+
+def test_the_readme_lists_the_options() -> None:
+    """Its table has each flag and argument, with the same words."""
+    rows = re.findall(r"^\| `([^|]*)` \| `(\w+)` \| (.*) \|$", README.read_text(), re.MULTILINE)
+    assert rows == [(each.usage or "-", name, each.help) for name, each in OPTIONS.items()]
+
+
+def test_each_option_is_read() -> None:
+    """One that nothing reads does not belong there."""
+    package = README.parent / "nbdist"
+    source = "\n".join(path.read_text() for path in package.rglob("*.py"))
+    in_patience = {"hang_timeout", "free"}
+    unread = {name for name in OPTIONS if not re.search(rf"\bconfig\.{name}\b", source)}
+    assert unread == in_patience
+    assert WorldConfig(hang_timeout=3, free=False).patience == Patience(3.0, frees=False)

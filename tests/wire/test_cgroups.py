@@ -1,0 +1,136 @@
+"""Tests of `nbdist.wire.cgroups`: limits of both versions of cgroups, at whatever height."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from nbdist.errors import NotEnoughMemory
+from nbdist.wire.cgroups import (
+    ControlGroup,
+    MemoryLimit,
+    control_groups,
+    memory_limits,
+    require_memory,
+)
+
+GB = 1 << 30
+MEMINFO = "MemTotal: 33554432 kB\nMemAvailable: 16777216 kB\nSwapFree: {swap} kB\n"
+
+
+class Machine:
+    """A /proc, and groups mounted as on a machine, in a container or beside one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.proc, self.mounted = folder / "proc", folder / "memory"
+        (self.proc / "self").mkdir(parents=True)
+        self.mounted.mkdir()
+
+    def has(self, cgroup: str, mount: str, swap: int = 0) -> None:
+        """Write what /proc has of this process's groups and mounts; `swap` in bytes."""
+        (self.proc / "meminfo").write_text(MEMINFO.format(swap=swap >> 10))
+        (self.proc / "self" / "cgroup").write_text(cgroup)
+        (self.proc / "self" / "mountinfo").write_text(mount.format(self.mounted))
+
+    def group(self, path: str, **files: object) -> Path:
+        """A group with these files; `__` in a name is a dot."""
+        folder = self.mounted / path
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (folder / name.replace("__", ".")).write_text(f"{content}\n")
+        return folder
+
+    @property
+    def limits(self) -> list[MemoryLimit]:
+        *groups, machine = memory_limits(self.proc)
+        assert machine.where == "this machine"
+        return groups
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+V2 = "30 23 0:26 / {} rw,nosuid - cgroup2 cgroup2 rw\n"
+V1 = "31 23 0:27 {root} {{}} rw,nosuid - cgroup cgroup rw,memory\n"
+
+
+def test_a_nested_group_of_version_2(machine: Machine) -> None:
+    """A limit above the process's own group counts; cached files do not."""
+    machine.has("0::/job/step\n", V2)
+    machine.group("job/step", memory__max="max", memory__current=GB)
+    stat = f"anon 5\ninactive_file {GB // 4}\nactive_file {GB // 4}"
+    above = machine.group("job", memory__max=3 * GB, memory__current=2 * GB, memory__stat=stat)
+    assert machine.limits == [MemoryLimit(f"its group {above}", 3 * GB, GB + GB // 2)]
+
+
+def test_swap_of_version_2(machine: Machine) -> None:
+    """What the group may swap, where the machine has that much of it."""
+    machine.has("0::/\n", V2, swap=GB)
+    sizes = {"memory__max": GB, "memory__current": GB}
+    machine.group("", **sizes, memory__swap__max=3 * GB, memory__swap__current=0)
+    assert [found.free for found in machine.limits] == [GB]
+    machine.group("", memory__swap__max=GB // 2)
+    assert [found.free for found in machine.limits] == [GB // 2]
+    machine.group("", memory__swap__max=0)
+    assert [found.free for found in machine.limits] == [0]
+
+
+@pytest.mark.parametrize(
+    ("root", "path", "folder"),
+    [
+        ("/", "/a/b", "a/b"),  # the machine itself
+        ("/docker/1", "/docker/1", ""),  # a container that sees its own group alone
+        ("/", "/../../other", ""),  # a group outside of what is mounted here
+    ],
+)
+def test_version_1(machine: Machine, root: str, path: str, folder: str) -> None:
+    """Also as containers see it, and beside a version 2 that does not count memory."""
+    machine.has(f"5:cpu:/x\n4:memory:{path}\n0::/\n", V1.format(root=root))
+    group = machine.group(
+        folder,
+        memory__limit_in_bytes=2 * GB,
+        memory__usage_in_bytes=GB,
+        memory__stat=f"inactive_file 7\ntotal_inactive_file {GB // 2}",
+    )
+    assert machine.limits == [MemoryLimit(f"its group {group}", 2 * GB, GB + GB // 2)]
+
+
+def test_no_limits(machine: Machine) -> None:
+    """Version 1 says so by a very big number; a machine need not have groups at all."""
+    machine.has("4:memory:/\n", V1.format(root="/"))
+    machine.group("", memory__limit_in_bytes=(1 << 63) - 4096, memory__usage_in_bytes=1)
+    assert machine.limits == []
+    machine.has("", "")
+    assert machine.limits == []
+
+
+def test_more_than_this_machine_has() -> None:
+    """Refused before any of it is taken; small things are not looked at."""
+    with pytest.raises(NotEnoughMemory, match=r"1\.13e\+06|1125899\.91 GB to be sent"):
+        require_memory(1 << 50)
+    require_memory(1)
+
+
+def test_groups_of_a_controller(machine: Machine) -> None:
+    """Those with this controller and those of version 2, from the innermost out."""
+    machine.has("4:pids:/a/b\n3:memory:/m\n0::/u\n", V1.format(root="/"))
+    assert list(control_groups("cpu", proc=machine.proc)) == []
+    assert list(control_groups("memory", proc=machine.proc)) == [
+        ControlGroup(1, machine.mounted / "m"),
+        ControlGroup(1, machine.mounted),
+    ]
+
+
+def test_groups_of_another_process() -> None:
+    """They are those that /proc tells of it; a process that has ended is in none."""
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        try:
+            ours = list(control_groups("memory"))
+            assert list(control_groups("memory", process.pid)) == ours
+        finally:
+            process.kill()
+    assert list(control_groups("memory", process.pid)) == []

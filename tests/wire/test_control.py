@@ -1,0 +1,71 @@
+"""Tests of `nbdist.wire.control`: what is asked and answered crosses over, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any
+
+import pytest
+
+from nbdist.wire import control
+from nbdist.wire.frames import BadFrame
+from nbdist.wire.places import Begun, Collective, Place, StackFrame
+
+PLACE = Place(3, "all_reduce", {"0": 2}, begun=(Begun("0", 1, "all_reduce", "[2]"),))
+
+REQUESTS: list[control.Request] = [
+    control.Locate(briefly=True),
+    control.Trace(),
+    control.Abort(),
+    control.Regroup(2, {"a": (0, 1)}),
+    control.Resize(3, 4, 1, (2, 3), {"WORLD_SIZE": "4"}),
+]
+
+ANSWERS: list[control.Answer] = [
+    PLACE,
+    control.Traced(PLACE, (StackFrame("Cell In[1]", 3, "<module>"),)),
+    Collective("all_reduce", 3, is_done=False),
+    control.HeldGroups(2, {"a": (0, 1)}),
+    control.Lacks(("torch has no x",)),
+    control.Failed("too late", unfit=False),
+    control.Ok(),
+]
+
+HOSTILE: dict[str, Any] = {
+    "a function": os.system,
+    "a class": Place,
+    "a field of another type": Place(line="3"),  # type: ignore[arg-type]
+    "another type deep inside": Place(counts={"0": "2"}),  # type: ignore[dict-item]
+    "something of no use there": Begun("0", 1, "all_reduce"),
+    "no message": {"do": "locate"},
+}
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=repr)
+def test_requests_arrive_equal(request_: control.Request) -> None:
+    """A worker gets what its agent has asked for."""
+    assert control.request_from([memoryview(control.pack(request_))]) == request_
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=repr)
+def test_answers_arrive_equal(answer: control.Answer) -> None:
+    """The agent gets what a worker has answered."""
+    assert control.answer_from([memoryview(control.pack(answer))]) == answer
+
+
+@pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE)
+def test_nothing_else_is_made_of_a_workers_bytes(hostile: Any) -> None:
+    """No code runs, and every field has its type."""
+    with pytest.raises(BadFrame):
+        control.answer_from([pickle.dumps(hostile)])
+
+
+WITHOUT_FIELDS = b"\x80\x02cnbdist.wire.places\nPlace\n)\x81."
+
+
+@pytest.mark.parametrize("buffers", [[], [b""], [b"garbage"], [b"\x80\x05."], [WITHOUT_FIELDS]])
+def test_garbage_is_no_answer(buffers: list[bytes]) -> None:
+    """Whatever unpickling makes of it."""
+    with pytest.raises(BadFrame):
+        control.answer_from(buffers)

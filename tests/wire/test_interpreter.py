@@ -1,0 +1,58 @@
+"""How nbdist's own interpreters look for modules: never in the notebook's folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nbdist.wire.interpreter import MODULE, safe_environ, safe_path
+
+ROOT = str(Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize(
+    ("path", "safe"),
+    [
+        ("", ""),
+        ("/lib:/other", "/lib:/other"),
+        ("/lib::relative:.:/work", "/lib"),
+        ("/work/..//work/", ""),
+        (f"{ROOT}:/lib", f"{ROOT}:/lib"),
+    ],
+)
+def test_entries_of_pythonpath(path: str, safe: str) -> None:
+    """Empty and relative ones go, and the folder itself however it is written."""
+    assert safe_path({"PYTHONPATH": path}, "/work") == safe
+
+
+def test_the_folder_that_nbdist_is_in_stays() -> None:
+    """Also where the notebook is there: else there would be no nbdist."""
+    assert safe_path({"PYTHONPATH": ROOT}, ROOT) == ROOT
+
+
+def test_environment_without_a_safe_entry() -> None:
+    """An empty PYTHONPATH would be the working directory."""
+    assert safe_environ({"A": "1", "PYTHONPATH": ":."}, "/work") == {"A": "1"}
+    assert safe_environ({"PYTHONPATH": "/lib"}, "/work") == {"PYTHONPATH": "/lib"}
+
+
+def test_a_module_in_the_folder_is_not_imported(tmp_path: Path) -> None:
+    """`random.py` there is the user's."""
+    (tmp_path / "random.py").write_text("raise SystemExit('the one of the user')")
+    (tmp_path / "probe").mkdir()
+    (tmp_path / "probe" / "which.py").write_text("import random; print(random.__file__)")
+    environ = {**os.environ, "PYTHONPATH": f".::{tmp_path}:{tmp_path / 'probe'}"}
+    done = subprocess.run(
+        [sys.executable, *MODULE, "which"],
+        cwd=tmp_path,
+        env=safe_environ(environ, str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout.startswith(str(tmp_path))

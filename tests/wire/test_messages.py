@@ -1,0 +1,113 @@
+"""Tests of `nbdist.wire.messages`: every message crosses the link and comes out equal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nbdist.output.events import Clear, Died, Display, Done, Failure, Skipped, Text, Update
+from nbdist.topology import Seat
+from nbdist.wire.messages import (
+    Answer,
+    Ask,
+    Down,
+    GetStatus,
+    Hello,
+    Interrupt,
+    Leave,
+    Outputs,
+    Received,
+    Run,
+    StartFailure,
+    StartWorld,
+    StopWorld,
+    Up,
+    WorkerStart,
+    WorldSpec,
+    WorldStarted,
+    down_from,
+    over_file,
+    to_bytes,
+    up_from,
+)
+from nbdist.wire.payload import Payload
+from nbdist.wire.places import WorkerStatus
+
+SPEC = WorldSpec(2, "gloo", {"HOME": "/root"}, "/tmp", ("", "/lib"), 1, "/usr/bin/python3")
+
+DOWN: list[Down] = [
+    Ask(1, StartWorld(SPEC)),
+    Ask(2, StopWorld(0.5)),
+    Ask(3, GetStatus()),
+    Ask(4, Interrupt((0, 3))),
+    Run("a1", (0, 1), b"\x80\x05"),
+    Received(),
+    Leave(),
+]
+
+UP: list[Up] = [
+    Hello("0.1.0", 5, "node01"),
+    Answer(1, None),
+    Answer(2, WorldStarted({0: 10}, {0: "/logs/0"})),
+    Answer(3, StartFailure(1, "node01", "python", "it exited with code 1", ("Traceback",))),
+    Answer(4, (WorkerStatus(0, 10, "node01", "busy", 1.5, 1 << 40, "cuda:0"),)),
+    Outputs(
+        (
+            (0, "a1", Text("stdout", "é\x00\x1b[31m")),
+            (0, "a1", Skipped("stderr", 100, 3)),
+            (
+                1,
+                "a1",
+                Display({"image/png": "iVBO"}, {"image/png": {"width": 3}}, "id", is_result=True),
+            ),
+            (1, "a1", Update({"text/plain": "5"}, {}, "id")),
+            (1, "a1", Clear(wait=True)),
+            (0, "a1", Failure("ValueError", "bad", ("line 1", "line 2"), 1 << 60)),
+            (1, "", Died(-9, 5)),
+            (0, "a1", Done("ok", 0.25, frozenset({"x"}), values=Payload(frames=(b"1",)))),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("message", DOWN, ids=repr)
+def test_what_goes_down_arrives_equal(message: Down):
+    """The agent gets what the notebook sent."""
+    assert down_from(to_bytes(message)) == message
+
+
+@pytest.mark.parametrize("message", UP, ids=repr)
+def test_what_comes_up_arrives_equal(message: Up):
+    """The notebook gets what an agent sent."""
+    assert up_from(to_bytes(message)) == message
+
+
+WRAPPED = WorldSpec(4, "gloo", {}, "/", (), 1, "/venv/bin/python", wrap=("nice", "-n", "5"))
+START = WorkerStart(3, 1, 2, WRAPPED, "/run/3.json", "token", "/run/store", "/run/over", 1, {})
+
+
+def test_command_of_a_spawned_worker() -> None:
+    """What wraps it stands before; the working directory is not on its path."""
+    assert " ".join(WRAPPED.command) == "nice -n 5 /venv/bin/python -P -m nbdist.worker"
+
+
+def test_seats_of_a_world() -> None:
+    """On one node all, on several so many each."""
+    assert WRAPPED.seat(3) == Seat(3, 4, 0, 1)
+    assert replace(WRAPPED, per_node=2).seat(3) == Seat(1, 2, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device"), [((), "cpu"), (("4", "5"), "cuda:1"), (("4",), "cuda:0")]
+)
+def test_device_of_a_worker(gpus: tuple[str, ...], device: str) -> None:
+    """Its own GPU, or its share of fewer."""
+    assert replace(START, gpus=gpus).device == device
+
+
+def test_files_of_a_worker() -> None:
+    """Beside its connection file."""
+    assert START.stack_file == "/run/3.stack"
+    assert over_file(START.over_path, 2) == Path("/run/over.over2")

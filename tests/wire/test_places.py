@@ -1,0 +1,47 @@
+"""What is said of a rank's place and stack."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbdist.wire.places import Collective, Place, StackFrame
+
+
+@pytest.mark.parametrize(
+    ("frame", "lines"),
+    [
+        (StackFrame("Cell In[5]", 3, "<module>", "f()"), ["  Cell In[5], line 3", "    f()"]),
+        (
+            StackFrame("/v/lib/python3.11/site-packages/torch/nn/x.py", 7, "forward", "return y"),
+            ["  torch/nn/x.py, line 7, in forward", "    return y"],
+        ),
+        (StackFrame("/usr/lib/python3.11/json/a.py", 1, "f"), ["  json/a.py, line 1, in f"]),
+        (StackFrame("/home/me/lib/train.py", 1, "f"), ["  /home/me/lib/train.py, line 1, in f"]),
+    ],
+)
+def test_calls_as_in_tracebacks(frame: StackFrame, lines: list[str]) -> None:
+    """With a library's own path, and no function where there is none."""
+    assert frame.lines == lines
+    assert frame.is_cell == frame.file.startswith("Cell")
+
+
+@pytest.mark.parametrize(
+    ("place", "is_in_code"),
+    [
+        (Place(), False),
+        (Place(counts={"default": 3}), False),
+        (Place(line=1), True),
+        (Place(file="train.py"), True),
+        (Place(operation="barrier"), True),
+        (Place(holds_gil=True), True),
+        (Place(is_stopped=True), True),
+    ],
+)
+def test_whether_a_rank_is_in_what_it_runs(place: Place, *, is_in_code: bool) -> None:
+    """Else it says how that has ended."""
+    assert place.is_in_code == is_in_code
+
+
+def test_text_of_a_collective() -> None:
+    """Its name and number."""
+    assert str(Collective("all_reduce", 3, is_done=True)) == "all_reduce #3"

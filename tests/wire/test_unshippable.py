@@ -1,0 +1,179 @@
+"""Tests of `nbdist.wire.unshippable`: what people read when a value cannot be pickled."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import io
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbdist.errors import UnshippableName
+from nbdist.notebook.shipping.ledger import Ledger
+from nbdist.notebook.shipping.plan import plan
+
+_here = runpy.run_path(str(Path(__file__).with_name("receiver.py")))
+
+
+@pytest.fixture
+def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str]:
+    """The error for a cell that uses a value, which the notebook calls `it`."""
+    notebook = _here["Notebook"]()
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+
+    def message(value: Any) -> str:
+        notebook.names["it"] = value
+        with pytest.raises(UnshippableName) as caught:
+            plan("it", Ledger(notebook.names), (0,))
+        assert caught.value.name == "it"
+        return str(caught.value)
+
+    return message
+
+
+class Holder:
+    """Something with attributes."""
+
+
+def _hold(**parts: Any) -> Any:
+    holder = Holder()
+    vars(holder).update(parts)
+    return holder
+
+
+def _kinds() -> dict[str, tuple[Callable[[], Any], str, str]]:
+    return {
+        "generator": (lambda: (x for x in ()), "generator", "list(...)"),
+        "lock": (threading.Lock, "thread lock", "inside the cell"),
+        "rlock": (threading.RLock, "thread lock", "inside the cell"),
+        "event": (threading.Event, "thread lock", "inside the cell"),
+        "socket": (socket.socket, "socket", "Connect inside"),
+        "file": (lambda: open(__file__), "open file", "Keep its path"),
+        "binary file": (lambda: open(__file__, "rb"), "open file", "Keep its path"),
+        "module": (lambda: types.ModuleType("by_hand"), "module", ".py file"),
+        "library": (lambda: ctypes.CDLL(None), "compiled function or C data", "Load or compile"),
+        "pointer": (lambda: ctypes.pointer(ctypes.c_int(1)), "compiled", "Load or compile"),
+        "weak reference": (lambda: weakref.ref(Holder), "weak reference", "the object itself"),
+        "frame": (sys._getframe, "frame", "its text"),
+        "thread": (threading.Thread, "process or thread", "Start it inside"),
+        "ipython": (_PartOfIPython, "part of this notebook", "outside `%%distributed`"),
+    }
+
+
+class _PartOfIPython:
+    __module__ = "IPython.core.history"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("no")
+
+
+@pytest.mark.parametrize("case", _kinds())
+def test_each_kind_has_its_word_and_its_remedy(case: str, refuse: Callable[[Any], str]) -> None:
+    """One line: the name, what it is, and what to do instead."""
+    make, word, remedy = _kinds()[case]
+    value = make()
+    try:
+        said = refuse(value)
+    finally:
+        # Not whatever has a `close`: every function of libc is an attribute of a CDLL.
+        if isinstance(value, socket.socket | io.IOBase):
+            value.close()
+    assert said.startswith(f"`it` ({word}"), said
+    assert remedy in said
+    assert "nothing has run" in said
+    assert "\n" not in said
+
+
+def test_a_coroutine(refuse: Callable[[Any], str]) -> None:
+    """Something half awaited stays where it is."""
+
+    async def wait() -> None: ...
+
+    with closing(wait()) as coroutine:
+        assert "(coroutine)" in refuse(coroutine)
+
+
+def test_a_process(refuse: Callable[[Any], str]) -> None:
+    """A process is known to its parent only."""
+    with subprocess.Popen(["true"]) as process:
+        assert refuse(process).startswith("`it` (process or thread)")
+
+
+def test_something_else(refuse: Callable[[Any], str]) -> None:
+    """The type, what pickle said, and a general remedy."""
+    said = refuse(_Refuses())
+    assert "_Refuses) cannot be sent to the workers: it cannot be pickled (not me)" in said
+    assert "`__reduce__`" in said
+
+
+class _Refuses:
+    def __reduce__(self) -> Any:
+        raise TypeError("not me.\nReally not.")
+
+
+LOCK = threading.Lock()
+
+
+def _closure() -> Callable[[], Any]:
+    lock = LOCK
+    return lambda: lock
+
+
+PATHS = {
+    "attribute": (lambda: _hold(a=1, lock=LOCK), "it.lock"),
+    "item": (lambda: {"a": [1, {"b": LOCK}]}, "it['a'][1]['b']"),
+    "tuple": (lambda: (1, LOCK), "it[1]"),
+    "deep": (lambda: _hold(x=_hold(y=[_hold(lock=LOCK)])), "it.x.y[0].lock"),
+    "closure": (_closure, "it.<closure>.lock"),
+    "default": (lambda: eval("lambda x, y=lock: y", {"lock": LOCK}), "it.<default>.y"),
+    "keyword default": (lambda: eval("lambda *, y=lock: y", {"lock": LOCK}), "it.<default>.y"),
+    "partial": (lambda: functools.partial(print, LOCK), "it.args[0]"),
+    "bound method": (lambda: types.MethodType(print, _hold(lock=LOCK)), "it.lock"),
+    "slot": (lambda: _Slotted(LOCK), "it.lock"),
+    "cycle": (lambda: _cycle(), "it.outer.inner.lock"),
+    "class": (lambda: type("Made", (), {"lock": LOCK}), "it.lock"),
+    "many": (lambda: [*range(900), LOCK], "it[900]"),
+}
+
+
+class _Slotted:
+    __slots__ = ("lock",)
+
+    def __init__(self, lock: Any) -> None:
+        self.lock = lock
+
+
+def _cycle() -> Any:
+    inner = _hold()
+    outer = _hold(inner=inner)
+    vars(inner).update(outer=outer, lock=LOCK)
+    return _hold(outer=outer)
+
+
+@pytest.mark.parametrize("case", PATHS)
+def test_the_path_leads_to_the_culprit(case: str, refuse: Callable[[Any], str]) -> None:
+    """From the name through attributes, items, closures and defaults."""
+    make, path = PATHS[case]
+    assert f"`it`: `{path}` (thread lock)" in refuse(make())
+
+
+def test_the_search_ends(refuse: Callable[[Any], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """When time is up, the path is as far as it got."""
+    monkeypatch.setattr("nbdist.wire.unshippable.SEARCH_TIMEOUT", 0.0)
+    assert refuse(_hold(lock=LOCK)).startswith("`it` (")
+
+
+def test_values_that_can_be_pickled_are_no_culprits(refuse: Callable[[Any], str]) -> None:
+    """Streams in memory travel, so the lock beside them is to blame."""
+    assert "`it[2]`" in refuse([io.StringIO("a"), io.BytesIO(b"b"), LOCK])

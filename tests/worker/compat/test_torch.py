@@ -1,0 +1,44 @@
+"""Tests of `nbdist.worker.compat.torch`: torch as it is here, and one that lacks something."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nbdist.errors import RanksFreed
+from nbdist.worker.compat import torch as seam
+from nbdist.world.world import World
+
+WITHOUT_RECORDER = f"""#!{sys.executable}
+import runpy, sys
+import torch.distributed
+from torch._C import _distributed_c10d as c10d
+del c10d._dump_fr_trace_json
+sys.argv[1:] = []
+runpy.run_module("nbdist.worker", run_name="__main__")
+"""
+
+SKIP = "if rank == 0: dist.barrier()"
+
+
+def test_what_is_lacking_is_said_in_sentences() -> None:
+    """Each names the version; nothing is lacking from torch 2.13 on."""
+    said = seam.check()
+    assert all(text.startswith(f"torch {torch.__version__}: ") for text in said)
+    assert all(text.endswith(".") for text in said)
+    assert len(said) == (seam.VERSION < (2, 11)) + (seam.VERSION < (2, 13))
+
+
+def test_a_world_whose_torch_lacks_something(tmp_path: Path) -> None:
+    """It starts, says what is missing, and who waits is freed and named all the same."""
+    python = tmp_path / "python"
+    python.write_text(WITHOUT_RECORDER)
+    python.chmod(0o755)
+    with World(2, log_dir="", fork=False, python=str(python)) as world:
+        assert "who waits in an asynchronous collective" in " ".join(world.session.lacks)
+        with pytest.raises(RanksFreed, match="barrier"):
+            world.execute(SKIP)
+        assert world.run(sum, [1, 2]).rank(0) == 3

@@ -1,0 +1,346 @@
+"""Tests of `nbdist.worker.group.default`: what initialises and destroys the group itself."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from nbdist.errors import RanksFreed, WorkerDied, WorkerError
+from nbdist.output.events import Text
+from nbdist.world.states import State
+from nbdist.world.world import World
+from tests.worlds import NewWorld
+
+pytestmark = pytest.mark.shared_world
+
+SETUP = """
+import os
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+os.environ["MASTER_ADDR"] = "localhost"
+os.environ["MASTER_PORT"] = "12355"
+dist.init_process_group("gloo", rank=rank, world_size=world_size)
+"""
+
+STEP = """
+torch.manual_seed(0)
+ddp_model = DDP(torch.nn.Linear(10, 5))
+loss_fn = torch.nn.MSELoss()
+optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.001)
+optimizer.zero_grad()
+outputs = ddp_model(torch.full((20, 10), float(rank)))
+loss_fn(outputs, torch.zeros(20, 5)).backward()
+optimizer.step()
+grads = [torch.empty(5, 10) for _ in range(world_size)]
+dist.all_gather(grads, ddp_model.module.weight.grad)
+assert all(torch.equal(grad, grads[0]) for grad in grads)
+"""
+
+CLEANUP = "dist.destroy_process_group()\nassert not dist.is_initialized()\n"
+
+SPAWNED = """
+import torch.distributed as dist
+from torch.distributed import destroy_process_group, init_process_group
+
+def setup(rank, world_size):
+    init_process_group(backend="gloo", init_method="tcp://127.0.0.1:23456",
+                       rank=rank, world_size=world_size)
+
+def cleanup():
+    destroy_process_group()
+
+def main(rank, world_size):
+    setup(rank, world_size)
+    t = torch.ones(1)
+    dist.all_reduce(t)
+    cleanup()
+    return t.item()
+"""
+
+WORKS = """
+t = torch.full((1,), float(rank))
+dist.all_reduce(t)
+assert t.item() == sum(range(world_size)), t
+"""
+
+ALL_MEET = """
+t = torch.full((1,), float(rank))
+dist.all_reduce(t, group=dist.new_group())
+assert t.item() == sum(range(world_size)), t
+"""
+
+IS_THERE = "\x1b[2mThe group of all 3 ranks (gloo) is there already.\x1b[0m\n"
+IS_BACK = (
+    "\x1b[2mThe group that an earlier cell initialised has ended: the world's is back.\x1b[0m\n"
+)
+
+
+@pytest.fixture(scope="module")
+def started(new_world: NewWorld) -> Iterator[World]:
+    with new_world(3) as world:
+        yield world
+
+
+@pytest.fixture
+def world(started: World) -> World:
+    """The world, started anew where a test has lost it."""
+    if started.state is not State.READY:
+        started.restart()
+    return started
+
+
+def printed(world: World, source: str) -> dict[int, str]:
+    """What each rank prints in the cell."""
+    texts = dict.fromkeys(range(world.size), "")
+    running = world.submit(world.task(source))
+    for news in world.follow(running):
+        for rank, output in news:
+            if isinstance(output, Text):
+                texts[rank] += output.text
+    assert running.error() is None
+    return texts
+
+
+def error_of(world: World, source: str) -> str:
+    """What all ranks raise in the cell."""
+    with pytest.raises(WorkerError) as caught:
+        world.execute(source)
+    assert caught.value.errors.keys() == {0, 1, 2}
+    return str(caught.value)
+
+
+# --- tutorials --------------------------------------------------------------------------
+
+
+def test_one_cell_twice(world: World) -> None:
+    """A tutorial in one cell runs, and runs again; that the group is there is said once."""
+    world.restart()
+    assert printed(world, SETUP + STEP + CLEANUP) == dict.fromkeys(range(3), IS_THERE)
+    assert printed(world, SETUP + STEP + CLEANUP) == dict.fromkeys(range(3), "")
+    assert printed(world, (SETUP + STEP + CLEANUP) * 2) == dict.fromkeys(range(3), "")
+
+
+def test_over_several_cells_twice(world: World) -> None:
+    """So does one whose parts are cells, each run again on its own too."""
+    for source in (SETUP, SETUP, STEP, STEP, CLEANUP, SETUP, STEP, CLEANUP, STEP):
+        world.execute(source)
+
+
+def test_main_of_a_script(world: World) -> None:
+    """A `main(rank, world_size)` with `setup` and `cleanup` of a script is just called."""
+    world.execute(SPAWNED)
+    for _ in range(2):
+        assert world.gather("main(rank, world_size)") == [3.0] * 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "",
+        "None",
+        "'cpu:gloo'",
+        "'gloo', init_method='env://'",
+        "'gloo', world_size=world_size",
+        "'gloo', device_id=device",
+        "'gloo', store=dist.HashStore(), rank=rank, world_size=world_size",
+    ],
+)
+def test_usual_arguments(world: World, arguments: str) -> None:
+    """All that asks for the world's group gets it, also in a mesh made without one."""
+    world.execute(f"dist.init_process_group({arguments})\n{WORKS}")
+
+
+def test_made_by_a_mesh(world: World) -> None:
+    """What torch initialises for a mesh is the world's group."""
+    world.execute(
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "dist.destroy_process_group()\nmesh = init_device_mesh('cpu', (world_size,))\n" + WORKS
+    )
+    assert printed(world, WORKS) == dict.fromkeys(range(3), "")
+
+
+# --- destroyed ----------------------------------------------------------------------------
+
+
+def test_destroyed_is_destroyed(world: World) -> None:
+    """Until the next cell there is no group, and torch says so; nor are there subgroups."""
+    said = error_of(
+        world,
+        "sub = dist.new_group()\ndist.destroy_process_group()\n"
+        "assert not dist.is_initialized()\ndist.all_reduce(torch.ones(1))",
+    )
+    assert "Default process group has not been initialized" in said
+    world.execute(WORKS)
+    assert "Please initialize the group first" in error_of(world, "dist.get_backend(sub)")
+    assert "cannot be None" in error_of(world, "dist.destroy_process_group()\n" * 2)
+    world.execute(ALL_MEET)
+
+
+def test_a_subgroup_is_destroyed(world: World) -> None:
+    """That is torch's own business, and leaves the world's group alone."""
+    world.execute("sub = dist.new_group()\ndist.destroy_process_group(sub)\n" + WORKS + ALL_MEET)
+
+
+def test_destroyed_on_some_ranks(world: World) -> None:
+    """The others need not know: it is back without a word, and groups made next meet."""
+    for last in (WORKS, ALL_MEET):
+        world.execute("if rank == 1: dist.destroy_process_group()")
+        world.execute(last)
+    world.execute(
+        "if rank == 1:\n    dist.destroy_process_group()\n    dist.init_process_group('gloo')\n"
+        + ALL_MEET
+    )
+
+
+def test_what_was_built_on_it(world: World) -> None:
+    """A DDP module from before works on."""
+    world.execute(STEP)
+    world.execute(CLEANUP)
+    world.execute("ddp_model(torch.ones(20, 10)).sum().backward()\n" + WORKS)
+
+
+def test_functional_collectives(world: World) -> None:
+    """They find the group by its ranks, also once it is back."""
+    world.execute(CLEANUP)
+    world.execute(
+        "from torch.distributed._functional_collectives import all_reduce\n"
+        "t = all_reduce(torch.ones(1), 'sum', [*range(world_size)])\nassert t.item() == 3"
+    )
+
+
+def test_functions_stay_torchs(world: World) -> None:
+    """They keep their names and their help, and can be shipped."""
+    expression = "[(f.__module__, f.__name__, bool(f.__doc__)) for f in both]"
+    world.execute("both = dist.init_process_group, dist.destroy_process_group")
+    module = "torch.distributed.distributed_c10d"
+    names = [(module, "init_process_group", True), (module, "destroy_process_group", True)]
+    assert world.gather(expression) == [names] * 3
+
+
+# --- contradictions -------------------------------------------------------------------------
+
+
+def test_another_size(world: World) -> None:
+    """A group of another size is refused while the world's is there, with the remedy."""
+    said = error_of(world, "dist.init_process_group('gloo', rank=0, world_size=1)")
+    assert "init_process_group: the world has 3 ranks, not 1. Pass world_size=world_size" in said
+    world.execute(WORKS)
+
+
+@pytest.mark.parametrize("first", ["", "dist.destroy_process_group()\n"])
+def test_another_rank(world: World, first: str) -> None:
+    """Ranks are not renumbered."""
+    said = error_of(world, f"{first}dist.init_process_group('gloo', rank=(rank + 1) % 3)")
+    assert "init_process_group: this is rank " in said
+    assert "Pass rank=rank or leave it out." in said
+    world.execute(WORKS)
+
+
+@pytest.mark.parametrize("first", ["", "dist.destroy_process_group()\n"])
+def test_another_backend(world: World, first: str) -> None:
+    """What the world's backend cannot do is not promised."""
+    said = error_of(world, f"{first}dist.init_process_group(backend='nccl')")
+    assert 'the world\'s group has the backend gloo, not nccl. Pass "gloo" or leave' in said
+    world.execute(WORKS)
+
+
+def test_wrong_arguments(world: World) -> None:
+    """They are told as torch tells them."""
+    assert "timedelta" in error_of(world, "dist.init_process_group('gloo', timeout=30)")
+    assert "unexpected keyword" in error_of(world, "dist.init_process_group(sise=3)")
+
+
+# --- a group of one's own ---------------------------------------------------------------------
+
+
+def test_a_group_of_ones_own(world: World) -> None:
+    """After destroying the world's, a smaller one can be made; the next cell has the world's."""
+    first = world.execute(
+        "dist.destroy_process_group()\n"
+        "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore())\n"
+        "mine = dist.new_group()\nt = torch.ones(1)\ndist.all_reduce(t, group=mine)",
+        fetch=("dist.get_world_size()",),
+    )
+    assert list(first) == [1] * 3
+    assert printed(world, WORKS) == dict.fromkeys(range(3), IS_BACK)
+    assert printed(world, ALL_MEET) == dict.fromkeys(range(3), "")
+
+
+def test_a_fault_with_a_group_of_ones_own(world: World) -> None:
+    """What it has made is none of the world's when the world's groups are formed anew."""
+    world.execute("sub = dist.new_group()\nkept = rank")
+    with pytest.raises(RanksFreed):
+        world.execute(
+            "if rank == 1:\n"
+            "    dist.destroy_process_group()\n"
+            "    from torch.testing._internal.distributed.fake_pg import FakeStore\n"
+            "    dist.init_process_group('fake', rank=0, world_size=8, store=FakeStore())\n"
+            "    mine = dist.new_group()\n"
+            "else:\n    dist.barrier()"
+        )
+    assert world.gather("kept") == [0, 1, 2]
+    world.execute(WORKS + ALL_MEET)
+
+
+# --- faults -------------------------------------------------------------------------------
+
+
+def test_a_timeout(world: World) -> None:
+    """It holds for the group that is there, until that is destroyed."""
+    world.execute(
+        "import datetime\ndist.init_process_group('gloo', timeout=datetime.timedelta(seconds=7))"
+    )
+    timeout = "dist.group.WORLD._get_backend(torch.device('cpu')).options._timeout.total_seconds()"
+    assert world.gather(timeout) == [7.0] * 3
+    world.execute(CLEANUP)
+    assert world.gather(timeout) == [1800.0] * 3
+
+
+def test_a_collective_that_times_out(world: World) -> None:
+    """The cell fails as torch has it, and the group is whole again."""
+    world.execute(
+        "import datetime, time\nkept = rank\n"
+        "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=0.5))"
+    )
+    with pytest.raises(WorkerError, match="Timed out waiting 500ms"):
+        world.execute("if rank == 1: time.sleep(1.5)\ndist.all_reduce(torch.ones(1))")
+    world.execute(WORKS)
+    assert world.gather("kept") == [0, 1, 2]
+    world.execute(CLEANUP)
+
+
+def test_a_rank_raises_after_it_was_destroyed(world: World) -> None:
+    """In the next cell's collective: who waits is freed, and the group is whole again."""
+    world.execute("kept = rank")
+    for ranks in ("range(3)", "[1]", "[0, 2]"):
+        world.execute(f"if rank in {ranks}: dist.destroy_process_group()")
+        with pytest.raises(WorkerError, match="ValueError: bad"):
+            world.execute("if rank == 1: raise ValueError('bad')\ndist.all_reduce(torch.ones(1))")
+        assert world.gather("kept") == [0, 1, 2]
+        world.execute(WORKS + ALL_MEET)
+
+
+def test_a_rank_raises_while_it_is_destroyed(world: World) -> None:
+    """A rank that has destroyed it is healed with those that wait in it."""
+    world.execute("sub = dist.new_group()\nkept = rank")
+    with pytest.raises(WorkerError, match="ValueError: bad"):
+        world.execute(
+            "if rank == 1:\n    dist.destroy_process_group()\n    raise ValueError('bad')\n"
+            "dist.all_reduce(torch.ones(1), group=sub)"
+        )
+    world.execute(WORKS + ALL_MEET)
+    assert world.gather("kept") == [0, 1, 2]
+
+
+def test_a_rank_dies_after_it_was_destroyed(world: World) -> None:
+    """It is replaced, and the new one joins as any."""
+    with pytest.raises(WorkerDied):
+        world.execute("dist.destroy_process_group()\nimport os\nif rank == 1: os._exit(3)")
+    started = time.monotonic()
+    world.execute(SETUP + STEP + CLEANUP)
+    world.execute(WORKS + ALL_MEET)
+    sys.stdout.write(f"{time.monotonic() - started:.2f} s\n")

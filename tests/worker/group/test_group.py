@@ -1,0 +1,107 @@
+"""Tests of `nbdist.worker.group.group`: one rank's side of the groups, aborted and formed again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from nbdist.errors import WorkerError
+from nbdist.world.world import World
+from tests.worlds import NewWorld
+
+pytestmark = pytest.mark.shared_world
+
+SETUP = """
+import threading, time
+group = get_ipython().kernel.group
+
+def waits_to_meet():
+    while not group.waits_to_meet:
+        time.sleep(0.01)
+
+def raised(wait, until):
+    '''What the wait raises when the group is aborted from another thread, after this.'''
+    def abort():
+        until()
+        group.abort()
+    thread = threading.Thread(target=abort)
+    thread.start()
+    try:
+        wait()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        thread.join()
+"""
+
+
+@pytest.fixture(scope="module")
+def world(new_world: NewWorld) -> Iterator[World]:
+    with new_world(2) as world:
+        world.execute(SETUP)
+        yield world
+
+
+def break_off(world: World) -> None:
+    """Have rank 1 fail while rank 0 waits in a collective, which aborts it."""
+    with pytest.raises(WorkerError):
+        world.execute("if rank == 1: raise ValueError\ndist.barrier()")
+
+
+def test_groups_that_a_rank_holds(world: World) -> None:
+    """Those besides the world's own, by name, with their ranks; none while that is destroyed."""
+    world.execute(
+        "one, both = [dist.new_group(ranks) for ranks in ([1], [0, 1])]\n"
+        "held = group.held()\n"
+        "names = [each.group_name for each in (one, both) if each is not dist.GroupMember."
+        "NON_GROUP_MEMBER]\n"
+        "dist.destroy_process_group()\n"
+        "gone = group.held()"
+    )
+    held, names, gone = zip(*world.gather("held, names, gone"), strict=True)
+    assert [sorted(each.values()) for each in held] == [[(0, 1)], [(0, 1), (1,)]]
+    assert [sorted(each) for each in held] == [sorted(each) for each in names]
+    assert gone == ({}, {})
+
+
+def test_an_aborted_collective(world: World) -> None:
+    """It raises on the rank that waits; the next task finds the group connected again."""
+    world.execute(
+        "store = dist.group.WORLD.get_group_store()\n"
+        "if rank == 0:\n"
+        "    said = raised(dist.barrier, lambda: time.sleep(0.5))\n"
+        "    store.set('aborted', '')\n"
+        "else:\n"
+        "    while not store.check(['aborted']): time.sleep(0.01)"
+    )
+    (said,) = world.gather("said", ranks=[0])
+    assert "Connection closed by peer" in said
+    break_off(world)
+    world.execute("dist.all_reduce(t := torch.ones(1))\nassert t.item() == 2")
+
+
+def test_an_aborted_new_group(world: World) -> None:
+    """A rank that waits in the store for the others is out too."""
+    world.execute("if rank == 0: said = raised(lambda: dist.new_group([0, 1]), waits_to_meet)")
+    (said,) = world.gather("said", ranks=[0])
+    assert said.startswith("ConnectionResetError: Connection closed by peer")
+    break_off(world)
+    world.execute(
+        "dist.all_reduce(t := torch.ones(1), group=dist.new_group([0, 1]))\nassert t == 2"
+    )
+
+
+def test_groups_are_the_same_ones_afterwards(world: World) -> None:
+    """They are connected anew in place, also those that only some ranks still hold."""
+    world.execute(
+        "default, pair, lost = dist.group.WORLD, dist.new_group([0, 1]), dist.new_group([0, 1])\n"
+        "if rank == 1: dist.destroy_process_group(lost)"
+    )
+    break_off(world)
+    world.execute(
+        "assert dist.group.WORLD is default\n"
+        "for each in (default, pair):\n"
+        "    dist.all_reduce(t := torch.ones(1), group=each)\n"
+        "    assert t.item() == 2"
+    )

@@ -1,0 +1,130 @@
+"""Tests of `nbdist.worker.bootstrap`: what forked workers must not have in common."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from nbdist.world.world import World
+from tests.worlds import NewWorld
+
+pytestmark = pytest.mark.shared_world
+
+TYPING_SECONDS = 2.5
+IMPORTED_TIMEOUT = 30.0
+
+DRAW = """
+import multiprocessing.process, os, random, tempfile
+import numpy
+
+drawn = {
+    "seed": torch.initial_seed(),
+    "torch": torch.randn(3).tolist(),
+    "random": random.random(),
+    "numpy": numpy.random.rand(),
+    "name": next(tempfile._get_candidate_names()),
+    "key": multiprocessing.process.current_process().authkey.hex(),
+}
+torch_was_ready_for_gpus = torch.cuda.is_initialized()
+"""
+
+
+def draws(world: World) -> list[dict[str, object]]:
+    """What each rank draws first, from every source of chance."""
+    assert not world.execute(DRAW).errors
+    assert not any(world.gather("torch_was_ready_for_gpus"))
+    return world.gather("drawn")
+
+
+def assert_all_different(drawn: list[dict[str, object]]) -> None:
+    """No two draws have anything in common."""
+    for source in drawn[0]:
+        values = [str(each[source]) for each in drawn]
+        assert len(set(values)) == len(values), (source, values)
+
+
+@pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
+def test_chance_is_every_workers_own(fork: bool) -> None:  # noqa: FBT001
+    """No rank repeats what another draws, nor one after a restart, replaced, or added."""
+    with World(2, fork=fork, log_dir="") as world:
+        drawn = draws(world)
+        world.restart()
+        drawn += draws(world)
+        world.replace([1])
+        drawn.append(draws(world)[1])
+        world.scale(3)
+        drawn.append(draws(world)[2])
+    assert_all_different(drawn)
+
+
+@pytest.fixture(scope="module")
+def warm(new_world: NewWorld) -> Iterator[World]:
+    """A world whose fork server has imported all that it does while it is idle."""
+    with new_world(2) as world:
+        deadline, typing = time.monotonic() + IMPORTED_TIMEOUT, TYPING_SECONDS
+        while not all(_has_all_for_training(world)):
+            assert time.monotonic() < deadline
+            time.sleep(typing)  # nothing is imported while workers start
+            typing *= 2
+            world.restart()
+        yield world
+
+
+def test_first_step_needs_no_imports(warm: World) -> None:
+    """A restart some time later brings what a training imports."""
+    assert not warm.execute(STEP).errors
+    assert warm.gather("new") == [[], []]
+
+
+def test_chance_when_all_is_imported(warm: World) -> None:
+    """What was imported meanwhile, numpy's generator for one, draws differently everywhere."""
+    warm.restart()
+    drawn = draws(warm)
+    warm.restart()
+    assert_all_different(drawn + draws(warm))
+
+
+def test_variables_of_torch_that_are_set_later(
+    warm: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch reads on import counts, also when it has been imported long ago."""
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    warm.restart()
+    warm.execute("from torch._dynamo import config; disabled = config.disable")
+    assert warm.gather("disabled") == [True, True]
+
+
+def _has_all_for_training(world: World) -> list[bool]:
+    world.execute("import sys; has_all = 'torch.utils.serialization' in sys.modules")
+    return world.gather("has_all")
+
+
+STEP = """
+import sys
+before = set(sys.modules)
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+def step(wrap):
+    model = wrap(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+
+step(DistributedDataParallel)
+step(fully_shard)
+new = sorted(set(sys.modules) - before)
+"""
+
+
+def test_temporary_folder_of_the_notebook(
+    warm: World, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A TMPDIR that was set after the fork server had looked for one counts."""
+    folder = str(tmp_path_factory.mktemp("own"))
+    monkeypatch.setenv("TMPDIR", folder)
+    warm.restart()
+    warm.execute("import tempfile; folder = tempfile.gettempdir()")
+    assert warm.gather("folder") == [folder] * 2

@@ -1,0 +1,165 @@
+"""Tests of `nbdist.worker.process`: a worker's parent, descriptors, signals and children."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from nbdist.worker.process import PLENTY, RESERVE, Interrupts
+from tests.waiting import wait_until
+
+
+def run(code: str) -> list[str]:
+    """The words that a process of its own prints which runs this code."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+# --- descriptors ------------------------------------------------------------------------------
+
+LIMITS = """
+import resource
+from nbdist.worker.process import reserve, set_limit
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+set_limit()
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+with reserve():
+    print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+def test_some_descriptors_are_kept() -> None:
+    """Cells have fewer than the hard limit allows; what the agent asks has the rest."""
+    hard = 4 * RESERVE
+    kept = [str(hard - RESERVE), str(hard)]
+    assert run(LIMITS.format(soft=hard, hard=hard)) == [*kept, str(hard), str(hard), *kept]
+
+
+def test_few_descriptors_stay_few() -> None:
+    """A soft limit that the user has set holds for cells."""
+    soft, hard = 2 * RESERVE, 4 * RESERVE
+    few = [str(soft), str(hard)]
+    found = run(LIMITS.format(soft=soft, hard=hard))
+    assert found == [*few, str(soft + RESERVE), str(hard), *few]
+    assert soft < PLENTY
+
+
+# --- its parent -------------------------------------------------------------------------------
+
+PARENT = """
+import os, subprocess, sys
+child = "import os, sys, time; from nbdist.worker.process import die_with_parent;"
+child += "die_with_parent(int(sys.argv[1])); print('up', flush=True); time.sleep(60)"
+for parent in (os.getpid(), 1):
+    command = [sys.executable, "-c", child, str(parent)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    print(process.stdout.readline().strip() or process.wait(), process.pid)
+"""
+
+
+def test_it_ends_with_its_parent() -> None:
+    """At once where that has ended before it could say so."""
+    up, pid, ended, _ = run(PARENT)
+    assert (up, ended) == ("up", "1")
+    wait_until(lambda: not psutil.pid_exists(int(pid)), "the child has ended")
+
+
+# --- SIGINT -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _handler() -> Iterator[None]:
+    """Ctrl-C stops the tests again afterwards."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def in_loop(test: Callable[[Interrupts, list[int]], Coroutine[Any, Any, None]]) -> None:
+    """Run it with interrupts of its loop, and the tasks that have arrived."""
+
+    async def main() -> None:
+        arrived: list[int] = []
+        await test(Interrupts(asyncio.get_running_loop(), lambda: bool(arrived)), arrived)
+
+    asyncio.run(main())
+
+
+async def some_turns() -> None:
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.usefixtures("_handler")
+def test_an_interrupt_is_for_the_task_that_runs() -> None:
+    """And for none where none runs or is on its way."""
+
+    async def test(interrupts: Interrupts, arrived: list[int]) -> None:
+        interrupts.begin()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        interrupts.end()
+        signal.raise_signal(signal.SIGINT)
+        assert repr(interrupts) == "<Interrupts one kept>"
+        await some_turns()
+        assert repr(interrupts) == "<Interrupts none>"
+        interrupts.begin()
+        interrupts.end()
+
+    in_loop(test)
+
+
+@pytest.mark.usefixtures("_handler")
+def test_an_interrupt_that_overtakes_its_task() -> None:
+    """A task that has been read by then is interrupted as soon as it begins, and no other."""
+
+    async def test(interrupts: Interrupts, arrived: list[int]) -> None:
+        signal.raise_signal(signal.SIGINT)
+        arrived.append(1)
+        await some_turns()
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.begin()
+        interrupts.end()
+        interrupts.begin()
+        interrupts.end()
+
+    in_loop(test)
+
+
+# --- children ---------------------------------------------------------------------------------
+
+FORKS = """
+import os, signal, sys
+from nbdist.worker.process import leave_world_in_children
+leave_world_in_children({leave})
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+def fork():
+    pid = os.fork()
+    if pid == 0:
+        print(signal.getsignal(signal.SIGINT) is signal.default_int_handler, flush=True)
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+fork()
+loader = {{"__name__": "torch.utils.data.dataloader", "fork": fork}}
+exec("fork()", loader)
+"""
+
+
+def test_children_leave_the_world() -> None:
+    """But for those of a data loader, which ask there for their rank; all can be stopped."""
+    left = "lambda: print('left', flush=True)"
+    assert run(FORKS.format(leave=left)) == ["left", "True", "True"]
+    assert run(FORKS.format(leave=None)) == ["True", "True"]

@@ -1,0 +1,87 @@
+"""Tests of `nbdist.worker.publishing`: what a worker's messages leave out, and where that is."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from nbdist.worker.publishing import (
+    LARGEST,
+    LONGEST_ERROR,
+    MOST_IN_A_TASK,
+    MOST_IN_FILES,
+    SMALL,
+    LargeOutputs,
+)
+
+
+def display(kind: str, size: int) -> dict[str, object]:
+    """The content of a message that shows so many characters."""
+    return {"data": {kind: "x" * size, "text/plain": "<a figure>"}, "metadata": {"a": 1}}
+
+
+def test_what_fits_is_passed_on(tmp_path: Path) -> None:
+    """The message itself, and no file is written."""
+    large = LargeOutputs(tmp_path)
+    for kind, content in [
+        ("display_data", display("image/png", LARGEST)),
+        ("stream", {"text": "x" * (LARGEST + 1)}),
+        ("error", {"evalue": "bad", "traceback": ["x" * LONGEST_ERROR]}),
+        ("display_data", {"data": None}),
+        ("error", "no content at all"),
+    ]:
+        assert large.fitting(kind, content) is content
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_large_display_is_in_a_file(tmp_path: Path) -> None:
+    """A line says what it was and where it is; only this user can read it."""
+    content = LargeOutputs(tmp_path).fitting("display_data", display("text/html", LARGEST + 1))
+    (file,) = tmp_path.iterdir()
+    assert (file.name, file.stat().st_size) == ("display-0.html", LARGEST + 1)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    said = f"<a figure>\n… text/html of 10,000,001 characters, too much for a page: {file}"
+    assert content == {"data": {"text/plain": said}, "metadata": {}}
+
+
+def test_many_displays_of_a_task(tmp_path: Path) -> None:
+    """After so many only small ones are passed on; the next task may show as much again."""
+    large = LargeOutputs(tmp_path)
+    some, small = display("image/png", LARGEST), display("image/png", SMALL)
+    for _ in range(MOST_IN_A_TASK // LARGEST):
+        assert large.fitting("display_data", some) is some
+    assert large.fitting("display_data", some) is not some
+    assert large.fitting("display_data", small) is small
+    large.begin_task()
+    assert large.fitting("display_data", some) is some
+
+
+def test_a_large_error(tmp_path: Path) -> None:
+    """Its message keeps both ends, and says where the whole is."""
+    text = "a" * LONGEST_ERROR + "b" * LONGEST_ERROR
+    sent = {"ename": "ValueError", "evalue": text, "traceback": ["head", "calls", text]}
+    content = LargeOutputs(tmp_path).fitting("error", sent)
+    (file,) = tmp_path.iterdir()
+    assert file.read_text() == f"head\ncalls\nValueError: {text}"
+    assert content["traceback"][:2] == ["head", "calls"]
+    assert content["traceback"][-1].endswith(f"of this error were left out: {file}")
+    message = content["evalue"]
+    assert (message[0], message[-1], len(message) < LONGEST_ERROR + 100) == ("a", "b", True)
+
+
+def test_texts_that_differ_in_what_is_left_out(tmp_path: Path) -> None:
+    """They do not look the same, or ranks that have them would be folded."""
+    large, rest = LargeOutputs(tmp_path), "a" * LONGEST_ERROR
+    texts = [f"{rest}{middle}{rest}" for middle in "xy"]
+    first, second = (large.fitting("error", {"evalue": text})["evalue"] for text in texts)
+    assert first != second
+
+
+def test_without_room_for_files(tmp_path: Path) -> None:
+    """Without a folder, or when it holds enough, the line names no file."""
+    full = LargeOutputs(tmp_path)
+    for content in (display("text/html", LARGEST + 1) for _ in range(MOST_IN_FILES // LARGEST)):
+        said = full.fitting("display_data", content)
+    nowhere = LargeOutputs(None).fitting("display_data", display("text/html", LARGEST + 1))
+    assert said == nowhere
+    assert said["data"]["text/plain"].endswith("too much for a page")

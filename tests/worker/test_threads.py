@@ -1,0 +1,123 @@
+"""Tests of `nbdist.worker.threads`: the stacks of threads that run, wait or await."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from nbdist.wire.places import STACK_SIGNAL, StackFrame
+from nbdist.worker.threads import awaited, described, frames_of, handles_stop
+
+
+@contextmanager
+def running(code: str) -> Iterator[int]:
+    """While another thread is in `wait()`, which the code calls; its identifier."""
+    waits, over = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        waits.set()
+        over.wait(10)
+
+    def run() -> int:
+        exec(compile(code, "<cell>", "exec"), {"wait": wait})
+        return threading.get_ident()
+
+    with ThreadPoolExecutor() as pool:
+        done = pool.submit(run)
+        waits.wait(10)
+        (ident,) = {t.ident for t in threading.enumerate() if t.name.startswith("ThreadPool")}
+        try:
+            yield ident or 0
+        finally:
+            over.set()
+            done.result(10)
+
+
+def test_frames_of_a_thread() -> None:
+    """From the innermost out; a cell's are named as the notebook names it, with their line."""
+    with running("def f():\n    wait()\n\n\nf()") as ident:
+        frames = [f for f in frames_of(ident) if f.f_code.co_filename == "<cell>"]
+        found = described(frames, {"<cell>": 3})
+    assert found == (StackFrame("Cell In[3]", 2, "f"), StackFrame("Cell In[3]", 5, "<module>"))
+    assert list(frames_of(0)) == []
+
+
+def test_source_lines_are_of_cells_only() -> None:
+    """The agent reads those of files without this process's GIL."""
+    frame = sys._getframe()
+    (found,) = described([frame], {})
+    assert (found.file, found.line > 0) == (__file__, True)
+    assert (found.function, found.code) == (frame.f_code.co_name, "")
+
+
+async def in_cell(code: str) -> list[str]:
+    """The functions that are found while a task like IPython's awaits what the code says."""
+    names: dict[str, object] = {"asyncio": asyncio}
+    exec(compile(code, "<cell>", "exec"), names)
+
+    async def run_cell_async() -> None:
+        await names["cell"]()  # type: ignore[operator]
+
+    task = asyncio.get_running_loop().create_task(run_cell_async())
+    await asyncio.sleep(0)
+    frames = awaited(asyncio.get_running_loop(), {"<cell>": 1})
+    task.cancel()
+    return [frame.f_code.co_name for frame in frames]
+
+
+def test_a_cell_that_awaits() -> None:
+    """Its frames are on no thread's stack, but in the chain of what it awaits."""
+    source = "async def inner(): await asyncio.sleep(9)\nasync def cell(): await inner()"
+    found = asyncio.run(in_cell(source))
+    assert found[-3:] == ["inner", "cell", "run_cell_async"]
+    assert asyncio.run(in_cell("async def cell(): pass")) == []
+
+
+def test_cleaning_up_after_stop() -> None:
+    """In an `except` or `finally` that KeyboardInterrupt has led to, also through another one."""
+    stopped = "try:\n    raise KeyboardInterrupt\nexcept BaseException:\n    "
+    for code, handles in [
+        (f"{stopped}wait()", True),
+        (f"{stopped}try:\n        1 / 0\n    except Exception:\n        wait()", True),
+        ("try:\n    1 / 0\nexcept Exception:\n    wait()", False),
+        (f"{stopped}pass\nwait()", False),
+    ]:
+        with running(code) as ident:
+            assert handles_stop(ident) == handles, code
+
+
+HANGS = """
+import sys, threading
+from nbdist.worker.threads import write_stacks_to
+write_stacks_to(sys.argv[1], threading.current_thread())
+def stuck():
+    print("ready", flush=True)
+    sys.stdin.read()
+stuck()
+"""
+
+
+def test_stacks_without_the_gil(tmp_path: Path) -> None:
+    """At a signal, and when the process crashes, they are appended to the file."""
+    path = tmp_path / "rank0.stack"
+    command = [sys.executable, "-c", HANGS, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        head = path.read_text().split()
+        assert int(head[1]) == process.pid
+        os.kill(process.pid, STACK_SIGNAL)
+        os.kill(process.pid, signal.SIGSEGV)
+        process.wait(10)
+    found = path.read_text()
+    assert found.startswith(" ".join(head))
+    assert found.count("in stuck") == 2
+    assert "Fatal Python error: Segmentation fault" in found

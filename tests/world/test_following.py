@@ -1,0 +1,125 @@
+"""Tests of `nbdist.world.following`: Ctrl-C, wherever it comes while a task runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from nbdist.world.states import State
+from nbdist.world.world import World
+
+pytestmark = pytest.mark.shared_world
+
+N = 2
+SOON = 20.0
+
+SLEEPS = "from pathlib import Path; import os, time\nPath(os.environ['RANK']).touch()\n"
+SLEEPS += "time.sleep(600)\n"
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[World]:
+    with World(N, log_dir="") as world:
+        yield world
+
+
+@pytest.fixture
+def world(started: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """Ready ranks with `kept`, in a folder where they say that they have begun."""
+    monkeypatch.chdir(tmp_path)
+    if started.state is not State.READY:
+        started.restart()
+    started.execute(f"import os; os.chdir({str(tmp_path)!r}); kept = rank")
+    return started
+
+
+def have_begun(folder: Path) -> bool:
+    return len([each for each in folder.iterdir() if each.name.isdigit()]) == N
+
+
+@contextmanager
+def ctrl_c(is_due: Callable[[], bool]) -> Iterator[None]:
+    """Have Ctrl-C come to this thread as soon as it is due."""
+
+    def press() -> None:
+        deadline = time.monotonic() + SOON
+        while not is_due():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    yield
+    thread.join()
+
+
+def test_a_script_is_stopped(world: World, tmp_path: Path) -> None:
+    """Ctrl-C ends it on all ranks, though it could be run again; the next cell runs."""
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
+    with ctrl_c(lambda: have_begun(tmp_path)), pytest.raises(KeyboardInterrupt):
+        world.run_script("sleeps.py", max_restarts=3)
+    assert world.gather("kept") == [0, 1]
+
+
+@pytest.mark.parametrize("which", ["all", "one"])
+def test_what_brings_values_to_keep_is_stopped(world: World, tmp_path: Path, which: str) -> None:
+    """Ctrl-C while values are fetched for `keep` leaves all workers as they were."""
+    world.execute(
+        "class Slow:\n"
+        "    def __reduce__(self):\n"
+        "        from pathlib import Path; import time\n"
+        "        (Path(str(rank)).touch(), time.sleep(600))\n"
+        "slow = Slow()"
+    )
+    before = dict(world.pids)
+    if which == "one":
+        (tmp_path / "1").touch()
+    with ctrl_c(lambda: have_begun(tmp_path)), pytest.raises(KeyboardInterrupt):
+        world.restart(keep=["slow"]) if which == "all" else world.replace([0], keep=["slow"])
+    assert world.pids == before
+    assert world.gather("kept") == [0, 1]
+
+
+def test_a_stop_while_news_is_drawn(world: World, tmp_path: Path) -> None:
+    """It counts as one that comes while the ranks are waited for."""
+    running = world.submit(world.task(f"print('begun')\n{SLEEPS}"))
+    drawn = 0
+    for news in world.follow(running):
+        with running.counting_stops():
+            drawn += bool(news)
+            if have_begun(tmp_path) and not running.stops:
+                raise KeyboardInterrupt
+    assert (running.stops, running.unfinished, bool(drawn)) == (1, (), True)
+    assert "KeyboardInterrupt" in str(running.error())
+    assert world.gather("kept") == [0, 1]
+
+
+def test_a_second_stop_gives_control_back(world: World, tmp_path: Path) -> None:
+    """Ranks that catch the first one still run then; the next cell waits for them."""
+    running = world.submit(
+        world.task(
+            "import time\nfrom pathlib import Path\n"
+            "try:\n    Path(str(rank)).touch(); time.sleep(600)\n"
+            "except KeyboardInterrupt:\n    time.sleep(3)"
+        )
+    )
+    pressed = 0.0
+    for _ in world.follow(running):
+        with running.counting_stops():
+            if have_begun(tmp_path) and running.stops < 2 and time.monotonic() > pressed + 0.5:
+                pressed = time.monotonic()
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(1)
+    assert running.stops == 2
+    assert running.unfinished == (0, 1)
+    assert world.state is State.STUCK
+    assert world.gather("kept") == [0, 1]
+    assert not running.unfinished

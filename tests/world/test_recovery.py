@@ -1,0 +1,402 @@
+"""Tests of `nbdist.world.recovery`: more workers and fewer while a model trains."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nbdist.errors import (
+    NotEnoughGpus,
+    NotScaled,
+    UsageError,
+    WorkerDied,
+    WorkerError,
+    WorldBusy,
+    WorldNotStarted,
+)
+from nbdist.world.recovery import parse_size
+from nbdist.world.spec import scaled
+from nbdist.world.states import State
+from nbdist.world.world import World
+from tests.worlds import NewWorld
+
+pytestmark = pytest.mark.shared_world
+
+# Layers enough for several buckets of gradients, which DDP puts in another order after its
+# first step.
+TRAINING = """
+import os
+
+def make():
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(256, 256) for _ in range(8)]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(256, 1))
+
+def batch(step, rank):
+    torch.manual_seed(1000 * step + rank)
+    data = torch.randn(4, 256)
+    return data, data.mean(1, keepdim=True)
+
+def loss(net, step, rank):
+    data, target = batch(step, rank)
+    return torch.nn.functional.mse_loss(net(data), target)
+
+def train(net, optimizer, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        loss(net, step, rank).backward()
+        optimizer.step()
+
+def weights(net):
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+def train_alone(sizes):
+    # The same batches in one process: the mean of the ranks' gradients.
+    net = make()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step, size in enumerate(sizes):
+        optimizer.zero_grad()
+        sum(loss(net, step, rank) / size for rank in range(size)).backward()
+        optimizer.step()
+    return weights(net)
+"""
+
+MODEL = """
+net = torch.nn.parallel.DistributedDataParallel(make(), bucket_cap_mb=0.5)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+"""
+
+
+@pytest.fixture(scope="module")
+def started(new_world: NewWorld) -> Iterator[World]:
+    with new_world(2) as world:
+        world.execute(TRAINING, setup=True)
+        yield world
+
+
+@pytest.fixture
+def world(started: World) -> World:
+    """A world of two."""
+    started.session.receive_waiting()
+    started.scale(2)
+    return started
+
+
+def weights_of(world: World) -> object:
+    """Of the model, which are the same on all ranks, bit by bit."""
+    first, *others = world.gather("weights(net)")
+    assert len(others) == world.size - 1
+    assert first.isfinite().all()
+    assert all(first.equal(other) for other in others)
+    return first
+
+
+def test_a_model_trains_on_two_then_four_then_three_ranks(world: World) -> None:
+    """Weights are those of one process that has the same batches, and equal on all ranks."""
+    pids = dict(world.pids)
+    world.execute(f"{MODEL}train(net, optimizer, range(5))")
+    weights_of(world)
+    world.scale(4)
+    assert world.sync(["net", "optimizer"]) == (2, 3)
+    assert all(world.gather("optimizer.param_groups[0]['params'][0] is next(net.parameters())"))
+    world.execute("train(net, optimizer, range(5, 10))")
+    weights_of(world)
+    world.scale("-1")
+    world.execute("train(net, optimizer, range(10, 15))")
+    weights = weights_of(world)
+    assert {rank: world.pids[rank] for rank in (0, 1)} == pids
+    (alone,) = world.gather("train_alone([2] * 5 + [4] * 5 + [3] * 5)", ranks=[0])
+    assert weights.allclose(alone, rtol=1e-4, atol=1e-6)  # type: ignore[attr-defined]
+
+
+def test_a_replaced_rank_gets_the_model_while_the_others_keep_theirs(world: World) -> None:
+    """Their buckets are in the order of the gradients by then, its own are not."""
+    world.execute(f"{MODEL}train(net, optimizer, range(3))")
+    world.replace([1])
+    assert world.sync(["net", "optimizer"]) == (1,)
+    world.execute("train(net, optimizer, range(3, 6))")
+    weights_of(world)
+
+
+def test_failures_after_scaling_are_healed(world: World) -> None:
+    """A rank that raises frees the others; one that is killed is replaced."""
+    world.execute(MODEL)
+    world.scale("+1")
+    world.sync(["net", "optimizer"])
+    for failing in ("raise ValueError('bad')", "os.kill(os.getpid(), 9)"):
+        with pytest.raises((WorkerError, WorkerDied), match=r"bad|SIGKILL"):
+            world.execute(f"if rank == 1: {failing}\ndist.all_reduce(torch.ones(1))")
+        assert world.state is State.READY
+        world.sync(["net", "optimizer"])
+        world.execute("train(net, optimizer, range(2))")
+        weights_of(world)
+    assert world.gather("world_size") == [3, 3, 3]
+    world.scale(2)
+    world.execute("train(net, optimizer, range(2))")
+    weights_of(world)
+
+
+SAYS_SIZE = (
+    "[os.environ[name] for name in ('WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'ROLE_WORLD_SIZE',"
+    " 'RANK')] + [world_size, rank, dist.get_world_size(), dist.get_rank(),"
+    " os.environ['OMP_NUM_THREADS'] == str(torch.get_num_threads())]"
+)
+
+
+def test_ranks_know_how_many_they_are(world: World) -> None:
+    """The environment, the ready names and torch say so, in the old ranks as in the new."""
+    world.execute("kept = rank")
+    for size in (4, 1, 3):
+        world.scale(size)
+        text = str(size)
+        assert world.gather(SAYS_SIZE) == [
+            [text, text, text, str(rank), size, rank, size, rank, True] for rank in range(size)
+        ]
+    assert world.gather("globals().get('kept')") == [0, None, None]
+
+
+def test_what_the_user_has_set_stays(world: World) -> None:
+    """A name or a variable that a cell has bound is the user's."""
+    world.execute("world_size, os.environ['ROLE_WORLD_SIZE'] = 'mine', 'mine'")
+    world.scale(3)
+    found = world.gather("(world_size, os.environ['ROLE_WORLD_SIZE'])")
+    world.execute("world_size, os.environ['ROLE_WORLD_SIZE'] = 3, '3'")
+    assert found == [("mine", "mine"), ("mine", "mine"), (3, "3")]
+
+
+OLD = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+before = dist.group.WORLD
+pair, alone = dist.new_group([0, 1]), [dist.new_group([r]) for r in range(world_size)][rank]
+mesh = init_device_mesh("cpu", (world_size,))
+sharded = fully_shard(torch.nn.Linear(64, 64), mesh=mesh)
+spread = distribute_tensor(torch.ones(8), mesh, [Shard(0)])
+on_pair = rank < 2 and torch.nn.parallel.DistributedDataParallel(
+    torch.nn.Linear(4, 4), process_group=pair
+)
+"""
+
+USES = {
+    "default group": "dist.all_reduce(torch.ones(1), group=before)",
+    "object": "dist.all_gather_object([None] * 2, 1, group=before)",
+    "subgroup": "dist.barrier(group=pair)",
+    "send": "dist.send(torch.ones(1), 1 - rank, group=pair)",
+    "group of one": "dist.all_reduce(torch.ones(1), group=alone)",
+    "mesh": "dist.all_reduce(torch.ones(1), group=mesh.get_group())",
+    "FSDP2": "sharded(torch.ones(2, 64))",
+    "DTensor": "spread.full_tensor()",
+    "DDP on a subgroup": "on_pair(torch.ones(2, 4)).sum().backward()",
+}
+
+
+@pytest.fixture(scope="module")
+def outlived(started: World) -> World:
+    """A world where all of that was made before it was scaled."""
+    started.scale(2)
+    started.execute(OLD)
+    started.scale(3)
+    return started
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_cannot_live_on_says_what_to_make_anew(outlived: World, use: str) -> None:
+    """It raises at once, in one line, and the group of all stays whole."""
+    with pytest.raises(WorkerError, match=r"2 -> 3\. What was made with it has to be made anew"):
+        outlived.execute(USES[use], ranks=[0, 1])
+    assert outlived.state is State.READY
+    assert outlived.gather("(dist.barrier(), rank)[1]") == [0, 1, 2]
+
+
+def test_it_can_be_made_anew(outlived: World) -> None:
+    """With the same names, on all ranks."""
+    outlived.execute(OLD)
+    outlived.execute(
+        "if rank < 2: dist.barrier(group=pair)\n"
+        "sharded(torch.ones(2, 64)).sum().backward()\n"
+        "assert spread.full_tensor().sum() == 8"
+    )
+
+
+def test_new_ranks_run_the_set_up_cells_and_lack_the_rest(world: World) -> None:
+    """What they lack is known, until it is copied there."""
+    world.execute("made = 5")
+    world.scale(3)
+    assert "made" in world.session.losses.lacking([2])
+    assert "train" not in world.session.losses.lacking([2])
+    assert world.gather("train.__name__", ranks=[2]) == ["train"]
+    world.sync(["made"])
+    assert "made" not in world.session.losses.lacking([2])
+
+
+def test_a_rank_that_dies_while_names_are_copied(world: World) -> None:
+    """The others are freed, it is replaced, and the next copy goes through."""
+    world.execute(
+        "class Deadly:\n"
+        "    def __reduce__(self): os.kill(os.getpid(), 9)\n"
+        "given = [1, 2]\n"
+        "if rank == 1: deadly = Deadly()"
+    )
+    with pytest.raises(WorkerDied, match="SIGKILL"):
+        world.sync(["deadly"], source=1)
+    assert world.sync(["given"]) == (1,)
+    assert world.gather("given") == [[1, 2], [1, 2]]
+
+
+def test_all_ranks_of_another_number_run_the_set_up_cells(world: World) -> None:
+    """Also when all are started anew."""
+    world.restart(3)
+    assert world.gather("train.__name__") == ["train"] * 3
+
+
+def test_nccl_needs_a_gpu_for_each(world: World) -> None:
+    """More ranks than GPUs are refused before anything is done."""
+    spec = replace(world.session.spec, world_size=1, backend="nccl", gpus=("0",))
+    with pytest.raises(NotEnoughGpus):
+        scaled(spec, world.session.config, 2)
+
+
+def test_new_ranks_have_log_files(tmp_path: Path) -> None:
+    """Beside those of the others; a rank that comes again goes on in its own."""
+    with World(1, log_dir=str(tmp_path)) as world:
+        for text in ("first", "second"):
+            world.scale(2)
+            world.execute(f"print({text!r})")
+            world.scale(1)
+        (log,) = tmp_path.glob("*/attempt_0/1/stdout.log")
+        assert log.read_text() == "first\nsecond\n"
+
+
+SIZES = [(3, 3), ("3", 3), ("+2", 6), ("-1", 3), (" +1 ", 5), ("4", 4)]
+
+
+@pytest.mark.parametrize(("n", "size"), SIZES)
+def test_size(n: int | str, size: int) -> None:
+    """A number, or how many more or fewer."""
+    assert parse_size(n, 4) == size
+
+
+@pytest.mark.parametrize("n", [0, -1, "0", "-4", "-9", "", "x", "1.5", "2x4", "++1", "1e3", "٣"])
+def test_no_size(world: World, n: int | str) -> None:
+    """One line, and nothing changes."""
+    with pytest.raises(UsageError, match=r"%dist_scale .*(at least one|no|not a number)") as caught:
+        world.scale(n)
+    assert "\n" not in str(caught.value)
+    assert world.gather("rank") == [0, 1]
+
+
+def test_it_takes_workers_that_have_nothing_to_do(world: World) -> None:
+    """While a cell runs it is refused; without workers it is too."""
+    running = world.submit(world.task("import time; time.sleep(600)"))
+    with pytest.raises(WorldBusy):
+        world.scale(3)
+    world.interrupt()
+    world.session.wait(running)
+    assert world.gather("dist.get_world_size()") == [2, 2]
+    with pytest.raises(WorldNotStarted, match="dist_scale"):
+        World(2).scale(3)
+
+
+@contextmanager
+def each_new_worker(world: World, do: Callable[[psutil.Process], None]) -> Iterator[None]:
+    """Do something to every worker process that is started meanwhile."""
+    fork_server = psutil.Process(world.pids[0]).parent()
+    assert fork_server is not None
+    known, over = set(fork_server.children()), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.002):
+            for child in set(fork_server.children()) - known:
+                known.add(child)
+                do(child)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_new_rank_that_dies_while_it_starts_leaves_the_world_as_it_was(world: World) -> None:
+    """Also with what was made from its groups; later it can be scaled."""
+    world.execute(f"{MODEL}{OLD}")
+    pids = dict(world.pids)
+    with (
+        each_new_worker(world, psutil.Process.kill),
+        pytest.raises(NotScaled, match=r"rank 2 .*SIGKILL.* 2 workers are running, as before"),
+    ):
+        world.scale(3)
+    assert world.pids == pids
+    assert world.state is State.READY
+    assert world.gather("(world_size, dist.get_world_size())") == [(2, 2), (2, 2)]
+    world.execute(
+        "dist.barrier(group=pair)\n"
+        "sharded(torch.ones(2, 64)).sum().backward()\n"
+        "train(net, optimizer, [1])"
+    )
+    world.scale(3)
+    assert world.gather("dist.get_world_size()") == [3] * 3
+
+
+def test_a_survivor_that_dies_meanwhile_is_replaced(world: World) -> None:
+    """The world is of the new size all the same."""
+    world.execute("kept = rank")
+    survivor = psutil.Process(world.pids[1])
+
+    def end(_: psutil.Process) -> None:
+        if survivor.is_running():
+            survivor.kill()
+
+    with each_new_worker(world, end):
+        world.scale(3)
+    assert world.gather("dist.get_world_size()") == [3] * 3
+    assert world.gather("globals().get('kept')") == [0, None, None]
+    assert "kept" in world.session.losses.lacking([1])
+
+
+def test_stop_while_it_is_scaled(world: World) -> None:
+    """The next cell finds the ranks that there are then, with a group."""
+    main = threading.main_thread().ident
+    assert main is not None
+    with (
+        each_new_worker(world, lambda _: signal.pthread_kill(main, signal.SIGINT)),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        world.scale(3)
+    assert world.state is State.BROKEN
+    world.session.heal()
+    assert world.gather("(rank, world_size, dist.get_world_size())") == [
+        (rank, 3, 3) for rank in range(3)
+    ]
+
+
+COUNT = """
+import gc, os
+gc.collect()
+left = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+"""
+
+
+def test_nothing_piles_up(world: World) -> None:
+    """After twenty times there are as many descriptors and threads as after the first two."""
+    counts = []
+    world.execute(MODEL)
+    for _ in range(10):
+        for size in (3, 2):
+            world.scale(size)
+            world.execute("dist.barrier(group=dist.new_group())")
+        world.execute(COUNT)
+        counts.append(world.gather("left"))
+    for first, last in zip(counts[0], counts[-1], strict=True):
+        assert last[0] < first[0] + 5
+        assert last[1] < first[1] + 5

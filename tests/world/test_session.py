@@ -1,0 +1,62 @@
+"""Tests of `nbdist.world.session`: tasks from `submit` to their end, again where they fail."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from nbdist.errors import WorkerError
+from nbdist.world.session import Session
+from nbdist.world.states import State
+from nbdist.world.world import World
+
+pytestmark = pytest.mark.shared_world
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    with World(1, log_dir="") as world:
+        yield world.session
+
+
+def test_what_it_is_doing(session: Session) -> None:
+    """Its repr has how many ranks there are, and the task that they run."""
+    assert repr(session) == "<Session 1 ranks, ready>"
+    running = session.submit(session.task("pass"))
+    assert re.fullmatch(r"<Session 1 ranks, running .+<RunningTask .+>>", repr(session))
+    session.wait(running)
+    assert (running.is_over, session.state) == (True, State.READY)
+
+
+def test_a_task_that_fails_is_run_again(session: Session) -> None:
+    """As often as is said, each time under another id; not once it has succeeded."""
+    session.run(session.task("tries = 0"))
+    failing = session.task("tries += 1\nif tries < 3: raise ValueError('not yet')")
+    ids, why = [], []
+    for attempt in session.attempts(failing, most=5):
+        running = session.submit(attempt)
+        session.wait(running)
+        ids.append(attempt.id)
+        why.append(running.restart)
+    assert len({*ids}) == 3
+    assert why == [f"rank 0 raised ValueError: not yet: restart {n} of 5" for n in (1, 2)] + [""]
+    assert running.error() is None
+
+
+def test_the_last_error_is_raised(session: Session) -> None:
+    """Where no attempt succeeds."""
+    session.run(session.task("tries = 0"))
+    with pytest.raises(WorkerError, match="try 2"):
+        session.run(session.task("tries += 1; raise ValueError(f'try {tries}')"), most=1)
+
+
+def test_values_outlive_their_worker(session: Session) -> None:
+    """They are taken from one and given to the one after it, as the same objects."""
+    session.run(session.task("both = [both_too := [1, 2]]"))
+    kept = session.take(["both", "both_too"], [0])
+    session.restart()
+    session.give_back(["both", "both_too"], kept)
+    result = session.run(session.task(fetch=("both[0] is both_too",)))
+    assert list(result) == [True]

@@ -1,0 +1,262 @@
+"""Tests of `nbdist.world.workers`: how worlds begin and end, what fails then, what is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from nbdist.errors import BadTopology, StartError, UsageError, WorkerError
+from nbdist.world.states import State
+from nbdist.world.world import World
+from tests.worlds import NewWorld
+
+both_sources = pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
+
+
+@pytest.fixture
+def new_children() -> Callable[[], list[psutil.Process]]:
+    """A question to ask in mid-test: what has been started since it began, and lives?"""
+    before = psutil.Process().children(recursive=True)
+    return lambda: [
+        child for child in psutil.Process().children(recursive=True) if child not in before
+    ]
+
+
+@both_sources
+def test_shutdown_leaves_nothing(
+    fork: bool,  # noqa: FBT001
+    traces_left: Callable[[], list[str]],
+) -> None:
+    """After the `with` block no process, thread, descriptor, socket folder or segment is left."""
+    with World(2, fork=fork, log_dir="") as world:
+        world.execute("import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nx = [0] * 9")
+        big = world.gather("torch.zeros(200_000)")
+        assert len(big) == 2
+        assert traces_left() != []
+    del big
+    assert [line for line in traces_left() if not line.startswith("process")] == []
+    assert world.state is State.STOPPED
+
+
+@both_sources
+def test_shutdown_in_mid_cell_leaves_nothing(
+    fork: bool,  # noqa: FBT001
+    traces_left: Callable[[], list[str]],
+) -> None:
+    """A world can be ended while its ranks are in a cell that ignores every signal it can."""
+    world = World(2, fork=fork, log_dir="")
+    world.start()
+    world.submit(
+        world.task(
+            "import signal, subprocess, time\n"
+            "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):\n"
+            "    signal.signal(number, signal.SIG_IGN)\n"
+            "subprocess.run(['setsid', 'sleep', '600'])"
+        )
+    )
+    world.shutdown()
+    assert [line for line in traces_left() if "sleep" in line] == []
+
+
+@both_sources
+def test_worker_that_cannot_form_its_group(
+    fork: bool,  # noqa: FBT001
+    monkeypatch: pytest.MonkeyPatch,
+    traces_left: Callable[[], list[str]],
+    new_children: Callable[[], list[psutil.Process]],
+) -> None:
+    """A start that fails says which rank, where, why, how it was started, and its last lines."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    world = World(2, fork=fork, log_dir="")
+    began = time.monotonic()
+    with pytest.raises(StartError) as caught:
+        world.start()
+    sys.stdout.write(f"{time.monotonic() - began:.2f} s\n")
+    assert caught.value.rank in (0, 1)
+    assert caught.value.host == os.uname().nodename
+    assert "-m nbdist.worker" in caught.value.command
+    (said,) = caught.value.log_lines
+    assert said.startswith("GLOO_SOCKET_IFNAME=nowhere0: there is no such network interface. ")
+    assert said.endswith("; without the variable workers use lo.")
+    first = str(caught.value).splitlines()[0]
+    assert first.startswith(f"rank {caught.value.rank} on {caught.value.host} could not start: ")
+    assert "it exited with code 1." in first
+    assert world.state is State.STOPPED
+    monkeypatch.undo()
+    assert new_children() == []
+    world.restart()
+    assert world.gather("rank") == [0, 1]
+    world.shutdown()
+    assert [line for line in traces_left() if not line.startswith("process")] == []
+
+
+@both_sources
+def test_worker_whose_import_fails(
+    fork: bool,  # noqa: FBT001
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """A broken torch fails the start within seconds, with the end of its traceback."""
+    broken = tmp_path / "torch"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise ImportError('broken on purpose')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    world = World(2, fork=fork, log_dir="")
+    began = time.monotonic()
+    with pytest.raises(StartError) as caught:
+        world.start()
+    sys.stdout.write(f"{time.monotonic() - began:.2f} s\n")
+    assert "broken on purpose" in str(caught.value)
+    assert world.state is State.STOPPED
+    world.shutdown()
+
+
+def test_interpreter_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that ends at once fails the start with what it said."""
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")
+    world = World(1, log_dir="")
+    with pytest.raises(StartError, match=r"the agent on .* could not start") as caught:
+        world.start()
+    assert caught.value.rank is None
+    assert caught.value.log_lines
+    assert world.state is State.STOPPED
+
+
+@both_sources
+def test_start_interrupted(
+    fork: bool,  # noqa: FBT001
+    new_children: Callable[[], list[psutil.Process]],
+) -> None:
+    """Stop during a start ends all that was started; the world can be started afterwards."""
+    world = World(2, fork=fork, log_dir="")
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def stop_soon() -> None:
+        deadline = time.monotonic() + 10
+        while world.state is not State.STARTING or not new_children():
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.01)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    stopper = threading.Thread(target=stop_soon)
+    stopper.start()
+    with pytest.raises(KeyboardInterrupt):
+        world.start()
+    stopper.join()
+    assert world.state is State.STOPPED
+    assert new_children() == []
+    world.start()
+    assert world.gather("rank") == [0, 1]
+    world.shutdown()
+
+
+def test_restart_interrupted() -> None:
+    """A restart that Stop has cut short is asked for again, and ends the old workers."""
+    with World(1, log_dir="") as world:
+        world.execute("import atexit, time; atexit.register(time.sleep, 60)")
+        before = dict(world.pids)
+        stop = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+        stop.start()
+        with pytest.raises(KeyboardInterrupt):
+            world.restart()
+        stop.join()
+        world.restart()
+        assert world.state is State.READY
+        assert not psutil.pid_exists(before[0])
+        world.execute("assert 'atexit' not in globals()")
+
+
+def test_world_without_a_group(new_world: NewWorld) -> None:
+    """`backend="none"` gives workers without a process group."""
+    with new_world(1, backend="none") as world:
+        assert world.gather("dist.is_initialized()") == [False]
+
+
+def test_world_that_torch_watches_over(
+    monkeypatch: pytest.MonkeyPatch, new_world: NewWorld
+) -> None:
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL torch makes a second group for each, and all works."""
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    with new_world(2) as world:
+        world.execute("t = torch.ones(1); dist.all_reduce(t); assert t.item() == 2")
+        with pytest.raises(WorkerError, match="ValueError: bad"):
+            world.execute("if rank == 1: raise ValueError('bad')\ndist.all_reduce(t)")
+        world.execute("t = torch.ones(1); dist.all_reduce(t); assert t.item() == 2")
+
+
+def test_world_of_one(new_world: NewWorld) -> None:
+    """A world of one rank has a real group."""
+    with new_world(1) as world:
+        world.execute("t = torch.ones(1)\ndist.all_reduce(t)")
+        assert world.gather("t.item(), dist.get_world_size()") == [(1.0, 1)]
+
+
+def test_local_world_listens_for_gloo_alone(new_world: NewWorld) -> None:
+    """Without a group nothing listens on TCP; gloo's own sockets do, on the loopback device."""
+    for backend in ("none", "gloo"):
+        with new_world(2, backend=backend) as world:
+            agent = psutil.Process(world.session.link.agents[0].pid)
+            listening = [
+                connection.laddr.ip
+                for process in (agent, *agent.children(recursive=True))
+                for connection in connections_of(process)
+                if connection.status == psutil.CONN_LISTEN
+            ]
+            assert {*listening} == ({"127.0.0.1"} if backend == "gloo" else set())
+
+
+def connections_of(process: psutil.Process) -> list[Any]:
+    """psutil 6 has another name for it."""
+    ask = getattr(process, "net_connections", None) or process.connections
+    return list(ask("inet"))
+
+
+def test_secrets_are_not_in_any_command_line() -> None:
+    """The environment does not show up where other users can read it."""
+    with World(2, log_dir="") as world:
+        agent = psutil.Process(world.session.link.agents[0].pid)
+        for process in (agent, *agent.children(recursive=True)):
+            assert "NBDIST_TEST_RUN" not in " ".join(process.cmdline())
+
+
+@pytest.mark.parametrize("n", [0, -1, "x", "gpu"])
+def test_sizes_that_cannot_be(n: int | str, traces_left: Callable[[], list[str]]) -> None:
+    """A size that cannot be is refused before anything is started."""
+    with pytest.raises(BadTopology):
+        World(n, log_dir="")
+    assert traces_left() == []
+
+
+def test_unknown_launcher(traces_left: Callable[[], list[str]]) -> None:
+    """A launcher that is not there is refused with the names of those that are."""
+    world = World(1, launcher="nowhere", log_dir="")
+    with pytest.raises(UsageError, match="there are only local"):
+        world.start()
+    assert world.state is State.STOPPED
+    assert traces_left() == []
+
+
+def test_log_files(tmp_path: Path) -> None:
+    """Each rank's full text is in its own files, a folder for each attempt."""
+    with World(2, log_dir=str(tmp_path), name="exp") as world:
+        world.execute("import sys\nprint('out', rank)\nprint('err', rank, file=sys.stderr)")
+        for rank in range(2):
+            folder = tmp_path / "exp" / "attempt_0" / str(rank)
+            assert world.logs[rank] == str(folder)
+            assert (folder / "stdout.log").read_text() == f"out {rank}\n"
+            assert (folder / "stderr.log").read_text() == f"err {rank}\n"
+        world.restart()
+        assert world.logs[0] == str(tmp_path / "exp" / "attempt_1" / "0")
