@@ -284,7 +284,7 @@ class NotScaled(NbdistError):
 
 
 class RankFailure(Protocol):
-    """What ended the cell on one rank: `Failure` or `Died` of `nbdist.wire.messages`."""
+    """What ended the cell on one rank: `Failure` or `Died` of `nbdist.output.events`."""
 
     @property
     def time_ns(self) -> int:

@@ -20,7 +20,7 @@ from nbdist.wire.frames import framed
 from nbdist.wire.interpreter import MODULE
 
 if TYPE_CHECKING:
-    from nbdist.wire.messages import WorkerStart
+    from nbdist.wire.start import WorkerStart
 
 DESCRIPTORS = 2
 """That come with each `Fork`: the worker's stdout and stderr."""

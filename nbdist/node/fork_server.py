@@ -40,8 +40,8 @@ from nbdist.node.fork_messages import (
 )
 from nbdist.node.guard import END_STEP, END_TIMEOUT, end_group
 from nbdist.wire.frames import FrameCutter
-from nbdist.wire.messages import WorkerStart
 from nbdist.wire.prctl import adopt_orphans
+from nbdist.wire.start import WorkerStart
 
 READ_SIZE = 1 << 16
 

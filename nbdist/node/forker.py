@@ -28,7 +28,7 @@ from nbdist.node.fork_messages import (
 from nbdist.node.limits import Lack, word_lack
 from nbdist.node.processes import Children, WorkerProcess
 from nbdist.wire.frames import FrameCutter
-from nbdist.wire.messages import WorkerStart
+from nbdist.wire.start import WorkerStart
 
 READ_SIZE = 1 << 16
 

@@ -19,7 +19,7 @@ from zmq.eventloop.zmqstream import ZMQStream
 from nbdist.output.events import TOPIC, Connections
 from nbdist.wire import control
 from nbdist.wire.frames import BadFrame, FrameCutter, framed
-from nbdist.wire.messages import WorkerStart
+from nbdist.wire.start import WorkerStart
 from nbdist.wire.task import MOST_BYTES, Finished, finished_from
 
 log = logging.getLogger("nbdist.node")

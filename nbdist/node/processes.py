@@ -23,7 +23,7 @@ from nbdist.node.guard import END_STEP, END_TIMEOUT, end_group
 from nbdist.node.limits import word_lack
 from nbdist.wire import prctl
 from nbdist.wire.interpreter import safe_environ
-from nbdist.wire.messages import WorkerStart, WorldSpec
+from nbdist.wire.start import WorkerStart, WorldSpec
 
 OnExit = Callable[[int], None]
 

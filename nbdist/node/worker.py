@@ -27,8 +27,9 @@ from nbdist.node.worker_logs import WorkerLog
 from nbdist.output.events import Died, Done, Failure, Output, Text
 from nbdist.wire import control
 from nbdist.wire.frames import BadFrame
-from nbdist.wire.messages import Run, WorkerStart
+from nbdist.wire.messages import Run
 from nbdist.wire.places import Place, RankState, WorkerStatus
+from nbdist.wire.start import WorkerStart
 from nbdist.wire.task import Finished, Task, unpack
 
 log = logging.getLogger("nbdist.node")

@@ -20,15 +20,8 @@ from nbdist.node.worker import Emit, Worker
 from nbdist.node.worker_logs import RunFolder
 from nbdist.topology import gpus_of
 from nbdist.wire import control
-from nbdist.wire.messages import (
-    Healed,
-    StartFailure,
-    Starting,
-    WorkerStart,
-    WorldSpec,
-    WorldStarted,
-    over_file,
-)
+from nbdist.wire.messages import Healed, StartFailure, Starting, WorldStarted
+from nbdist.wire.start import WorkerStart, WorldSpec, over_file
 from nbdist.wire.worker_environ import torchrun_variables
 
 START_TIMEOUT = 180.0

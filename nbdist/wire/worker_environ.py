@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from nbdist.topology import gpus_of
-from nbdist.wire.messages import WorldSpec
+from nbdist.wire.start import WorldSpec
 
 NBDIST_DECIDES = frozenset(
     {

@@ -45,7 +45,7 @@ import traceback
 from multiprocessing import process
 
 from nbdist.wire.interpreter import safe_path
-from nbdist.wire.messages import WorkerStart
+from nbdist.wire.start import WorkerStart
 from nbdist.worker.process import BadEnvironment, set_limit
 
 AUTHKEY_BYTES = 32

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ipykernel.zmqshell import ZMQInteractiveShell
 
 from nbdist.wire.control import Resize
-from nbdist.wire.messages import WorkerStart
+from nbdist.wire.start import WorkerStart
 from nbdist.wire.task import Attempt
 from nbdist.wire.worker_environ import sharing_variables
 from nbdist.worker.compat import torch as seam

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from nbdist.wire.marks import mark
-from nbdist.wire.messages import WorkerStart
+from nbdist.wire.start import WorkerStart
 from nbdist.worker.control_thread import ControlThread
 from nbdist.worker.environment import (
     Scaling,

@@ -19,7 +19,7 @@ from pathlib import Path
 from nbdist import topology
 from nbdist.config import DEFAULT_POOL, WorldConfig
 from nbdist.errors import UsageError
-from nbdist.wire.messages import WorldSpec
+from nbdist.wire.start import WorldSpec
 from nbdist.wire.worker_environ import NBDIST_DECIDES
 from nbdist.world.env_file import read_env_file
 

@@ -23,10 +23,10 @@ from nbdist.wire.messages import (
     StartFailure,
     StartWorld,
     StopWorld,
-    WorldSpec,
     WorldStarted,
 )
 from nbdist.wire.places import Place
+from nbdist.wire.start import WorldSpec
 from nbdist.wire.task import Task
 from nbdist.world.launchers import find_launcher
 from nbdist.world.link import Link

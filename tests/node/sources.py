@@ -14,8 +14,8 @@ from nbdist.node.fork_messages import start_fork_server
 from nbdist.node.forker import Forker
 from nbdist.node.processes import Children, ProcessSource, Spawner, WorkerProcess
 from nbdist.wire.marks import mark
-from nbdist.wire.messages import WorkerStart, WorldSpec
 from nbdist.wire.prctl import adopt_orphans
+from nbdist.wire.start import WorkerStart, WorldSpec
 from tests.waiting import until
 
 SOON = 20.0

@@ -35,11 +35,11 @@ from nbdist.wire.messages import (
     StartWorld,
     StopWorld,
     Up,
-    WorldSpec,
     WorldStarted,
     to_bytes,
     up_from,
 )
+from nbdist.wire.start import WorldSpec
 from nbdist.wire.task import Source, Task
 from tests.waiting import wait_until
 

@@ -13,8 +13,8 @@ from jupyter_client.session import Session
 from nbdist.node.kernel_client import KernelClient, TaskConnection, message_from
 from nbdist.output.events import Done
 from nbdist.wire.frames import BadFrame, framed
-from nbdist.wire.messages import WorkerStart, WorldSpec
 from nbdist.wire.payload import Payload
+from nbdist.wire.start import WorkerStart, WorldSpec
 from nbdist.wire.task import Finished
 
 SPEC = WorldSpec(1, None, {}, "/", (), 1, "python")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbdist.wire.messages import WorldSpec
+from nbdist.wire.start import WorldSpec
 from nbdist.wire.worker_environ import (
     NBDIST_DECIDES,
     NBDIST_SETS,

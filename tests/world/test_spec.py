@@ -12,7 +12,7 @@ import pytest
 from nbdist import topology
 from nbdist.config import WorldConfig
 from nbdist.errors import NotEnoughGpus, UsageError
-from nbdist.wire.messages import WorldSpec
+from nbdist.wire.start import WorldSpec
 from nbdist.wire.worker_environ import NBDIST_SETS, torchrun_variables
 from nbdist.world.spec import Here, make_spec, scaled
 

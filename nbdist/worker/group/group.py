@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from nbdist.wire.messages import WorkerStart, over_file
+from nbdist.wire.start import WorkerStart, over_file
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group import nccl
 from nbdist.worker.group.ddp import forget_broken_off_steps, move_models
