@@ -168,12 +168,12 @@ def _as(flag: str, text: str, read: Callable[[Any], Any] = str, **more: Any) -> 
 class Patience:
     """How long a cell's ranks may wait for one another, and what happens then.
 
-    After `hang_timeout` seconds a running cell says who waits for whom; with `frees`, those
-    who wait for what can never come are freed, else that is for Stop.
+    After `hang_timeout` seconds a running cell says who waits for whom; with `aborts`, collectives
+    that can never end are aborted, else that is for Stop.
     """
 
     hang_timeout: float = HANG_TIMEOUT
-    frees: bool = True
+    aborts: bool = True
 
 
 @dataclass(frozen=True, repr=False)

@@ -127,4 +127,4 @@ def test_each_option_is_read() -> None:
     in_patience = {"hang_timeout", "free"}
     unread = {name for name in OPTIONS if not re.search(rf"\bconfig\.{name}\b", source)}
     assert unread == in_patience
-    assert WorldConfig(hang_timeout=3, free=False).patience == Patience(3.0, frees=False)
+    assert WorldConfig(hang_timeout=3, free=False).patience == Patience(3.0, aborts=False)

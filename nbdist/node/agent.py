@@ -28,10 +28,10 @@ from nbdist.node.worker import Worker
 from nbdist.node.worker_group import WorkerGroup
 from nbdist.wire import control
 from nbdist.wire.messages import (
+    Abort,
+    Aborted,
     Answer,
     Ask,
-    Free,
-    Freed,
     GetStacks,
     GetStatus,
     Heal,
@@ -40,12 +40,12 @@ from nbdist.wire.messages import (
     Kill,
     Leave,
     LetGo,
-    Look,
+    Locate,
+    Located,
     Received,
     Reply,
     Run,
     Scale,
-    Seen,
     StartWorld,
     StopWorld,
     Up,
@@ -79,7 +79,7 @@ class Agent:
         self._gauge = MemoryGauge()
         self._outbox = Outbox(self._send)
         self._workers = WorkerGroup(runtime, children, forker, self._outbox.add, self._send)
-        self._stopping = Stopping(self._abort_all, lambda places: self._send(Freed(places)))
+        self._stopping = Stopping(self._abort_all, lambda places: self._send(Aborted(places)))
         link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         link.linger = LINK_LINGER
         link.sndhwm = link.rcvhwm = 0
@@ -140,9 +140,9 @@ class Agent:
                 self._do(self._tell_stacks(number, ranks))
             case Ask() as ask:
                 self._asked.put_nowait(ask)
-            case Look(ranks):
+            case Locate(ranks):
                 self._do(self._locate(ranks))
-            case Free(ranks):
+            case Abort(ranks):
                 self._do(self._abort(ranks))
             case Interrupt(ranks):
                 for work in self._stopping.begin(self._workers.living(ranks)):
@@ -183,7 +183,7 @@ class Agent:
         living = self._workers.living(ranks)
         places = await asyncio.gather(*(worker.locate() for worker in living))
         found = zip(living, places, strict=True)
-        self._send(Seen({worker.rank: place for worker, place in found}))
+        self._send(Located({worker.rank: place for worker, place in found}))
 
     async def _tell_status(self, number: int) -> None:
         rows = await status_of(tuple(self._workers.all.values()), self._gauge)

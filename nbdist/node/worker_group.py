@@ -232,7 +232,7 @@ class WorkerGroup:
         return answer
 
     async def abort(self, ranks: Iterable[int]) -> bool:
-        """Have these break their collectives open; whether all have answered.
+        """Have these abort their collectives; say whether all have answered.
 
         One that cannot is ended, which does that too.
         """

@@ -64,7 +64,7 @@ class LetGo:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Break open whatever collective the main thread waits in."""
+    """Abort whatever collective the main thread waits in."""
 
 
 @dataclass(frozen=True, slots=True)

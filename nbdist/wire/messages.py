@@ -128,15 +128,15 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """Notebook to agent: say where these ranks are; answered by `Seen`."""
+class Locate:
+    """Notebook to agent: say where these ranks are; answered by `Located`."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Free:
-    """Notebook to agent: break open whatever collective these ranks wait in."""
+class Abort:
+    """Notebook to agent: abort whatever collectives these ranks wait in."""
 
     ranks: tuple[int, ...]
 
@@ -191,15 +191,15 @@ class Starting:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """Agent to notebook: where the ranks are that a `Look` asked for."""
+class Located:
+    """Agent to notebook: where the ranks are that a `Locate` asked for."""
 
     places: Mapping[int, Place]
 
 
 @dataclass(frozen=True, slots=True)
-class Freed:
-    """Agent to notebook: collectives are being broken open in which these ranks wait."""
+class Aborted:
+    """Agent to notebook: the collectives are being aborted in which these ranks wait."""
 
     places: Mapping[int, Place]
 
@@ -214,22 +214,22 @@ class Outputs:
     items: tuple[tuple[int, str, Output], ...]
 
 
-Down = Ask | Run | Look | Free | Interrupt | LetGo | Received | Leave
-Up = Hello | Answer | Outputs | Seen | Freed | Starting
+Down = Ask | Run | Locate | Abort | Interrupt | LetGo | Received | Leave
+Up = Hello | Answer | Outputs | Located | Aborted | Starting
 
 
 def to_bytes(message: Down | Up) -> bytes:
-    """The message as one frame."""
+    """Pack the message into one frame."""
     return pickle.dumps(message, protocol=5)
 
 
 def down_from(frame: bytes) -> Down:
-    """What the notebook told this agent."""
+    """Unpack what the notebook has sent to this agent."""
     message: Down = pickle.loads(frame)
     return message
 
 
 def up_from(frame: bytes) -> Up:
-    """What an agent told this notebook."""
+    """Unpack what an agent has sent to this notebook."""
     message: Up = pickle.loads(frame)
     return message

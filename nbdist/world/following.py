@@ -70,10 +70,10 @@ def interrupt(workers: Workers, running: RunningTask) -> None:
 
 def finish(workers: Workers, running: RunningTask) -> None:
     """See to what a task leaves behind on its ranks once all have finished it."""
-    _free_leftovers(workers, running)
+    _abort_leftovers(workers, running)
     if running.crew.heals and running.explains_death({}):
         # The survivors are asked what they were in as long as they know.
-        running.why_died = running.explains_death(_look(workers, running))
+        running.why_died = running.explains_death(_locate(workers, running))
 
 
 def _meet_stop(workers: Workers, running: RunningTask, number: int) -> None:
@@ -85,25 +85,27 @@ def _meet_stop(workers: Workers, running: RunningTask, number: int) -> None:
 
 
 def _take(workers: Workers, running: RunningTask, step: Step) -> None:
-    """What is broken open is so on all ranks: a connection is ended by the one that accepted
-    it, wherever it is, and a rank that is busy now must not wait for a freed one later.
+    """Do what is to be done.
+
+    Collectives are aborted on all ranks: a connection is ended by the one that accepted it,
+    wherever it is, and a rank that is busy now must not wait later for one of these.
     """
     match step:
-        case Step.LOOK:
+        case Step.LOCATE:
             # All: with nccl a rank can have finished the task before its collectives have
             # ended, with gloo what it began tells whether the others can meet.
-            workers.link.look(workers.everyone)
-        case Step.FREE:
-            workers.advance(Event.FREED)
-            running.free(time.monotonic())
-            workers.link.free(workers.everyone)
-        case Step.FREE_FROM_DEAD:
-            workers.link.free(workers.everyone)
+            workers.link.locate(workers.everyone)
+        case Step.ABORT:
+            workers.advance(Event.ABORTED)
+            running.abort(time.monotonic())
+            workers.link.abort(workers.everyone)
+        case Step.ABORT_FOR_DEAD:
+            workers.link.abort(workers.everyone)
         case Step.END_SURVIVORS:
             workers.link.call(Kill(running.unfinished))
 
 
-def _free_leftovers(workers: Workers, running: RunningTask) -> None:
+def _abort_leftovers(workers: Workers, running: RunningTask) -> None:
     """End collectives that a failed task began and that no rank will complete.
 
     The next task's would meet them, and give wrong results.
@@ -114,22 +116,22 @@ def _free_leftovers(workers: Workers, running: RunningTask) -> None:
     enough = time.monotonic() + (LEFTOVERS_GRACE if runs_ahead else 0.0)
     looks = 0
     while looks < 2 or time.monotonic() < enough:
-        places = _look(workers, running)
+        places = _locate(workers, running)
         running.differing = differing(places)
         if not any(place.unfinished for place in places.values()):
             return
         looks += 1
         if runs_ahead:
             workers.receive(EAGER_TICK)
-    workers.advance(Event.FREED)
-    workers.link.free(workers.everyone)
+    workers.advance(Event.ABORTED)
+    workers.link.abort(workers.everyone)
 
 
-def _look(workers: Workers, running: RunningTask) -> dict[int, Place]:
+def _locate(workers: Workers, running: RunningTask) -> dict[int, Place]:
     """Where all ranks of the world are."""
-    running.seen = {}
-    workers.link.look(workers.everyone)
+    running.places = {}
+    workers.link.locate(workers.everyone)
     deadline = time.monotonic() + ANSWER_TIMEOUT
-    while not running.seen and (left := deadline - time.monotonic()) > 0:
+    while not running.places and (left := deadline - time.monotonic()) > 0:
         workers.receive(left)
-    return running.seen
+    return running.places

@@ -2,8 +2,8 @@
 
 They cannot where some ranks have finished the task, all others wait in collectives, and
 nothing moves among them: who has finished will not join.  Nor where all wait, in collectives
-that do not meet.  A rank that computes may still join, so as long as there is one, no rank is
-freed.
+that do not meet.  A rank that computes may still join, so as long as there is one, nothing
+is aborted.
 
 In gloo the collectives of a group meet by their number: the fifth of one rank with the fifth
 of the others, if it is the same one, on as many elements of the same dtype.
@@ -129,7 +129,7 @@ class Watch:
         return is_calm or now - self._since[rank] >= unchanged
 
     def start_over(self, now: float) -> None:
-        """They have been freed: look again in a while whether they are free."""
+        """Begin anew while collectives are aborted: look in a while who still waits."""
         self.places, self._before = {}, {}
         self._next = now + 5 * SOON
 
@@ -182,25 +182,25 @@ def differing(places: Mapping[int, Place]) -> str:
     return told
 
 
-def why_freed(
-    freed: Mapping[int, Place],
+def why_aborted(
+    aborted: Mapping[int, Place],
     seen: Mapping[int, Place],
     ran: Collection[int],
     failed: Collection[int],
     world_size: int,
 ) -> str:
-    """Why who was freed had waited in vain; `seen` are all ranks' places at that time."""
+    """Say why ranks had waited in vain; `seen` are all ranks' places at that time."""
     finished = set(ran) - set(failed)
-    if len(freed) == world_size or never_meet(seen):
+    if len(aborted) == world_size or never_meet(seen):
         also = f"; {name_ranks(finished)} finished the cell" if finished else ""
         return verdict(seen) + also
     if told := differing(seen):
         return told
     if finished:
-        return f"{waits_text(freed)}; {name_ranks(finished)} finished the cell without it"
+        return f"{waits_text(aborted)}; {name_ranks(finished)} finished the cell without it"
     outside = set(range(world_size)) - set(ran)
     verb = "does" if len(outside) == 1 else "do"
-    return f"{waits_text(freed)}; {name_ranks(outside)} {verb} not run this cell"
+    return f"{waits_text(aborted)}; {name_ranks(outside)} {verb} not run this cell"
 
 
 def why_died(rank: int, died: Died, survivors: Mapping[int, Place]) -> str:

@@ -27,22 +27,22 @@ from nbdist.errors import AgentLost, InChild, StartError
 from nbdist.output.events import Died, Output
 from nbdist.wire.frames import BadFrame, object_from
 from nbdist.wire.messages import (
+    Abort,
+    Aborted,
     Answer,
     Ask,
     Down,
-    Free,
-    Freed,
     Hello,
     Interrupt,
     Leave,
     LetGo,
-    Look,
+    Locate,
+    Located,
     Outputs,
     Received,
     Reply,
     Request,
     Run,
-    Seen,
     Starting,
     Up,
     to_bytes,
@@ -68,7 +68,7 @@ class Link:
 
     def __init__(self, launcher: Launcher, *, fork_server: bool = True) -> None:
         self.pid = os.getpid()
-        self.arrived: deque[Item | Received | Seen | Freed | AgentLost] = deque()
+        self.arrived: deque[Item | Received | Located | Aborted | AgentLost] = deque()
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._folder = RuntimeFolder()
         self._runtime = self._folder.path
@@ -156,13 +156,13 @@ class Link:
         """Send a task to the agents; what it shows arrives in `arrived`."""
         self._send(packed)
 
-    def look(self, ranks: tuple[int, ...]) -> None:
-        """Ask where these ranks are; `Seen` arrives in `arrived`."""
-        self._send(Look(ranks))
+    def locate(self, ranks: tuple[int, ...]) -> None:
+        """Ask where these ranks are; `Located` arrives in `arrived`."""
+        self._send(Locate(ranks))
 
-    def free(self, ranks: tuple[int, ...]) -> None:
-        """Break open the collectives that these ranks wait in."""
-        self._send(Free(ranks))
+    def abort(self, ranks: tuple[int, ...]) -> None:
+        """Abort the collectives that these ranks wait in."""
+        self._send(Abort(ranks))
 
     def interrupt(self, ranks: tuple[int, ...]) -> None:
         """Have these ranks leave what they run."""
@@ -327,12 +327,12 @@ class Link:
             case Outputs(items):
                 # What ends a batch is to be sent back.
                 self._arrive(*items, Received())
-            case Seen() | Freed() as news:
+            case Located() | Aborted() as news:
                 self._arrive(news)
             case Starting(up):
                 self._up = up
 
-    def _arrive(self, *items: Item | Received | Seen | Freed | AgentLost) -> None:
+    def _arrive(self, *items: Item | Received | Located | Aborted | AgentLost) -> None:
         self.arrived.extend(items)
         self._bell.put(None)
         if any(_is_aside(item) for item in items):
@@ -357,7 +357,7 @@ class Link:
         self._arrive(lost)
 
 
-def _is_aside(item: Item | Received | Seen | Freed | AgentLost) -> bool:
+def _is_aside(item: Item | Received | Located | Aborted | AgentLost) -> bool:
     """Whether it can come while no cell runs: somebody has died, or says more after a cell."""
     match item:
         case AgentLost():

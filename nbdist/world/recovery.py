@@ -211,7 +211,7 @@ def _run(workers: Workers, task: Task) -> NbdistError | None:
 
 def refusal(workers: Workers) -> NbdistError | None:
     """Why no task can be sent now, with the remedy; None where one can."""
-    if workers.state.takes_cells:
+    if workers.state.takes_tasks:
         return None
     if workers.state in (State.STOPPED, State.STARTING, State.STOPPING):
         return WorldNotStarted("The cell")
@@ -245,7 +245,7 @@ def _restart_text(workers: Workers, running: RunningTask) -> str:
     """`rank 2 was killed by SIGKILL: restart 1 of 3`; "" where there is no further attempt."""
     done, most = running.task.attempt.number, running.task.attempt.most
     cause = running.transcript.root_cause()
-    if done >= most or cause is None or running.stops or not workers.state.takes_cells:
+    if done >= most or cause is None or running.stops or not workers.state.takes_tasks:
         return ""
     error = running.error()
     if not isinstance(error, WorkerError) or isinstance(error, RanksFreed):

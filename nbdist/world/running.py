@@ -40,8 +40,8 @@ from nbdist.world.hangs import (
     never_meet,
     waited_text,
     waits_text,
+    why_aborted,
     why_died,
-    why_freed,
 )
 from nbdist.world.result import CellResult
 
@@ -49,8 +49,8 @@ GPU_UNCHANGED = 1.0
 """Seconds without a change after which ranks are taken to wait on their GPUs for one that has
 failed; what a GPU does cannot be seen."""
 
-FREED = "Freed"
-"""`Failure.name` of a rank whose collective was broken open."""
+ABORTED = "Freed"
+"""`Failure.name` of a rank whose collective was aborted."""
 
 CELL_LINE = re.compile(r"Cell In\[\d+\], line (\d+)")
 
@@ -60,9 +60,9 @@ News = list[tuple[int, Output]]
 class Step(Enum):
     """What is to be done about a task that runs."""
 
-    LOOK = "ask all ranks where they are"
-    FREE = "break open collectives that can never end"
-    FREE_FROM_DEAD = "break open what may wait for a dead rank"
+    LOCATE = "ask all ranks where they are"
+    ABORT = "abort collectives that can never end"
+    ABORT_FOR_DEAD = "abort what may wait for a dead rank"
     END_SURVIVORS = "end the ranks that live, as the policy for deaths says"
 
 
@@ -83,7 +83,7 @@ class Crew:
 
     @property
     def has_group(self) -> bool:
-        """Whether there is a group whose collectives can be broken open."""
+        """Whether there is a group whose collectives can be aborted."""
         return self.backend != "none"
 
     @property
@@ -109,15 +109,15 @@ class RunningTask:
         self.patience = patience
         self.transcript = Transcript(task.ranks)
         self.crew = crew
-        self.freed: dict[int, Place] = {}
-        self.seen: dict[int, Place] = {}
+        self.aborted: dict[int, Place] = {}
+        self.places: dict[int, Place] = {}
         self.stops = 0
         self.stops_met = 0  # of these, so many have been acted on
         self.give_up_at = float("inf")
         self.is_stopping = self.is_over = False
         self.lost: AgentLost | None = None
         self.fate = self.restart = self.why_died = self.differing = ""
-        self._why_freed = ""
+        self._why_aborted = ""
         self._news: News = []
         self._has_met_death = False
         self._started, self._started_ns = time.monotonic(), time.time_ns()
@@ -196,19 +196,19 @@ class RunningTask:
             if not self.crew.heals:
                 yield Step.END_SURVIVORS
             elif self.crew.has_group:
-                yield Step.FREE_FROM_DEAD
+                yield Step.ABORT_FOR_DEAD
         if not self.crew.has_group:
             return
         # Ranks that do not run the task will not join either.
         if len(unfinished) < self.crew.size:
             self._watch.hurry(now)
-        # Stop frees those that wait, too, which their agent sees to.
-        frees = self.patience.frees and not self.is_stopping
-        if frees and self._can_never_go_on(unfinished, now):
-            yield Step.FREE
+        # Stop aborts collectives too, which their agent sees to.
+        aborts = self.patience.aborts and not self.is_stopping
+        if aborts and self._can_never_go_on(unfinished, now):
+            yield Step.ABORT
         elif self._watch.wait(now) == 0:
             self._watch.asked(now)
-            yield Step.LOOK
+            yield Step.LOCATE
 
     def seconds_to_look(self, now: float) -> float:
         """How long there is nothing to ask the ranks for."""
@@ -216,13 +216,13 @@ class RunningTask:
 
     def _can_never_go_on(self, unfinished: tuple[int, ...], now: float) -> bool:
         if len(unfinished) == self.crew.size:
-            return self._watch.is_dead_end(unfinished, now, is_known=never_meet(self.seen))
+            return self._watch.is_dead_end(unfinished, now, is_known=never_meet(self.places))
         has_failed = bool(self.transcript.errors)
         # The sooner the better where the task has failed anyway.
         unchanged = GPU_UNCHANGED if has_failed and self.crew.runs_ahead else UNCHANGED
         if not self._watch.never(unfinished, now, unchanged):
             return False
-        finished = (place for rank, place in self.seen.items() if rank not in unfinished)
+        finished = (place for rank, place in self.places.items() if rank not in unfinished)
         # Their GPUs may still do what is waited for; or wait too, where a rank has failed.
         return has_failed or not any(place.operation for place in finished)
 
@@ -245,24 +245,24 @@ class RunningTask:
         self.give_up_at = give_up_at
         self._watch.hurry(now)
 
-    def see(self, places: Mapping[int, Place], now: float) -> None:
+    def take_places(self, places: Mapping[int, Place], now: float) -> None:
         """Take in where ranks are."""
-        self.seen = dict(places)
+        self.places = dict(places)
         known = {rank: place for rank, place in places.items() if rank in self.unfinished}
         self._watch.take(known, now)
 
-    def take_freed(self, places: Mapping[int, Place], now: float) -> None:
-        """These ranks are being freed where they wait."""
-        self.freed.update(places)
+    def take_aborted(self, places: Mapping[int, Place], now: float) -> None:
+        """Note that the collectives are being aborted in which these ranks wait."""
+        self.aborted.update(places)
         self._watch.start_over(now)
 
-    def free(self, now: float) -> None:
-        """All that run it are being freed, since they can never go on."""
+    def abort(self, now: float) -> None:
+        """Note that its ranks can never go on, and that their collectives are being aborted."""
         unfinished = self.unfinished
-        self.take_freed({rank: self._watch.places[rank] for rank in unfinished}, now)
+        self.take_aborted({rank: self._watch.places[rank] for rank in unfinished}, now)
         ran, failed = self.task.ranks, {*self.transcript.errors, *unfinished}
-        self.differing = differing(self.seen)
-        self._why_freed = why_freed(self.freed, self.seen, ran, failed, self.crew.size)
+        self.differing = differing(self.places)
+        self._why_aborted = why_aborted(self.aborted, self.places, ran, failed, self.crew.size)
 
     def explains_death(self, places: Mapping[int, Place]) -> str:
         """Why gloo has ended a rank, by where the others were; "" for other deaths."""
@@ -277,7 +277,7 @@ class RunningTask:
 
     def receive(self, rank: int, output: Output) -> None:
         """Take in an output of the task."""
-        if isinstance(output, Failure) and self._is_of_freeing(rank, output):
+        if isinstance(output, Failure) and self._is_of_abort(rank, output):
             output = self._in_one_line(rank, output)
         if isinstance(output, Done):
             self._watch.finished()
@@ -302,19 +302,19 @@ class RunningTask:
         """Whether gloo's connections have ended, by us, with a dead rank, or by gloo itself."""
         return isinstance(output, Failure) and bool(output.connections) and self.crew.has_group
 
-    def _is_of_freeing(self, rank: int, failure: Failure) -> bool:
+    def _is_of_abort(self, rank: int, failure: Failure) -> bool:
         """Gloo's ends a wait with an error; with nccl the worker interrupts itself."""
         is_interrupt = failure.name == "KeyboardInterrupt" and not self.is_stopping
-        return failure.connections == "ended" or (is_interrupt and rank in self.freed)
+        return failure.connections == "ended" or (is_interrupt and rank in self.aborted)
 
     def _in_one_line(self, rank: int, failure: Failure) -> Failure:
         """What torch says at length where connections have ended: ours, or a dead rank's."""
-        if rank in self.freed:
-            said = f"waited in {waited_text(self.freed[rank])} and was freed"
+        if rank in self.aborted:
+            said = f"waited in {waited_text(self.aborted[rank])} and was freed"
         else:
             said = f"waited for a rank that has ended{self._line(failure)} and was freed"
         said += "; all variables are kept"
-        return Failure(FREED, said, (said,), failure.time_ns, connections="ended")
+        return Failure(ABORTED, said, (said,), failure.time_ns, connections="ended")
 
     def _line(self, failure: Failure) -> str:
         """` (cell line 7)`, ` (train.py line 7)`; "" where it is not in the traceback."""
@@ -378,13 +378,13 @@ class RunningTask:
             for said in filter(None, (self.why_died, self.fate)):
                 died.add(said)
             return died
-        if not own and self.freed and not self.is_stopping:
-            return RanksFreed(rank, host, pid, errors, self._why_freed)
+        if not own and self.aborted and not self.is_stopping:
+            return RanksFreed(rank, host, pid, errors, self._why_aborted)
         error = WorkerError(
             rank, host, pid, own or errors, ran, seconds, cause=(first.name, first.message)
         )
-        if self.freed:
-            error.add(f"{waits_text(self.freed)}: freed; all variables are kept.")
+        if self.aborted:
+            error.add(f"{waits_text(self.aborted)}: freed; all variables are kept.")
         if self.differing:
             error.add(f"Before that: {self.differing}.")
         return error.as_raised(first.kinds)

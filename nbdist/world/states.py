@@ -20,8 +20,8 @@ class State(Enum):
     STOPPING = "stopping"
 
     @property
-    def takes_cells(self) -> bool:
-        """Whether a cell can start now."""
+    def takes_tasks(self) -> bool:
+        """Whether a task can start now."""
         return self is State.READY
 
     @property
@@ -36,12 +36,12 @@ class Event(Enum):
     START = "start"
     STARTED = "started"
     START_FAILED = "start failed"
-    CELL = "cell started"
-    CELL_DONE = "cell done"
+    TASK = "task started"
+    TASK_DONE = "task done"
     INTERRUPT = "interrupt"
     GAVE_UP = "gave up waiting"
     RANK_DIED = "rank died"
-    FREED = "collectives broken open"
+    ABORTED = "collectives aborted"
     HEAL = "heal"
     SCALE = "scale"
     HEALED = "healed"
@@ -56,28 +56,28 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.STARTING, Event.STARTED): State.READY,
     (State.STARTING, Event.START_FAILED): State.STOPPED,
     (State.STARTING, Event.STOP): State.STOPPING,
-    (State.READY, Event.CELL): State.RUNNING,
-    (State.RUNNING, Event.CELL_DONE): State.READY,
+    (State.READY, Event.TASK): State.RUNNING,
+    (State.RUNNING, Event.TASK_DONE): State.READY,
     (State.RUNNING, Event.INTERRUPT): State.INTERRUPTING,
     (State.INTERRUPTING, Event.INTERRUPT): State.INTERRUPTING,
-    (State.INTERRUPTING, Event.CELL_DONE): State.READY,
+    (State.INTERRUPTING, Event.TASK_DONE): State.READY,
     (State.INTERRUPTING, Event.GAVE_UP): State.STUCK,
     (State.STUCK, Event.INTERRUPT): State.STUCK,
     (State.STUCK, Event.GAVE_UP): State.STUCK,
     # The ranks that did not stop have come back after all.
-    (State.STUCK, Event.CELL_DONE): State.READY,
+    (State.STUCK, Event.TASK_DONE): State.READY,
     (State.READY, Event.RANK_DIED): State.BROKEN,
     (State.RUNNING, Event.RANK_DIED): State.BROKEN,
     (State.INTERRUPTING, Event.RANK_DIED): State.BROKEN,
     (State.STUCK, Event.RANK_DIED): State.BROKEN,
     (State.BROKEN, Event.RANK_DIED): State.BROKEN,
-    # A failed cell had left collectives under way.
-    (State.READY, Event.FREED): State.BROKEN,
-    (State.RUNNING, Event.FREED): State.BROKEN,
-    (State.INTERRUPTING, Event.FREED): State.BROKEN,
-    (State.STUCK, Event.FREED): State.BROKEN,
-    (State.BROKEN, Event.FREED): State.BROKEN,
-    (State.BROKEN, Event.CELL_DONE): State.BROKEN,
+    # A failed task had left collectives under way.
+    (State.READY, Event.ABORTED): State.BROKEN,
+    (State.RUNNING, Event.ABORTED): State.BROKEN,
+    (State.INTERRUPTING, Event.ABORTED): State.BROKEN,
+    (State.STUCK, Event.ABORTED): State.BROKEN,
+    (State.BROKEN, Event.ABORTED): State.BROKEN,
+    (State.BROKEN, Event.TASK_DONE): State.BROKEN,
     (State.BROKEN, Event.HEAL): State.HEALING,
     (State.READY, Event.SCALE): State.HEALING,
     (State.HEALING, Event.HEALED): State.READY,

@@ -15,11 +15,11 @@ from nbdist.config import OnFailure, Patience, WorldConfig
 from nbdist.errors import AgentLost, StartError, WorldNotStarted, count
 from nbdist.output.events import Clear, Died, Display, Failure, Record, Skipped, Text, Update
 from nbdist.wire.messages import (
-    Freed,
+    Aborted,
     Healed,
+    Located,
     Received,
     Run,
-    Seen,
     StartFailure,
     StartWorld,
     StopWorld,
@@ -88,7 +88,7 @@ class Workers:
 
     @property
     def has_group(self) -> bool:
-        """Whether there is a group whose collectives can be broken open."""
+        """Whether there is a group whose collectives can be aborted."""
         return self.spec.backend is not None
 
     @property
@@ -157,7 +157,7 @@ class Workers:
         task = replace(task, log_level=wanted_level(), imports=imports)
         running = RunningTask(task, patience or self.config.patience, self.crew)
         link, packed = self.link, Run(task.id, task.ranks, task.pack())
-        self.advance(Event.CELL)
+        self.advance(Event.TASK)
         self.running = running
         with running.counting_stops():  # ranks may have begun when it comes
             link.run(packed)
@@ -271,11 +271,11 @@ class Workers:
                     self.take_loss(lost)
                 case Received():
                     link.received()
-                case Seen(places):
+                case Located(places):
                     if self.running is not None:
-                        self.running.see(places, time.monotonic())
-                case Freed(places):
-                    self._take_freed(places)
+                        self.running.take_places(places, time.monotonic())
+                case Aborted(places):
+                    self._take_aborted(places)
                 case (rank, task_id, output):
                     self._take(rank, task_id, output)
             link.arrived.popleft()
@@ -294,10 +294,10 @@ class Workers:
         self.advance(Event.AGENT_LOST)
         self.close_link()
 
-    def _take_freed(self, places: Mapping[int, Place]) -> None:
+    def _take_aborted(self, places: Mapping[int, Place]) -> None:
         if self.running is not None:
-            self.advance(Event.FREED)
-            self.running.take_freed(places, time.monotonic())
+            self.advance(Event.ABORTED)
+            self.running.take_aborted(places, time.monotonic())
 
     def _take(self, rank: int, task_id: str, output: Any) -> None:
         if isinstance(output, Record):
@@ -311,12 +311,12 @@ class Workers:
             self.late.append((rank, output))
             return
         if running.breaks_group(output):
-            self.advance(Event.FREED)
+            self.advance(Event.ABORTED)
         if running.is_of_another(rank, output):
             self.late.append((rank, output))
         running.receive(rank, output)
         if not running.unfinished and self.state is not State.BROKEN:
-            self.advance(Event.CELL_DONE)
+            self.advance(Event.TASK_DONE)
 
 
 def _is_of(running: RunningTask, rank: int, task_id: str, output: Any) -> bool:

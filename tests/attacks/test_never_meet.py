@@ -169,13 +169,13 @@ def test_told_only(world: World) -> None:
     """With --no-free nobody is freed, and Stop takes nothing from anybody."""
     before = dict(world.pids)
     source = "if rank == 0:\n    dist.all_reduce(torch.ones(2))\nelse:\n    dist.barrier()"
-    running = world.submit(world.task(source), Patience(hang_timeout=0.5, frees=False))
+    running = world.submit(world.task(source), Patience(hang_timeout=0.5, aborts=False))
     told = set()
     for _ in world.follow(running):
         told.add(running.waits)
         if running.age > 3.0:
             break
-    assert not running.freed
+    assert not running.aborted
     assert any("in barrier" in text and text.endswith(" · these never meet") for text in told)
     world.interrupt()
     world.session.wait(running)

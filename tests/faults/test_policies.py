@@ -204,7 +204,7 @@ def test_setup_that_kills_its_worker(world: World) -> None:
 
 def test_no_free(world: World) -> None:
     """Who waits for what can never come is told, and stays as it is until Stop."""
-    patience = Patience(hang_timeout=0.5, frees=False)
+    patience = Patience(hang_timeout=0.5, aborts=False)
     running = world.submit(world.task("if rank != 1: dist.barrier()"), patience)
     for _ in world.follow(running):
         if running.age > 4:

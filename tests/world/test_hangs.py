@@ -20,8 +20,8 @@ from nbdist.world.hangs import (
     never_meet,
     verdict,
     waits_text,
+    why_aborted,
     why_died,
-    why_freed,
 )
 
 WAITS = Place(line=3, operation="barrier", counts={"0": 4}, moved=100, is_calm=True)
@@ -239,18 +239,18 @@ def test_equal_or_of_equal_length() -> None:
     assert differing({0: waits(REDUCE), 1: Place()}) == ""
 
 
-def test_why_freed() -> None:
+def test_why_aborted() -> None:
     """Others have finished, or do not run the cell; or nothing would have helped."""
     waiting = waits(REDUCE)
     freed = {1: waiting}
-    assert why_freed(freed, {0: Place(), 1: waiting}, [0, 1], {1}, 2) == (
+    assert why_aborted(freed, {0: Place(), 1: waiting}, [0, 1], {1}, 2) == (
         "rank 1 waits in all_reduce, line 2; rank 0 finished the cell without it"
     )
-    assert why_freed(freed, {0: Place(), 1: waiting}, [1], {1}, 3) == (
+    assert why_aborted(freed, {0: Place(), 1: waiting}, [1], {1}, 3) == (
         "rank 1 waits in all_reduce, line 2; ranks 0,2 do not run this cell"
     )
     seen = {0: waits(BARRIER), 1: waiting, 2: Place()}
-    assert why_freed({0: seen[0], 1: seen[1]}, seen, [0, 1, 2], {0, 1}, 3) == (
+    assert why_aborted({0: seen[0], 1: seen[1]}, seen, [0, 1, 2], {0, 1}, 3) == (
         "rank 0 is in barrier (line 2), rank 1 in all_reduce (line 2): these never meet; "
         "rank 2 finished the cell"
     )

@@ -40,7 +40,7 @@ def test_it_is_over_when_all_ranks_are_done() -> None:
 @pytest.mark.parametrize(
     ("backend", "heals", "step"),
     [
-        ("gloo", True, [Step.FREE_FROM_DEAD]),
+        ("gloo", True, [Step.ABORT_FOR_DEAD]),
         ("gloo", False, [Step.END_SURVIVORS]),
         ("none", True, []),
         ("none", False, [Step.END_SURVIVORS]),
@@ -68,10 +68,10 @@ def test_a_rank_that_finished_is_waited_for() -> None:
     for _ in range(3):
         now += 1.5
         steps += task.next_steps(now)
-        task.see({0: WAITS, 1: Place()}, now)
-    assert steps == [Step.LOOK, Step.LOOK, Step.FREE]
-    task.free(now)
-    assert task.freed == {0: WAITS}
+        task.take_places({0: WAITS, 1: Place()}, now)
+    assert steps == [Step.LOCATE, Step.LOCATE, Step.ABORT]
+    task.abort(now)
+    assert task.aborted == {0: WAITS}
 
 
 def test_stop_leaves_the_freeing_to_the_agent() -> None:
@@ -83,8 +83,8 @@ def test_stop_leaves_the_freeing_to_the_agent() -> None:
     for _ in range(3):
         now += 1.5
         steps += task.next_steps(now)
-        task.see({0: WAITS, 1: Place()}, now)
-    assert steps == [Step.LOOK] * 3
+        task.take_places({0: WAITS, 1: Place()}, now)
+    assert steps == [Step.LOCATE] * 3
 
 
 def test_a_stop_is_counted() -> None:

@@ -60,14 +60,14 @@ def test_stop_button_is_legal_while_a_cell_may_run(state: State):
 
 def test_cells_run_only_in_a_ready_world():
     """A cell starts from the one state that says it takes cells."""
-    assert {state for (state, event) in TRANSITIONS if event is Event.CELL} == {State.READY}
-    assert {state for state in State if state.takes_cells} == {State.READY}
+    assert {state for (state, event) in TRANSITIONS if event is Event.TASK} == {State.READY}
+    assert {state for state in State if state.takes_tasks} == {State.READY}
 
 
 def test_what_is_not_in_the_table_raises():
     """An event that cannot happen is a fault of ours, told with both names."""
-    with pytest.raises(RuntimeError, match=r"CELL cannot happen to a world that is .*STOPPED"):
-        next_state(State.STOPPED, Event.CELL)
+    with pytest.raises(RuntimeError, match=r"TASK cannot happen to a world that is .*STOPPED"):
+        next_state(State.STOPPED, Event.TASK)
 
 
 def test_values_are_words_for_people():

@@ -1,4 +1,4 @@
-"""Models on a group whose collectives were broken open, or that has ended; or restored ones."""
+"""Models on a group whose collectives were aborted, or that has ended; or restored ones."""
 
 from __future__ import annotations
 
