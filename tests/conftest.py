@@ -49,7 +49,7 @@ LONGEST = (
     "test_api.py",
     "world/test_world.py",
     "notebook/test_magics.py",
-    "world/test_looking.py",
+    "node/test_inspect.py",
     "libraries/test_libraries.py",
     "node/test_agent.py",
     "gpu/test_command.py",

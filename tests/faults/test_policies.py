@@ -1,4 +1,4 @@
-"""What the user can say about deaths and waits, and what new workers start with."""
+"""What the user can say about deaths and waits."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ def started(new_world: NewWorld) -> Iterator[World]:
 
 @pytest.fixture
 def world(started: World) -> World:
-    """Four ready ranks with `kept`, no set-up cells, and no earlier test's replacements."""
-    started.session.setup.forget()
+    """Four ready ranks with `kept`, and no earlier test's replacements."""
     started.session.losses.take_replaced()
     started.session.on_failure = "heal"
     if started.state is not State.READY:
@@ -139,66 +138,6 @@ def test_replace_while_a_cell_runs(world: World) -> None:
     assert ends(world, running) is None
 
 
-# --- set-up cells ---------------------------------------------------------------------------
-
-
-def test_setup_runs_in_every_new_worker(world: World) -> None:
-    """After a death, a replacement and a restart, with the names that came along."""
-    numbers = list(range(100_000))  # too many for a message: they stay in shared memory
-    world.execute("base = sum(numbers) + rank", names={"numbers": numbers}, setup=True)
-    expected = [sum(numbers) + rank for rank in range(4)]
-    error = ends(world, world.submit(world.task("base = 0\n" + DIES + "dist.barrier()")))
-    assert isinstance(error, WorkerDied)
-    assert world.gather("base") == [0, expected[1], 0, 0]
-    assert "base" not in world.session.losses.lacking([1])
-    world.replace([2])
-    assert world.gather("base") == [0, expected[1], expected[2], 0]
-    world.restart()
-    assert world.gather("base") == expected
-
-
-def test_setup_runs_in_order_on_its_ranks(world: World) -> None:
-    """Once for each cell: the same cell again takes the place of what it was."""
-    world.execute("order = ['a']", setup=True)
-    world.execute("order.append('b')", ranks=[0, 2], setup=True)
-    world.execute("order = ['a']", setup=True)
-    world.restart()
-    assert world.gather("order") == [["a", "b"], ["a"], ["a", "b"], ["a"]]
-
-
-def test_setup_with_collectives(world: World) -> None:
-    """They work where all workers are new; in one new worker they are freed, and it is told."""
-    world.execute(SUM, setup=True)
-    world.restart()
-    assert world.gather("t.item()") == [4.0] * 4
-    error = ends(world, world.submit(world.task(DIES + "dist.barrier()")))
-    assert "A `--setup` cell failed there: rank 1 waits in all_reduce, line 1; ranks 0,2-3" in str(
-        error
-    )
-    world.session.setup.forget()
-    world.execute(SUM)
-
-
-def test_setup_that_fails(world: World) -> None:
-    """A restart says so; the workers are there."""
-    world.execute("dict(); assert kept >= 0", setup=True)
-    with pytest.raises(WorkerError, match="NameError: name 'kept' is not defined"):
-        world.restart()
-    world.session.setup.forget()
-    world.execute(SUM)
-
-
-def test_setup_that_kills_its_worker(world: World) -> None:
-    """It is not run over and over."""
-    world.execute("import os\nif 'kept' not in globals(): os._exit(7)", setup=True)
-    error = ends(world, world.submit(world.task(DIES + "dist.barrier()")))
-    assert isinstance(error, WorkerDied)
-    assert "A `--setup` cell failed there: rank 1 on" in str(error)
-    assert "exited with code 7" in str(error)
-    world.session.setup.forget()
-    world.execute(SUM)
-
-
 # --- waits ----------------------------------------------------------------------------------
 
 
@@ -247,25 +186,6 @@ def test_what_a_failed_cell_has_begun_is_ended(world: World) -> None:
     result = world.execute("t = torch.full((1,), 5.0); dist.all_reduce(t)", fetch=("t.item()",))
     assert list(result) == [20.0] * 4
     assert world.gather("kept") == [0, 1, 2, 3]
-
-
-def test_stop_while_a_new_worker_is_set_up(world: World) -> None:
-    """Stop ends the set-up cell; the world takes cells."""
-    world.execute(
-        "import time\nif 'kept' not in globals(): print('set up'); time.sleep(600)", setup=True
-    )
-    running = world.submit(world.task(DIES + "dist.barrier()"))
-    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 4.0)
-    try:
-        world.session.wait(running)
-        with pytest.raises(KeyboardInterrupt):
-            world.session.check(running)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-    world.session.setup.forget()
-    world.execute(SUM)
 
 
 # --- what is kept ---------------------------------------------------------------------------

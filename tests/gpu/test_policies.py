@@ -1,6 +1,7 @@
 """What a death leads to, what new workers start with, and what is kept: with CUDA tensors.
 
-The tests are those of `tests.faults.test_policies`, on workers whose tensors are on the GPU.
+Those of `tests.faults.test_policies` and `tests.world.test_setup`, on workers whose tensors are
+on the GPU.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from tests.faults.test_policies import (
     test_policies_concern_deaths_alone,
     test_replace,
     test_restart_all,
-    test_setup_runs_in_every_new_worker,
-    test_setup_with_collectives,
     test_stop_policy,
     test_what_a_failed_cell_has_begun_is_ended,
+)
+from tests.world.test_setup import (
+    test_setup_runs_in_every_new_worker,
+    test_setup_with_collectives,
 )
 
 __all__ = [

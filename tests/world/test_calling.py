@@ -1,4 +1,4 @@
-"""Tests of functions called on all ranks: what goes there, what comes back, what is left."""
+"""Tests of `nbdist.world.calling`: what goes along with a call, what comes back, what is left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import pytest
 import torch
 from IPython.core.getipython import get_ipython
 
-from nbdist.errors import UnshippableName, UsageError, WorkerDied, WorkerError
+from nbdist.errors import UnshippableName, WorkerDied, WorkerError
 from nbdist.world.world import World
 from tests.waiting import wait_until
 from tests.worlds import NewWorld
@@ -88,11 +88,6 @@ def test_results(world: World) -> None:
     assert results.index(hostname="localhost", local_rank=1) == 16
     assert results.index(socket.gethostname(), 0) == 15
     assert (list(results), len(results), results.errors) == ([15, 16], 2, {})
-    host = socket.gethostname()
-    with pytest.raises(UsageError) as caught:
-        results.index("elsewhere", 0)
-    said = f"No result of local rank 0 on elsewhere; there are {host} 0, {host} 1."
-    assert str(caught.value) == said
 
 
 def fails_unseen(tensor: torch.Tensor) -> None:
@@ -269,38 +264,6 @@ def test_many_stages(world: World) -> None:
     for _ in range(20):
         world.run(allocate, 200 * MEGABYTE)
     assert memory_of(world) - before < 20 * MEGABYTE
-
-
-def test_clean(world: World) -> None:
-    """What a failed cell's traceback holds, and what cells have shown, is let go."""
-    hold = "big = torch.empty(200 * 2**20, dtype=torch.uint8).fill_(1)"
-    with pytest.raises(ZeroDivisionError):
-        world.execute(f"def f():\n    {hold}\n    1 / 0\nf()")
-    world.execute(f"{hold}\nbig")
-    world.execute("del big")
-    world.execute(f"{hold}\ncycle = [big]; cycle.append(cycle)\ndel big, cycle")
-    # What lies between pages that are in use the C library keeps, unless told otherwise.
-    world.execute("many = [bytes(2000) for _ in range(100_000)]\nlast = many[-1]\ndel many")
-    kept = memory_of(world)
-    for cleaned in world.clean():
-        before, after = cleaned.memory
-        assert before - after > 750 * MEGABYTE
-        assert (cleaned.on_gpu, cleaned.held_on_gpu) == ((0, 0), (0, 0))
-    assert kept - memory_of(world) > 1500 * MEGABYTE
-    assert (
-        world.gather("(_, __, Out, [n for n in globals() if n[1:].isdigit()])")
-        == [("", "", {}, [])] * 2
-    )
-
-
-def test_clean_keeps_variables(world: World) -> None:
-    """Variables stay, also such that hold an exception; tracebacks of new errors are whole."""
-    world.execute("x = [1]\ntry: 1 / 0\nexcept ZeroDivisionError as error: kept = error")
-    world.clean([1])
-    assert world.gather("(x, str(kept))") == [([1], "division by zero")] * 2
-    with pytest.raises(ZeroDivisionError) as caught:
-        world.execute("1 / 0")
-    assert "----> 1 1 / 0" in caught.value.__notes__[0]
 
 
 # --- errors -----------------------------------------------------------------------------

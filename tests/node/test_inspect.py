@@ -1,4 +1,4 @@
-"""Tests of what a world tells of its ranks while they do anything at all."""
+"""Tests of `nbdist.node.inspect`: where ranks are, whatever they do."""
 
 from __future__ import annotations
 

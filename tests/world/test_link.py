@@ -1,4 +1,4 @@
-"""Other processes of the user at the socket that is for the world's agent."""
+"""Tests of `nbdist.world.link`: calls, their end, and strangers at the agent's socket."""
 
 from __future__ import annotations
 
