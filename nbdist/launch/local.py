@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from nbdist.wire.interpreter import MODULE, safe_environ
@@ -52,11 +53,24 @@ class LocalAgent:
     def end(self, timeout: float) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
+        if self._ends_in(timeout):
+            return
+        import psutil  # rarely needed
+
+        # What was started is the agent's guard, which ends all that a killed agent has left.
+        for agent in psutil.Process(self.pid).children():
+            with suppress(psutil.NoSuchProcess):
+                agent.kill()
+        if not self._ends_in(timeout):
+            self._process.kill()
+            self._ends_in(timeout)
+
+    def _ends_in(self, timeout: float) -> bool:
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            return False
+        return True
 
     def close(self) -> None:
         os.close(self._pidfd)

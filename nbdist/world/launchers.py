@@ -47,7 +47,10 @@ class AgentProcess(Protocol):
         """The end of what it wrote to its log."""
 
     def end(self, timeout: float) -> None:
-        """Have it end, by force after `timeout` seconds; `fileno` stays valid."""
+        """Have it end; by force, a step at a time, each `timeout` seconds after the one before.
+
+        `fileno` stays valid.
+        """
 
     def close(self) -> None:
         """Let go of all descriptors, after `end`."""

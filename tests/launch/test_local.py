@@ -15,6 +15,7 @@ from nbdist.world.launchers import RuntimeFolder, find_launcher
 from tests.waiting import wait_until
 
 END_TIMEOUT = 20.0
+ENDED_IN = 3.0
 
 
 @pytest.fixture
@@ -55,11 +56,30 @@ def test_an_agent_that_cannot_start(
     agent.close()
 
 
-def test_one_that_does_not_end_in_time_is_killed(runtime: RuntimeFolder) -> None:
-    """After the seconds it has for it; the guard is stopped here, and cannot see the agent end."""
+def test_an_agent_that_hangs_is_killed(runtime: RuntimeFolder) -> None:
+    """After the seconds it has for it; its guard then ends what it has left, and itself."""
+    agent = LocalAgent(runtime.path, fork_server=True)
+    guard = psutil.Process(agent.pid)
+    wait_until(lambda: len(guard.children(recursive=True)) == 2, "the agent has a fork server")
+    (hanging,) = guard.children()
+    left = guard.children(recursive=True)
+    hanging.suspend()
+    agent.end(ENDED_IN)
+    assert agent.exit_code() == -signal.SIGKILL
+    assert not any(process.is_running() for process in left)
+    assert not runtime.path.exists()
+    agent.close()
+
+
+def test_a_guard_that_hangs_is_killed_after_its_agent(runtime: RuntimeFolder) -> None:
+    """It is stopped here, and can neither see the agent end nor pass SIGTERM on to it."""
     agent = LocalAgent(runtime.path, fork_server=False)
-    wait_until(psutil.Process(agent.pid).children, "the guard has forked the agent")
-    os.kill(agent.pid, signal.SIGSTOP)
+    guard = psutil.Process(agent.pid)
+    wait_until(guard.children, "the guard has forked the agent")
+    (hanging,) = guard.children()
+    guard.suspend()
+    hanging.suspend()
     agent.end(0.1)
     assert agent.exit_code() == -signal.SIGKILL
+    hanging.wait(END_TIMEOUT)
     agent.close()
