@@ -33,10 +33,14 @@ from nbdist.wire.start import WorkerStart
 READ_SIZE = 1 << 16
 
 READ_ON_IMPORT = re.compile(
-    r"TORCH_?(DYNAMO|INDUCTOR|COMPILE|CACHING|FAKE_TENSOR|FX|LOGS)\w*|TORCH_CPP_LOG_LEVEL"
+    r"(?!TORCHINDUCTOR_CACHE_DIR$)TORCH_?(DYNAMO|INDUCTOR|COMPILE|CACHING|FAKE_TENSOR|FX|LOGS)\w*|TORCH_CPP_LOG_LEVEL"
     r"|TORCH_SHOW_CPP_STACKTRACES"
 )
-"""Variables that torch reads when it is imported, so that a fork's own come too late."""
+"""Variables that torch reads when it is imported, so that a fork's own come too late.
+
+Where the inductor has its cache is read whenever it is used, and set by torch itself in a process
+that has compiled something: a notebook that has can still fork its workers.
+"""
 
 
 def can_fork_with(environ: Mapping[str, str]) -> bool:

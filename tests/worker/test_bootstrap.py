@@ -96,6 +96,18 @@ def test_variables_of_torch_that_are_set_later(
     assert warm.gather("disabled") == [True, True]
 
 
+def test_variable_that_torch_sets(
+    warm: World, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A notebook that has compiled something still has its workers forked, by its cache."""
+    folder = str(tmp_path_factory.mktemp("cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+    warm.restart()
+    assert all(_has_all_for_training(warm))
+    warm.execute("from torch._inductor.runtime.cache_dir_utils import cache_dir; at = cache_dir()")
+    assert warm.gather("at") == [folder] * 2
+
+
 def _has_all_for_training(world: World) -> list[bool]:
     world.execute("import sys; has_all = 'torch.utils.serialization' in sys.modules")
     return world.gather("has_all")
