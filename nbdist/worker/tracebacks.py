@@ -27,7 +27,7 @@ from nbdist.output.events import Failure
 from nbdist.wire.cell_sources import cell_numbers
 from nbdist.worker.compat.ipython import around_errors, publish_error
 from nbdist.worker.group.gloo import connections_after
-from nbdist.worker.group.names import stale_group_of
+from nbdist.worker.group.naming import stale_group_of
 from nbdist.worker.publishing import MarkingSession
 
 MOST_CHARACTERS = 1 << 16

@@ -30,7 +30,7 @@ from nbdist.worker.group import nccl
 from nbdist.worker.group.ddp import forget_broken_off_steps, move_models
 from nbdist.worker.group.default import DefaultGroup
 from nbdist.worker.group.gloo import COLLECTIVE_TIMEOUT, Gloo
-from nbdist.worker.group.names import GroupNames, refuse_stale, refuse_stale_models
+from nbdist.worker.group.naming import GroupNames, refuse_stale, refuse_stale_models
 from nbdist.worker.group.store import FORM_TIMEOUT, AbortableStore, Meeting
 
 ARRIVED = "arrived"
