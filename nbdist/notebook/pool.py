@@ -202,7 +202,7 @@ class Pool:
             world.session.setup, old.session.setup = old.session.setup, world.session.setup
             old.shutdown()
         self._start(world, display)
-        world.session.begin(keep, kept)
+        world.session.begin(kept)
         return world
 
     def _start(self, world: World, display: CellDisplay) -> None:

@@ -57,11 +57,6 @@ class Losses:
         self.dead = {}
         return ranks
 
-    def give_back(self, rank: int, names: Iterable[str]) -> None:
-        """A new rank has these names after all."""
-        self._bound.setdefault(rank, set()).update(names)
-        self._lacks.get(rank, set()).difference_update(names)
-
     def replace_all(self, size: int, dead: Mapping[int, Died]) -> None:
         """All ranks have been started anew: these had died, the others were ended."""
         self._replaced.update({rank: dead.get(rank) for rank in range(size)})

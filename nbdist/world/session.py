@@ -16,7 +16,7 @@ from nbdist.config import Patience, read_restarts
 from nbdist.errors import AgentLost, StartError, WorldNotStarted
 from nbdist.wire.messages import Request
 from nbdist.wire.payload import open_payload, pack_frames
-from nbdist.wire.task import Attempt, Source, Task, Work
+from nbdist.wire.task import Attempt, Call, Source, Task, Work
 from nbdist.world import following, recovery
 from nbdist.world.result import CellResult
 from nbdist.world.running import News, RunningTask
@@ -165,12 +165,12 @@ class Session(Workers):
             self.setup.scale(self.size, size)
             self.configure(before)
             raise
-        self.begin(keep, kept)
+        self.begin(kept)
 
-    def begin(self, keep: Sequence[str], kept: Kept) -> None:
+    def begin(self, kept: Kept) -> None:
         """Give new workers what they begin with: set-up cells, then values of those before."""
         error = recovery.replay(self, self.everyone)
-        self.give_back(keep, kept)
+        self.give_back(kept)
         if error:
             raise error
 
@@ -182,7 +182,7 @@ class Session(Workers):
             self.check_ready()
         kept = self.take(keep, ranks)
         recovery.replace(self, ranks)
-        self.give_back(keep, kept)
+        self.give_back(kept)
 
     def scale(self, n: int | str) -> None:
         """Have as many workers as `n` says; nothing where there are."""
@@ -208,18 +208,17 @@ class Session(Workers):
             for rank, payload in running.payloads().items()
         }
 
-    def give_back(self, names: Sequence[str], kept: Kept) -> None:
-        """Bind them again; ranks that there are no more are left out."""
+    def give_back(self, kept: Kept) -> None:
+        """Bind it again; ranks that there are no more are left out."""
         for rank, frames in kept.items():
             if rank >= self.size:
                 continue
             payload, segment = pack_frames(frames)
             try:
-                self.run(self.task(ranks=(rank,), names=payload))
+                self.run(self.task(Call("sync.give_back", {"packed": payload}), ranks=(rank,)))
             finally:
                 if segment is not None:
                     segment.close()
-            self.losses.give_back(rank, names)
 
     # --- the agent ------------------------------------------------------------------------
 

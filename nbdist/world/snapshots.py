@@ -84,8 +84,6 @@ def restore(
             raise store.damaged(snapshot, damage)
         raise UsageError(f"The snapshot `{snapshot.key}` cannot be restored: {problem}.")
     bound = _call(session, "bind", on, names=names and [*names], with_random=from_rank is None)
-    for rank, found in bound.items():
-        session.losses.give_back(rank, found)
     return Restored(snapshot, tuple(sorted(set().union(*bound.values()))), on)
 
 

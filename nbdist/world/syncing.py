@@ -37,11 +37,8 @@ def sync(
             if isinstance(failure, Failure) and failure.name == NAME_PROBLEM:
                 raise UsageError(f"`%dist_sync`, rank {rank}: {failure.message}") from None
         raise
-    got = tuple(
+    return tuple(
         track.rank
         for track in running.transcript
-        if track.done is not None and track.done.bound >= {*names}
+        if track.rank != source and track.done is not None and track.done.bound >= {*names}
     )
-    for rank in got:
-        session.losses.give_back(rank, names)
-    return got

@@ -57,6 +57,6 @@ def test_values_outlive_their_worker(session: Session) -> None:
     session.run(session.task("both = [both_too := [1, 2]]"))
     kept = session.take(["both", "both_too"], [0])
     session.restart()
-    session.give_back(["both", "both_too"], kept)
+    session.give_back(kept)
     result = session.run(session.task(fetch=("both[0] is both_too",)))
     assert list(result) == [True]

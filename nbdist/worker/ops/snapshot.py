@@ -181,6 +181,7 @@ def bind(context: Context, *, names: Sequence[str] | None, with_random: bool) ->
     for name, value in contents["also"].items():
         namespace.setdefault(name, value)
     namespace.update(found)
+    context.bound |= found.keys()
     if with_random:
         set_random_states(contents["random"])
     return (*found,)

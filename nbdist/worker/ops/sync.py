@@ -1,4 +1,4 @@
-"""Names on their way from one rank to others, through the group."""
+"""Names on their way from one process to others: through the group, or kept by the notebook."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from nbdist.worker.group.ddp import begin_models_anew
 from nbdist.worker.namespace import NameProblem
 
 if TYPE_CHECKING:
+    from nbdist.wire.payload import Payload
     from nbdist.worker.op import Context
 
 DEFINITIONS = (types.FunctionType, type, types.ModuleType)
@@ -39,10 +40,19 @@ def sync(context: Context, wanted: Sequence[str], source: int, to: Sequence[int]
     if is_impossible or not is_wanted:
         return
     frames = _send(names, wanted, source) if is_source else _receive(source)
-    if wants:
+    if is_source:
+        context.bound |= {*wanted}  # what others have a copy of is the workers' own here too
+    elif wants:
         context.bound |= _bind(names, wanted, frames)
     # Ranks that had the model already have its buckets in another order than those new to it.
     begin_models_anew()
+
+
+def give_back(context: Context, packed: Payload) -> None:
+    """Bind what the process before this one had, and the notebook has kept."""
+    values = context.open(packed)
+    context.names.update(values)
+    context.bound |= values.keys()
 
 
 def _send(names: dict[str, Any], wanted: Sequence[str], source: int) -> Sequence[Buffer]:
