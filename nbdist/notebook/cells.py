@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from nbdist.notebook.display import CellDisplay
     from nbdist.notebook.pool import Pool
     from nbdist.notebook.shipping.plan import Shipment
-    from nbdist.wire.task import Script, Task
+    from nbdist.wire.task import Task, Work
     from nbdist.world.running import RunningTask
     from nbdist.world.world import World
 
@@ -79,18 +79,17 @@ def run_source(
 
 def prepare(
     pool: Pool,
-    work: Source | Script,
+    work: Work,
     ranks: str | None,
     display: CellDisplay,
     options: argparse.Namespace | None,
 ) -> tuple[Task, World]:
     """Make a task with the notebook's number, and its world, which is started if need be."""
-    work = replace(work, execution_count=_execution_count(pool.shell))
     world = pool.ensure(options, display) if options else pool.mended(display)
     if world is None:
         raise WorldNotStarted("The cell")
     on = parse_ranks("all" if ranks is None else ranks, world.size)
-    return world.task(work, ranks=on), world
+    return world.task(work, ranks=on, execution_count=_execution_count(pool.shell)), world
 
 
 def orders_of(world: World, options: argparse.Namespace, setup: str = "") -> Orders:

@@ -21,19 +21,14 @@ Kind = Literal["file", "module", "executable"]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a cell holds; "" where names are only bound, or values asked for.
-
-    With `execution_count` the ranks number the cell as the notebook does, so that their
-    tracebacks say `Cell In[5]`.
-    """
+    """What a cell holds; "" where names are only bound, or values asked for."""
 
     text: str = ""
-    execution_count: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """`name` is how it was called: `train.py`, `pkg.mod`, `./x.sh`.
+    """A script, module or executable; `name` is how it was called: `train.py`, `pkg.mod`.
 
     `file` is where the notebook has found it ("" for a module that is no file), `root` the
     folder whose code counts as the script's own.  With `local_rank` it gets
@@ -46,7 +41,16 @@ class Script:
     file: str = ""
     root: str = ""
     local_rank: bool = False
-    execution_count: int | None = None
+
+    @property
+    def op(self) -> str:
+        """The op that runs it."""
+        return "script"
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """What that gets."""
+        return {"program": self}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,8 @@ class Task:
     expressions in `fetch` come back in `Done.values`, or what an op has returned.
     `log_level` is the level from which on somebody listens to the ranks' records of
     `logging`, None for nobody.  `imports` has for new ranks what others had imported in their
-    place, as `Done.imported`.
+    place, as `Done.imported`.  With `execution_count` the ranks number the cell as the notebook
+    does, so that their tracebacks say `Cell In[5]`.
     """
 
     id: str
@@ -90,16 +95,12 @@ class Task:
     attempt: Attempt = Attempt()
     log_level: int | None = None
     imports: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    execution_count: int | None = None
 
     @property
     def source(self) -> str:
         """The text of a cell, "" where it is none."""
         return self.work.text if isinstance(self.work, Source) else ""
-
-    @property
-    def execution_count(self) -> int | None:
-        """The notebook's number of what runs, where it has one."""
-        return None if isinstance(self.work, Call) else self.work.execution_count
 
     @property
     def script(self) -> Script | None:

@@ -30,7 +30,7 @@ class ControlThread:
         self._kernel = kernel
         self._group = group
         self._scaling = scaling
-        self._probe = Probe(kernel.shell, group, kernel.scripts)
+        self._probe = Probe(group)
         kernel.control_handlers[control.REQUEST] = self.answer
 
     def __repr__(self) -> str:

@@ -18,8 +18,8 @@ from IPython.core.page import as_hook, display_page
 from jupyter_client.session import Session
 from traitlets import Type, default
 
-from nbdist.output.events import NAME_PROBLEM, RECORD, SCRIPT_FAILED, Done
-from nbdist.wire.task import Call, Script, Source, Task, Work
+from nbdist.output.events import RECORD, Done
+from nbdist.wire.task import Call, Source, Task, Work
 from nbdist.worker.compat.ipython import (
     LeavesChildren,
     number_cells,
@@ -27,10 +27,9 @@ from nbdist.worker.compat.ipython import (
     without_debugger,
 )
 from nbdist.worker.environment import WorkerShell, count_restarts, draw_bars_as_text
-from nbdist.worker.namespace import NameProblem, Namespace
+from nbdist.worker.namespace import Namespace
 from nbdist.worker.op import Context, find_op
 from nbdist.worker.ops.clean import forget_errors
-from nbdist.worker.ops.script import ScriptProblem, Scripts
 from nbdist.worker.publishing import MarkingSession
 from nbdist.worker.records import Records
 from nbdist.worker.streams import flush_streams, install
@@ -38,6 +37,7 @@ from nbdist.worker.threads import keep_crashes
 from nbdist.worker.tracebacks import failure_in_words, failure_of, show_errors_our_way
 
 if TYPE_CHECKING:
+    from nbdist.wire.payload import Payload
     from nbdist.worker.group.group import Group
     from nbdist.worker.process import Interrupts
 
@@ -61,7 +61,6 @@ class WorkerKernel(LeavesChildren):
     """Runs cells with the names that came along, and reports what they bound."""
 
     namespace: Namespace
-    scripts: Scripts
     records: Records
     group: Group | None = None
     shell_class = Type(WorkerShell)
@@ -87,8 +86,6 @@ class WorkerKernel(LeavesChildren):
             self._prepare(task, context)
             error, value = await self._work(task.work, context)
             done = self._brought(task, context, error, value)
-        except NameProblem as problem:
-            done = replace(done, failure=failure_in_words(NAME_PROBLEM, str(problem)))
         except KeyboardInterrupt:  # between the lines of the cell
             done = replace(done, failure=failure_in_words("KeyboardInterrupt", ""))
         except Exception as problem:  # noqa: BLE001 (whatever it was, the notebook waits for the end)
@@ -115,38 +112,25 @@ class WorkerKernel(LeavesChildren):
 
     async def _work(self, work: Work, context: Context) -> tuple[BaseException | None, Any]:
         """Do the work: the exception that ended it, which has been shown, or what an op returns."""
-        match work:
-            case Source(""):  # values are bound, or asked for
-                return None, None
-            case Source(text):
-                with context.noting():
-                    return await self._run_source(text), None
-            case Script():
-                with context.noting():
-                    return self._run_script(work), None
-            case Call(op, arguments):
-                try:
-                    return None, find_op(op)(context, **arguments)
-                except NameProblem:
-                    raise
-                except BaseException as error:  # noqa: BLE001 (also Stop)
-                    return error, None
+        if isinstance(work, Source):
+            return await self._run_source(work.text, context), None
+        try:
+            return None, find_op(work.op)(context, **work.arguments)
+        except BaseException as error:  # noqa: BLE001 (also Stop)
+            return error, None
 
-    async def _run_source(self, text: str) -> BaseException | None:
+    async def _run_source(self, text: str, context: Context) -> BaseException | None:
+        if not text:  # values are bound, or asked for
+            return None
         shell: Any = self.shell
         shell.last_execution_result = None
-        reply = await self.do_execute(text, silent=False, allow_stdin=False)
+        with context.noting():
+            reply = await self.do_execute(text, silent=False, allow_stdin=False)
         if reply["status"] == "ok":
             return None
         ran = shell.last_execution_result
         error: BaseException | None = ran and (ran.error_before_exec or ran.error_in_exec)
         return error or RuntimeError(reply["evalue"])
-
-    def _run_script(self, script: Script) -> BaseException | None:
-        try:
-            return self.scripts.run(script)
-        except ScriptProblem as problem:
-            return problem
 
     def _brought(
         self, task: Task, context: Context, error: BaseException | None, value: Any
@@ -155,15 +139,13 @@ class WorkerKernel(LeavesChildren):
         bound = frozenset(context.bound)
         imported = self.namespace.imported(bound)
         told = cast("MarkingSession", self.session).number_of(error)
-        if error is None:
-            values = self.namespace.fetch(task.fetch, task.id) if task.fetch else None
-            if isinstance(task.work, Call):
-                values = self.namespace.pack(value, task.id, context.title)
-            return Done("ok", 0.0, bound, imported, values)
-        failure = failure_of(error)
-        if isinstance(error, ScriptProblem):
-            failure = failure_in_words(SCRIPT_FAILED, str(error))
-        return Done("error", 0.0, bound, imported, failure=failure, told=told)
+        if error is not None:
+            return Done("error", 0.0, bound, imported, failure=failure_of(error), told=told)
+        if task.fetch:
+            values: Payload | None = self.namespace.fetch(task.fetch, task.id)
+        else:
+            values = self.namespace.pack(value, task.id, context.title)
+        return Done("ok", 0.0, bound, imported, values)
 
     def send_record(self, record: dict[str, Any]) -> None:
         """Publish a record of logging; called from every thread that logs."""
@@ -238,7 +220,6 @@ def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
     number_cells(shell)
     show_errors_our_way(shell, app.session)
     app.kernel.namespace = Namespace(shell.user_ns)
-    app.kernel.scripts = Scripts(shell)
     app.kernel.records = Records(app.kernel.send_record, app.log.name)
     app.kernel.records.watch()
     draw_bars_as_text()

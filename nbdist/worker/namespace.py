@@ -9,14 +9,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
+from nbdist.output.events import NAME_PROBLEM
 from nbdist.wire.payload import Payload, open_payload, pack_frames
 from nbdist.wire.pickling import pickle, unpickle
 from nbdist.wire.shared_memory import Segment
 from nbdist.wire.unshippable import blame, fails_in
+from nbdist.worker.tracebacks import Problem
 
 
-class NameProblem(Exception):
-    """A name could not be bound or brought back; the message is for the user."""
+class NameProblem(Problem):
+    """A name could not be bound or brought back."""
+
+    kind = NAME_PROBLEM
 
 
 class Namespace:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,12 @@ from nbdist.worker.group.flight_record import Counts, Recording
 from nbdist.worker.group.gloo import wait
 from nbdist.worker.group.nccl import Pending, UnderWay
 from nbdist.worker.group.store import AbortableStore
+from nbdist.worker.ops import script
 from nbdist.worker.ops.call import call
 from nbdist.worker.threads import awaited, described, frames_of, handles_stop
 
 if TYPE_CHECKING:
     from nbdist.worker.group.group import Group
-    from nbdist.worker.ops.script import Scripts
 
 IN_TORCH = os.path.join("torch", "distributed") + os.sep
 WAITS = "send or recv" if seam.RECORDS_GLOO else "send, recv or an asynchronous collective"
@@ -49,9 +49,7 @@ TCP_INFO, TCP_INFO_BYTES = 11, struct.Struct("=120xQQ")
 class Probe:
     """Locates the main thread; cheap enough for ten times a second."""
 
-    def __init__(self, shell: Any, group: Group | None, scripts: Scripts) -> None:
-        self._shell = shell
-        self._scripts = scripts
+    def __init__(self, group: Group | None) -> None:
         self._loop = asyncio.get_event_loop()  # the main thread's, which makes this
         self._group = group
         self._ident = threading.main_thread().ident or 0
@@ -137,11 +135,11 @@ class Probe:
     @property
     def is_in_cell(self) -> bool:
         """Whether the main thread runs a cell, or a script."""
-        return self._scripts.running is not None or self._line(list(self._frames())) > 0
+        return script.is_running() or self._line(list(self._frames())) > 0
 
     def _spot(self, frames: list[FrameType]) -> Place:
         """Find the line of the cell or script that runs."""
-        return self._scripts.spot(frames) or Place(line=self._line(frames))
+        return script.spot(frames) or Place(line=self._line(frames))
 
     def _line(self, frames: list[FrameType]) -> int:
         """Find the line of the cell that runs, 0 when none does; of a function that is called."""

@@ -37,8 +37,17 @@ OURS = os.path.dirname(__file__) + os.sep
 IN_IPYTHON = f"{os.sep}IPython{os.sep}"
 
 
+class Problem(Exception):
+    """What ended a task, where no traceback tells more; the message is for the user."""
+
+    kind = ""
+    """The name of its `Failure`."""
+
+
 def failure_of(error: BaseException) -> Failure:
     """Give the failure, with a traceback that takes nothing but the names of files."""
+    if isinstance(error, Problem):
+        return failure_in_words(error.kind, str(error))
     name, message = type(error).__name__, message_of(error)
     calls = map(_sendable, short_traceback(own_part(error.__traceback__)))
     lines = (*calls, f"{name}: {message}")

@@ -32,7 +32,7 @@ from nbdist.output.transcript import Transcript, follows
 from nbdist.wire.payload import Payload, open_payload
 from nbdist.wire.pickling import unpickle
 from nbdist.wire.places import Place
-from nbdist.wire.task import Call, Task
+from nbdist.wire.task import Task
 from nbdist.world.hangs import (
     UNCHANGED,
     Watch,
@@ -401,6 +401,6 @@ class RunningTask:
         if not isinstance(done.values, Payload):
             return None
         values = unpickle(open_payload(done.values), self.crew.namespace)
-        if isinstance(self.task.work, Call):
+        if not self.task.fetch:
             return values
         return values[self.task.fetch[0]] if len(self.task.fetch) == 1 else values

@@ -208,9 +208,11 @@ class World:
         ranks: Sequence[int] | None = None,
         names: Payload | None = None,
         fetch: tuple[str, ...] = (),
+        execution_count: int | None = None,
     ) -> Task:
-        """A task to `submit`, on all ranks by default; a text is a cell's source."""
-        return self.session.task(work, ranks=ranks, names=names, fetch=fetch)
+        """Make a task to `submit`, on all ranks by default; a text is a cell's source."""
+        fields = {"names": names, "fetch": fetch, "execution_count": execution_count}
+        return self.session.task(work, ranks=ranks, **fields)
 
     def submit(self, task: Task, patience: Patience | None = None) -> RunningTask:
         """Send a task to all of its ranks at once, and `follow` what is returned.

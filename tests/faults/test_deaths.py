@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from nbdist.output.events import Died
-from nbdist.wire.task import Source
 from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world
@@ -31,7 +30,7 @@ def world(
 def death(world: World, source: str) -> tuple[Died, list[str]]:
     """How rank 1 died in a cell, as cell 5, and what its block in the cell's output says."""
     pid = world.pids[1]
-    running = world.submit(world.task(Source(source, 5)))
+    running = world.submit(world.task(source, execution_count=5))
     world.session.wait(running)
     died = running.transcript.errors[1]
     assert isinstance(died, Died)

@@ -14,7 +14,6 @@ import pytest
 
 from nbdist.node.proc import thread_state
 from nbdist.wire.places import Place, Stack, WorkerStatus
-from nbdist.wire.task import Source
 from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.world import World
@@ -76,7 +75,7 @@ def busy(world: World, source: str, is_there: Callable[[int], bool]) -> Iterator
 
     It is let end by itself at the end, and stopped where the test has failed.
     """
-    running = world.submit(world.task(Source(source, 5)))
+    running = world.submit(world.task(source, execution_count=5))
     try:
         until(world, lambda: all(map(is_there, world.pids.values())))
         yield running

@@ -7,13 +7,19 @@ import pytest
 from nbdist.wire.payload import Payload, SegmentRef
 from nbdist.wire.task import Attempt, Call, Script, Source, Task, unpack
 
-SOURCE = Task("a1", (0, 1), Source("x = 'é\udc80'", 7), Payload(frames=(b"\x80\x05", b"")), ("x",))
+SOURCE = Task(
+    "a1",
+    (0, 1),
+    Source("x = 'é\udc80'"),
+    Payload(frames=(b"\x80\x05", b"")),
+    ("x",),
+    execution_count=7,
+)
 SCRIPT = Task(
     "a2",
     (1,),
-    Script(
-        "file", "train.py", ("--lr", "1"), "/w/train.py", "/w", local_rank=True, execution_count=3
-    ),
+    Script("file", "train.py", ("--lr", "1"), "/w/train.py", "/w", local_rank=True),
+    execution_count=3,
 )
 CALL = Task("a3", (2,), Call("snapshot.write", {"folder": "/s", "wanted": {0: ["x"]}}))
 REST = Task(

@@ -17,8 +17,7 @@ pytestmark = pytest.mark.shared_world
 SETUP = """
 import threading, time
 from nbdist.worker.probe import Probe
-kernel = get_ipython().kernel
-probe = Probe(kernel.shell, kernel.group, kernel.scripts)
+probe = Probe(get_ipython().kernel.group)
 store = dist.group.WORLD.get_group_store()
 
 def sample(is_so, go):

@@ -8,7 +8,6 @@ import pytest
 
 from nbdist.errors import WorkerError
 from nbdist.output.events import Failure
-from nbdist.wire.task import Source
 from nbdist.worker.tracebacks import (
     MOST_CHARACTERS,
     failure_in_words,
@@ -65,7 +64,7 @@ def world(started: World) -> Iterator[World]:
 
 
 def ran(world: World, source: str) -> RunningTask:
-    running = world.submit(world.task(Source(source, 7)))
+    running = world.submit(world.task(source, execution_count=7))
     world.session.wait(running)
     return running
 

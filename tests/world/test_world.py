@@ -34,7 +34,6 @@ from nbdist.node.proc import is_stopped
 from nbdist.output.events import Clear, Display, Failure, Output, Text, Update
 from nbdist.output.rank_transcript import Gap, Shown
 from nbdist.output.screen import Line
-from nbdist.wire.task import Source
 from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.world import World
@@ -103,7 +102,7 @@ def follow(world: World, running: RunningTask) -> Ran:
 
 def run(world: World, source: str, ranks: tuple[int, ...] | None = None, count: int = 7) -> Ran:
     """Run a cell to its end, whatever that is."""
-    return follow(world, world.submit(world.task(Source(source, count), ranks=ranks)))
+    return follow(world, world.submit(world.task(source, ranks=ranks, execution_count=count)))
 
 
 def run_well(world: World, source: str, ranks: tuple[int, ...] | None = None) -> Ran:

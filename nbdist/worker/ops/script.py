@@ -1,7 +1,4 @@
-"""Runs scripts in the namespace of the cells, as `python` would run them, and executables.
-
-On the main thread, in the place of a cell.
-"""
+"""Runs scripts in the namespace of the cells, as `python` would run them, and executables."""
 
 from __future__ import annotations
 
@@ -11,31 +8,97 @@ import linecache
 import multiprocessing
 import os
 import runpy
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import decode_source
 from types import CodeType, FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from nbdist.errors import word_exit
+from nbdist.output.events import SCRIPT_FAILED
 from nbdist.wire.places import Place
 from nbdist.wire.task import Script
-from nbdist.worker.ops.executable import run_executable
-from nbdist.worker.ops.modules import OwnModules
-from nbdist.worker.tracebacks import show
+from nbdist.worker.tracebacks import Problem, show
+
+if TYPE_CHECKING:
+    from nbdist.worker.op import Context
 
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 PYTHONS = tuple({prefix + os.sep for prefix in (sys.prefix, sys.base_prefix)})
 RUNNERS = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 """Files whose calls come before a script's own."""
 
+STOP_GRACE = 1.0
+"""Seconds that an executable has to end after SIGINT, less than this worker itself has."""
+
 _UNBOUND = object()
 
 
-class ScriptProblem(Exception):
-    """It ended otherwise than well, without an exception; the message is for the user."""
+class ScriptProblem(Problem):
+    """It ended otherwise than well, without an exception."""
+
+    kind = SCRIPT_FAILED
+
+
+def script(context: Context, program: Script) -> None:
+    """Run it to its end; raises what ended it, which has been shown, or ScriptProblem."""
+    first = (f"--local-rank={os.environ.get('LOCAL_RANK', '0')}",) if program.local_rank else ()
+    args = (*first, *program.args)
+    _running.append(program)
+    try:
+        if program.kind == "executable":
+            _run_executable(program, args)
+        else:
+            with context.noting():
+                _run_python(context.shell, program, args)
+    finally:
+        _running.clear()
+
+
+# --- what runs now, for other threads ----------------------------------------------------
+
+
+_running: list[Script] = []
+"""One, or none."""
+
+
+def is_running() -> bool:
+    """Whether the main thread runs a script now."""
+    return bool(_running)
+
+
+def spot(frames: Sequence[FrameType]) -> Place | None:
+    """Find the innermost line of the script that runs, or of what lies beside it."""
+    program = next(iter(_running), None)
+    if program is None:
+        return None
+    for frame in frames:
+        file = frame.f_code.co_filename
+        if program.kind != "executable" and _is_own(file, program):
+            line = frame.f_lineno or 0
+            code = linecache.getline(file, line).strip()
+            name = os.path.relpath(file, program.root) if program.root else program.name
+            return Place(line, file=name, code=code)
+    return Place(file=program.name)
+
+
+def _is_own(file: str, program: Script) -> bool:
+    """Whether it is the script's file, or lies in its folder, and is no installed package's."""
+    if file == program.file:
+        return True
+    below = file.removeprefix(program.root + os.sep)
+    is_below = bool(program.root) and below != file
+    return is_below and "-packages" not in below and not file.startswith((OURS, *PYTHONS))
+
+
+# --- Python ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,96 +110,44 @@ class _Loaded:
     names: dict[str, Any]
 
 
-class Scripts:
-    """Runs one at a time, and says where it is; `running` is the one that runs now."""
-
-    def __init__(self, shell: Any) -> None:
-        self._shell = shell
-        self.running: Script | None = None
-        self._modules = OwnModules()
-
-    def __repr__(self) -> str:
-        return f"<Scripts running {self.running.name if self.running else 'none'}>"
-
-    def run(self, script: Script) -> BaseException | None:
-        """Run it to its end; the exception that ended it, after showing it.
-
-        Raises ScriptProblem; an executable that is interrupted raises KeyboardInterrupt.
-        """
-        self.running = script
-        first = (f"--local-rank={os.environ.get('LOCAL_RANK', '0')}",) if script.local_rank else ()
-        args = (*first, *script.args)
-        try:
-            if script.kind == "executable":
-                _run_executable(script, args)
-                return None
-            return self._run_python(script, args)
-        finally:
-            self.running = None
-
-    def spot(self, frames: Sequence[FrameType]) -> Place | None:
-        """The innermost line of the script that runs, or of what lies beside it."""
-        script = self.running
-        if script is None:
-            return None
-        for frame in frames:
-            file = frame.f_code.co_filename
-            if script.kind != "executable" and _is_own(file, script):
-                line = frame.f_lineno or 0
-                code = linecache.getline(file, line).strip()
-                name = os.path.relpath(file, script.root) if script.root else script.name
-                return Place(line, file=name, code=code)
-        return Place(file=script.name)
-
-    def _run_python(self, script: Script, args: Sequence[str]) -> BaseException | None:
-        """The exception that ended it, after showing it; None if all went well."""
-        events = self._shell.events
-        events.trigger("pre_execute")
-        self._modules.begin()
-        try:
-            with _command_line(script, args), _start_method(), _without_loop():
-                _execute(_load(script), self._shell.user_ns)
-        except SystemExit as end:
-            if problem := _problem_of(script, end.code):
-                raise ScriptProblem(problem) from None
-        except BaseException as error:  # noqa: BLE001 (also Stop: shown as a cell's would be)
-            self.running = None  # what follows only tells of it
-            tb = _own_part(error.__traceback__)
-            show(self._shell, (type(error), error, tb), tb_offset=0)
-            return error
-        finally:
-            self._modules.end(lambda file: _is_own(file, script))
-            events.trigger("post_execute")
-        return None
-
-
-def _run_executable(script: Script, args: Sequence[str]) -> None:
+def _run_python(shell: Any, program: Script, args: Sequence[str]) -> None:
+    """Run it between IPython's events of a cell; raises what ended it, after showing it."""
+    shell.events.trigger("pre_execute")
+    _own_modules.begin()
     try:
-        code = run_executable(script.file, [script.name, *args])
-    except OSError as error:
-        raise ScriptProblem(f"{script.name} could not be run: {error.strerror}") from None
-    if code != 0:
-        raise ScriptProblem(f"{script.name} {word_exit(code)}")
+        with _command_line(program, args), _start_method(), _without_loop():
+            _execute(_load(program), shell.user_ns)
+    except SystemExit as end:
+        if problem := _problem_of(program, end.code):
+            raise ScriptProblem(problem) from None
+    except BaseException as error:  # also Stop: shown as a cell's would be
+        _running.clear()  # what follows only shows it
+        tb = _own_part(error.__traceback__)
+        show(shell, (type(error), error, tb), tb_offset=0)
+        raise
+    finally:
+        _own_modules.end(lambda file: _is_own(file, program))
+        shell.events.trigger("post_execute")
 
 
-def _problem_of(script: Script, code: object) -> str:
+def _problem_of(program: Script, code: object) -> str:
     """What a script says that leaves by `sys.exit(code)`; "" if all went well."""
     if code is None or code == 0:
         return ""
-    said = f"{script.name} exited"
+    said = f"{program.name} exited"
     return f"{said} with code {int(code)}" if isinstance(code, int) else f"{said}: {code}"
 
 
-def _load(script: Script) -> _Loaded:
+def _load(program: Script) -> _Loaded:
     """Read and compile it; raises what python would, SyntaxError or ImportError."""
     importlib.invalidate_caches()  # modules may have been written since the last look
-    if script.kind == "file":
-        with open(script.file, "rb") as file:
+    if program.kind == "file":
+        with open(program.file, "rb") as file:
             data = file.read()
-        code = compile(data, script.file, "exec", dont_inherit=True)
-        names: dict[str, Any] = {"__file__": script.file, "__package__": None, "__spec__": None}
+        code = compile(data, program.file, "exec", dont_inherit=True)
+        names: dict[str, Any] = {"__file__": program.file, "__package__": None, "__spec__": None}
         return _Loaded(code, decode_source(data), names)
-    _, spec, code = runpy._get_module_details(script.name)  # type: ignore[attr-defined]
+    _, spec, code = runpy._get_module_details(program.name)  # type: ignore[attr-defined]
     sys.argv[0] = spec.origin
     source = getattr(spec.loader, "get_source", lambda _: None)(spec.name) or ""
     if source:  # a compiled file can be older by less than a second
@@ -163,12 +174,15 @@ def _execute(loaded: _Loaded, namespace: dict[str, Any]) -> None:
                 namespace[name] = value
 
 
+# --- what python has around a script -----------------------------------------------------
+
+
 @contextmanager
-def _command_line(script: Script, args: Sequence[str]) -> Iterator[None]:
+def _command_line(program: Script, args: Sequence[str]) -> Iterator[None]:
     """`sys.argv` and the first entry of `sys.path` as python has them; the rest stays."""
     argv = sys.argv
-    folder = os.path.dirname(script.file) if script.kind == "file" else os.getcwd()
-    sys.argv = [script.name, *args]
+    folder = os.path.dirname(program.file) if program.kind == "file" else os.getcwd()
+    sys.argv = [program.name, *args]
     sys.path.insert(0, folder)
     try:
         yield
@@ -209,10 +223,78 @@ def _own_part(tb: TracebackType | None) -> TracebackType | None:
     return tb
 
 
-def _is_own(file: str, script: Script) -> bool:
-    """Whether it is the script's file, or lies in its folder, and is no installed package's."""
-    if file == script.file:
-        return True
-    below = file.removeprefix(script.root + os.sep)
-    is_below = bool(script.root) and below != file
-    return is_below and "-packages" not in below and not file.startswith((OURS, *PYTHONS))
+# --- modules beside it -------------------------------------------------------------------
+
+
+class _OwnModules:
+    """Those that scripts have imported from their own folders, and the start of that run."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, tuple[str, float]] = {}
+        self._started = 0.0
+        self._before: frozenset[str] = frozenset()
+
+    def __repr__(self) -> str:
+        return f"<_OwnModules {sorted(self._since)}>"
+
+    def begin(self) -> None:
+        """Before a script: forget all if one is newer, for they may import one another."""
+        self._started = time.time()
+        if any(_is_newer(file, since) for file, since in self._since.values()):
+            for name in self._since:
+                sys.modules.pop(name, None)
+            self._since.clear()
+        self._before = frozenset(sys.modules)
+
+    def end(self, is_own: Callable[[str], bool]) -> None:
+        """After it: remember what it has imported."""
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None)
+            if name not in self._before and isinstance(file, str) and is_own(file):
+                self._since[name] = (file, self._started)
+
+
+def _is_newer(file: str, since: float) -> bool:
+    with suppress(OSError):
+        return os.stat(file).st_mtime > since
+    return True  # it is gone, or was moved
+
+
+_own_modules = _OwnModules()
+
+
+# --- executables -------------------------------------------------------------------------
+
+
+def _run_executable(program: Script, args: Sequence[str]) -> None:
+    """Wait for its end; Stop ends it and all that it has started, politely first.
+
+    SIGINT went to all of this process group already.
+    """
+    before, argv = _group(), [program.name, *args]
+    try:
+        child = subprocess.Popen(argv, executable=program.file, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        raise ScriptProblem(f"{program.name} could not be run: {error.strerror}") from None
+    try:
+        code = child.wait()
+    except BaseException as error:  # noqa: BLE001 (Stop too: nothing that it has started is left)
+        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            child.wait(timeout=STOP_GRACE)
+        for pid in _group() - before:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        child.wait()
+        raise error.with_traceback(None) from None  # without the calls that waited for it
+    if code != 0:
+        raise ScriptProblem(f"{program.name} {word_exit(code)}")
+
+
+def _group() -> set[int]:
+    """The processes of this worker's group, itself included."""
+    own, found = os.getpgrp(), set()
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError):
+            if os.getpgid(pid) == own:
+                found.add(pid)
+    return found
