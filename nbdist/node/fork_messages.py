@@ -31,7 +31,7 @@ class Fork:
     """Agent to fork server: fork a worker; what answers it bears the same number."""
 
     number: int
-    orders: WorkerStart
+    start: WorkerStart
 
 
 @dataclass(frozen=True, slots=True)

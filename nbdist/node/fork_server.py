@@ -142,7 +142,7 @@ class ForkServer:
     # --- the loop -------------------------------------------------------------------------
 
     def serve(self) -> WorkerStart | None:
-        """Work until the agent is gone, and return None; in a forked child, its orders."""
+        """Work until the agent is gone, and return None; in a forked child, what it starts with."""
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -159,12 +159,12 @@ class ForkServer:
                         self._report_exits()
                     elif (requests := self._receive()) is None:
                         return None
-                    elif orders := self._fork_all(requests):
+                    elif start := self._fork_all(requests):
                         signal.set_wakeup_fd(-1)
                         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                         os.close(wake_read)
                         os.close(wake_write)
-                        return orders
+                        return start
 
     def send(self, message: FromForkServer) -> None:
         """In one piece: new workers write to the same socket."""
@@ -190,12 +190,12 @@ class ForkServer:
     # --- forking --------------------------------------------------------------------------
 
     def _fork_all(self, requests: list[Fork]) -> WorkerStart | None:
-        """Fork a worker for each: returns None; in a forked child, its orders."""
+        """Fork a worker for each: returns None; in a forked child, what it starts with."""
         for request in requests:
             descriptors = [self._descriptors.popleft() for _ in range(DESCRIPTORS)]
             if self._fork(request) is None:
                 self._become_leader(request, descriptors)
-                return request.orders
+                return request.start
             for fd in descriptors:
                 os.close(fd)
         return None
@@ -271,17 +271,17 @@ def main() -> None:
     fork_server = ForkServer(agent)
     try:
         fork_server.send(Imported())
-        orders = fork_server.serve()
+        start = fork_server.serve()
     except BrokenPipeError:  # the agent ended while something was sent to it
-        orders = None
-    if orders is None:
+        start = None
+    if start is None:
         fork_server.end_workers()
         # The agent and its guard do this too, unless both were killed.
         shutil.rmtree(sys.argv[2], ignore_errors=True)
         return
     from nbdist.worker.bootstrap import become_worker
 
-    become_worker(orders, forked=True)
+    become_worker(start, forked=True)
 
 
 if __name__ == "__main__":

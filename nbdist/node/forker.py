@@ -107,13 +107,13 @@ class Forker:
         assert self._imported is not None
         await asyncio.shield(self._imported)
 
-    async def start(self, orders: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
+    async def start(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
         await self.prepare()
         try:
-            return await self._ask(orders, stdout, stderr)
+            return await self._ask(start, stdout, stderr)
         except ForkServerLost:  # in this moment, or it was not noticed before
             await self.prepare()
-            return await self._ask(orders, stdout, stderr)
+            return await self._ask(start, stdout, stderr)
 
     def close(self) -> None:
         """End the fork server; its workers are expected children of this process then."""
@@ -124,13 +124,13 @@ class Forker:
             self._server = None
             self._adopt_workers()
 
-    async def _ask(self, orders: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
+    async def _ask(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
         if self._server is None:
             raise ForkServerLost("the fork server has ended")
         number = next(self._numbers)
         forked: asyncio.Future[WorkerProcess] = asyncio.get_running_loop().create_future()
         self._asked[number] = forked
-        frame = to_frame(Fork(number, orders))
+        frame = to_frame(Fork(number, start))
         try:
             # Blocks for milliseconds at most: the fork server does nothing but read this.
             sent = socket.send_fds(self._server.socket, [frame], [stdout, stderr])

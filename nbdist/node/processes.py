@@ -141,7 +141,7 @@ class ProcessSource(Protocol):
         Raises ChildProcessError when there is no way to be.
         """
 
-    async def start(self, orders: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
+    async def start(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
         """Start a process that becomes the worker; it gets copies of the descriptors.
 
         Raises ChildProcessError when there is no way to start one.
@@ -157,20 +157,20 @@ class Spawner:
     async def prepare(self) -> None:
         """Nothing has to be there."""
 
-    async def start(self, orders: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
-        environ = {**orders.world.environ, **orders.environ}
+    async def start(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
+        environ = {**start.world.environ, **start.environ}
         try:
             child = subprocess.Popen(  # noqa: ASYNC220 (its descriptors and pid are needed at once)
-                command_of(orders.world, environ.get("PATH")),
+                command_of(start.world, environ.get("PATH")),
                 stdin=subprocess.PIPE,
                 stdout=stdout,
                 stderr=stderr,
-                env=safe_environ(environ, orders.world.cwd),
+                env=safe_environ(environ, start.world.cwd),
                 start_new_session=True,
             )
         except OSError as error:
             why = word_lack(error.errno)
-            raise ChildProcessError(f"{orders.world.command[0]}: {why}") from error
+            raise ChildProcessError(f"{start.world.command[0]}: {why}") from error
         process = WorkerProcess(child.pid)
 
         def on_exit(exit_code: int) -> None:
@@ -181,7 +181,7 @@ class Spawner:
         assert child.stdin is not None
         # The exit code shows it where the process has ended already.
         with suppress(BrokenPipeError), child.stdin:
-            child.stdin.write(pickle.dumps(orders))
+            child.stdin.write(pickle.dumps(start))
         return process
 
 

@@ -37,7 +37,7 @@ Pack = Callable[[], "Shipment | None"]
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
+class RunOptions:
     """How to run a cell: `setup` is its key where new workers are to run it too."""
 
     patience: Patience | None = None
@@ -69,12 +69,12 @@ def run_source(
     python = check_source(pool.shell, first_line, cell)
     source = in_notebook_lines(first_line, cell)
     task, world = prepare(pool, Source(source), ranks, display, options)
-    orders = Orders()
+    how = RunOptions()
     if options:
         setup = _cell_key(pool.shell, source) if options.setup else ""
-        orders = orders_of(world, options, setup)
+        how = run_options(world, options, setup)
     pack = partial(plan, python, pool.ledger, task.ranks, pool.shell.user_ns_hidden)
-    run_attempts(pool, world, task, pack, display, orders)
+    run_attempts(pool, world, task, pack, display, how)
 
 
 def prepare(
@@ -92,10 +92,10 @@ def prepare(
     return world.task(work, ranks=on, execution_count=_execution_count(pool.shell)), world
 
 
-def orders_of(world: World, options: argparse.Namespace, setup: str = "") -> Orders:
+def run_options(world: World, options: argparse.Namespace, setup: str = "") -> RunOptions:
     """Read from the options how a cell is to be run."""
     patience = world.session.config.but(**at_once(options)).patience
-    return Orders(patience, setup, options.max_restarts)
+    return RunOptions(patience, setup, options.max_restarts)
 
 
 # --- sending, and again -----------------------------------------------------------------
@@ -107,18 +107,18 @@ def run_attempts(
     task: Task,
     pack: Pack,
     display: CellDisplay,
-    orders: Orders | None = None,
+    how: RunOptions | None = None,
 ) -> None:
     """Run a cell and show it; raises the error of its last attempt when that failed too.
 
     What an attempt has bound counts only once there is no other: so each has the names of
     the notebook as the first one had them, and new ranks get those that they lack.
     """
-    orders = orders or Orders()
+    how = how or RunOptions()
     earlier: list[_Attempt] = []
     try:
-        for attempt in world.session.attempts(task, orders.max_restarts):
-            last = _attempt(pool, world, attempt, pack(), display, orders)
+        for attempt in world.session.attempts(task, how.max_restarts):
+            last = _attempt(pool, world, attempt, pack(), display, how)
             if not last.running.restart:
                 break
             _keep_why(pool, last.running)
@@ -139,7 +139,7 @@ def _attempt(
     task: Task,
     shipment: Shipment | None,
     display: CellDisplay,
-    orders: Orders,
+    how: RunOptions,
 ) -> _Attempt:
     for notice in shipment.notices if shipment else ():
         display.note(notice)
@@ -147,10 +147,10 @@ def _attempt(
         task = replace(task, names=shipment.payload)
     segment = shipment.segment if shipment else None
     try:
-        running = pool.last = world.submit(task, orders.patience)
+        running = pool.last = world.submit(task, how.patience)
         follow(pool, world, running, display)
-        if orders.setup and not running.error():
-            world.session.setup.keep(orders.setup, task, segment)
+        if how.setup and not running.error():
+            world.session.setup.keep(how.setup, task, segment)
             segment = None
     finally:
         if segment:

@@ -11,13 +11,13 @@ from nbdist.worker.process import die_with_parent
 
 
 def main() -> None:
-    """Read the orders, leave stdin empty, and run until the kernel ends."""
+    """Read the start, leave stdin empty, and run until the kernel ends."""
     die_with_parent(os.getppid())
-    orders = pickle.load(sys.stdin.buffer)
+    start = pickle.load(sys.stdin.buffer)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    become_worker(orders, forked=False)
+    become_worker(start, forked=False)
 
 
 main()

@@ -51,43 +51,43 @@ from nbdist.worker.process import BadEnvironment, set_limit
 AUTHKEY_BYTES = 32
 
 
-def set_environment(orders: WorkerStart) -> None:
+def set_environment(start: WorkerStart) -> None:
     """Give a fork the notebook's environment, and torchrun's variables.
 
     A worker that was spawned has them, and what a wrapper has made of them.
     """
     os.environ.clear()
-    os.environ.update(orders.world.environ)
-    os.environ.update(orders.environ)
+    os.environ.update(start.world.environ)
+    os.environ.update(start.environ)
 
 
-def restore_path_variable(orders: WorkerStart) -> None:
+def restore_path_variable(start: WorkerStart) -> None:
     """Give a worker that was spawned the PYTHONPATH which its own start was spared.
 
     Unless a wrapper has made another of it.
     """
-    wanted = {**orders.world.environ, **orders.environ}
+    wanted = {**start.world.environ, **start.environ}
     if "PYTHONPATH" in wanted and os.environ.get("PYTHONPATH", "") == safe_path(
-        wanted, orders.world.cwd
+        wanted, start.world.cwd
     ):
         os.environ["PYTHONPATH"] = wanted["PYTHONPATH"]
 
 
-def become_worker(orders: WorkerStart, *, forked: bool) -> None:
+def become_worker(start: WorkerStart, *, forked: bool) -> None:
     """Run the worker of this rank until its kernel ends."""
     set_limit()
     if forked:
-        set_environment(orders)
+        set_environment(start)
     else:
-        restore_path_variable(orders)
-    os.chdir(orders.world.cwd)
+        restore_path_variable(start)
+    os.chdir(start.world.cwd)
     # Imports wait until here, so that a spawned worker has its environment before torch.
     from nbdist.worker.main import run_worker
 
     try:
         if forked:
             renew_what_is_shared()
-        run_worker(orders)
+        run_worker(start)
     except BadEnvironment as error:
         sys.stderr.write(f"{error}\n")
         sys.stderr.flush()

@@ -37,38 +37,38 @@ WIDGET_BARS = frozenset({"tqdm.autonotebook", "tqdm.notebook"})
 _NAMES = {"tqdm": "tqdm", "trange": "trange", "tqdm_notebook": "tqdm", "tnrange": "trange"}
 
 
-def device_of(orders: WorkerStart) -> torch.device:
+def device_of(start: WorkerStart) -> torch.device:
     """Give the rank's own GPU, or the CPU where the world uses none."""
-    return torch.device(orders.device)
+    return torch.device(start.device)
 
 
-def prepare_torch(orders: WorkerStart) -> None:
+def prepare_torch(start: WorkerStart) -> None:
     """Give torch its share of the cores and the rank's GPU.
 
     What a forked worker's torch and OpenMP read on import, they read in the fork server, which
     does not have the world's environment: OMP_NUM_THREADS, TORCH_DISTRIBUTED_DEBUG.
     """
-    torch.set_num_threads(orders.world.threads)
+    torch.set_num_threads(start.world.threads)
     seam.read_debug_level()
-    device = device_of(orders)
+    device = device_of(start)
     if device.type == "cuda":
-        if orders.world.share_gpus:
+        if start.world.share_gpus:
             version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # needs no CUDA
-            os.environ.update(sharing_variables(orders.rank, version, os.environ))
+            os.environ.update(sharing_variables(start.rank, version, os.environ))
         torch.cuda.set_device(device)
 
 
-def take_place(orders: WorkerStart, own_path: Sequence[str]) -> None:
+def take_place(start: WorkerStart, own_path: Sequence[str]) -> None:
     """Give what cells run the notebook's `sys.path` and `sys.argv`.
 
     After the worker's own imports: a `random.py` in the notebook's folder is for them alone.
     """
-    first = orders.world.sys_path
-    own = [entry for entry in own_path if entry not in first] if orders.world.own_path else ()
+    first = start.world.sys_path
+    own = [entry for entry in own_path if entry not in first] if start.world.own_path else ()
     sys.path[:] = [*first, *own]
-    sys.argv[:] = orders.world.argv
+    sys.argv[:] = start.world.argv
     # What "" on the path is for processes that multiprocessing spawns.
-    process.ORIGINAL_DIR = orders.world.cwd  # type: ignore[attr-defined]
+    process.ORIGINAL_DIR = start.world.cwd  # type: ignore[attr-defined]
 
 
 def count_restarts(attempt: Attempt) -> None:
@@ -77,13 +77,13 @@ def count_restarts(attempt: Attempt) -> None:
     os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(attempt.most)
 
 
-def ready_names(orders: WorkerStart) -> dict[str, Any]:
+def ready_names(start: WorkerStart) -> dict[str, Any]:
     """Give what a cell finds without importing anything."""
     return {
-        "rank": orders.rank,
-        "world_size": orders.world.world_size,
-        "local_rank": orders.local_rank,
-        "device": device_of(orders),
+        "rank": start.rank,
+        "world_size": start.world.world_size,
+        "local_rank": start.local_rank,
+        "device": device_of(start),
         "torch": torch,
         "dist": dist,
     }
@@ -98,31 +98,31 @@ class Scaling:
     On the control thread, while no task runs.
     """
 
-    def __init__(self, orders: WorkerStart, namespace: Namespace, group: Group | None) -> None:
-        self._orders = orders
+    def __init__(self, start: WorkerStart, namespace: Namespace, group: Group | None) -> None:
+        self._start = start
         self._namespace = namespace
         self._group = group
         self._loop = asyncio.get_event_loop()  # the main thread's, which makes this
 
     def __repr__(self) -> str:
-        return f"<Scaling of rank {self._orders.rank} in a world of {self.world_size}>"
+        return f"<Scaling of rank {self._start.rank} in a world of {self.world_size}>"
 
     @property
     def world_size(self) -> int:
         """How many ranks share the group; 0 where it could not be formed."""
         if self._group is not None and not self._group.is_whole:
             return 0
-        return self._orders.world.world_size
+        return self._start.world.world_size
 
     def scale(self, resize: Resize) -> None:
         """Join the group of another size, then change what says how many there are.
 
         Raises RuntimeError or ConnectionResetError when the ranks do not meet.
         """
-        before, after = self._orders, _orders_after(self._orders, resize)
+        before, after = self._start, _start_after(self._start, resize)
         if self._group is not None:
             self._group.resize(after, resize.newcomers)
-        self._orders = after
+        self._start = after
         change_environment(before.environ, after.environ)
         self._namespace.change("world_size", before.world.world_size, after.world.world_size)
         # Threads are a matter of the thread that starts an operation.  What the loop is
@@ -130,11 +130,11 @@ class Scaling:
         self._loop.call_soon_threadsafe(change_threads, before.world.threads, after.world.threads)
 
 
-def _orders_after(orders: WorkerStart, resize: Resize) -> WorkerStart:
+def _start_after(start: WorkerStart, resize: Resize) -> WorkerStart:
     return replace(
-        orders,
+        start,
         local_world_size=resize.world_size,
-        world=replace(orders.world, world_size=resize.world_size, threads=resize.threads),
+        world=replace(start.world, world_size=resize.world_size, threads=resize.threads),
         environ=resize.environ,
         generation=resize.generation,
         sized_in=resize.generation,

@@ -23,7 +23,7 @@ TOKEN = "0123456789abcdef"
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 
 
-def orders(runtime: Path, rank: int = 0) -> WorkerStart:
+def worker_start(runtime: Path, rank: int = 0) -> WorkerStart:
     """What a worker that needs no others is told."""
     spec = WorldSpec(1, None, dict(os.environ), os.getcwd(), tuple(sys.path), 1, sys.executable)
     return WorkerStart(
@@ -68,7 +68,7 @@ class Source:
         write_connection_file(file, ip=place, transport="ipc", **ports)
         said = self._runtime / f"{rank}.out"
         with said.open("wb") as out:
-            process = await self.source.start(orders(self._runtime, rank), out.fileno(), 2)
+            process = await self.source.start(worker_start(self._runtime, rank), out.fileno(), 2)
         await until(lambda: mark(TOKEN, "ready") in said.read_bytes())
         return process
 

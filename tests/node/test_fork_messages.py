@@ -8,12 +8,12 @@ from pathlib import Path
 
 from nbdist.node.fork_messages import Fork, Forked, Imported, log_file, start_fork_server, to_frame
 from nbdist.wire.frames import FrameCutter
-from tests.node.sources import orders
+from tests.node.sources import worker_start
 
 
 def test_messages_arrive_as_they_were_sent(runtime: Path) -> None:
     """Each in a frame of its own."""
-    messages = [Fork(1, orders(runtime)), Imported(more=False), Forked(7, 4711)]
+    messages = [Fork(1, worker_start(runtime)), Imported(more=False), Forked(7, 4711)]
     frames = FrameCutter().feed(b"".join(map(to_frame, messages)))
     assert [pickle.loads(frame) for frame in frames] == messages
 

@@ -23,7 +23,7 @@ from nbdist.node.fork_messages import (
     to_frame,
 )
 from nbdist.wire.frames import FrameCutter
-from tests.node.sources import SOON, orders
+from tests.node.sources import SOON, worker_start
 
 
 class Agent:
@@ -48,7 +48,7 @@ class Agent:
     def ask(self, number: int) -> int:
         """Ask for a worker; the read end of its stdout."""
         read, write = os.pipe()
-        frame = to_frame(Fork(number, orders(self.runtime, number)))
+        frame = to_frame(Fork(number, worker_start(self.runtime, number)))
         sent = socket.send_fds(self._server.socket, [frame], [write, write])
         self._server.socket.sendall(frame[sent:])
         os.close(write)

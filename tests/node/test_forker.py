@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from nbdist.node.processes import WorkerProcess
-from tests.node.sources import SOON, Source, orders, run
+from tests.node.sources import SOON, Source, run, worker_start
 from tests.waiting import until
 
 
@@ -70,7 +70,7 @@ def test_fork_server_that_cannot_import_torch(
 
     async def test(source: Source) -> None:
         with pytest.raises(ChildProcessError, match="fork server has ended"):
-            await source.source.start(orders(runtime), 1, 2)
+            await source.source.start(worker_start(runtime), 1, 2)
         assert source.forker is not None
         assert source.forker.last_lines()[-1] == "ImportError: broken on purpose"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.node.sources import SOON, Source, orders, run
+from tests.node.sources import SOON, Source, run, worker_start
 from tests.waiting import until
 
 both_sources = pytest.mark.parametrize("kind", ["fork", "spawn"])
@@ -75,7 +75,7 @@ def test_spawner_without_an_interpreter(runtime: Path) -> None:
     """An interpreter that is not there is an error that names it."""
 
     async def test(source: Source) -> None:
-        start = orders(runtime)
+        start = worker_start(runtime)
         start = replace(start, world=replace(start.world, python="/nowhere/python"))
         with pytest.raises(ChildProcessError, match="/nowhere/python: No such file"):
             await source.source.start(start, 1, 2)
@@ -87,7 +87,7 @@ def test_spawner_with_a_program_that_reads_nothing(runtime: Path) -> None:
     """A program that ends at once is told by its exit code."""
 
     async def test(source: Source) -> None:
-        start = orders(runtime)
+        start = worker_start(runtime)
         start = replace(start, world=replace(start.world, python="/bin/false"))
         process = await source.source.start(start, 1, 2)
         assert await asyncio.wait_for(process.exited, SOON) == 1

@@ -14,7 +14,7 @@ import pytest
 from nbdist.node.processes import Spawner, WorkerProcess
 from nbdist.node.rendezvous import CallOff, HeldPort
 from nbdist.node.worker import Worker
-from tests.node.sources import SOON, Source, orders, run
+from tests.node.sources import SOON, Source, run, worker_start
 from tests.waiting import until
 
 
@@ -66,7 +66,7 @@ def test_a_worker_that_cannot_start(runtime: Path, python: str, timeout: float, 
     """It is killed where it has a process, it is said why, and the others are told."""
 
     async def test(source: Source) -> None:
-        start = orders(runtime)
+        start = worker_start(runtime)
         start = replace(start, world=replace(start.world, python=python))
         worker = Worker(start, None, lambda *_: None)
         with CallOff(runtime / "over", []) as call_off:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError
-from nbdist.notebook.cells import orders_of, prepare, run_attempts
+from nbdist.notebook.cells import prepare, run_attempts, run_options
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import Magic, ranks_option, restarts_option, world_options
 from nbdist.world.scripts import find_script
@@ -86,5 +86,5 @@ def dist_run(line: Line) -> None:
     options = line.options
     script = script_of(line.words, options)
     task, world = prepare(line.pool, script, options.ranks, line.display, options)
-    orders = orders_of(world, options)
-    run_attempts(line.pool, world, task, lambda: None, line.display, orders)
+    how = run_options(world, options)
+    run_attempts(line.pool, world, task, lambda: None, line.display, how)

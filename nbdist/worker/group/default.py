@@ -74,12 +74,12 @@ class DefaultGroup:
         """
         self._left = [*seam.forget_all(self._destroy), self.group]
 
-    def form(self, orders: WorkerStart, meeting: Any) -> None:
+    def form(self, start: WorkerStart, meeting: Any) -> None:
         """Form it, in this store; the one before, if there was any, has been taken out."""
         # init_process_group wraps sys.excepthook each time it is called.
         excepthook = sys.excepthook
-        self._backend = orders.world.backend or ""
-        self._rank, self._size = orders.rank, orders.world.world_size
+        self._backend = start.world.backend or ""
+        self._rank, self._size = start.rank, start.world.world_size
         try:
             self._init(
                 backend=self._backend,

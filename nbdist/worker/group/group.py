@@ -53,9 +53,9 @@ class Side:
 class Group:
     """A worker's side of the world's group, and of every group made from it."""
 
-    def __init__(self, orders: WorkerStart) -> None:
-        self._orders = orders
-        self._store = seam.FileStore(orders.store_path, orders.world.world_size)
+    def __init__(self, start: WorkerStart) -> None:
+        self._start = start
+        self._store = seam.FileStore(start.store_path, start.world.world_size)
         self._store.set_timeout(timedelta(seconds=FORM_TIMEOUT))
         # The same in all generations: `new_group` meets there.
         self._meeting = AbortableStore(self._store_of(0, WORLD), FORM_TIMEOUT)
@@ -67,7 +67,7 @@ class Group:
         self._default = DefaultGroup(timedelta(seconds=COLLECTIVE_TIMEOUT))
 
     def __repr__(self) -> str:
-        return f"<Group of {self._orders.world.world_size}, {self._gloo}>"
+        return f"<Group of {self._start.world.world_size}, {self._gloo}>"
 
     def begin_task(self, task_id: str) -> None:
         """Have the world's group in its place, and new groups named after this task.
@@ -102,7 +102,7 @@ class Group:
     @property
     def uses_nccl(self) -> bool:
         """Whether the world's group, and so others too, may have nccl for CUDA tensors."""
-        return "nccl" in (self._orders.world.backend or "")
+        return "nccl" in (self._start.world.backend or "")
 
     @property
     def waits_to_meet(self) -> bool:
@@ -116,7 +116,7 @@ class Group:
     @property
     def _world(self) -> Side:
         """Of the world's own group, also while user code has destroyed it."""
-        everybody = range(self._orders.world.world_size)
+        everybody = range(self._start.world.world_size)
         return Side(WORLD, everybody, self._default.group, self._default.timeout)
 
     # --- form ---------------------------------------------------------------------------------
@@ -127,35 +127,35 @@ class Group:
         The ranks meet in a file that only this user can open: no port, and the store
         outlives rank 0.  Each generation of the group has keys of its own.
         """
-        generation, joins = self._orders.generation, self._orders.joins
+        generation, joins = self._start.generation, self._start.joins
         if joins is not None:
-            self._store_of(generation, ARRIVED).set(str(self._orders.rank), "")
+            self._store_of(generation, ARRIVED).set(str(self._start.rank), "")
         self._form_default(Meeting(self._store_of(generation, WORLD), generation))
         if joins is not None:
             self._connect_others(generation, joins)
 
     def _form_default(self, meeting: Meeting) -> None:
         """Make it torch's default group; its gloo connects in `meeting`."""
-        orders = self._orders
-        if orders.sized_in > 1:
+        start = self._start
+        if start.sized_in > 1:
             # Its name is in the store's keys, and a mesh of the size before must not find it.
-            self._names.begin_task(f"sized{orders.sized_in}")
+            self._names.begin_task(f"sized{start.sized_in}")
         # Threads of nccl's look into the store, and must never wait for the GIL.
         store = self._store_of(0, WORLD) if self.uses_nccl else self._meeting
-        is_first = orders.generation == 1
+        is_first = start.generation == 1
         # torch puts prefixes of its own before; survivors of a death meet without them.
         self._gloo.next_meets_in(meeting)
         try:
             # What torch would wrap a later one in meets where earlier generations did.
             with nullcontext() if is_first else seam.without_comparing():
-                self._default.form(orders, store)
+                self._default.form(start, store)
         finally:
             self._gloo.next_meets_in(None)
         if is_first:
             self._connect_nccl(nccl.START_TIMEOUT)
         else:
-            self._compare_default(orders.generation)
-            self._renew_nccl(orders.generation)
+            self._compare_default(start.generation)
+            self._renew_nccl(start.generation)
 
     def _compare_default(self, generation: int) -> None:
         """Have a default group that torch made without it compare collectives, as all others."""
@@ -166,26 +166,24 @@ class Group:
 
     # --- form another one, of another size ----------------------------------------------------
 
-    def resize(self, orders: WorkerStart, newcomers: Sequence[int]) -> None:
+    def resize(self, start: WorkerStart, newcomers: Sequence[int]) -> None:
         """Form another default group in the place of this one: of another size.
 
         All that was made from the one before is over, but for DDP modules.  Until all
         newcomers have started, nothing happens to it: as long it can be called off.
         """
-        over = over_file(orders.over_path, orders.generation)
-        arrivals = AbortableStore(self._store_of(orders.generation, ARRIVED), FORM_TIMEOUT, over)
+        over = over_file(start.over_path, start.generation)
+        arrivals = AbortableStore(self._store_of(start.generation, ARRIVED), FORM_TIMEOUT, over)
         arrivals.wait([str(rank) for rank in newcomers])
         # From here on the group before is gone, whether the ranks meet or not.
         self.abort()
-        sizes = self._orders.world.world_size, orders.world.world_size
+        sizes = self._start.world.world_size, start.world.world_size
         refuse_stale(self._default.take_out(), *sizes)
         self._stand_ins.clear()
-        before, self._orders = self._default.group, orders
+        before, self._start = self._default.group, start
         self.is_whole = False
         self._start_over()
-        self._form_default(
-            Meeting(self._store_of(orders.generation, WORLD), orders.generation, over)
-        )
+        self._form_default(Meeting(self._store_of(start.generation, WORLD), start.generation, over))
         self.is_whole = True
         move_models(before, self._default.group)
         refuse_stale_models()
@@ -237,7 +235,7 @@ class Group:
         own = self._default.subgroups()
         self._stand_ins.clear()
         for name, members in sorted(held.items()):
-            if self._orders.rank in members:
+            if self._start.rank in members:
                 self._connect(Side(name, members, own.get(name)), generation)
 
     def _connect(self, side: Side, generation: int) -> None:
@@ -283,15 +281,15 @@ class Group:
         others = [Side(name, dist.get_process_group_ranks(group), group) for name, group in own]
         for side in [self._world, *others]:
             if side.group is not None and seam.nccl_of(side.group) is not None:
-                store, rank = self._store_of(generation, side.name), self._orders.rank
+                store, rank = self._store_of(generation, side.name), self._start.rank
                 seam.replace_nccl(side.group, store, rank, side.members, generation, side.timeout)
-        over = over_file(self._orders.over_path, generation)
+        over = over_file(self._start.over_path, generation)
         self._connect_nccl(nccl.RENEWAL_TIMEOUT, over)
 
     def _connect_nccl(self, timeout: float, over: Path | None = None) -> None:
         """Have the world's own group connect now, while all ranks are known to come."""
         if self.uses_nccl and (backend := seam.nccl_of(self._default.group)) is not None:
-            nccl.connect(backend, torch.device(self._orders.device), timeout, over)
+            nccl.connect(backend, torch.device(self._start.device), timeout, over)
 
     def _abort_nccl(self) -> int:
         """Abort collectives of all groups; how many groups there were.  From any thread."""
@@ -303,11 +301,11 @@ class Group:
     # --- where ranks meet ---------------------------------------------------------------------
 
     def _rank_in(self, side: Side) -> int:
-        return side.members.index(self._orders.rank)
+        return side.members.index(self._start.rank)
 
     def _meeting_of(self, name: str, generation: int) -> Meeting:
         """Say where they meet; it can be called off, when one of them has died meanwhile."""
-        over = over_file(self._orders.over_path, generation)
+        over = over_file(self._start.over_path, generation)
         return Meeting(self._store_of(generation, name), generation, over)
 
     def _store_of(self, generation: int, name: str) -> Any:
