@@ -273,3 +273,18 @@ def traces_left() -> Callable[[], list[str]]:
     """A question to ask in mid-test: what is there that was not when it began?"""
     before = Traces.now()
     return lambda: Traces.now().left_since(before)
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Writes a file into the folder that is the notebook's own for the time of the test."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(name: str, text: str, mode: int = 0o644) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(mode)
+        return path
+
+    return write

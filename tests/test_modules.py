@@ -27,12 +27,8 @@ UNTESTED = {
     "worker/ops/call.py",
     "worker/ops/environ.py",
     "worker/ops/files.py",
-    "worker/ops/script.py",
-    "worker/ops/snapshot.py",
     "worker/ops/sync.py",
     "worker/tasks.py",
-    "world/snapshot_store.py",
-    "world/snapshots.py",
     "world/syncing.py",
 }
 

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from nbdist import __version__, folders
-from nbdist.errors import UsageError
+from nbdist.errors import NbdistError, UsageError
 from nbdist.wire.ops import Written
 from nbdist.world.spec import state_folder
 
@@ -101,7 +101,7 @@ class SnapshotStore:
         self.root = root
 
     def __repr__(self) -> str:
-        return f"<Shelf {self.root}, {len(self.all())} snapshots>"
+        return f"<SnapshotStore {self.root}, {len(self.all())} snapshots>"
 
     # --- reading --------------------------------------------------------------------------
 
@@ -167,6 +167,8 @@ class SnapshotStore:
                 (self.root / name).mkdir(mode=folders.PRIVATE_FOLDER)
             with _locked(self.root / name), self._part(name) as folder:
                 yield folder
+        except NbdistError:  # what a rank has raised may be an OSError too
+            raise
         except BlockingIOError:
             raise UsageError(
                 f"Another notebook is writing a snapshot `{name}`: again, or take another name."

@@ -1,0 +1,294 @@
+"""Tests of `nbdist.worker.ops.script`: scripts as python would run them, and executables."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from nbdist.config import Patience
+from nbdist.errors import WorkerDied, WorkerError
+from nbdist.output.ansi import strip
+from nbdist.world.result import CellResult
+from nbdist.world.scripts import find_script
+from nbdist.world.states import State
+from nbdist.world.world import World
+from tests.scripts import Write, said
+from tests.worlds import NewWorld
+
+pytestmark = pytest.mark.shared_world
+
+N = 2
+
+
+@pytest.fixture(scope="module")
+def started(new_world: NewWorld) -> Iterator[World]:
+    with new_world(N) as world:
+        yield world
+
+
+@pytest.fixture
+def world(started: World) -> World:
+    if started.state is not State.READY:
+        started.restart()
+    return started
+
+
+def traceback_of(world: World, rank: int) -> str:
+    assert world.session.running is not None
+    return strip("\n".join(world.session.running.transcript.errors[rank].traceback))  # type: ignore[union-attr]
+
+
+def test_script_runs_as_python_would_run_it(world: World, write: Write) -> None:
+    """It has its arguments, name, file and folder; what it leaves, cells find."""
+    write("lib/beside.py", "VALUE = 7")
+    path = write(
+        "lib/arguments.py",
+        "'''Its docstring.'''\n"
+        "import os, sys\nfrom beside import VALUE\n"
+        "print(sys.argv, __name__, __file__, __doc__, __package__, __spec__)\n"
+        "assert sys.path[0] == os.path.dirname(__file__)\n"
+        "double = lambda: 2 * VALUE + rank\n"
+        "sys.exit(0)",
+    )
+    world.execute("import os, sys")
+    world.execute("before = sys.argv, list(sys.path), os.getcwd(), __doc__")
+    result = world.run_script("lib/arguments.py", 1, 2, 3, "ab", "c d")
+    argv = ["lib/arguments.py", "1", "2", "3", "ab", "c d"]
+    assert said(result) == [f"{argv} __main__ {path} Its docstring. None None"] * N
+    assert world.gather("double()") == [14, 15]
+    after = "(sys.argv, list(sys.path), os.getcwd(), __doc__) == before"
+    assert world.gather(after) == [True] * N
+    assert world.gather("'__file__' in globals()") == [False] * N
+
+
+def test_module_runs_as_python_would_run_it(world: World, write: Write) -> None:
+    """`-m` knows relative imports, packages with a `__main__`, and the folder it is run in."""
+    write("pkg/__init__.py", "")
+    write("pkg/other.py", "VALUE = 7")
+    path = write("pkg/sub/mod.py", "from ..other import VALUE\nimport sys\nprint(sys.argv, VALUE)")
+    write("pkg/__main__.py", "import sys\nfrom . import other\nprint(__package__, sys.path[0])")
+    world.execute(f"import os; os.chdir({os.getcwd()!r})")
+    for args in ((), ("a",)):  # and a second time
+        result = world.run_script("pkg.sub.mod", *args, module=True)
+        assert said(result) == [f"{[str(path), *args]} 7"] * N
+    assert said(world.run_script("pkg", module=True)) == [f"pkg {os.getcwd()}"] * N
+
+
+def test_traceback_has_the_scripts_own_lines_only(world: World, write: Write) -> None:
+    """Nothing of nbdist or IPython is in it; an edited script shows what has run."""
+    for text in ("def bad():\n    raise ValueError('one')\nbad()", "x = 1\nassert x == 2, 'two'"):
+        path = write("fails.py", text)
+        with pytest.raises(WorkerError, match=r"2 of 2 ranks failed \(0-1\)") as error:
+            world.run_script("fails.py")
+        assert isinstance(error.value, ValueError | AssertionError)
+        shown = traceback_of(world, 1)
+        assert [word for word in ("nbdist/", "IPython", "runpy", "Cell In") if word in shown] == []
+        assert f"File {path}:{3 if 'bad' in text else 2}" in shown
+        assert text.splitlines()[1] in shown
+
+
+def test_edited_modules_are_imported_anew(world: World, write: Write) -> None:
+    """As by a new python, with all that lie beside the script; unchanged ones are kept."""
+    write("inner.py", "VALUE = 1\n")
+    write("outer.py", "import json\nfrom inner import VALUE\nmarks = []\n")
+    write("uses.py", "import outer\nouter.marks.append(0)\nprint(outer.VALUE, len(outer.marks))\n")
+    assert said(world.run_script("uses.py")) == ["1 1"] * N
+    assert said(world.run_script("uses.py")) == ["1 2"] * N
+    later = time.time() + 5
+    os.utime(write("inner.py", "VALUE = 22\n"), (later, later))
+    assert said(world.run_script("uses.py")) == ["22 1"] * N
+
+
+def test_exit_codes(world: World, write: Write) -> None:
+    """`sys.exit` with 0 or nothing is success, else the code or the text is named."""
+    write("leaves.py", "import sys\nsys.exit(eval(sys.argv[1]))")
+    for good in ("0", "None", "False"):
+        world.run_script("leaves.py", good)
+    for bad, words in (("3", "leaves.py exited with code 3"), ("'no data'", "exited: no data")):
+        with pytest.raises(WorkerError, match=words):
+            world.run_script("leaves.py", bad)
+
+
+def test_data_loader_and_event_loop(world: World, write: Write) -> None:
+    """Data sets of the script reach the loader's processes; `asyncio.run` works."""
+    write(
+        "loads.py",
+        "import asyncio\n"
+        "from torch.utils.data import DataLoader, Dataset\n"
+        "class Squares(Dataset):\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, i): return i * i\n"
+        "async def main():\n"
+        "    await asyncio.sleep(0)\n"
+        "    return [x.item() for x in DataLoader(Squares(), num_workers=2)]\n"
+        "if __name__ == '__main__':\n"
+        "    print(asyncio.get_event_loop().run_until_complete(main()))\n"
+        "    print(asyncio.run(main()))\n",
+    )
+    assert said(world.run_script("loads.py")) == ["[0, 1, 4, 9]\n[0, 1, 4, 9]"] * N
+    world.execute("import asyncio; await asyncio.sleep(0)")
+
+
+def test_spawned_loader(world: World, write: Write) -> None:
+    """They do also where the processes are spawned."""
+    write(
+        "spawns.py",
+        "import multiprocessing as mp\n"
+        "class Told:\n"
+        "    def __call__(self, q): q.put('told')\n"
+        "if __name__ == '__main__':\n"
+        "    mp.set_start_method('spawn')\n"
+        "    q = mp.SimpleQueue()\n"
+        "    child = mp.Process(target=Told(), args=(q,)); child.start()\n"
+        "    print(q.get()); child.join()\n",
+    )
+    script = find_script("file", "spawns.py")
+    for _ in range(2):  # the method can be set once in a process
+        assert said(world.session.run(world.task(script, ranks=[0]))) == ["told"]
+
+
+def test_waits_name_the_scripts_line(world: World, write: Write) -> None:
+    """While it runs, and when it is stopped, ranks are found in the script's own lines."""
+    write(
+        "lib/waits.py",
+        "import time\n"
+        "def step():\n"
+        "    if dist.get_rank() == 0:\n"
+        "        time.sleep(600)\n"
+        "    dist.barrier()\n"
+        "step()\n",
+    )
+    script = find_script("file", "lib/waits.py")
+    running = world.submit(world.task(script), Patience(hang_timeout=0.3))
+    told = (
+        "rank 0 is in waits.py line 4: time.sleep(600) · rank 1 waits in barrier, waits.py line 5"
+    )
+    for _ in world.follow(running):
+        if running.waits:
+            break
+    assert running.waits == told
+    assert [(row.place.file, row.code) for row in world.status() if row.place] == [
+        ("waits.py", "time.sleep(600)"),
+        ("waits.py", "dist.barrier()"),
+    ]
+    for stack in world.stacks():
+        assert [frame.line for frame in stack.frames][:2] == [6, 4 + stack.rank]
+    world.interrupt()
+    world.session.wait(running)
+    assert "waits in barrier, waits.py line 5: freed" in str(running.error())
+    world.execute("dist.barrier()")
+
+
+def test_rank_that_dies_in_a_script(world: World, write: Write) -> None:
+    """The error tells the death; who waited is told with the script's line."""
+    write("dies.py", "import ctypes\nif rank == 1:\n    ctypes.string_at(0)\ndist.barrier()\n")
+    with pytest.raises(WorkerDied, match="was killed by SIGSEGV"):
+        world.run_script("dies.py")
+    assert world.session.running is not None
+    freed, died = (world.session.running.transcript.errors[rank] for rank in range(N))
+    assert "(dies.py line 4) and was freed" in freed.message  # type: ignore[union-attr]
+    assert any("dies.py, line 3" in line for line in died.last_lines)  # type: ignore[union-attr]
+
+
+def test_record_writes_torchs_error_file(world: World, write: Write) -> None:
+    """A main with torch's `@record` behaves, and the file is torch's own."""
+    path = write(
+        "records.py",
+        "import sys\n"
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "@record\n"
+        "def main():\n"
+        "    if 'fail' in sys.argv: raise RuntimeError(f'rank {rank} is out')\n"
+        "    return 5\n"
+        "assert main() == 5\n",
+    )
+    folder = path.parent
+    variable = "os.environ['TORCHELASTIC_ERROR_FILE']"
+    world.execute(f"import os; {variable} = f'{folder}/error{{rank}}.json'")
+    world.run_script("records.py")
+    with pytest.raises(WorkerError, match=r"RuntimeError: rank . is out"):
+        world.run_script("records.py", "fail")
+    for rank in range(N):
+        message = json.loads((folder / f"error{rank}.json").read_text())["message"]
+        assert message["message"] == f"RuntimeError: rank {rank} is out"
+        assert "nbdist" not in message["extraInfo"]["py_callstack"]
+    world.execute(f"del {variable}")
+
+
+# --- restarts -----------------------------------------------------------------------------
+
+
+# --- executables --------------------------------------------------------------------------
+
+
+def execute(world: World, name: str, *args: str) -> CellResult:
+    """Run an executable."""
+    return world.session.run(world.task(find_script("executable", name, args)))
+
+
+def test_executable(world: World, write: Write) -> None:
+    """Each rank runs it with its environment, and its output is the rank's."""
+    lines = [text.split() for text in said(execute(world, "sh", "-c", "echo $$ $RANK; echo e >&2"))]
+    assert [line[1:] for line in lines] == [["0", "e"], ["1", "e"]]
+    assert len({line[0] for line in lines} | {str(pid) for pid in world.pids.values()}) == 2 * N
+    write("x.sh", "#!/bin/sh\necho $0 $* $LOCAL_RANK\n", 0o755)
+    script = find_script("executable", "./x.sh", ["a b"], local_rank=True)
+    result = world.session.run(world.task(script))
+    assert [text.split("x.sh ")[1] for text in said(result)] == [
+        f"--local-rank={rank} a b {rank}" for rank in range(N)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("#!/bin/sh\nexit 3", "./x.sh exited with code 3"),
+        ("#!/bin/sh\nkill -TERM $$", "./x.sh was killed by SIGTERM"),
+        ("echo 1", "./x.sh could not be run: Exec format error"),
+    ],
+)
+def test_executable_that_fails(world: World, write: Write, text: str, words: str) -> None:
+    """Its exit code, signal, or what kept it from running is named."""
+    write("x.sh", text, 0o755)
+    with pytest.raises(WorkerError, match=words):
+        execute(world, "./x.sh")
+
+
+def test_stop_ends_executables(world: World, write: Write) -> None:
+    """Also those that ignore SIGINT, and what they have started; workers stay."""
+    write(
+        "deaf.sh",
+        "#!/bin/sh\ntrap '' INT\nsleep 6161 &\necho started\nwhile true; do sleep 0.1; done\n",
+        0o755,
+    )
+    before = dict(world.pids)
+    running = world.submit(world.task(find_script("executable", "./deaf.sh")))
+    for _ in world.follow(running):
+        if said(running) == ["started"] * N:
+            break
+    world.interrupt()
+    started = time.monotonic()
+    world.session.wait(running)
+    sys.stdout.write(f"{time.monotonic() - started:.2f} s\n")
+    assert {error.name for error in running.transcript.errors.values()} == {"KeyboardInterrupt"}  # type: ignore[union-attr]
+    assert world.pids == before
+    left = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"]]
+    assert [line for line in left if "6161" in line or "./deaf.sh" in line] == []
+
+
+def test_python_in_a_child_meets_over_the_environment(world: World, write: Write) -> None:
+    """A script that python runs beside the workers forms a group of its own."""
+    path = write(
+        "child.py",
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "t = torch.ones(1) + dist.get_rank(); dist.all_reduce(t); print(t.item())\n"
+        "dist.destroy_process_group()\n",
+    )
+    assert said(execute(world, sys.executable, str(path))) == ["3.0"] * N
