@@ -37,7 +37,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
-# Longer messages would no longer be one line on anybody's screen.
+# Longer messages would no longer be one line on a screen.
 LINE_LIMIT = 300
 START_LOG_LINES = 20
 
@@ -351,7 +351,7 @@ class WorkerError(NbdistError):
         }
         try:
             both: type[WorkerError] = type(kind.__name__, (kind, original), own)
-            # A constructor in Python would want arguments that nobody has.
+            # A constructor in Python would want arguments that are not known.
             builtin = next(base for base in both.__mro__ if base.__module__ == "builtins")
             error = cast("type[WorkerError]", builtin).__new__(both, str(self))
         except Exception:  # noqa: BLE001 (a metaclass, or `__init_subclass__`, can raise anything)
@@ -420,7 +420,7 @@ class AgentLost(NbdistError):
 class Interrupted(KeyboardInterrupt):
     """Stop ended the cell on these ranks, which keep their variables; or, of none, a start.
 
-    Those in `killed` did not listen to it; `fate` says what became of the ranks instead.
+    Those in `killed` went on regardless; `fate` says what became of the ranks instead.
     """
 
     def __init__(self, ranks: Iterable[int], killed: Iterable[int] = (), fate: str = "") -> None:

@@ -2,8 +2,8 @@
 
 Used in all processes of ours.  A folder that may be removed one day has a marker, a file that
 says what the folder is and which inode it has, so that neither a copy nor what was renamed
-passes for it.  Whoever uses such a folder holds the marker's lock, which the kernel ends with
-the process: nothing that a cleaner of /tmp takes away makes a folder in use look abandoned.
+passes for it.  A process that uses such a folder holds the marker's lock, which the kernel ends
+with the process: nothing that a cleaner of /tmp takes away makes a folder in use look abandoned.
 Without a marker nothing is removed, whatever its name and its age.
 """
 
@@ -41,12 +41,12 @@ def make_private(folder: Path) -> None:
     """
     if not folder.is_dir():
         make_private(folder.parent)
-        with suppress(FileExistsError):  # somebody was quicker, or it is a file: seen in use
+        with suppress(FileExistsError):  # another process was quicker, or it is a file: seen in use
             folder.mkdir(mode=PRIVATE_FOLDER)
 
 
 def check_private(folder: Path) -> None:
-    """Raises PermissionError for a folder that is not this user's own and nobody else's."""
+    """Raises PermissionError for a folder that is not this user's alone."""
     found = os.lstat(folder)
     is_open = not stat.S_ISDIR(found.st_mode) or found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
     if is_open or found.st_uid != os.geteuid():
@@ -115,7 +115,7 @@ def is_ours(folder: Path, what: str) -> bool:
 def remove(
     folder: Path, what: str, contents: re.Pattern[str] | None, aside: Path | None = None
 ) -> bool:
-    """Remove a folder of ours that nobody uses and that holds nothing else; whether it went.
+    """Remove a folder of ours that is not in use and holds nothing else; say whether it went.
 
     `contents` match the paths in it, relative to it, those of folders with a slash at their
     end; None for whatever is there.  What does not match, a symbolic link or another user's

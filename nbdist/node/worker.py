@@ -319,7 +319,7 @@ class Worker:
 
     def _end_task(self, done: Done) -> None:
         """What ended it is known, also where no error message has told of it."""
-        if done.failure is not None and done.told not in self._told:
+        if done.failure is not None and done.error_number not in self._told:
             self._show(as_shown(done.failure))
         self._told.clear()
         self._show(replace(done, failure=None))

@@ -78,7 +78,7 @@ class IdleWatch:
         if loop is None or is_closed:
             self._notice()
         elif self._timer is None:
-            # A rank may talk without end; each time what is shown is drawn anew.
+            # A rank may write without end; each time what is shown is drawn anew.
             wait = max(0.0, self._notice_at - time.monotonic())
             self._timer = loop.call_later(wait, self._notice_now)
 

@@ -112,7 +112,7 @@ class Died:
 
     @property
     def by_stop(self) -> bool:
-        """Whether it was ended because it did not listen to Stop."""
+        """Whether it was ended because Stop had no effect on it."""
         return self.why == IGNORES_STOP
 
     @property
@@ -131,7 +131,7 @@ class Done:
     stand for modules or come from some, with where they do (`numpy`, `torch.nn:Linear`, ""
     where it cannot be found there); `values` is what the cell was asked to bring back, a
     `Payload`, `seconds` how long its source ran.  From worker to agent it says by `failure`
-    what ended it, and by `told` the number of the error message that has the same with its
+    what ended it, and by `error_number` that of the error message that has the same with its
     traceback, 0 if none was sent.
     """
 
@@ -141,7 +141,7 @@ class Done:
     imported: Mapping[str, str] = field(default_factory=dict)
     values: object = None
     failure: Failure | None = None
-    told: int = 0
+    error_number: int = 0
 
     @property
     def made(self) -> frozenset[str]:

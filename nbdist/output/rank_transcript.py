@@ -125,7 +125,7 @@ class RankTranscript:
         return [piece for piece in self.pieces if isinstance(piece, Shown)]
 
     def has_display(self, display_id: str) -> bool:
-        """Tell whether there is one to update."""
+        """Say whether there is one to update."""
         return any(shown.display.display_id == display_id for shown in self.displays)
 
     @property

@@ -58,7 +58,7 @@ def _displays(transcript: Transcript) -> list[tuple[str, Display]]:
 
 
 def is_leftover(data: MimeBundle) -> bool:
-    """Tell whether the bundle can only be shown by JupyterLab's own renderers."""
+    """Say whether the bundle can only be shown by JupyterLab's own renderers."""
     for kind in data:
         if kind == "application/javascript":
             return True
@@ -90,7 +90,7 @@ def _images(data: MimeBundle) -> dict[str, object]:
 
 
 def is_image(html: str) -> bool:
-    """Tell whether this result of `embed` is an image: a panel's size is counted without."""
+    """Say whether this result of `embed` is an image: a panel's size is counted without."""
     return html.startswith("<img ")
 
 
@@ -121,7 +121,7 @@ def _is_embeddable(html: str) -> bool:
 
 @lru_cache(maxsize=256)
 def _is_contained(html: str) -> bool:
-    """Tell whether the markup has no scripts and closes what it opens: nothing leaks out."""
+    """Say whether the markup has no scripts and closes what it opens: nothing leaks out."""
     parser = _Balance()
     parser.feed(html)
     parser.close()

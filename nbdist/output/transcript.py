@@ -136,7 +136,7 @@ class Transcript:
 
 
 def follows(error: Failure | Died) -> bool:
-    """Tell whether it is only what another rank's failure, or Stop, has led to."""
+    """Say whether it is only what another rank's failure, or Stop, has led to."""
     return isinstance(error, Failure) and (
         error.connections == "ended" or error.name == "KeyboardInterrupt"
     )

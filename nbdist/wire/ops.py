@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Cleaned:
-    """A worker's memory in bytes before and after it let go of what nobody needs.
+    """A worker's memory in bytes before and after it released what is not needed.
 
     `memory` is PSS, in which shared pages count in part; `on_gpu` what tensors take of the
     rank's GPU, `held_on_gpu` that and what torch keeps for the next ones, 0 without a GPU.

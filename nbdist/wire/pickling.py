@@ -106,7 +106,7 @@ def pickle(
 
     Raises what pickling raises, for the most part `PicklingError` and `TypeError`; a
     class's own `__reduce__` can raise anything.  With `sketch` tensors on a device are
-    not copied from there; the result tells whether they changed.  With `back_to_device` they
+    not copied from there; the result says whether they changed.  With `back_to_device` they
     arrive on the receiver's own device of that kind.
     """
     options = (tensors_to_cpu, sketch, back_to_device)

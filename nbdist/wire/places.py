@@ -80,7 +80,7 @@ class Place:
 
     @property
     def is_in_code(self) -> bool:
-        """Whether it is, or may be, in what it was given to run; else it tells of its end."""
+        """Whether it is, or may be, in what it was given to run; else it reports its end."""
         known = self.line or self.file or self.operation
         return bool(known) or self.holds_gil or self.is_stopped
 

@@ -36,7 +36,7 @@ class SegmentGone(OSError):
 class SegmentRef:
     """Where a shared segment can be opened, by any process of the same user on the machine.
 
-    `path` ends in `#` and the inode, which tells this segment from a later one that got
+    `path` ends in `#` and the inode, which distinguishes this segment from a later one that got
     the same descriptor; `open_segment` reads it.
     """
 

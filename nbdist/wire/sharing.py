@@ -16,7 +16,7 @@ from typing import Any
 
 from nbdist.wire.definitions import Variable
 
-# Not worth keeping together: equal copies of these cannot be told apart, or there is
+# Not worth keeping together: equal copies of these cannot be distinguished, or there is
 # one of each in every process.
 _IMMUTABLE: tuple[type, ...] = (
     *(str, bytes, int, float, complex, tuple, frozenset, range, slice, type, property),

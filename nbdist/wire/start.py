@@ -61,7 +61,7 @@ class WorldSpec:
 class WorkerStart:
     """What one worker process needs before its first import of user code.
 
-    `token` marks the escape sequences by which it talks to its agent on stdout;
+    `token` marks the escape sequences for its agent in its stdout;
     `store_path` is the file through which the ranks of this machine find one another, and
     the names of `over_file` begin with `over_path`;
     with `joins` it replaces a worker that has died, or is one more, and joins these groups,

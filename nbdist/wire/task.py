@@ -81,8 +81,8 @@ class Task:
 
     `names` is a pickled mapping to bind in the ranks first; after the work the values of the
     expressions in `fetch` come back in `Done.values`, or what an op has returned.
-    `log_level` is the level from which on somebody listens to the ranks' records of
-    `logging`, None for nobody.  `imports` has for new ranks what others had imported in their
+    `log_level` is the level from which on the notebook handles the ranks' records of
+    `logging`, None for none.  `imports` has for new ranks what others had imported in their
     place, as `Done.imported`.  With `execution_count` the ranks number the cell as the notebook
     does, so that their tracebacks say `Cell In[5]`.
     """

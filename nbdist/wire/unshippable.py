@@ -208,7 +208,7 @@ def _find_culprit(name: str, value: Any, fails: Callable[[Any], bool]) -> tuple[
     path, deadline, seen = name, time.monotonic() + SEARCH_TIMEOUT, {id(value)}
     for _ in range(DEEPEST):
         if _kind_of(value):
-            break  # What it is made of is of no use to anybody.
+            break  # What it is made of explains nothing.
         for more, part in itertools.islice(parts(value), WIDEST):
             if time.monotonic() > deadline:
                 return path, value

@@ -138,9 +138,10 @@ class WorkerKernel(LeavesChildren):
         """The names that the task bound, and what it brings back, or what ended it."""
         bound = frozenset(context.bound)
         imported = self.namespace.imported(bound)
-        told = cast("MarkingSession", self.session).number_of(error)
+        number = cast("MarkingSession", self.session).number_of(error)
         if error is not None:
-            return Done("error", 0.0, bound, imported, failure=failure_of(error), told=told)
+            failure = failure_of(error)
+            return Done("error", 0.0, bound, imported, failure=failure, error_number=number)
         if task.fetch:
             values: Payload | None = self.namespace.fetch(task.fetch, task.id)
         else:
@@ -213,7 +214,7 @@ def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
     app.initialize([])
     shell: Any = app.shell
     shell.user_ns["exit"] = shell.user_ns["quit"] = CellExit(shell)
-    # What `x?` and `%psource` show is output like any other: nobody here has a pager.
+    # What `x?` and `%psource` show is output like any other: there is no pager here.
     shell.set_hook("show_in_pager", as_hook(display_page), 0)
     # Many a library asks this whether widgets and the like are shown; ours are not relayed.
     shell.config.pop("IPKernelApp", None)

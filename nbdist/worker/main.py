@@ -30,7 +30,7 @@ from nbdist.worker.threads import write_stacks_to
 
 
 def run_worker(start: WorkerStart) -> None:
-    """Bind the kernel, join the group, say so, and run cells until told to end."""
+    """Bind the kernel, join the group, say so, and run cells until the worker is to end."""
     own_path = list(sys.path)
     prepare_torch(start)
     app = make_app(start.connection_file, start.rank, start.token)

@@ -183,7 +183,7 @@ class Probe:
     def _has_help(self, frames: list[FrameType]) -> bool:
         """Whether something else than ranks that meet may bring it on.
 
-        That is a GPU, another thread that runs user code or talks to ranks; or the thread
+        That is a GPU, another thread that runs user code or communicates; or the thread
         waits for anything at all, with a collective begun besides.
         """
         threads = set(sys._current_frames()) - {self._ident, threading.get_ident()}

@@ -77,7 +77,7 @@ class Tasks:
                 task = self._waiting.popleft()
                 try:
                     done = await self._kernel.run(task, self._interrupts)
-                except KeyboardInterrupt:  # a second one, while the first was being told of
+                except KeyboardInterrupt:  # a second one, while the first was being reported
                     self._interrupts.end()
                     done = Done("error", 0.0)
                 if os.getpid() != self._pid:

@@ -38,7 +38,7 @@ IN_IPYTHON = f"{os.sep}IPython{os.sep}"
 
 
 class Problem(Exception):
-    """What ended a task, where no traceback tells more; the message is for the user."""
+    """What ended a task, where a traceback would show no more; the message is for the user."""
 
     kind = ""
     """The name of its `Failure`."""

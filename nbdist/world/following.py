@@ -93,7 +93,7 @@ def _take(workers: Workers, running: RunningTask, step: Step) -> None:
     match step:
         case Step.LOCATE:
             # All: with nccl a rank can have finished the task before its collectives have
-            # ended, with gloo what it began tells whether the others can meet.
+            # ended, with gloo what it began shows whether the others can meet.
             workers.link.locate(workers.everyone)
         case Step.ABORT:
             workers.advance(Event.ABORTED)

@@ -89,7 +89,7 @@ class Watch:
             if rank not in self._since or not _is_same(place, self._before.get(rank)):
                 self._since[rank] = now
         in_a_hurry = self._hurried is not None and now - self._hurried < HURRY_SECONDS
-        # Where all wait, one look more tells whether they do for ever.
+        # Where all wait, one look more shows whether they do for ever.
         in_a_hurry = in_a_hurry or (self._waits_anew(now) and not self._was_soon)
         self._was_soon = in_a_hurry
         self._next = now + (SOON if in_a_hurry else LOOK_EVERY)
@@ -159,10 +159,10 @@ def verdict(places: Mapping[int, Place]) -> str:
     if not never_meet(places):
         return differing(places) or f"{_where(places)}: all wait for one another"
     met = _first(places, lambda each: each.name)
-    told = f"{_where(places)}: these never meet"
+    said = f"{_where(places)}: these never meet"
     if any(each.is_done or places[rank].operation != each.name for rank, each in met.items()):
-        told += f"; the first that differ: {_each(met, lambda each: each.name)}"
-    return told
+        said += f"; the first that differ: {_each(met, lambda each: each.name)}"
+    return said
 
 
 def differing(places: Mapping[int, Place]) -> str:
@@ -174,12 +174,12 @@ def differing(places: Mapping[int, Place]) -> str:
     if not met or len({each.name for each in met.values()}) > 1:
         return ""
     name = next(iter(met.values())).name
-    told = f"{name}{_line(places, name)}, {_what_differs(met)}"
+    said = f"{name}{_line(places, name)}, {_what_differs(met)}"
     if done := [rank for rank, each in met.items() if each.is_done]:
         # Which rank is the root, whose own is right, is not known.
         verb = "is" if name.startswith("all_") else "may be"
-        told += f"; the result on {name_ranks(done)} {verb} wrong"
-    return told
+        said += f"; the result on {name_ranks(done)} {verb} wrong"
+    return said
 
 
 def why_aborted(
@@ -194,8 +194,8 @@ def why_aborted(
     if len(aborted) == world_size or never_meet(seen):
         also = f"; {name_ranks(finished)} finished the cell" if finished else ""
         return verdict(seen) + also
-    if told := differing(seen):
-        return told
+    if found := differing(seen):
+        return found
     if finished:
         return f"{waits_text(aborted)}; {name_ranks(finished)} finished the cell without it"
     outside = set(range(world_size)) - set(ran)
@@ -204,15 +204,15 @@ def why_aborted(
 
 
 def why_died(rank: int, died: Died, survivors: Mapping[int, Place]) -> str:
-    """Why gloo ended this rank's process, by what the others were in; "" for other deaths."""
+    """Say why gloo ended this rank's process, by what the others were in; "" for other deaths."""
     if not any(TOO_MUCH.search(line) for line in died.last_lines):
         return ""
-    told = f"Rank {rank} received more than its tensor holds: sizes or dtypes differ between ranks"
+    said = f"Rank {rank} received more than its tensor holds: sizes or dtypes differ between ranks"
     last = {other: place.begun[-1] for other, place in survivors.items() if place.begun}
     met = _first(survivors, _tensors) or last
     if met and len({(each.name, each.number) for each in met.values()}) == 1:
-        told += f" in {next(iter(met.values())).name} ({_each(met, _told)})"
-    return f"{told}. With `--debug` that is found before."
+        said += f" in {next(iter(met.values())).name} ({_each(met, _worded)})"
+    return f"{said}. With `--debug` that is found before."
 
 
 def _first(places: Mapping[int, Place], kind: Callable[[Begun], Hashable]) -> Mapping[int, Begun]:
@@ -235,14 +235,14 @@ def _what_differs(met: Mapping[int, Begun]) -> str:
         return f"sizes differ: {_each(met, lambda each: each.sizes)}"
     if len({each.sizes for each in met.values()}) == 1:
         return f"dtypes differ: {_each(met, _dtypes)}"
-    return f"sizes and dtypes differ: {_each(met, _told)}"
+    return f"sizes and dtypes differ: {_each(met, _worded)}"
 
 
 def _dtypes(each: Begun) -> str:
     return " ".join(DTYPES.get(name, name.lower()) for name in each.dtypes.split())
 
 
-def _told(each: Begun) -> str:
+def _worded(each: Begun) -> str:
     return f"{_dtypes(each)} {each.sizes}".strip()
 
 
@@ -267,7 +267,7 @@ def _spot(place: Place) -> str:
 
 
 def _line(places: Mapping[int, Place], name: str) -> str:
-    """Where it is waited for: ` (line 2)`; "" where nobody does, or in several lines."""
+    """Where it is waited for: ` (line 2)`; "" where no rank does, or in several lines."""
     spots = {_spot(place) for place in places.values() if place.operation == name}
     return spots.pop().removeprefix(name) if len(spots) == 1 else ""
 

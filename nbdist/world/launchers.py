@@ -137,7 +137,7 @@ def _try_out(folder: Path) -> None:
 def drop_dead_folders(parent: Path) -> None:
     """Remove folders whose notebook and agent were killed before they could.
 
-    Others begin with this name that are somebody's data, or a living world's from which a
+    Others begin with this name that are users' data, or a running world's from which a
     cleaner of /tmp took files: these have no marker of ours, or it is held.
     """
     for folder in parent.glob(PREFIX + "*"):

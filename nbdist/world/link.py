@@ -99,7 +99,7 @@ class Link:
         """Start the agents; they say hello later.
 
         In the link's thread, where no KeyboardInterrupt can come between a process and its
-        owner; whoever has called this, or began to, calls `close`.
+        owner; the caller has to call `close`, also where this was interrupted.
         """
         self._opened = True
         self._thread.start()
@@ -175,8 +175,8 @@ class Link:
     def wait(self, timeout: float) -> None:
         """Until something is in `arrived`, at most `timeout` seconds.
 
-        Stop may come here.  What has arrived is not in anybody's hands then, so none of it
-        can be lost: whoever takes it in removes it afterwards.
+        Stop may come here.  What has arrived stays in `arrived` then, so none of it
+        can be lost: its consumer removes it after taking it in.
         """
         deadline = time.monotonic() + timeout
         while not self.arrived and (left := deadline - time.monotonic()) > 0:
@@ -264,7 +264,7 @@ class Link:
         try:
             self._serve()
         except Exception:
-            # A fault of ours; whoever waits must not do so for ever.
+            # A fault of ours; callers that wait must not do so for ever.
             log.exception("the link to %s has failed", self.agents[0].host)
             self._fail(self.agents[0])
 
@@ -340,12 +340,12 @@ class Link:
                 os.write(self._asides_end, b"x")
 
     def _agent_ended(self, agent: AgentProcess) -> None:
-        """Take in its last words; called in the link's thread, which ends then."""
+        """Take in its last messages; called in the link's thread, which ends then."""
         self._read()
         self._fail(agent)
 
     def _fail(self, agent: AgentProcess) -> None:
-        """Fail whoever waits."""
+        """Fail all calls that wait."""
         lost = AgentLost(agent.host, agent.exit_code())
         log.debug("agent ended: %s", lost)
         self._lost = lost
@@ -358,7 +358,7 @@ class Link:
 
 
 def _is_aside(item: Item | Received | Located | Aborted | AgentLost) -> bool:
-    """Whether it can come while no cell runs: somebody has died, or says more after a cell."""
+    """Say whether it can come while no cell runs: a death, or output after a cell."""
     match item:
         case AgentLost():
             return True

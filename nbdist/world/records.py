@@ -17,7 +17,7 @@ ROOT = "nbdist"
 
 
 def wanted_level() -> int | None:
-    """From which level on records are handled here; None where nobody would handle any.
+    """Say from which level on records are handled here; None where none would be.
 
     Without a handler logging itself would print them, which the worker's has done.
     """

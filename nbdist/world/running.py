@@ -156,7 +156,7 @@ class RunningTask:
 
     @property
     def killed_by_stop(self) -> tuple[int, ...]:
-        """The ranks that did not listen; none where others have died for another reason."""
+        """The ranks that Stop did not end; none where others have died for another reason."""
         deaths = self.deaths
         return tuple(deaths) if all(died.by_stop for died in deaths.values()) else ()
 

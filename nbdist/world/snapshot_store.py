@@ -4,9 +4,9 @@
 
 Runs in the notebook's process.  What is being written lies beside it under a name that
 begins with a dot.  Each folder of a snapshot is private, and has a marker of ours without
-which it is never removed (`nbdist.folders`); its lock tells a writer's folder from one that
+which it is never removed (`nbdist.folders`); its lock distinguishes a writer's folder from one that
 was left behind.  What is restored is a pickle, which can run anything: it is read only where
-nobody but this user can have written it.
+only this user can have written it.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class SnapshotStore:
         """A folder to write into, which is gone afterwards unless it was published.
 
         What writers that were killed have left is removed first.  Raises UsageError, also
-        while somebody else writes one of this name.
+        while another process writes one of this name.
         """
         if not _is_name(name):
             raise UsageError(
@@ -238,7 +238,7 @@ class SnapshotStore:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """The right to write there; BlockingIOError while somebody else has it."""
+    """The right to write there; BlockingIOError while another process has it."""
     lock = folders.open_private(folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -275,7 +275,7 @@ class World:
     # --- what workers have ----------------------------------------------------------------
 
     def clean(self, ranks: Sequence[int] | None = None) -> CellResult[Cleaned]:
-        """Have workers let go of memory that nobody needs; says how much they had and have.
+        """Have workers release memory that is not needed; return how much they had and have.
 
         Of the last exception and what its frames hold, of what cells have shown (`Out`, `_`),
         of cycles, and of the GPU memory that torch keeps for the next tensors.

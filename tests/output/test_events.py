@@ -59,7 +59,7 @@ def test_made() -> None:
         Clear(wait=True),
         Failure("E", "bad", ("line",), 1, ("m:E",), "ended"),
         Died(-9, 1, 4711, ("last",), "why"),
-        Done("error", 1.0, frozenset({"x"}), {"x": "m"}, ["opaque"], told=3),
+        Done("error", 1.0, frozenset({"x"}), {"x": "m"}, ["opaque"], error_number=3),
     ],
 )
 def test_they_travel(event: Output) -> None:

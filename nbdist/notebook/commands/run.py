@@ -50,7 +50,7 @@ def split_line(magic: Magic, line: str) -> tuple[str, list[str]]:
 
 
 def _takes_next(takes_value: Mapping[str, bool], word: str) -> bool:
-    """Tell whether an option's value is the next word; it may be cut short as argparse allows."""
+    """Say whether an option's value is the next word; it may be cut short as argparse allows."""
     names = [word] if word in takes_value else [f for f in takes_value if f.startswith(word)]
     return word.strip("-") != "" and any(takes_value[name] for name in names[:1])
 

@@ -228,7 +228,7 @@ class _Flow(ast.NodeVisitor):
     def _define(
         self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, later: set[str]
     ) -> None:
-        # Somebody may have kept the one that was called so before.
+        # The one that was called so before may be in use still.
         self._load_all(self.pending.pop(node.name, ()))
         if node.decorator_list:
             self._load_all(later - {node.name})

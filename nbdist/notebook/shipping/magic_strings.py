@@ -84,7 +84,7 @@ def _python(text: str) -> list[ast.stmt]:
 def _filled_in(texts: list[str]) -> Iterator[ast.stmt]:
     for text in texts:
         for expression in (*_BRACES.findall(text), *_DOLLAR.findall(text)):
-            # Python's own way to tell an expression from its format: `{x:.3f}`.
+            # Python's own way to part an expression from its format: `{x:.3f}`.
             yield from _parsed(f"f{'{' + expression + '}'!r}")
 
 

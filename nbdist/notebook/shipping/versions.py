@@ -1,4 +1,4 @@
-"""How a value looked when it was last shipped, to tell later whether it has changed.
+"""How a value looked when it was last shipped, to find later whether it has changed.
 
 `nbdist.notebook.shipping.ledger` keeps these; nothing here keeps a big value alive.
 """
@@ -97,7 +97,7 @@ class _Outline:
 
 
 class Identity:
-    """Tells whether a name is still bound to the very same object.
+    """Says whether a name is still bound to the very same object.
 
     Another object can get the id of one that is gone, so where possible this is a weak
     reference, and the object itself if it is small.
@@ -124,6 +124,6 @@ class Identity:
         return self._value is value
 
     def is_unchanged(self, value: Any) -> bool:
-        """Say whether it is that, and as far as a glance can tell with the same contents."""
+        """Say whether it is that, and as far as a glance can show with the same contents."""
         same = self._outline is None or self._outline == _Outline.of(value)
         return same and self.is_still(value)

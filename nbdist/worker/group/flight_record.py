@@ -2,7 +2,7 @@
 
 Its counters take 0.05 ms to read, but know nothing of generations: a backend that was
 connected anew counts from one again, and keeps what it last completed until it completes
-another.  Its entries tell all, and take a hundred times as long.  (With torch 2.7 to 2.10
+another.  Its entries show all, and take a hundred times as long.  (With torch 2.7 to 2.10
 it has nothing of gloo's.)
 """
 

@@ -116,8 +116,8 @@ class Group:
     @property
     def _world(self) -> Side:
         """Of the world's own group, also while user code has destroyed it."""
-        everybody = range(self._start.world.world_size)
-        return Side(WORLD, everybody, self._default.group, self._default.timeout)
+        ranks = range(self._start.world.world_size)
+        return Side(WORLD, ranks, self._default.group, self._default.timeout)
 
     # --- form ---------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ class UnderWay:
         return f"<UnderWay from {self._first}>"
 
     def pending(self) -> Pending:
-        """Tell what is under way now, on the GPU or waiting there for its turn."""
+        """Say what is under way now, on the GPU or waiting there for its turn."""
         entries = [e for e in seam.unfinished_of_nccl() if e["record_id"] >= self._first]
         if not entries:
             return Pending()

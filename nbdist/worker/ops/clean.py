@@ -1,4 +1,4 @@
-"""Has a worker let go of memory that nobody needs, and of what keeps tensors alive unseen."""
+"""Has a worker release memory that is not needed, and what keeps tensors alive unseen."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def forget_errors(shell: Any, raised: BaseException | None = None) -> None:
 
 
 def _clear_frames(tb: TracebackType | None) -> None:
-    """Drop the locals of calls that have ended, whoever else holds their frames.
+    """Drop the locals of calls that have ended, whatever else holds their frames.
 
     Another thread that looks at them is enough to keep them, and what IPython has made of
     them, from being collected.
@@ -74,7 +74,7 @@ def _clear_frames(tb: TracebackType | None) -> None:
     for frame, _ in traceback.walk_tb(tb):
         with suppress(RuntimeError):  # it still runs
             frame.clear()
-            # The copy of them that was made for whoever has asked for it is renewed by asking.
+            # The copy of them that was made for one who has asked for it is renewed by asking.
             _ = frame.f_locals
 
 

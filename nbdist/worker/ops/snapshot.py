@@ -107,7 +107,7 @@ def _also(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[str, Any
             continue
         try:
             pickled = pickle(namespace[name], namespace, sketch=True)
-        except Exception:  # noqa: BLE001 (a user's __reduce__; whoever needs it will say so)
+        except Exception:  # noqa: BLE001 (a user's __reduce__; what needs it will say so)
             continue
         if sum(memoryview(frame).nbytes for frame in pickled.frames) <= ALSO_LIMIT:
             found[name] = namespace[name]
