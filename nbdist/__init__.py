@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Called by `%load_ext nbdist`."""
+    """Register the magics: called by `%load_ext nbdist`."""
     with _own_imports():
         from nbdist.notebook.extension import load
 
@@ -72,7 +72,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """Called by `%unload_ext nbdist`."""
+    """Remove them, and end all workers: called by `%unload_ext nbdist`."""
     from nbdist.notebook.extension import unload
 
     unload(shell)

@@ -49,7 +49,7 @@ class NbdistError(Exception):
     """
 
     def _render_traceback_(self) -> list[str]:
-        """The lines that IPython shows, in a notebook and in a terminal.
+        """Return the lines that IPython shows, in a notebook and in a terminal.
 
         Called by `InteractiveShell.showtraceback`, which wants a list.
         """
@@ -325,7 +325,7 @@ class WorkerError(NbdistError):
         return [*super()._render_traceback_(), *getattr(self, "__notes__", ())]
 
     def as_raised(self, kinds: Iterable[str]) -> WorkerError:
-        """This error, as one that `except ValueError` catches too where the rank raised that.
+        """Return this error, also for `except ValueError` where the rank raised that.
 
         `kinds` are the classes of what the rank raised, as `module:qualified.name`, the own
         one first.  The first counts that is known here; nothing is imported for it.
@@ -339,7 +339,7 @@ class WorkerError(NbdistError):
         return self
 
     def _also(self, original: type[Exception]) -> WorkerError | None:
-        """The same as an exception of another class too; None if no class can be both."""
+        """Return the same as an exception of another class too; None if no class can be both."""
         kind = type(self)
         own = {
             "__module__": kind.__module__,
@@ -440,12 +440,12 @@ class Interrupted(KeyboardInterrupt):
 
 
 def count(number: int, thing: str) -> str:
-    """`1 rank`, `4 ranks`."""
+    """Write `1 rank`, `4 ranks`."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Ranks as people write them: (0, 1, 2, 5) gives `0-2,5`."""
+    """Write ranks as people write them: (0, 1, 2, 5) gives `0-2,5`."""
     spans: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if spans and rank == spans[-1][1] + 1:
@@ -456,13 +456,13 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """`rank 5`, `ranks 0-2,5`."""
+    """Write `rank 5`, `ranks 0-2,5`."""
     text = format_ranks(ranks)
     return f"rank {text}" if text.isdigit() else f"ranks {text}"
 
 
 def word_exit(exit_code: int | None) -> str:
-    """How a process ended, from its exit code as `subprocess` gives it: `was killed by SIGKILL`."""
+    """Word how a process ended, by `subprocess`'s exit code: `was killed by SIGKILL`."""
     if exit_code is None:
         return "ended"
     if exit_code >= 0:
@@ -476,7 +476,7 @@ def word_exit(exit_code: int | None) -> str:
 
 
 def one_line(text: str, limit: int = LINE_LIMIT) -> str:
-    """The first line of `text` that has something in it, cut where it is too long."""
+    """Return the first line of `text` that has something in it, cut where it is too long."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
 
@@ -486,7 +486,7 @@ def _gigabytes(size: int) -> str:
 
 
 def _known(name: str) -> type[Exception] | None:
-    """The exception class of this name, of a module that has been imported."""
+    """Return the exception class of this name, of a module that has been imported."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):

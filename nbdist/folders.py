@@ -46,7 +46,7 @@ def make_private(folder: Path) -> None:
 
 
 def check_private(folder: Path) -> None:
-    """Raises PermissionError for a folder that is not this user's alone."""
+    """Raise PermissionError for a folder that is not this user's alone."""
     found = os.lstat(folder)
     is_open = not stat.S_ISDIR(found.st_mode) or found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
     if is_open or found.st_uid != os.geteuid():
@@ -54,7 +54,7 @@ def check_private(folder: Path) -> None:
 
 
 def open_private(path: str | Path, flags: int) -> int:
-    """An `opener` for files that only this user can read, whatever the umask."""
+    """Open files, as their `opener`, that only this user can read, whatever the umask."""
     return os.open(path, flags | os.O_CLOEXEC, PRIVATE_FILE)
 
 
@@ -95,7 +95,7 @@ def _text(what: str, inode: int) -> bytes:
 
 
 def runtime(folder: Path) -> str:
-    """What the folder of a world's sockets is."""
+    """Say what the folder of a world's sockets is."""
     return f"sockets of {folder.name}"
 
 
@@ -103,7 +103,7 @@ def runtime(folder: Path) -> str:
 
 
 def is_ours(folder: Path, what: str) -> bool:
-    """Whether it has the marker that `claim` wrote into this very folder."""
+    """Say whether it has the marker that `claim` wrote into this very folder."""
     with suppress(OSError, Untrusted), _opened(folder) as at:
         marker = _proof(at, what)
         if marker is not None:
@@ -141,7 +141,7 @@ def remove(
 
 
 def _proof(at: int, what: str) -> int | None:
-    """The marker of an open folder, None where it has none of ours."""
+    """Return the marker of an open folder, None where it has none of ours."""
     try:
         marker = os.open(MARKER, os.O_RDWR | _FILE, dir_fd=at)
     except OSError:
@@ -169,7 +169,7 @@ def _holds_only(at: int, contents: re.Pattern[str]) -> bool:
 
 
 def _empty(at: int) -> None:
-    """The marker goes last: what is broken off can be taken up again."""
+    """Empty it, the marker last: what is broken off can be taken up again."""
     for root, folders, files, fd in os.fwalk(".", topdown=False, dir_fd=at, onerror=_raise):
         for name in files:
             if root != "." or name != MARKER:
@@ -191,7 +191,7 @@ def _raise(error: OSError) -> None:
 
 @contextmanager
 def trusted_folder(folder: Path) -> Iterator[int]:
-    """The descriptor of a folder that, as the one it is in, only this user can have filled.
+    """Open a folder that, as the one it is in, only this user can have filled.
 
     Neither is looked for behind a symbolic link.  Raises Untrusted, and OSError.
     """
@@ -203,7 +203,7 @@ def trusted_folder(folder: Path) -> Iterator[int]:
 
 
 def open_trusted(path: Path, at: int) -> int:
-    """The descriptor of a plain file there that only this user can have written.
+    """Open a plain file there that only this user can have written.
 
     `path` is its whole path, for messages.  Raises Untrusted, and OSError.
     """
@@ -243,7 +243,7 @@ def _refuse_link(name: str | Path, at: int | None, path: Path) -> None:
 
 
 def _check(fd: int, path: Path) -> None:
-    """An access list that lets others write shows in the group's bits."""
+    """Raise where others can write: an access list that allows it shows in the group's bits."""
     found = os.fstat(fd)
     if found.st_uid != os.geteuid():
         raise Untrusted(f"{path} belongs to {_user(found.st_uid)}")

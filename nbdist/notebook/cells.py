@@ -264,6 +264,6 @@ def _execution_count(shell: InteractiveShell) -> int:
 
 
 def _cell_key(shell: InteractiveShell, source: str) -> str:
-    """Identify a cell among others: by the front end's id of it, else by its source."""
+    """Identify a cell: by the front end's id of it, else by its source."""
     parent: Any = getattr(shell, "get_parent", dict)()  # a terminal's shell has none
     return str(parent.get("metadata", {}).get("cellId") or source)

@@ -39,32 +39,32 @@ class CellDisplay(Protocol):
     """Where the output of one cell, or of one magic, appears."""
 
     def note(self, text: str) -> None:
-        """A line that stays with the output, such as a warning; shown at once."""
+        """Show a line that stays with the output, such as a warning; shown at once."""
 
     def wait_for(self, text: str) -> None:
-        """A line to look at until there is something else."""
+        """Show a line until there is something else."""
 
     def say(self, text: str) -> None:
-        """A line that is all the output there is."""
+        """Show a line that is all the output there is."""
 
     def show_table(self, html: str, text: str) -> None:
-        """A table that is all the output there is, in both forms."""
+        """Show a table that is all the output there is, in both forms."""
 
     def show(self, transcript: Transcript, news: News, waits: str = "") -> None:
-        """Called whenever ranks have said something, and every so often.
+        """Show what has changed; called whenever ranks have said something, and every so often.
 
         `waits` is a line on ranks that wait for others, as long as they do.
         """
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
-        """Called once, last."""
+        """Show it as it stays; called once, last."""
 
     @property
     def can_change(self) -> bool:
         """Whether what has been shown can still be shown otherwise."""
 
     def end_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
-        """Called when a rank has said more after the end, if it can change."""
+        """Show what a rank has said after the end, if it can change."""
 
 
 class PanelDisplay:
@@ -171,7 +171,7 @@ class PlainDisplay:
 
 
 def make_display(shell: InteractiveShell, chosen: str) -> CellDisplay:
-    """A panel where the shell is a kernel that a page draws for, else plain lines."""
+    """Return a panel where the shell is a kernel that a page draws for, else plain lines."""
     if chosen == "panel" or (chosen == "auto" and hasattr(shell, "kernel")):
         return PanelDisplay()
     return PlainDisplay()

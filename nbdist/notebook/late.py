@@ -41,11 +41,11 @@ class Ended:
         return f"<Ended {len(self._cells)} cells>"
 
     def add(self, transcript: Transcript, display: CellDisplay) -> None:
-        """One more has ended."""
+        """Keep one more that has ended."""
         self._cells.append((transcript, display))
 
     def forget(self) -> None:
-        """The workers are new."""
+        """Forget all: the workers are new."""
         self._cells.clear()
         self._changed.clear()
         self._left.clear()
@@ -70,13 +70,13 @@ class Ended:
             self._show_at = time.monotonic() + REDRAW
 
     def take_texts(self) -> list[str]:
-        """What could not be shown under a cell: a line for all that said the same."""
+        """Return what could not be shown under a cell: a line for all that said the same."""
         left = [*self._left]
         self._left.clear()
         return late_texts(left)
 
     def _cell_of(self, rank: int, output: Output) -> tuple[Transcript, CellDisplay] | None:
-        """The rank's last one; of an update, the one that has the display."""
+        """Return the rank's last one; of an update, the one that has the display."""
         for cell in reversed(self._cells):
             if rank not in cell[0].by_rank:
                 continue
@@ -86,7 +86,7 @@ class Ended:
 
 
 def late_texts(late: Iterable[tuple[int, Output]]) -> list[str]:
-    """`ranks 0-1 said after their last cell: bye`, for what cannot be shown under its cell."""
+    """Write `ranks 0-1 said after their last cell: bye`, where it cannot be shown there."""
     said: dict[int, str] = {}
     for rank, output in late:
         said[rank] = said.get(rank, "") + _text_of(output)

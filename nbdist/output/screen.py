@@ -89,7 +89,7 @@ class _OpenRow:
                 del self._styles[column:]
 
     def render(self) -> str:
-        """The row with its colour codes; asking again costs nothing, however long it is."""
+        """Return the row with its colour codes; asking again costs nothing, however long it is."""
         if self._rendered is None:
             self._rendered = self._render()
         return self._rendered
@@ -163,14 +163,14 @@ class Screen:
         return max(0, self.end - self.dropped)
 
     def lines(self, start: int | None = None, stop: int | None = None) -> Iterator[Line]:
-        """The lines from row `start` to before row `stop`, as far as they are kept."""
+        """Yield the lines from row `start` to before row `stop`, as far as they are kept."""
         first = max(self.dropped, start or 0) - self._first
         last = min(self.end, self.end if stop is None else stop) - self._first
         for row in range(first, last):
             yield Line(self._text(row), bool(self._flags[row] & _STDERR))
 
     def tail(self, count: int) -> list[Line]:
-        """The last `count` lines."""
+        """Return the last `count` lines."""
         return list(self.lines(self.end - count))
 
     @property
@@ -188,7 +188,7 @@ class Screen:
             self._settled = row
 
     def _block(self, start: int, stop: int) -> tuple[str, bytes]:
-        """Rows `start` to `stop` without colours, each ending in a newline, and their origins."""
+        """Return rows `start` to `stop`, uncoloured, each with a newline, and their origins."""
         first, last = max(start - self._first, 0), stop - self._first
         if last <= first:
             return "", b""
@@ -228,7 +228,7 @@ class Screen:
             self._trim()
 
     def _is_simple(self, text: str) -> bool:
-        """Whether the text only appends: the cursor is at the end, it has newlines and colours."""
+        """Say whether the text only appends: lines and colours, with the cursor at the end."""
         width = self._open.width if self._open else len(self._rows[self._row])
         if self._row != len(self._rows) - 1 or self._column != width:
             return False
@@ -255,7 +255,7 @@ class Screen:
         self._write_tokens(last, flag)
 
     def _coloured(self, line: str) -> str:
-        """The line such that its colours neither come from another line nor leave it."""
+        """Return the line such that its colours neither come from another line nor leave it."""
         before = self._style
         if "\x1b" in line:
             self._style = _restyle_all(before, tuple(SGR.findall(line)))
@@ -263,7 +263,7 @@ class Screen:
         return f"{start}{line}{RESET if self._style != PLAIN else ''}"
 
     def _hold_back(self, stream: str, text: str) -> str:
-        """The text without an escape sequence that has only begun."""
+        """Return the text without an escape sequence that has only begun."""
         start = text.rfind("\x1b", max(0, len(text) - _LONGEST_ESCAPE))
         if start > 0 and text[start - 1 : start] == "\x1b":
             start -= 1

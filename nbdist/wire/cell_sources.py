@@ -50,7 +50,7 @@ def function_name(name: str) -> str:
 
 
 def cell_numbers() -> MutableMapping[str, int]:
-    """IPython's table of numbers by file name; a new one where there is none.
+    """Return IPython's table of numbers by file name; a new one where there is none.
 
     IPython 8 and later have it in any process, IPython 7 in workers (worker/compat/ipython.py).
     Its other ways in are for names that it has made itself, and these are another process's.
@@ -71,6 +71,6 @@ def _number_of(filename: str, source: str) -> int | None:
 
 
 def _shell() -> Any:
-    """IPython's, where it runs; not imported: a process without it must not pay for it."""
+    """Return IPython's, where it runs, without importing it for that."""
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython is not None else None

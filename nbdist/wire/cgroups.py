@@ -65,7 +65,7 @@ def control_groups(
 
 
 def _upwards(mounted: Path, root: str, path: str | None) -> Iterator[Path]:
-    """The group's folder and those above it, as far as they are mounted here."""
+    """Yield the group's folder and those above it, as far as they are mounted here."""
     if path is None:
         return
     # In a container the path can be the one outside.
@@ -136,7 +136,7 @@ def _number(file: Path) -> int:
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """Of lines such as `MemTotal:  16384 kB` or `inactive_file 4096`."""
+    """Read lines such as `MemTotal:  16384 kB` or `inactive_file 4096`."""
     with suppress(OSError):
         lines = (line.split() for line in file.read_text().splitlines())
         return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}

@@ -134,18 +134,18 @@ Answer = Place | Traced | Collective | HeldGroups | Lacks | Failed | Ok
 
 
 def pack(message: Request | Answer) -> bytes:
-    """The message for the buffers of another."""
+    """Pickle the message for the buffers of another."""
     return pickle.dumps(message, protocol=5)
 
 
 def request_from(buffers: Sequence[bytes | memoryview]) -> Request:
-    """What the agent asks for."""
+    """Return what the agent asks for."""
     request: Request = pickle.loads(buffers[0])
     return request
 
 
 def answer_from(buffers: Sequence[bytes | memoryview]) -> Answer:
-    """What a worker has answered; raises BadFrame."""
+    """Return what a worker has answered; raises BadFrame."""
     if not buffers:
         raise BadFrame("it is empty")
     answer: Answer = object_from(bytes(buffers[0]), Answer)

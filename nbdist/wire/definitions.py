@@ -100,7 +100,7 @@ def require_importable(module: types.ModuleType) -> str:
 
 
 def global_names(code: types.CodeType) -> frozenset[str]:
-    """Global names that a function, and the functions and classes inside it, read."""
+    """Return global names that a function, and the functions and classes inside it, read."""
     found = _names_of_code.get(code)
     if found is None:
         found = frozenset(_read_names(code)).union(
@@ -126,7 +126,7 @@ def _read_names(code: types.CodeType) -> Iterator[str]:
 def imported_submodules(
     function: types.FunctionType, names: frozenset[str]
 ) -> list[types.ModuleType]:
-    """Submodules that a function reaches through a package: `xml` alone has no `xml.dom`."""
+    """Return submodules that a function reaches by a package: `xml` alone has no `xml.dom`."""
     found = []
     for name in sorted(names):
         package = function.__globals__.get(name)
@@ -179,7 +179,7 @@ def is_importable(value: Any) -> bool:
 
 @contextmanager
 def receiving(namespace: dict[str, Any] | None) -> Iterator[None]:
-    """While it lasts, functions of the sender's `__main__` are made in this namespace."""
+    """Have functions of the sender's `__main__` made in this namespace, while it lasts."""
     token = _receiver.set(namespace)
     try:
         yield

@@ -23,7 +23,7 @@ class BadFrame(Exception):
 
 
 def object_from(frame: bytes, kind: Any, *parts: type) -> Any:
-    """What was pickled, if it is of this kind: a dataclass, or a union; raises BadFrame.
+    """Return what was pickled, if it is of this kind: a dataclass, or a union; raises BadFrame.
 
     Nothing runs, and no class but those in the annotations of `kind`, and `parts`, is made;
     every field has the type that its annotation says.
@@ -55,7 +55,7 @@ _hints = cache(get_type_hints)
 
 @cache
 def _classes_in(kind: Any) -> frozenset[type]:
-    """The dataclasses that a value of this kind can be made of."""
+    """Return the dataclasses that a value of this kind can be made of."""
     found: set[type] = set()
     waiting = [kind]
     while waiting:
@@ -68,7 +68,7 @@ def _classes_in(kind: Any) -> frozenset[type]:
 
 
 def fits(value: object, kind: Any) -> bool:
-    """Whether a value is what an annotation says, all the way down."""
+    """Say whether a value is what an annotation says, all the way down."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return any(fits(value, each) for each in inner)
@@ -91,7 +91,7 @@ def _fields_fit(value: object, kind: Any) -> bool:
 
 
 def _parts_fit(value: Any, inner: tuple[Any, ...]) -> bool:
-    """Of a mapping, a tuple, or a collection of equal things."""
+    """Say so of the parts of a mapping, a tuple, or a collection of equal things."""
     if isinstance(value, Mapping):
         keys, values = inner
         return all(fits(key, keys) and fits(each, values) for key, each in value.items())
@@ -105,7 +105,7 @@ def _parts_fit(value: Any, inner: tuple[Any, ...]) -> bool:
 
 
 def framed(data: bytes) -> bytes:
-    """The bytes with their length before them."""
+    """Return the bytes with their length before them."""
     return _LENGTH.pack(len(data)) + data
 
 
@@ -123,7 +123,7 @@ class FrameCutter:
         return f"<FrameCutter {len(self._data)} bytes of the next>"
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The frames that are complete by now."""
+        """Yield the frames that are complete by now."""
         self._data += data
         while len(self._data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data)

@@ -149,7 +149,7 @@ class _FirstFrame(io.BytesIO):
         self._looked = 0
 
     def write(self, data: Any) -> int:
-        """NotEnoughMemory before it gets bigger than there is room for."""
+        """Keep the bytes; NotEnoughMemory before they are more than there is room for."""
         size = memoryview(data).nbytes
         if self.tell() + size - self._looked >= ASKED_FROM:
             self._looked = self.tell() + size

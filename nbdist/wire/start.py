@@ -53,7 +53,7 @@ class WorldSpec:
         return (*self.wrap, self.python, *MODULE, "nbdist.worker")
 
     def seat(self, rank: int) -> Seat:
-        """Which node the rank is on, and where there."""
+        """Return which node the rank is on, and where there."""
         return seat_of(rank, self.world_size, self.per_node)
 
 
@@ -100,5 +100,5 @@ class WorkerStart:
 
 
 def over_file(path: str | Path, generation: int) -> Path:
-    """It is there when forming this generation of the group has been called off."""
+    """Name the file that is there once forming this generation has been called off."""
     return Path(f"{path}.over{generation}")

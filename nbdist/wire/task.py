@@ -108,12 +108,12 @@ class Task:
         return self.work if isinstance(self.work, Script) else None
 
     def pack(self) -> bytes:
-        """As it travels to the workers."""
+        """Pickle it for the workers."""
         return pickle.dumps(self, protocol=5)
 
 
 def unpack(data: bytes) -> Task:
-    """The task that `Task.pack` has packed."""
+    """Return the task that `Task.pack` has packed."""
     task: Task = pickle.loads(data)
     return task
 
@@ -132,7 +132,7 @@ class Finished:
 
 
 def finished_from(frame: bytes) -> Finished:
-    """What a worker has said; raises BadFrame."""
+    """Return what a worker has said; raises BadFrame."""
     finished: Finished = object_from(frame, Finished, Payload)
     if not fits(finished.done.values, Payload | None):
         raise BadFrame("what it brings back is no payload")

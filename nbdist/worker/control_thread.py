@@ -37,7 +37,7 @@ class ControlThread:
         return f"<ControlThread of {self._probe}>"
 
     def answer(self, stream: Any, ident: Any, message: dict[str, Any]) -> None:
-        """Called by ipykernel with each request."""
+        """Answer a request; called by ipykernel."""
         try:
             with reserve():
                 answer = self._answer_to(control.request_from(message["buffers"]))
@@ -98,7 +98,7 @@ def _failed(error: Exception) -> control.Failed:
 
 
 def check_room_for_threads() -> None:
-    """RuntimeError where gloo could start no threads, for the lack of which it would abort."""
+    """Raise RuntimeError where gloo could start no threads, and would end the process."""
     over = threading.Event()
     threads = [threading.Thread(target=over.wait, daemon=True) for _ in range(THREADS)]
     try:

@@ -135,7 +135,7 @@ class WorkerKernel(LeavesChildren):
     def _brought(
         self, task: Task, context: Context, error: BaseException | None, value: Any
     ) -> Done:
-        """The names that the task bound, and what it brings back, or what ended it."""
+        """Return the names that the task bound, and what it brings back, or what ended it."""
         bound = frozenset(context.bound)
         imported = self.namespace.imported(bound)
         number = cast("MarkingSession", self.session).number_of(error)
@@ -163,7 +163,7 @@ class WorkerApp(IPKernelApp):
     token = ""
 
     def parse_command_line(self, argv: Any = None) -> None:
-        """There is none; to build a parser for it takes a tenth of a kernel's start."""
+        """Parse nothing; to build a parser for it takes a tenth of a kernel's start."""
 
     @default("session")
     def _marking_session(self) -> Session:
@@ -203,7 +203,7 @@ def wake_on_signals(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
-    """The worker's kernel, bound to its sockets and ready to start."""
+    """Return the worker's kernel, bound to its sockets and ready to start."""
     # A forked process may hold its parent's idea of a running loop.
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)

@@ -62,7 +62,7 @@ def run_worker(start: WorkerStart) -> None:
 
 
 def log_folder(start: WorkerStart) -> Path | None:
-    """Where the rank's log files are; torch's error file is beside them."""
+    """Return where the rank's log files are; torch's error file is beside them."""
     return Path(start.environ["TORCHELASTIC_ERROR_FILE"]).parent if start.world.log_dir else None
 
 

@@ -48,7 +48,7 @@ class Namespace:
             self._names.update(self.open(payload))
 
     def open(self, payload: Payload) -> Any:
-        """What the notebook has pickled; NameProblem where it cannot be rebuilt."""
+        """Return what the notebook has pickled; NameProblem where it cannot be rebuilt."""
         try:
             return unpickle(open_payload(payload), self._names)
         except Exception as error:  # a user's class can raise anything while it is rebuilt
@@ -58,16 +58,16 @@ class Namespace:
             ) from error
 
     def let_go(self, task_id: str) -> None:
-        """What this task sent back has been read.  Also called on the control thread."""
+        """Release what this task sent back, which has been read; also on the control thread."""
         if segment := self._lent.pop(task_id, None):
             segment.close()
 
     def snapshot(self) -> dict[str, int]:
-        """Which object each name is bound to; compare with `bound_since`."""
+        """Return which object each name is bound to; compare with `bound_since`."""
         return {name: id(value) for name, value in self._names.items()}
 
     def bound_since(self, before: Mapping[str, int]) -> frozenset[str]:
-        """Names that are bound to another object now, without IPython's own `_`, `In`, `_i3`."""
+        """Return names bound to another object now, without IPython's own `_`, `In`, `_i3`."""
         return frozenset(
             name
             for name, value in self._names.items()
@@ -75,7 +75,7 @@ class Namespace:
         )
 
     def imported(self, names: Iterable[str]) -> dict[str, str]:
-        """Those of them that are modules, or functions and classes of modules: and of which."""
+        """Return those that are modules, or functions and classes of modules: and of which."""
         values = {name: self._names.get(name) for name in names}
         return {name: _whence(value) for name, value in values.items() if _is_imported(value)}
 
@@ -100,7 +100,7 @@ class Namespace:
         return frozenset(bound)
 
     def fetch(self, expressions: Sequence[str], task_id: str) -> Payload:
-        """The values of some names (or expressions), CUDA tensors moved to the CPU.
+        """Return the values of some names (or expressions), CUDA tensors moved to the CPU.
 
         A big payload stays in memory that this process lends until `let_go`, or its next cell.
         """
@@ -119,7 +119,7 @@ class Namespace:
             ) from error
 
     def pack(self, value: Any, task_id: str, title: str) -> Payload | None:
-        """What an op returned, for the notebook; None for None.
+        """Return what an op returned, for the notebook; None for None.
 
         NameProblem says which part of it cannot be sent, and why; `title` is the op's.
         """
@@ -142,7 +142,7 @@ class Namespace:
 
 
 def _whence(value: Any) -> str:
-    """`numpy`, `torch.nn:Linear`; "" where it is not to be found there."""
+    """Write `numpy`, `torch.nn:Linear`; "" where it is not to be found there."""
     if isinstance(value, types.ModuleType):
         return value.__name__ if sys.modules.get(value.__name__) is value else ""
     module, path = value.__module__ or "", value.__qualname__

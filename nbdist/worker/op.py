@@ -42,7 +42,7 @@ class Context:
         return names
 
     def open(self, payload: Payload) -> Any:
-        """What the notebook has pickled; NameProblem where it cannot be rebuilt."""
+        """Return what the notebook has pickled; NameProblem where it cannot be rebuilt."""
         return self.namespace.open(payload)
 
     def noting(self) -> Noting:
@@ -68,7 +68,7 @@ class Noting:
 
 
 def find_op(name: str) -> Callable[..., Any]:
-    """The function that is meant: `clean` of the module `clean`, `write` for `snapshot.write`."""
+    """Find the function: `clean` of the module `clean`, `write` for `snapshot.write`."""
     module, _, function = name.partition(".")
     found: Callable[..., Any] = getattr(
         import_module(f"nbdist.worker.ops.{module}"), function or module

@@ -181,7 +181,7 @@ class Probe:
         return _called(frames) or (_in_backward(frames) if not seam.RECORDS_GLOO else "")
 
     def _has_help(self, frames: list[FrameType]) -> bool:
-        """Whether something else than ranks that meet may bring it on.
+        """Say whether something else than ranks that meet may bring it on.
 
         That is a GPU, another thread that runs user code or communicates; or the thread
         waits for anything at all, with a collective begun besides.
@@ -198,7 +198,7 @@ class Probe:
             return False
 
     def _moved(self) -> int:
-        """Bytes that gloo's connections have carried so far."""
+        """Return bytes that gloo's connections have carried so far."""
         if self._group is None:
             return 0
         total = 0
@@ -208,7 +208,7 @@ class Probe:
         return total
 
     def _is_calm(self) -> bool:
-        """Whether none of gloo's threads has anything to do; the kernel's own often have.
+        """Say whether none of gloo's threads has anything to do; the kernel's own often have.
 
         What nccl does on a GPU cannot be seen.
         """
@@ -240,13 +240,13 @@ def _called(frames: list[FrameType]) -> str:
 
 
 def _in_backward(frames: list[FrameType]) -> str:
-    """ "backward" where autograd waits in C++, as it does for what a DDP module reduces."""
+    """Say "backward" where autograd waits in C++, as it does for what a DDP module reduces."""
     is_there = any(frame.f_code.co_name == seam.BACKWARD for frame in frames)
     return "backward" if is_there else ""
 
 
 def _is_at_work(tid: str) -> bool:
-    """Whether the thread is one of gloo's (`gloo_tcp_loop`, `pt_gloo_runloop`), and runs."""
+    """Say whether the thread is one of gloo's (`gloo_tcp_loop`, `pt_gloo_runloop`), and runs."""
     try:
         with open(f"/proc/self/task/{tid}/stat", mode="rb") as file:
             name, _, rest = file.read().rpartition(b") ")

@@ -49,7 +49,7 @@ class _Pipes:
         return self._kept.get(1, 1)
 
     def is_elsewhere(self, fd: int) -> bool:
-        """Whether a cell has redirected it."""
+        """Say whether a cell has redirected it."""
         try:
             return self._nodes.get(fd, node := _node(fd)) != node
         except OSError:  # closed

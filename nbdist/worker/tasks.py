@@ -49,7 +49,7 @@ class Tasks:
         return f"<Tasks {len(self._waiting)} waiting>"
 
     def close(self) -> None:
-        """The worker ends."""
+        """Take no more: the worker ends."""
         self._serving.cancel()
         for end in (self._listener, self._agent):
             if end is not None:

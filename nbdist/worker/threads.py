@@ -75,7 +75,7 @@ def _described(frame: FrameType, cells: Mapping[str, int]) -> StackFrame:
 
 
 def handles_stop(ident: int) -> bool:
-    """Whether the thread is in an `except` or `finally` that KeyboardInterrupt has led to."""
+    """Say whether the thread is in an `except` or `finally` that KeyboardInterrupt has led to."""
     found: Any = sys._current_exceptions().get(ident)
     error: BaseException | None = found[1] if isinstance(found, tuple) else found  # Python 3.11
     while error is not None:

@@ -222,7 +222,7 @@ def show_groups(shell: Any) -> None:
 
 
 def _has_group(error: BaseException | None) -> bool:
-    """Whether it is a group, or was raised while one was handled."""
+    """Say whether it is a group, or was raised while one was handled."""
     while error is not None and not isinstance(error, BaseExceptionGroup):
         error = error.__context__
     return error is not None

@@ -94,7 +94,7 @@ def rank_lines(error: Failure | Died | None) -> list[str]:
 
 
 def title_of(function: Callable[..., Any]) -> str:
-    """`train`, as people call it."""
+    """Write `train`, as people call it."""
     inner = getattr(function, "func", function)  # of a partial
     return getattr(inner, "__qualname__", type(inner).__name__).rpartition("<locals>.")[2]
 
@@ -117,7 +117,7 @@ class _Packing:
         self._namespace = namespace
 
     def pickled(self) -> Pickled:
-        """All of it in one pickle, so that what shares objects still does."""
+        """Return all of it in one pickle, so that what shares objects still does."""
         names: dict[str, Any] = {}
         pickled = self._pickle_call(names)
         needs = pickled.needs
@@ -127,7 +127,7 @@ class _Packing:
         return self._pickle_call(names) if names else pickled
 
     def _is_ours(self, name: str) -> bool:
-        """Whether the caller has it and it is not one of those that every worker has."""
+        """Say whether the caller has it and it is not one of those that every worker has."""
         is_system = SYSTEM_NAMES.fullmatch(name) and name not in SCRIPT_NAMES
         return name in self._namespace and not is_system and name not in WORKERS_OWN
 
@@ -141,7 +141,7 @@ class _Packing:
             self._refuse(call.title, (call.function, call.args, call.kwargs), problem)
 
     def _parts(self) -> dict[str, Any]:
-        """The function and its arguments, under the names that people know them by."""
+        """Return the function and its arguments, under the names that people know them by."""
         call = self._call
         named = {f"argument {index}": value for index, value in enumerate(call.args, 1)}
         named.update(call.kwargs)

@@ -128,7 +128,7 @@ def _abort_leftovers(workers: Workers, running: RunningTask) -> None:
 
 
 def _locate(workers: Workers, running: RunningTask) -> dict[int, Place]:
-    """Where all ranks of the world are."""
+    """Return where all ranks of the world are."""
     running.places = {}
     workers.link.locate(workers.everyone)
     deadline = time.monotonic() + ANSWER_TIMEOUT

@@ -63,22 +63,22 @@ class Watch:
         return f"<Watch {waits_text(self.places)}>"
 
     def hurry(self, now: float) -> None:
-        """Some ranks have finished, or shall: look soon, and often."""
+        """Look soon, and often: some ranks have finished, or shall."""
         if self._hurried is None:
             self._hurried = now
             self._next = min(self._next, now + SOON)
 
     def finished(self) -> None:
-        """A rank has: who waited may have gone on with it since, and its end be on the way."""
+        """Look anew: a rank has finished, and the others may have gone on with it since."""
         self._looks = 0
         self._since.clear()
 
     def wait(self, now: float) -> float:
-        """Seconds until it is time to look."""
+        """Return seconds until it is time to look."""
         return max(0.0, self._next - now)
 
     def asked(self, now: float) -> None:
-        """The ranks are being asked: not again before they have answered, or should have."""
+        """Look no more before the ranks have answered, or should have: they are being asked."""
         self._next = now + ANSWER_TIMEOUT
 
     def take(self, places: Mapping[int, Place], now: float) -> None:
@@ -99,7 +99,7 @@ class Watch:
         return waits and now - max(self._since.values()) < HURRY_SECONDS
 
     def never(self, unfinished: Iterable[int], now: float, unchanged: float = UNCHANGED) -> bool:
-        """Whether all of these wait, and can never go on without the others.
+        """Say whether all of these wait, and can never go on without the others.
 
         They have rested for `unchanged` seconds, where they cannot be seen to be calm.
         """
@@ -107,7 +107,7 @@ class Watch:
         return self._looks >= 2 and all(self._rests(rank, now, unchanged) for rank in ranks)
 
     def is_dead_end(self, ranks: Iterable[int], now: float, *, is_known: bool) -> bool:
-        """Whether these ranks, all there are, wait for one another, and none will come.
+        """Say whether these ranks, all there are, wait for one another, and none will come.
 
         That some of them can never meet may be known; else nothing has moved for `ALL_UNCHANGED`
         seconds, and no other thread or GPU is there that could bring one of them on.
@@ -135,7 +135,7 @@ class Watch:
 
 
 def _is_same(place: Place, before: Place | None) -> bool:
-    """Whether a rank has not moved on."""
+    """Say whether a rank has not moved on."""
     return before is not None and (
         (place.operation, place.line, place.counts, place.moved)
         == (before.operation, before.line, before.counts, before.moved)
@@ -146,13 +146,13 @@ def _is_same(place: Place, before: Place | None) -> bool:
 
 
 def never_meet(places: Mapping[int, Place]) -> bool:
-    """Whether some of these wait in the place of one another for different collectives."""
+    """Say whether some of these wait in the place of one another for different collectives."""
     met = _first(places, lambda each: each.name)
     return any(not each.is_done and places[rank].operation for rank, each in met.items())
 
 
 def verdict(places: Mapping[int, Place]) -> str:
-    """What these ranks, all that there are, wait for that can never come.
+    """Say what these ranks, all that there are, wait for that can never come.
 
     `ranks 1-2 are in barrier (line 2), rank 0 in all_reduce (line 3): these never meet`.
     """
@@ -166,7 +166,7 @@ def verdict(places: Mapping[int, Place]) -> str:
 
 
 def differing(places: Mapping[int, Place]) -> str:
-    """The first collective whose sizes or dtypes differ over the ranks; "" where none do.
+    """Return the first collective whose sizes or dtypes differ over the ranks; "" where none do.
 
     `all_reduce (line 2), sizes differ: rank 0 [2], rank 1 [3]; the result on rank 0 is wrong`.
     """
@@ -216,7 +216,7 @@ def why_died(rank: int, died: Died, survivors: Mapping[int, Place]) -> str:
 
 
 def _first(places: Mapping[int, Place], kind: Callable[[Begun], Hashable]) -> Mapping[int, Begun]:
-    """What each rank began in the place in which they first are not of one kind."""
+    """Return what each rank began in the place in which they first are not of one kind."""
     met: defaultdict[tuple[int, str], dict[int, Begun]] = defaultdict(dict)
     for rank, place in places.items():
         for each in place.begun:
@@ -230,7 +230,7 @@ def _tensors(each: Begun) -> Hashable:
 
 
 def _what_differs(met: Mapping[int, Begun]) -> str:
-    """`sizes differ: rank 0 [2], rank 1 [3]`, `dtypes differ: rank 0 int64, rank 1 float32`."""
+    """Write `sizes differ: rank 0 [2], rank 1 [3]`, `dtypes differ: rank 0 int64, ...`."""
     if len({each.dtypes for each in met.values()}) == 1:
         return f"sizes differ: {_each(met, lambda each: each.sizes)}"
     if len({each.sizes for each in met.values()}) == 1:
@@ -247,13 +247,13 @@ def _worded(each: Begun) -> str:
 
 
 def _each(met: Mapping[int, Begun], text: Callable[[Begun], str]) -> str:
-    """`rank 0 [2], ranks 1-3 [3]`."""
+    """Write `rank 0 [2], ranks 1-3 [3]`."""
     texts = {rank: text(each) for rank, each in met.items()}
     return ", ".join(f"{name_ranks(ranks)} {said}" for said, ranks in fold_ranks(texts).items())
 
 
 def _where(places: Mapping[int, Place]) -> str:
-    """`ranks 1-2 are in barrier (line 2), rank 0 in all_reduce (line 3)`."""
+    """Write `ranks 1-2 are in barrier (line 2), rank 0 in all_reduce (line 3)`."""
     texts = {rank: _spot(place) for rank, place in places.items() if place.operation}
     parts = sorted(fold_ranks(texts).items(), key=lambda part: places[part[1][0]].line)
     verb = "is" if len(parts[0][1]) == 1 else "are"
@@ -267,7 +267,7 @@ def _spot(place: Place) -> str:
 
 
 def _line(places: Mapping[int, Place], name: str) -> str:
-    """Where it is waited for: ` (line 2)`; "" where no rank does, or in several lines."""
+    """Say where it is waited for: ` (line 2)`; "" where no rank does, or in several lines."""
     spots = {_spot(place) for place in places.values() if place.operation == name}
     return spots.pop().removeprefix(name) if len(spots) == 1 else ""
 
@@ -276,7 +276,7 @@ def _line(places: Mapping[int, Place], name: str) -> str:
 
 
 def waits_text(places: Mapping[int, Place], source: str = "") -> str:
-    """`ranks 0-2 wait in all_reduce, line 6 · rank 3 is in line 5: time.sleep(600)`."""
+    """Write `ranks 0-2 wait in all_reduce, line 6 · rank 3 is in line 5: time.sleep(600)`."""
     found = fold_ranks({rank: _doing(place, source) for rank, place in places.items()})
     return " · ".join(
         f"{name_ranks(ranks)} {_verb(ranks, doing)}" for doing, ranks in found.items()
@@ -284,13 +284,13 @@ def waits_text(places: Mapping[int, Place], source: str = "") -> str:
 
 
 def waited_text(place: Place) -> str:
-    """`all_reduce (cell line 7)`, `all_reduce (train.py line 7)`."""
+    """Write `all_reduce (cell line 7)`, `all_reduce (train.py line 7)`."""
     line = f" ({place.file or 'cell'} line {place.line})" if place.line else ""
     return f"{place.operation}{line}"
 
 
 def _doing(place: Place, source: str = "") -> str:
-    """`wait in all_reduce, line 6`, `in line 5: time.sleep(600)`, `in train.py line 5: ...`."""
+    """Write `wait in all_reduce, line 6`, `in line 5: sleep(600)`, `in train.py line 5: ...`."""
     line = f"line {place.line}" if place.line else "no line of the cell"
     if place.file:
         line = f"{place.file} {line}" if place.line else place.file
@@ -310,7 +310,7 @@ def _doing(place: Place, source: str = "") -> str:
 
 
 def doing_of(ranks: Sequence[int], place: Place, code: str) -> str:
-    """What these ranks do, of whose line the source is known: `waits in all_reduce, line 6`."""
+    """Say what these ranks do, of whose line the source is known: `waits in all_reduce, line 6`."""
     doing = _doing(place, "\n" * (place.line - 1) + code)
     return _verb(ranks, doing).removeprefix("is ").removeprefix("are ")
 

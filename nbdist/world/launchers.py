@@ -38,13 +38,13 @@ class AgentProcess(Protocol):
     command: str
 
     def fileno(self) -> int:
-        """A descriptor that turns readable when the agent has ended."""
+        """Return a descriptor that turns readable when the agent has ended."""
 
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Return how it ended; None while it runs."""
 
     def last_lines(self) -> list[str]:
-        """The end of what it wrote to its log."""
+        """Return the end of what it wrote to its log."""
 
     def end(self, timeout: float) -> None:
         """Have it end; by force, a step at a time, each `timeout` seconds after the one before.
@@ -60,11 +60,11 @@ class Launcher(Protocol):
     """Starts agents that connect to `runtime / "notebook.sock"`."""
 
     def launch(self, runtime: Path, *, fork_server: bool) -> list[AgentProcess]:
-        """One process per machine.  Called by `nbdist.world.link.Link`."""
+        """Start one process per machine.  Called by `nbdist.world.link.Link`."""
 
 
 def find_launcher(name: str) -> Launcher:
-    """The launcher of that name; UsageError with the names there are when there is none."""
+    """Return the launcher of that name; UsageError with the names there are for none."""
     found = {point.name: point for point in entry_points(group=GROUP)}
     if name not in found:
         raise UsageError(f"`--launcher {name}`: there are only {', '.join(sorted(found))}.")
@@ -107,7 +107,7 @@ def _places() -> list[Path]:
 
 
 def _make_folder_in(parent: Path) -> Path:
-    """OSError where it cannot hold a socket's path, or sockets, or is full."""
+    """Make it; OSError where it cannot hold a socket's path, or sockets, or is full."""
     if not parent.is_absolute():
         raise OSError("it is no absolute path")
     # In bytes, as the kernel counts: a letter can be four.
@@ -125,7 +125,7 @@ def _make_folder_in(parent: Path) -> Path:
 
 
 def _try_out(folder: Path) -> None:
-    """OSError where there is no room for a world's files, or the file system has no sockets."""
+    """Raise OSError where there is no room for a world's files, or for no sockets."""
     tried = folder / LONGEST_NAME
     tried.write_bytes(bytes(ROOM))
     tried.unlink()

@@ -119,7 +119,7 @@ class Link:
         return self._lost is None and not self._closing
 
     def call(self, request: Request, timeout: float = CALL_TIMEOUT) -> Reply:
-        """The agent's reply.  Raises AgentLost, StartError, or KeyboardInterrupt on Stop."""
+        """Return the agent's reply.  Raises AgentLost, StartError, or KeyboardInterrupt on Stop."""
         calling = self.calling(request, timeout, tick=timeout)
         while True:
             try:
@@ -131,7 +131,7 @@ class Link:
     def calling(
         self, request: Request, timeout: float = CALL_TIMEOUT, tick: float = TICK
     ) -> Generator[int, None, Reply]:
-        """The same, but comes round every `tick` seconds; the reply is what it ends with.
+        """Do the same, but come round every `tick` seconds; return the reply at the end.
 
         What it yields is how many of the workers that are being started are up.
         """
@@ -173,7 +173,7 @@ class Link:
         self._send(LetGo(task_id, ranks))
 
     def wait(self, timeout: float) -> None:
-        """Until something is in `arrived`, at most `timeout` seconds.
+        """Wait until something is in `arrived`, at most `timeout` seconds.
 
         Stop may come here.  What has arrived stays in `arrived` then, so none of it
         can be lost: its consumer removes it after taking it in.
@@ -236,7 +236,7 @@ class Link:
             raise self._start_error(f"is nbdist {hello.version}, the notebook {__version__}")
 
     def _until_done(self, future: Future[Any], timeout: float, tick: float) -> Iterator[int]:
-        """FutureTimeoutError after `timeout` seconds."""
+        """Come round until it is done; FutureTimeoutError after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while wait([future], min(tick, deadline - time.monotonic())).not_done:
             if time.monotonic() >= deadline:
@@ -302,7 +302,7 @@ class Link:
                     log.warning("dropped %d frames of a stranger at %s", len(frames), self.address)
 
     def _knows(self, identity: bytes, frame: bytes) -> bool:
-        """Whether it comes from the agent, who is the first to say hello; others run no code here.
+        """Say whether it comes from the agent, whose hello is first; others run no code here.
 
         Any process of the user can find the socket.
         """

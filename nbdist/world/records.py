@@ -47,7 +47,7 @@ def hand_over(record: Record) -> None:
 
 
 def as_logged(record: Record) -> logging.LogRecord:
-    """The same as logging has it, with the worker's `host`, `rank` and `local_rank` besides."""
+    """Return it as logging has it, with the worker's `host`, `rank` and `local_rank`."""
     file = os.path.basename(record.pathname)
     return logging.makeLogRecord(
         {

@@ -54,7 +54,7 @@ LASTING = (NAME_PROBLEM, "KeyboardInterrupt", "SyntaxError", "IndentationError",
 
 
 def parse_size(n: int | str, size: int) -> int:
-    """How many workers `n` means for a world that has `size`; UsageError for none."""
+    """Say how many workers `n` means for a world that has `size`; UsageError for none."""
     text = str(n).strip()
     found = SIZE.fullmatch(text)
     if found is None:
@@ -210,7 +210,7 @@ def _run(workers: Workers, task: Task) -> NbdistError | None:
 
 
 def refusal(workers: Workers) -> NbdistError | None:
-    """Why no task can be sent now, with the remedy; None where one can."""
+    """Return why no task can be sent now, with the remedy; None where one can."""
     if workers.state.takes_tasks:
         return None
     if workers.state in (State.STOPPED, State.STARTING, State.STOPPING):
@@ -226,7 +226,7 @@ def refusal(workers: Workers) -> NbdistError | None:
 
 
 def _death(workers: Workers) -> NbdistError:
-    """Why the workers share no group; said again for every task until a restart."""
+    """Return why the workers share no group; said again for every task until a restart."""
     running, dead = workers.running, workers.losses.dead
     if running is not None and running.died:
         running.fate = healing_text(workers, running.deaths)
@@ -242,7 +242,7 @@ def _death(workers: Workers) -> NbdistError:
 
 
 def _restart_text(workers: Workers, running: RunningTask) -> str:
-    """`rank 2 was killed by SIGKILL: restart 1 of 3`; "" where there is no further attempt."""
+    """Write `rank 2 was killed by SIGKILL: restart 1 of 3`; "" for no further attempt."""
     done, most = running.task.attempt.number, running.task.attempt.most
     cause = running.transcript.root_cause()
     if done >= most or cause is None or running.stops or not workers.state.takes_tasks:
@@ -257,7 +257,7 @@ def _restart_text(workers: Workers, running: RunningTask) -> str:
 
 
 def _did(error: Failure | Died) -> str:
-    """`was killed by SIGKILL`, `raised ValueError: bad shard`, `failed: x.py exited with ...`."""
+    """Write `was killed by SIGKILL`, `raised ValueError: bad shard`, `failed: x.py exited ...`."""
     if isinstance(error, Died):
         return error.end
     said = one_line(error.message)
@@ -270,7 +270,7 @@ def _did(error: Failure | Died) -> str:
 
 
 def healing_text(workers: Workers, dead: Iterable[int]) -> str:
-    """What became of a world some of whose workers have died."""
+    """Say what became of a world some of whose workers have died."""
     if workers.state is State.BROKEN:
         why = f" ({workers.problem})" if workers.problem else ""
         return f"`%dist_restart` starts all workers anew; their variables are lost{why}."
@@ -287,7 +287,7 @@ def healing_text(workers: Workers, dead: Iterable[int]) -> str:
 
 
 def stop_text(workers: Workers, killed: Iterable[int]) -> str:
-    """`ranks 0-3 did not listen and were replaced; variables lost: model, x`."""
+    """Write `ranks 0-3 did not listen and were replaced; variables lost: model, x`."""
     ranks = tuple(killed)
     said = f"{name_ranks(ranks)} did not listen"
     if workers.state is State.BROKEN or workers.on_failure != "heal":
@@ -299,7 +299,7 @@ def stop_text(workers: Workers, killed: Iterable[int]) -> str:
 
 
 def scaled_text(workers: Workers, before: int) -> str:
-    """`world 2 -> 4`, and what the new ranks lack."""
+    """Write `world 2 -> 4`, and what the new ranks lack."""
     new = range(before, workers.size)
     text = f"world {before} -> {workers.size}"
     if not new:

@@ -36,11 +36,11 @@ class CellResult(Generic[R_co]):
         return not self.errors
 
     def rank(self, number: int) -> R_co:
-        """The value of one rank; KeyError when it failed or did not run the cell."""
+        """Return the value of one rank; KeyError when it failed or did not run the cell."""
         return self.values[number]
 
     def index(self, hostname: str, local_rank: int) -> R_co:
-        """The value of the rank that is this machine's number `local_rank`.
+        """Return the value of the rank that is this machine's number `local_rank`.
 
         `"localhost"` is this machine too.  UsageError where there is no such rank.
         """
@@ -52,7 +52,7 @@ class CellResult(Generic[R_co]):
         raise UsageError(f"No result of local rank {local_rank} on {hostname}; there are {there}.")
 
     def __iter__(self) -> Iterator[R_co]:
-        """The values in rank order."""
+        """Return the values in rank order."""
         return iter(self.values.values())
 
     def __len__(self) -> int:

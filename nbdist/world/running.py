@@ -140,7 +140,7 @@ class RunningTask:
         return time.monotonic() - self._started
 
     def seconds_until(self, time_ns: int) -> float:
-        """From when it was sent to a time on the clock."""
+        """Count from when it was sent to a time on the clock."""
         return max(0.0, (time_ns - self._started_ns) / 1e9)
 
     @property
@@ -186,7 +186,7 @@ class RunningTask:
     # --- what is to be done ---------------------------------------------------------------
 
     def next_steps(self, now: float) -> Iterator[Step]:
-        """What is to be done now, while it runs."""
+        """Yield what is to be done now, while it runs."""
         unfinished = self.unfinished
         if not unfinished:
             return
@@ -211,7 +211,7 @@ class RunningTask:
             yield Step.LOCATE
 
     def seconds_to_look(self, now: float) -> float:
-        """How long there is nothing to ask the ranks for."""
+        """Say how long there is nothing to ask the ranks for."""
         return self._watch.wait(now)
 
     def _can_never_go_on(self, unfinished: tuple[int, ...], now: float) -> bool:
@@ -240,7 +240,7 @@ class RunningTask:
             self.stops += 1
 
     def stop(self, now: float, give_up_at: float) -> None:
-        """Its ranks are being interrupted; control is wanted back at a time."""
+        """Note that its ranks are being interrupted, and when control is wanted back."""
         self.is_stopping = True
         self.give_up_at = give_up_at
         self._watch.hurry(now)
@@ -265,12 +265,12 @@ class RunningTask:
         self._why_aborted = why_aborted(self.aborted, self.places, ran, failed, self.crew.size)
 
     def explains_death(self, places: Mapping[int, Place]) -> str:
-        """Why gloo has ended a rank, by where the others were; "" for other deaths."""
+        """Say why gloo has ended a rank, by where the others were; "" for other deaths."""
         said = (why_died(rank, died, places) for rank, died in sorted(self.deaths.items()))
         return next(filter(None, said), "")
 
     def take_loss(self, lost: AgentLost) -> None:
-        """The agent has ended, and so have the ranks."""
+        """Note that the agent has ended, and so have the ranks."""
         self.lost = lost
         for rank in self.unfinished:
             self.receive(rank, Died(-signal.SIGKILL, time.time_ns()))
@@ -285,30 +285,30 @@ class RunningTask:
         self._news.append((rank, output))
 
     def take_news(self) -> News:
-        """What ranks have shown since this was last asked."""
+        """Return what ranks have shown since this was last asked."""
         news, self._news = self._news, []
         return news
 
     def waits_after(self, rank: int) -> bool:
-        """Whether this rank is done with the task, and others are not."""
+        """Say whether this rank is done with the task, and others are not."""
         return bool(self.unfinished) and rank in set(self.task.ranks) - set(self.unfinished)
 
     def is_of_another(self, rank: int, output: Output) -> bool:
-        """Whether it changes what an earlier task has shown."""
+        """Say whether it changes what an earlier task has shown."""
         has = self.transcript[rank].has_display
         return isinstance(output, Update) and not has(output.display_id)
 
     def breaks_group(self, output: Output) -> bool:
-        """Whether gloo's connections have ended, by us, with a dead rank, or by gloo itself."""
+        """Say whether gloo's connections have ended, by us, with a dead rank, or by gloo itself."""
         return isinstance(output, Failure) and bool(output.connections) and self.crew.has_group
 
     def _is_of_abort(self, rank: int, failure: Failure) -> bool:
-        """Gloo's ends a wait with an error; with nccl the worker interrupts itself."""
+        """Say whether an abort led to it: gloo raises, with nccl the worker interrupts itself."""
         is_interrupt = failure.name == "KeyboardInterrupt" and not self.is_stopping
         return failure.connections == "ended" or (is_interrupt and rank in self.aborted)
 
     def _in_one_line(self, rank: int, failure: Failure) -> Failure:
-        """What torch says at length where connections have ended: ours, or a dead rank's."""
+        """Shorten what torch says where connections have ended: ours, or a dead rank's."""
         if rank in self.aborted:
             said = f"waited in {waited_text(self.aborted[rank])} and was freed"
         else:
@@ -317,7 +317,7 @@ class RunningTask:
         return Failure(ABORTED, said, (said,), failure.time_ns, connections="ended")
 
     def _line(self, failure: Failure) -> str:
-        """` (cell line 7)`, ` (train.py line 7)`; "" where it is not in the traceback."""
+        """Write ` (cell line 7)`, ` (train.py line 7)`; "" where it is not in the traceback."""
         text, script = strip("\n".join(failure.traceback)), self.task.script
         if script is None:
             found = CELL_LINE.findall(text)
@@ -348,7 +348,7 @@ class RunningTask:
         return frozenset().union(*(done.made for done in self._done().values()))
 
     def result(self) -> CellResult[Any]:
-        """What has become of it so far; does not raise for failed ranks."""
+        """Return what has become of it so far; does not raise for failed ranks."""
         values = {
             rank: self._value(done) for rank, done in self._done().items() if done.status == "ok"
         }
@@ -357,7 +357,7 @@ class RunningTask:
         return CellResult(self.task, self.transcript, seconds, errors, values, self.crew.hosts)
 
     def error(self) -> NbdistError | None:
-        """The one error that a failed or unfinished task raises; None when all went well."""
+        """Return the one error that a failed or unfinished task raises; None when all went well."""
         if self.lost is not None:
             return self.lost
         if self.unfinished:
@@ -390,7 +390,7 @@ class RunningTask:
         return error.as_raised(first.kinds)
 
     def payloads(self) -> dict[int, Payload]:
-        """The values that were fetched, as they came."""
+        """Return the values that were fetched, as they came."""
         fetched = {rank: done.values for rank, done in self._done().items()}
         return {rank: each for rank, each in fetched.items() if isinstance(each, Payload)}
 

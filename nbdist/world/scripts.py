@@ -19,7 +19,7 @@ from nbdist.wire.task import Kind, Script
 def find_script(
     kind: Kind, name: str, args: Iterable[Any] = (), *, local_rank: bool = False
 ) -> Script:
-    """The script that is meant; UsageError where there is none."""
+    """Return the script that is meant; UsageError where there is none."""
     find = {"file": _find_file, "module": _find_module, "executable": _find_executable}[kind]
     file, root = find(name)
     return Script(kind, name, tuple(map(str, args)), file, root, local_rank)
@@ -52,7 +52,7 @@ def _worded(error: SyntaxError | ValueError) -> str:
 
 
 def _find_module(name: str) -> tuple[str, str]:
-    """Its file, and the folder that its outermost package is in."""
+    """Return its file, and the folder that its outermost package is in."""
     if name.endswith(".py") or os.sep in name:
         module = name.removesuffix(".py").strip("./").replace(os.sep, ".")
         raise UsageError(
@@ -78,7 +78,7 @@ def _find_module(name: str) -> tuple[str, str]:
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
-    """As `importlib.util.find_spec`, but without importing the packages that it is in."""
+    """Do as `importlib.util.find_spec`, without importing the packages that it is in."""
     path: list[str] | None = None
     spec = None
     parts = name.split(".")

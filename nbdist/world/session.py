@@ -42,7 +42,7 @@ class Session(Workers):
     def task(
         self, work: Work | str = "", *, ranks: Sequence[int] | None = None, **fields: Any
     ) -> Task:
-        """A task for this world, on all of its ranks by default; a text is a cell's source.
+        """Make a task for this world, on all of its ranks by default; a text is a cell's source.
 
         `fields` are those of `Task`: `names`, `fetch`, `execution_count`.
         """
@@ -120,7 +120,7 @@ class Session(Workers):
             following.interrupt(self, self.running)
 
     def wait_for_stop(self) -> None:
-        """Where Stop has given control back before all ranks had left: give them time again.
+        """Give ranks time again that had not left yet when Stop gave control back.
 
         Stop meanwhile does not wait.
         """
@@ -136,7 +136,7 @@ class Session(Workers):
             raise KeyboardInterrupt
 
     def let_go(self, running: RunningTask) -> None:
-        """Values that it fetched have been read: workers need not keep their memory."""
+        """Have workers release the values that it fetched, which have been read."""
         lent = (rank for rank, payload in running.payloads().items() if payload.segment)
         if ranks := tuple(lent):
             self.link.let_go(running.task.id, ranks)
@@ -197,7 +197,7 @@ class Session(Workers):
             recovery.scale(self, size)
 
     def take(self, names: Sequence[str], ranks: Iterable[int]) -> Kept:
-        """What these names are on these ranks, to outlive their workers; raises as `run` does."""
+        """Fetch these names from these ranks, to outlive their workers; raises as `run` does."""
         if not names:
             return {}
         running = self.submit(self.task(ranks=tuple(ranks), fetch=tuple(names)))
@@ -223,7 +223,7 @@ class Session(Workers):
     # --- the agent ------------------------------------------------------------------------
 
     def ask(self, request: Request) -> Any:
-        """The agent's rows on its ranks, also while they are busy; none without workers."""
+        """Ask the agent for rows on its ranks, also while they are busy; none without workers."""
         self.receive_waiting()
         if not self.state.has_workers:
             return ()

@@ -87,7 +87,7 @@ class Snapshot:
 
 
 def root_folder(log_dir: str | None) -> Path:
-    """Beside the log files, or in the state folder; `$NBDIST_SNAPSHOT_DIR` before both."""
+    """Name one beside the log files, or in the state folder; `$NBDIST_SNAPSHOT_DIR` before both."""
     chosen = os.environ.get("NBDIST_SNAPSHOT_DIR")
     if chosen:
         return Path(chosen).expanduser().absolute()
@@ -106,16 +106,16 @@ class SnapshotStore:
     # --- reading --------------------------------------------------------------------------
 
     def all(self) -> list[Snapshot]:
-        """The newest first."""
+        """Return the newest first."""
         found = [each for folder in _folders(self.root) for each in self.of(folder.name)]
         return sorted(found, key=lambda snapshot: snapshot.stamp, reverse=True)
 
     def of(self, name: str) -> list[Snapshot]:
-        """Those of one name, the newest first."""
+        """Return those of one name, the newest first."""
         return [_read(name, folder) for folder in sorted(_stamped(self.root / name), reverse=True)]
 
     def find(self, key: str | None) -> Snapshot:
-        """The newest of all, or of a name, or the one `NAME@STAMP`; UsageError for none."""
+        """Return the newest of all, or of a name, or the one `NAME@STAMP`; UsageError for none."""
         name, _, stamp = (key or "").partition("@")
         found = self.of(name) if _is_name(name) else [] if key else self.all()
         for snapshot in found:
@@ -129,7 +129,7 @@ class SnapshotStore:
         raise UsageError(f"There is {which} in {self.root}; there are {listed}.")
 
     def damaged(self, snapshot: Snapshot, problem: str) -> UsageError:
-        """The error that says so, and names the next older one that looks intact."""
+        """Return the error that says so, and names the next older one that looks intact."""
         older = [each for each in self.of(snapshot.name) if each.stamp < snapshot.stamp]
         remedy = "There is no older one."
         for each in older:
@@ -139,7 +139,7 @@ class SnapshotStore:
         return UsageError(f"The snapshot `{snapshot.key}` is damaged: {problem}. {remedy}")
 
     def distrusted(self, snapshot: Snapshot, why: str) -> UsageError:
-        """The error that says so, and what to do where it is to be trusted all the same."""
+        """Return the error that says so, and what to do where it is to be trusted all the same."""
         return UsageError(
             f"`{snapshot.key}` was not restored, because {why}: restoring runs what a snapshot "
             "says. If you trust whoever could have written it, copy it to a folder of your own "
@@ -150,7 +150,7 @@ class SnapshotStore:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Path]:
-        """A folder to write into, which is gone afterwards unless it was published.
+        """Make a folder to write into, which is gone afterwards unless it was published.
 
         What writers that were killed have left is removed first.  Raises UsageError, also
         while another process writes one of this name.
@@ -238,7 +238,7 @@ class SnapshotStore:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """The right to write there; BlockingIOError while another process has it."""
+    """Hold the right to write there; BlockingIOError while another process has it."""
     lock = folders.open_private(folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -272,7 +272,7 @@ def _stamped(folder: Path) -> list[Path]:
 
 
 def _read(name: str, folder: Path) -> Snapshot:
-    """A snapshot as its manifest has it, compared with the files' sizes."""
+    """Return a snapshot as its manifest has it, compared with the files' sizes."""
     try:
         with folders.trusted_folder(folder) as at:
             fd = folders.open_trusted(folder / MANIFEST, at)
@@ -304,7 +304,7 @@ def _problem_of(path: Path, part: Part, at: int) -> str:
 
 
 def _next_stamp(folder: Path, now: float) -> str:
-    """When, as a folder's name that sorts after all others, also where the clock went back."""
+    """Say when, as a folder's name that sorts after all others, also where the clock went back."""
     newest = max((each.name for each in _stamped(folder)), default="")
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     if stamp > newest:

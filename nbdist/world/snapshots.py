@@ -88,13 +88,13 @@ def restore(
 
 
 def _call(session: Session, function: str, ranks: Sequence[int] | None, **arguments: Any) -> Any:
-    """What a function of `nbdist.worker.ops.snapshot` returns on each of the ranks."""
+    """Return what a function of `nbdist.worker.ops.snapshot` returns on each of the ranks."""
     task = session.task(Call(f"snapshot.{function}", arguments), ranks=ranks)
     return dict(session.run(task).values)
 
 
 def _problem(parts: Mapping[int, Written | Loaded]) -> str:
-    """What a rank could not do; "" where all could."""
+    """Say what a rank could not do; "" where all could."""
     problems = {rank: part.problem for rank, part in parts.items() if part.problem}
     same = [rank for rank, said in problems.items() if said == next(iter(problems.values()))]
     return f"{name_ranks(same)}: {problems[same[0]]}" if problems else ""
@@ -114,7 +114,7 @@ def _sources(
     are_chosen: bool,  # noqa: FBT001
     from_rank: int | None,
 ) -> dict[int, int]:
-    """From which rank's file each rank takes its variables."""
+    """Return from which rank's file each rank takes its variables."""
     size = len(snapshot.parts)
     if from_rank is not None:
         if from_rank not in snapshot.parts:

@@ -101,7 +101,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
 
 
 def next_state(state: State, event: Event) -> State:
-    """Where `event` leads from `state`; RuntimeError for one that cannot happen there."""
+    """Return where `event` leads from `state`; RuntimeError for one that cannot happen there."""
     try:
         return TRANSITIONS[state, event]
     except KeyError:

@@ -97,7 +97,7 @@ class Workers:
         return tuple(range(self.size))
 
     def resolve(self, n: int | str) -> int:
-        """How many workers `n` means here."""
+        """Say how many workers `n` means here."""
         workers = topology.parse_workers(str(n))
         return topology.resolve(workers, len(self.spec.gpus), topology.usable_cores())
 
@@ -131,7 +131,7 @@ class Workers:
     # --- what changes ---------------------------------------------------------------------
 
     def advance(self, event: Event) -> None:
-        """The only door to another state."""
+        """Go to another state: there is no other door."""
         self.state = next_state(self.state, event)
 
     def configure(self, config: WorldConfig) -> None:
@@ -142,7 +142,7 @@ class Workers:
         self.config = config
 
     def take_healed(self, healed: Healed) -> None:
-        """What the agent says of the workers there are now, who may be more or fewer."""
+        """Take in what the agent says of the workers there are now, more or fewer."""
         self.pids, self.logs, self.problem = healed.pids, healed.logs, healed.problem
         before, after = self.size, len(healed.pids)
         if before != after:
@@ -237,7 +237,7 @@ class Workers:
         self._link = link
 
     def detach_link(self) -> Link | None:
-        """The link, for the caller to end; the world is none without it."""
+        """Return the link, for the caller to end; the world is none without it."""
         link, self._link = self._link, None
         return link
 
@@ -281,13 +281,13 @@ class Workers:
             link.arrived.popleft()
 
     def take_late(self) -> list[tuple[int, Any]]:
-        """What ranks have said outside of tasks since this was last asked."""
+        """Return what ranks have said outside of tasks since this was last asked."""
         late = [*self.late]
         self.late.clear()
         return late
 
     def take_loss(self, lost: AgentLost) -> None:
-        """The agent has ended, and its workers with it."""
+        """Note that the agent has ended, and its workers with it."""
         self.lost = lost
         if self.running is not None:
             self.running.take_loss(lost)
@@ -320,7 +320,7 @@ class Workers:
 
 
 def _is_of(running: RunningTask, rank: int, task_id: str, output: Any) -> bool:
-    """Whether it is the task's; also where a rank says more while others still run it."""
+    """Say whether it is the task's; also where a rank says more while others still run it."""
     if task_id == running.task.id:
         return True
     is_shown = isinstance(output, Text | Skipped | Display | Update | Clear | Failure)

@@ -72,12 +72,12 @@ class World:
         return self.session.logs
 
     def status(self) -> tuple[WorkerStatus, ...]:
-        """One row per rank, from the agent; answers while ranks are busy."""
+        """Return one row per rank, from the agent; answers while ranks are busy."""
         rows: tuple[WorkerStatus, ...] = self.session.ask(GetStatus())
         return rows
 
     def stacks(self, ranks: Sequence[int] | None = None) -> tuple[Stack, ...]:
-        """Where the main thread of each rank is, now; answers whatever they are doing."""
+        """Return where the main thread of each rank is, now; answers whatever they are doing."""
         on = self.session.everyone if ranks is None else tuple(ranks)
         stacks: tuple[Stack, ...] = self.session.ask(GetStacks(on))
         return stacks
@@ -197,7 +197,7 @@ class World:
         return calling.outcome(self.session, running)
 
     def gather(self, name: str, ranks: Sequence[int] | None = None) -> list[Any]:
-        """The value of a name on each rank, in rank order; tensors arrive on the CPU."""
+        """Return the value of a name on each rank, in rank order; tensors arrive on the CPU."""
         result = self.execute("", ranks=ranks, fetch=(name,))
         return list(result)
 

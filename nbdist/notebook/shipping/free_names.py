@@ -349,5 +349,5 @@ def _called(node: ast.With | ast.AsyncWith) -> Iterator[str]:
 
 
 def _type_params(node: ast.AST) -> set[str]:
-    """Python 3.12's `def f[T]`: names of the definition itself."""
+    """Return the names of Python 3.12's `def f[T]`, which are of the definition itself."""
     return {found.name for found in getattr(node, "type_params", ())}

@@ -93,7 +93,7 @@ class LeavesChildren(IPythonKernel):
     """
 
     async def _progressively_terminate_all_children(self) -> None:
-        """Called by ipykernel when the kernel shuts down."""
+        """Leave them alone; called by ipykernel when the kernel shuts down."""
 
 
 def publish_error(shell: Any, kind: type[BaseException], error: Any, lines: list[str]) -> None:

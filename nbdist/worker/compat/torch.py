@@ -161,7 +161,7 @@ def nccl_of(group: ProcessGroup) -> Any:
 
 
 def takes_cpu(group: ProcessGroup) -> bool:
-    """Whether it works on tensors of the CPU."""
+    """Say whether it works on tensors of the CPU."""
     return any(device.type == "cpu" for device in group._device_types)
 
 
@@ -177,7 +177,7 @@ def when_gloo_is_made(make: Callable[..., None]) -> Callable[..., None]:
 
 
 def gloo_options(device: Any, threads: int, timeout: timedelta | None, *, renewable: bool) -> Any:
-    """Options of a gloo backend; a `renewable` one connects when it is renewed first."""
+    """Return options of a gloo backend; a `renewable` one connects when it is renewed first."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices, options._threads = [device], threads
     if timeout is not None:
@@ -188,7 +188,7 @@ def gloo_options(device: Any, threads: int, timeout: timedelta | None, *, renewa
 
 
 def is_renewable(backend: Any) -> bool:
-    """Whether it was made so: not one that compares first (TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
+    """Say whether it was made so: not one that compares first (TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
     return bool(getattr(backend, "supports_reconfigure", False))
 
 
@@ -235,7 +235,7 @@ def comparing(backend: Any, helper: Any) -> Any:
 
 @contextmanager
 def without_comparing() -> Iterator[None]:
-    """torch makes no such backends meanwhile."""
+    """Have torch make no such backends meanwhile."""
     level = c10d.get_debug_level()
     c10d.set_debug_level(c10d.DebugLevel.OFF)
     try:
@@ -250,7 +250,7 @@ def read_debug_level() -> None:
 
 
 def compares() -> bool:
-    """Whether each collective is compared over the ranks first: debug level DETAIL."""
+    """Say whether each collective is compared over the ranks first: debug level DETAIL."""
     return bool(c10d.get_debug_level() == c10d.DebugLevel.DETAIL)
 
 
@@ -418,7 +418,7 @@ FIRST_METHOD = 2 * WORD
 
 @cache
 def _receives() -> tuple[ctypes._NamedFuncPointer, int] | None:
-    """`RecvWork::abort`, and what every `RecvWork` begins with; None where they are missing."""
+    """Find `RecvWork::abort`, and what every `RecvWork` begins with; None where missing."""
     try:
         library = ctypes.CDLL(LIBRARY)
         table = ctypes.addressof(ctypes.c_char.in_dll(library, RECEIVES))
@@ -430,7 +430,7 @@ def _receives() -> tuple[ctypes._NamedFuncPointer, int] | None:
 
 
 def can_end_receives() -> bool:
-    """Whether this torch has what `end_receive` needs."""
+    """Say whether this torch has what `end_receive` needs."""
     return _receives() is not None
 
 

@@ -144,7 +144,7 @@ class DefaultGroup:
         return None
 
     def _is_another(self, asked: Mapping[str, Any]) -> bool:
-        """Whether a group of one's own is asked for, by what is given alike on all its ranks."""
+        """Say whether a group of its own is asked for, by what all its ranks give alike."""
         return asked.get("store") is not None or asked.get("world_size", -1) not in (-1, self._size)
 
     def _contradiction(self, asked: Mapping[str, Any]) -> str:
@@ -175,7 +175,7 @@ class DefaultGroup:
 
 
 def _names(backend: str) -> set[str]:
-    """`{"gloo", "nccl"}` of `cpu:gloo,cuda:nccl`."""
+    """Return `{"gloo", "nccl"}` of `cpu:gloo,cuda:nccl`."""
     return {part.rpartition(":")[2].strip() for part in backend.lower().split(",") if part}
 
 

@@ -119,7 +119,7 @@ class Recording:
 
 
 def _has_moved_on(status: Mapping[str, str], before: Mapping[str, str]) -> bool:
-    """Whether the backend, connected anew, has completed something: its counters hold again."""
+    """Say whether the backend, connected anew, has completed something: its counters hold again."""
     done = "last_completed_collective"
     return status[done] != before[done] and _counted(status).unfinished >= 0
 

@@ -103,7 +103,7 @@ class Gloo:
         options: Any = None,
         enable_reconfigure: bool = False,  # from torch 2.14 on
     ) -> None:
-        """Stands for ProcessGroupGloo's `__init__`."""
+        """Stand for ProcessGroupGloo's `__init__`."""
         # The first alone: TORCH_DISTRIBUTED_DEBUG=DETAIL makes a helper besides.
         meeting, self._next = self._next, None
         if self._has_left:
@@ -195,7 +195,7 @@ def _make_device() -> tuple[Any, int]:
 
 
 def _bad_interface(interface: str, error: RuntimeError) -> BadEnvironment:
-    """Names the variable, which gloo does not."""
+    """Name the variable, which gloo does not."""
     there = sorted(name for _, name in socket.if_nameindex())
     why = f"gloo cannot use it ({one_line(str(error))})"
     if interface and interface not in there:
@@ -211,7 +211,7 @@ def _listens(found: socket.socket) -> bool:
 
 
 def _sockets() -> Iterator[tuple[int, int]]:
-    """Descriptor and inode of each socket of this process."""
+    """Yield descriptor and inode of each socket of this process."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             status = os.fstat(int(name))

@@ -21,7 +21,7 @@ _left: dict[str, Any] = {}
 
 
 def call(context: Context, title: str, packed: Payload) -> Any:
-    """What the function returns; it is no cell, so nothing of IPython's but how errors are shown.
+    """Call the function, as no cell: of IPython there is only how errors are shown.
 
     Packed are the function, its arguments, and the names of the caller's `__main__` that it uses.
     """

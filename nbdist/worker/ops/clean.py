@@ -79,7 +79,7 @@ def _clear_frames(tb: TracebackType | None) -> None:
 
 
 def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The exception, and those that it came from or was raised among."""
+    """Yield the exception, and those that it came from or was raised among."""
     waiting, seen = [error], set()
     while waiting:
         found = waiting.pop()
@@ -103,7 +103,7 @@ def _forget_shown(shell: Any) -> None:
 
 
 def _memory() -> tuple[int, int, int]:
-    """The fields of `Cleaned`, as they are now."""
+    """Measure the fields of `Cleaned`."""
     gpu = _uses_gpu()
     on_gpu = torch.cuda.memory_allocated() if gpu else 0
     return _pss(), on_gpu, torch.cuda.memory_reserved() if gpu else 0
@@ -114,6 +114,6 @@ def _uses_gpu() -> bool:
 
 
 def _pss() -> int:
-    """From proc(5), smaps_rollup."""
+    """Read PSS in bytes from proc(5), smaps_rollup."""
     with open("/proc/self/smaps_rollup", encoding="ascii") as rollup:
         return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))

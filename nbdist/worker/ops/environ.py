@@ -10,5 +10,5 @@ if TYPE_CHECKING:
 
 
 def environ(_: Context) -> dict[str, str]:
-    """All variables as they are now."""
+    """Return all variables as they are now."""
     return dict(os.environ)

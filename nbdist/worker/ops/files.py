@@ -48,7 +48,7 @@ def _write(fd: int, view: memoryview, take: Callable[[memoryview], None]) -> int
 
 
 def read_frames(path: Path, size: int, digest: str) -> list[memoryview]:
-    """The frames of a file, in private memory that can be written to.
+    """Return the frames of a file, in private memory that can be written to.
 
     Raises Damaged where the file is not the one that was written, Untrusted where another
     user could have written it, and OSError.
@@ -78,7 +78,7 @@ def read_frames(path: Path, size: int, digest: str) -> list[memoryview]:
 
 
 def _memory(sizes: Sequence[int]) -> list[memoryview]:
-    """Memory for frames of these sizes, aligned as torch's own.
+    """Return memory for frames of these sizes, aligned as torch's own.
 
     Some of torch's sums depend on the alignment: training would go on with other last bits.
     Big frames are freed one by one, small ones together.
@@ -95,7 +95,7 @@ def _memory(sizes: Sequence[int]) -> list[memoryview]:
 
 
 def _mapping(size: int) -> memoryview:
-    """Pages of this process's own: what a forked child writes there is the child's."""
+    """Return pages of this process's own: what a forked child writes there is the child's."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return memoryview(mmap.mmap(-1, max(size, ALIGNMENT), flags=flags))
 

@@ -70,7 +70,7 @@ _running: list[Script] = []
 
 
 def is_running() -> bool:
-    """Whether the main thread runs a script now."""
+    """Say whether the main thread runs a script now."""
     return bool(_running)
 
 
@@ -90,7 +90,7 @@ def spot(frames: Sequence[FrameType]) -> Place | None:
 
 
 def _is_own(file: str, program: Script) -> bool:
-    """Whether it is the script's file, or lies in its folder, and is no installed package's."""
+    """Say whether it is the script's file, or lies in its folder, and is no installed package's."""
     if file == program.file:
         return True
     below = file.removeprefix(program.root + os.sep)
@@ -131,7 +131,7 @@ def _run_python(shell: Any, program: Script, args: Sequence[str]) -> None:
 
 
 def _problem_of(program: Script, code: object) -> str:
-    """What a script says that leaves by `sys.exit(code)`; "" if all went well."""
+    """Say what a script says that leaves by `sys.exit(code)`; "" if all went well."""
     if code is None or code == 0:
         return ""
     said = f"{program.name} exited"
@@ -179,7 +179,7 @@ def _execute(loaded: _Loaded, namespace: dict[str, Any]) -> None:
 
 @contextmanager
 def _command_line(program: Script, args: Sequence[str]) -> Iterator[None]:
-    """`sys.argv` and the first entry of `sys.path` as python has them; the rest stays."""
+    """Have `sys.argv` and the first entry of `sys.path` as python has; the rest stays."""
     argv = sys.argv
     folder = os.path.dirname(program.file) if program.kind == "file" else os.getcwd()
     sys.argv = [program.name, *args]
@@ -194,7 +194,7 @@ def _command_line(program: Script, args: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _start_method() -> Iterator[None]:
-    """A script may set multiprocessing's, which only one per process can, once."""
+    """Let a script set multiprocessing's, which only one per process can, once."""
     before = multiprocessing.get_start_method(allow_none=True)
     try:
         yield
@@ -204,7 +204,7 @@ def _start_method() -> Iterator[None]:
 
 @contextmanager
 def _without_loop() -> Iterator[None]:
-    """A main thread without a running event loop, so that `asyncio.run` works there."""
+    """Hide the running event loop, so that `asyncio.run` works."""
     ours, its = asyncio.get_running_loop(), asyncio.new_event_loop()
     asyncio._set_running_loop(None)
     asyncio.set_event_loop(its)
@@ -217,7 +217,7 @@ def _without_loop() -> Iterator[None]:
 
 
 def _own_part(tb: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script's first line on."""
+    """Return the traceback from the script's first line on."""
     while tb is not None and tb.tb_frame.f_code.co_filename in RUNNERS:
         tb = tb.tb_next
     return tb
@@ -238,7 +238,7 @@ class _OwnModules:
         return f"<_OwnModules {sorted(self._since)}>"
 
     def begin(self) -> None:
-        """Before a script: forget all if one is newer, for they may import one another."""
+        """Forget all before a script if one is newer, for they may import one another."""
         self._started = time.time()
         if any(_is_newer(file, since) for file, since in self._since.values()):
             for name in self._since:
@@ -247,7 +247,7 @@ class _OwnModules:
         self._before = frozenset(sys.modules)
 
     def end(self, is_own: Callable[[str], bool]) -> None:
-        """After it: remember what it has imported."""
+        """Remember what the script has imported."""
         for name, module in list(sys.modules.items()):
             file = getattr(module, "__file__", None)
             if name not in self._before and isinstance(file, str) and is_own(file):
@@ -291,7 +291,7 @@ def _run_executable(program: Script, args: Sequence[str]) -> None:
 
 
 def _group() -> set[int]:
-    """The processes of this worker's group, itself included."""
+    """Return the processes of this worker's group, itself included."""
     own, found = os.getpgrp(), set()
     for pid in psutil.pids():
         with suppress(ProcessLookupError):

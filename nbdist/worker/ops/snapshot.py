@@ -36,7 +36,7 @@ _loaded: dict[str, Any] = {}
 
 
 def own_rank() -> int:
-    """This worker's rank."""
+    """Return this worker's rank."""
     return int(os.environ["RANK"])
 
 
@@ -71,12 +71,12 @@ def write(
 
 
 def file_name(rank: int) -> str:
-    """In the folder of a snapshot."""
+    """Name the file in the folder of a snapshot."""
     return f"rank{rank}.frames"
 
 
 def _unpicklable(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[str, str]:
-    """Names that cannot be written, and why; found one by one, after a try with all."""
+    """Return names that cannot be written, and why; found one by one, after a try with all."""
     if _why_not(dict(values), namespace) is None:
         return {}
     reasons = {name: _why_not(value, namespace) for name, value in values.items()}
@@ -95,7 +95,7 @@ def _why_not(value: Any, namespace: dict[str, Any]) -> str | None:
 
 
 def _also(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[str, Any]:
-    """What functions and classes among the values look for by name, and what these look for.
+    """Return what functions and classes among the values look for by name, and what these look for.
 
     Values that are big stay out: they are data, which the notebook ships again.
     """
@@ -116,7 +116,7 @@ def _also(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[str, Any
 
 
 def _grads(pickled: Pickled) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Tensors with their gradients, which a pickle of the tensors leaves behind."""
+    """Return tensors with their gradients, which a pickle of the tensors leaves behind."""
     tensors = [met for met in pickled.objects if isinstance(met, torch.Tensor) and met.is_leaf]
     return [(tensor, tensor.grad) for tensor in tensors if tensor.grad is not None]
 
@@ -125,7 +125,7 @@ def _grads(pickled: Pickled) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def random_states() -> dict[str, Any]:
-    """Those of Python, torch, the rank's GPU, and numpy, where each is in use."""
+    """Return the states of Python, torch, the rank's GPU, and numpy, where each is in use."""
     states = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if numpy := sys.modules.get("numpy"):
         states["numpy"] = numpy.random.get_state()

@@ -75,7 +75,7 @@ def _send(names: dict[str, Any], wanted: Sequence[str], source: int) -> Sequence
 
 
 def _pickled(names: dict[str, Any], wanted: Sequence[str]) -> Pickled:
-    """The values of these names, with the functions, classes and modules that they use."""
+    """Return the values of these names, with the functions, classes and modules that they use."""
     values = {name: names[name] for name in wanted}
     while True:
         pickled = pickle(values, names, back_to_device=True)
@@ -131,14 +131,14 @@ def _broadcast_header(sizes: list[int] | None, source: int) -> list[int]:
 
 
 def _broadcast(frame: torch.Tensor, source: int) -> torch.Tensor:
-    """The contents of the source's; in place, where the group has CPU tensors."""
+    """Return the contents of the source's; in place, where the group has CPU tensors."""
     there = frame.to(_device())
     dist.broadcast(there, src=source)
     return there.cpu()
 
 
 def _device() -> torch.device:
-    """One whose tensors the group takes."""
+    """Return one whose tensors the group takes."""
     group = dist.group.WORLD
     assert group is not None
     return seam.CPU if seam.takes_cpu(group) else seam.CUDA
