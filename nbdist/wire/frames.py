@@ -6,13 +6,15 @@ import io
 import pickle
 import struct
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 _LENGTH = struct.Struct("!Q")
 _MISSING = object()
+
+Check = Callable[[Any], bool]
 
 
 class BadFrame(Exception):
@@ -29,7 +31,7 @@ def object_from(frame: bytes, kind: Any, *parts: type) -> Any:
     every field has the type that its annotation says.
     """
     try:
-        found = _Unpickler(frame, _classes_in(kind).union(*map(_classes_in, parts))).load()
+        found = _Unpickler(frame, _classes_by_name(kind, *parts)).load()
     except Exception as error:  # garbage can make unpickling raise anything
         raise BadFrame(f"{type(error).__name__}: {error}"[:200]) from error
     if not fits(found, kind):
@@ -40,9 +42,9 @@ def object_from(frame: bytes, kind: Any, *parts: type) -> Any:
 class _Unpickler(pickle.Unpickler):
     """Makes objects of some classes, and runs nothing else."""
 
-    def __init__(self, frame: bytes, classes: Collection[type]) -> None:
+    def __init__(self, frame: bytes, classes: Mapping[tuple[str, str], type]) -> None:
         super().__init__(io.BytesIO(frame))
-        self._classes = {(each.__module__, each.__qualname__): each for each in classes}
+        self._classes = classes
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self._classes:
@@ -54,51 +56,70 @@ _hints = cache(get_type_hints)
 
 
 @cache
-def _classes_in(kind: Any) -> frozenset[type]:
-    """Return the dataclasses that a value of this kind can be made of."""
+def _classes_by_name(*kinds: Any) -> Mapping[tuple[str, str], type]:
+    """Return the dataclasses that values of these kinds can be made of, by module and name."""
     found: set[type] = set()
-    waiting = [kind]
+    waiting = [*kinds]
     while waiting:
         each = waiting.pop()
         if isinstance(each, type) and is_dataclass(each) and each not in found:
             found.add(each)
             waiting += _hints(each).values()
         waiting += get_args(each)
-    return frozenset(found)
+    return {(each.__module__, each.__qualname__): each for each in found}
 
 
 def fits(value: object, kind: Any) -> bool:
     """Say whether a value is what an annotation says, all the way down."""
+    return _check_of(kind)(value)
+
+
+@cache
+def _check_of(kind: Any) -> Check:
+    """Return the check of an annotation, worked out once: each rank's answers to a task need some."""
     origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return any(fits(value, each) for each in inner)
-    if origin is Literal:
-        return any(type(value) is type(each) and value == each for each in inner)
     if kind is Any:
-        return True
+        return lambda value: True
     if kind is None:
-        return value is None
+        return lambda value: value is None
     if kind is float:
-        return isinstance(value, float | int)
+        return lambda value: isinstance(value, float | int)
+    if origin is Literal:
+        return lambda value: any(type(value) is type(each) and value == each for each in inner)
+    if origin in (Union, types.UnionType):
+        checks = [*map(_check_of, inner)]
+        return lambda value: any(check(value) for check in checks)
+    if isinstance(kind, type) and is_dataclass(kind):
+        return lambda value: isinstance(value, kind) and _fields_fit(value, kind)
     if origin is None:
-        return isinstance(value, kind) and (not is_dataclass(kind) or _fields_fit(value, kind))
-    return isinstance(value, origin) and _parts_fit(value, inner)
+        return lambda value: isinstance(value, kind)
+    parts = _parts_check(origin, inner)
+    return lambda value: isinstance(value, origin) and parts(value)
 
 
 def _fields_fit(value: object, kind: Any) -> bool:
+    return all(check(getattr(value, name, _MISSING)) for name, check in _field_checks(kind))
+
+
+@cache
+def _field_checks(kind: Any) -> tuple[tuple[str, Check], ...]:
+    """Not before a value is checked: a field can be of the class that has it."""
     hints = _hints(kind)
-    return all(fits(getattr(value, each.name, _MISSING), hints[each.name]) for each in fields(kind))
+    return tuple((each.name, _check_of(hints[each.name])) for each in fields(kind))
 
 
-def _parts_fit(value: Any, inner: tuple[Any, ...]) -> bool:
-    """Say so of the parts of a mapping, a tuple, or a collection of equal things."""
-    if isinstance(value, Mapping):
-        keys, values = inner
-        return all(fits(key, keys) and fits(each, values) for key, each in value.items())
-    if isinstance(value, tuple) and inner[-1] is not ...:
-        pairs = zip(value, inner, strict=False)
-        return len(value) == len(inner) and all(fits(each, kind) for each, kind in pairs)
-    return all(fits(each, inner[0]) for each in value)
+def _parts_check(origin: type, inner: tuple[Any, ...]) -> Check:
+    """Of a mapping, a tuple, or a collection of equal things."""
+    checks = [_check_of(each) for each in inner if each is not ...]
+    if issubclass(origin, Mapping):
+        key_fits, value_fits = checks
+        return lambda value: all(key_fits(k) and value_fits(each) for k, each in value.items())
+    if origin is tuple and inner[-1] is not ...:
+        return lambda value: (
+            len(value) == len(checks)
+            and all(check(each) for check, each in zip(checks, value, strict=True))
+        )
+    return lambda value: all(map(checks[0], value))
 
 
 # --- frames of a stream ------------------------------------------------------------------
