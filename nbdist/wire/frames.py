@@ -76,7 +76,7 @@ def fits(value: object, kind: Any) -> bool:
 
 @cache
 def _check_of(kind: Any) -> Check:
-    """Return the check of an annotation, worked out once: each rank's answers to a task need some."""
+    """Return the check of an annotation, worked out once."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any:
         return lambda value: True
