@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING
 from nbdist.errors import name_ranks
 from nbdist.notebook.display import REDRAW
 from nbdist.output.ansi import strip
-from nbdist.output.events import Clear, Display, Failure, Output, Skipped, Text, Update, plain_of
+from nbdist.output.events import Display, Failure, Output, Text, Update, Visible, plain_of
 from nbdist.output.wording import fold_ranks, traceback_text
 
 if TYPE_CHECKING:
     from nbdist.notebook.display import CellDisplay
     from nbdist.output.transcript import Transcript
-
-SHOWN = Text | Skipped | Display | Update | Clear | Failure
 
 OUTPUTS_KEPT = 1000
 
@@ -53,7 +51,7 @@ class Ended:
     def receive(self, late: Iterable[tuple[int, Output]]) -> None:
         """Take in what has come since; what belongs under no cell is for the next one."""
         for rank, output in late:
-            if not isinstance(output, SHOWN):
+            if not isinstance(output, Visible):
                 continue
             if (cell := self._cell_of(rank, output)) is None:
                 self._left.append((rank, output))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from nbdist.errors import AgentLost, NbdistError, WorkerError, name_ranks
 from nbdist.output.ansi import strip
-from nbdist.output.events import Died, Failure
+from nbdist.output.events import Died, Failure, RankError
 from nbdist.output.folding import said_by
 from nbdist.output.markup import LINES, RED, barred, bold, dim, line, panel, traceback_html
 from nbdist.output.wording import error_text, fold_ranks, traceback_text
@@ -88,7 +88,7 @@ def idle_end(died: Died) -> str:
     return f"{died.end} while no cell was running{why}"
 
 
-def _body(error: Failure | Died) -> str:
+def _body(error: RankError) -> str:
     if isinstance(error, Failure):
         return traceback_text(error)
     if not error.last_lines:

@@ -179,4 +179,10 @@ RECORD = "nbdist_record"
 TOPIC = b"nbdist"
 """Under which a worker publishes all that its agent waits for, whatever its sender's topic."""
 
-Output = Text | Skipped | Display | Update | Clear | Failure | Died | Done | Record
+Visible = Text | Skipped | Display | Update | Clear | Failure
+"""What people get to see."""
+
+RankError = Failure | Died
+"""What ended a task on a rank otherwise than well."""
+
+Output = Visible | Died | Done | Record

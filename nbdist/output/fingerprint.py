@@ -12,7 +12,7 @@ import re
 from typing import NamedTuple
 
 from nbdist.output.ansi import strip
-from nbdist.output.events import Died, Failure
+from nbdist.output.events import Died, Failure, RankError
 
 _VARIES = re.compile(
     r"(?P<address>\b0x)[0-9a-fA-F]{6,16}\b"
@@ -81,7 +81,7 @@ def key_of(text: str) -> Key:
     return digest.key
 
 
-def error_keys(rank: int, error: Failure | Died | None) -> tuple[str, ...]:
+def error_keys(rank: int, error: RankError | None) -> tuple[str, ...]:
     """Make keys such that two errors are alike where they share one.
 
     The first keeps the rank's own number, the second has a placeholder for it: ranks 3

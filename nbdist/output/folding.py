@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from nbdist.output.ansi import strip
-from nbdist.output.events import Died, Failure
+from nbdist.output.events import Died, Failure, RankError
 from nbdist.output.rank_transcript import FAILED, Gap, Piece, RankTranscript, Shown, State
 from nbdist.output.screen import Line, Screen
 
@@ -44,7 +44,7 @@ class Group:
     members: tuple[RankTranscript, ...]
     shown: RankTranscript
     likeness: Likeness
-    error: Failure | Died | None
+    error: RankError | None
     part: Part
 
     @property
@@ -142,7 +142,7 @@ def fold_tail(pieces: Sequence[Piece], count: int) -> list[Line]:
     return [*map(fold_lines, _from_the_end(tails))]
 
 
-def fold_errors(errors: Sequence[Failure | Died]) -> Failure | Died | None:
+def fold_errors(errors: Sequence[RankError]) -> RankError | None:
     """Make one of errors that are alike; None where they differ in more than numbers."""
     failures = [error for error in errors if isinstance(error, Failure)]
     if not failures or len(failures) < len(errors):
@@ -160,7 +160,7 @@ def fold_errors(errors: Sequence[Failure | Died]) -> Failure | Died | None:
     return replace(first, message=message, traceback=(traceback,))
 
 
-def said_by(error: Failure | Died | None) -> object:
+def said_by(error: RankError | None) -> object:
     """Take all of an error that is shown; of the same error it is equal."""
     match error:
         case None:

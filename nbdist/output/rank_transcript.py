@@ -15,6 +15,7 @@ from nbdist.output.events import (
     Done,
     Failure,
     Output,
+    RankError,
     Skipped,
     Text,
     Update,
@@ -89,7 +90,7 @@ class RankTranscript:
     # --- reading ------------------------------------------------------------------------
 
     @property
-    def error(self) -> Failure | Died | None:
+    def error(self) -> RankError | None:
         """What ended the rank's cell first."""
         found = [error for error in (self.failure, self.died) if error is not None]
         return min(found, key=lambda error: error.time_ns, default=None)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from nbdist.errors import format_ranks
-from nbdist.output.events import Died, Failure, Output
+from nbdist.output.events import Failure, Output, RankError
 from nbdist.output.folding import Group, fold_errors, group_of
 from nbdist.output.rank_transcript import ENDED, FAILED, RankTranscript, State
 
@@ -111,11 +111,11 @@ class Transcript:
         return tuple(each.rank for each in self if each.state in FAILED)
 
     @property
-    def errors(self) -> dict[int, Failure | Died]:
+    def errors(self) -> dict[int, RankError]:
         """What ended the cell on each failed rank, as far as it is known."""
         return {each.rank: error for each in self if (error := each.error) is not None}
 
-    def root_cause(self) -> tuple[int, Failure | Died] | None:
+    def root_cause(self) -> tuple[int, RankError] | None:
         """Find the earliest failure that follows from no other, and its rank; None for none."""
         return min(
             self.errors.items(), key=lambda item: (follows(item[1]), item[1].time_ns), default=None
@@ -130,12 +130,12 @@ class Transcript:
             if other == rank or not keys.isdisjoint(self.by_rank[other].error_keys)
         )
 
-    def folded_error(self, ranks: Iterable[int]) -> Failure | Died | None:
+    def folded_error(self, ranks: Iterable[int]) -> RankError | None:
         """Make one of these ranks' errors, with sets where they differ; None if that cannot be."""
         return fold_errors([error for rank in ranks if (error := self.by_rank[rank].error)])
 
 
-def follows(error: Failure | Died) -> bool:
+def follows(error: RankError) -> bool:
     """Say whether it is only what another rank's failure, or Stop, has led to."""
     return isinstance(error, Failure) and (
         error.connections == "ended" or error.name == "KeyboardInterrupt"

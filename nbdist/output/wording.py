@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from nbdist.errors import count, name_ranks, one_line
 from nbdist.output.ansi import strip
-from nbdist.output.events import Died, Failure
+from nbdist.output.events import Died, Failure, RankError
 
 _CODES_PER_CHARACTER = 8
 
@@ -43,7 +43,7 @@ def seconds_text(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-def error_text(error: Failure | Died) -> str:
+def error_text(error: RankError) -> str:
     """Say the error in one line: `ValueError: bad shard`, `the process was killed by SIGKILL`."""
     match error:
         case Failure(name=name, message=message):

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from nbdist.errors import UnshippableName, WorkerError
 from nbdist.output.ansi import strip
-from nbdist.output.events import Died, Failure
+from nbdist.output.events import Died, Failure, RankError
 from nbdist.output.plain import PlainLines
 from nbdist.wire.definitions import SYSTEM_NAMES
 from nbdist.wire.payload import pack_frames
@@ -59,7 +59,7 @@ def outcome(session: Session, running: RunningTask) -> CellResult[Any]:
         with running.counting_stops():
             now = time.monotonic()
             for rank, output in news:
-                if not isinstance(output, Failure | Died):
+                if not isinstance(output, RankError):
                     _write(lines.receive(rank, output, now))
             _write(lines.due(now))
     session.wait(running)
@@ -80,7 +80,7 @@ def _write(lines: Iterable[str]) -> None:
         sys.stdout.flush()
 
 
-def rank_lines(error: Failure | Died | None) -> list[str]:
+def rank_lines(error: RankError | None) -> list[str]:
     """What a failed rank has to say of it: its traceback, without colours; its last lines."""
     match error:
         case Failure(traceback=traceback):

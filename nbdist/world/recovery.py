@@ -28,7 +28,7 @@ from nbdist.errors import (
     name_ranks,
     one_line,
 )
-from nbdist.output.events import NAME_PROBLEM, SCRIPT_FAILED, Died, Failure
+from nbdist.output.events import NAME_PROBLEM, SCRIPT_FAILED, Died, Failure, RankError
 from nbdist.wire.messages import Heal, Healed, Kill, Scale
 from nbdist.wire.task import Task
 from nbdist.world.following import finish, follow
@@ -256,7 +256,7 @@ def _restart_text(workers: Workers, running: RunningTask) -> str:
     return f"rank {rank} {_did(first)}: restart {done + 1} of {most}"
 
 
-def _did(error: Failure | Died) -> str:
+def _did(error: RankError) -> str:
     """Write `was killed by SIGKILL`, `raised ValueError: bad shard`, `failed: x.py exited ...`."""
     if isinstance(error, Died):
         return error.end

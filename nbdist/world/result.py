@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from nbdist.errors import UsageError
-from nbdist.output.events import Died, Failure
+from nbdist.output.events import RankError
 from nbdist.output.transcript import Transcript
 from nbdist.wire.task import Task
 
@@ -26,7 +26,7 @@ class CellResult(Generic[R_co]):
     task: Task
     transcript: Transcript
     seconds: float
-    errors: Mapping[int, Failure | Died]
+    errors: Mapping[int, RankError]
     values: Mapping[int, R_co] = field(default_factory=dict)
     hosts: Mapping[int, tuple[str, int]] = field(default_factory=dict)
 

@@ -13,7 +13,7 @@ from typing import Any
 from nbdist import topology
 from nbdist.config import OnFailure, Patience, WorldConfig
 from nbdist.errors import AgentLost, StartError, WorldNotStarted, count
-from nbdist.output.events import Clear, Died, Display, Failure, Record, Skipped, Text, Update
+from nbdist.output.events import Died, Record, Visible
 from nbdist.wire.messages import (
     Aborted,
     Healed,
@@ -323,8 +323,7 @@ def _is_of(running: RunningTask, rank: int, task_id: str, output: Any) -> bool:
     """Say whether it is the task's; also where a rank says more while others still run it."""
     if task_id == running.task.id:
         return True
-    is_shown = isinstance(output, Text | Skipped | Display | Update | Clear | Failure)
-    return is_shown and not task_id and running.waits_after(rank)
+    return isinstance(output, Visible) and not task_id and running.waits_after(rank)
 
 
 def show_on_terminal(texts: Iterable[str]) -> None:
