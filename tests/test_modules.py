@@ -22,7 +22,6 @@ UNTESTED = {
     "worker/control_thread.py",
     "worker/kernel.py",
     "worker/main.py",
-    "worker/namespace.py",
     "worker/op.py",
     "worker/ops/call.py",
     "worker/ops/environ.py",

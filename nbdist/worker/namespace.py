@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from nbdist.output.events import NAME_PROBLEM
+from nbdist.wire.identity import Identity
 from nbdist.wire.payload import Payload, open_payload, pack_frames
 from nbdist.wire.pickling import pickle, unpickle
 from nbdist.wire.shared_memory import Segment
@@ -36,7 +37,9 @@ class Namespace:
 
     def change(self, name: str, before: object, after: object) -> None:
         """Bind one of these to another value, unless a cell has bound it."""
-        if self._names.get(name) == before:
+        found = self._names.get(name)
+        # What a cell has bound may be anything: to compare a tensor raises.
+        if type(found) is type(before) and found == before:
             self._names[name] = after
 
     def receive(self, payload: Payload | None) -> None:
@@ -62,16 +65,16 @@ class Namespace:
         if segment := self._lent.pop(task_id, None):
             segment.close()
 
-    def snapshot(self) -> dict[str, int]:
+    def snapshot(self) -> dict[str, Identity]:
         """Return which object each name is bound to; compare with `bound_since`."""
-        return {name: id(value) for name, value in self._names.items()}
+        return {name: Identity(value) for name, value in [*self._names.items()]}
 
-    def bound_since(self, before: Mapping[str, int]) -> frozenset[str]:
+    def bound_since(self, before: Mapping[str, Identity]) -> frozenset[str]:
         """Return names bound to another object now, without IPython's own `_`, `In`, `_i3`."""
         return frozenset(
             name
-            for name, value in self._names.items()
-            if not name.startswith("_") and before.get(name) != id(value)
+            for name, value in [*self._names.items()]  # cells' threads may bind more meanwhile
+            if not name.startswith("_") and not (name in before and before[name].is_still(value))
         )
 
     def imported(self, names: Iterable[str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nbdist.notebook.shipping.versions import Identity, is_atomic
+from nbdist.wire.identity import Identity, is_atomic
 
 _NOTHING = type("_Nothing", (), {})
 """Stands for the value of a name that the notebook lacks."""

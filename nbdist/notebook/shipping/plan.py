@@ -18,13 +18,12 @@ from nbdist.notebook.shipping.free_names import dotted_names, names_used
 from nbdist.notebook.shipping.ledger import Ledger, Record
 from nbdist.notebook.shipping.versions import (
     DIGEST_LIMIT,
-    Identity,
     atomic_version,
     content_version,
-    is_atomic,
     size_of,
 )
 from nbdist.wire.definitions import SYSTEM_NAMES, Import
+from nbdist.wire.identity import Identity, is_atomic
 from nbdist.wire.payload import Payload, pack_frames
 from nbdist.wire.pickling import Pickled, join, pickle
 from nbdist.wire.shared_memory import Segment

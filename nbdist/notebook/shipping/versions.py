@@ -6,11 +6,7 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
-import weakref
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from nbdist.wire.pickling import Pickled
@@ -21,17 +17,6 @@ DIGEST_LIMIT = 64 * 1024 * 1024
 
 _SMALL = 4096
 _SAMPLES = 64
-_ATOMIC = (int, float, complex, bool, str, bytes, type(None), type(...))
-
-
-def is_atomic(value: Any) -> bool:
-    """Say whether a value is so small and plain that its text stands for it."""
-    if isinstance(value, str | bytes):
-        return type(value) in _ATOMIC and len(value) <= _SMALL
-    if isinstance(value, int):
-        # Python refuses to write out longer ones.
-        return type(value) in _ATOMIC and value.bit_length() <= _SMALL
-    return type(value) in _ATOMIC
 
 
 def atomic_version(value: Any) -> tuple[str, str]:
@@ -76,54 +61,3 @@ def _add_samples(digest: hashlib.blake2b, view: memoryview) -> None:
     digest.update(str(view.nbytes).encode())
     for start in range(0, view.nbytes, max(_SMALL, view.nbytes // _SAMPLES)):
         digest.update(view[start : start + _SMALL])
-
-
-@dataclass(frozen=True, slots=True)
-class _Outline:
-    """An object that takes no weak references: enough of it to notice another in its place."""
-
-    id: int
-    kind: type
-    length: int
-    first: tuple[int, ...]
-
-    @classmethod
-    def of(cls, value: Any) -> _Outline:
-        length = len(value) if hasattr(type(value), "__len__") else 0
-        first: Iterator[Any] = iter(value) if isinstance(value, list | tuple | dict) else iter(())
-        return cls(
-            id(value), type(value), length, tuple(id(v) for v in itertools.islice(first, 16))
-        )
-
-
-class Identity:
-    """Says whether a name is still bound to the very same object.
-
-    Another object can get the id of one that is gone, so where possible this is a weak
-    reference, and the object itself if it is small.
-    """
-
-    def __init__(self, value: Any) -> None:
-        self._value = value if is_atomic(value) else None
-        self._weak: weakref.ref[Any] | None = None
-        self._outline: _Outline | None = None
-        if is_atomic(value):
-            return
-        try:
-            self._weak = weakref.ref(value)
-        except TypeError:
-            self._outline = _Outline.of(value)
-
-    def is_still(self, value: Any) -> bool:
-        """Say whether `value` is what this was made from."""
-        if self._weak is not None:
-            return self._weak() is value
-        if self._outline is not None:
-            # Its own length may have changed; it is the same object all the same.
-            return self._outline.id == id(value) and self._outline.kind is type(value)
-        return self._value is value
-
-    def is_unchanged(self, value: Any) -> bool:
-        """Say whether it is that, and as far as a glance can show with the same contents."""
-        same = self._outline is None or self._outline == _Outline.of(value)
-        return same and self.is_still(value)

@@ -28,7 +28,8 @@ def call(context: Context, title: str, packed: Payload) -> Any:
     context.title = title
     function, args, kwargs, names = context.open(packed)
     lent = LentNames(context.names, names)
-    context.at_end.callback(lent.take_back)
+    before = {*context.bound}
+    context.at_end.callback(lambda: lent.take_back(has_bound=context.bound > before))
     del names
     shell = context.shell
     with context.noting():
@@ -58,22 +59,16 @@ class LentNames:
         kept = (name for name in self._lent if name in READY_MODULES)
         self._covered = {name: namespace[name] for name in kept if name in namespace}
         namespace.update(self._lent)
-        self._before = {name: id(value) for name, value in namespace.items()}
 
     def __repr__(self) -> str:
         return f"<LentNames {sorted(self._lent)}>"
 
-    def take_back(self) -> None:
+    def take_back(self, *, has_bound: bool) -> None:
         """Bind none of them any more.
 
         But where the call has bound names itself, by `global`, they stay: what it bound may
         use them later.  They give way to those of the next call.
         """
-        has_bound = any(
-            self._before.get(name) != id(value)
-            for name, value in self._namespace.items()
-            if not name.startswith("_")
-        )
         for name, value in self._lent.items():
             if self._namespace.get(name, _MISSING) is not value:
                 continue  # the call has bound or deleted it

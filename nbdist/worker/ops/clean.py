@@ -95,7 +95,7 @@ def _forget_shown(shell: Any) -> None:
     """Empty `Out`, and let go of the values that cells have ended in."""
     names, shown = shell.user_ns, shell.displayhook
     names.get("_oh", {}).clear()
-    for name in [name for name in names if LAST_VALUE.fullmatch(name)]:
+    for name in [name for name in [*names] if LAST_VALUE.fullmatch(name)]:
         del names[name]
         shell.user_ns_hidden.pop(name, None)
     shown._ = shown.__ = shown.___ = ""

@@ -1,0 +1,271 @@
+"""Tests of `nbdist.worker.namespace`: names that come, names that are bound, values that go."""
+
+from __future__ import annotations
+
+import collections
+import json
+import sys
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbdist.wire.payload import INLINE_LIMIT, Payload, open_payload, pack_frames
+from nbdist.wire.pickling import pickle, unpickle
+from nbdist.worker.namespace import NameProblem, Namespace
+
+
+@pytest.fixture
+def names() -> dict[str, Any]:
+    return {"rank": 0, "_": 5}
+
+
+@pytest.fixture
+def namespace(names: dict[str, Any]) -> Namespace:
+    return Namespace(names)
+
+
+def packed(value: Any) -> Payload:
+    """As the notebook packs it; small."""
+    payload, segment = pack_frames(pickle(value, {}).frames)
+    assert segment is None
+    return payload
+
+
+class Undone:
+    """Cannot be rebuilt."""
+
+    def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
+        return int, ("x",)
+
+
+# --- what comes ---------------------------------------------------------------------------
+
+
+def test_names_that_come_along(names: dict[str, Any], namespace: Namespace) -> None:
+    """They take the place of what was there; the rest stays."""
+    namespace.start_with({"size": 4, "x": 1})
+    namespace.receive(packed({"x": [2], "y": 3}))
+    namespace.receive(None)
+    assert names == {"rank": 0, "_": 5, "size": 4, "x": [2], "y": 3}
+
+
+@pytest.mark.parametrize(
+    ("payload", "said"),
+    [
+        (Payload((b"garbage",)), "UnpicklingError"),
+        (packed({"a": 1, "b": Undone()}), "ValueError: invalid literal"),
+    ],
+)
+def test_names_that_cannot_be_rebuilt(
+    names: dict[str, Any], namespace: Namespace, payload: Payload, said: str
+) -> None:
+    """It is told in a line, and none of them is bound."""
+    before = {**names}
+    with pytest.raises(NameProblem, match=f"could not be rebuilt in the worker: .*{said}"):
+        namespace.receive(payload)
+    assert names == before
+
+
+def test_the_number_of_ranks_changes(names: dict[str, Any], namespace: Namespace) -> None:
+    """Unless a cell has bound the name, to whatever it may be."""
+
+    class Tensor:
+        def __eq__(self, other: object) -> bool:
+            raise RuntimeError("ambiguous")
+
+        __hash__ = None  # type: ignore[assignment]
+
+    mine = Tensor()
+    names.update(world_size=2, own=4, mine=mine, same=2.0)
+    for name in ("world_size", "own", "mine", "same", "gone"):
+        namespace.change(name, 2, 3)
+    assert names["mine"] is mine
+    assert (names["world_size"], names["own"], "gone" in names) == (3, 4, False)
+    assert type(names["same"]) is float
+
+
+# --- what is bound ------------------------------------------------------------------------
+
+
+def test_what_code_binds(names: dict[str, Any], namespace: Namespace) -> None:
+    """New names and other objects: not what changed in place or went, nor IPython's own."""
+    exec("kept = [1]; other = [1]; gone = 1", names)
+    before = namespace.snapshot()
+    exec("kept.append(2); other = [1]; del gone; new = rank; _ = 6; _i3 = 'x'; rank = 0", names)
+    assert namespace.bound_since(before) == {"other", "new"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "for _ in range({}): x = x * 0.5",
+        "for _ in range({}): x = bytes(1000)",
+        "for _ in range({}): x = None; x = Net()",
+        "for _ in range({}): x = None; x = [1, 2]",
+        "del x\nfor _ in range({}): x = Net()",
+    ],
+)
+def test_what_is_bound_again_and_again(
+    names: dict[str, Any], namespace: Namespace, code: str
+) -> None:
+    """It is noticed also where the last object has the place of the one before the code."""
+    names["Net"] = type("Net", (), {})
+    for times in range(1, 9):
+        names["x"] = names["Net"]() if "Net" in code else eval("[0.1]" if "[" in code else "0.1")
+        before = namespace.snapshot()
+        exec(code.format(times), names)
+        assert "x" in namespace.bound_since(before), times
+
+
+def test_threads_that_bind_names(names: dict[str, Any], namespace: Namespace) -> None:
+    """What a cell has left running does not disturb."""
+    over = threading.Event()
+
+    def bind() -> None:
+        while not over.is_set():
+            # Python changes threads where a loop begins again.
+            names.pop("x") if "x" in names else names.update(x=1)
+
+    names.update({f"name{number}": number for number in range(1000)})
+    thread, interval = threading.Thread(target=bind), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    try:
+        for _ in range(20):
+            assert namespace.bound_since(namespace.snapshot()) <= {"x"}
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
+# --- what is imported ---------------------------------------------------------------------
+
+
+def test_what_was_imported(names: dict[str, Any], namespace: Namespace) -> None:
+    """And from where; "" where it is not to be found there, or not any more."""
+    gone = types.ModuleType("gone")
+    exec(
+        "import json as j, os.path as path\nfrom collections import OrderedDict as Ordered\n"
+        "from json import dumps\nfrom math import floor\ndef mine(): pass",
+        names | {"__name__": "__main__"},
+        names,
+    )
+    names.update(gone=gone, nested=test_what_was_imported, value=5)
+    names["inner"] = (lambda: lambda: 0)()
+    names["stale"] = types.FunctionType(json.dumps.__code__, {}, "dumps")
+    names["stale"].__module__ = "json"
+    found = namespace.imported([*names, "nowhere"])
+    assert found == {
+        "j": "json",
+        "path": "posixpath",
+        "Ordered": "collections:OrderedDict",
+        "dumps": "json:dumps",
+        "floor": "math:floor",
+        "gone": "",
+        "nested": f"{__name__}:test_what_was_imported",
+        "inner": "",
+        "stale": "",
+    }
+
+
+def test_imports_of_a_worker_before(
+    names: dict[str, Any],
+    namespace: Namespace,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is there stays; what cannot be imported is said, and the rest is there."""
+    (tmp_path / "nbt_breaks.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names["json"] = 7
+    imports = {
+        "json": "json",
+        "Ordered": "collections:OrderedDict",
+        "method": "json:JSONEncoder.encode",
+        "lost": "",
+        "moved": "json:nowhere",
+        "none": "nbt_nowhere",
+        "breaks": "nbt_breaks",
+    }
+    assert namespace.import_again(imports) == {"Ordered", "method"}
+    assert names["Ordered"] is collections.OrderedDict
+    assert names["method"] is json.JSONEncoder.encode
+    assert names["json"] == 7
+    moved, none, breaks = capsys.readouterr().err.splitlines()
+    assert moved.startswith("`moved` could not be imported again (json:nowhere): AttributeError")
+    assert none.startswith("`none` could not be imported again (nbt_nowhere): ModuleNotFoundError")
+    assert breaks.endswith("(nbt_breaks): ZeroDivisionError: division by zero")
+
+
+# --- what goes ----------------------------------------------------------------------------
+
+
+def opened(payload: Payload | None) -> Any:
+    assert payload is not None
+    return unpickle(open_payload(payload), {})
+
+
+def test_values_of_expressions(names: dict[str, Any], namespace: Namespace) -> None:
+    """By what was asked for; small ones lend nothing."""
+    names["x"] = [1, 2]
+    assert opened(namespace.fetch(["x", "sum(x) + rank"], "a")) == {"x": [1, 2], "sum(x) + rank": 3}
+
+
+@pytest.mark.parametrize(
+    ("expression", "said"),
+    [
+        ("nowhere", "NameError: name 'nowhere' is not defined"),
+        ("no python", "SyntaxError: "),
+        ("1 / rank", "ZeroDivisionError: "),
+        ("lock", "`rank, lock` cannot be sent to the notebook: TypeError: cannot pickle"),
+    ],
+)
+def test_values_that_cannot_be_had(
+    names: dict[str, Any], namespace: Namespace, expression: str, said: str
+) -> None:
+    """One line says why."""
+    names["lock"] = threading.Lock()
+    with pytest.raises(NameProblem) as caught:
+        namespace.fetch(["rank", expression], "a")
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+def is_lent(payload: Payload) -> bool:
+    """Whether this process still has the memory open."""
+    assert payload.segment is not None
+    try:
+        return bool(open_payload(payload))
+    except OSError:
+        return False
+
+
+def test_what_is_big_is_lent(names: dict[str, Any], namespace: Namespace) -> None:
+    """Until it has been read, or the next task comes."""
+    names["big"] = bytes(INLINE_LIMIT)
+    lent = {task: namespace.fetch(["big"], task) for task in "abc"}
+    assert opened(lent["a"]) == {"big": names["big"]}
+    namespace.let_go("a")
+    namespace.let_go("a")
+    assert [is_lent(each) for each in lent.values()] == [False, True, True]
+    namespace.receive(None)
+    assert not any(map(is_lent, lent.values()))
+
+
+def test_what_an_op_returned(namespace: Namespace) -> None:
+    """None is nothing; of what cannot be sent the part is named, and whose result it is."""
+    assert namespace.pack(None, "a", "train") is None
+    assert opened(namespace.pack({"loss": 0.5}, "a", "train")) == {"loss": 0.5}
+    for value, said in (
+        (threading.Lock(), "what train returned (thread lock) cannot be sent back: "),
+        ({"a": [sys._getframe()]}, "what train returned: `result['a'][0]` (frame) cannot be"),
+    ):
+        with pytest.raises(NameProblem) as caught:
+            namespace.pack(value, "a", "train")
+        assert str(caught.value).startswith(said)
