@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nbdist.errors import BadRanks, BadTopology, NotEnoughGpus, count
+from nbdist.errors import BadRanks, BadTopology, NotEnoughGpus, UsageError, count
 
 WorkerCount = int | Literal["auto", "gpu", "cpu"]
 
@@ -32,6 +32,7 @@ DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 
 _WORKERS_WORDS: Mapping[str, WorkerCount] = {"auto": "auto", "gpu": "gpu", "cpu": "cpu"}
 _WORKERS_FORMS = "Use `-n 4`, `-n auto`, `-n gpu` or `-n cpu`."
+_SIZE_FORMS = "`%dist_scale 4` is how many there shall be, `+2` and `-1` how many more or fewer."
 _LAYOUT_FORMS = "Use `-j 4` or `-j 2x4` (2 nodes with 4 workers each)."
 _BACKEND_FORMS = f'Use `--backend gloo`, `nccl`, `"{GPU_BACKEND}"` or `none`.'
 _GPUS_FORM = "Use numbers with commas, `--gpus 0,1,3` or `0-3`."
@@ -39,6 +40,7 @@ _GPUS_FORM = "Use numbers with commas, `--gpus 0,1,3` or `0-3`."
 # A limit on digits, because int() has one too and would raise beyond it.
 _LAYOUT = re.compile(r"(?:([0-9]{1,6})x)?([0-9]{1,6})")
 _NUMBER = re.compile(r"[0-9]{1,6}")
+_SIZE = re.compile(r"([+-]?)([0-9]{1,6})")
 _SPAN = re.compile(r"([0-9]{1,6})-([0-9]{1,6})")
 _SIGNED = re.compile(r"-?[0-9]{1,6}")
 _SLICE = re.compile(r"(-?[0-9]{1,6})?:(-?[0-9]{1,6})?(?::(-?[0-9]{1,6})?)?")
@@ -73,6 +75,24 @@ def resolve(workers: WorkerCount, gpus: int, cores: int) -> int:
             raise BadTopology("-n", "gpu", "no GPU is visible here", _WORKERS_FORMS)
         return gpus
     return workers
+
+
+def parse_size(n: int | str, size: int) -> int:
+    """Say how many workers `n` means for a world that has `size`; UsageError for none."""
+    text = str(n).strip()
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        raise UsageError(f"`%dist_scale {text}`: that is not a number of workers. {_SIZE_FORMS}")
+    sign = "" if isinstance(n, int) else found[1]
+    number = int(text if isinstance(n, int) else found[2])
+    asked = {"": number, "+": size + number, "-": size - number}[sign]
+    if asked < 1:
+        there = f" There are {size}." if sign else ""
+        raise UsageError(
+            f"`%dist_scale {text}`: it takes at least one worker.{there} "
+            "`%dist_shutdown` ends them all."
+        )
+    return asked
 
 
 def usable_cores() -> int:

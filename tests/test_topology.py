@@ -287,3 +287,12 @@ def test_selections_are_not_evaluated():
     """Python in the place of ranks is refused as text."""
     with pytest.raises(BadRanks, match="cannot be read"):
         topology.parse_ranks("__import__('os').getpid()", 4)
+
+
+SIZES = [(3, 3), ("3", 3), ("+2", 6), ("-1", 3), (" +1 ", 5), ("4", 4)]
+
+
+@pytest.mark.parametrize(("n", "size"), SIZES)
+def test_size(n, size):
+    """A number, or how many more or fewer."""
+    assert topology.parse_size(n, 4) == size

@@ -6,7 +6,6 @@ agent, take in whom it has now, advance the state, run the set-up cells in what 
 
 from __future__ import annotations
 
-import re
 import time
 import uuid
 from collections.abc import Collection, Iterable
@@ -18,7 +17,6 @@ from nbdist.errors import (
     NotScaled,
     RanksFreed,
     StartError,
-    UsageError,
     WorkerDied,
     WorkerError,
     WorldBroken,
@@ -46,29 +44,8 @@ SCALE_TIMEOUT = 200.0
 
 KILL_TIMEOUT = 5.0
 
-SIZE = re.compile(r"([+-]?)([0-9]{1,6})")
-FORMS = "`%dist_scale 4` is how many there shall be, `+2` and `-1` how many more or fewer."
-
 LASTING = (NAME_PROBLEM, "KeyboardInterrupt", "SyntaxError", "IndentationError", "TabError")
 """Failures that another attempt would meet again, or that were wanted."""
-
-
-def parse_size(n: int | str, size: int) -> int:
-    """Say how many workers `n` means for a world that has `size`; UsageError for none."""
-    text = str(n).strip()
-    found = SIZE.fullmatch(text)
-    if found is None:
-        raise UsageError(f"`%dist_scale {text}`: that is not a number of workers. {FORMS}")
-    sign = "" if isinstance(n, int) else found[1]
-    number = int(text if isinstance(n, int) else found[2])
-    asked = {"": number, "+": size + number, "-": size - number}[sign]
-    if asked < 1:
-        there = f" There are {size}." if sign else ""
-        raise UsageError(
-            f"`%dist_scale {text}`: it takes at least one worker.{there} "
-            "`%dist_shutdown` ends them all."
-        )
-    return asked
 
 
 # --- from one group to another ----------------------------------------------------------------

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from nbdist import topology
 from nbdist.config import Patience, read_restarts
 from nbdist.errors import AgentLost, StartError, WorldNotStarted
 from nbdist.wire.messages import Request
@@ -192,7 +193,7 @@ class Session(Workers):
         if not self.state.has_workers:
             raise self.lost or WorldNotStarted("`%dist_scale`")
         self.check_ready()
-        size = recovery.parse_size(n, self.size)
+        size = topology.parse_size(n, self.size)
         if size != self.size:
             recovery.scale(self, size)
 

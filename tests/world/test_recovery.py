@@ -21,7 +21,6 @@ from nbdist.errors import (
     WorldBusy,
     WorldNotStarted,
 )
-from nbdist.world.recovery import parse_size
 from nbdist.world.spec import scaled
 from nbdist.world.states import State
 from nbdist.world.world import World
@@ -273,15 +272,6 @@ def test_new_ranks_have_log_files(tmp_path: Path) -> None:
             world.scale(1)
         (log,) = tmp_path.glob("*/attempt_0/1/stdout.log")
         assert log.read_text() == "first\nsecond\n"
-
-
-SIZES = [(3, 3), ("3", 3), ("+2", 6), ("-1", 3), (" +1 ", 5), ("4", 4)]
-
-
-@pytest.mark.parametrize(("n", "size"), SIZES)
-def test_size(n: int | str, size: int) -> None:
-    """A number, or how many more or fewer."""
-    assert parse_size(n, 4) == size
 
 
 @pytest.mark.parametrize("n", [0, -1, "0", "-4", "-9", "", "x", "1.5", "2x4", "++1", "1e3", "٣"])

@@ -6,7 +6,8 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.errors import count
 from nbdist.notebook.command import Line, command
-from nbdist.world.recovery import parse_size, scaled_text
+from nbdist.topology import parse_size
+from nbdist.world.recovery import scaled_text
 
 
 @command(argument("size", help="how many workers: 4; or how many more or fewer: +2, -1"))
