@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from inspect import Signature
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
+from typing import Any, Concatenate, Literal, ParamSpec, TypedDict, TypeVar, Unpack, get_args
 
 from nbdist.errors import UsageError
 from nbdist.topology import parse_backend, parse_layout, parse_workers
@@ -296,13 +296,38 @@ class WorldConfig:
         """What holds for its cells."""
         return Patience(self.hang_timeout, self.free)
 
-    def but(self, **changes: Any) -> WorldConfig:
+    def but(self, n: int | str | None = None, **changes: Unpack[Changes]) -> WorldConfig:
         """Make another that differs in these; of `n` and `layout` the newer holds, `env` grows."""
-        if "layout" in changes or "n" in changes:
-            changes = {"n": "auto", "layout": None, **changes}
-        if "env" in changes:
-            changes["env"] = {**self.env, **read_environ(changes["env"])}
-        return replace(self, **changes)
+        new: dict[str, Any] = {**changes} if n is None else {**changes, "n": n}
+        if "layout" in new or "n" in new:
+            new = {"n": "auto", "layout": None, **new}
+        if "env" in new:
+            new["env"] = {**self.env, **read_environ(new["env"])}
+        return replace(self, **new)
+
+
+class Changes(TypedDict, total=False):
+    """What a world can be given anew besides its size: all other fields of `WorldConfig`."""
+
+    layout: str | None
+    backend: str | None
+    gpus: str | None
+    share_gpus: bool
+    name: str | None
+    pool: str
+    env: Mapping[str, str]
+    env_file: str | None
+    debug: bool
+    python: str | None
+    wrap: str | None
+    cpus: int | None
+    launcher: str
+    fork: bool
+    on_failure: OnFailure
+    hang_timeout: float
+    free: bool
+    log_dir: str | None
+    show: bool
 
 
 OPTIONS: Mapping[str, Option] = {each.name: each.metadata["option"] for each in fields(WorldConfig)}

@@ -6,12 +6,12 @@ import inspect
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from nbdist import World
-from nbdist.config import OPTIONS, Patience, WorldConfig, unquoted, whole_number
+from nbdist.config import OPTIONS, Changes, Patience, WorldConfig, unquoted, whole_number
 from nbdist.errors import UsageError
 
 README = Path(__file__).parent.parent / "README.md"
@@ -67,6 +67,13 @@ def test_a_restart_changes_what_it_says() -> None:
     assert WorldConfig(n=3).but(layout="2x2") == WorldConfig(layout="2x2")
     assert asked.but(env={"B": "2"}).env == {"A": "1", "B": "2"}
     assert WorldConfig(share_gpus=True).but(n=3).share_gpus
+
+
+def test_all_that_can_be_changed_is_typed() -> None:
+    """As the fields are, each of them."""
+    known = {field.name for field in fields(WorldConfig)}
+    hints = {name: kind for name, kind in get_type_hints(WorldConfig).items() if name in known}
+    assert {"n": int | str, **get_type_hints(Changes)} == hints
 
 
 def test_its_text_has_what_was_said_and_no_secrets() -> None:

@@ -109,7 +109,7 @@ class Pool:
             check_same(world, options)
             world.session.on_failure = options.on_failure or world.session.on_failure
             return world
-        world = self._new_world(options, self.world)
+        world = self._new_world(options)
         self._start(world, display)
         return world
 
@@ -133,14 +133,12 @@ class Pool:
         self, options: argparse.Namespace, keep: Sequence[str], display: CellDisplay
     ) -> World:
         """Have new workers, as the ones before but for what the options say."""
-        old, changes = self.world, given(options)
-        if old is not None:
-            _complete_shutdown(old)
-        launcher = old.session.config.launcher if old else ""
-        if old is None or changes.get("launcher", launcher) != launcher:
-            world = self._replace_world(options, old, keep, display)
+        world, changes = self.world, given(options)
+        if world is None:
+            world = self._new_world(options)
+            self._start(world, display)
         else:
-            world = old
+            _complete_shutdown(world)
             display.wait_for("restarting")
             world.restart(keep=keep, **changes)
             self.ledger.forget()
@@ -180,29 +178,12 @@ class Pool:
                 link.close()
         self._link = self.world = None
 
-    def _new_world(self, options: argparse.Namespace, old: World | None) -> World:
-        config = old.session.config if old else WorldConfig(pool=self.name)
+    def _new_world(self, options: argparse.Namespace) -> World:
+        config = self.world.session.config if self.world else WorldConfig(pool=self.name)
         world = World(**vars(config.but(**given(options))))
         if self._link is not None and world.session.config.launcher == WorldConfig.launcher:
             world.session.adopt(self._link)
             self._link = None
-        return world
-
-    def _replace_world(
-        self,
-        options: argparse.Namespace,
-        old: World | None,
-        keep: Sequence[str],
-        display: CellDisplay,
-    ) -> World:
-        """Put another world in the place of the old one, with its set-up cells."""
-        world = self._new_world(options, old)
-        kept = old.session.take(keep, old.session.everyone) if old else {}
-        if old is not None:
-            world.session.setup, old.session.setup = old.session.setup, world.session.setup
-            old.shutdown()
-        self._start(world, display)
-        world.session.begin(kept)
         return world
 
     def _start(self, world: World, display: CellDisplay) -> None:

@@ -10,15 +10,16 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 from nbdist import topology
-from nbdist.config import Patience, read_restarts
+from nbdist.config import Changes, Patience, read_restarts
 from nbdist.errors import AgentLost, StartError, WorldNotStarted
 from nbdist.wire.messages import Request
 from nbdist.wire.payload import open_payload, pack_frames
 from nbdist.wire.task import Attempt, Call, Source, Task, Work
 from nbdist.world import following, recovery
+from nbdist.world.launchers import find_launcher
 from nbdist.world.result import CellResult
 from nbdist.world.running import News, RunningTask
 from nbdist.world.states import State
@@ -153,23 +154,24 @@ class Session(Workers):
         """Do about deaths and broken collectives what `on_failure` says; nothing if all is well."""
         recovery.heal(self)
 
-    def restart(self, keep: Sequence[str] = (), **changes: Any) -> None:
+    def restart(
+        self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Unpack[Changes]
+    ) -> None:
         """End all workers and start new ones, out of every state; with what `keep` names."""
         kept = self.take(keep, self.everyone)
         # The notebook's environment, path and folder may have changed meanwhile.
         before, size = self.config, self.size
-        self.configure(before.but(**changes))
+        after = before.but(n, **changes)
+        if is_moved := after.launcher != before.launcher:
+            find_launcher(after.launcher)  # UsageError, with all workers left as they are
+        self.configure(after)
         self.setup.scale(size, self.size)
         try:
-            self.start_anew()
+            self.start_anew(agent_too=is_moved)
         except StartError:
             self.setup.scale(self.size, size)
             self.configure(before)
             raise
-        self.begin(kept)
-
-    def begin(self, kept: Kept) -> None:
-        """Give new workers what they begin with: set-up cells, then values of those before."""
         error = recovery.replay(self, self.everyone)
         self.give_back(kept)
         if error:

@@ -210,8 +210,8 @@ class Workers:
         """Start them, unless they are there; where it takes long a terminal's stderr says so."""
         show_on_terminal(self.starting_texts())
 
-    def start_anew(self) -> None:
-        """End them all, and start as many; without set-up tasks."""
+    def start_anew(self, *, agent_too: bool = False) -> None:
+        """End them all, with their agent if so wanted, and start as many; no set-up tasks."""
         # Where Stop has cut their end short, it is asked for again.
         are_there = self.state.has_workers or self.state is State.STOPPING
         if self._link is not None and self._link.is_up and are_there:
@@ -220,6 +220,8 @@ class Workers:
                 self._link.call(StopWorld(RESTART_GRACE))
             self.advance(Event.STOPPED)
         self._forget_outputs()
+        if agent_too:
+            self.close_link()
         self.start()
 
     def shutdown(self) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, Unpack
 
-from nbdist.config import Patience, WorldConfig, takes_options
+from nbdist.config import Changes, Patience, WorldConfig, takes_options
 from nbdist.errors import NbdistError
 from nbdist.wire.messages import GetStacks, GetStatus
 from nbdist.wire.ops import Cleaned
@@ -92,14 +92,19 @@ class World:
         """
         self.session.start()
 
-    def restart(self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Any) -> None:
+    def restart(
+        self,
+        n: int | str | None = None,
+        keep: Sequence[str] = (),
+        **changes: Unpack[Changes],
+    ) -> None:
         """End all workers and start new ones, out of every state; variables are lost.
 
         But for those named in `keep`, which each rank has to be ready to give away; CUDA
         tensors come back on the CPU.  `changes` are arguments of `World` that describe the
         workers; the others stay as they are.
         """
-        self.session.restart(keep, **(changes if n is None else {"n": n, **changes}))
+        self.session.restart(n, keep, **changes)
 
     def shutdown(self) -> None:
         """End all workers and their agent; nothing of them is left."""

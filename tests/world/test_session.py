@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 import pytest
 
-from nbdist.errors import WorkerError
+from nbdist.errors import UsageError, WorkerError
+from nbdist.world.launchers import GROUP
 from nbdist.world.session import Session
 from nbdist.world.states import State
 from nbdist.world.world import World
@@ -60,3 +63,38 @@ def test_values_outlive_their_worker(session: Session) -> None:
     session.give_back(kept)
     result = session.run(session.task(fetch=("both[0] is both_too",)))
     assert list(result) == [True]
+
+
+LAUNCHER = """
+from nbdist.launch.local import LocalAgent
+class Other:
+    def launch(self, runtime, *, fork_server):
+        agent = LocalAgent(runtime, fork_server=fork_server)
+        agent.host = "elsewhere"
+        return [agent]
+"""
+
+
+def test_another_launcher_starts_another_agent(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that there is not is refused in a line, and leaves the workers as they are."""
+    (tmp_path / "other_launcher.py").write_text(LAUNCHER)
+    metadata = tmp_path / "other_launcher-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: other_launcher\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(f"[{GROUP}]\nother = other_launcher:Other\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    session.run(session.task("x = 7"))
+    before, agent = session.pids, session.link.agents[0]
+    with pytest.raises(UsageError, match="`--launcher nowhere`: there are only local, other"):
+        session.restart(launcher="nowhere", n=2)
+    assert (session.pids, session.size, session.config.launcher) == (before, 1, "local")
+    session.restart(keep=["x"], launcher="other")
+    assert (session.host, session.link.agents[0].host) == ("elsewhere", "elsewhere")
+    assert not psutil.pid_exists(agent.pid)
+    assert list(session.run(session.task(fetch=("x",)))) == [7]
+    session.restart()
+    assert session.host == "elsewhere"
+    session.restart(launcher="local")
+    assert session.host == agent.host
