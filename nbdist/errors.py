@@ -214,7 +214,7 @@ class WorldBusy(UsageError):
         verb = "is" if len(self.ranks) == 1 else "are"
         super().__init__(
             f"{name_ranks(self.ranks)} {verb} still running an earlier cell, for {seconds:.1f} s "
-            "now. Wait for it, stop it with the Stop button, or start anew with `%dist_restart`."
+            "now. Wait for it, stop it with `%dist_interrupt`, or start anew with `%dist_restart`."
         )
 
 
