@@ -148,8 +148,8 @@ def test_ipython_shows_the_line_and_no_traceback():
         ),
         (
             errors.WorldBusy([2], 3),
-            "rank 2 is still running an earlier cell, for 3.0 s now. Wait for it, stop it with "
-            "the Stop button, or start anew with `%dist_restart`.",
+            "rank 2 is still running an earlier cell, for 3.0 s now. Wait for it, stop it "
+            "with `%dist_interrupt`, or start anew with `%dist_restart`.",
         ),
         (
             errors.WorldStuck([0, 1]),

@@ -8,6 +8,7 @@ from nbdist.errors import Interrupted, UsageError, name_ranks
 from nbdist.notebook.cells import check_end, follow
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import at_once, given, ranks_option, world_options
+from nbdist.output.transcript import follows
 from nbdist.world.recovery import healing_text
 
 
@@ -42,12 +43,13 @@ def dist_restart(line: Line) -> str:
 def dist_interrupt(line: Line) -> str:
     """Stop what the workers run, as the Stop button does."""
     pool = line.pool
-    running = pool.last
+    running = pool.world.session.running if pool.world is not None else None
     if pool.world is None or running is None or not running.unfinished:
         return "no cell is running on the workers"
     pool.world.interrupt()
     follow(pool, pool.world, running, pool.display())
-    check_end(pool, pool.world, running, stopped=False)
+    if running.unfinished or not all(map(follows, running.transcript.errors.values())):
+        check_end(pool, pool.world, running, stopped=False)
     return str(Interrupted(running.task.ranks))
 
 

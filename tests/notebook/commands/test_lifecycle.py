@@ -49,3 +49,20 @@ def test_a_stopped_shutdown_is_completed(fresh: Callable[..., Notebook], then: s
     assert notebook.run("%dist_status").text.splitlines()[0].endswith(" · gloo · ready")
     assert notebook.run("%dist_shutdown").errors == []
     assert notebook.process.children(recursive=True) == []
+
+
+@pytest.mark.shared_world
+def test_a_task_that_nothing_follows(notebook: Notebook):
+    """A cell is told how to end it, and does not wait; variables are kept."""
+    notebook.run("%%distributed\nkept = rank")
+    notebook.run(
+        "from nbdist.notebook.extension import _loaded\n"
+        "world = _loaded[get_ipython()][0].default.world\n"
+        "running = world.submit(world.task('import time; time.sleep(600)'))"
+    )
+    (error,) = notebook.run("%%distributed\npass").errors
+    assert "stop it with `%dist_interrupt`" in error["evalue"]
+    said = notebook.run("%dist_interrupt")
+    last = said.displays[-1]["data"]["text/plain"]
+    assert (said.errors, last) == ([], "ranks 0-3 have stopped; all variables are kept.")
+    assert notebook.run("%%distributed\nassert kept == rank").errors == []
