@@ -6,7 +6,7 @@ Called by commands, on IPython's own thread.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from nbdist.notebook.pool import Pool
     from nbdist.notebook.shipping.plan import Shipment
     from nbdist.wire.task import Task, Work
+    from nbdist.world.names import NameTable
     from nbdist.world.running import RunningTask
     from nbdist.world.world import World
 
-Pack = Callable[[], "Shipment | None"]
-"""Says what has to go along now; asked before each attempt."""
+Pack = Callable[["NameTable"], "Shipment | None"]
+"""Says what has to go along, by who has which name; asked before each attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +44,6 @@ class RunOptions:
     patience: Patience | None = None
     setup: str = ""
     max_restarts: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """One that has ended: what went along, and the ranks that were replaced after it."""
-
-    running: RunningTask
-    shipment: Shipment | None
-    replaced: Iterable[int] = ()
 
 
 def run_source(
@@ -73,7 +65,7 @@ def run_source(
     if options:
         setup = _cell_key(pool.shell, source) if options.setup else ""
         how = run_options(world, options, setup)
-    pack = partial(plan, python, pool.ledger, task.ranks, pool.shell.user_ns_hidden)
+    pack = partial(plan, python, ranks=task.ranks, hidden=pool.shell.user_ns_hidden)
     run_attempts(pool, world, task, pack, display, how)
 
 
@@ -111,26 +103,23 @@ def run_attempts(
 ) -> None:
     """Run a cell and show it; raises the error of its last attempt when that failed too.
 
-    What an attempt has bound counts only once there is no other: so each has the names of
-    the notebook as the first one had them, and new ranks get those that they lack.
+    What an attempt has bound is no matter to the next: so each has the names of the notebook
+    as the first one had them, and new ranks get those that they lack.
     """
     how = how or RunOptions()
-    earlier: list[_Attempt] = []
-    try:
-        for attempt in world.session.attempts(task, how.max_restarts):
-            last = _attempt(pool, world, attempt, pack(), display, how)
-            if not last.running.restart:
-                break
-            _keep_why(pool, last.running)
-            display = pool.display()
-            display.note(last.running.restart)
-            earlier.append(replace(last, replaced=tuple(pool.forget_replaced())))
-    finally:
-        for failed in earlier:
-            _record(pool, failed)
-            pool.ledger.forget(failed.replaced)
-    _record(pool, last)
-    check_end(pool, world, last.running)
+    names = world.session.names.copy()
+    for attempt in world.session.attempts(task, how.max_restarts):
+        pids = world.pids
+        running = _attempt(pool, world, attempt, pack(names), display, how)
+        if not running.restart:
+            break
+        _keep_why(pool, running)
+        display = pool.display()
+        display.note(running.restart)
+        new = [rank for rank, pid in world.pids.items() if pid != pids.get(rank)]
+        names.taken_over(new, world.session.names)
+        world.session.take_replaced()
+    check_end(pool, world, running)
 
 
 def _attempt(
@@ -140,14 +129,15 @@ def _attempt(
     shipment: Shipment | None,
     display: CellDisplay,
     how: RunOptions,
-) -> _Attempt:
+) -> RunningTask:
     for notice in shipment.notices if shipment else ():
         display.note(notice)
     if shipment and shipment.names:
         task = replace(task, names=shipment.payload)
     segment = shipment.segment if shipment else None
     try:
-        running = pool.last = world.submit(task, how.patience)
+        shipped = shipment.records if shipment else {}
+        running = pool.last = world.session.submit(task, how.patience, shipped)
         follow(pool, world, running, display)
         if how.setup and not running.error():
             world.session.setup.keep(how.setup, task, segment)
@@ -155,15 +145,7 @@ def _attempt(
     finally:
         if segment:
             segment.close()
-    return _Attempt(running, shipment)
-
-
-def _record(pool: Pool, attempt: _Attempt) -> None:
-    """Enter in the ledger what has reached the ranks, and what they have bound."""
-    running, shipment = attempt.running, attempt.shipment
-    if shipment:
-        pool.ledger.shipped(shipment.records, running.ranks_with_names)
-    pool.ledger.bound_on_workers(running.bound, running.task.ranks)
+    return running
 
 
 # --- following --------------------------------------------------------------------------
@@ -185,8 +167,8 @@ def follow(pool: Pool, world: World, running: RunningTask, display: CellDisplay 
 def check_end(
     pool: Pool, world: World, running: RunningTask, *, stopped: bool | None = None
 ) -> None:
-    """Forget what replaced ranks had, and raise the one error of a cell that failed."""
-    pool.forget_replaced()
+    """Raise the one error of a cell that failed, which says what became of dead ranks."""
+    world.session.take_replaced()
     killed = running.killed_by_stop
     stopped = bool(running.stops) if stopped is None else stopped
     if stopped and not running.unfinished and (killed or not running.died):

@@ -13,7 +13,6 @@ from nbdist.notebook.late import Ended
 from nbdist.notebook.options import check_same, given
 from nbdist.notebook.routine import Routine
 from nbdist.notebook.shipping.free_names import names_bound
-from nbdist.notebook.shipping.ledger import Ledger
 from nbdist.notebook.why import Why, idle_end, why_died
 from nbdist.world.recovery import healing_text
 from nbdist.world.states import State
@@ -21,13 +20,13 @@ from nbdist.world.world import World
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import Any
 
     from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
     from nbdist.notebook.display import CellDisplay
     from nbdist.notebook.settings import NbDist
-    from nbdist.output.events import Died
     from nbdist.world.link import Link
     from nbdist.world.running import RunningTask
 
@@ -44,16 +43,16 @@ class Pool:
         self.settings = settings
         self.name = name
         self.world: World | None = None
-        self.ledger = Ledger(shell.user_ns)
         self.last: RunningTask | None = None
         self.ended = Ended()
         self.why: Why | None = None
         self.routine = Routine()
+        self._size = 0  # as it was last shown
         self._link: Link | None = None
         self._idle = IdleWatch(self._notice)
 
     def __repr__(self) -> str:
-        return f"<Pool {self.name} {self.world} {self.ledger}>"
+        return f"<Pool {self.name} {self.world}>"
 
     # --- what there is --------------------------------------------------------------------
 
@@ -124,9 +123,9 @@ class Pool:
             display.note(text)
         if self.world is None or self.world.state is State.STOPPED:
             return None
-        before, now = self.world.session.losses.take_size_before(), self.world.size
-        if before not in (None, now):
-            display.note(f"world {before} -> {now}")
+        before, self._size = self._size, self.world.size
+        if before != self._size:
+            display.note(f"world {before} -> {self._size}")
         return self.world
 
     def restart(
@@ -141,26 +140,16 @@ class Pool:
             _complete_shutdown(world)
             display.wait_for("restarting")
             world.restart(keep=keep, **changes)
-            self.ledger.forget()
-            self.ended.forget()
-            self._watch_while_idle()
+            self._started(world)
             if changes and world.session.warning:
                 display.note(world.session.warning)
-        self.ledger.bound_on_workers(keep, range(world.size))
         return world
-
-    def forget_replaced(self) -> dict[int, Died | None]:
-        """Drop what replaced ranks had; say which they are, and how they died."""
-        replaced = self.world.session.losses.take_replaced() if self.world is not None else {}
-        self.ledger.forget(replaced)
-        return replaced
 
     def shutdown(self) -> bool:
         """End the workers and the agent; say whether there were workers."""
         had_workers, link = self.has_workers, self._link
         self._link = None
         self._idle.stop()
-        self.ledger.forget()
         if link is not None:
             link.close()
         if self.world is not None:
@@ -181,14 +170,13 @@ class Pool:
     def _new_world(self, options: argparse.Namespace) -> World:
         config = self.world.session.config if self.world else WorldConfig(pool=self.name)
         world = World(**vars(config.but(**given(options))))
+        world.session.namespace = self.shell.user_ns  # an embedded shell's is not `__main__`'s
         if self._link is not None and world.session.config.launcher == WorldConfig.launcher:
             world.session.adopt(self._link)
             self._link = None
         return world
 
     def _start(self, world: World, display: CellDisplay) -> None:
-        self.ledger.forget()
-        self.ended.forget()
         if world.session.warning:
             display.note(world.session.warning)
         display.wait_for(f"starting {count(world.size, 'worker')} …")
@@ -199,20 +187,31 @@ class Pool:
             raise Interrupted(()) from None
         for text in world.session.lacks:
             display.note(text.rstrip("."))
-        self.world = world
+        self._started(world)
+
+    def _started(self, world: World) -> None:
+        """Take note of new workers."""
+        self.world, self._size = world, world.size
+        self.ended.forget()
         self._watch_while_idle()
 
     # --- while no cell runs ---------------------------------------------------------------
 
     def notice_cell(self, raw_cell: str) -> None:
         """Count what a cell of the notebook has bound as the notebook's."""
-        if raw_cell.lstrip().startswith(("%%distributed", "%%rank")):
+        if self.world is None or raw_cell.lstrip().startswith(("%%distributed", "%%rank")):
             return
         try:
             bound = names_bound(self.shell.transform_cell(raw_cell))
         except SyntaxError:
             return  # it bound nothing
-        self.ledger.bound_in_notebook(bound)
+        self.world.session.names.bound_in_notebook(bound)
+
+    def bind_gathered(self, name: str, target: str, values: Mapping[int, Any]) -> None:
+        """Bind here what ranks have; under its own name that stays theirs in the next cell."""
+        self.shell.user_ns[target] = [*values.values()]
+        if self.world is not None and target == name:
+            self.world.session.names.gathered(name, values.keys())
 
     def _watch_while_idle(self) -> None:
         self._idle.follow(self.world.session.link if self.world and self.has_workers else None)
@@ -240,7 +239,7 @@ class Pool:
         if not world.session.is_idle:
             return
         world.session.heal()
-        dead = {rank: died for rank, died in self.forget_replaced().items() if died is not None}
+        dead = world.session.take_replaced()
         for rank, died in dead.items():
             self.why = why_died(rank, world.session.host, died, self.log_files().get(rank, ""))
             display.note(f"rank {rank} {idle_end(died)}")

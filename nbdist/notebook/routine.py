@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from nbdist.world.losses import list_names
+from nbdist.world.names import list_names
 
 if TYPE_CHECKING:
     from nbdist.world.snapshot_store import Snapshot

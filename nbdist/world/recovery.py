@@ -30,7 +30,6 @@ from nbdist.output.events import NAME_PROBLEM, SCRIPT_FAILED, Died, Failure, Ran
 from nbdist.wire.messages import Heal, Healed, Kill, Scale
 from nbdist.wire.task import Task
 from nbdist.world.following import finish, follow
-from nbdist.world.losses import replaced_text
 from nbdist.world.running import RunningTask
 from nbdist.world.spec import scaled
 from nbdist.world.states import Event, State
@@ -70,8 +69,7 @@ def heal(workers: Workers) -> None:
     """
     if workers.state is not State.BROKEN:
         return
-    dead = workers.losses.dead
-    if not dead or workers.on_failure == "heal":
+    if not workers.dead or workers.on_failure == "heal":
         # Workers in the place of the dead, and a group of all.
         replaced, _ = _regroup(workers, Event.HEAL, Heal(), HEAL_TIMEOUT)
         replay(workers, replaced)
@@ -86,7 +84,7 @@ def replace(workers: Workers, ranks: Iterable[int]) -> None:
     ending = set(ranks)
     workers.link.call(Kill(tuple(ending)))
     deadline = time.monotonic() + KILL_TIMEOUT
-    while not workers.losses.dead.keys() >= ending and time.monotonic() < deadline:
+    while not workers.dead.keys() >= ending and time.monotonic() < deadline:
         workers.receive(max(0.0, deadline - time.monotonic()))
     if workers.state is State.BROKEN:
         replaced, _ = _regroup(workers, Event.HEAL, Heal(), HEAL_TIMEOUT)
@@ -123,13 +121,12 @@ def _regroup(
         # Ranks that have died meanwhile were replaced, too.
         workers.receive_waiting()
         workers.take_healed(healed)
-        workers.losses.end_from(workers.size)
-        if again := {r for r, died in workers.losses.dead.items() if died.pid == healed.pids[r]}:
+        if again := {r for r, died in workers.dead.items() if died.pid == healed.pids[r]}:
             workers.problem = f"{name_ranks(again)} died again"
         if workers.problem:
             return (), healed.not_scaled
         outcome = Event.HEALED
-        return workers.losses.replace(made), healed.not_scaled
+        return workers.replace_dead(made), healed.not_scaled
     except AgentLost as lost:
         outcome, workers.problem = Event.AGENT_LOST, ""
         workers.take_loss(lost)
@@ -140,14 +137,14 @@ def _regroup(
 
 def _restart_all(workers: Workers) -> None:
     """Start all workers anew, as torchrun does."""
-    dead = workers.losses.dead
+    dead = workers.dead
     try:
         workers.start_anew()
         workers.problem = ""
     except (AgentLost, StartError) as error:
         workers.problem = str(error)
         return
-    workers.losses.replace_all(workers.size, dead)
+    workers.replaced = dead
     replay(workers, workers.everyone)
 
 
@@ -204,7 +201,7 @@ def refusal(workers: Workers) -> NbdistError | None:
 
 def _death(workers: Workers) -> NbdistError:
     """Return why the workers share no group; said again for every task until a restart."""
-    running, dead = workers.running, workers.losses.dead
+    running, dead = workers.running, workers.dead
     if running is not None and running.died:
         running.fate = healing_text(workers, running.deaths)
         if error := running.error():
@@ -259,8 +256,17 @@ def healing_text(workers: Workers, dead: Iterable[int]) -> str:
         done = "All workers were started anew (`--on-failure restart-all`)"
         return f"{done}; their variables are lost.{workers.setup.problem}"
     ranks = tuple(dead)
-    said = replaced_text(ranks, workers.losses.lacking(ranks))
+    said = replaced_text(ranks, workers.names.lacking(ranks))
     return f"{said}{_others_text(workers, ranks)}.{workers.setup.problem}"
+
+
+def replaced_text(ranks: Iterable[int], lacking: str) -> str:
+    """Write `rank 2 was replaced and has lost its variables (model, x)`."""
+    who = name_ranks(ranks)
+    lost = "were replaced and have lost their variables"
+    if not who.startswith("ranks"):
+        lost = "was replaced and has lost its variables"
+    return f"{who} {lost}" + (f" ({lacking})" if lacking else "")
 
 
 def stop_text(workers: Workers, killed: Iterable[int]) -> str:
@@ -270,7 +276,7 @@ def stop_text(workers: Workers, killed: Iterable[int]) -> str:
     if workers.state is State.BROKEN or workers.on_failure != "heal":
         return f"{said}. {healing_text(workers, ranks)}"
     said += " and was replaced" if len(ranks) == 1 else " and were replaced"
-    lost = workers.losses.lacking(ranks)
+    lost = workers.names.lacking(ranks)
     said += f"; variables lost: {lost}" if lost else ""
     return f"{said}{_others_text(workers, ranks)}.{workers.setup.problem}"
 
@@ -282,7 +288,7 @@ def scaled_text(workers: Workers, before: int) -> str:
     if not new:
         return text
     verb = "is" if len(new) == 1 else "are"
-    lacking = workers.losses.lacking(new)
+    lacking = workers.names.lacking(new)
     if lacking:
         lacks = "lacks" if len(new) == 1 else "lack"
         verb = f"{verb} new and {lacks} {lacking} · `%dist_sync NAME --from 0` copies names there"

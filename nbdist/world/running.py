@@ -43,6 +43,7 @@ from nbdist.world.hangs import (
     why_aborted,
     why_died,
 )
+from nbdist.world.names import Shipped
 from nbdist.world.result import CellResult
 
 GPU_UNCHANGED = 1.0
@@ -100,12 +101,20 @@ class Crew:
 class RunningTask:
     """A task from the time when it was sent: what its ranks have said, and where they are.
 
-    `transcript` has all that they have shown so far.  When it is over, `fate` says what was
-    done about ranks that died, and `restart` why it is to be run again, "" where it is not.
+    `transcript` has all that they have shown so far, `shipped` says what its names are.  When it
+    is over, `fate` says what was done about ranks that died, and `restart` why it is to be run
+    again, "" where it is not.
     """
 
-    def __init__(self, task: Task, patience: Patience, crew: Crew) -> None:
+    def __init__(
+        self,
+        task: Task,
+        patience: Patience,
+        crew: Crew,
+        shipped: Mapping[str, Shipped] | None = None,
+    ) -> None:
         self.task = task
+        self.shipped = shipped or {}
         self.patience = patience
         self.transcript = Transcript(task.ranks)
         self.crew = crew
@@ -327,24 +336,15 @@ class RunningTask:
 
     # --- what became of it ----------------------------------------------------------------
 
-    @property
-    def ranks_with_names(self) -> tuple[int, ...]:
-        """The ranks where the names that came along were bound, as far as is known."""
-        refused = {
-            rank
-            for rank, error in self.transcript.errors.items()
-            if isinstance(error, Failure) and error.name == NAME_PROBLEM
-        }
-        return tuple(rank for rank in self.task.ranks if rank not in refused)
-
-    @property
-    def bound(self) -> frozenset[str]:
-        """Names that it bound on any rank."""
-        return frozenset().union(*(done.bound for done in self._done().values()))
+    def received(self, rank: int) -> Mapping[str, Shipped]:
+        """Return what of `shipped` this rank has, as far as is known."""
+        error = self.transcript[rank].error
+        was_refused = isinstance(error, Failure) and error.name == NAME_PROBLEM
+        return {} if was_refused else self.shipped
 
     @property
     def made(self) -> frozenset[str]:
-        """The same without what it imported."""
+        """Names that it bound on any rank, without what it imported."""
         return frozenset().union(*(done.made for done in self._done().values()))
 
     def result(self) -> CellResult[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -20,6 +20,7 @@ from nbdist.wire.payload import open_payload, pack_frames
 from nbdist.wire.task import Attempt, Call, Source, Task, Work
 from nbdist.world import following, recovery
 from nbdist.world.launchers import find_launcher
+from nbdist.world.names import Shipped
 from nbdist.world.result import CellResult
 from nbdist.world.running import News, RunningTask
 from nbdist.world.states import State
@@ -52,8 +53,15 @@ class Session(Workers):
         work = Source(work) if isinstance(work, str) else work
         return Task(uuid.uuid4().hex, on, work, **fields)
 
-    def submit(self, task: Task, patience: Patience | None = None) -> RunningTask:
+    def submit(
+        self,
+        task: Task,
+        patience: Patience | None = None,
+        shipped: Mapping[str, Shipped] | None = None,
+    ) -> RunningTask:
         """Send a task to all of its ranks at once, which are made ready first.
+
+        `shipped` is what its names are, where they are the notebook's.
 
         Raises what keeps it from running, with nothing sent: WorldNotStarted, WorldBusy,
         WorkerDied, AgentLost.
@@ -63,7 +71,7 @@ class Session(Workers):
         if self.is_idle:
             self.heal()
         self.check_ready()
-        return self.send(task, patience)
+        return self.send(task, patience, shipped)
 
     def follow(self, running: RunningTask) -> Iterator[News]:
         """Yield what its ranks have shown since the last time, until all have finished it.

@@ -35,7 +35,7 @@ def take(
     Raises UsageError where that cannot be done, and what a cell raises.
     """
     everybody = range(session.size)
-    wanted = {r: sorted(session.losses.bound(r)) if names is None else [*names] for r in everybody}
+    wanted = {r: session.names.bound(r) if names is None else [*names] for r in everybody}
     with store.writing(name) as folder:
         arguments = {"folder": str(folder), "wanted": wanted, "leave_out": names is None}
         parts: dict[int, Written] = _call(session, "write", None, **arguments)

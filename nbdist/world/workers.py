@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from nbdist import topology
 from nbdist.config import OnFailure, Patience, WorldConfig
 from nbdist.errors import AgentLost, StartError, WorldNotStarted, count
-from nbdist.output.events import Died, Record, Visible
+from nbdist.output.events import Died, Done, Record, Visible
 from nbdist.wire.messages import (
     Aborted,
     Healed,
@@ -30,7 +30,7 @@ from nbdist.wire.start import WorldSpec
 from nbdist.wire.task import Task
 from nbdist.world.launchers import find_launcher
 from nbdist.world.link import Link
-from nbdist.world.losses import Losses
+from nbdist.world.names import NameTable, Shipped
 from nbdist.world.records import hand_over, wanted_level
 from nbdist.world.running import Crew, RunningTask
 from nbdist.world.setup import Setup
@@ -54,6 +54,7 @@ class Workers:
 
     `state` changes through `advance` alone.  `late` has what ranks have shown outside of
     tasks, `problem` why they share no group, `lacks` what is missing in their libraries.
+    `names` says who has which, `dead` which ranks have died, `replaced` where others are now.
     """
 
     def __init__(self, config: WorldConfig) -> None:
@@ -64,7 +65,9 @@ class Workers:
         self.lacks: tuple[str, ...] = ()
         self.name = self.host = self.problem = ""
         self.late: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)
-        self.losses = Losses()
+        self.names = NameTable(self.namespace)
+        self.dead: dict[int, Died] = {}
+        self.replaced: dict[int, Died] = {}
         self.setup = Setup()
         self.lost: AgentLost | None = None
         self.running: RunningTask | None = None
@@ -148,17 +151,38 @@ class Workers:
         if before != after:
             self.spec, _ = scaled(self.spec, self.config, after)
             self.config, self.size = self.config.but(n=after), after
-            self.losses.scale(before, after)
+            self.names.scaled(before, after)
             self.setup.scale(before, after)
+        # One that was to be added may have died instead.
+        self.dead = {rank: died for rank, died in self.dead.items() if rank < after}
 
-    def send(self, task: Task, patience: Patience | None = None) -> RunningTask:
-        """Send a task to its ranks, which are ready."""
-        imports = self.losses.take_lost_imports(task.ranks)
+    def replace_dead(self, made: Collection[str]) -> tuple[int, ...]:
+        """Note that they were replaced, and lack what the cell in which they died `made`."""
+        ranks = tuple(self.dead)
+        self.names.replaced(ranks, made)
+        self.replaced |= self.dead
+        self.dead = {}
+        return ranks
+
+    def take_replaced(self) -> dict[int, Died]:
+        """Return the ranks that have died and been replaced since this was last asked, and how."""
+        replaced, self.replaced = self.replaced, {}
+        return replaced
+
+    def send(
+        self,
+        task: Task,
+        patience: Patience | None = None,
+        shipped: Mapping[str, Shipped] | None = None,
+    ) -> RunningTask:
+        """Send a task to its ranks, which are ready; `shipped` is what its names are."""
+        imports = self.names.take_lost_imports(task.ranks)
         task = replace(task, log_level=wanted_level(), imports=imports)
-        running = RunningTask(task, patience or self.config.patience, self.crew)
+        running = RunningTask(task, patience or self.config.patience, self.crew, shipped)
         link, packed = self.link, Run(task.id, task.ranks, task.pack())
         self.advance(Event.TASK)
         self.running = running
+        self.names.sent(running.shipped)
         with running.counting_stops():  # ranks may have begun when it comes
             link.run(packed)
         return running
@@ -170,7 +194,8 @@ class Workers:
         if self.state not in (State.STOPPED, State.LOST):
             return
         self.advance(Event.START)
-        self.lost, self.losses = None, Losses()
+        self.lost, self.dead, self.replaced = None, {}, {}
+        self.names = NameTable(self.namespace)
         try:
             if self._link is None or not self._link.is_up:
                 launcher = find_launcher(self.config.launcher)
@@ -305,11 +330,15 @@ class Workers:
         if isinstance(output, Record):
             hand_over(output)
             return
-        self.losses.take(rank, output)
         if isinstance(output, Died):
+            self.dead[rank] = output
             self.advance(Event.RANK_DIED)
         running = self.running
-        if running is None or not _is_of(running, rank, task_id, output):
+        if running is not None and not _is_of(running, rank, task_id, output):
+            running = None
+        if isinstance(output, Done):
+            self.names.finished(rank, output, running.received(rank) if running else {})
+        if running is None:
             self.late.append((rank, output))
             return
         if running.breaks_group(output):

@@ -36,7 +36,7 @@ def started(new_world: NewWorld) -> Iterator[World]:
 @pytest.fixture
 def world(started: World) -> World:
     """Four ready ranks with `kept`, and no earlier test's replacements."""
-    started.session.losses.take_replaced()
+    started.session.take_replaced()
     started.session.on_failure = "heal"
     if started.state is not State.READY:
         started.restart()
@@ -126,7 +126,7 @@ def test_replace(world: World, ranks: tuple[int, ...]) -> None:
     assert {rank for rank in before if before[rank] != world.pids[rank]} == set(ranks)
     kept = [None if rank in ranks else rank for rank in range(4)]
     assert world.gather("globals().get('kept')") == kept
-    assert re.match("kept(,| and) net", world.session.losses.lacking(ranks))
+    assert re.match("kept(,| and) net", world.session.names.lacking(ranks))
     world.execute(SUM)
 
 
@@ -200,7 +200,7 @@ def test_keep(world: World) -> None:
     assert world.gather("'other' in globals()") == [False] * 4
     world.replace([2], keep=["big"])
     assert world.gather("big[0].item()") == [0.0, 1.0, 2.0, 3.0]
-    assert world.session.losses.lacking([2]) == "both"
+    assert world.session.names.lacking([2]) == "both"
 
 
 @pytest.mark.parametrize("keep", ["nowhere", "lock"])
@@ -236,7 +236,7 @@ def test_a_survivor_dies_while_the_others_heal(world: World) -> None:
     world.execute(SUM)
     sys.stdout.write(f"{time.monotonic() - started - 1:.2f} s after the second death\n")
     killer.join()
-    assert world.session.losses.take_replaced().keys() == {0, 1}
+    assert world.session.take_replaced().keys() == {0, 1}
     assert world.gather("globals().get('kept')") == [None, None, 2, 3]
 
 
@@ -251,7 +251,7 @@ def test_a_survivor_dies_while_it_forms_the_group(world: World) -> None:
     started = time.monotonic()
     world.execute(SUM)
     sys.stdout.write(f"{time.monotonic() - started - 1:.2f} s after the second death\n")
-    assert world.session.losses.take_replaced().keys() == {0, 1}
+    assert world.session.take_replaced().keys() == {0, 1}
     assert world.gather("globals().get('kept')") == [None, None, 2, 3]
 
 

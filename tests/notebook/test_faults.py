@@ -384,6 +384,14 @@ def test_setup_cell(notebook: Notebook) -> None:
     assert "True" in notebook.run("%%distributed\nbase == 42").text
     assert notebook.run("%dist_restart --no-fork").errors == []  # other workers altogether
     assert "True" in notebook.run("%%distributed\nbase == 42").text
+    # What it binds is the workers', also in new ones: the notebook's does not overwrite it.
+    notebook.run("base = 'of the notebook'")
+    assert notebook.run("%%distributed --setup\nbase = start + 3").errors == []
+    for restart in ("%dist_restart -r 2", "%dist_restart"):
+        assert notebook.run(restart).errors == []
+        outcome = notebook.run("%%distributed\nbase == 43")
+        assert "True" in outcome.text
+        assert "was not sent" not in outcome.text
     notebook.run("%dist_shutdown")
 
 
@@ -397,6 +405,12 @@ def test_restart_of_some_ranks(notebook: Notebook) -> None:
     notebook.run("%%distributed\nhas = 'second' in globals()")
     notebook.run("%dist_gather (first,has) --as found")
     assert notebook.value("found") == [(0, True), (1, False), (2, True), (3, False)]
+    notebook.run("first = 'of the notebook'")
+    notebook.run("%%distributed\nfirst = [rank]")
+    notebook.run("%dist_restart -r 1,3 --keep first")
+    outcome = notebook.run("%%distributed\nassert first == [rank]")
+    assert outcome.errors == []
+    assert "was not sent" not in outcome.text
 
 
 def test_restart_keeps_what_is_named(notebook: Notebook) -> None:

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from nbdist.errors import UnshippableName
-from nbdist.notebook.shipping.ledger import Ledger
 from nbdist.notebook.shipping.plan import plan
+from nbdist.world.names import NameTable
 
 _here = runpy.run_path(str(Path(__file__).with_name("receiver.py")))
 
@@ -35,7 +35,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str]:
     def message(value: Any) -> str:
         notebook.names["it"] = value
         with pytest.raises(UnshippableName) as caught:
-            plan("it", Ledger(notebook.names), (0,))
+            plan("it", NameTable(notebook.names), (0,))
         assert caught.value.name == "it"
         return str(caught.value)
 

@@ -21,6 +21,7 @@ from nbdist.errors import (
     WorldBusy,
     WorldNotStarted,
 )
+from nbdist.world.recovery import replaced_text
 from nbdist.world.spec import scaled
 from nbdist.world.states import State
 from nbdist.world.world import World
@@ -229,11 +230,11 @@ def test_new_ranks_run_the_set_up_cells_and_lack_the_rest(world: World) -> None:
     """What they lack is known, until it is copied there."""
     world.execute("made = 5")
     world.scale(3)
-    assert "made" in world.session.losses.lacking([2])
-    assert "train" not in world.session.losses.lacking([2])
+    assert "made" in world.session.names.lacking([2])
+    assert "train" not in world.session.names.lacking([2])
     assert world.gather("train.__name__", ranks=[2]) == ["train"]
     world.sync(["made"])
-    assert "made" not in world.session.losses.lacking([2])
+    assert "made" not in world.session.names.lacking([2])
 
 
 def test_a_rank_that_dies_while_names_are_copied(world: World) -> None:
@@ -351,7 +352,7 @@ def test_a_survivor_that_dies_meanwhile_is_replaced(world: World) -> None:
         world.scale(3)
     assert world.gather("dist.get_world_size()") == [3] * 3
     assert world.gather("globals().get('kept')") == [0, None, None]
-    assert "kept" in world.session.losses.lacking([1])
+    assert "kept" in world.session.names.lacking([1])
 
 
 def test_stop_while_it_is_scaled(world: World) -> None:
@@ -390,3 +391,9 @@ def test_nothing_piles_up(world: World) -> None:
     for first, last in zip(counts[0], counts[-1], strict=True):
         assert last[0] < first[0] + 5
         assert last[1] < first[1] + 5
+
+
+def test_words() -> None:
+    """Of one rank and of several."""
+    assert replaced_text([2], "x") == "rank 2 was replaced and has lost its variables (x)"
+    assert replaced_text([2, 0], "") == "ranks 0,2 were replaced and have lost their variables"

@@ -86,7 +86,7 @@ def test_setup_runs_in_every_new_worker(world: World) -> None:
     error = ends(world, world.submit(world.task("base = 0\n" + DIES + "dist.barrier()")))
     assert isinstance(error, WorkerDied)
     assert world.gather("base") == [0, expected[1], 0, 0]
-    assert "base" not in world.session.losses.lacking([1])
+    assert "base" not in world.session.names.lacking([1])
     world.replace([2])
     assert world.gather("base") == [0, expected[1], expected[2], 0]
     world.restart()

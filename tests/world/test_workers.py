@@ -14,8 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
+from nbdist.config import WorldConfig
 from nbdist.errors import BadTopology, StartError, UsageError, WorkerError
+from nbdist.output.events import Died, Done
+from nbdist.wire.messages import Healed
 from nbdist.world.states import State
+from nbdist.world.workers import Workers
 from nbdist.world.world import World
 from tests.worlds import NewWorld
 
@@ -222,6 +226,17 @@ def connections_of(process: psutil.Process) -> list[Any]:
     """psutil 6 has another name for it."""
     ask = getattr(process, "net_connections", None) or process.connections
     return list(ask("inet"))
+
+
+def test_who_was_replaced_is_said_once() -> None:
+    """With how they ended; ranks that there are no more do not count."""
+    workers = Workers(WorldConfig(n=2, log_dir=""))
+    workers.names.finished(1, Done("ok", 0.0, frozenset("x")), {})
+    workers.dead = {1: Died(-9, 0), 2: Died(-9, 0)}
+    workers.take_healed(Healed({0: 1, 1: 2}, {0: "", 1: ""}))
+    assert workers.replace_dead({"late"}) == (1,)
+    assert (workers.dead, workers.names.lacking([1])) == ({}, "late and x")
+    assert [workers.take_replaced(), workers.take_replaced()] == [{1: Died(-9, 0)}, {}]
 
 
 def test_secrets_are_not_in_any_command_line() -> None:

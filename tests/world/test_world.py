@@ -664,7 +664,7 @@ def test_killed_in_mid_cell(world: World) -> None:
 def test_killed_while_idle(world: World) -> None:
     """A worker that dies between cells is seen by the status, and replaced by the next cell."""
     run_well(world, "kept = rank")
-    world.session.losses.take_replaced()
+    world.session.take_replaced()
     os.kill(world.pids[1], signal.SIGKILL)
 
     def is_told() -> bool:
@@ -674,7 +674,7 @@ def test_killed_while_idle(world: World) -> None:
     wait_until(is_told, "the death of the worker is known")
     assert [row.state for row in world.status()].count("dead") == 1
     run_well(world, "dist.barrier()")
-    assert world.session.losses.take_replaced().keys() == {1}
+    assert world.session.take_replaced().keys() == {1}
     expected = [None if rank == 1 else rank for rank in range(world.size)]
     assert world.gather("globals().get('kept')") == expected
 

@@ -32,10 +32,7 @@ def dist_gather(line: Line) -> None:
             f"such as `%dist_gather {name} --as values`."
         )
     task = line.world.task(ranks=line.ranks, fetch=(name,))
-    pool.shell.user_ns[target] = [*bring(pool, line.world, task).values()]
-    if target == name:
-        # The list is for the notebook: in the next cell the name means what it meant.
-        pool.ledger.bound_on_workers([target], line.ranks)
+    pool.bind_gathered(name, target, bring(pool, line.world, task))
 
 
 @command(argument("names", nargs="+", help="names of the notebook"), ranks_option)
@@ -45,5 +42,5 @@ def dist_push(line: Line) -> None:
     missing = [name for name in names if name not in pool.shell.user_ns]
     if missing:
         raise UsageError(f"`%dist_push`: the notebook has no {', '.join(missing)}.")
-    pack = partial(push, names, pool.ledger, line.ranks)
+    pack = partial(push, names, ranks=line.ranks)
     run_attempts(pool, world, world.task(ranks=line.ranks), pack, line.display)

@@ -67,7 +67,7 @@ def _replace(line: Line, keep: list[str]) -> str:
     world, ranks = line.world, line.ranks
     line.display.wait_for(f"restarting {name_ranks(ranks)}")
     world.replace(ranks, keep)
-    line.pool.forget_replaced()
+    world.session.take_replaced()
     return healing_text(world.session, ranks)
 
 

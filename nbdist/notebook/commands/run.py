@@ -87,4 +87,4 @@ def dist_run(line: Line) -> None:
     script = script_of(line.words, options)
     task, world = prepare(line.pool, script, options.ranks, line.display, options)
     how = run_options(world, options)
-    run_attempts(line.pool, world, task, lambda: None, line.display, how)
+    run_attempts(line.pool, world, task, lambda _: None, line.display, how)

@@ -23,7 +23,7 @@ def dist_scale(line: Line) -> str:
     try:
         world.scale(size)
     finally:
-        line.pool.forget_replaced()
+        world.session.take_replaced()
     if world.size == before:
         return f"there are {count(before, 'worker')} already"
     if world.session.warning:

@@ -11,7 +11,7 @@ from nbdist.errors import NbdistError, UsageError, count, name_ranks, one_line
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import ranks_option
 from nbdist.notebook.tables import Shown, aligned, block
-from nbdist.world.losses import list_names
+from nbdist.world.names import list_names
 from nbdist.world.snapshot_store import Snapshot, SnapshotStore, root_folder
 from nbdist.world.spec import default_log_dir
 
@@ -88,7 +88,6 @@ def dist_restore(line: Line) -> Shown | str:
     source = options.from_rank
     line.display.wait_for("restoring …")
     done = world.restore(options.name, _names(options.variables), ranks=ranks, from_rank=source)
-    line.pool.ledger.bound_on_workers(done.names, done.ranks)
     taken = done.snapshot
     of_rank = f" of rank {source}" if source is not None else ""
     return (

@@ -37,7 +37,10 @@ def status_of(pool: Pool, *, with_owners: bool) -> Shown:
     """Draw the table of one pool."""
     workers = pool.world.status() if pool.world is not None else ()
     shown = table(pool.headline, rows(workers), STATE_COLOURS)
-    return below([shown, block(owners_text(pool.ledger.owners()))]) if with_owners else shown
+    if not with_owners:
+        return shown
+    owners = pool.world.session.names.owners() if pool.world is not None else {}
+    return below([shown, block(owners_text(owners))])
 
 
 def rows(workers: Sequence[WorkerStatus]) -> list[tuple[str, ...]]:

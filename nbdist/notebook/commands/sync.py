@@ -32,8 +32,7 @@ def dist_sync(line: Line) -> str:
     try:
         got = world.sync(names, source, to)
     finally:
-        line.pool.forget_replaced()
-    line.pool.ledger.bound_on_workers(names, {source, *got})
+        world.session.take_replaced()  # as its error says
     if got:
         return f"{listed}: rank {source} -> {name_ranks(got)}"
     return f"all ranks have {listed} already; `-r all` copies to all of them"

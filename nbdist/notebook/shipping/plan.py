@@ -1,8 +1,8 @@
 """Which names of the notebook go with a cell, and their values, packed.
 
-The magics ask for a shipment before a cell goes out, and tell the ledger
-(`Ledger.shipped(shipment.records, ranks)`) when the cell has been sent.  The rules are
-in `Ledger` (who owns a name) and in `_Plan` (what has changed, what belongs together).
+The magics ask for a shipment before a cell goes out, and submit its records with the cell.
+The rules are in `NameTable` (who owns a name) and in `_Plan` (what has changed, what belongs
+together).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 from nbdist.errors import count, name_ranks
 from nbdist.notebook.shipping.free_names import dotted_names, names_used
-from nbdist.notebook.shipping.ledger import Ledger, Record
 from nbdist.notebook.shipping.versions import (
     DIGEST_LIMIT,
     atomic_version,
@@ -28,6 +27,7 @@ from nbdist.wire.payload import Payload, pack_frames
 from nbdist.wire.pickling import Pickled, join, pickle
 from nbdist.wire.shared_memory import Segment
 from nbdist.wire.unshippable import PICKLING_ERRORS, fails_in, parts, unshippable
+from nbdist.world.names import NameTable, Shipped
 
 BIG = 64 * 1024 * 1024
 """From this many bytes on a notice is shown before something is sent."""
@@ -43,7 +43,7 @@ class Shipment:
     """Names with their values, ready to travel.
 
     `notices` are lines for the user, to be shown before it is sent.  Keep `segment` open
-    until the ranks have the payload; give `records` to `Ledger.shipped` then.
+    until the ranks have the payload; `records` is for `Session.submit`.
     """
 
     names: tuple[str, ...]
@@ -51,7 +51,7 @@ class Shipment:
     segment: Segment | None
     bytes: int
     notices: tuple[str, ...]
-    records: Mapping[str, Record]
+    records: Mapping[str, Shipped]
 
     def __repr__(self) -> str:
         return f"<Shipment {', '.join(self.names) or 'of nothing'}, {format_size(self.bytes)}>"
@@ -59,7 +59,7 @@ class Shipment:
 
 def plan(
     source: str,
-    ledger: Ledger,
+    table: NameTable,
     ranks: Iterable[int],
     hidden: Mapping[str, Any] | None = None,
 ) -> Shipment | None:
@@ -70,17 +70,17 @@ def plan(
     something to say only.  Raises `UnshippableName`, and SyntaxError; nothing has been
     sent or recorded then.
     """
-    plan = _Plan(ledger, frozenset(ranks), hidden or {}, dotted_names(source))
+    plan = _Plan(table, frozenset(ranks), hidden or {}, dotted_names(source))
     plan.follow(names_used(source))
     return plan.shipment()
 
 
-def push(names: Iterable[str], ledger: Ledger, ranks: Iterable[int]) -> Shipment | None:
-    """Pack these names, and what their functions need, whatever the ledger says of them.
+def push(names: Iterable[str], table: NameTable, ranks: Iterable[int]) -> Shipment | None:
+    """Pack these names, and what their functions need, whatever the table says of them.
 
     Raises `UnshippableName`; KeyError for a name that the notebook lacks.
     """
-    plan = _Plan(ledger, frozenset(ranks), {}, frozenset())
+    plan = _Plan(table, frozenset(ranks), {}, frozenset())
     plan.force(names)
     return plan.shipment()
 
@@ -90,7 +90,7 @@ class _Look:
     """How a name is now."""
 
     value: Any
-    record: Record
+    record: Shipped
     changed: bool
     pickled: Pickled | None = None
 
@@ -100,13 +100,13 @@ class _Plan:
 
     def __init__(
         self,
-        ledger: Ledger,
+        table: NameTable,
         ranks: frozenset[int],
         hidden: Mapping[str, Any],
         chains: frozenset[tuple[str, ...]],
     ) -> None:
-        self._ledger = ledger
-        self._names = ledger.namespace
+        self._table = table
+        self._names = table.namespace
         self._ranks = ranks
         self._hidden = hidden
         self._chains = chains
@@ -125,7 +125,7 @@ class _Plan:
                 waiting += sorted(look.record.needs, reverse=True)
 
     def force(self, names: Iterable[str]) -> None:
-        """Ship these whatever the ledger says; then follow what they need."""
+        """Ship these whatever the table says; then follow what they need."""
         for name in names:
             look = self._looks[name] = self._look(name)
             look.changed = True
@@ -138,7 +138,7 @@ class _Plan:
         if SYSTEM_NAMES.fullmatch(name) or self._hidden.get(name, _MISSING) is value:
             return False
         if name in WORKERS_OWN:
-            if self._ledger.record(name) is None and self._ledger.tell_once(name):
+            if self._table.record(name) is None and self._table.is_first_notice(name):
                 self._notices.append(
                     f"`{name}` of the notebook was not sent, every worker has its own; "
                     f"`%dist_push {name}` sends it"
@@ -146,8 +146,9 @@ class _Plan:
             return False
         if self._is_workers_module(name, value):
             return False
-        owners = self._ledger.ranks_that_own(name)
-        if owners and not self._ranks <= owners and self._ledger.tell_once(name):
+        owners = self._table.ranks_that_own(name)
+        without = self._ranks - owners - self._table.ranks_that_have(name)
+        if owners and without and self._table.is_first_notice(name):
             self._notices.append(
                 f"`{name}` was bound by a cell on {name_ranks(owners)} only, so the notebook's "
                 f"was not sent; `%dist_push {name}` sends it"
@@ -159,17 +160,17 @@ class _Plan:
             name in _WORKERS_MODULES
             and isinstance(value, types.ModuleType)
             and value.__name__ == _WORKERS_MODULES[name]
-            and self._ledger.record(name) is None
+            and self._table.record(name) is None
             and not self._submodules(name, value)
         )
 
     # --- how they are ---------------------------------------------------------------------
 
     def _look(self, name: str) -> _Look:
-        value, last = self._names[name], self._ledger.record(name)
+        value, last = self._names[name], self._table.record(name)
         pickled = None
         if is_atomic(value):
-            record = Record(atomic_version(value), Identity(value))
+            record = Shipped(atomic_version(value), Identity(value))
         elif isinstance(value, types.ModuleType):
             record = self._record_of_module(name, value, last)
         elif last and self._is_too_big_to_look(name, value, last):
@@ -177,23 +178,25 @@ class _Plan:
         else:
             pickled = self._pickle({name: value}, sketch=True)
             record = _record_of(value, pickled)
-        changed = not self._ranks <= self._ledger.ranks_that_have(name, record.version)
+        changed = not self._ranks <= self._table.ranks_that_have(name, record.version)
         return _Look(value, record, changed, pickled)
 
-    def _is_too_big_to_look(self, name: str, value: Any, last: Record) -> bool:
+    def _is_too_big_to_look(self, name: str, value: Any, last: Shipped) -> bool:
         """Say whether pickling it again would cost much, and show nothing that matters."""
         return (
             isinstance(last.version, Identity)
             and last.version.is_unchanged(value)
-            and self._ranks <= self._ledger.ranks_that_have(name, last.version)
+            and self._ranks <= self._table.ranks_that_have(name, last.version)
         )
 
-    def _record_of_module(self, name: str, module: types.ModuleType, last: Record | None) -> Record:
+    def _record_of_module(
+        self, name: str, module: types.ModuleType, last: Shipped | None
+    ) -> Shipped:
         submodules = self._submodules(name, module)
         match last.version if last else None:
             case ("module", known, frozenset(before)) if known == module.__name__:
                 submodules |= before
-        return Record(("module", module.__name__, submodules), Identity(module))
+        return Shipped(("module", module.__name__, submodules), Identity(module))
 
     def _submodules(self, name: str, module: types.ModuleType) -> frozenset[str]:
         """Modules that the cell reaches through this one: `xml` alone has no `xml.dom`."""
@@ -273,14 +276,14 @@ class _Plan:
         return groups
 
     def _unchanged_with_objects(self) -> list[str]:
-        for name in self._ledger.holding_objects():
+        for name in self._table.holding_objects():
             if name not in self._looks and self._is_ours(name):
                 value = self._names[name]
                 try:
                     pickled = pickle({name: value}, self._names, sketch=True)
                 except PICKLING_ERRORS:
                     continue  # This cell does not use it; the one that does will say so.
-                record = self._ledger.record(name) or _record_of(value, pickled)
+                record = self._table.record(name) or _record_of(value, pickled)
                 self._looks[name] = _Look(value, record, changed=False, pickled=pickled)
         return [name for name, look in self._looks.items() if look.pickled and not look.changed]
 
@@ -337,12 +340,12 @@ class _Plan:
             return 0  # It was left out by what holds it.
 
 
-def _record_of(value: Any, pickled: Pickled) -> Record:
+def _record_of(value: Any, pickled: Pickled) -> Shipped:
     identity = Identity(value)
     # The buffers are looked at in place; what is in the pickle itself has to be pickled.
     too_big = memoryview(pickled.frames[0]).nbytes > DIGEST_LIMIT
     version = identity if too_big else content_version(pickled)
-    return Record(version, identity, pickled.needs, _holds_objects(value))
+    return Shipped(version, identity, pickled.needs, _holds_objects(value))
 
 
 def _holds_objects(value: Any) -> bool:

@@ -1,6 +1,6 @@
 """How a value looked when it was last shipped, to find later whether it has changed.
 
-`nbdist.notebook.shipping.ledger` keeps these; nothing here keeps a big value alive.
+`nbdist.world.names` keeps these; nothing here keeps a big value alive.
 """
 
 from __future__ import annotations

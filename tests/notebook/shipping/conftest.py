@@ -1,4 +1,4 @@
-"""A notebook with a ledger in this process, and a worker in another."""
+"""A notebook with a table of names in this process, and a worker in another."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from nbdist.notebook.shipping.free_names import names_bound
-from nbdist.notebook.shipping.ledger import Ledger
 from nbdist.notebook.shipping.plan import Shipment, plan
+from nbdist.output.events import Done
+from nbdist.world.names import NameTable
 
 _here = runpy.run_path(str(Path(__file__).parents[2] / "wire" / "receiver.py"))
 _Notebook = _here["Notebook"]
@@ -28,28 +29,29 @@ def process() -> Iterator[Any]:
 
 
 class House:
-    """A notebook and one worker, which plays all ranks, with the ledger between them."""
+    """A notebook and one worker, which plays all ranks, with the table between them."""
 
     def __init__(self, notebook: Any, worker: Any) -> None:
         self.notebook = notebook
         self.worker = worker
-        self.ledger = Ledger(notebook.names)
+        self.table = NameTable(notebook.names)
         self.notices: list[str] = []
 
     def cell(self, source: str) -> Any:
         """A cell of the notebook, as the post_run_cell hook sees it."""
         result = self.notebook.run(source)
-        self.ledger.bound_in_notebook(names_bound(source))
+        self.table.bound_in_notebook(names_bound(source))
         return result
 
     def distributed(self, source: str, ranks: tuple[int, ...] = ALL) -> Any:
         """A cell on the workers; what its last line says there."""
-        self.send(plan(source, self.ledger, ranks), ranks)
+        self.send(plan(source, self.table, ranks), ranks)
         before = self.worker.run("{n: id(v) for n, v in globals().items() if n[0] != '_'}")
         result = self.worker.run(source)
         after = self.worker.run("{n: id(v) for n, v in globals().items() if n[0] != '_'}")
-        bound = {name for name in after if before.get(name) != after[name]}
-        self.ledger.bound_on_workers(bound, ranks)
+        bound = frozenset(name for name in after if before.get(name) != after[name])
+        for rank in ranks:
+            self.table.finished(rank, Done("ok", 0.0, bound), {})
         return result
 
     def send(self, shipment: Shipment | None, ranks: tuple[int, ...] = ALL) -> None:
@@ -58,13 +60,15 @@ class House:
         self.notices += shipment.notices
         if shipment.names:
             self.worker.bind_payload(shipment.payload)
-            self.ledger.shipped(shipment.records, ranks)
+            self.table.sent(shipment.records)
+            for rank in ranks:
+                self.table.finished(rank, Done("ok", 0.0), shipment.records)
         if shipment.segment:
             shipment.segment.close()
 
     def names(self, source: str, ranks: tuple[int, ...] = ALL) -> set[str]:
         """What a cell would take along, without sending it."""
-        shipment = plan(source, self.ledger, ranks)
+        shipment = plan(source, self.table, ranks)
         return set(shipment.names) if shipment else set()
 
 

@@ -69,7 +69,7 @@ def test_nothing_goes_that_is_not_used(house: Any) -> None:
     """Other names of the notebook stay at home, and a cell without names takes nothing."""
     house.cell("a, b, f = 1, 2, lambda: a")
     assert house.names("b + 1") == {"b"}
-    assert plan("x = 1\nprint(x)", house.ledger, ALL) is None
+    assert plan("x = 1\nprint(x)", house.table, ALL) is None
 
 
 def test_names_that_the_cell_binds_first_are_not_shipped(house: Any) -> None:
@@ -88,7 +88,7 @@ def test_a_shipment_is_not_recorded_by_itself(house: Any) -> None:
 def test_a_syntax_error_is_found_before_anything_is_sent(house: Any) -> None:
     """The plan raises what Python would."""
     with pytest.raises(SyntaxError):
-        plan("x = = 1", house.ledger, ALL)
+        plan("x = = 1", house.table, ALL)
 
 
 @pytest.mark.parametrize("name", ["In", "Out", "_", "__", "_i", "_i3", "_12", "__name__", "_dh"])
@@ -101,9 +101,9 @@ def test_ipythons_names_stay_at_home(name: str, house: Any) -> None:
 def test_hidden_names_stay_at_home_until_the_user_binds_them(house: Any) -> None:
     """What IPython put into the namespace is hidden; the user's own value is not."""
     house.notebook.names["open"] = hidden = lambda: None
-    assert plan("open('x')", house.ledger, ALL, {"open": hidden}) is None
+    assert plan("open('x')", house.table, ALL, {"open": hidden}) is None
     house.cell("open = 5")
-    shipment = plan("open", house.ledger, ALL, {"open": hidden})
+    shipment = plan("open", house.table, ALL, {"open": hidden})
     assert shipment
     assert shipment.names == ("open",)
 
@@ -224,7 +224,7 @@ def test_what_belongs_to_the_workers_is_not_brought_along(house: Any) -> None:
 def test_big_values_are_announced(house: Any) -> None:
     """The user reads name, size and number of ranks before it is sent."""
     house.notebook.names["corpus"] = b"x" * 200_000_000
-    shipment = plan("len(corpus)", house.ledger, (0, 1, 2, 3))
+    shipment = plan("len(corpus)", house.table, (0, 1, 2, 3))
     assert shipment
     assert shipment.notices == ("shipping corpus (200 MB) to 4 ranks",)
     assert shipment.bytes > 200_000_000
@@ -238,7 +238,7 @@ def test_a_function_that_drags_a_big_value_along_is_told_apart(house: Any) -> No
         "def make():\n    corpus = bytes(70_000_000)\n"
         "    def batches(): return len(corpus)\n    return batches\nbatches = make()"
     )
-    shipment = plan("batches()", house.ledger, ALL)
+    shipment = plan("batches()", house.table, ALL)
     assert shipment
     assert shipment.notices == (
         "shipping batches (70 MB, most of it in batches.<closure>.corpus) to 2 ranks",
@@ -268,7 +268,7 @@ def test_a_value_that_is_big_in_itself_is_not_pickled_for_every_cell(house: Any)
     assert house.names("big") == {"big"}
 
 
-def test_the_ledger_keeps_nothing_big_alive(house: Any) -> None:
+def test_the_table_keeps_nothing_big_alive(house: Any) -> None:
     """What the user deletes is freed."""
     import weakref
 
@@ -286,14 +286,14 @@ def test_a_value_that_cannot_be_pickled_stops_the_cell(house: Any) -> None:
         "import threading\nn = 1\nclass L: pass\nloader = L()\nloader.lock = threading.Lock()"
     )
     with pytest.raises(UnshippableName, match=r"`loader`: `loader\.lock` \(thread lock\)"):
-        plan("n, loader", house.ledger, ALL)
-    assert house.ledger.owners() == {}
+        plan("n, loader", house.table, ALL)
+    assert house.table.owners() == {}
 
 
 def test_what_a_function_needs_must_be_shippable_too(house: Any) -> None:
     """A function that uses a lock of the notebook cannot go without it."""
     house.cell("import threading\nlock = threading.Lock()\ndef f():\n    with lock: return 1")
     with pytest.raises(UnshippableName, match="`lock`"):
-        plan("f()", house.ledger, ALL)
+        plan("f()", house.table, ALL)
     assert house.distributed("lock = __import__('threading').Lock()\nlock.locked()") is False
     assert house.distributed("f()") == 1

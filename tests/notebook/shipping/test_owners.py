@@ -1,6 +1,6 @@
 """Who has what: names of the notebook, names of the workers, and ranks.
 
-Tests of `nbdist.notebook.shipping.ledger`, as cells use it.
+Tests of `nbdist.world.names` and of what `nbdist.notebook.shipping.plan` makes of it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def test_the_workers_own_names_are_not_shipped(house: Any) -> None:
     assert house.notices == [
         "`rank` of the notebook was not sent, every worker has its own; `%dist_push rank` sends it"
     ]
-    house.send(push(["rank"], house.ledger, ALL))
+    house.send(push(["rank"], house.table, ALL))
     assert house.distributed("f()") == 99
 
 
@@ -105,7 +105,7 @@ def test_push_sends_what_nobody_asked_for(house: Any) -> None:
     """Whoever owns it, with what it needs."""
     house.cell("k = 1\ndef f(): return k\nn = 1")
     house.distributed("n = 2")
-    house.send(push(["n", "f"], house.ledger, ALL))
+    house.send(push(["n", "f"], house.table, ALL))
     assert house.distributed("n, f()") == (1, 1)
     assert house.names("n") == set()
 
@@ -143,14 +143,30 @@ def test_a_name_that_one_rank_bound_is_not_overwritten(house: Any) -> None:
     ]
 
 
+def test_ranks_that_have_the_notebooks_value_lack_nothing(house: Any) -> None:
+    """Where one of them has bound the name, as with `if rank == 0: ...`."""
+    house.cell("x = 1")
+    house.distributed("x")
+    house.distributed("x = 2", ranks=(0,))
+    assert house.names("x") == set()
+    house.distributed("x")
+    assert house.notices == []
+    house.cell("y = 1")
+    house.distributed("y")
+    house.cell("y = 2")
+    house.distributed("y = 3", ranks=(0,))
+    house.distributed("y")
+    assert len(house.notices) == 1, "rank 1 has the value of before"
+
+
 def test_new_workers_have_nothing(house: Any) -> None:
     """After a restart, or the replacement of one rank, names are sent again."""
     house.cell("n = m = 1")
     house.distributed("n\nm = 2")
-    house.ledger.forget([1])
+    house.table.replaced([1])
     assert house.names("n", ranks=(0,)) == set()
     assert house.names("n") == {"n"}
-    house.ledger.forget()
+    house.table.replaced([0, 1])
     assert house.names("n, m") == {"n", "m"}
 
 
@@ -158,8 +174,8 @@ def test_owners_say_who_has_what(house: Any) -> None:
     """For `%dist_status -v`."""
     house.cell("a = b = 1")
     house.distributed("a\nb = 2", ranks=(0,))
-    assert house.ledger.owners() == {
+    assert house.table.owners() == {
         "a": ("notebook", frozenset({0})),
         "b": ("workers", frozenset({0})),
     }
-    assert repr(house.ledger) == "<Ledger 1 names shipped, 1 names of the workers>"
+    assert repr(house.table) == "<NameTable 1 names shipped, 1 names of the workers>"

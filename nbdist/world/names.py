@@ -1,0 +1,246 @@
+"""Who has which name: one table of a world, by rank and name.
+
+`nbdist.world` keeps it by what happens to tasks and ranks; the notebook only says which names
+its own cells have bound.  Shipping, status, snapshots and recovery read it.
+
+A name is the notebook's until a task binds it on the workers; then it is theirs until the
+notebook binds it again.  What was imported on a rank is not lost with it: it is imported again.
+Nothing here keeps a big value alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from nbdist.output.events import Done
+from nbdist.wire.identity import Identity, is_atomic
+
+MOST_NAMES = 6
+"""Names that a message lists before it only counts the others."""
+
+_NOTHING = type("_Nothing", (), {})
+"""Stands for the value of a name that the notebook lacks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shipped:
+    """The notebook's value of a name as it was shipped; `identity` None: it is bound anew since."""
+
+    version: Hashable
+    identity: Identity | None
+    needs: frozenset[str] = frozenset()
+    holds_objects: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A task has bound the name on the rank; `whence` says what it imported, None for nothing.
+
+    `identity` is what the notebook had under the name then, None if it has bound it anew since.
+    """
+
+    identity: Identity | None
+    whence: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A task had bound the name, but the rank is a new process; `whence` as before."""
+
+    whence: str | None = None
+
+
+Entry = Shipped | Own | Lost
+
+
+class NameTable:
+    """Which ranks have a name from the notebook, or bound it themselves, or have lost it."""
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self.namespace = namespace
+        self._ranks: dict[int, dict[str, Entry]] = {}
+        self._noticed: set[str] = set()
+
+    def __repr__(self) -> str:
+        owners = [owner for owner, _ in self.owners().values()]
+        ours, theirs = owners.count("notebook"), owners.count("workers")
+        return f"<NameTable {ours} names shipped, {theirs} names of the workers>"
+
+    def copy(self) -> NameTable:
+        """Copy it as it is now; a notice that is given by one is given by both."""
+        copied = NameTable(self.namespace)
+        copied._ranks = {rank: dict(has) for rank, has in self._ranks.items()}
+        copied._noticed = self._noticed
+        return copied
+
+    # --- what happened ------------------------------------------------------------------------
+
+    def sent(self, records: Mapping[str, Shipped]) -> None:
+        """Note that a task goes out with these: they are the notebook's, on all ranks."""
+        for name, record in records.items():
+            for has in self._ranks.values():
+                entry = has.get(name)
+                if isinstance(entry, Shipped) and entry.version == record.version:
+                    continue
+                if isinstance(entry, Shipped | Own):
+                    has[name] = replace(entry, identity=None)
+
+    def finished(self, rank: int, done: Done, received: Mapping[str, Shipped]) -> None:
+        """Note what a rank has received with a task, and what this has bound there."""
+        has = self._ranks.setdefault(rank, {})
+        has.update(received)
+        for name in done.bound:
+            has[name] = Own(Identity(self._value(name)), done.imported.get(name))
+
+    def bound_in_notebook(self, names: Iterable[str]) -> None:
+        """Note that a cell of the notebook may have bound these names: they are its own again.
+
+        For an object with an identity of its own it counts only if it is another one now:
+        a cell may not have come to `if False: model = Net()`.
+        """
+        for name in self.namespace.keys() & set(names):
+            self._noticed.discard(name)
+            value = self.namespace[name]
+            for has in self._ranks.values():
+                entry = has.get(name)
+                if isinstance(entry, Shipped | Own) and not _is_kept(entry.identity, value):
+                    has[name] = replace(entry, identity=None)
+
+    def gathered(self, name: str, ranks: Collection[int]) -> None:
+        """Note that the notebook has bound what these ranks have; it stays theirs."""
+        identity = Identity(self._value(name))
+        for rank, has in self._ranks.items():
+            entry = has.get(name)
+            if isinstance(entry, Own) and (entry.identity or rank in ranks):
+                has[name] = replace(entry, identity=identity)
+            elif rank in ranks:
+                has[name] = Own(identity)
+
+    def replaced(self, ranks: Iterable[int], made: Iterable[str] = ()) -> None:
+        """Note that these ranks are new processes, which have nothing of what there was.
+
+        Nor what the cell in which they died has `made` on the others.
+        """
+        for rank in ranks:
+            had = self._ranks.get(rank, {})
+            self._ranks[rank] = {**_losses([had]), **dict.fromkeys(made, Lost())}
+
+    def scaled(self, before: int, after: int) -> None:
+        """Note that there are more ranks, which lack what others have; or that the last ended."""
+        losses = _losses(self._ranks.values())
+        self._ranks = {rank: has for rank, has in self._ranks.items() if rank < after}
+        self._ranks |= {rank: {**losses} for rank in range(before, after)}
+
+    def taken_over(self, ranks: Iterable[int], now: NameTable) -> None:
+        """Take over what these ranks have `now`, who are other processes since this was copied."""
+        for rank in ranks:
+            self._ranks[rank] = dict(now._ranks.get(rank, {}))
+
+    def take_lost_imports(self, ranks: Iterable[int]) -> dict[int, dict[str, str]]:
+        """Return what had been imported where these ranks are new, and from where.
+
+        Once: it is imported again with the next task.
+        """
+        found: dict[int, dict[str, str]] = {}
+        for rank in ranks:
+            for name, entry in [*self._ranks.get(rank, {}).items()]:
+                if isinstance(entry, Lost) and entry.whence is not None:
+                    found.setdefault(rank, {})[name] = entry.whence
+                    del self._ranks[rank][name]
+        return found
+
+    # --- what is the case ---------------------------------------------------------------------
+
+    def ranks_that_own(self, name: str) -> frozenset[int]:
+        """Find the ranks where a task bound this name itself; none when it is the notebook's."""
+        value = self._value(name)
+        return frozenset(
+            rank
+            for rank, entry in self._entries(name)
+            if isinstance(entry, Own) and entry.identity and entry.identity.is_still(value)
+        )
+
+    def ranks_that_have(self, name: str, version: Hashable = None) -> frozenset[int]:
+        """Find the ranks that have this version of the notebook's name, or its last one."""
+        return frozenset(
+            rank
+            for rank, entry in self._entries(name)
+            if isinstance(entry, Shipped) and entry.identity and version in (None, entry.version)
+        )
+
+    def record(self, name: str) -> Shipped | None:
+        """Return how the name was when it was last shipped to a rank that has it."""
+        shipped = (entry for _, entry in self._entries(name) if isinstance(entry, Shipped))
+        return max(shipped, key=lambda each: each.identity is not None, default=None)
+
+    def holding_objects(self) -> list[str]:
+        """List shipped names of the notebook that may share an object with another name."""
+        return [
+            name
+            for name, (owner, ranks) in self.owners().items()
+            if owner == "notebook" and ranks and name in self.namespace and self._holds(name)
+        ]
+
+    def owners(self) -> dict[str, tuple[Literal["notebook", "workers"], frozenset[int]]]:
+        """List the names that were shipped or bound on workers: whose each is, and its ranks."""
+        found: dict[str, tuple[Literal["notebook", "workers"], frozenset[int]]] = {}
+        for name in dict.fromkeys(name for has in self._ranks.values() for name in has):
+            if ranks := self.ranks_that_own(name):
+                found[name] = ("workers", ranks)
+            elif self.record(name) is not None:
+                found[name] = ("notebook", self.ranks_that_have(name))
+        return found
+
+    def bound(self, rank: int) -> list[str]:
+        """List the names that tasks have bound on this rank, without those that they imported."""
+        has = self._ranks.get(rank, {}).items()
+        return sorted(name for name, e in has if isinstance(e, Own) and e.whence is None)
+
+    def lacking(self, ranks: Iterable[int]) -> str:
+        """List what these ranks lack since they are new: `model, x and 3 more`; "" for nothing."""
+        return list_names(
+            {
+                name
+                for rank in ranks
+                for name, entry in self._ranks.get(rank, {}).items()
+                if isinstance(entry, Lost) and entry.whence is None
+            }
+        )
+
+    def is_first_notice(self, name: str) -> bool:
+        """Say whether there was no notice about this name since it was last bound."""
+        is_first = name not in self._noticed
+        self._noticed.add(name)
+        return is_first
+
+    def _holds(self, name: str) -> bool:
+        record = self.record(name)
+        return record is not None and record.holds_objects
+
+    def _value(self, name: str) -> Any:
+        return self.namespace.get(name, _NOTHING)
+
+    def _entries(self, name: str) -> Iterator[tuple[int, Entry]]:
+        return ((rank, has[name]) for rank, has in self._ranks.items() if name in has)
+
+
+def _is_kept(identity: Identity | None, value: Any) -> bool:
+    """Say whether the notebook's value is what it was, as far as that can be seen."""
+    return identity is not None and not is_atomic(value) and identity.is_still(value)
+
+
+def _losses(had: Iterable[Mapping[str, Entry]]) -> dict[str, Lost]:
+    """List what is lost with processes that had this; what one has made goes before an import."""
+    bound = ((n, e.whence) for has in had for n, e in has.items() if not isinstance(e, Shipped))
+    return {n: Lost(whence) for n, whence in sorted(bound, key=lambda each: each[1] is None)}
+
+
+def list_names(names: Iterable[str]) -> str:
+    """Write `a, b and c`, or `a, b, c, d, e, f and 3 more`."""
+    ordered = sorted(names)
+    shown, more = ordered[:MOST_NAMES], len(ordered) - MOST_NAMES
+    if more > 0:
+        return f"{', '.join(shown)} and {more} more"
+    return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))

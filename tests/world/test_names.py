@@ -1,0 +1,224 @@
+"""Tests of `nbdist.world.names`: who has which name, and what is lost with a worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nbdist.output.events import Done
+from nbdist.wire.identity import Identity
+from nbdist.world.names import NameTable, Shipped, list_names
+
+
+@pytest.fixture
+def notebook() -> dict[str, Any]:
+    return {"x": 1, "model": [1]}
+
+
+@pytest.fixture
+def table(notebook: dict[str, Any]) -> NameTable:
+    """Of two ranks, who have run something."""
+    table = NameTable(notebook)
+    for rank in (0, 1):
+        bind(table, rank)
+    return table
+
+
+def bind(table: NameTable, rank: int, *names: str, **imported: str) -> None:
+    """A cell binds names on this rank; some of them it imports."""
+    table.finished(rank, Done("ok", 0.0, frozenset({*names, *imported}), imported), {})
+
+
+def ship(
+    table: NameTable,
+    *names: str,
+    version: int = 1,
+    ranks: tuple[int, ...] = (0, 1),
+    holds_objects: bool = False,
+) -> None:
+    """A cell takes names of the notebook along."""
+    records = {
+        name: Shipped(version, Identity(table.namespace[name]), holds_objects=holds_objects)
+        for name in names
+    }
+    table.sent(records)
+    for rank in ranks:
+        table.finished(rank, Done("ok", 0.0), records)
+
+
+# --- who has it ---------------------------------------------------------------------------------
+
+
+def test_what_is_shipped_is_the_notebooks(table: NameTable) -> None:
+    """On the ranks that it has reached; of an older version nobody has it."""
+    ship(table, "x", "model")
+    assert table.owners() == {name: ("notebook", {0, 1}) for name in ("x", "model")}
+    ship(table, "x", version=2, ranks=(0,))
+    assert table.ranks_that_have("x") == table.ranks_that_have("x", 2) == {0}
+    assert table.ranks_that_have("x", 1) == set()
+    assert table.ranks_that_have("model", 1) == {0, 1}
+    ship(table, "x", version=3, ranks=(1,))
+    last = table.record("x")
+    assert last is not None
+    assert (last.version, table.record("y")) == (3, None)
+
+
+def test_what_may_share_objects(table: NameTable) -> None:
+    """Names of the notebook that a rank has as they are there now, if their values can."""
+    names = ("model", "net", "f", "x", "gone")
+    table.namespace.update(net=[2], f=[3], gone=[4])
+    ship(table, *names, holds_objects=True)
+    ship(table, "x")
+    bind(table, 0, "net")
+    table.namespace["f"] = []
+    table.bound_in_notebook(["f"])
+    del table.namespace["gone"]
+    assert table.holding_objects() == ["model"]
+
+
+def test_what_did_not_reach_a_rank(table: NameTable) -> None:
+    """Where a name could not be rebuilt there is none."""
+    table.sent({"x": Shipped(1, Identity(1))})
+    table.finished(0, Done("error", 0.0), {})
+    assert table.owners() == {}
+
+
+def test_what_a_rank_has_bound_is_its_own(table: NameTable) -> None:
+    """Not that of others which ran the same cell and did not come to it: `if rank == 0: ...`."""
+    ship(table, "x")
+    bind(table, 0, "x")
+    bind(table, 1)
+    assert table.ranks_that_own("x") == {0}
+    assert table.ranks_that_have("x") == {1}
+    assert table.owners() == {"x": ("workers", {0})}
+    assert (table.bound(0), table.bound(1)) == (["x"], [])
+
+
+@pytest.mark.parametrize("name", ["x", "model"])
+def test_what_the_notebook_binds_again_is_its_own(table: NameTable, name: str) -> None:
+    """What a rank has is still what a cell bound there, until the notebook's is shipped."""
+    bind(table, 0, name)
+    table.bound_in_notebook([name])
+    assert table.ranks_that_own(name) == ({0} if name == "model" else set())
+    table.namespace[name] = [2]
+    table.bound_in_notebook([name])
+    assert table.ranks_that_own(name) == set()
+    assert table.bound(0) == [name]
+    ship(table, name)
+    assert table.bound(0) == []
+    assert table.owners() == {name: ("notebook", {0, 1})}
+
+
+def test_what_is_gathered_stays_the_workers(table: NameTable) -> None:
+    """The notebook has a list of all values now; each rank has its own."""
+    ship(table, "model")
+    bind(table, 1, "x", "y")
+    table.namespace.update(x=[1, 1], model=[[1], [1]])
+    table.gathered("x", (0,))
+    table.gathered("model", (0,))
+    assert table.owners() == {
+        "model": ("workers", {0}),
+        "x": ("workers", {0, 1}),
+        "y": ("workers", {1}),
+    }
+
+
+def test_a_notice_is_given_once(table: NameTable) -> None:
+    """Until the notebook binds the name again."""
+    assert [table.is_first_notice("x") for _ in range(2)] == [True, False]
+    table.bound_in_notebook(["x"])
+    assert table.copy().is_first_notice("x")
+    assert not table.is_first_notice("x")
+
+
+def test_a_copy_stays_as_it_is(table: NameTable) -> None:
+    """But for ranks that are other processes now."""
+    ship(table, "x")
+    copy = table.copy()
+    bind(table, 0, "x")
+    table.replaced([1])
+    bind(table, 1, "y")
+    assert copy.owners() == {"x": ("notebook", {0, 1})}
+    copy.taken_over([1], table)
+    assert copy.owners() == {"x": ("notebook", {0}), "y": ("workers", {1})}
+    assert repr(copy) == "<NameTable 1 names shipped, 1 names of the workers>"
+
+
+# --- what is lost -------------------------------------------------------------------------------
+
+
+def test_what_a_new_rank_lacks(table: NameTable) -> None:
+    """All that cells bound on it, and what the cell in which it died bound on the others."""
+    for rank in (0, 1):
+        bind(table, rank, "model", "x")
+    bind(table, 0, "only0")
+    table.replaced([1], {"late"})
+    assert table.lacking([1]) == "late, model and x"
+    assert table.lacking([0]) == ""
+    assert table.bound(1) == []
+    assert table.ranks_that_own("x") == {0}
+
+
+def test_what_is_bound_again_is_there(table: NameTable) -> None:
+    """Until the rank is lost once more."""
+    bind(table, 1, "model", "x")
+    table.replaced([1])
+    bind(table, 1, "x")
+    assert table.lacking([1]) == "model"
+    table.replaced([1])
+    assert table.lacking([1]) == "model and x"
+
+
+def test_what_is_shipped_is_not_lost(table: NameTable) -> None:
+    """It is shipped again; so is what the notebook has shipped in the place of the workers'."""
+    bind(table, 1, "x", "model")
+    ship(table, "x")
+    table.replaced([1])
+    assert table.lacking([1]) == "model"
+    assert table.ranks_that_have("x") == {0}
+    ship(table, "model")
+    assert table.lacking([1]) == ""
+
+
+def test_what_was_imported_is_imported_again(table: NameTable) -> None:
+    """Once; what a cell has made instead of it since then is lost like all else."""
+    bind(table, 1, "made", "hidden", np="numpy", time="time", hides="numpy")
+    bind(table, 1, "time", hidden="torch")
+    assert table.bound(1) == ["made", "time"]
+    table.replaced([1])
+    assert table.lacking([1]) == "made and time"
+    assert table.take_lost_imports([0]) == {}
+    assert table.take_lost_imports([0, 1]) == {
+        1: {"np": "numpy", "hides": "numpy", "hidden": "torch"}
+    }
+    assert table.take_lost_imports([0, 1]) == {}
+
+
+def test_new_ranks_lack_what_any_other_has(table: NameTable) -> None:
+    """And import what any has imported; those that have ended have nothing."""
+    ship(table, "x")
+    bind(table, 0, "a", "both")
+    bind(table, 1, "b", both="numpy", np="numpy")
+    table.scaled(2, 3)
+    assert table.lacking([2]) == "a, b and both"
+    assert table.lacking([0, 1]) == ""
+    assert table.take_lost_imports([2]) == {2: {"np": "numpy"}}
+    assert table.ranks_that_have("x") == {0, 1}
+    table.scaled(3, 1)
+    assert table.owners().keys() == {"x", "a", "both"}
+    assert table.lacking([1, 2]) == ""
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [("", ""), ("a", "a"), ("ba", "a and b"), ("cab", "a, b and c")],
+)
+def test_list_of_names(names: str, text: str) -> None:
+    """In alphabetical order."""
+    assert list_names(names) == text
+
+
+def test_long_list_of_names() -> None:
+    """Only some are named."""
+    assert list_names("abcdefghi") == "a, b, c, d, e, f and 3 more"
