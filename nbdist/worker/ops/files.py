@@ -63,18 +63,32 @@ def read_frames(path: Path, size: int, digest: str) -> list[memoryview]:
         _read(file.fileno(), memoryview(head), found.update)
         length = int.from_bytes(head[len(MAGIC) :], "little")
         if not head.startswith(MAGIC) or length > size:
-            raise Damaged(f"{path.name} has other contents than were written")
-        sizes = bytearray(length)
-        _read(file.fileno(), memoryview(sizes), found.update)
-        try:
-            frames = _memory(json.loads(sizes))
-        except ValueError:
-            raise Damaged(f"{path.name} has other contents than were written") from None
+            raise _changed(path)
+        listed = bytearray(length)
+        _read(file.fileno(), memoryview(listed), found.update)
+        sizes = _sizes_from(listed)
+        if sum(sizes) != size - len(head) - length:
+            raise _changed(path)
+        frames = _memory(sizes)
         for frame in frames:
             _read(file.fileno(), frame, found.update)
     if found.hexdigest() != digest:
-        raise Damaged(f"{path.name} has other contents than were written")
+        raise _changed(path)
     return frames
+
+
+def _changed(path: Path) -> Damaged:
+    return Damaged(f"{path.name} has other contents than were written")
+
+
+def _sizes_from(listed: bytearray) -> list[int]:
+    """Return the sizes of the frames; none where that is not what it says."""
+    try:
+        sizes = json.loads(listed)
+    except ValueError:
+        return []
+    is_list = type(sizes) is list and all(type(size) is int and size >= 0 for size in sizes)
+    return sizes if is_list else []
 
 
 def _memory(sizes: Sequence[int]) -> list[memoryview]:

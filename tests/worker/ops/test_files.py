@@ -1,0 +1,162 @@
+"""Tests of `nbdist.worker.ops.files`: frames in a file, and what is not as it was written."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import stat
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nbdist.folders import Untrusted
+from nbdist.wire.shared_memory import ALIGNMENT, Buffer
+from nbdist.worker.ops.files import CHUNK, MAGIC, SMALL, Damaged, read_frames, write_frames
+
+FRAMES: list[Buffer] = [
+    b"first",
+    b"",
+    bytearray(b"x" * (SMALL - 1)),
+    memoryview(b"y" * SMALL),
+    memoryview(b"0123" * 100).cast("i"),
+    b"last",
+]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "rank0.frames"
+
+
+def contents(frames: list[memoryview]) -> list[bytes]:
+    return [bytes(frame) for frame in frames]
+
+
+def test_frames_come_back_as_they_were(path: Path) -> None:
+    """In their order, of any kind of memory; the file is this user's alone."""
+    size, digest = write_frames(path, FRAMES)
+    assert path.stat().st_size == size
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert contents(read_frames(path, size, digest)) == [bytes(each) for each in FRAMES]
+
+
+def test_more_than_is_written_at_once(path: Path) -> None:
+    """Of whatever items the memory is."""
+    numbers = array("i", range(CHUNK // 4 + 3))
+    assert contents(read_frames(path, *write_frames(path, [memoryview(numbers)]))) == [
+        numbers.tobytes()
+    ]
+
+
+def test_no_frames(path: Path) -> None:
+    """They are no error."""
+    assert read_frames(path, *write_frames(path, [])) == []
+
+
+def test_frames_can_be_written_to(path: Path) -> None:
+    """They begin where torch's own do, none reaches into another, and the file stays."""
+    size, digest = write_frames(path, FRAMES)
+    frames = read_frames(path, size, digest)
+    for frame in filter(len, frames):
+        address = ctypes.addressof(ctypes.c_char.from_buffer(frame))
+        assert address % ALIGNMENT == 0
+        frame[:] = b"z" * len(frame)
+    assert contents(frames) == [b"z" * memoryview(each).nbytes for each in FRAMES]
+    assert contents(read_frames(path, size, digest)) == [bytes(each) for each in FRAMES]
+
+
+def test_a_file_is_never_written_over(path: Path) -> None:
+    """One of that name is somebody else's."""
+    path.write_text("mine")
+    with pytest.raises(FileExistsError):
+        write_frames(path, FRAMES)
+    assert path.read_text() == "mine"
+
+
+@pytest.fixture
+def _small_files() -> Iterator[None]:
+    """What a full disk would do."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.usefixtures("_small_files")
+def test_no_room(path: Path) -> None:
+    """It is an OSError, whatever has been written by then."""
+    with pytest.raises(OSError, match="File too large"):
+        write_frames(path, FRAMES)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def grow(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"x")
+
+
+def change(at: int, to: bytes) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        with path.open("r+b") as file:
+            file.seek(at, os.SEEK_SET if at >= 0 else os.SEEK_END)
+            file.write(to)
+
+    return damage
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+LENGTH, SIZES, WIDTH = len(MAGIC), len(MAGIC) + 8, 28
+PARTS = (b"{", b"[9", b"[-", b'["', b"\xff", b"[" + b"9" * 26 + b"]")
+WHOLE = (b"12", b"{}", b"[1.5]", b"[[1],2]", b"[true]", b"[131481, -1]")
+LISTED = (*PARTS, *(text.ljust(WIDTH) for text in WHOLE))
+"""In the place of `[5, 0, 65535, 65536, 400, 4]`."""
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (cut, r"rank0\.frames has [\d,]+ of [\d,]+ bytes"),
+        (grow, r"rank0\.frames has [\d,]+ of [\d,]+ bytes"),
+        (empty, r"rank0\.frames has 0 of [\d,]+ bytes"),
+        (change(-1, b"X"), "other contents"),
+        (change(0, b"X"), "other contents"),
+        (change(LENGTH, b"\xff" * 8), "other contents"),
+        *((change(SIZES, listed), "other contents") for listed in LISTED),
+    ],
+    ids=["cut", "grown", "empty", "end", "begin", "length", *map(str, LISTED)],
+)
+def test_damage_is_told(path: Path, damage: Callable[[Path], None], said: str) -> None:
+    """Wherever a file differs from what was written."""
+    size, digest = write_frames(path, FRAMES)
+    damage(path)
+    with pytest.raises(Damaged, match=said):
+        read_frames(path, size, digest)
+
+
+def test_another_file(path: Path) -> None:
+    """One that is whole is not the one that was meant."""
+    size, digest = write_frames(path, [b"one"])
+    path.unlink()
+    assert write_frames(path, [b"two"])[0] == size
+    with pytest.raises(Damaged, match="other contents"):
+        read_frames(path, size, digest)
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        read_frames(path, size, digest)
+
+
+def test_a_file_that_others_could_have_written(path: Path) -> None:
+    """Nothing of it is read."""
+    size, digest = write_frames(path, FRAMES)
+    path.chmod(0o620)
+    with pytest.raises(Untrusted, match="others can write"):
+        read_frames(path, size, digest)
