@@ -32,13 +32,11 @@ Stop raises :exc:`Interrupted`, which is Python's own :exc:`KeyboardInterrupt`.
 
 from __future__ import annotations
 
-import signal
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-# Longer messages would no longer be one line on a screen.
-LINE_LIMIT = 300
+from nbdist.words import count, format_ranks, name_ranks, one_line, word_exit
+
 START_LOG_LINES = 20
 
 
@@ -58,10 +56,11 @@ class NbdistError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # Exception's own way calls the constructor with the message, but constructors
         # here take facts.
-        return _rebuild, (type(self), self.args), self.__dict__
+        return rebuild, (type(self), self.args), self.__dict__
 
 
-def _rebuild(kind: type[NbdistError], args: tuple[object, ...]) -> NbdistError:
+def rebuild(kind: type[NbdistError], args: tuple[object, ...]) -> NbdistError:
+    """Make one of this kind with these `args`, as pickles do."""
     error = kind.__new__(kind)
     error.args = args
     return error
@@ -294,7 +293,8 @@ class RankFailure(Protocol):
 class WorkerError(NbdistError):
     """The cell failed on some of the ranks that ran it.
 
-    `except ValueError` catches it too, where that is what a rank raised.  `rank host pid`
+    `except ValueError` catches it too, where that is what a rank raised
+    (`nbdist.world.raised`).  `rank host pid`
     are those of the earliest failure, the cause; `errors` has every failed rank.  The
     traceback is in that rank's output, above the error.
     """
@@ -323,42 +323,6 @@ class WorkerError(NbdistError):
 
     def _render_traceback_(self) -> list[str]:
         return [*super()._render_traceback_(), *getattr(self, "__notes__", ())]
-
-    def as_raised(self, kinds: Iterable[str]) -> WorkerError:
-        """Return this error, also for `except ValueError` where the rank raised that.
-
-        `kinds` are the classes of what the rank raised, as `module:qualified.name`, the own
-        one first.  The first counts that is known here; nothing is imported for it.
-        """
-        for name in kinds:
-            original = _known(name)
-            if original is Exception:
-                break
-            if original is not None and (error := self._also(original)) is not None:
-                return error
-        return self
-
-    def _also(self, original: type[Exception]) -> WorkerError | None:
-        """Return the same as an exception of another class too; None if no class can be both."""
-        kind = type(self)
-        own = {
-            "__module__": kind.__module__,
-            # What the other class has of these may want attributes that only it sets.
-            **{name: getattr(Exception, name) for name in ("__str__", "__repr__", "__setattr__")},
-            **{name: getattr(object, name) for name in ("__eq__", "__hash__")},
-            "__reduce__": lambda found: (_rebuild, (kind, found.args), found.__dict__),
-            **vars(self),  # it may have properties of these names
-        }
-        try:
-            both: type[WorkerError] = type(kind.__name__, (kind, original), own)
-            # A constructor in Python would want arguments that are not known.
-            builtin = next(base for base in both.__mro__ if base.__module__ == "builtins")
-            error = cast("type[WorkerError]", builtin).__new__(both, str(self))
-        except Exception:  # noqa: BLE001 (a metaclass, or `__init_subclass__`, can raise anything)
-            return None
-        error.args = self.args
-        error.__dict__.update(self.__dict__)
-        return error
 
     def _keep(self, rank: int, host: str, pid: int, errors: Mapping[int, RankFailure]) -> None:
         self.rank = rank
@@ -439,59 +403,8 @@ class Interrupted(KeyboardInterrupt):
 # --- words that several errors share --------------------------------------------------
 
 
-def count(number: int, thing: str) -> str:
-    """Write `1 rank`, `4 ranks`."""
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
-
-
-def format_ranks(ranks: Iterable[int]) -> str:
-    """Write ranks as people write them: (0, 1, 2, 5) gives `0-2,5`."""
-    spans: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """Write `rank 5`, `ranks 0-2,5`."""
-    text = format_ranks(ranks)
-    return f"rank {text}" if text.isdigit() else f"ranks {text}"
-
-
-def word_exit(exit_code: int | None) -> str:
-    """Word how a process ended, by `subprocess`'s exit code: `was killed by SIGKILL`."""
-    if exit_code is None:
-        return "ended"
-    if exit_code >= 0:
-        return f"exited with code {exit_code}"
-    if -exit_code in signal.valid_signals():
-        try:
-            return f"was killed by {signal.Signals(-exit_code).name}"
-        except ValueError:
-            pass  # A real-time signal: valid, and without a name.
-    return f"was killed by signal {-exit_code}"
-
-
-def one_line(text: str, limit: int = LINE_LIMIT) -> str:
-    """Return the first line of `text` that has something in it, cut where it is too long."""
-    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    return line if len(line) <= limit else f"{line[: limit - 3]}..."
-
-
 def _gigabytes(size: int) -> str:
     return f"{size / 1e9:.2f} GB"
-
-
-def _known(name: str) -> type[Exception] | None:
-    """Return the exception class of this name, of a module that has been imported."""
-    module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, type) and issubclass(found, Exception) else None
 
 
 def _failed(errors: Mapping[int, RankFailure], ran: int) -> str:

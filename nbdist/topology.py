@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nbdist.errors import BadRanks, BadTopology, NotEnoughGpus, UsageError, count
+from nbdist.errors import BadRanks, BadTopology, NotEnoughGpus, UsageError
+from nbdist.words import count
 
 WorkerCount = int | Literal["auto", "gpu", "cpu"]
 

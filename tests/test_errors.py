@@ -224,35 +224,3 @@ def test_a_worker_error_tells_the_ranks_apart():
     error = worker_error(failed=(5, 1))
     assert (error.rank, error.host, error.pid) == (5, "node1", 4711)
     assert error.errors == {5: Failed(5), 1: Failed(1)}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [((0, 1, 2, 5), "0-2,5"), ((), ""), ((3,), "3"), ((2, 1, 2), "1-2"), (range(1024), "0-1023")],
-)
-def test_ranks_are_written_as_spans(ranks, text):
-    """Ranks are written the way that `-r` reads them."""
-    assert errors.format_ranks(ranks) == text
-
-
-@pytest.mark.parametrize(
-    ("exit_code", "text"),
-    [
-        (None, "ended"),
-        (0, "exited with code 0"),
-        (3, "exited with code 3"),
-        (-11, "was killed by SIGSEGV"),
-        (-40, "was killed by signal 40"),
-        (-100, "was killed by signal 100"),
-    ],
-)
-def test_an_exit_code_becomes_words(exit_code, text):
-    """Signals are told by name, where they have one."""
-    assert errors.word_exit(exit_code) == text
-
-
-def test_a_long_message_is_cut_to_a_line():
-    """What an exception says is cut where it would no longer fit on a screen."""
-    line = errors.one_line("x" * 1000)
-    assert len(line) == errors.LINE_LIMIT
-    assert line.endswith("...")

@@ -20,20 +20,32 @@ PACKAGE = ROOT / "nbdist"
 # The floors: each room, and the rooms below it, or the one module of it, which are all that
 # it may import.  The notebook's side never imports node or worker: they are other processes.
 FLOORS = {
-    "errors": set(),
-    "topology": {"errors"},
-    "config": {"errors", "topology"},
+    "words": set(),
+    "errors": {"words"},
+    "topology": {"words", "errors"},
+    "config": {"words", "errors", "topology"},
     "folders": set(),
-    "output": {"errors"},
-    "wire": {"errors", "topology", "folders", "output.events"},
-    "world": {"errors", "topology", "config", "folders", "wire", "output"},
-    "launch": {"errors", "topology", "config", "folders", "wire", "world", "output"},
-    "notebook": {"errors", "topology", "config", "folders", "wire", "world", "launch", "output"},
-    "node": {"errors", "topology", "folders", "output.events", "wire"},
-    "worker": {"errors", "folders", "output.events", "wire"},
+    "output": {"words", "errors"},
+    "wire": {"words", "errors", "topology", "folders", "output.events"},
+    "world": {"words", "errors", "topology", "config", "folders", "wire", "output"},
+    "launch": {"words", "errors", "topology", "config", "folders", "wire", "world", "output"},
+    "notebook": {
+        "words",
+        "errors",
+        "topology",
+        "config",
+        "folders",
+        "wire",
+        "world",
+        "launch",
+        "output",
+    },
+    "node": {"words", "errors", "topology", "folders", "output.events", "wire"},
+    "worker": {"words", "errors", "folders", "output.events", "wire"},
     # The package itself has the public names, which it takes from everywhere on the
     # notebook's side; everybody may ask it for what stands in it.
     "__init__": {
+        "words",
         "errors",
         "topology",
         "config",

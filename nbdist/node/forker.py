@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from nbdist.errors import word_exit
 from nbdist.node.fork_messages import (
     Fork,
     Forked,
@@ -29,6 +28,7 @@ from nbdist.node.limits import Lack, word_lack
 from nbdist.node.processes import Children, WorkerProcess
 from nbdist.wire.frames import FrameCutter
 from nbdist.wire.start import WorkerStart
+from nbdist.words import word_exit
 
 READ_SIZE = 1 << 16
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nbdist.errors import word_exit
 from nbdist.node.faulthandler import StackFile
 from nbdist.node.kernel_client import KernelClient, Message, TaskConnection
 from nbdist.node.kernel_messages import as_shown, output_from
@@ -31,6 +30,7 @@ from nbdist.wire.messages import Run
 from nbdist.wire.places import Place, RankState, WorkerStatus
 from nbdist.wire.start import WorkerStart
 from nbdist.wire.task import Finished, Task, unpack
+from nbdist.words import word_exit
 
 log = logging.getLogger("nbdist.node")
 

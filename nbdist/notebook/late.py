@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from nbdist.errors import name_ranks
 from nbdist.notebook.display import REDRAW
 from nbdist.output.ansi import strip
 from nbdist.output.events import Display, Failure, Output, Text, Update, Visible, plain_of
 from nbdist.output.wording import fold_ranks, traceback_text
+from nbdist.words import name_ranks
 
 if TYPE_CHECKING:
     from nbdist.notebook.display import CellDisplay

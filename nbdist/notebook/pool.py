@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from nbdist.config import DEFAULT_POOL, WorldConfig
-from nbdist.errors import InChild, Interrupted, UsageError, count, name_ranks
+from nbdist.errors import InChild, Interrupted, UsageError
 from nbdist.notebook.display import make_display
 from nbdist.notebook.idle import IdleWatch
 from nbdist.notebook.late import Ended
@@ -14,6 +14,7 @@ from nbdist.notebook.options import check_same, given
 from nbdist.notebook.routine import Routine
 from nbdist.notebook.shipping.free_names import names_bound
 from nbdist.notebook.why import Why, idle_end, why_died
+from nbdist.words import count, name_ranks
 from nbdist.world.recovery import healing_text
 from nbdist.world.states import State
 from nbdist.world.world import World

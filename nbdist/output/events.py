@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nbdist.errors import word_exit
+from nbdist.words import word_exit
 
 StreamName = Literal["stdout", "stderr"]
 MimeBundle = Mapping[str, Any]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nbdist.errors import count, format_ranks, name_ranks
 from nbdist.output.events import Failure
 from nbdist.output.layout import MARKS, Block, Hidden, Item, Panel, Row, merged
 from nbdist.output.markup import (
@@ -32,6 +31,7 @@ from nbdist.output.rank_transcript import Shown, State
 from nbdist.output.rich import embed, is_image, is_leftover
 from nbdist.output.screen import Line
 from nbdist.output.wording import clip, more_ranks, traceback_text
+from nbdist.words import count, format_ranks, name_ranks
 
 MOST_BYTES, MOST_LIVE_BYTES = 1_000_000, 64_000
 _HEAD_BYTES = 40_000  # The head, the squares, and the tags of the outermost blocks.

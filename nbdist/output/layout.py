@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeAlias
 
-from nbdist.errors import count, format_ranks
 from nbdist.output.ansi import strip
 from nbdist.output.events import Failure
 from nbdist.output.folding import Group, Likeness, fold_shown, fold_tail
@@ -25,6 +24,7 @@ from nbdist.output.wording import (
     ranks_text,
     seconds_text,
 )
+from nbdist.words import count, format_ranks
 
 # Where a rank's full output is: a mapping or a function from the rank.
 Logs: TypeAlias = Mapping[int, str] | Callable[[int], "str | None"] | None

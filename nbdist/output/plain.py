@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from nbdist.errors import format_ranks
 from nbdist.output.events import (
     Clear,
     Died,
@@ -27,6 +26,7 @@ from nbdist.output.events import (
 )
 from nbdist.output.screen import Screen
 from nbdist.output.wording import in_log_only, traceback_text
+from nbdist.words import format_ranks
 
 MERGE_SECONDS = 0.1
 BAR_SECONDS = 10.0

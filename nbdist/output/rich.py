@@ -15,9 +15,9 @@ from html import escape
 from html.parser import HTMLParser
 from typing import Any
 
-from nbdist.errors import name_ranks
 from nbdist.output.events import Display, MimeBundle
 from nbdist.output.transcript import Transcript
+from nbdist.words import name_ranks
 
 _IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")
 # Mime types that stand next to an ordinary rendering of the same thing.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from nbdist.errors import format_ranks, name_ranks
 from nbdist.output.ansi import strip
 from nbdist.output.events import Failure
 from nbdist.output.layout import MARKS, Block, Hidden, Item, Panel, sameness
@@ -16,6 +15,7 @@ from nbdist.output.rank_transcript import Gap, Shown
 from nbdist.output.screen import Line
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import clip, error_text, in_log_only, traceback_text
+from nbdist.words import format_ranks, name_ranks
 
 MOST_CHARACTERS = 400_000
 _WIDTH, _LIVE_WIDTH = 2000, 300

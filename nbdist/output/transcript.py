@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from nbdist.errors import format_ranks
 from nbdist.output.events import Failure, Output, RankError
 from nbdist.output.folding import Group, fold_errors, group_of
 from nbdist.output.rank_transcript import ENDED, FAILED, RankTranscript, State
+from nbdist.words import format_ranks
 
 MOST_ROWS = 16
 """As many lines and displays are shown for each rank in full where ranks differ in them."""

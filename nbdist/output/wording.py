@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import TypeVar
 
-from nbdist.errors import count, name_ranks, one_line
 from nbdist.output.ansi import strip
 from nbdist.output.events import Died, Failure, RankError
+from nbdist.words import count, name_ranks, one_line
 
 _CODES_PER_CHARACTER = 8
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from nbdist.errors import UsageError, one_line
+from nbdist.errors import UsageError
+from nbdist.words import one_line
 
 _LINE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(.*)")
 _COMMENT = re.compile(r"\s+#.*|^#.*")

@@ -17,10 +17,10 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 from nbdist.config import HANG_TIMEOUT
-from nbdist.errors import name_ranks, one_line
 from nbdist.output.events import Died
 from nbdist.output.wording import fold_ranks
 from nbdist.wire.places import Begun, Place
+from nbdist.words import name_ranks, one_line
 
 FIRST_LOOK = LOOK_EVERY = 1.0
 SOON, HURRY_SECONDS = 0.1, 2.0

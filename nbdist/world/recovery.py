@@ -23,12 +23,11 @@ from nbdist.errors import (
     WorldBusy,
     WorldNotStarted,
     WorldStuck,
-    name_ranks,
-    one_line,
 )
 from nbdist.output.events import NAME_PROBLEM, SCRIPT_FAILED, Died, Failure, RankError
 from nbdist.wire.messages import Heal, Healed, Kill, Scale
 from nbdist.wire.task import Task
+from nbdist.words import name_ranks, one_line
 from nbdist.world.following import finish, follow
 from nbdist.world.running import RunningTask
 from nbdist.world.spec import scaled

@@ -17,15 +17,7 @@ from enum import Enum
 from typing import Any
 
 from nbdist.config import Patience
-from nbdist.errors import (
-    AgentLost,
-    NbdistError,
-    RanksFreed,
-    WorkerDied,
-    WorkerError,
-    WorldStuck,
-    name_ranks,
-)
+from nbdist.errors import AgentLost, NbdistError, RanksFreed, WorkerDied, WorkerError, WorldStuck
 from nbdist.output.ansi import strip
 from nbdist.output.events import NAME_PROBLEM, Died, Done, Failure, Output, Update
 from nbdist.output.transcript import Transcript, follows
@@ -33,6 +25,7 @@ from nbdist.wire.payload import Payload, open_payload
 from nbdist.wire.pickling import unpickle
 from nbdist.wire.places import Place
 from nbdist.wire.task import Task
+from nbdist.words import name_ranks
 from nbdist.world.hangs import (
     UNCHANGED,
     Watch,
@@ -44,6 +37,7 @@ from nbdist.world.hangs import (
     why_died,
 )
 from nbdist.world.names import Shipped
+from nbdist.world.raised import as_raised
 from nbdist.world.result import CellResult
 
 GPU_UNCHANGED = 1.0
@@ -387,7 +381,7 @@ class RunningTask:
             error.add(f"{waits_text(self.aborted)}: freed; all variables are kept.")
         if self.differing:
             error.add(f"Before that: {self.differing}.")
-        return error.as_raised(first.kinds)
+        return as_raised(error, first.kinds)
 
     def payloads(self) -> dict[int, Payload]:
         """Return the values that were fetched, as they came."""

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nbdist.errors import UsageError, count, format_ranks, name_ranks
+from nbdist.errors import UsageError
 from nbdist.wire.ops import Loaded, Written
 from nbdist.wire.task import Call
+from nbdist.words import count, format_ranks, name_ranks
 from nbdist.world.session import Session
 from nbdist.world.snapshot_store import Snapshot, SnapshotStore
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from nbdist import topology
 from nbdist.config import OnFailure, Patience, WorldConfig
-from nbdist.errors import AgentLost, StartError, WorldNotStarted, count
+from nbdist.errors import AgentLost, StartError, WorldNotStarted
 from nbdist.output.events import Died, Done, Record, Visible
 from nbdist.wire.messages import (
     Aborted,
@@ -28,6 +28,7 @@ from nbdist.wire.messages import (
 from nbdist.wire.places import Place
 from nbdist.wire.start import WorldSpec
 from nbdist.wire.task import Task
+from nbdist.words import count
 from nbdist.world.launchers import find_launcher
 from nbdist.world.link import Link
 from nbdist.world.names import NameTable, Shipped

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbdist.errors import format_ranks, name_ranks
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import ranks_option
 from nbdist.notebook.tables import Shown, table
 from nbdist.output.wording import fold_ranks
+from nbdist.words import format_ranks, name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

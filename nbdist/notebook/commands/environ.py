@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 from IPython.core.magic_arguments import argument
 
 from nbdist.config import SECRET
-from nbdist.errors import UsageError, format_ranks
+from nbdist.errors import UsageError
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import ranks_option
 from nbdist.notebook.tables import Shown, table
 from nbdist.output.wording import fold_ranks
 from nbdist.wire.worker_environ import NBDIST_SETS
+from nbdist.words import format_ranks
 from nbdist.world.spec import given_environ
 
 if TYPE_CHECKING:

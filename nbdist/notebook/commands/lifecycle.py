@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from IPython.core.magic_arguments import argument
 
-from nbdist.errors import Interrupted, UsageError, name_ranks
+from nbdist.errors import Interrupted, UsageError
 from nbdist.notebook.cells import check_end, follow
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import at_once, given, ranks_option, world_options
 from nbdist.output.transcript import follows
+from nbdist.words import name_ranks
 from nbdist.world.recovery import healing_text
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 from IPython.core.magic_arguments import argument
 
 from nbdist.config import whole_number
-from nbdist.errors import UsageError, format_ranks, name_ranks
+from nbdist.errors import UsageError
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import ranks_option
 from nbdist.notebook.tables import Shown, block
 from nbdist.output.ansi import strip
 from nbdist.wire.log_files import MOVED, earlier_file
+from nbdist.words import format_ranks, name_ranks
 from nbdist.world.spec import default_log_dir
 
 BLOCK = 1 << 16

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from IPython.core.magic_arguments import argument
 
-from nbdist.errors import count
 from nbdist.notebook.command import Line, command
 from nbdist.topology import parse_size
+from nbdist.words import count
 from nbdist.world.recovery import scaled_text
 
 

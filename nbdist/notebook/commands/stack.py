@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
-from nbdist.errors import name_ranks
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import ranks_option
 from nbdist.notebook.tables import Shown
@@ -25,6 +24,7 @@ from nbdist.output.markup import (
     panel,
 )
 from nbdist.wire.places import Stack
+from nbdist.words import name_ranks
 from nbdist.world.hangs import doing_of
 
 OPEN_LINES = 60

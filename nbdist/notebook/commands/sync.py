@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from IPython.core.magic_arguments import argument
 
-from nbdist.errors import UsageError, name_ranks
+from nbdist.errors import UsageError
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import ranks_option
+from nbdist.words import name_ranks
 
 
 @command(

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nbdist.errors import count, name_ranks
 from nbdist.notebook.shipping.free_names import dotted_names, names_used
 from nbdist.notebook.shipping.versions import (
     DIGEST_LIMIT,
@@ -27,6 +26,7 @@ from nbdist.wire.payload import Payload, pack_frames
 from nbdist.wire.pickling import Pickled, join, pickle
 from nbdist.wire.shared_memory import Segment
 from nbdist.wire.unshippable import PICKLING_ERRORS, fails_in, parts, unshippable
+from nbdist.words import count, name_ranks
 from nbdist.world.names import NameTable, Shipped
 
 BIG = 64 * 1024 * 1024

@@ -28,8 +28,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
-from nbdist.errors import one_line
 from nbdist.output.events import Connections
+from nbdist.words import one_line
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group.store import AbortableStore, Meeting
 from nbdist.worker.process import BadEnvironment

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from nbdist.errors import word_exit
 from nbdist.output.events import SCRIPT_FAILED
 from nbdist.wire.places import Place
 from nbdist.wire.task import Script
+from nbdist.words import word_exit
 from nbdist.worker.tracebacks import Problem, show
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from nbdist.errors import one_line
 from nbdist.folders import Untrusted
 from nbdist.wire.ops import Loaded, Written
 from nbdist.wire.pickling import Pickled, pickle, unpickle
+from nbdist.words import one_line
 from nbdist.worker.group.ddp import bucket_layout, set_bucket_layout
 from nbdist.worker.ops.files import Damaged, read_frames, write_frames
 

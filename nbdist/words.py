@@ -1,0 +1,54 @@
+"""Words that errors, outputs and options share: ranks, counts, exit codes, one line of many.
+
+Pure, on the lowest floor.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+
+LINE_LIMIT = 300
+"""Longer messages would no longer be one line on a screen."""
+
+
+def count(number: int, thing: str) -> str:
+    """Write `1 rank`, `4 ranks`."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Write ranks as people write them: (0, 1, 2, 5) gives `0-2,5`."""
+    spans: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Write `rank 5`, `ranks 0-2,5`."""
+    text = format_ranks(ranks)
+    return f"rank {text}" if text.isdigit() else f"ranks {text}"
+
+
+def word_exit(exit_code: int | None) -> str:
+    """Word how a process ended, by `subprocess`'s exit code: `was killed by SIGKILL`."""
+    if exit_code is None:
+        return "ended"
+    if exit_code >= 0:
+        return f"exited with code {exit_code}"
+    if -exit_code in signal.valid_signals():
+        try:
+            return f"was killed by {signal.Signals(-exit_code).name}"
+        except ValueError:
+            pass  # A real-time signal: valid, and without a name.
+    return f"was killed by signal {-exit_code}"
+
+
+def one_line(text: str, limit: int = LINE_LIMIT) -> str:
+    """Return the first line of `text` that has something in it, cut where it is too long."""
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
