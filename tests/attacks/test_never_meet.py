@@ -106,25 +106,6 @@ def test_a_message_from_any_rank_that_failed(world: World) -> None:
     goes_on(world, before)
 
 
-ONLY_RECEIVES = """
-from nbdist.worker.compat.torch import end_receive
-reduced = dist.all_reduce(torch.ones(1), async_op=True)
-sent = dist.isend(torch.ones(1), (rank + 1) % world_size)
-assert not end_receive(reduced)
-assert not end_receive(sent)
-dist.recv(t := torch.zeros(1), (rank - 1) % world_size)
-reduced.wait(), sent.wait()
-never = dist.irecv(t, tag=5)
-assert end_receive(never)
-assert not never.wait()
-"""
-
-
-def test_only_receives_can_be_ended(world: World) -> None:
-    """What is no receive of gloo's is left alone, by its class in C++."""
-    world.execute(ONLY_RECEIVES)
-
-
 NEVER_MEET = {
     "two collectives": (
         "if rank == 0:\n    dist.all_reduce(t)\nelse:\n    dist.barrier()",

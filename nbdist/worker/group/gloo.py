@@ -31,6 +31,7 @@ from torch.distributed import ProcessGroupGloo
 from nbdist.output.events import Connections
 from nbdist.words import one_line
 from nbdist.worker.compat import torch as seam
+from nbdist.worker.compat.receives import end_receive
 from nbdist.worker.group.store import AbortableStore, Meeting
 from nbdist.worker.process import BadEnvironment
 
@@ -267,7 +268,7 @@ def abort_receives() -> None:
     """
     for each in tuple(_waits):
         each.is_over = True
-        seam.end_receive(each.work)
+        end_receive(each.work)
 
 
 dist.Work.wait = wait  # type: ignore[method-assign]

@@ -1,0 +1,42 @@
+"""Tests of `nbdist.worker.compat.receives`: of all that is waited for, receives alone end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from nbdist.worker.compat.receives import can_end_receives
+from nbdist.world.world import World
+from tests.worlds import NewWorld
+
+pytestmark = pytest.mark.shared_world
+
+ONLY_RECEIVES = """
+from nbdist.worker.compat.receives import end_receive
+reduced = dist.all_reduce(torch.ones(1), async_op=True)
+sent = dist.isend(torch.ones(1), (rank + 1) % world_size)
+assert not end_receive(reduced)
+assert not end_receive(sent)
+dist.recv(t := torch.zeros(1), (rank - 1) % world_size)
+reduced.wait(), sent.wait()
+never = dist.irecv(t, tag=5)
+assert end_receive(never)
+assert not never.wait()
+"""
+
+
+@pytest.fixture(params=[2, 4])
+def world(request: pytest.FixtureRequest, new_world: NewWorld) -> Iterator[World]:
+    with new_world(request.param) as world:
+        yield world
+
+
+def test_this_torch_can_end_them() -> None:
+    """Its library has the method and the class."""
+    assert can_end_receives()
+
+
+def test_only_receives_can_be_ended(world: World) -> None:
+    """What is no receive of gloo's is left alone, by its class in C++."""
+    world.execute(ONLY_RECEIVES)
