@@ -6,7 +6,6 @@ import ctypes
 import os
 import resource
 import stat
-from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 
 from nbdist.folders import Untrusted
 from nbdist.wire.shared_memory import ALIGNMENT, Buffer
-from nbdist.worker.ops.files import CHUNK, MAGIC, SMALL, Damaged, read_frames, write_frames
+from nbdist.worker.ops.files import MAGIC, SMALL, Damaged, read_frames, write_frames
 
 FRAMES: list[Buffer] = [
     b"first",
@@ -41,14 +40,6 @@ def test_frames_come_back_as_they_were(path: Path) -> None:
     assert path.stat().st_size == size
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert contents(read_frames(path, size, digest)) == [bytes(each) for each in FRAMES]
-
-
-def test_more_than_is_written_at_once(path: Path) -> None:
-    """Of whatever items the memory is."""
-    numbers = array("i", range(CHUNK // 4 + 3))
-    assert contents(read_frames(path, *write_frames(path, [memoryview(numbers)]))) == [
-        numbers.tobytes()
-    ]
 
 
 def test_no_frames(path: Path) -> None:
