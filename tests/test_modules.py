@@ -23,7 +23,6 @@ UNTESTED = {
     "worker/kernel.py",
     "worker/main.py",
     "worker/ops/sync.py",
-    "worker/tasks.py",
     "world/syncing.py",
 }
 

@@ -30,7 +30,6 @@ from nbdist.errors import (
     WorldNotStarted,
 )
 from nbdist.node.merge import LOST_AFTER
-from nbdist.node.proc import is_stopped
 from nbdist.output.events import Clear, Display, Failure, Output, Text, Update
 from nbdist.output.rank_transcript import Gap, Shown
 from nbdist.output.screen import Line
@@ -430,14 +429,6 @@ def test_display_in_a_forked_child(world: World) -> None:
     assert ran.running.transcript.elapsed() < LOST_AFTER
 
 
-def test_a_forked_child_that_comes_to_the_end_of_the_cell(world: World) -> None:
-    """It ends there: the cell ends once, and the next one runs in the worker itself."""
-    forked = "import os\nbefore = os.getpid()\nchild = os.fork()\nif child: os.waitpid(child, 0)"
-    for _ in range(3):
-        run_well(world, forked)
-        assert run_well(world, "print(os.getpid() == before)").lines() == ["True"]
-
-
 def test_threads_print_and_display_at_once(world: World) -> None:
     """Text and displays of several threads arrive whole."""
     log = Path(world.logs[0]) / "stdout.log"
@@ -735,33 +726,6 @@ def test_interrupt_when_nothing_runs(world: World) -> None:
     run_well(world, "kept = 1")
     world.interrupt()
     assert world.gather("kept") == [1] * world.size
-
-
-def has_sigint_waiting(pid: int) -> bool:
-    """Whether the process will meet it once it goes on."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    (pending,) = re.findall(r"^ShdPnd:\s*(\w+)$", status, re.MULTILINE)
-    return bool(int(pending, 16) >> (signal.SIGINT - 1) & 1)
-
-
-def test_interrupt_before_the_cell_begins(world: World) -> None:
-    """Stop ends a cell that ranks have been sent and have not read, and no more than that."""
-    run_well(world, "kept = rank")
-    for pid in world.pids.values():
-        os.kill(pid, signal.SIGSTOP)
-    # One that has had no processor since takes the signal of the lower number first.
-    wait_until(lambda: all(map(is_stopped, world.pids.values())), "they are stopped")
-    running = world.submit(world.task("begun = True\nwhile True: pass"))
-    world.interrupt()
-    wait_until(lambda: all(map(has_sigint_waiting, world.pids.values())), "they are interrupted")
-    for pid in world.pids.values():
-        os.kill(pid, signal.SIGCONT)
-    ran = follow(world, running)
-    assert isinstance(ran.error, WorkerError)
-    assert {failure.name for failure in ran.error.errors.values()} == {"KeyboardInterrupt"}
-    assert world.gather("(kept, 'begun' in globals())") == [
-        (rank, False) for rank in range(world.size)
-    ]
 
 
 SLOW_TO_LEAVE = """
