@@ -15,8 +15,9 @@ import pickle as plain_pickle
 import sys
 import types
 from collections import ChainMap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
+from operator import itemgetter
 from typing import Any, ClassVar, cast
 
 import cloudpickle.cloudpickle as by_value
@@ -46,6 +47,7 @@ from nbdist.wire.sharing import Fence, mutable_ids
 from nbdist.wire.tensors import TensorReducer
 
 Reduced = tuple[Any, ...]
+Reduce = Callable[[Any], Reduced]
 
 
 class Pickled:
@@ -78,8 +80,8 @@ class Pickled:
 
     @property
     def objects(self) -> list[Any]:
-        """All that was met on the way and can be met again."""
-        return [met for _, met in self._pickler.memo.copy().values()]
+        """All that was met on the way and can be met again, in that order."""
+        return [met for _, met in sorted(self._pickler.memo.copy().values(), key=itemgetter(0))]
 
     @functools.cached_property
     def shared(self) -> frozenset[int]:
@@ -101,15 +103,17 @@ def pickle(
     tensors_to_cpu: bool = True,
     sketch: bool = False,
     back_to_device: bool = False,
+    reduce: Reduce | None = None,
 ) -> Pickled:
     """Pickle `value` for another process, where `namespace` is the `__main__` of this one.
 
     Raises what pickling raises, for the most part `PicklingError` and `TypeError`; a
     class's own `__reduce__` can raise anything.  With `sketch` tensors on a device are
     not copied from there; the result says whether they changed.  With `back_to_device` they
-    arrive on the receiver's own device of that kind.
+    arrive on the receiver's own device of that kind.  `reduce` is asked first how to take an
+    object apart; NotImplemented for as usual.
     """
-    options = (tensors_to_cpu, sketch, back_to_device)
+    options = (tensors_to_cpu, sketch, back_to_device, reduce)
     pickler = _Pickler(namespace, frozenset(), *options)
     pickler.dump((value, _Cells(pickler.sources)))
     whole = pickler.tensors.overlapping if pickler.tensors else None
@@ -172,6 +176,7 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         tensors_to_cpu: bool,  # noqa: FBT001
         sketch: bool,  # noqa: FBT001
         back_to_device: bool,  # noqa: FBT001
+        reduce: Reduce | None,
     ) -> None:
         self.file = _FirstFrame()
         self.buffers: list[Buffer] = []
@@ -194,10 +199,15 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
                 back_to_device=back_to_device,
             )
         self._namespace = namespace
+        self._reduce = reduce
         self._variables: dict[int, Variable] = {}
 
     def reducer_override(self, value: Any) -> Reduced:
         """Take apart what is not a plain built-in.  Called by pickle."""
+        if self._reduce is not None:
+            reduced = self._reduce(value)
+            if cast(Any, reduced) is not NotImplemented:
+                return reduced
         kind = type(value)
         if kind is types.FunctionType:
             return self._reduce_function(value)

@@ -24,13 +24,16 @@ from pathlib import Path
 
 from nbdist import __version__, folders
 from nbdist.errors import NbdistError, UsageError
-from nbdist.wire.ops import Written
+from nbdist.wire.ops import Mesh, Written
 from nbdist.world.spec import state_folder
 
 KEPT = 3
 """Snapshots of one name; older ones are removed when another has been written."""
 
 MANIFEST = "manifest.json"
+FORMAT = 2
+"""Of the manifest and the ranks' files."""
+
 UNFINISHED = ".part-"
 NAME = re.compile(r"[\w][\w.-]*", re.ASCII)
 STAMP = re.compile(r"[0-9]{8}-[0-9]{6}(\.[0-9]+)?", re.ASCII)
@@ -51,7 +54,8 @@ class Part:
 class Snapshot:
     """One that lies in its folder; `problem` says what is wrong with it, as far as is seen.
 
-    `distrust` says who else could have written it: then nothing of it has been read.
+    `meshes` have to be there before anything of it is unpickled.  `distrust` says who else
+    could have written it: then nothing of it has been read.
     """
 
     name: str
@@ -61,6 +65,7 @@ class Snapshot:
     parts: Mapping[int, Part] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
     torch: str = ""
+    meshes: tuple[Mesh, ...] = ()
     problem: str = ""
     distrust: str = ""
 
@@ -203,12 +208,13 @@ class SnapshotStore:
         stamp = _next_stamp(self.root / name, now)
         first = next(iter(parts.values()))
         manifest = {
-            "format": 1,
+            "format": FORMAT,
             "name": name,
             "time": now,
             "world_size": len(parts),
             "nbdist": __version__,
             "torch": first.torch,
+            "meshes": [asdict(mesh) for mesh in {m for p in parts.values() for m in p.meshes}],
             "left_out": {n: why for part in parts.values() for n, why in part.left_out.items()},
             "ranks": {
                 rank: asdict(Part(part.names, part.also, part.size, part.digest))
@@ -278,11 +284,15 @@ def _read(name: str, folder: Path) -> Snapshot:
             fd = folders.open_trusted(folder / MANIFEST, at)
             with os.fdopen(fd, "rb") as file:
                 manifest = json.load(file)
+            if manifest["format"] != FORMAT:
+                problem = f"nbdist {manifest['nbdist']} has written it in another way"
+                return Snapshot(name, folder.name, folder, problem=problem)
             parts = {
                 int(rank): Part(tuple(p["names"]), tuple(p["also"]), p["size"], p["digest"])
                 for rank, p in manifest["ranks"].items()
             }
-            found = (manifest["time"], parts, manifest["left_out"], manifest["torch"])
+            meshes = tuple(Mesh.read(mesh) for mesh in manifest["meshes"])
+            found = (manifest["time"], parts, manifest["left_out"], manifest["torch"], meshes)
             problems = [_problem_of(folder / f"rank{r}.frames", p, at) for r, p in parts.items()]
     except folders.Untrusted as error:
         return Snapshot(name, folder.name, folder, distrust=str(error))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbdist.errors import UsageError
-from nbdist.wire.ops import Loaded, Written
+from nbdist.wire.ops import Loaded, Mesh, Written
 from nbdist.wire.task import Call
 from nbdist.words import count, format_ranks, name_ranks
 from nbdist.world.session import Session
@@ -61,7 +61,8 @@ def restore(
     """Bind names of a snapshot, by default all of the newest, on these ranks, by default all.
 
     Each rank reads its own file and goes on with its own random numbers, or reads that of
-    `from_rank` and keeps its random states.  Nothing is bound where any file is damaged.
+    `from_rank` and keeps its random states; what is sharded is then put together from all
+    files, and sharded over this world.  Nothing is bound where any file is damaged.
 
     Raises UsageError where that cannot be done, and what a cell raises.
     """
@@ -73,8 +74,13 @@ def restore(
     _check_names(snapshot, names)
     on = tuple(range(session.size)) if ranks is None else tuple(ranks)
     sources = _sources(session, snapshot, on, ranks is not None, from_rank)
+    if meshes := _meshes(snapshot, session.size, from_rank):
+        session.run(session.task(Call("sharded.meshes", {"instead": meshes})))
     parts = {rank: _file_of(snapshot, source) for rank, source in sources.items()}
-    loaded: dict[int, Loaded] = _call(session, "load", on, folder=str(snapshot.folder), parts=parts)
+    shared = meshes and from_rank is not None
+    everyones = [_file_of(snapshot, rank) for rank in snapshot.parts] if shared else []
+    arguments = {"folder": str(snapshot.folder), "parts": parts, "everyones": everyones}
+    loaded: dict[int, Loaded] = _call(session, "load", on, **arguments)
     damage = next((part.damage for part in loaded.values() if part.damage), "")
     distrust = next((part.distrust for part in loaded.values() if part.distrust), "")
     if damage or distrust or (problem := _problem(loaded)):
@@ -126,10 +132,26 @@ def _sources(
         first = f"`-r {format_ranks(range(min(size, session.size)))}` restores these alone, "
         raise UsageError(
             f"`{snapshot.key}` is of {_of(size)}, and this world has {session.size}. "
-            f"{first}`--from-rank 0` gives every rank the variables of rank 0, "
+            f"{first}`--from-rank 0` gives every rank the variables of rank 0 "
+            "and its share of what is sharded, "
             f"`%dist_restart -n {size}` starts as many."
         )
     return {rank: rank for rank in on}
+
+
+def _meshes(snapshot: Snapshot, size: int, from_rank: int | None) -> dict[Mesh, Mesh]:
+    """Say which meshes there are to be, for those in the snapshot."""
+    before = len(snapshot.parts)
+    instead = {}
+    for mesh in snapshot.meshes:
+        fitted = mesh if from_rank is None else mesh.fitted(before, size)
+        if fitted is None or max(fitted.ranks) >= size:
+            raise UsageError(
+                f"`{snapshot.key}` has {mesh}, which this world of {size} cannot have. "
+                f"`%dist_restart -n {before}` starts as many."
+            )
+        instead[mesh] = fitted
+    return instead
 
 
 def _of(size: int) -> str:

@@ -246,6 +246,16 @@ def test_the_ranks_look_themselves(world: World, taken: Snapshot) -> None:
     assert [each.distrust for each in said] == [f"others can write to {file} (mode 0602)"] * 2
 
 
+def test_they_look_at_another_ranks_file_too(world: World, taken: Snapshot) -> None:
+    """Nor is one from which shards are to come."""
+    file, part = taken.folder / "rank1.frames", taken.parts[0]
+    file.chmod(0o602)
+    parts = dict.fromkeys(range(2), (0, part.size, part.digest))
+    files = [(rank, part.size, part.digest) for rank, part in taken.parts.items()]
+    said = world.call("snapshot.load", folder=str(taken.folder), parts=parts, everyones=files)
+    assert [each.distrust for each in said] == [f"others can write to {file} (mode 0602)"] * 2
+
+
 def test_a_folder_where_others_can_write(world: World, tmp_path: Path) -> None:
     """No snapshot is written where none could be restored."""
     (tmp_path / "snapshots" / "a").mkdir(parents=True, mode=0o777)

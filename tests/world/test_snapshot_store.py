@@ -193,6 +193,14 @@ def test_damage_is_seen(
     assert store.find(older.key) == older
 
 
+def test_another_format(store: SnapshotStore) -> None:
+    """One of another version of nbdist is not read, and says of which."""
+    taken = take(store, "a")
+    manifest = json.loads((taken.folder / MANIFEST).read_text())
+    (taken.folder / MANIFEST).write_text(json.dumps(manifest | {"format": 1, "nbdist": "0.0"}))
+    assert store.find("a").problem == "nbdist 0.0 has written it in another way"
+
+
 def test_the_next_older_intact_one_is_named(store: SnapshotStore) -> None:
     """By what brings it back; none where all older ones are damaged."""
     oldest, older, newest = (take(store, "a") for _ in range(3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import mmap
 import os
@@ -13,6 +14,7 @@ from nbdist import folders
 from nbdist.wire.shared_memory import ALIGNMENT, Buffer
 
 MAGIC = b"nbdist frames 1\n"
+HEAD = len(MAGIC) + 8
 CHUNK = 1 << 24
 SMALL = 1 << 16
 """Frames below this many bytes share one piece of memory when they are read."""
@@ -53,35 +55,62 @@ def read_frames(path: Path, size: int, digest: str) -> list[memoryview]:
     Raises Damaged where the file is not the one that was written, Untrusted where another
     user could have written it, and OSError.
     """
-    with folders.trusted_folder(path.parent) as at:
-        opened = folders.open_trusted(path, at)
     found = hashlib.sha256()
-    with os.fdopen(opened, "rb", buffering=0) as file:
-        if (there := os.fstat(file.fileno()).st_size) != size:
-            raise Damaged(f"{path.name} has {there:,} of {size:,} bytes")
-        head = bytearray(len(MAGIC) + 8)
+    with _opened(path, size) as file:
+        head = bytearray(HEAD)
         _read(file.fileno(), memoryview(head), found.update)
-        length = int.from_bytes(head[len(MAGIC) :], "little")
-        if not head.startswith(MAGIC) or length > size:
-            raise _changed(path)
-        listed = bytearray(length)
+        listed = bytearray(_length(path, head, size))
         _read(file.fileno(), memoryview(listed), found.update)
-        sizes = _sizes_from(listed)
-        if sum(sizes) != size - len(head) - length:
-            raise _changed(path)
-        frames = _memory(sizes)
+        frames = _memory(_sizes(path, listed, size))
         for frame in frames:
             _read(file.fileno(), frame, found.update)
-    if found.hexdigest() != digest:
-        raise _changed(path)
+    _compare(path, found.hexdigest(), digest)
     return frames
 
 
-def _changed(path: Path) -> Damaged:
-    return Damaged(f"{path.name} has other contents than were written")
+def map_frames(path: Path, size: int, digest: str) -> list[memoryview]:
+    """Return the same in the file's own pages, of which all readers share one copy; not aligned."""
+    with _opened(path, size) as file:
+        whole = memoryview(mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE))
+    found = hashlib.sha256()
+    for start in range(0, size, CHUNK):
+        found.update(whole[start : start + CHUNK])
+    _compare(path, found.hexdigest(), digest)
+    end = HEAD + _length(path, whole[:HEAD], size)
+    frames = []
+    for each in _sizes(path, whole[HEAD:end], size):
+        frames.append(whole[end : end + each])
+        end += each
+    return frames
 
 
-def _sizes_from(listed: bytearray) -> list[int]:
+def _opened(path: Path, size: int) -> io.FileIO:
+    with folders.trusted_folder(path.parent) as at:
+        opened = folders.open_trusted(path, at)
+    file = os.fdopen(opened, "rb", buffering=0)
+    if (there := os.fstat(opened).st_size) != size:
+        file.close()
+        raise Damaged(f"{path.name} has {there:,} of {size:,} bytes")
+    return file
+
+
+def _length(path: Path, head: Buffer, size: int) -> int:
+    """Return that of the list of sizes, which comes after the head."""
+    length = int.from_bytes(bytes(head)[len(MAGIC) :], "little")
+    if not bytes(head).startswith(MAGIC) or length > size:
+        raise _changed(path)
+    return length
+
+
+def _sizes(path: Path, listed: Buffer, size: int) -> list[int]:
+    """Return those of the frames, which take the rest of the file."""
+    sizes = _sizes_from(bytes(listed))
+    if sum(sizes) != size - HEAD - memoryview(listed).nbytes:
+        raise _changed(path)
+    return sizes
+
+
+def _sizes_from(listed: bytes) -> list[int]:
     """Return the sizes of the frames; none where that is not what it says."""
     try:
         sizes = json.loads(listed)
@@ -89,6 +118,15 @@ def _sizes_from(listed: bytearray) -> list[int]:
         return []
     is_list = type(sizes) is list and all(type(size) is int and size >= 0 for size in sizes)
     return sizes if is_list else []
+
+
+def _compare(path: Path, found: str, digest: str) -> None:
+    if found != digest:
+        raise _changed(path)
+
+
+def _changed(path: Path) -> Damaged:
+    return Damaged(f"{path.name} has other contents than were written")
 
 
 def _memory(sizes: Sequence[int]) -> list[memoryview]:

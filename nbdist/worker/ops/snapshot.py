@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from nbdist.folders import Untrusted
 from nbdist.wire.ops import Loaded, Written
 from nbdist.wire.pickling import Pickled, pickle, unpickle
 from nbdist.words import one_line
 from nbdist.worker.group.ddp import bucket_layout, set_bucket_layout
-from nbdist.worker.ops.files import Damaged, read_frames, write_frames
+from nbdist.worker.ops import sharded
+from nbdist.worker.ops.files import Damaged, map_frames, read_frames, write_frames
 
 if TYPE_CHECKING:
     from nbdist.worker.op import Context
@@ -29,7 +31,15 @@ if TYPE_CHECKING:
 ALSO_LIMIT = 1 << 20
 """Bytes up to which a value goes along that only a function in the snapshot needs."""
 
-INSTEAD = "torch.distributed.checkpoint writes such"
+File = tuple[int, int, str]
+"""Of which rank, its size and its digest."""
+
+Frames = Sequence[memoryview]
+
+INSTEAD = "new_group makes another one, torch.distributed.checkpoint writes models on one"
+
+COUNT_BYTES = 8
+"""Of the first frame: how many frames after it are the variables'; the others are shards."""
 
 _loaded: dict[str, Any] = {}
 """What `load` has read, for `bind`."""
@@ -48,7 +58,9 @@ def write(
 ) -> Written:
     """Write the wanted names that there are; with `leave_out` without what cannot be pickled."""
     namespace = context.names
-    values = {name: namespace[name] for name in wanted[own_rank()] if name in namespace}
+    # First those of all ranks, so that each meets their sharded tensors in the same order.
+    names = sorted(wanted[own_rank()], key=lambda n: not all(n in each for each in wanted.values()))
+    values = {name: namespace[name] for name in names if name in namespace}
     left_out = _unpicklable(values, namespace)
     if left_out and not leave_out:
         name, why = next(iter(left_out.items()))
@@ -57,17 +69,23 @@ def write(
         del values[name]
     also = _also(values, namespace)
     contents: dict[str, Any] = {"names": values, "also": also, "random": random_states()}
-    pickled = pickle(contents, namespace, sketch=True)
+    contents["hooks"] = RemovableHandle.next_id
+    pickled = _sketch(contents, namespace)
     contents["grads"] = _grads(pickled)
     models = [met for met in pickled.objects if type(met) is DistributedDataParallel]
     contents["buckets"] = [(net, bucket_layout(net)) for net in models]
-    frames = pickle(contents, namespace, back_to_device=True).frames
+    writer = sharded.Writer()
+    frames = pickle(contents, namespace, back_to_device=True, reduce=writer.reduce).frames
+    shards = pickle(writer.shards, namespace, back_to_device=True).frames
+    first = len(frames).to_bytes(COUNT_BYTES, "little")
     try:
-        size, digest = write_frames(Path(folder, file_name(own_rank())), frames)
+        size, digest = write_frames(Path(folder, file_name(own_rank())), [first, *frames, *shards])
     except OSError as error:
         return Written(error.strerror or str(error))
     # Nothing of torch's own types: the notebook would import torch to read it.
-    return Written("", (*values,), (*also,), left_out, size, digest, str(torch.__version__))
+    version, meshes = str(torch.__version__), (*writer.meshes,)
+    written = (*(name for name in wanted[own_rank()] if name in values),)
+    return Written("", written, (*also,), left_out, size, digest, version, meshes)
 
 
 def file_name(rank: int) -> str:
@@ -85,13 +103,15 @@ def _unpicklable(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[s
 
 def _why_not(value: Any, namespace: dict[str, Any]) -> str | None:
     try:
-        met = pickle(value, namespace, sketch=True).objects
+        _sketch(value, namespace)
     except Exception as error:  # noqa: BLE001 (a user's __reduce__ can raise anything)
         why = f"{type(error).__name__}: {one_line(str(error), 120)}"
         return f"{why}; {INSTEAD}" if "ProcessGroup" in why else why
-    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    # They can be pickled, but not with the module that they belong to.
-    return f"it holds a DTensor; {INSTEAD}" if any(isinstance(o, sharded) for o in met) else None
+    return None
+
+
+def _sketch(value: Any, namespace: dict[str, Any]) -> Pickled:
+    return pickle(value, namespace, sketch=True, reduce=sharded.Writer().reduce)
 
 
 def _also(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[str, Any]:
@@ -100,16 +120,18 @@ def _also(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[str, Any
     Values that are big stay out: they are data, which the notebook ships again.
     """
     found: dict[str, Any] = {}
-    waiting = set(pickle(values, namespace, sketch=True).needs)
+    waiting = set(_sketch(values, namespace).needs)
     while waiting:
         name = waiting.pop()
         if name in values or name in found or name not in namespace:
             continue
         try:
-            pickled = pickle(namespace[name], namespace, sketch=True)
+            writer = sharded.Writer()
+            pickled = pickle(namespace[name], namespace, sketch=True, reduce=writer.reduce)
         except Exception:  # noqa: BLE001 (a user's __reduce__; what needs it will say so)
             continue
-        if sum(memoryview(frame).nbytes for frame in pickled.frames) <= ALSO_LIMIT:
+        size = sum(memoryview(frame).nbytes for frame in pickled.frames)
+        if size <= ALSO_LIMIT and not writer.shards:
             found[name] = namespace[name]
             waiting |= pickled.needs
     return found
@@ -149,30 +171,52 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 # --- restore ----------------------------------------------------------------------------
 
 
-def load(context: Context, folder: str, parts: Mapping[int, tuple[int, int, str]]) -> Loaded:
+def load(
+    context: Context, folder: str, parts: Mapping[int, File], everyones: Sequence[File] = ()
+) -> Loaded:
     """Read the file of the rank that `parts` has for this one; `bind` binds what is in it.
 
-    In two steps, so that no rank binds anything where another one's file is damaged.
+    In two steps, so that no rank binds anything where another one's file is damaged.  With
+    `everyones` files sharded tensors are put together from these, and sharded over this world.
     """
     of_rank, size, digest = parts[own_rank()]
     _loaded.clear()
     try:
-        frames = read_frames(Path(folder, file_name(of_rank)), size, digest)
+        contents, shards = _pair(read_frames(Path(folder, file_name(of_rank)), size, digest))
+        if everyones:
+            shards = []  # its memory is free before there is that of the others
+        mapped = {r: map_frames(Path(folder, file_name(r)), n, d) for r, n, d in everyones}
     except Untrusted as error:
         return Loaded(distrust=str(error))
     except (Damaged, OSError) as error:
         return Loaded(damage=str(error))
+    names = context.names
     try:
-        _loaded.update(unpickle(frames, context.names))
+        if everyones:
+            files = {rank: unpickle(_pair(frames)[1], names) for rank, frames in mapped.items()}
+            tensors = sharded.assembled_tensors(files, of_rank)
+        else:
+            tensors = sharded.own_tensors(unpickle(shards, names))
+        with sharded.restoring(tensors):
+            _loaded.update(unpickle(contents, names))
     except Exception as error:  # noqa: BLE001 (so can a user's class while it is rebuilt)
         return Loaded(f"{type(error).__name__}: {one_line(str(error), 200)}")
     return Loaded()
+
+
+def _pair(frames: Frames) -> tuple[Frames, Frames]:
+    """Part the frames of the variables from those of the shards."""
+    end = 1 + int.from_bytes(frames[0], "little")
+    return frames[1:end], frames[end:]
 
 
 def bind(context: Context, *, names: Sequence[str] | None, with_random: bool) -> tuple[str, ...]:
     """Bind what was loaded, or these names of it; which they were."""
     namespace, contents = context.names, {**_loaded}
     _loaded.clear()
+    # By these numbers modules keep their hooks: a new one must not take a restored one's place.
+    RemovableHandle.next_id = max(RemovableHandle.next_id, contents["hooks"])
+    sharded.shard_modules()
     found = {n: value for n, value in contents["names"].items() if names is None or n in names}
     for tensor, grad in contents["grads"]:
         tensor.grad = grad
@@ -190,3 +234,4 @@ def bind(context: Context, *, names: Sequence[str] | None, with_random: bool) ->
 def forget(_: Context) -> None:
     """Bind nothing of what was loaded."""
     _loaded.clear()
+    sharded.forget()

@@ -13,7 +13,7 @@ import pytest
 
 from nbdist.folders import Untrusted
 from nbdist.wire.shared_memory import ALIGNMENT, Buffer
-from nbdist.worker.ops.files import MAGIC, SMALL, Damaged, read_frames, write_frames
+from nbdist.worker.ops.files import MAGIC, SMALL, Damaged, map_frames, read_frames, write_frames
 
 FRAMES: list[Buffer] = [
     b"first",
@@ -25,6 +25,16 @@ FRAMES: list[Buffer] = [
 ]
 
 
+Read = Callable[[Path, int, str], list[memoryview]]
+
+
+@pytest.fixture(params=[read_frames, map_frames])
+def read(request: pytest.FixtureRequest) -> Read:
+    """Each way to read them."""
+    found: Read = request.param
+    return found
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "rank0.frames"
@@ -34,17 +44,17 @@ def contents(frames: list[memoryview]) -> list[bytes]:
     return [bytes(frame) for frame in frames]
 
 
-def test_frames_come_back_as_they_were(path: Path) -> None:
+def test_frames_come_back_as_they_were(read: Read, path: Path) -> None:
     """In their order, of any kind of memory; the file is this user's alone."""
     size, digest = write_frames(path, FRAMES)
     assert path.stat().st_size == size
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert contents(read_frames(path, size, digest)) == [bytes(each) for each in FRAMES]
+    assert contents(read(path, size, digest)) == [bytes(each) for each in FRAMES]
 
 
-def test_no_frames(path: Path) -> None:
+def test_no_frames(read: Read, path: Path) -> None:
     """They are no error."""
-    assert read_frames(path, *write_frames(path, [])) == []
+    assert read(path, *write_frames(path, [])) == []
 
 
 def test_frames_can_be_written_to(path: Path) -> None:
@@ -57,6 +67,14 @@ def test_frames_can_be_written_to(path: Path) -> None:
         frame[:] = b"z" * len(frame)
     assert contents(frames) == [b"z" * memoryview(each).nbytes for each in FRAMES]
     assert contents(read_frames(path, size, digest)) == [bytes(each) for each in FRAMES]
+
+
+def test_mapped_frames_can_be_written_to(path: Path) -> None:
+    """The file stays as it is, and so do the frames of other readers."""
+    size, digest = write_frames(path, FRAMES)
+    first, second = map_frames(path, size, digest), map_frames(path, size, digest)
+    first[0][:] = b"z" * 5
+    assert bytes(second[0]) == bytes(map_frames(path, size, digest)[0]) == b"first"
 
 
 def test_a_file_is_never_written_over(path: Path) -> None:
@@ -125,29 +143,29 @@ LISTED = (*PARTS, *(text.ljust(WIDTH) for text in WHOLE))
     ],
     ids=["cut", "grown", "empty", "end", "begin", "length", *map(str, LISTED)],
 )
-def test_damage_is_told(path: Path, damage: Callable[[Path], None], said: str) -> None:
+def test_damage_is_told(read: Read, path: Path, damage: Callable[[Path], None], said: str) -> None:
     """Wherever a file differs from what was written."""
     size, digest = write_frames(path, FRAMES)
     damage(path)
     with pytest.raises(Damaged, match=said):
-        read_frames(path, size, digest)
+        read(path, size, digest)
 
 
-def test_another_file(path: Path) -> None:
+def test_another_file(read: Read, path: Path) -> None:
     """One that is whole is not the one that was meant."""
     size, digest = write_frames(path, [b"one"])
     path.unlink()
     assert write_frames(path, [b"two"])[0] == size
     with pytest.raises(Damaged, match="other contents"):
-        read_frames(path, size, digest)
+        read(path, size, digest)
     path.unlink()
     with pytest.raises(FileNotFoundError):
-        read_frames(path, size, digest)
+        read(path, size, digest)
 
 
-def test_a_file_that_others_could_have_written(path: Path) -> None:
+def test_a_file_that_others_could_have_written(read: Read, path: Path) -> None:
     """Nothing of it is read."""
     size, digest = write_frames(path, FRAMES)
     path.chmod(0o620)
     with pytest.raises(Untrusted, match="others can write"):
-        read_frames(path, size, digest)
+        read(path, size, digest)

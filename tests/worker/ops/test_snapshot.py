@@ -112,14 +112,6 @@ def test_cell_functions_come_with_what_they_use(world: World) -> None:
     assert world.gather("net.run()") == [0, 5]
 
 
-def test_sharded_modules_are_refused(world: World) -> None:
-    """What FSDP2 has made is named, with what writes it."""
-    world.execute(f"{TRAINING}\nnet, optimizer = make('FSDP2')")
-    for name in ("net", "optimizer"):
-        with pytest.raises(UsageError, match=rf"`{name}` .*torch.distributed.checkpoint writes"):
-            world.snapshot("a", [name])
-
-
 def test_no_room(world: World, tmp_path: Path) -> None:
     """Where a rank cannot write, one line says so, and earlier snapshots are as they were."""
     world.execute("x = 1")

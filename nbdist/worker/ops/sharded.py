@@ -1,0 +1,296 @@
+"""Sharded tensors, their meshes, and FSDP2 modules in a snapshot, and in new workers again.
+
+A pickle of these would hold process groups, which other workers have not.  So a mesh is written
+as a `Mesh`, and made anew; a DTensor as its number, with the rank's shard of it in a pickle of
+their own, from which other ranks take what they need; a module as it was before `fully_shard`,
+with what that was given.  Called by `nbdist.worker.ops.snapshot`.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pickle import PicklingError
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from nbdist.wire.ops import Mesh
+from nbdist.wire.tensors import set_attributes
+from nbdist.worker.compat import torch as seam
+
+if TYPE_CHECKING:
+    from nbdist.worker.op import Context
+
+Reduced = tuple[Any, ...]
+
+INSTEAD = "torch.distributed.checkpoint writes such"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank has of a DTensor; `of` is its mesh, `dims` those where it is a part of that."""
+
+    of: Mesh
+    dims: tuple[str, ...] | None
+    placements: tuple[Any, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    local: torch.Tensor
+
+
+@dataclass
+class Sharding:
+    """What `fully_shard` was given for a module, or for several together."""
+
+    mesh: Any
+    options: dict[str, Any]
+    settings: dict[str, Any]
+    """What was set later, such as whether gradients are reduced."""
+
+
+# --- write ------------------------------------------------------------------------------
+
+
+@dataclass
+class Writer:
+    """Takes apart what is sharded, for the length of one pickle."""
+
+    shards: list[Shard] = field(default_factory=list)
+    meshes: set[Mesh] = field(default_factory=set)
+    # The tensors too, so that ids stay theirs.
+    _numbers: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    _shardings: dict[int, Sharding] = field(default_factory=dict)
+
+    def reduce(self, value: Any) -> Reduced:
+        """Say how to pickle it; NotImplemented for what is not sharded."""
+        kind = type(value)
+        if kind is _known("tensor", "DTensor"):
+            return self._reduce_tensor(value)
+        if kind is _known("device_mesh", "DeviceMesh"):
+            return find_mesh, self._place(value)
+        if isinstance(value, torch.nn.Module) and seam.is_of_fsdp(value):
+            return self._reduce_module(value)
+        return cast(Reduced, NotImplemented)
+
+    def _reduce_tensor(self, tensor: Any) -> Reduced:
+        # A pickle can be made twice, until it is known what overlaps.
+        if id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = tensor, len(self.shards)
+            of, dims = self._place(tensor.device_mesh)
+            with torch.no_grad():
+                local = tensor.detach().to_local()
+            shape = tuple(tensor.shape), tuple(tensor.stride())
+            self.shards.append(Shard(of, dims, tuple(tensor.placements), *shape, local))
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        args = (self._numbers[id(tensor)][1], tensor.requires_grad, is_parameter)
+        return find_tensor, args, tensor.__dict__, None, None, set_attributes
+
+    def _place(self, mesh: Any) -> tuple[Mesh, tuple[str, ...] | None]:
+        root = seam.root_of(mesh)
+        ranks, names = root.mesh, root.mesh_dim_names
+        of = Mesh(root.device_type, tuple(ranks.shape), tuple(ranks.flatten().tolist()), names)
+        self.meshes.add(of)
+        if mesh is root:
+            return of, None
+        if not set(mesh.mesh_dim_names) <= set(names):
+            raise PicklingError(f"it is on a mesh that was flattened; {INSTEAD}")
+        return of, tuple(mesh.mesh_dim_names)
+
+    def _reduce_module(self, module: Any) -> Reduced:
+        """Take it apart as before `fully_shard`: its class, and its state without FSDP2's."""
+        sharding, kind = None, type(module)
+        if why := seam.why_only_here(module):
+            raise PicklingError(f"{why}; {INSTEAD}")
+        if isinstance(module, _known("fsdp", "FSDPModule")):
+            kind = seam.class_before_fsdp(kind)
+            # A parameter that was gathered for a forward is no DTensor.
+            module.reshard()
+            sharding = self._sharding(module)
+        make, _, state, *more = module.__reduce_ex__(2)
+        if make is not copyreg.__newobj__ or any(more) or not isinstance(state, dict):  # type: ignore[attr-defined]
+            raise PicklingError(f"{kind.__name__} has a pickling of its own; {INSTEAD}")
+        return new_module, (kind,), (seam.without_fsdp(state), sharding), None, None, fill_module
+
+    def _sharding(self, module: Any) -> Sharding:
+        call, *found = seam.sharding_of(module)
+        return self._shardings.setdefault(call, Sharding(*found))
+
+
+def new_module(kind: Any) -> Any:
+    """Make a module of this class, without a state."""
+    return kind.__new__(kind)
+
+
+def _known(package: str, name: str) -> Any:
+    """Find a class of torch.distributed where it was imported; else one that nothing is of."""
+    return getattr(sys.modules.get(f"torch.distributed.{package}"), name, Writer)
+
+
+# --- restore ----------------------------------------------------------------------------
+
+_meshes: dict[Mesh, Any] = {}
+_tensors: list[Any] = []
+_unsharded: dict[int, tuple[Sharding, list[Any]]] = {}
+"""What is being unpickled: what there is for its meshes, its DTensors, and its modules that
+`shard_modules` is to shard."""
+
+
+def meshes(_: Context, instead: Mapping[Mesh, Mesh]) -> None:
+    """Make a mesh for each of those in a snapshot; all ranks call it.
+
+    Also where they made it before: a rank that was replaced has not.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    forget()
+    for mesh, now in instead.items():
+        ranks = torch.tensor(now.ranks, dtype=torch.int).view(now.shape)
+        _meshes[mesh] = DeviceMesh(now.device, ranks, mesh_dim_names=now.names)
+
+
+@contextmanager
+def restoring(tensors: Sequence[Any]) -> Iterator[None]:
+    """Meanwhile what is unpickled finds these DTensors by number."""
+    _tensors[:] = tensors
+    _unsharded.clear()
+    try:
+        yield
+    finally:
+        _tensors.clear()
+
+
+def find_mesh(of: Mesh, dims: tuple[str, ...] | None) -> Any:
+    """Find the mesh that is there for it, or a part of that."""
+    mesh = _meshes[of]
+    return mesh if dims is None else mesh[dims]
+
+
+def find_tensor(number: int, requires_grad: bool, is_parameter: bool) -> Any:  # noqa: FBT001
+    """Find the DTensor of that number, as a leaf."""
+    if is_parameter:
+        return torch.nn.Parameter(_tensors[number], requires_grad)
+    return _tensors[number].requires_grad_(requires_grad)
+
+
+def fill_module(module: Any, state: tuple[dict[str, Any], Sharding | None]) -> None:
+    """Give a module its state; it is sharded when all is there."""
+    module.__setstate__(state[0])
+    if (sharding := state[1]) is not None:
+        _, together = _unsharded.pop(id(sharding), (sharding, []))
+        # At the end: inner modules have to be sharded before outer ones.
+        _unsharded[id(sharding)] = sharding, [*together, module]
+
+
+def own_tensors(shards: Sequence[Shard]) -> list[Any]:
+    """Make the DTensors of which these are this rank's shards."""
+    found = []
+    for shard in shards:
+        mesh = find_mesh(shard.of, shard.dims)
+        shape = {"shape": torch.Size(shard.shape), "stride": shard.stride}
+        with torch.no_grad():
+            from_local = _known("tensor", "DTensor").from_local
+            found.append(from_local(shard.local, mesh, shard.placements, **shape))
+    return found
+
+
+def shard_modules() -> None:
+    """Have `fully_shard` shard the modules that were unpickled, as it had; all ranks call it."""
+    waiting = [*_unsharded.values()]
+    forget()
+    for sharding, modules in waiting:
+        _shard(sharding, modules)
+
+
+def forget() -> None:
+    """Shard nothing of what was unpickled, and keep none of the meshes."""
+    _meshes.clear()
+    _unsharded.clear()
+
+
+def _shard(sharding: Sharding, modules: Sequence[Any]) -> None:
+    """Shard parameters without contents, in whose place those come that were restored.
+
+    The optimizer has the same ones.  FSDP2 takes them over in its next forward, as after
+    `load_state_dict(assign=True)`.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    places = [place for module in modules for place in _parameters(module)]
+    sharded = [place for place in places if type(place[2]) is _known("tensor", "DTensor")]
+    empty = {id(parameter): _without_contents(parameter) for _, _, parameter in sharded}
+    how = {empty[id(p)]: next(filter(_is_shard, p.placements)) for _, _, p in sharded}
+    for module, name, parameter in sharded:
+        setattr(module, name, empty[id(parameter)])
+    fully_shard(
+        modules[0] if len(modules) == 1 else [*modules],
+        mesh=sharding.mesh,
+        shard_placement_fn=how.get,
+        ignored_params={p for _, _, p in places if id(p) not in empty},
+        **sharding.options,
+    )
+    for module, name, parameter in sharded:
+        setattr(module, name, parameter)
+    seam.set_on_fsdp(modules[0], sharding.settings)
+
+
+def _parameters(module: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Say where parameters are, but for modules inside that have been sharded already."""
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        yield module, name, parameter
+    for inner in module.children():
+        if not isinstance(inner, _known("fsdp", "FSDPModule")):
+            yield from _parameters(inner)
+
+
+def _without_contents(parameter: Any) -> torch.nn.Parameter:
+    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return torch.nn.Parameter(empty, parameter.requires_grad)
+
+
+def _is_shard(placement: Any) -> bool:
+    return type(placement) is _known("tensor", "Shard")
+
+
+# --- restore on other ranks -------------------------------------------------------------
+
+
+def assembled_tensors(files: Mapping[int, Sequence[Shard]], source: int) -> list[Any]:
+    """Put the DTensors that a rank had together from all ranks' shards, and shard them anew.
+
+    Raises ValueError where that cannot be done.
+    """
+    from torch.distributed.tensor import distribute_tensor
+
+    found = []
+    for number, own in enumerate(files[source]):
+        pieces = [files[rank][number : number + 1] for rank in own.of.ranks]
+        if any([_meta(piece) for piece in each] != [_meta(own)] for each in pieces):
+            raise ValueError("the ranks' sharded tensors are not the same ones")
+        if own.dims is not None:
+            raise ValueError("a sharded tensor is on a part of a mesh")
+        whole = _assembled([each[0].local for each in pieces], own)
+        mesh = find_mesh(own.of, own.dims)
+        tensor = distribute_tensor(whole, mesh, own.placements, src_data_rank=None)
+        found.append(tensor.detach().clone())  # without the rest of the whole
+    return found
+
+
+def _meta(shard: Shard) -> tuple[Any, ...]:
+    return shard.of, shard.dims, shard.placements, shard.shape, shard.stride, shard.local.dtype
+
+
+def _assembled(pieces: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
+    """Join pieces in the order of the mesh, whose last dimension changes fastest."""
+    for size, placement in reversed([*zip(shard.of.shape, shard.placements, strict=True)]):
+        rows = [pieces[start : start + size] for start in range(0, len(pieces), size)]
+        if _is_shard(placement):
+            pieces = [torch.cat([*row], placement.dim) for row in rows]
+        elif placement.is_replicate():
+            pieces = [row[0] for row in rows]
+        else:
+            raise ValueError(f"a tensor is {placement} on a mesh")
+    return pieces[0]
