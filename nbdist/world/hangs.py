@@ -12,14 +12,17 @@ of the others, if it is the same one, on as many elements of the same dtype.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 from nbdist.config import HANG_TIMEOUT
-from nbdist.output.events import Died
+from nbdist.output.ansi import strip
+from nbdist.output.events import Died, Failure
 from nbdist.output.wording import fold_ranks
 from nbdist.wire.places import Begun, Place
+from nbdist.wire.task import Script
 from nbdist.words import name_ranks, one_line
 
 FIRST_LOOK = LOOK_EVERY = 1.0
@@ -39,12 +42,20 @@ ALL_UNCHANGED = 1.0
 TOO_MUCH = re.compile(r"gloo/\S*pair\.cc:\d+\] op\.preamble\.length <= op\.nbytes")
 """What gloo says as it ends the process of a rank that receives more than its tensor holds."""
 
+ABORTED = "Freed"
+"""`Failure.name` of a rank whose collective was aborted."""
+
+CELL_LINE = re.compile(r"Cell In\[\d+\], line (\d+)")
+
 DTYPES = {
     **{"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64"},
     **{"Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8"},
     **{"ComplexFloat": "complex64", "ComplexDouble": "complex128"},
 }
 """Those whose names in C++ are others; of the rest capitals are the difference."""
+
+
+# --- whether they can go on -------------------------------------------------------------------
 
 
 class Watch:
@@ -281,6 +292,29 @@ def waits_text(places: Mapping[int, Place], source: str = "") -> str:
     return " · ".join(
         f"{name_ranks(ranks)} {_verb(ranks, doing)}" for doing, ranks in found.items()
     )
+
+
+def in_one_line(failure: Failure, aborted: Place | None, script: Script | None) -> Failure:
+    """Shorten what torch says at length where connections have ended.
+
+    By an abort, while the rank waited in the place `aborted`, else with a dead rank.
+    """
+    if aborted is not None:
+        said = f"waited in {waited_text(aborted)} and was freed"
+    else:
+        said = f"waited for a rank that has ended{_line_in(failure, script)} and was freed"
+    said += "; all variables are kept"
+    return Failure(ABORTED, said, (said,), failure.time_ns, connections="ended")
+
+
+def _line_in(failure: Failure, script: Script | None) -> str:
+    """Write ` (cell line 7)`, ` (train.py line 7)`; "" where it is not in the traceback."""
+    text = strip("\n".join(failure.traceback))
+    if script is None:
+        found = CELL_LINE.findall(text)
+        return f" (cell line {found[0]})" if found else ""
+    found = re.findall(rf"File {re.escape(script.file)}:(\d+)", text)
+    return f" ({os.path.basename(script.file)} line {found[-1]})" if found else ""
 
 
 def waited_text(place: Place) -> str:

@@ -48,6 +48,10 @@ LASTING = (NAME_PROBLEM, "KeyboardInterrupt", "SyntaxError", "IndentationError",
 
 # --- from one group to another ----------------------------------------------------------------
 
+# A group is broken once a rank has died or its connections have ended, and the state says so.
+# What is done about it is one request to the agent, `Heal`: new workers in the place of the
+# dead, then one group of all, in place.  `replace` kills first, `scale` has another size.
+
 
 def end(workers: Workers, running: RunningTask) -> None:
     """Do what is left to do once all ranks have finished a task, and keep with it what it was."""
@@ -145,6 +149,9 @@ def _restart_all(workers: Workers) -> None:
         return
     workers.replaced = dead
     replay(workers, workers.everyone)
+
+
+# --- set-up cells -----------------------------------------------------------------------------
 
 
 def replay(workers: Workers, ranks: Collection[int]) -> NbdistError | None:

@@ -6,8 +6,6 @@ for the next steps, and takes them.
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -18,7 +16,6 @@ from typing import Any
 
 from nbdist.config import Patience
 from nbdist.errors import AgentLost, NbdistError, RanksFreed, WorkerDied, WorkerError, WorldStuck
-from nbdist.output.ansi import strip
 from nbdist.output.events import NAME_PROBLEM, Died, Done, Failure, Output, Update
 from nbdist.output.transcript import Transcript, follows
 from nbdist.wire.payload import Payload, open_payload
@@ -30,8 +27,8 @@ from nbdist.world.hangs import (
     UNCHANGED,
     Watch,
     differing,
+    in_one_line,
     never_meet,
-    waited_text,
     waits_text,
     why_aborted,
     why_died,
@@ -43,11 +40,6 @@ from nbdist.world.result import CellResult
 GPU_UNCHANGED = 1.0
 """Seconds without a change after which ranks are taken to wait on their GPUs for one that has
 failed; what a GPU does cannot be seen."""
-
-ABORTED = "Freed"
-"""`Failure.name` of a rank whose collective was aborted."""
-
-CELL_LINE = re.compile(r"Cell In\[\d+\], line (\d+)")
 
 News = list[tuple[int, Output]]
 
@@ -188,6 +180,10 @@ class RunningTask:
 
     # --- what is to be done ---------------------------------------------------------------
 
+    # Ranks that wait in collectives are located again and again.  They wait in vain where the
+    # others have finished, or where all wait and do not meet: then collectives are aborted, on
+    # all ranks.  A death needs no proof: the survivors are released from it at once, or ended.
+
     def next_steps(self, now: float) -> Iterator[Step]:
         """Yield what is to be done now, while it runs."""
         unfinished = self.unfinished
@@ -281,7 +277,7 @@ class RunningTask:
     def receive(self, rank: int, output: Output) -> None:
         """Take in an output of the task."""
         if isinstance(output, Failure) and self._is_of_abort(rank, output):
-            output = self._in_one_line(rank, output)
+            output = in_one_line(output, self.aborted.get(rank), self.task.script)
         if isinstance(output, Done):
             self._watch.finished()
         self.transcript.receive(rank, output, time.monotonic())
@@ -309,24 +305,6 @@ class RunningTask:
         """Say whether an abort led to it: gloo raises, with nccl the worker interrupts itself."""
         is_interrupt = failure.name == "KeyboardInterrupt" and not self.is_stopping
         return failure.connections == "ended" or (is_interrupt and rank in self.aborted)
-
-    def _in_one_line(self, rank: int, failure: Failure) -> Failure:
-        """Shorten what torch says where connections have ended: ours, or a dead rank's."""
-        if rank in self.aborted:
-            said = f"waited in {waited_text(self.aborted[rank])} and was freed"
-        else:
-            said = f"waited for a rank that has ended{self._line(failure)} and was freed"
-        said += "; all variables are kept"
-        return Failure(ABORTED, said, (said,), failure.time_ns, connections="ended")
-
-    def _line(self, failure: Failure) -> str:
-        """Write ` (cell line 7)`, ` (train.py line 7)`; "" where it is not in the traceback."""
-        text, script = strip("\n".join(failure.traceback)), self.task.script
-        if script is None:
-            found = CELL_LINE.findall(text)
-            return f" (cell line {found[0]})" if found else ""
-        found = re.findall(rf"File {re.escape(script.file)}:(\d+)", text)
-        return f" ({os.path.basename(script.file)} line {found[-1]})" if found else ""
 
     # --- what became of it ----------------------------------------------------------------
 

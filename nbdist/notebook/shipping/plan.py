@@ -115,6 +115,9 @@ class _Plan:
 
     # --- which names ----------------------------------------------------------------------
 
+    # From the names that the cell uses to those that their functions and classes use, as far as
+    # these are the notebook's: a name that workers own, or have of themselves, ends the way.
+
     def follow(self, names: Iterable[str]) -> None:
         """Look at these names, and at those that their functions need, as far as they go."""
         waiting = sorted(names, reverse=True)
@@ -165,6 +168,9 @@ class _Plan:
         )
 
     # --- how they are ---------------------------------------------------------------------
+
+    # A name goes where ranks lack this version of its value.  To know the version it is pickled
+    # as a sketch: buffers stay where they are, and what is on a device is not copied from there.
 
     def _look(self, name: str) -> _Look:
         value, last = self._names[name], self._table.record(name)
@@ -221,6 +227,10 @@ class _Plan:
             raise
 
     # --- what belongs together ------------------------------------------------------------
+
+    # Pickled apart, an object that two names share would be two objects in the workers.  So
+    # names are pickled in groups, each of those whose sketches have objects in common; an
+    # unchanged name goes along with the changed one that it shares with.
 
     def shipment(self) -> Shipment | None:
         """Pack what changed, with what shares objects with it; None if there is nothing."""

@@ -121,6 +121,10 @@ class Group:
 
     # --- form ---------------------------------------------------------------------------------
 
+    # Torch makes the default group; what connects it, its gloo backend, is ours, and meets in
+    # keys of this generation.  A newcomer then connects the groups that the others hold too, as
+    # they connect theirs, in the same order.
+
     def form(self) -> None:
         """Join the world's group, waiting until every rank has.
 
@@ -166,6 +170,9 @@ class Group:
 
     # --- form another one, of another size ----------------------------------------------------
 
+    # No object can stay, as torch's have their size for life: all wait for the newcomers, break
+    # with the group before, form the next one, and give DDP modules to it.
+
     def resize(self, start: WorkerStart, newcomers: Sequence[int]) -> None:
         """Form another default group in the place of this one: of another size.
 
@@ -189,6 +196,10 @@ class Group:
         refuse_stale_models()
 
     # --- abort, and form again ----------------------------------------------------------------
+
+    # An abort ends the connections, from whichever thread, and leaves groups that work no more.
+    # `regroup` connects each of them anew in place: gloo's backend where it can be renewed, else
+    # by another backend in its place; nccl's by another one always.
 
     def abort(self) -> int:
         """End all waits, in collectives and for others to make a group; from any thread.
