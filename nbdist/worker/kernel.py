@@ -85,7 +85,9 @@ class WorkerKernel(LeavesChildren):
             interrupts.begin()
             self._prepare(task, context)
             error, value = await self._work(task.work, context)
-            done = self._brought(task, context, error, value)
+            bound = frozenset(context.bound)
+            done = replace(done, bound=bound, imported=self.namespace.imported(bound))
+            done = self._brought(task, context, error, value, done)
         except KeyboardInterrupt:  # between the lines of the cell
             done = replace(done, failure=failure_in_words("KeyboardInterrupt", ""))
         except Exception as problem:  # noqa: BLE001 (whatever it was, the notebook waits for the end)
@@ -133,20 +135,17 @@ class WorkerKernel(LeavesChildren):
         return error or RuntimeError(reply["evalue"])
 
     def _brought(
-        self, task: Task, context: Context, error: BaseException | None, value: Any
+        self, task: Task, context: Context, error: BaseException | None, value: Any, done: Done
     ) -> Done:
-        """Return the names that the task bound, and what it brings back, or what ended it."""
-        bound = frozenset(context.bound)
-        imported = self.namespace.imported(bound)
-        number = cast("MarkingSession", self.session).number_of(error)
+        """Add what the task brings back, or what ended it, to the names that it has bound."""
         if error is not None:
-            failure = failure_of(error)
-            return Done("error", 0.0, bound, imported, failure=failure, error_number=number)
+            number = cast("MarkingSession", self.session).number_of(error)
+            return replace(done, failure=failure_of(error), error_number=number)
         if task.fetch:
             values: Payload | None = self.namespace.fetch(task.fetch, task.id)
         else:
             values = self.namespace.pack(value, task.id, context.title)
-        return Done("ok", 0.0, bound, imported, values)
+        return replace(done, status="ok", values=values)
 
     def send_record(self, record: dict[str, Any]) -> None:
         """Publish a record of logging; called from every thread that logs."""

@@ -237,6 +237,13 @@ def test_new_ranks_run_the_set_up_cells_and_lack_the_rest(world: World) -> None:
     assert "made" not in world.session.names.lacking([2])
 
 
+def test_what_is_copied_is_the_workers_own(world: World) -> None:
+    """Also on the rank that it comes from, which had it from here."""
+    world.execute("", names={"given": 1}, ranks=[0])
+    assert world.sync(["given"]) == (1,)
+    assert world.session.names.ranks_that_own("given") == {0, 1}
+
+
 def test_a_rank_that_dies_while_names_are_copied(world: World) -> None:
     """The others are freed, it is replaced, and the next copy goes through."""
     world.execute(

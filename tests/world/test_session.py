@@ -10,7 +10,10 @@ import psutil
 import pytest
 
 from nbdist.errors import UsageError, WorkerError
+from nbdist.wire.identity import Identity
+from nbdist.wire.payload import pack_names
 from nbdist.world.launchers import GROUP
+from nbdist.world.names import Shipped
 from nbdist.world.session import Session
 from nbdist.world.states import State
 from nbdist.world.world import World
@@ -63,6 +66,31 @@ def test_values_outlive_their_worker(session: Session) -> None:
     session.give_back(kept)
     result = session.run(session.task(fetch=("both[0] is both_too",)))
     assert list(result) == [True]
+    assert session.names.owners() == {name: ("workers", {0}) for name in ("both", "both_too")}
+
+
+def test_names_that_come_along(session: Session) -> None:
+    """The table says who has them, unless they could not be rebuilt there; new workers do not."""
+    session.restart()
+    for value, owners in ((1, {"given": ("notebook", {0})}), (Bad(), {})):
+        payload, _ = pack_names({"given": value}, session.namespace)
+        shipped = {"given": Shipped(type(value), Identity(value))}
+        session.wait(session.submit(session.task(names=payload), shipped=shipped))
+        assert session.names.owners() == owners
+        session.restart()
+        assert session.names.owners() == {}
+
+
+class Bad:
+    def __reduce__(self) -> tuple[object, ...]:
+        return int, ("no number",)
+
+
+def test_what_a_failed_task_has_bound(session: Session) -> None:
+    """It is there, also where what was asked for is not."""
+    with pytest.raises(WorkerError, match="NameError: name 'nowhere'"):
+        session.run(session.task("made = 1", fetch=("nowhere",)))
+    assert "made" in session.names.bound(0)
 
 
 LAUNCHER = """

@@ -70,6 +70,7 @@ def test_another_size(world: World) -> None:
         world.restore("a")
     world.restore("a", from_rank=1)
     assert world.gather("x") == [11, 11, 11]
+    assert world.session.names.bound(2) == ["x"]
     world.restore("a", ranks=[0])
     assert world.gather("x") == [10, 11, 11]
     with pytest.raises(UsageError, match=r"`--from-rank 2`: .* is of 2 ranks"):
