@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import re
 import signal
 import socket
 import time
@@ -49,6 +50,9 @@ UNREACHABLE = "it has closed the connection by which tasks come"
 
 COUNT_AFTER = 0.05
 """Seconds into a cell: short ones do without, it takes 0.4 ms for each rank."""
+
+TOO_MUCH = re.compile(r"gloo/\S*pair\.cc:\d+\] op\.preamble\.length <= op\.nbytes")
+"""What gloo writes as it ends the process of a rank that receives more than its tensor holds."""
 
 Emit = Callable[[int, str, Output], None]
 
@@ -238,7 +242,11 @@ class Worker:
             found += self._oom_kills.text(code)
         if found:
             self._pass_on(Text("stderr", found))
-        self._died = Died(code, time.time_ns(), self.pid, self.last_lines, self._why)
+        lines = self.last_lines
+        too_much = code == -signal.SIGABRT and any(map(TOO_MUCH.search, lines))
+        self._died = Died(
+            code, time.time_ns(), self.pid, lines, self._why, received_too_much=too_much
+        )
         self._show(self._died)
         self._forget_task()
 

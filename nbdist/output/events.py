@@ -101,7 +101,8 @@ class Died:
     """The rank's process ended.
 
     `exit_code` is negative for a signal, as in `subprocess`; `last_lines` is the end of all
-    that it has written; `why` says why its agent has ended it, "" if it did not.
+    that it has written; `why` says why its agent has ended it, "" if it did not.  With
+    `received_too_much` gloo did, for a message of more bytes than the rank's tensor holds.
     """
 
     exit_code: int
@@ -109,6 +110,7 @@ class Died:
     pid: int = 0
     last_lines: tuple[str, ...] = ()
     why: str = ""
+    received_too_much: bool = False
 
     @property
     def by_stop(self) -> bool:

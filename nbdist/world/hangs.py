@@ -39,9 +39,6 @@ ALL_UNCHANGED = 1.0
 """Seconds after which nothing moves where all wait, and no thread has anything to do."""
 
 
-TOO_MUCH = re.compile(r"gloo/\S*pair\.cc:\d+\] op\.preamble\.length <= op\.nbytes")
-"""What gloo says as it ends the process of a rank that receives more than its tensor holds."""
-
 ABORTED = "Freed"
 """`Failure.name` of a rank whose collective was aborted."""
 
@@ -216,7 +213,7 @@ def why_aborted(
 
 def why_died(rank: int, died: Died, survivors: Mapping[int, Place]) -> str:
     """Say why gloo ended this rank's process, by what the others were in; "" for other deaths."""
-    if not any(TOO_MUCH.search(line) for line in died.last_lines):
+    if not died.received_too_much:
         return ""
     said = f"Rank {rank} received more than its tensor holds: sizes or dtypes differ between ranks"
     last = {other: place.begun[-1] for other, place in survivors.items() if place.begun}

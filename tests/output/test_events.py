@@ -58,7 +58,7 @@ def test_made() -> None:
         Update({"text/plain": "1"}, {}, "id"),
         Clear(wait=True),
         Failure("E", "bad", ("line",), 1, ("m:E",), "ended"),
-        Died(-9, 1, 4711, ("last",), "why"),
+        Died(-9, 1, 4711, ("last",), "why", received_too_much=True),
         Done("error", 1.0, frozenset({"x"}), {"x": "m"}, ["opaque"], error_number=3),
     ],
 )
