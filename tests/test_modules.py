@@ -20,7 +20,6 @@ UNTESTED = {
     "node/worker.py",
     "node/worker_group.py",
     "worker/control_thread.py",
-    "worker/kernel.py",
     "worker/main.py",
     "worker/ops/sync.py",
     "world/syncing.py",

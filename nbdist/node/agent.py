@@ -117,11 +117,11 @@ class Agent:
         self._children.close()
 
     def leave(self) -> None:
-        """End: the notebook is done with this agent, or has ended."""
+        """The notebook is done with this agent, or is no more."""
         self._gone.set()
 
     def fail(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """End loudly, rather than go on half, after a fault of ours in a callback."""
+        """A fault of ours in a callback: end loudly rather than go on half."""
         loop.default_exception_handler(context)
         self.leave()
 
@@ -135,9 +135,9 @@ class Agent:
             case Run() as run:
                 self._run(run)
             case Ask(number, GetStatus()):
-                self._do(self._report_status(number))
+                self._do(self._tell_status(number))
             case Ask(number, GetStacks(ranks)):
-                self._do(self._report_stacks(number, ranks))
+                self._do(self._tell_stacks(number, ranks))
             case Ask() as ask:
                 self._asked.put_nowait(ask)
             case Locate(ranks):
@@ -145,7 +145,7 @@ class Agent:
             case Abort(ranks):
                 self._do(self._abort(ranks))
             case Interrupt(ranks):
-                for work in self._stopping.begin(self._workers.alive(ranks)):
+                for work in self._stopping.begin(self._workers.living(ranks)):
                     self._do(work)
             case LetGo(task_id, ranks):
                 self._do(self._let_go(task_id, ranks))
@@ -168,7 +168,7 @@ class Agent:
                 case Scale(spec):
                     reply = await self._workers.scale(spec)
                 case Kill(ranks):
-                    for worker in self._workers.alive(ranks):
+                    for worker in self._workers.living(ranks):
                         worker.kill()
             self._send(Answer(ask.id, reply))
 
@@ -180,16 +180,16 @@ class Agent:
             self._tasks.create_task(work)
 
     async def _locate(self, ranks: Sequence[int]) -> None:
-        alive = self._workers.alive(ranks)
-        places = await asyncio.gather(*(worker.locate() for worker in alive))
-        found = zip(alive, places, strict=True)
+        living = self._workers.living(ranks)
+        places = await asyncio.gather(*(worker.locate() for worker in living))
+        found = zip(living, places, strict=True)
         self._send(Located({worker.rank: place for worker, place in found}))
 
-    async def _report_status(self, number: int) -> None:
+    async def _tell_status(self, number: int) -> None:
         rows = await status_of(tuple(self._workers.all.values()), self._gauge)
         self._send(Answer(number, rows))
 
-    async def _report_stacks(self, number: int, ranks: Sequence[int]) -> None:
+    async def _tell_stacks(self, number: int, ranks: Sequence[int]) -> None:
         asked = [self._workers.all[rank] for rank in ranks if rank in self._workers.all]
         self._send(Answer(number, tuple(await asyncio.gather(*map(stack_of, asked)))))
 
@@ -200,9 +200,9 @@ class Agent:
         return await self._workers.abort(self._workers.all)
 
     def _bind_workers(self) -> None:
-        """Have workers end with this process: without the fork server they are its children."""
-        workers = self._workers.all_alive()
-        log.warning("the fork server has ended; %d workers are left", len(workers))
+        """The fork server has ended, so the workers are children of this process from now on."""
+        workers = self._workers.all_living()
+        log.warning("the fork server has ended; %d workers live on", len(workers))
         for worker in workers:
             self._do(self._bind(worker))
 
@@ -210,8 +210,8 @@ class Agent:
         await worker.ask(control.Bind(os.getpid()), BIND_TIMEOUT)
 
     async def _let_go(self, task_id: str, ranks: Sequence[int]) -> None:
-        let_go, alive = control.LetGo(task_id), self._workers.alive(ranks)
-        await asyncio.gather(*(worker.ask(let_go, LET_GO_TIMEOUT) for worker in alive))
+        let_go, living = control.LetGo(task_id), self._workers.living(ranks)
+        await asyncio.gather(*(worker.ask(let_go, LET_GO_TIMEOUT) for worker in living))
 
     def _run(self, run: Run) -> None:
         self._outbox.begin(run.ranks)
@@ -223,7 +223,7 @@ def run_agent(runtime: Path, notebook_pid: int, children: Children, forker: Fork
     """Run an agent until its notebook ends; returns with nothing left behind."""
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     adopt_orphans()
-    # Until the end: what cleans up after dead agents finds that this one runs.
+    # Until the end: whoever cleans up after dead agents sees that this one lives.
     folders.join(runtime, folders.runtime(runtime))
     try:
         asyncio.run(_serve(runtime, notebook_pid, children, forker))

@@ -73,7 +73,7 @@ FromForkServer = Imported | Forked | ForkFailed | WorkerExited
 
 
 def to_frame(message: Fork | FromForkServer) -> bytes:
-    """Return the bytes to send."""
+    """The bytes to send."""
     return framed(pickle.dumps(message))
 
 
@@ -86,7 +86,7 @@ class ForkServerProcess:
 
 
 def log_file(runtime: Path) -> Path:
-    """Name what the fork server itself writes to: why it could not import torch."""
+    """What the fork server itself writes to: why it could not import torch."""
     return runtime / "fork_server.log"
 
 

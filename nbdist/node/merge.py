@@ -57,7 +57,7 @@ class Merger(Generic[Message]):
         return f"<Merger {len(self._queue)} queued, {len(self._messages)} messages early>"
 
     def receive_stdout(self, data: bytes, now: float) -> None:
-        """Take in what was read from the worker's file descriptor 1."""
+        """What was read from the worker's file descriptor 1."""
         pieces = self._pattern.split(self._rest + data)
         last = pieces.pop()
         cut = self._unfinished_mark(last)
@@ -70,7 +70,7 @@ class Merger(Generic[Message]):
         self._add(self._stream, self._decoders[self._stream].decode(last[:cut]))
 
     def receive_stderr(self, data: bytes) -> None:
-        """Take in what was read from file descriptor 2: written by C code and child processes.
+        """What was read from file descriptor 2: written by C code and child processes.
 
         It has no order with the other pipe, so it does not wait for messages, of which one may
         be the end of the cell.
@@ -80,7 +80,7 @@ class Merger(Generic[Message]):
             self._queue.insert(next(places, len(self._queue)), Text("stderr", text))
 
     def receive_message(self, number: int, message: Message, now: float) -> None:
-        """Take in a message that the worker has numbered; it waits for its mark.
+        """A message that the worker has numbered; it waits for its mark.
 
         Where that has been read and the message was no longer waited for, it comes now.
         """
@@ -89,17 +89,17 @@ class Merger(Generic[Message]):
             self._add_place(number, now)
 
     def has_placed(self, number: int) -> bool:
-        """Say whether the mark of this message has been read."""
+        """Whether the mark of this message has been read."""
         return number <= self._placed
 
     def place_up_to(self, number: int, now: float) -> None:
-        """Expect no more marks of messages up to this one: a worker can lose its stdout."""
+        """No more marks of messages up to this one will come: a worker can lose its stdout."""
         for lost in sorted(lost for lost in self._messages if self._placed < lost <= number):
             self._add_place(lost, now)
         self._placed = max(self._placed, number)
 
     def take(self, now: float) -> list[Text | Message]:
-        """Return all items whose turn has come."""
+        """All items whose turn has come."""
         items: list[Text | Message] = []
         while self._queue:
             head = self._queue[0]
@@ -121,7 +121,7 @@ class Merger(Generic[Message]):
         return bool(self._queue)
 
     def take_cut_off(self) -> list[Text]:
-        """Return what is left of characters that were cut off, once a cell has ended."""
+        """What is left of characters that were cut off, once a cell has ended."""
         ends: list[Text] = []
         for name, decoder in self._decoders.items():
             if text := decoder.decode(b"", final=True):
@@ -129,7 +129,7 @@ class Merger(Generic[Message]):
         return ends
 
     def take_all(self) -> list[Text | Message]:
-        """Return everything that is left of a worker that has ended, arrived messages last."""
+        """Everything that is left of a worker that has ended, arrived messages last."""
         self._add(self._stream, self._decoders[self._stream].decode(self._rest))
         self._rest = b""
         items: list[Text | Message] = self.take(now=float("inf"))
@@ -157,7 +157,7 @@ class Merger(Generic[Message]):
             self._queue.append(Text(stream, text))
 
     def _unfinished_mark(self, data: bytes) -> int:
-        """Find where a mark begins that was cut off; the length of `data` if none does."""
+        """Where a mark begins that the read has cut off; the length of `data` if none does."""
         escape = data.rfind(b"\x1b", max(0, len(data) - LONGEST_MARK))
         if escape < 0:
             return len(data)

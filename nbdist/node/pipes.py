@@ -27,7 +27,7 @@ class OutputPipe:
         self._open = True
 
     def close_write_end(self) -> None:
-        """Close it once the worker has its copy, so that its end is the pipe's end."""
+        """Once the worker has its copy, so that its end is the pipe's end."""
         os.close(self.write_end)
 
     def drain(self) -> None:

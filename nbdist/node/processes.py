@@ -1,4 +1,4 @@
-"""The agent's side of worker processes: how they are started, and how it learns of their ends.
+"""The agent's side of worker processes: how they are started, and how it hears of their ends.
 
 `nbdist.node.forker` forks them, the `Spawner` here starts interpreters.  Both give a
 `WorkerProcess`; nothing else in the house knows which it was.
@@ -127,7 +127,7 @@ class WorkerProcess:
                 os.kill(self.pid, signal.SIGKILL)
 
     def set_exited(self, exit_code: int) -> None:
-        """Note its end; called once by the source that started it."""
+        """Called once by the source that started it."""
         if not self.exited.done():
             self.exited.set_result(exit_code)
 
@@ -155,7 +155,7 @@ class Spawner:
         self._children = children
 
     async def prepare(self) -> None:
-        """Do nothing: nothing has to be there."""
+        """Nothing has to be there."""
 
     async def start(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
         environ = {**start.world.environ, **start.environ}
@@ -186,7 +186,7 @@ class Spawner:
 
 
 def command_of(spec: WorldSpec, path: str | None) -> list[str]:
-    """Return the command line of a spawned worker; what wraps it is made to die with this process.
+    """The command line of a spawned worker; what wraps it is made to die with this process.
 
     Raises FileNotFoundError when the wrapper is not there.
     """

@@ -70,7 +70,7 @@ class Worker:
         self.last_collective: asyncio.Task[Any] | None = None  # while it is being asked for
         self._start = start
         self._emit = emit
-        self._errors_sent: set[int] = set()  # the numbers of the cell's error messages
+        self._told: set[int] = set()  # the numbers of the cell's error messages
         self._merger: Merger[Output | Finished | None] = Merger(start.token)
         self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self._busy_since = 0.0
@@ -105,7 +105,7 @@ class Worker:
 
     @property
     def last_lines(self) -> tuple[str, ...]:
-        """The end of what the worker has written, to say why it ended."""
+        """The end of what the worker has written, for whoever asks why it ended."""
         text = "".join(self._last_lines)
         return tuple(text.splitlines()[-LAST_LINES:])
 
@@ -149,7 +149,7 @@ class Worker:
     def run(self, run: Run) -> None:
         """Pass on the task, as it came; outputs follow, then `Done`, or `Died`.
 
-        The latter at once where the notebook sent it before it knew of the death.
+        The latter at once where the notebook sent it before it had heard of the death.
         """
         if self._died is not None:
             self._emit(self.rank, run.id, self._died)
@@ -160,13 +160,13 @@ class Worker:
         self._kernel.run(run.task)
 
     async def ask(self, request: control.Request, timeout: float) -> control.Answer | None:
-        """Return the answer of its control thread; None if it gives none in time, or ends."""
+        """The answer of the worker's control thread; None if it gives none in time, or ends."""
         if self.process is None:
             return None
         return await self._kernel.ask(request, timeout, self.process.exited)
 
     async def locate(self) -> Place:
-        """Ask where it is."""
+        """Where it is."""
         seen = await self.ask(control.Locate(), LOCATE_TIMEOUT)
         if isinstance(seen, Place):
             return seen
@@ -188,7 +188,7 @@ class Worker:
             self.process.send_signal(signal.SIGINT)
 
     def status(self) -> WorkerStatus:
-        """Return what is known of it without asking; `nbdist.node.inspect` finds out the rest."""
+        """What is known of it without asking; `nbdist.node.inspect` finds out the rest."""
         return WorkerStatus(
             rank=self.rank,
             pid=self.pid,
@@ -231,7 +231,7 @@ class Worker:
         self._oom_kills = OomKills(self.pid)
 
     def _ended(self, exited: asyncio.Future[int]) -> None:
-        """Pass on all that it said, then that it died."""
+        """The worker died: say first all that it said, then so."""
         for pipe in self._pipes:
             pipe.drain()
         for item in self._merger.take_all():
@@ -253,7 +253,7 @@ class Worker:
     # --- what the worker says -------------------------------------------------------------
 
     def _finish(self, end: Finished) -> None:
-        """Take in the end of a cell; its mark is in the pipe, unless the cell has closed that."""
+        """The end of a cell; its mark is in the pipe, unless the cell has closed that."""
         now, stdout = time.monotonic(), self._pipes[0]
         self._merger.receive_message(end.number, end, now)
         for _ in range(MARK_READS):
@@ -263,7 +263,7 @@ class Worker:
         self._pass_on_all()
 
     def _lose(self, problem: BadFrame | None) -> None:
-        """End it, which can be given no more tasks, unless it is ending anyway."""
+        """It can be given no more tasks: end it, unless it is ending anyway."""
         if self._is_ending:
             return
         if problem is not None:
@@ -272,7 +272,7 @@ class Worker:
         self._losing = asyncio.get_running_loop().call_later(grace, self._end_for, why)
 
     def _end_for(self, why: str) -> None:
-        # A connection also ends with its process, whose end the agent may notice later.
+        # A connection also ends with its process, whose end the agent may hear of later.
         if not is_exiting(self.pid):
             self.kill(why)
 
@@ -281,7 +281,7 @@ class Worker:
             return
         output = output_from(message)
         if isinstance(output, Failure):
-            self._errors_sent.add(message.number)
+            self._told.add(message.number)
         self._merger.receive_message(message.number, output, time.monotonic())
         self._pass_on_all()
 
@@ -326,10 +326,10 @@ class Worker:
                 self._show(item)
 
     def _end_task(self, done: Done) -> None:
-        """Note what ended it, also where no error message was sent."""
-        if done.failure is not None and done.error_number not in self._errors_sent:
+        """What ended it is known, also where no error message has told of it."""
+        if done.failure is not None and done.error_number not in self._told:
             self._show(as_shown(done.failure))
-        self._errors_sent.clear()
+        self._told.clear()
         self._show(replace(done, failure=None))
         self._forget_task()
         if self._counting is not None:

@@ -15,7 +15,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from multiprocessing import process
 from multiprocessing.reduction import ForkingPickler
-from types import FunctionType, ModuleType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -124,7 +124,7 @@ class Scaling:
             self._group.resize(after, resize.newcomers)
         self._start = after
         change_environment(before.environ, after.environ)
-        self._namespace.change("world_size", before.world.world_size, after.world.world_size)
+        self._namespace.change("world_size", after.world.world_size)
         # Threads are a matter of the thread that starts an operation.  What the loop is
         # given now it does before it takes the next cell.
         self._loop.call_soon_threadsafe(change_threads, before.world.threads, after.world.threads)
@@ -174,7 +174,17 @@ def _reduce_cell_definition(_pickler: ForkingPickler, value: Any) -> Any:
 
 
 class WorkerShell(ZMQInteractiveShell):
-    """A shell by whose class's name no library (rich, fastprogress) takes widgets to be shown."""
+    """A shell by whose class's name no library (rich, fastprogress) takes widgets to be shown.
+
+    `ready` is what cells find also after `%reset`.
+    """
+
+    ready: Mapping[str, Any] = MappingProxyType({})
+
+    def init_user_ns(self) -> None:
+        """Bind what is always there: called by IPython at the start and by `%reset`."""
+        super().init_user_ns()  # type: ignore[no-untyped-call]
+        self.user_ns.update(self.ready)
 
 
 class _TextBars(MetaPathFinder, Loader):

@@ -212,7 +212,6 @@ def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
     app.config.HistoryManager.enabled = False
     app.initialize([])
     shell: Any = app.shell
-    shell.user_ns["exit"] = shell.user_ns["quit"] = CellExit(shell)
     # What `x?` and `%psource` show is output like any other: there is no pager here.
     shell.set_hook("show_in_pager", as_hook(display_page), 0)
     # Many a library asks this whether widgets and the like are shown; ours are not relayed.
@@ -220,6 +219,8 @@ def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
     number_cells(shell)
     show_errors_our_way(shell, app.session)
     app.kernel.namespace = Namespace(shell.user_ns)
+    app.kernel.namespace.start_with(dict.fromkeys(("exit", "quit"), CellExit(shell)))
+    shell.ready = app.kernel.namespace.ready
     app.kernel.records = Records(app.kernel.send_record, app.log.name)
     app.kernel.records.watch()
     draw_bars_as_text()

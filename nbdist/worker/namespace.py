@@ -29,18 +29,20 @@ class Namespace:
 
     def __init__(self, names: dict[str, Any]) -> None:
         self._names = names
+        self.ready: dict[str, Any] = {}
         self._lent: dict[str, Segment] = {}
 
     def start_with(self, names: Mapping[str, Any]) -> None:
-        """Bind what every worker has from its start."""
+        """Bind what every worker has from its start; `ready` has all of it."""
+        self.ready.update(names)
         self._names.update(names)
 
-    def change(self, name: str, before: object, after: object) -> None:
+    def change(self, name: str, value: object) -> None:
         """Bind one of these to another value, unless a cell has bound it."""
-        found = self._names.get(name)
         # What a cell has bound may be anything: to compare a tensor raises.
-        if type(found) is type(before) and found == before:
-            self._names[name] = after
+        if self._names.get(name) is self.ready[name]:
+            self._names[name] = value
+        self.ready[name] = value
 
     def receive(self, payload: Payload | None) -> None:
         """Bind the names that came along; with none of them bound when one cannot be read."""

@@ -71,7 +71,7 @@ def test_names_that_cannot_be_rebuilt(
 
 
 def test_the_number_of_ranks_changes(names: dict[str, Any], namespace: Namespace) -> None:
-    """Unless a cell has bound the name, to whatever it may be."""
+    """Unless a cell has bound the name, to whatever it may be; a reset brings the new one."""
 
     class Tensor:
         def __eq__(self, other: object) -> bool:
@@ -80,12 +80,14 @@ def test_the_number_of_ranks_changes(names: dict[str, Any], namespace: Namespace
         __hash__ = None  # type: ignore[assignment]
 
     mine = Tensor()
-    names.update(world_size=2, own=4, mine=mine, same=2.0)
-    for name in ("world_size", "own", "mine", "same", "gone"):
-        namespace.change(name, 2, 3)
-    assert names["mine"] is mine
-    assert (names["world_size"], names["own"], "gone" in names) == (3, 4, False)
-    assert type(names["same"]) is float
+    namespace.start_with({"world_size": 2, "bound": 2, "equal": 2, "deleted": 2})
+    names.update(bound=mine, equal=2.0)
+    del names["deleted"]
+    for name in ("world_size", "bound", "equal", "deleted"):
+        namespace.change(name, 3)
+    assert names["bound"] is mine
+    assert (names["world_size"], names["equal"], "deleted" in names) == (3, 2.0, False)
+    assert namespace.ready == dict.fromkeys(("world_size", "bound", "equal", "deleted"), 3)
 
 
 # --- what is bound ------------------------------------------------------------------------

@@ -5,7 +5,6 @@ Every test runs on workers that the fork server forked, and on workers that were
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
 import re
@@ -13,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,19 +21,16 @@ import torch
 
 from nbdist.errors import (
     AgentLost,
-    NbdistError,
     UsageError,
     WorkerDied,
     WorkerError,
     WorldNotStarted,
 )
 from nbdist.node.merge import LOST_AFTER
-from nbdist.output.events import Clear, Display, Failure, Output, Text, Update
-from nbdist.output.rank_transcript import Gap, Shown
-from nbdist.output.screen import Line
-from nbdist.world.running import RunningTask
+from nbdist.output.events import Clear, Display, Text, Update
 from nbdist.world.states import State
 from nbdist.world.world import World
+from tests.cells import begin, follow, run, run_well
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.shared_world
@@ -61,74 +56,12 @@ def world(started: World) -> World:
     return started
 
 
-@dataclass(frozen=True)
-class Ran:
-    """A cell that has ended: what it said and how it failed."""
-
-    running: RunningTask
-    error: NbdistError | None
-    news: list[tuple[int, Output]]
-
-    def lines(self, rank: int = 0) -> list[str]:
-        """What the rank's screen shows, displays in angle brackets."""
-        found = []
-        for item in self.running.transcript[rank].tail(10_000):
-            match item:
-                case Line(text=text):
-                    found.append(text)
-                case Shown(display=display):
-                    found.append(f"<{display.data['text/plain']}>")
-                case Gap(lines=number):
-                    found.append(f"({number} lines skipped)")
-        return found
-
-    def stderr(self, rank: int = 0) -> list[str]:
-        """The lines among them that came by stderr."""
-        items = self.running.transcript[rank].tail(10_000)
-        return [item.text for item in items if isinstance(item, Line) and item.stderr]
-
-    def failure(self, rank: int = 0) -> Failure:
-        failure = self.running.transcript[rank].failure
-        assert failure is not None
-        return failure
-
-
-def follow(world: World, running: RunningTask) -> Ran:
-    """Iterate until the cell ends."""
-    news = list(itertools.chain.from_iterable(world.follow(running)))
-    return Ran(running, running.error(), news)
-
-
-def run(world: World, source: str, ranks: tuple[int, ...] | None = None, count: int = 7) -> Ran:
-    """Run a cell to its end, whatever that is."""
-    return follow(world, world.submit(world.task(source, ranks=ranks, execution_count=count)))
-
-
-def run_well(world: World, source: str, ranks: tuple[int, ...] | None = None) -> Ran:
-    """Run a cell that has to succeed."""
-    ran = run(world, source, ranks)
-    assert ran.error is None, ran.running.transcript.errors
-    return ran
-
-
 def is_running(pid: int) -> bool:
     """Whether a process is there and has not ended."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def begin(world: World, source: str) -> RunningTask:
-    """Submit a cell that prints when it has begun, and return when all ranks have."""
-    running = world.submit(world.task(f"print('begun')\n{source}"))
-
-    def all_have_begun() -> bool:
-        world.session.receive(0.05)
-        return all(track.line_count for track in running.transcript)
-
-    wait_until(all_have_begun, "all ranks have begun")
-    return running
 
 
 # --- where a cell runs ------------------------------------------------------------------
@@ -173,13 +106,6 @@ def test_process_inherits_the_notebooks_folder_and_path(world: World) -> None:
         assert [entry for entry in path if entry] == [entry for entry in sys.path if entry]
 
 
-def test_names_are_ready(world: World) -> None:
-    """`rank world_size local_rank device torch dist` are there without an import."""
-    expected = [(rank, world.size, rank, "cpu") for rank in range(world.size)]
-    assert world.gather("(rank, world_size, local_rank, str(device))") == expected
-    assert world.gather("dist.get_rank() if torch.__version__ else None") == [*range(world.size)]
-
-
 def test_users_own_variable_wins(world: World) -> None:
     """A cell can bind `rank` to what it likes, and that is what later cells find."""
     run_well(world, "before, rank = rank, 'mine'")
@@ -216,73 +142,11 @@ def test_cell_on_some_ranks(world: World) -> None:
     assert world.gather("rank", ranks=[1]) == [1]
 
 
-def test_numpy_and_python_random_differ_by_rank(world: World) -> None:
-    """Ranks do not inherit one state of the random number generators."""
-    run_well(world, "import random, numpy")
-    found = world.gather("(random.random(), numpy.random.rand())")
-    assert len(set(found)) == world.size
-
-
 def test_ids_and_folders_are_the_ranks_own(world: World) -> None:
     """Every rank is a process of its own, the leader of its own session."""
     pids = world.gather("__import__('os').getpid()")
     assert pids == [world.pids[rank] for rank in range(world.size)]
     assert world.gather("__import__('os').getsid(0)") == pids
-
-
-# --- real IPython -----------------------------------------------------------------------
-
-
-def test_ipython_syntax(world: World) -> None:
-    """Top-level await, `!command`, its result, and line magics work in a cell."""
-    ran = run_well(
-        world,
-        "import asyncio\nawait asyncio.sleep(0)\n!echo from a child\nlisting = !echo a b\n"
-        "print(listing)\n%env NBDIST_TEST_X=3\nimport os\nprint(os.environ['NBDIST_TEST_X'])",
-    )
-    for rank in range(world.size):
-        assert ran.lines(rank) == ["from a child", "['a b']", "env: NBDIST_TEST_X=3", "3"]
-
-
-def test_cell_magic_inside(world: World) -> None:
-    """Another cell magic as the cell's first line works."""
-    assert run_well(world, "%%capture said\nprint('quiet')").lines() == []
-    assert world.gather("said.stdout") == ["quiet\n"] * world.size
-
-
-def test_question_mark_shows_help(world: World) -> None:
-    """`x?` shows what it shows in a notebook."""
-    ran = run_well(world, "def documented():\n    'Says hello.'\ndocumented?")
-    assert "Says hello." in "\n".join(ran.lines())
-
-
-def test_last_value_is_shown_and_kept(world: World) -> None:
-    """The value of the last expression is shown, and `_`, `Out` and `_7` have it."""
-    ran = run(world, "x = 40\nx + rank", count=7)
-    for rank in range(world.size):
-        assert ran.lines(rank) == [f"<{40 + rank}>"]
-    expected = [(40 + rank, 40 + rank, 40 + rank) for rank in range(world.size)]
-    assert world.gather("(_, Out[7], _7)") == expected
-    assert run_well(world, "x + 1;").lines() == []
-
-
-def test_main_is_main(world: World) -> None:
-    """`__name__` is `__main__`, and that module is the namespace of the cells."""
-    run_well(world, "y = 5\nimport sys\nhere = sys.modules['__main__'].y, __name__")
-    assert world.gather("here") == [(5, "__main__")] * world.size
-
-
-def test_source_of_cell_functions(world: World) -> None:
-    """`inspect.getsource` finds functions and methods of cells."""
-    run_well(
-        world,
-        "import inspect\ndef f():\n    return 1  # here\n"
-        "class C:\n    def m(self):\n        return 2  # there\n"
-        "found = inspect.getsource(f), inspect.getsource(C.m)",
-    )
-    f, m = world.gather("found")[0]
-    assert f == "def f():\n    return 1  # here\n"
-    assert m == "    def m(self):\n        return 2  # there\n"
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -302,12 +166,6 @@ def test_data_loader_with_workers(world: World, method: str) -> None:
     )
     assert ran.lines() == ["[[100, 101, 104, 109], [116, 125, 136, 149]]"]
     assert ran.stderr() == []
-
-
-def test_execution_count(world: World) -> None:
-    """Ranks number the cell as the notebook does, also in tracebacks."""
-    ran = run(world, "x = 1\nraise ValueError('bad')", count=12)
-    assert "Cell In[12], line 2" in _plain(ran.failure())
 
 
 # --- output -----------------------------------------------------------------------------
@@ -409,13 +267,6 @@ def test_figure(world: World) -> None:
     assert ran.lines()[0] == "before"
     (shown,) = ran.running.transcript[0].displays
     assert shown.display.data["image/png"]
-
-
-def test_display_that_cannot_be_sent(world: World) -> None:
-    """A display that no message can hold fails its cell, and the next one runs."""
-    ran = run(world, "display({'application/json': object()}, raw=True)")
-    assert isinstance(ran.error, WorkerError)
-    assert run_well(world, "print('next')").lines() == ["next"]
 
 
 def test_display_in_a_forked_child(world: World) -> None:
@@ -529,7 +380,7 @@ def test_one_rank_raises(world: World) -> None:
     assert [*ran.error.errors] == [1]
     assert f"1 of {world.size} ranks failed (1); first: rank 1 after 0." in str(ran.error)
     assert str(ran.error).endswith("KeyError: 'lost'")
-    traceback = _plain(ran.failure(1))
+    traceback = ran.traceback(1)
     assert "raise KeyError('lost')  # here" in traceback
     assert "nbdist" not in traceback
     assert world.gather("done") == [*range(world.size)]
@@ -541,49 +392,6 @@ def test_all_raise_and_the_earliest_is_the_cause(world: World) -> None:
     assert isinstance(ran.error, WorkerError)
     assert ran.error.rank == world.size - 1
     assert len(ran.error.errors) == world.size
-
-
-def test_deep_traceback_shows_cell_lines(world: World) -> None:
-    """A function of an earlier cell appears in the traceback with its own line."""
-    run(world, "def divide(a, b):\n    return a / b  # the culprit", count=3)
-    ran = run(world, "divide(1, 0)", count=4)
-    traceback = _plain(ran.failure())
-    assert "Cell In[3], line 2" in traceback
-    assert "return a / b  # the culprit" in traceback
-    assert "Cell In[4], line 1" in traceback
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("exit()", "SystemExit"),
-        ("quit", "SystemExit"),
-        ("exit(4)", "SystemExit: 4"),
-        ("import sys\nsys.exit(3)", "SystemExit: 3"),
-        ("raise SystemExit('bye')", "SystemExit: bye"),
-    ],
-)
-def test_exit_ends_the_cell_not_the_worker(world: World, source: str, message: str) -> None:
-    """`exit()` and its relatives fail the cell, say so in a line, and the worker lives on."""
-    run_well(world, "kept = 1")
-    # IPython takes a bare `quit` for a call in a cell of one line.
-    ran = run(world, source if source == "quit" else f"{source}\nprint('not reached')")
-    assert isinstance(ran.error, WorkerError)
-    assert ran.lines() == []
-    assert message in str(ran.error)
-    assert "None" not in str(ran.error)
-    assert "the worker lives on" in "\n".join(ran.failure().traceback)
-    assert ran.stderr() == []
-    assert world.gather("kept") == [1] * world.size
-
-
-def test_syntax_error(world: World) -> None:
-    """Source that is no Python fails on all ranks alike, and nothing of it has run."""
-    ran = run(world, "print('a')\nx = = 1")
-    assert isinstance(ran.error, WorkerError)
-    assert ran.error.errors.keys() == {*range(world.size)}
-    assert ran.lines() == []
-    assert "SyntaxError" in str(ran.error)
 
 
 # --- deaths -----------------------------------------------------------------------------
@@ -900,9 +708,3 @@ def test_status(world: World) -> None:
         run(world, "1")
     world.interrupt()
     follow(world, running)
-
-
-def _plain(failure: Failure) -> str:
-    from nbdist.output.ansi import strip
-
-    return strip("\n".join(failure.traceback))

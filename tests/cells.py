@@ -1,0 +1,82 @@
+"""Cells that tests run in a world, and what has become of them."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from nbdist.errors import NbdistError
+from nbdist.output.ansi import strip
+from nbdist.output.events import Failure, Output
+from nbdist.output.rank_transcript import Gap, Shown
+from nbdist.output.screen import Line
+from nbdist.world.running import RunningTask
+from nbdist.world.world import World
+from tests.waiting import wait_until
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A cell that has ended: what it said and how it failed."""
+
+    running: RunningTask
+    error: NbdistError | None
+    news: list[tuple[int, Output]]
+
+    def lines(self, rank: int = 0) -> list[str]:
+        """What the rank's screen shows, displays in angle brackets."""
+        found = []
+        for item in self.running.transcript[rank].tail(10_000):
+            match item:
+                case Line(text=text):
+                    found.append(text)
+                case Shown(display=display):
+                    found.append(f"<{display.data['text/plain']}>")
+                case Gap(lines=number):
+                    found.append(f"({number} lines skipped)")
+        return found
+
+    def stderr(self, rank: int = 0) -> list[str]:
+        """The lines among them that came by stderr."""
+        items = self.running.transcript[rank].tail(10_000)
+        return [item.text for item in items if isinstance(item, Line) and item.stderr]
+
+    def failure(self, rank: int = 0) -> Failure:
+        """What ended it there."""
+        failure = self.running.transcript[rank].failure
+        assert failure is not None
+        return failure
+
+    def traceback(self, rank: int = 0) -> str:
+        """As it is shown, without colours."""
+        return strip("\n".join(self.failure(rank).traceback))
+
+
+def follow(world: World, running: RunningTask) -> Ran:
+    """Iterate until the cell ends."""
+    news = list(itertools.chain.from_iterable(world.follow(running)))
+    return Ran(running, running.error(), news)
+
+
+def run(world: World, source: str, ranks: tuple[int, ...] | None = None, count: int = 7) -> Ran:
+    """Run a cell to its end, whatever that is."""
+    return follow(world, world.submit(world.task(source, ranks=ranks, execution_count=count)))
+
+
+def run_well(world: World, source: str, ranks: tuple[int, ...] | None = None) -> Ran:
+    """Run a cell that has to succeed."""
+    ran = run(world, source, ranks)
+    assert ran.error is None, ran.running.transcript.errors
+    return ran
+
+
+def begin(world: World, source: str) -> RunningTask:
+    """Submit a cell that prints when it has begun, and return when all ranks have."""
+    running = world.submit(world.task(f"print('begun')\n{source}"))
+
+    def all_have_begun() -> bool:
+        world.session.receive(0.05)
+        return all(track.line_count for track in running.transcript)
+
+    wait_until(all_have_begun, "all ranks have begun")
+    return running

@@ -1,0 +1,161 @@
+"""Tests of `nbdist.worker.kernel`: cells run as IPython runs them, and end one by one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nbdist.errors import WorkerError
+from nbdist.world.world import World
+from tests.cells import run, run_well
+from tests.worlds import NewWorld
+
+pytestmark = pytest.mark.shared_world
+
+
+@pytest.fixture(scope="module")
+def world(new_world: NewWorld) -> Iterator[World]:
+    """Of a user whose IPython runs a file when it starts."""
+    startup = Path(os.environ["IPYTHONDIR"], "profile_default", "startup", "00.py")
+    startup.parent.mkdir(parents=True, exist_ok=True)
+    startup.write_text("started_up = True")
+    with new_world(2) as world:
+        yield world
+    startup.unlink()
+
+
+def test_ipython_syntax(world: World) -> None:
+    """Top-level await, `!command`, its result, and line magics work in a cell."""
+    ran = run_well(
+        world,
+        "import asyncio\nawait asyncio.sleep(0)\n!echo from a child\nlisting = !echo a b\n"
+        "print(listing)\n%env NBDIST_TEST_X=3\nimport os\nprint(os.environ['NBDIST_TEST_X'])",
+    )
+    for rank in range(world.size):
+        assert ran.lines(rank) == ["from a child", "['a b']", "env: NBDIST_TEST_X=3", "3"]
+
+
+def test_cell_magic_inside(world: World) -> None:
+    """Another cell magic as the cell's first line works."""
+    assert run_well(world, "%%capture said\nprint('quiet')").lines() == []
+    assert world.gather("said.stdout") == ["quiet\n"] * world.size
+
+
+def test_question_mark_shows_help(world: World) -> None:
+    """`x?` shows what it shows in a notebook."""
+    ran = run_well(world, "def documented():\n    'Says hello.'\ndocumented?")
+    assert "Says hello." in "\n".join(ran.lines())
+
+
+def test_last_value_is_shown_and_kept(world: World) -> None:
+    """The value of the last expression is shown, and `_`, `Out` and `_7` have it."""
+    ran = run(world, "x = 40\nx + rank", count=7)
+    for rank in range(world.size):
+        assert ran.lines(rank) == [f"<{40 + rank}>"]
+    expected = [(40 + rank, 40 + rank, 40 + rank) for rank in range(world.size)]
+    assert world.gather("(_, Out[7], _7)") == expected
+    assert run_well(world, "x + 1;").lines() == []
+
+
+def test_main_is_main(world: World) -> None:
+    """`__name__` is `__main__`, and that module is the namespace of the cells."""
+    run_well(world, "y = 5\nimport sys\nhere = sys.modules['__main__'].y, __name__")
+    assert world.gather("here") == [(5, "__main__")] * world.size
+
+
+def test_source_of_cell_functions(world: World) -> None:
+    """`inspect.getsource` finds functions and methods of cells."""
+    run_well(
+        world,
+        "import inspect\ndef f():\n    return 1  # here\n"
+        "class C:\n    def m(self):\n        return 2  # there\n"
+        "found = inspect.getsource(f), inspect.getsource(C.m)",
+    )
+    f, m = world.gather("found")[0]
+    assert f == "def f():\n    return 1  # here\n"
+    assert m == "    def m(self):\n        return 2  # there\n"
+
+
+def test_execution_count(world: World) -> None:
+    """Ranks number the cell as the notebook does, also in tracebacks."""
+    ran = run(world, "x = 1\nraise ValueError('bad')", count=12)
+    assert "Cell In[12], line 2" in ran.traceback()
+
+
+def test_display_that_cannot_be_sent(world: World) -> None:
+    """A display that no message can hold fails its cell, and the next one runs."""
+    ran = run(world, "display({'application/json': object()}, raw=True)")
+    assert isinstance(ran.error, WorkerError)
+    assert run_well(world, "print('next')").lines() == ["next"]
+
+
+def test_deep_traceback_shows_cell_lines(world: World) -> None:
+    """A function of an earlier cell appears in the traceback with its own line."""
+    run(world, "def divide(a, b):\n    return a / b  # the culprit", count=3)
+    ran = run(world, "divide(1, 0)", count=4)
+    traceback = ran.traceback()
+    assert "Cell In[3], line 2" in traceback
+    assert "return a / b  # the culprit" in traceback
+    assert "Cell In[4], line 1" in traceback
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("exit()", "SystemExit"),
+        ("quit", "SystemExit"),
+        ("exit(4)", "SystemExit: 4"),
+        ("import sys\nsys.exit(3)", "SystemExit: 3"),
+        ("raise SystemExit('bye')", "SystemExit: bye"),
+    ],
+)
+def test_exit_ends_the_cell_not_the_worker(world: World, source: str, message: str) -> None:
+    """`exit()` and its relatives fail the cell, say so in a line, and the worker lives on."""
+    run_well(world, "kept = 1")
+    # IPython takes a bare `quit` for a call in a cell of one line.
+    ran = run(world, source if source == "quit" else f"{source}\nprint('not reached')")
+    assert isinstance(ran.error, WorkerError)
+    assert ran.lines() == []
+    assert message in str(ran.error)
+    assert "None" not in str(ran.error)
+    assert "the worker lives on" in "\n".join(ran.failure().traceback)
+    assert ran.stderr() == []
+    assert world.gather("kept") == [1] * world.size
+
+
+def test_syntax_error(world: World) -> None:
+    """Source that is no Python fails on all ranks alike, and nothing of it has run."""
+    ran = run(world, "print('a')\nx = = 1")
+    assert isinstance(ran.error, WorkerError)
+    assert ran.error.errors.keys() == {*range(world.size)}
+    assert ran.lines() == []
+    assert "SyntaxError" in str(ran.error)
+
+
+def test_what_people_at_a_terminal_have(world: World) -> None:
+    """Start-up files are the notebook's; what is typed is kept by no file of IPython's."""
+    assert world.gather("'started_up' in globals()") == [False, False]
+    assert world.gather("get_ipython().history_manager.enabled") == [False, False]
+
+
+@pytest.mark.parametrize("source", ["input('?')", "import getpass; getpass.getpass()", "%debug"])
+def test_nobody_is_asked(world: World, source: str) -> None:
+    """What waits for an answer raises at once, and so does a debugger."""
+    ran = run(world, source)
+    assert "StdinNotImplementedError" in str(ran.error)
+    run_well(world, "dist.barrier()")
+
+
+def test_reset(world: World) -> None:
+    """Variables are gone; what every worker has from its start is there again."""
+    world.execute("x = 1; rank = 'mine'; del dist")
+    world.execute("%reset -f")
+    assert world.gather("'x' in globals(), rank, world_size, local_rank, str(device)") == [
+        (False, rank, 2, rank, "cpu") for rank in range(2)
+    ]
+    world.execute("dist.all_reduce(torch.ones(1))")
+    assert "the worker lives on" in "\n".join(run(world, "exit()").failure().traceback)
+    run_well(world, "pass")
