@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from nbdist.wire.interpreter import MODULE, safe_environ
+from nbdist.wire.prctl import children_of
 from nbdist.world.launchers import AgentProcess
 
 LAST_BYTES = 4096
@@ -55,12 +57,10 @@ class LocalAgent:
         self._process.stdin.close()
         if self._ends_in(timeout):
             return
-        import psutil  # rarely needed
-
         # What was started is the agent's guard, which ends all that a killed agent has left.
-        for agent in psutil.Process(self.pid).children():
-            with suppress(psutil.NoSuchProcess):
-                agent.kill()
+        for agent in children_of(self.pid):
+            with suppress(ProcessLookupError):
+                os.kill(agent, signal.SIGKILL)
         if not self._ends_in(timeout):
             self._process.kill()
             self._ends_in(timeout)

@@ -19,7 +19,7 @@ def main() -> None:
     has_fork_server = "--no-fork" not in sys.argv
     raise_file_limit()
     try:
-        go_below_guard(runtime)
+        go_below_guard(runtime, notebook_pid)
         started = start_fork_server(runtime) if has_fork_server else None
     except OSError as error:
         sys.exit(f"nbdist: {word_lack(error.errno)}")

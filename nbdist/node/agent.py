@@ -106,19 +106,27 @@ class Agent:
             pass
         finally:
             self._gone.set()
+            # First: it may be importing, and this process hears of its own children at once.
+            if self._forker:
+                self._forker.close()
             await self._workers.stop(grace=0.0)
-            self._close()
-
-    def _close(self) -> None:
-        self._workers.close()
-        self._link.close()
-        if self._forker:
-            self._forker.close()
-        self._children.close()
+            self._workers.close()
+            self._link.close()
+            self._children.close()
 
     def leave(self) -> None:
         """The notebook is done with this agent, or is no more."""
         self._gone.set()
+
+    def leave_at(self, end: int) -> None:
+        """Leave as soon as this descriptor turns readable."""
+        loop = asyncio.get_running_loop()
+
+        def leave() -> None:
+            loop.remove_reader(end)
+            self.leave()
+
+        loop.add_reader(end, leave)
 
     def fail(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A fault of ours in a callback: end loudly rather than go on half."""
@@ -241,11 +249,11 @@ async def _serve(
     loop.add_signal_handler(signal.SIGTERM, agent.leave)
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     # Either may come first; a pipe's other end can live on in a child of the notebook.
-    loop.add_reader(sys.stdin.fileno(), agent.leave)
+    agent.leave_at(sys.stdin.fileno())
     try:
         notebook = os.pidfd_open(notebook_pid)
     except ProcessLookupError:
         agent.leave()
     else:
-        loop.add_reader(notebook, agent.leave)
+        agent.leave_at(notebook)
     await agent.serve()

@@ -38,7 +38,7 @@ from nbdist.node.fork_messages import (
     WorkerExited,
     to_frame,
 )
-from nbdist.node.guard import END_STEP, END_TIMEOUT, end_group
+from nbdist.node.guard import end_descendants, end_group
 from nbdist.wire.frames import FrameCutter
 from nbdist.wire.prctl import adopt_orphans
 from nbdist.wire.start import WorkerStart
@@ -244,24 +244,6 @@ class ForkServer:
                 if (number := self._workers.pop(pid, None)) is not None:
                     self.send(WorkerExited(number, pid, exit_code))
 
-    def end_workers(self) -> None:
-        """Kill what is left, with all that it started; on return no worker makes files any more."""
-        for pid in self._workers:
-            end_group(pid)
-            with suppress(ProcessLookupError):  # one that has only been forked leads no group yet
-                os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + END_TIMEOUT
-        while self._workers and time.monotonic() < deadline:
-            self._workers = {pid: n for pid, n in self._workers.items() if not _has_ended(pid)}
-            time.sleep(END_STEP)
-
-
-def _has_ended(child: int) -> bool:
-    try:
-        return os.waitpid(child, os.WNOHANG)[0] != 0
-    except ChildProcessError:
-        return True
-
 
 def main() -> None:
     """Import, then serve; a forked child falls out of `serve` and becomes a worker."""
@@ -275,7 +257,7 @@ def main() -> None:
     except BrokenPipeError:  # the agent ended while something was sent to it
         start = None
     if start is None:
-        fork_server.end_workers()
+        end_descendants()  # no worker makes files from here on
         # The agent and its guard do this too, unless both were killed.
         shutil.rmtree(sys.argv[2], ignore_errors=True)
         return

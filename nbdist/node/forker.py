@@ -7,6 +7,7 @@ import itertools
 import os
 import pickle
 import re
+import signal
 import socket
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -119,7 +120,8 @@ class Forker:
         """End the fork server; its workers are expected children of this process then."""
         if self._server is not None:
             asyncio.get_running_loop().remove_reader(self._server.socket)
-            self._server.popen.returncode = self._children.kill(self._server.popen.pid)
+            self._children.kill(self._server.popen.pid)
+            self._server.popen.returncode = -signal.SIGKILL
             self._server.socket.close()
             self._server = None
             self._adopt_workers()

@@ -14,12 +14,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
-from nbdist.node.guard import END_STEP, END_TIMEOUT, end_group
+from nbdist.node.guard import await_end, end_group
 from nbdist.node.limits import word_lack
 from nbdist.wire import prctl
 from nbdist.wire.interpreter import safe_environ
@@ -69,11 +68,11 @@ class Children:
             if on_exit := self._expected.pop(pid, None):
                 on_exit(-signal.SIGKILL)
 
-    def kill(self, pid: int) -> int:
-        """Kill it and wait for it; return its exit code, which is not reported besides."""
+    def kill(self, pid: int) -> None:
+        """Kill it and wait for it; its exit code is not reported."""
         self.forget(pid)
         os.kill(pid, signal.SIGKILL)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        await_end(lambda: os.waitpid(pid, os.WNOHANG) != (0, 0))
 
     def close(self) -> None:
         """Kill and reap all that are expected."""
@@ -82,10 +81,11 @@ class Children:
             end_group(pid)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + END_TIMEOUT
-        while self._expected and time.monotonic() < deadline:
-            self._reap()
-            time.sleep(END_STEP)
+        await_end(self._have_ended)
+
+    def _have_ended(self) -> bool:
+        self._reap()
+        return not self._expected
 
     def _reap(self) -> None:
         with suppress(ChildProcessError):  # there are none
@@ -160,14 +160,15 @@ class Spawner:
     async def start(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
         environ = {**start.world.environ, **start.environ}
         try:
-            child = subprocess.Popen(  # noqa: ASYNC220 (its descriptors and pid are needed at once)
-                command_of(start.world, environ.get("PATH")),
-                stdin=subprocess.PIPE,
-                stdout=stdout,
-                stderr=stderr,
-                env=safe_environ(environ, start.world.cwd),
-                start_new_session=True,
-            )
+            with _file_of(start) as stdin:
+                child = subprocess.Popen(  # noqa: ASYNC220 (its pid is needed at once)
+                    command_of(start.world, environ.get("PATH")),
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
+                    env=safe_environ(environ, start.world.cwd),
+                    start_new_session=True,
+                )
         except OSError as error:
             why = word_lack(error.errno)
             raise ChildProcessError(f"{start.world.command[0]}: {why}") from error
@@ -178,11 +179,15 @@ class Spawner:
             process.set_exited(exit_code)
 
         self._children.expect(child.pid, on_exit)
-        assert child.stdin is not None
-        # The exit code shows it where the process has ended already.
-        with suppress(BrokenPipeError), child.stdin:
-            child.stdin.write(pickle.dumps(start))
         return process
+
+
+def _file_of(start: WorkerStart) -> BinaryIO:
+    """A file to read it from; a pipe could be full before anything is read."""
+    file = os.fdopen(os.memfd_create("nbdist-start"), "w+b")
+    pickle.dump(start, file)
+    file.seek(0)
+    return file
 
 
 def command_of(spec: WorldSpec, path: str | None) -> list[str]:

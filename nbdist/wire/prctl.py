@@ -1,4 +1,4 @@
-"""What a process asks of the kernel about parents and children that end (prctl(2)).
+"""What a process asks of the kernel about parents and children (prctl(2), proc(5)).
 
 Runs in agents, guards, fork servers and workers.  It is also a script, with no package around
 it: `python -IS prctl.py COMMAND ...` becomes the command that wraps a worker (`--wrap`), which
@@ -28,6 +28,20 @@ def signal_on_parents_end(number: signal.Signals, parent: int) -> bool:
 def adopt_orphans(*, adopts: bool = True) -> None:
     """Have processes whose parents end become children of this one, so that it can end them."""
     _prctl(PR_SET_CHILD_SUBREAPER, int(adopts))
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes whose parent it is."""
+    processes = map(int, filter(str.isdigit, os.listdir("/proc")))
+    return [process for process in processes if _parent_of(process) == pid]
+
+
+def _parent_of(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b") ")[2].split()[1])
+    except OSError:
+        return 0  # it has ended
 
 
 def _prctl(option: int, value: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -18,9 +18,10 @@ SOON = 20.0
 AGENT = """
 import os, subprocess, sys
 from pathlib import Path
-from nbdist.node.guard import go_below_guard
+from nbdist.node import guard
 
-go_below_guard(Path(sys.argv[1]))
+guard.AGENT_GRACE = 0.2
+guard.go_below_guard(Path(sys.argv[1]), int(sys.argv[2]))
 # Neither its parent nor its session leads to it.
 command = "setsid sleep 1000 > /dev/null & echo $!"
 shell = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE)
@@ -30,11 +31,12 @@ sys.stdin.read()
 
 
 class Processes:
-    """A guard, the agent below it, and an orphan of that one's."""
+    """A guard, the agent below it, an orphan of that one's, and the notebook's process."""
 
     def __init__(self, runtime: Path) -> None:
+        self.notebook = subprocess.Popen(["sleep", "1000"])
         self.guard = subprocess.Popen(
-            [sys.executable, "-c", AGENT, str(runtime)],
+            [sys.executable, "-c", AGENT, str(runtime), str(self.notebook.pid)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -43,10 +45,20 @@ class Processes:
         self.agent, self.orphan = psutil.Process(agent), psutil.Process(orphan)
 
     def close(self) -> None:
-        for process in (self.guard, self.agent, self.orphan):
+        for process in (self.notebook, self.guard, self.agent, self.orphan):
             if isinstance(process, subprocess.Popen) or process.is_running():
                 process.kill()
-        self.guard.communicate()
+        self.notebook.wait()
+        with self.guard:
+            pass
+
+    def close_stdin(self) -> None:
+        assert self.guard.stdin is not None
+        self.guard.stdin.close()
+
+    def end_notebook(self) -> None:
+        self.notebook.kill()
+        self.notebook.wait()
 
 
 @pytest.fixture
@@ -63,6 +75,19 @@ def test_the_agent_is_killed(processes: Processes, runtime: Path, number: int) -
     """All that it started ends, its folder is removed, and the guard ends as it did."""
     processes.agent.send_signal(number)
     assert processes.guard.wait(SOON) == -number
+    assert not processes.orphan.is_running()
+    assert not runtime.exists()
+    runtime.mkdir()
+
+
+@pytest.mark.parametrize("end", [Processes.close_stdin, Processes.end_notebook])
+def test_the_agent_hangs(
+    processes: Processes, runtime: Path, end: Callable[[Processes], None]
+) -> None:
+    """One that has not ended some seconds after its notebook is killed; nothing is left."""
+    processes.agent.suspend()
+    end(processes)
+    assert processes.guard.wait(SOON) == -signal.SIGKILL
     assert not processes.orphan.is_running()
     assert not runtime.exists()
     runtime.mkdir()

@@ -86,6 +86,7 @@ def test_orphans_are_adopted() -> None:
             (orphan,) = psutil.Process(parent.pid).children()
             parent.kill()
         assert orphan.ppid() == os.getpid()
+        assert orphan.pid in prctl.children_of(os.getpid())
         orphan.kill()
         assert os.waitpid(orphan.pid, 0)[1] == signal.SIGKILL
     finally:
