@@ -254,7 +254,7 @@ def main() -> None:
     try:
         fork_server.send(Imported())
         start = fork_server.serve()
-    except BrokenPipeError:  # the agent ended while something was sent to it
+    except ConnectionError:  # the agent ended while something was sent to it
         start = None
     if start is None:
         end_descendants()  # no worker makes files from here on

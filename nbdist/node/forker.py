@@ -153,7 +153,10 @@ class Forker:
 
     def _read(self) -> None:
         assert self._server is not None
-        data = self._server.socket.recv(READ_SIZE)
+        try:
+            data = self._server.socket.recv(READ_SIZE)
+        except ConnectionResetError:  # it has ended before it had read a request
+            data = b""
         for frame in self._replies.feed(data):
             self._receive(pickle.loads(frame))
         if not data:

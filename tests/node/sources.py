@@ -74,7 +74,10 @@ class Source:
 
 
 def run(kind: str, runtime: Path, test: Callable[[Source], Awaitable[None]]) -> None:
+    faults: list[dict[str, object]] = []  # in callbacks, by which an agent would end
+
     async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
         source = Source(kind, runtime)
         try:
             await test(source)
@@ -86,3 +89,4 @@ def run(kind: str, runtime: Path, test: Callable[[Source], Awaitable[None]]) -> 
         asyncio.run(main())
     finally:
         adopt_orphans(adopts=False)
+    assert faults == []
