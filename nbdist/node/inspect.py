@@ -53,7 +53,7 @@ async def stack_of(worker: Worker) -> Stack:
 
 
 async def status_of(workers: Sequence[Worker], gauge: MemoryGauge) -> tuple[WorkerStatus, ...]:
-    """What `%dist_status` shows of them.
+    """Return what `%dist_status` shows of them.
 
     Takes `STATUS_TIMEOUT` and `BRIEF_SAMPLE_TIMEOUT` at most, and what time the agent has to
     wait for a processor.

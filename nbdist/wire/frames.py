@@ -103,13 +103,13 @@ def _fields_fit(value: object, kind: Any) -> bool:
 
 @cache
 def _field_checks(kind: Any) -> tuple[tuple[str, Check], ...]:
-    """Not before a value is checked: a field can be of the class that has it."""
+    """Work them out when a value is checked: a field can be of the class that has it."""
     hints = _hints(kind)
     return tuple((each.name, _check_of(hints[each.name])) for each in fields(kind))
 
 
 def _parts_check(origin: type, inner: tuple[Any, ...]) -> Check:
-    """Of a mapping, a tuple, or a collection of equal things."""
+    """Check the parts of a mapping, a tuple, or a collection of equal things."""
     checks = [_check_of(each) for each in inner if each is not ...]
     if issubclass(origin, Mapping):
         key_fits, value_fits = checks

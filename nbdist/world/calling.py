@@ -81,7 +81,7 @@ def _write(lines: Iterable[str]) -> None:
 
 
 def rank_lines(error: RankError | None) -> list[str]:
-    """What a failed rank has to say of it: its traceback, without colours; its last lines."""
+    """Return a failed rank's traceback, without colours, or its last lines."""
     match error:
         case Failure(traceback=traceback):
             lines = strip("\n".join(traceback)).splitlines()

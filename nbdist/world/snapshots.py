@@ -35,8 +35,8 @@ def take(
 
     Raises UsageError where that cannot be done, and what a cell raises.
     """
-    everybody = range(session.size)
-    wanted = {r: session.names.bound(r) if names is None else [*names] for r in everybody}
+    bound = session.names.bound
+    wanted = {r: bound(r) if names is None else [*names] for r in session.everyone}
     with store.writing(name) as folder:
         arguments = {"folder": str(folder), "wanted": wanted, "leave_out": names is None}
         parts: dict[int, Written] = _call(session, "write", None, **arguments)

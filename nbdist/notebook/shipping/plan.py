@@ -205,7 +205,7 @@ class _Plan:
         return Shipped(("module", module.__name__, submodules), Identity(module))
 
     def _submodules(self, name: str, module: types.ModuleType) -> frozenset[str]:
-        """Modules that the cell reaches through this one: `xml` alone has no `xml.dom`."""
+        """Return modules that the cell reaches through this one: `xml` alone has no `xml.dom`."""
         found = set()
         for chain in self._chains:
             path = module.__name__

@@ -416,7 +416,7 @@ def set_on_fsdp(module: Any, settings: Mapping[str, Any]) -> None:
 
 
 def why_only_here(module: Any) -> str:
-    """Say what `sharding_of` does not tell of a module of FSDP2's, "" where it tells all."""
+    """Say what `sharding_of` does not have of a module of FSDP2's, "" where it has all."""
     from torch.distributed._composable.contract import _get_registry
 
     groups = _fsdp_groups(module)

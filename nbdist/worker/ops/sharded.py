@@ -154,7 +154,7 @@ def meshes(_: Context, instead: Mapping[Mesh, Mesh]) -> None:
 
 @contextmanager
 def restoring(tensors: Sequence[Any]) -> Iterator[None]:
-    """Meanwhile what is unpickled finds these DTensors by number."""
+    """Have what is unpickled meanwhile find these DTensors by number."""
     _tensors[:] = tensors
     _unsharded.clear()
     try:
