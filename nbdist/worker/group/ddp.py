@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from nbdist.worker.compat import torch as seam
+from nbdist.worker.compat import models as seam
 
 _given_layouts: WeakKeyDictionary[Any, list[list[int]]] = WeakKeyDictionary()
 """Of restored modules, which keep them; DDP's log has only what it found out itself."""

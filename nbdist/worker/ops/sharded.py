@@ -20,7 +20,7 @@ import torch
 
 from nbdist.wire.ops import Mesh
 from nbdist.wire.tensors import set_attributes
-from nbdist.worker.compat import torch as seam
+from nbdist.worker.compat import models as seam
 
 if TYPE_CHECKING:
     from nbdist.worker.op import Context

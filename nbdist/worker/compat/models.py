@@ -1,0 +1,181 @@
+"""Every private name of torch's DDP and FSDP2, each behind a small function in our own words.
+
+Runs in workers; see `nbdist.worker.compat.torch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+COMPOSED = "__composable_api_state_key"
+"""Under names that begin so a module has what `fully_shard` and the like have put on it."""
+
+
+# --- DDP --------------------------------------------------------------------------------------
+
+
+def forget_ddp_step(model: Any) -> None:
+    """Have a DDP module forget a step that was broken off."""
+    model._update_process_group(model.process_group)
+
+
+def give_reducer_anew(model: Any, group: ProcessGroup) -> None:
+    """Give a DDP module on this group a reducer as after unpickling."""
+    model.process_group = group
+    if model.device_ids:
+        # A copy from another rank still says which was that one's GPU.
+        model.device = next(model.parameters()).device
+        model.device_ids, model.output_device = [model.device.index], model.device.index
+    state = model.__getstate__()
+    # First, or each parameter would have two that wait for its gradient.
+    del model.reducer, model.logger
+    model.__setstate__(state)
+    if model.static_graph:
+        # Its first step finds out in which order gradients come; torch forgets to say so.
+        model._static_graph_delay_allreduce_enqueued = False
+    for hook, argument in getattr(model, "_comm_hooks", ()):
+        dist._register_comm_hook(model.reducer, argument, hook)  # type: ignore[attr-defined]
+
+
+def buckets_of(model: Any) -> list[list[int]] | None:
+    """Give the parameters in each of DDP's buckets, by number; None before its second step."""
+    logged = model._get_ddp_logging_data()
+    if not logged.get("has_rebuilt_buckets"):
+        return None
+    buckets = str(logged.get("rebuilt_per_bucket_param_indices", "")).split(",")
+    return [[int(number) for number in bucket.split()] for bucket in buckets]
+
+
+def set_buckets(model: Any, buckets: Sequence[Sequence[int]]) -> bool:
+    """Have it reduce in these; False where they are not those of its parameters."""
+    parameters, are_sparse = model._build_params_for_reducer()
+    if sorted(number for bucket in buckets for number in bucket) != [*range(len(parameters))]:
+        return False
+    names = model._build_debug_param_to_name_mapping(parameters)
+    torch_dist: Any = dist
+    compute = torch_dist._compute_bucket_assignment_by_size
+    # The caller turns both round.
+    given = [*map(list, buckets)][::-1], [model.bucket_bytes_cap] * len(buckets)
+    torch_dist._compute_bucket_assignment_by_size = lambda *_: given
+    try:
+        model._ddp_init_helper(parameters, are_sparse, names, model.static_graph)
+    finally:
+        torch_dist._compute_bucket_assignment_by_size = compute
+    if model.static_graph:
+        model.reducer._set_static_graph()
+        model.logger._set_static_graph()
+    return True
+
+
+# --- FSDP2 and meshes -------------------------------------------------------------------------
+
+
+def forget_fsdp_step(module: Any) -> None:
+    """Have an FSDP2 module do so, where it is the root one; from torch 2.13 on."""
+    if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:
+        module.reset_iter_state()
+
+
+def root_of(mesh: Any) -> Any:
+    """Find the mesh that this one is a part of, or itself."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed import device_mesh  # before torch 2.9
+
+    return device_mesh._mesh_resources.get_root_mesh(mesh)
+
+
+def is_of_fsdp(module: Any) -> bool:
+    """Say whether `fully_shard` has been called on this module or on one that it is in."""
+    return "_is_fsdp_managed_module" in vars(module)
+
+
+def class_before_fsdp(kind: type) -> type:
+    """Give the class that a module had before `fully_shard`."""
+    return kind.__mro__[2]  # behind its own and FSDPModule
+
+
+def without_fsdp(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a module's state was before `fully_shard`, but for its parameters."""
+    ours = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+    state = {k: v for k, v in state.items() if k not in ours and not k.startswith(COMPOSED)}
+    hooks = {name: each for name, each in state.items() if "_hooks" in name and each}
+    added = {number for each in hooks.values() for number, hook in each.items() if _is_fsdps(hook)}
+    kept = {
+        name: type(each)((number, hook) for number, hook in each.items() if number not in added)
+        for name, each in hooks.items()
+    }
+    return state | kept
+
+
+def _is_fsdps(hook: Any) -> bool:
+    module = getattr(getattr(hook, "func", hook), "__module__", None)
+    return (module or "").startswith("torch.distributed.fsdp.")
+
+
+def sharding_of(module: Any) -> tuple[int, Any, dict[str, Any], dict[str, Any]]:
+    """Say what `fully_shard` was given for an FSDP2 module, and what was set on it since.
+
+    First a number of that call, then the mesh, the options and the settings.  A module without
+    parameters of its own has the mesh of one inside.
+    """
+    state = module._get_fsdp_state()
+    inside = [group for inner in module.modules() for group in _fsdp_groups(inner)]
+    options = {"mp_policy": state._mp_policy}
+    settings: dict[str, Any] = {}
+    # The root one's is set to False by its first forward, where nothing was given.
+    is_given = not getattr(state, "_auto_reshard_after_forward", False)
+    for group in _fsdp_groups(module):
+        options |= {"offload_policy": group.offload_policy}
+        if is_given:
+            after, size = group.post_forward_mesh_info, group.mesh_info.shard_mesh_size
+            to = after.shard_mesh_size if after else 0
+            options |= {"reshard_after_forward": to if 0 < to < size else bool(to)}
+        settings = {name: value for name, value in vars(group).items() if _is_setting(name, value)}
+    return id(state), inside[0].mesh_info.mesh if inside else None, options, settings
+
+
+def set_on_fsdp(module: Any, settings: Mapping[str, Any]) -> None:
+    """Set what `sharding_of` has found to be set."""
+    for group in _fsdp_groups(module):
+        vars(group).update(settings)
+
+
+def why_only_here(module: Any) -> str:
+    """Say what `sharding_of` does not have of a module of FSDP2's, "" where it has all."""
+    from torch.distributed._composable.contract import _get_registry
+
+    groups = _fsdp_groups(module)
+    parameters = [parameter for group in groups for parameter in group.fsdp_params]
+    if {*(_get_registry(module) or {})} - {"fully_shard"}:
+        return "it is of replicate or checkpoint"
+    if len(groups) > 1 or any(parameter.is_dtensor for parameter in parameters):
+        return "its parameters are on several meshes"
+    if any(group._all_reduce_hook for group in groups):
+        return "it has a hook in its all_reduce"
+    if any(_has_gathered_grad(parameter) for parameter in parameters):
+        return "it has gradients that were not reduced yet"
+    return ""
+
+
+def _has_gathered_grad(parameter: Any) -> bool:
+    gathered = getattr(parameter, "_unsharded_param", None)
+    accumulated = parameter.unsharded_accumulated_grad
+    return accumulated is not None or getattr(gathered, "grad", None) is not None
+
+
+def _fsdp_groups(module: Any) -> list[Any]:
+    if not hasattr(module, "_get_fsdp_state"):
+        return []
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return [*state._fsdp_param_groups]
+    return [group for group in [state._fsdp_param_group] if group]  # before torch 2.12
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    return not name.startswith("_") and isinstance(value, bool | int | float)
