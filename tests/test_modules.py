@@ -21,8 +21,6 @@ UNTESTED = {
     "node/worker_group.py",
     "worker/control_thread.py",
     "worker/main.py",
-    "worker/ops/sync.py",
-    "world/syncing.py",
 }
 
 # Names of files that stand in several rooms.  Only to become fewer.

@@ -244,20 +244,6 @@ def test_what_is_copied_is_the_workers_own(world: World) -> None:
     assert world.session.names.ranks_that_own("given") == {0, 1}
 
 
-def test_a_rank_that_dies_while_names_are_copied(world: World) -> None:
-    """The others are freed, it is replaced, and the next copy goes through."""
-    world.execute(
-        "class Deadly:\n"
-        "    def __reduce__(self): os.kill(os.getpid(), 9)\n"
-        "given = [1, 2]\n"
-        "if rank == 1: deadly = Deadly()"
-    )
-    with pytest.raises(WorkerDied, match="SIGKILL"):
-        world.sync(["deadly"], source=1)
-    assert world.sync(["given"]) == (1,)
-    assert world.gather("given") == [[1, 2], [1, 2]]
-
-
 def test_all_ranks_of_another_number_run_the_set_up_cells(world: World) -> None:
     """Also when all are started anew."""
     world.restart(3)
