@@ -106,7 +106,7 @@ class Agent:
             pass
         finally:
             self._gone.set()
-            # First: it may be importing, and this process hears of its own children at once.
+            # First: it may be importing, and this process learns of its own children at once.
             if self._forker:
                 self._forker.close()
             await self._workers.stop(grace=0.0)
@@ -115,7 +115,7 @@ class Agent:
             self._children.close()
 
     def leave(self) -> None:
-        """The notebook is done with this agent, or is no more."""
+        """End: the notebook is done with this agent, or has ended."""
         self._gone.set()
 
     def leave_at(self, end: int) -> None:
@@ -129,7 +129,7 @@ class Agent:
         loop.add_reader(end, leave)
 
     def fail(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A fault of ours in a callback: end loudly rather than go on half."""
+        """End loudly, rather than go on half, after a fault of ours in a callback."""
         loop.default_exception_handler(context)
         self.leave()
 
@@ -143,9 +143,9 @@ class Agent:
             case Run() as run:
                 self._run(run)
             case Ask(number, GetStatus()):
-                self._do(self._tell_status(number))
+                self._do(self._report_status(number))
             case Ask(number, GetStacks(ranks)):
-                self._do(self._tell_stacks(number, ranks))
+                self._do(self._report_stacks(number, ranks))
             case Ask() as ask:
                 self._asked.put_nowait(ask)
             case Locate(ranks):
@@ -193,11 +193,11 @@ class Agent:
         found = zip(living, places, strict=True)
         self._send(Located({worker.rank: place for worker, place in found}))
 
-    async def _tell_status(self, number: int) -> None:
+    async def _report_status(self, number: int) -> None:
         rows = await status_of(tuple(self._workers.all.values()), self._gauge)
         self._send(Answer(number, rows))
 
-    async def _tell_stacks(self, number: int, ranks: Sequence[int]) -> None:
+    async def _report_stacks(self, number: int, ranks: Sequence[int]) -> None:
         asked = [self._workers.all[rank] for rank in ranks if rank in self._workers.all]
         self._send(Answer(number, tuple(await asyncio.gather(*map(stack_of, asked)))))
 
@@ -208,7 +208,7 @@ class Agent:
         return await self._workers.abort(self._workers.all)
 
     def _bind_workers(self) -> None:
-        """The fork server has ended, so the workers are children of this process from now on."""
+        """Have workers end with this process: without the fork server they are its children."""
         workers = self._workers.all_living()
         log.warning("the fork server has ended; %d workers live on", len(workers))
         for worker in workers:
@@ -231,7 +231,7 @@ def run_agent(runtime: Path, notebook_pid: int, children: Children, forker: Fork
     """Run an agent until its notebook ends; returns with nothing left behind."""
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     adopt_orphans()
-    # Until the end: whoever cleans up after dead agents sees that this one lives.
+    # Until the end: what cleans up after dead agents finds that this one runs.
     folders.join(runtime, folders.runtime(runtime))
     try:
         asyncio.run(_serve(runtime, notebook_pid, children, forker))

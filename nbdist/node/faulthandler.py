@@ -64,7 +64,7 @@ class StackFile:
         return f"<StackFile {self._path}>"
 
     async def sample(self, pid: int, timeout: float) -> tuple[tuple[str, int, str], ...]:
-        """The main thread's calls now, as file, line and function, from the innermost out.
+        """Return the main thread's calls now, as file, line and function, from the innermost out.
 
         Nothing where the worker's C code does not write them within `timeout` seconds.
         """
@@ -82,7 +82,7 @@ class StackFile:
             return calls_of(await self._read_all(timeout), main)
 
     def crash_text(self, exit_code: int, task: Task | None) -> str:
-        """The Python stack of a worker that has crashed, "" of one that ended otherwise."""
+        """Return the Python stack of a worker that has crashed, "" of one that ended otherwise."""
         # A child's crash can stand before its own.
         _, start, dump = self._read().rpartition(CRASH)
         if exit_code not in CRASHES or not start:
@@ -93,11 +93,11 @@ class StackFile:
         return "\n".join([f"{start}{dump.splitlines()[0]}, in", *calls, ""])
 
     def remove(self) -> None:
-        """The worker is no more."""
+        """Remove the file: the worker has ended."""
         self._path.unlink(missing_ok=True)
 
     def _read_head(self) -> tuple[str, int]:
-        """faulthandler's name of the main thread, and the number of the control thread."""
+        """Read faulthandler's name of the main thread, and the number of the control thread."""
         if not self._head:
             with self._path.open("rb") as file:
                 self._head = file.readline(MOST_BYTES)
@@ -105,7 +105,7 @@ class StackFile:
         return main.decode(), int(control)
 
     async def _read_all(self, timeout: float) -> str:
-        """The stacks once they are complete, or what there is of them."""
+        """Read the stacks once they are complete, or what there is of them."""
         text, deadline = "", time.monotonic() + timeout
         while time.monotonic() < deadline:
             if (text := self._read()).endswith(ENDS):
@@ -121,7 +121,7 @@ class StackFile:
 
 
 def calls_of(text: str, thread: str) -> tuple[tuple[str, int, str], ...]:
-    """The calls of a thread, or of the one that `CRASHED`: file, line, function."""
+    """Return the calls of a thread, or of the one that `CRASHED`: file, line, function."""
     calls: list[tuple[str, int, str]] = []
     current = ""
     for line in text.splitlines():
@@ -138,7 +138,7 @@ def calls_of(text: str, thread: str) -> tuple[tuple[str, int, str], ...]:
 def frames_of(
     calls: tuple[tuple[str, int, str], ...], number: int | None, source: str
 ) -> list[StackFrame]:
-    """The calls with the running cell under its name; other cells' numbers are not known."""
+    """Return the calls with the running cell under its name; other cells' numbers are not known."""
     cell = next((file for file, _, _ in reversed(calls) if CELL_FILE.search(file)), "")
     return [_frame(call, cell, number, source.splitlines()) for call in calls]
 
@@ -156,7 +156,7 @@ def _frame(
 
 
 def own_frames(frames: Iterable[StackFrame]) -> list[StackFrame]:
-    """From the outermost call of a cell in, else those that no kernel makes; outermost first.
+    """Return a cell's calls, else those that no kernel makes; outermost first.
 
     `frames` come from the innermost out.
     """
@@ -169,12 +169,12 @@ def own_frames(frames: Iterable[StackFrame]) -> list[StackFrame]:
 
 
 def is_kernels(frame: StackFrame) -> bool:
-    """Whether the call is one of those that run cells, whatever the cell."""
+    """Say whether the call is one of those that run cells, whatever the cell."""
     return any(part in frame.file for part in OURS)
 
 
 def with_code(frames: Iterable[StackFrame]) -> tuple[StackFrame, ...]:
-    """The frames with the source lines that can be read here."""
+    """Return the frames with the source lines that can be read here."""
     found = []
     for frame in frames:
         code = frame.code

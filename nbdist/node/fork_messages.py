@@ -73,7 +73,7 @@ FromForkServer = Imported | Forked | ForkFailed | WorkerExited
 
 
 def to_frame(message: Fork | FromForkServer) -> bytes:
-    """The bytes to send."""
+    """Return the bytes to send."""
     return framed(pickle.dumps(message))
 
 
@@ -86,7 +86,7 @@ class ForkServerProcess:
 
 
 def log_file(runtime: Path) -> Path:
-    """What the fork server itself writes to: why it could not import torch."""
+    """Name what the fork server itself writes to: why it could not import torch."""
     return runtime / "fork_server.log"
 
 

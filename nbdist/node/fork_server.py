@@ -167,19 +167,22 @@ class ForkServer:
                         return start
 
     def send(self, message: FromForkServer) -> None:
-        """In one piece: new workers write to the same socket."""
+        """Send it in one piece: new workers write to the same socket."""
         self._agent.sendall(to_frame(message))
 
     def _receive(self) -> list[Fork] | None:
-        """The requests that are complete by now; None at the end."""
+        """Return the requests that are complete by now; None at the end."""
         data, descriptors, _, _ = socket.recv_fds(self._agent, READ_SIZE, DESCRIPTORS)
         self._descriptors.extend(descriptors)
         return [*map(pickle.loads, self._requests.feed(data))] if data else None
 
     # --- importing on ---------------------------------------------------------------------
 
+    # A step is one module, since a request waits for the one at hand; none is begun while
+    # workers start, which would take turns with it on the cores.
+
     def _idle_in(self) -> float | None:
-        """Seconds to wait for a request before there is time to import on; None: no end."""
+        """Return seconds to wait for a request before it imports on; None: without end."""
         return max(0.0, self._idle_from - time.monotonic()) if self._to_import else None
 
     def _import_on(self) -> None:
@@ -188,6 +191,9 @@ class ForkServer:
             self.send(Imported(more=False))
 
     # --- forking --------------------------------------------------------------------------
+
+    # The child falls out of the loop, with the descriptors of its request and no others, and
+    # becomes a worker where `serve` was called.
 
     def _fork_all(self, requests: list[Fork]) -> WorkerStart | None:
         """Fork a worker for each: returns None; in a forked child, what it starts with."""
@@ -201,7 +207,7 @@ class ForkServer:
         return None
 
     def _fork(self, request: Fork) -> int | None:
-        """The process, 0 where there can be none; None in the child."""
+        """Fork; return the process, 0 where there can be none, None in the child."""
         # What is frozen is not touched by the workers' garbage collections, so it stays shared.
         gc.freeze()
         try:

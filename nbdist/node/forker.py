@@ -45,7 +45,7 @@ that has compiled something: a notebook that has can still fork its workers.
 
 
 def can_fork_with(environ: Mapping[str, str]) -> bool:
-    """Whether a worker with this environment can be forked: the fork server has the agent's."""
+    """Say whether a worker with this environment can be forked: the fork server has the agent's."""
     ours, theirs = (
         {name: value for name, value in each.items() if READ_ON_IMPORT.fullmatch(name)}
         for each in (os.environ, environ)
@@ -94,7 +94,7 @@ class Forker:
             self._listen(self._server)
 
     def last_lines(self) -> tuple[str, ...]:
-        """What the fork server itself has written: why it could not import torch."""
+        """Return what the fork server itself has written: why it could not import torch."""
         log = log_file(self._runtime)
         return tuple(log.read_text(errors="replace").splitlines()) if log.exists() else ()
 

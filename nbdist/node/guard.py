@@ -2,8 +2,8 @@
 
 The process that a launcher starts forks the agent in its first milliseconds, before
 anything is imported, and waits for its end.  As a child subreaper it becomes the parent of
-whatever the agent leaves behind, workers and what they started included, wherever these
-have gone; of a guard that is killed the agent hears by SIGTERM, and ends in order.  An agent
+what the agent leaves behind, workers and what they started included, wherever these
+have gone; of a guard that is killed the agent gets a SIGTERM, and ends in order.  An agent
 that hangs when its notebook has ended is killed.
 """
 
@@ -93,7 +93,7 @@ def _watch(agent: int, runtime: Path, notebook: int) -> NoReturn:
 
 
 def _wait_for(agent: int, notebook: int) -> int:
-    """The agent's status; it is killed where it hangs `AGENT_GRACE` after its notebook's end."""
+    """Return the agent's status; kill it where it hangs `AGENT_GRACE` after its notebook's end."""
     ended, ends = os.pidfd_open(agent), select.poll()
     ends.register(ended, select.POLLIN)
     ends.register(sys.stdin, 0)  # a pipe's hang-up

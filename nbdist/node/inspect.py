@@ -66,7 +66,7 @@ async def status_of(workers: Sequence[Worker], gauge: MemoryGauge) -> tuple[Work
 
 
 async def _status_of(worker: Worker) -> WorkerStatus:
-    """All but the memory."""
+    """Return all but the memory."""
     found = worker.status()
     if found.state in ("starting", "dead"):
         return found
@@ -93,7 +93,7 @@ async def _ask(worker: Worker, request: control.Request, timeout: float) -> cont
 
 
 async def place_from_outside(worker: Worker, timeout: float) -> tuple[Place, list[StackFrame]]:
-    """What the C code of a rank that cannot answer writes of it, from the innermost out."""
+    """Return what the C code of a rank that cannot answer writes of it, from the innermost out."""
     task = worker.task
     number, source = (task.execution_count, task.source) if task else (None, "")
     frames = frames_of(await worker.stacks.sample(worker.pid, timeout), number, source)
@@ -109,7 +109,7 @@ async def place_from_outside(worker: Worker, timeout: float) -> tuple[Place, lis
 
 
 def _line_of(frames: Sequence[StackFrame]) -> int:
-    """Of the cell, or of the function that is called in the place of one; 0 for neither."""
+    """Find the line of the cell, or of the function called in its place; 0 for neither."""
     for inner, frame in pairwise(frames):
         if frame.file.endswith(CALLS):
             return inner.line
@@ -122,21 +122,21 @@ async def _place(worker: Worker) -> Place:
 
 
 async def _of_silent(worker: Worker) -> Place:
-    """Of one that has not answered in time."""
+    """Return that of one that has not answered in time."""
     if is_stopped(worker.pid):
         return Place(is_stopped=True)
     return (await place_from_outside(worker, BRIEF_SAMPLE_TIMEOUT))[0]
 
 
 def _has_answered(worker: Worker) -> bool:
-    """Whether it has said what its last collective was."""
+    """Say whether it has said what its last collective was."""
     asked = worker.last_collective
     answer = asked.result() if asked is not None and asked.done() else None
     return isinstance(answer, Collective | control.Ok)
 
 
 async def _last_collective(worker: Worker) -> Collective | None:
-    """Unknown where it takes too long; then it is not asked for again before it is there."""
+    """Ask for it; None where it takes too long; not again before the answer is there."""
     if worker.last_collective is None or worker.last_collective.done():
         asking = _ask(worker, control.LastCollective(), LAST_TIMEOUT)
         worker.last_collective = asyncio.ensure_future(asking)

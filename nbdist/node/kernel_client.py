@@ -46,7 +46,7 @@ class Message:
 
 
 def message_from(session: Session, frames: list[bytes]) -> Message | None:
-    """The message; None, and a line in the log, for bytes that are none.
+    """Read a message; None, and a line in the log, for bytes that are none.
 
     The worker's user can have its sockets carry anything.
     """
@@ -69,7 +69,7 @@ def message_from(session: Session, frames: list[bytes]) -> Message | None:
 
 
 def short(error: Exception) -> str:
-    """The error in one short line, for the log."""
+    """Write the error in one short line, for the log."""
     return f"{type(error).__name__}: {error}"[:200]
 
 
@@ -88,7 +88,7 @@ class TaskConnection(asyncio.Protocol):
         return f"<TaskConnection {'lost' if self._is_lost else self._cutter}>"
 
     def data_received(self, data: bytes) -> None:
-        """Called by asyncio."""
+        """Take it; called by asyncio."""
         if self._is_lost:
             return
         try:
@@ -99,7 +99,7 @@ class TaskConnection(asyncio.Protocol):
             self._lose(error)
 
     def connection_lost(self, _: Exception | None) -> None:
-        """Called by asyncio."""
+        """Take it; called by asyncio."""
         if not self._is_lost:
             self._is_lost = True
             self._lose(None)
@@ -122,7 +122,7 @@ class KernelClient:
         return f"<KernelClient of rank {self._start.rank}, {len(self._answers)} asked>"
 
     def write_connection_file(self) -> None:
-        """For the worker's kernel.  Raises OSError."""
+        """Write it for the worker's kernel.  Raises OSError."""
         ports: dict[str, Any] = {f"{channel}_port": port for channel, port in PORTS.items()}
         write_connection_file(
             self._start.connection_file,
@@ -169,7 +169,7 @@ class KernelClient:
     async def ask(
         self, request: control.Request, timeout: float, ended: asyncio.Future[int]
     ) -> control.Answer | None:
-        """The answer of the control thread; None if it gives none in time, or has ended."""
+        """Return the answer of the control thread; None if it gives none in time, or has ended."""
         if self._control is None:
             return None
         number = self._send(control.REQUEST, buffers=[control.pack(request)])

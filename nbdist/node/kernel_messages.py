@@ -27,7 +27,7 @@ OURS = (
     os.path.join("nbdist", "worker", "group", "gloo.py"),  # by which a worker knows that it waits
     os.path.join("nbdist", "worker", "ops", "call.py"),
 )
-"""What frames of a traceback that are nobody's business have in them."""
+"""What frames of a traceback that are not of interest have in them."""
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -39,7 +39,7 @@ ENDING = "`%dist_shutdown` ends all workers."
 
 
 def output_from(message: Message) -> Output | None:
-    """The message as an output; None for kinds that nbdist does not relay, and for malformed ones.
+    """Read it as an output; None for kinds that nbdist does not relay, and for malformed ones.
 
     A worker's user can publish what he likes.
     """
@@ -70,7 +70,7 @@ def _output(message: Message) -> Output | None:
 
 
 def _shown(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What can be shown of a display: a page has no model of a widget that a worker has made."""
+    """Return what can be shown of a display: a page has no model of a worker's widget."""
     if WIDGET not in data:
         return data
     rest = {kind: said for kind, said in data.items() if kind != WIDGET}
@@ -78,7 +78,7 @@ def _shown(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _bundles(content: Mapping[str, Any]) -> tuple[MimeBundle, MimeBundle]:
-    """The data, whose text is text, and the metadata."""
+    """Return the data, whose text is text, and the metadata."""
     data = {
         mime: value if _is_text(value) or not mime.startswith(("text/", "image/")) else str(value)
         for mime, value in content["data"].items()
@@ -106,7 +106,7 @@ def _failure(message: Message) -> Failure:
 
 
 def as_shown(failure: Failure) -> Failure:
-    """The same without what is nobody's business."""
+    """Return the same without what is not of interest."""
     traceback = tuple(frame for frame in failure.traceback if not _is_ours(frame))
     if failure.name != "SystemExit":
         return replace(failure, traceback=traceback)

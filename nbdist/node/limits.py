@@ -55,7 +55,7 @@ def lack_in(last_lines: Iterable[str]) -> str:
 
 
 def _limits_of_user() -> Iterator[tuple[str, int, int]]:
-    """`ulimit -u`, which root is free of: name, limit, and how many there are."""
+    """Yield `ulimit -u`, which root is free of: name, limit, and how many there are."""
     most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if os.getuid() != 0 and most != resource.RLIM_INFINITY:
         yield "`ulimit -u`", most, sum(map(_threads_of_ours, Path("/proc").glob("[0-9]*")))
@@ -71,7 +71,7 @@ def _threads_of_ours(process: Path) -> int:
 
 
 def _limits_of_groups() -> Iterator[tuple[str, int, int]]:
-    """Of every control group that this process is in."""
+    """Yield those of every control group that this process is in."""
     for group in control_groups("pids"):
         try:
             most, there = (
@@ -138,7 +138,7 @@ class OomKills:
 
 
 def _count_files(pid: int) -> Iterator[Path]:
-    """Where the count may be, the most special first (cgroups(7), proc(5))."""
+    """Yield where the count may be, the most special first (cgroups(7), proc(5))."""
     for group in control_groups("memory", pid):
         yield group.folder / ("memory.events" if group.version == 2 else "memory.oom_control")
     yield Path("/proc/vmstat")

@@ -38,7 +38,7 @@ class Outbox:
         return f"<Outbox {len(self._items)} items, {self._under_way} batches under way>"
 
     def begin(self, ranks: Iterable[int]) -> None:
-        """These ranks run a cell from now on."""
+        """Note that these ranks run a cell from now on."""
         self._running.update(ranks)
 
     def add(self, rank: int, cell_id: str, output: Output) -> None:
@@ -55,7 +55,7 @@ class Outbox:
         self._schedule(0.0 if is_end or isinstance(output, Died | Failure) else BATCH_SECONDS)
 
     def acknowledge(self) -> None:
-        """The notebook has taken in one batch."""
+        """Note that the notebook has taken in one batch."""
         self._under_way -= 1
         if self._items:
             self._schedule(0.0)
@@ -97,7 +97,7 @@ class Outbox:
         self._items = kept
 
     def _drop_older(self, rank: int, update: Update) -> None:
-        """Of several updates of one display only the last one is ever seen."""
+        """Keep of several updates of one display only the last, the only one to be seen."""
         self._items = [
             (item_rank, cell_id, output)
             for item_rank, cell_id, output in self._items
@@ -129,7 +129,7 @@ class Outbox:
                 self._schedule(0.0)
 
     def _next_batch(self) -> list[Item]:
-        """The oldest items, as many as other messages may have to wait for."""
+        """Take the oldest items, as many as other messages may have to wait for."""
         count = size = 0
         while count < len(self._items) and size < ENOUGH_IN_A_BATCH:
             size += _size(self._items[count][2])
@@ -143,7 +143,7 @@ class Outbox:
 
 
 def _size(output: Output) -> int:
-    """Characters, of what can have many."""
+    """Count characters, of what can have many."""
     match output:
         case Text(text=text):
             return len(text)

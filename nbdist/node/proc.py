@@ -24,18 +24,18 @@ PF_EXITING = 0x4
 
 
 def thread_state(pid: int) -> str:
-    """`R`: the main thread runs, `S` sleeps, `T` is stopped ... (proc(5)); `X`: it has ended."""
+    """Return `R`: the main thread runs, `S`: sleeps, `T`: is stopped (proc(5)); `X`: has ended."""
     return _stat(pid)[0]
 
 
 def is_exiting(pid: int) -> bool:
-    """Whether the kernel is taking the process down, or has; that takes long on a busy machine."""
+    """Say whether the kernel is taking the process down, or has, which can take long."""
     stat = _stat(pid)
     return len(stat) <= 6 or bool(int(stat[6]) & PF_EXITING)
 
 
 def _stat(pid: int) -> list[str]:
-    """What stands in the main thread's `stat` from its state on; that it has ended, if it has."""
+    """Read the main thread's `stat` from its state on; that it has ended, if it has."""
     try:
         with open(f"/proc/{pid}/task/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(") ")[2].split()
@@ -44,22 +44,22 @@ def _stat(pid: int) -> list[str]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal such as SIGSTOP, or a debugger, has stopped the process."""
+    """Say whether a signal such as SIGSTOP, or a debugger, has stopped the process."""
     return thread_state(pid) in "Tt"
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether the process has a handler for the signal."""
+    """Say whether the process has a handler for the signal."""
     return _has_signal(pid, "SigCgt", number)
 
 
 def ignores(pid: int, number: int) -> bool:
-    """Whether the signal does nothing to the process."""
+    """Say whether the signal does nothing to the process."""
     return _has_signal(pid, "SigIgn", number)
 
 
 def _has_signal(pid: int, mask: str, number: int) -> bool:
-    """Whether it is in a set of signals, a bit each; no process that has ended has any."""
+    """Say whether it is in a set of signals, a bit each; no process that has ended has any."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as status:
             found = next((line for line in status if line.startswith(f"{mask}:")), f"{mask}: 0")
@@ -81,7 +81,7 @@ class Schedule:
 
 
 def schedule(pid: int, tid: int | str) -> Schedule:
-    """What the kernel has counted (sched-stats.rst); zeros where it does not, as gVisor's."""
+    """Read what the kernel has counted (sched-stats.rst); zeros where it does not, as gVisor's."""
     try:
         with open(f"/proc/{pid}/task/{tid}/schedstat", encoding="ascii") as file:
             ran, waited, wakes = map(int, file.read().split())
@@ -114,7 +114,7 @@ class OwnTime:
 
 
 def _waits(pid: int) -> dict[str, float]:
-    """How long each thread has waited."""
+    """Read how long each thread has waited."""
     try:
         tids = os.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -139,7 +139,7 @@ class MemoryGauge:
         return f"<MemoryGauge of {sorted(self._found)}>"
 
     async def read(self, pids: Sequence[int], timeout: float) -> dict[int, int]:
-        """Bytes by process: PSS, in which a page that n processes share counts 1/n for each.
+        """Return bytes by process: PSS, in which a page that n processes share counts 1/n for each.
 
         Of those that take too long what it was the last time, else their private pages.
         """
@@ -155,11 +155,11 @@ class MemoryGauge:
         return {pid: self._last(pid)[0] or _private_memory(pid) for pid in pids}
 
     def _last(self, pid: int) -> tuple[int, float]:
-        """What was found last, and when."""
+        """Return what was found last, and when."""
         return self._found.get(pid, (0, float("-inf")))
 
     def _count(self, pids: Sequence[int], deadline: float) -> None:
-        """In one thread of its own; those never counted come first."""
+        """Count in one thread of its own; those never counted come first."""
         for pid in sorted(pids, key=lambda pid: pid in self._found):
             if time.monotonic() > deadline:
                 return
@@ -167,7 +167,7 @@ class MemoryGauge:
 
 
 def _proportional_memory(pid: int) -> int:
-    """From proc(5), smaps_rollup."""
+    """Read it from proc(5), smaps_rollup."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as rollup:
             for line in rollup:
@@ -179,7 +179,7 @@ def _proportional_memory(pid: int) -> int:
 
 
 def _private_memory(pid: int) -> int:
-    """Pages that belong to no file and no shared memory (proc(5), statm)."""
+    """Read the pages that belong to no file and no shared memory (proc(5), statm)."""
     try:
         with open(f"/proc/{pid}/statm", encoding="ascii") as statm:
             _, resident, shared = map(int, statm.read().split()[:3])

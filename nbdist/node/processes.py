@@ -1,4 +1,4 @@
-"""The agent's side of worker processes: how they are started, and how it hears of their ends.
+"""The agent's side of worker processes: how they are started, and how it learns of their ends.
 
 `nbdist.node.forker` forks them, the `Spawner` here starts interpreters.  Both give a
 `WorkerProcess`; nothing else in the house knows which it was.
@@ -127,7 +127,7 @@ class WorkerProcess:
                 os.kill(self.pid, signal.SIGKILL)
 
     def set_exited(self, exit_code: int) -> None:
-        """Called once by the source that started it."""
+        """Note its end; called once by the source that started it."""
         if not self.exited.done():
             self.exited.set_result(exit_code)
 
@@ -155,7 +155,7 @@ class Spawner:
         self._children = children
 
     async def prepare(self) -> None:
-        """Nothing has to be there."""
+        """Do nothing: nothing has to be there."""
 
     async def start(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
         environ = {**start.world.environ, **start.environ}
@@ -183,7 +183,7 @@ class Spawner:
 
 
 def _file_of(start: WorkerStart) -> BinaryIO:
-    """A file to read it from; a pipe could be full before anything is read."""
+    """Make a file to read it from; a pipe could be full before anything is read."""
     file = os.fdopen(os.memfd_create("nbdist-start"), "w+b")
     pickle.dump(start, file)
     file.seek(0)
@@ -191,7 +191,7 @@ def _file_of(start: WorkerStart) -> BinaryIO:
 
 
 def command_of(spec: WorldSpec, path: str | None) -> list[str]:
-    """The command line of a spawned worker; what wraps it is made to die with this process.
+    """Return the command line of a spawned worker; what wraps it is made to die with this process.
 
     Raises FileNotFoundError when the wrapper is not there.
     """

@@ -59,7 +59,7 @@ class Sight:
 
 
 def is_stuck(sight: Sight) -> bool:
-    """Whether the rank will provably not leave what it runs; pure.
+    """Say whether the rank will provably not leave what it runs; pure.
 
     Not one that has left it and reports so, that cleans up after KeyboardInterrupt, or that has
     caught that and goes on: the latter two are once Stop has been pressed again.
@@ -195,11 +195,11 @@ class Stopping:
 
 
 async def _place_of(rank: Worker) -> Place:
-    """Where the rank is, from what its C code writes where it does not answer."""
+    """Find where the rank is, from what its C code writes where it does not answer."""
     place = await rank.locate()
     if not place.holds_gil or place.is_stopped:
         return place
     found, frames = await place_from_outside(rank, SAMPLE_TIMEOUT)
     # Of one that gets no processor nothing can be read either, and it has no time of its own.
-    is_telling = frames and not (found.line or found.file)
-    return replace(found, holds_gil=False) if is_telling else found
+    is_outside = frames and not (found.line or found.file)
+    return replace(found, holds_gil=False) if is_outside else found

@@ -62,7 +62,7 @@ class WorkerLog:
                 self._give_up(error)
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Close it: nothing more comes."""
         files, self._files = self._files, {}
         for file in files.values():
             file.close()
@@ -134,13 +134,13 @@ class RunFolder:
         return f"<RunFolder {self.path}>"
 
     def close(self) -> None:
-        """It may be removed from now on, when it is old."""
+        """Let go of it: it may be removed from now on, when it is old."""
         for claim in self._claims:
             os.close(claim)
         self._claims.clear()
 
     def _enter(self, folder: Path) -> None:
-        """Make it and hold it, or hold one of ours; somebody's own is left as it is."""
+        """Make it and hold it, or hold one of ours; another one is left as it is."""
         try:
             folder.mkdir(mode=folders.PRIVATE_FOLDER)
         except FileExistsError:
@@ -151,7 +151,7 @@ class RunFolder:
             self._claims.append(held)
 
     def new_attempt(self, number: int) -> Path:
-        """A new folder for a start of the workers, the `number`-th of this agent, from 0 on.
+        """Make a folder for a start of the workers, the `number`-th of this agent, from 0 on.
 
         A later number where there is one already, of an earlier world of the same name.
         """
@@ -181,7 +181,7 @@ def drop_old_runs(root: Path) -> None:
 
 
 def _ours_in(folder: Path) -> Iterator[Path]:
-    """Runs, and the folders of runs with a name such as `exp/run`."""
+    """Yield runs, and the folders of runs with a name such as `exp/run`."""
     with suppress(OSError):
         for each in folder.iterdir():
             if folders.is_ours(each, _what(each)):

@@ -31,7 +31,7 @@ def adopt_orphans(*, adopts: bool = True) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes whose parent it is."""
+    """List the processes whose parent it is."""
     processes = map(int, filter(str.isdigit, os.listdir("/proc")))
     return [process for process in processes if _parent_of(process) == pid]
 

@@ -78,8 +78,9 @@ def take_due(pool: Pool) -> None:
 def dist_restore(line: Line) -> Shown | str:
     """Bind what a snapshot has on every rank, each from its own file, with the random states.
 
-    With `-r` on some ranks only; a DDP module has to come back on all of them.  Nothing
-    is bound where a file is damaged.
+    With `-r` on some ranks only; a DDP or FSDP2 module has to come back on all of them.  On
+    another number of ranks `--from-rank 0` shards anew what is sharded.  Nothing is bound
+    where a file is damaged.
     """
     options = line.options
     if options.lists:

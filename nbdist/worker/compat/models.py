@@ -155,7 +155,7 @@ def why_only_here(module: Any) -> str:
         return "it is of replicate or checkpoint"
     if len(groups) > 1 or any(parameter.is_dtensor for parameter in parameters):
         return "its parameters are on several meshes"
-    if any(group._all_reduce_hook for group in groups):
+    if any(getattr(group, "_all_reduce_hook", None) for group in groups):
         return "it has a hook in its all_reduce"
     if any(_has_gathered_grad(parameter) for parameter in parameters):
         return "it has gradients that were not reduced yet"
