@@ -76,7 +76,7 @@ class CallOff:
         self._call_off()
         if not isinstance(error, ChildProcessError):
             raise error
-        last = "" if isinstance(error, Lack) else "\n".join(worker.last_lines[-1:])
+        last = "" if isinstance(error, Lack) else "\n".join(worker.output.last_lines[-1:])
         why = error if in_time else "not in time"
         return f"rank {worker.rank} could not start: {why} {last}".rstrip()
 

@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +18,10 @@ from nbdist.node.faulthandler import StackFile
 from nbdist.node.kernel_client import KernelClient, Message, TaskConnection
 from nbdist.node.kernel_messages import as_shown, output_from
 from nbdist.node.limits import Lack, OomKills, lack_in
-from nbdist.node.merge import LOST_AFTER, Merger
-from nbdist.node.pipes import OutputPipe
 from nbdist.node.proc import is_exiting, is_stopped
 from nbdist.node.processes import ProcessSource, WorkerProcess
 from nbdist.node.worker_logs import WorkerLog
+from nbdist.node.worker_output import WorkerOutput
 from nbdist.output.events import Died, Done, Failure, Output, Text
 from nbdist.wire import control
 from nbdist.wire.frames import BadFrame
@@ -35,15 +33,11 @@ from nbdist.words import word_exit
 
 log = logging.getLogger("nbdist.node")
 
-LAST_LINES = 20
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 KILL_TIMEOUT = 5.0
 LOCATE_TIMEOUT = 0.5
 LOST_GRACE = 1.0
 """Seconds for a worker to end by itself whose tasks' connection has ended."""
-
-MARK_READS = 16
-"""Reads that hold whatever was in the pipe, and so the mark that was written before."""
 
 UNREADABLE = "what it sent to its agent where tasks come from could not be read"
 UNREACHABLE = "it has closed the connection by which tasks come"
@@ -66,24 +60,19 @@ class Worker:
         self.task_id = ""  # of the task that it does
         self._packed = b""
         self.log = WorkerLog(log_folder, start.world.log_limit)
+        self.output = WorkerOutput(start.token, self.log, self._take)
         self.stacks = StackFile(start.stack_file)
         self.last_collective: asyncio.Task[Any] | None = None  # while it is being asked for
         self._start = start
         self._emit = emit
         self._told: set[int] = set()  # the numbers of the cell's error messages
-        self._merger: Merger[Output | Finished | None] = Merger(start.token)
-        self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self._busy_since = 0.0
         self._oom_kills: OomKills | None = None
         self._counting: asyncio.TimerHandle | None = None
         self._killed = self._is_ending = False
         self._why = ""
         self._died: Died | None = None
-        self._pipes = (OutputPipe(self._read_stdout), OutputPipe(self._read_stderr))
-        self.up = asyncio.Event()
-        self._ready = asyncio.Event()
         self._kernel = KernelClient(start, self._read_message)
-        self._retry: asyncio.TimerHandle | None = None
         self._losing: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
@@ -97,17 +86,11 @@ class Worker:
     @property
     def state(self) -> RankState:
         """What `%dist_status` shows."""
-        if self.process is None or not self._ready.is_set():
+        if self.process is None or not self.output.ready.is_set():
             return "starting"
         if self.process.exited.done():
             return "dead"
         return "busy" if self.task_id else "idle"
-
-    @property
-    def last_lines(self) -> tuple[str, ...]:
-        """The end of what the worker has written, for whoever asks why it ended."""
-        text = "".join(self._last_lines)
-        return tuple(text.splitlines()[-LAST_LINES:])
 
     # --- start ---------------------------------------------------------------------------
 
@@ -116,28 +99,26 @@ class Worker:
 
         Raises ChildProcessError when it ends before.
         """
-        stdout, stderr = self._pipes
         try:
             self._kernel.write_connection_file()
-            process = await source.start(self._start, stdout.write_end, stderr.write_end)
+            process = await source.start(self._start, *self.output.write_ends)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
             folder = Path(self._start.connection_file).parent
             raise ChildProcessError(f"{error.strerror} in {folder}") from error
         finally:
-            stdout.close_write_end()
-            stderr.close_write_end()
+            self.output.close_write_ends()
         self.process = process
-        process.exited.add_done_callback(lambda _: self._ready.set())
-        await self._ready.wait()
+        process.exited.add_done_callback(lambda _: self.output.ready.set())
+        await self.output.ready.wait()
         if process.exited.done():
-            if lack := lack_in(self.last_lines):
+            if lack := lack_in(self.output.last_lines):
                 raise Lack(lack)
             raise ChildProcessError(f"it {word_exit(process.exited.result())}")
         process.exited.add_done_callback(self._ended)
         self._count_kills_in(0.0)
-        await self._kernel.connect(TaskConnection(self._finish, self._lose))
+        await self._kernel.connect(TaskConnection(self.output.finish, self._lose))
 
     # --- run -----------------------------------------------------------------------------
 
@@ -174,7 +155,7 @@ class Worker:
 
     def say(self, text: str) -> None:
         """Have it show something on its stderr."""
-        self._pass_on(Text("stderr", text))
+        self.output.pass_on(Text("stderr", text))
 
     def kill(self, why: str = "") -> None:
         """End the process; `Died` follows, and says why."""
@@ -211,11 +192,10 @@ class Worker:
                 await asyncio.wait([self.process.exited], timeout=grace)
             self.process.send_signal(signal.SIGKILL)
             await asyncio.wait([self.process.exited], timeout=KILL_TIMEOUT)
-        for timer in (self._retry, self._counting, self._losing):
+        for timer in (self._counting, self._losing):
             if timer is not None:
                 timer.cancel()
-        for pipe in self._pipes:
-            pipe.close()
+        self.output.close()
         self._kernel.close()
         self.log.close()
         self.stacks.remove()
@@ -232,17 +212,14 @@ class Worker:
 
     def _ended(self, exited: asyncio.Future[int]) -> None:
         """The worker died: say first all that it said, then so."""
-        for pipe in self._pipes:
-            pipe.drain()
-        for item in self._merger.take_all():
-            self._pass_on(item)
+        self.output.drain()
         code = exited.result()
         found = self.stacks.crash_text(code, self.task)
         if self._oom_kills is not None and not self._killed:
             found += self._oom_kills.text(code)
         if found:
-            self._pass_on(Text("stderr", found))
-        lines = self.last_lines
+            self.say(found)
+        lines = self.output.last_lines
         too_much = code == -signal.SIGABRT and any(map(TOO_MUCH.search, lines))
         self._died = Died(
             code, time.time_ns(), self.pid, lines, self._why, received_too_much=too_much
@@ -251,16 +228,6 @@ class Worker:
         self._forget_task()
 
     # --- what the worker says -------------------------------------------------------------
-
-    def _finish(self, end: Finished) -> None:
-        """The end of a cell; its mark is in the pipe, unless the cell has closed that."""
-        now, stdout = time.monotonic(), self._pipes[0]
-        self._merger.receive_message(end.number, end, now)
-        for _ in range(MARK_READS):
-            if self._merger.has_placed(end.number) or not stdout.read():
-                break
-        self._merger.place_up_to(end.number, now)
-        self._pass_on_all()
 
     def _lose(self, problem: BadFrame | None) -> None:
         """It can be given no more tasks: end it, unless it is ending anyway."""
@@ -282,46 +249,14 @@ class Worker:
         output = output_from(message)
         if isinstance(output, Failure):
             self._told.add(message.number)
-        self._merger.receive_message(message.number, output, time.monotonic())
-        self._pass_on_all()
+        self.output.receive(message.number, output)
 
-    def _read_stdout(self, data: bytes) -> None:
-        self._merger.receive_stdout(data, time.monotonic())
-        if self._merger.up:
-            self.up.set()
-        if self._merger.ready and not self._ready.is_set():
-            self._ready.set()
-        self._pass_on_all()
-
-    def _read_stderr(self, data: bytes) -> None:
-        self._merger.receive_stderr(data)
-        self._pass_on_all()
-
-    def _pass_on_all(self) -> None:
-        for item in self._merger.take(time.monotonic()):
-            self._pass_on(item)
-        if self._merger.is_waiting and self._retry is None:
-            self._retry = asyncio.get_running_loop().call_later(LOST_AFTER, self._pass_on_late)
-
-    def _pass_on_late(self) -> None:
-        """Go on without a message that was lost, though the worker says nothing more."""
-        self._retry = None
-        self._pass_on_all()
-
-    def _pass_on(self, item: Output | Finished | None) -> None:
+    def _take(self, item: Output | Finished) -> None:
+        """The next of what it writes and shows."""
         match item:
-            case None:
-                pass
             case Finished(task_id=task_id, done=done):
                 if task_id == self.task_id:
-                    self._pipes[1].read()  # it has no order with the other, but with the end
-                    for text in self._merger.take_cut_off():
-                        self._pass_on(text)
                     self._end_task(done)
-            case Text(stream, text):
-                self.log.write(stream, text)
-                self._last_lines.append(text[-4096:])
-                self._show(item)
             case _:
                 self._show(item)
 
@@ -339,5 +274,5 @@ class Worker:
         self.task_id, self._packed = "", b""
 
     def _show(self, output: Output) -> None:
-        if self._ready.is_set():
+        if self.output.ready.is_set():
             self._emit(self.rank, self.task_id, output)

@@ -124,8 +124,8 @@ class WorkerGroup:
         return answer.sentences if isinstance(answer, control.Lacks) else ()
 
     async def _tell_up(self, worker: Worker) -> None:
-        await worker.up.wait()
-        self._tell(Starting(sum(each.up.is_set() for each in self.all.values())))
+        await worker.output.up.wait()
+        self._tell(Starting(sum(each.output.up.is_set() for each in self.all.values())))
 
     async def heal(self) -> Healed:
         """Give all workers a group again, also where more of them die meanwhile."""
@@ -320,7 +320,7 @@ class WorkerGroup:
         worker = starts[first]
         error = first.exception() if failed else None
         reason = str(error) if error else f"it was not ready after {START_TIMEOUT:.0f} s"
-        said = worker.last_lines
+        said = worker.output.last_lines
         if not said and self._forker and self._source() is self._forker:
             said = self._forker.last_lines()
         return StartFailure(

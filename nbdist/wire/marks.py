@@ -30,6 +30,17 @@ def mark_pattern(token: str) -> re.Pattern[bytes]:
     return re.compile(rb"\x1b_" + token.encode() + rb";([a-z]{1,6}|[0-9]{1,18})\x1b\\")
 
 
+LONGEST_MARK = 80
+"""Bytes; what is held back at most of a read that ends in the middle of a mark."""
+
+
+def cut_off_pattern(token: str) -> re.Pattern[bytes]:
+    """Make a pattern that finds the beginning of a mark at the end of a read."""
+    start = f"_{token};"
+    begun = "".join(f"(?:{letter}" for letter in start)
+    return re.compile(rf"\x1b{begun}[a-z0-9]{{0,18}}\x1b?{')?' * len(start)}\Z".encode())
+
+
 def mark_value(text: bytes) -> Mark:
     """Read the value of a mark from what `mark_pattern` found."""
     word = text.decode()

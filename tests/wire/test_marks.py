@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.wire.marks import Mark, mark, mark_pattern, mark_value
+from nbdist.wire.marks import LONGEST_MARK, Mark, cut_off_pattern, mark, mark_pattern, mark_value
 
 TOKEN = "0123456789abcdef"
 VALUES: list[Mark] = [0, 7, 123_456_789_012, "ready", "stdout", "stderr"]
@@ -45,3 +45,16 @@ def test_mark_is_invisible():
 def test_other_text_is_no_mark(text: bytes):
     """Other tokens, unfinished marks and colours are text."""
     assert mark_pattern(TOKEN).split(text) == [text]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_mark_that_is_cut_off_is_found(value: Mark):
+    """Wherever a read ends in it; a whole one is not, nor text that began like one."""
+    whole = mark(TOKEN, value)
+    for cut in range(1, len(whole)):
+        found = cut_off_pattern(TOKEN).search(b"\x1b[1mbefore" + whole[:cut])
+        assert found is not None
+        assert found.group() == whole[:cut]
+    assert len(whole) < LONGEST_MARK
+    assert not cut_off_pattern(TOKEN).search(whole + b"after")
+    assert not cut_off_pattern(TOKEN).search(b"\x1b_" + TOKEN.encode() + b";" + b"7" * 100)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from nbdist.node.merge import Merger
+from nbdist.node.worker_output import Merger
 from nbdist.output.events import Text
 
 TOKEN = "0123456789abcdef"

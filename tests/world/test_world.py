@@ -26,7 +26,7 @@ from nbdist.errors import (
     WorkerError,
     WorldNotStarted,
 )
-from nbdist.node.merge import LOST_AFTER
+from nbdist.node.worker_output import LOST_AFTER
 from nbdist.output.events import Clear, Display, Text, Update
 from nbdist.world.states import State
 from nbdist.world.world import World

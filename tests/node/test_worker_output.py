@@ -1,12 +1,20 @@
-"""Tests of `nbdist.node.merge`: one order for text on pipes and numbered messages."""
+"""Tests of `nbdist.node.worker_output`: one order for text on real pipes and numbered messages."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import subprocess
+from pathlib import Path
+
 import pytest
 
-from nbdist.node.merge import LOST_AFTER, Merger
-from nbdist.output.events import Text
+from nbdist.node.worker_logs import WorkerLog
+from nbdist.node.worker_output import LOST_AFTER, Merger, OutputPipe, WorkerOutput
+from nbdist.output.events import Clear, Done, Output, Text
 from nbdist.wire.marks import mark
+from nbdist.wire.task import Finished
+from tests.waiting import until
 
 TOKEN = "0123456789abcdef"
 
@@ -209,3 +217,65 @@ def test_repr_tells_what_is_waited_for():
     merger.receive_stdout(mark(TOKEN, 1), now=0.0)
     merger.receive_message(2, "<2>", now=0.0)
     assert repr(merger) == "<Merger 1 queued, 1 messages early>"
+
+
+# --- pipes --------------------------------------------------------------------------------
+
+
+def test_all_that_a_process_writes() -> None:
+    """It arrives in order, and at its end nothing more."""
+
+    async def main() -> bytes:
+        found: list[bytes] = []
+        pipe = OutputPipe(found.append)
+        command = ["sh", "-c", "yes hello | head -n 100000; echo bye"]
+        with subprocess.Popen(command, stdout=pipe.write_end):  # noqa: ASYNC220 (it is the writer)
+            os.close(pipe.write_end)
+            await until(lambda: b"bye" in found[-1] if found else False)
+        assert not pipe.read()
+        pipe.close()
+        return b"".join(found)
+
+    assert asyncio.run(main()) == b"hello\n" * 100_000 + b"bye\n"
+
+
+def test_what_is_there_when_a_process_has_ended() -> None:
+    """It is read at once, without waiting for the loop; what comes after the close is lost."""
+
+    async def main() -> list[bytes]:
+        found: list[bytes] = []
+        pipe = OutputPipe(found.append)
+        subprocess.run(["echo", "last words"], stdout=pipe.write_end, check=True)  # noqa: ASYNC221
+        pipe.drain()
+        pipe.close()
+        pipe.close()
+        assert not pipe.read()
+        os.close(pipe.write_end)
+        return found
+
+    assert asyncio.run(main()) == [b"last words\n"]
+
+
+def test_what_a_worker_says_is_handed_on_in_order(tmp_path: Path) -> None:
+    """Its text is in the log file by then; half a character ends with its cell."""
+    found: list[Output | Finished] = []
+    end = Finished(2, "task", Done("ok", 0.1))
+
+    async def main() -> WorkerOutput:
+        output = WorkerOutput(TOKEN, WorkerLog(tmp_path), found.append)
+        stdout, stderr = output.write_ends
+        output.receive(1, Clear(wait=False))
+        os.write(stdout, mark(TOKEN, "up") + b"a" + mark(TOKEN, 1) + b"b\xe2" + mark(TOKEN, 2))
+        os.write(stderr, b"e")
+        output.finish(end)
+        output.close_write_ends()
+        output.close()
+        return output
+
+    output = asyncio.run(main())
+    cut_off = Text("stdout", "\ufffd")
+    text = [Text("stdout", "b"), Text("stderr", "e"), cut_off]
+    assert found == [Text("stdout", "a"), Clear(wait=False), *text, end]
+    assert (output.up.is_set(), output.ready.is_set()) == (True, False)
+    assert output.last_lines == ("abe\ufffd",)
+    assert (tmp_path / "stdout.log").read_text() == "ab\ufffd"
