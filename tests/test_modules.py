@@ -19,8 +19,6 @@ PACKAGE, TESTS = ROOT / "nbdist", ROOT / "tests"
 UNTESTED = {
     "node/worker.py",
     "node/worker_group.py",
-    "worker/control_thread.py",
-    "worker/main.py",
 }
 
 # Names of files that stand in several rooms.  Only to become fewer.
