@@ -153,7 +153,7 @@ class Agent:
             case Abort(ranks):
                 self._do(self._abort(ranks))
             case Interrupt(ranks):
-                for work in self._stopping.begin(self._workers.living(ranks)):
+                for work in self._stopping.begin(self._workers.alive(ranks)):
                     self._do(work)
             case LetGo(task_id, ranks):
                 self._do(self._let_go(task_id, ranks))
@@ -176,7 +176,7 @@ class Agent:
                 case Scale(spec):
                     reply = await self._workers.scale(spec)
                 case Kill(ranks):
-                    for worker in self._workers.living(ranks):
+                    for worker in self._workers.alive(ranks):
                         worker.kill()
             self._send(Answer(ask.id, reply))
 
@@ -188,9 +188,9 @@ class Agent:
             self._tasks.create_task(work)
 
     async def _locate(self, ranks: Sequence[int]) -> None:
-        living = self._workers.living(ranks)
-        places = await asyncio.gather(*(worker.locate() for worker in living))
-        found = zip(living, places, strict=True)
+        alive = self._workers.alive(ranks)
+        places = await asyncio.gather(*(worker.locate() for worker in alive))
+        found = zip(alive, places, strict=True)
         self._send(Located({worker.rank: place for worker, place in found}))
 
     async def _report_status(self, number: int) -> None:
@@ -209,8 +209,8 @@ class Agent:
 
     def _bind_workers(self) -> None:
         """Have workers end with this process: without the fork server they are its children."""
-        workers = self._workers.all_living()
-        log.warning("the fork server has ended; %d workers live on", len(workers))
+        workers = self._workers.all_alive()
+        log.warning("the fork server has ended; %d workers are left", len(workers))
         for worker in workers:
             self._do(self._bind(worker))
 
@@ -218,8 +218,8 @@ class Agent:
         await worker.ask(control.Bind(os.getpid()), BIND_TIMEOUT)
 
     async def _let_go(self, task_id: str, ranks: Sequence[int]) -> None:
-        let_go, living = control.LetGo(task_id), self._workers.living(ranks)
-        await asyncio.gather(*(worker.ask(let_go, LET_GO_TIMEOUT) for worker in living))
+        let_go, alive = control.LetGo(task_id), self._workers.alive(ranks)
+        await asyncio.gather(*(worker.ask(let_go, LET_GO_TIMEOUT) for worker in alive))
 
     def _run(self, run: Run) -> None:
         self._outbox.begin(run.ranks)

@@ -40,7 +40,7 @@ class CallOff:
     """Calls the forming of a group off when one that is to take part has died.
 
     That is a worker which lived (`ends`, by their exit codes), or one that is being started.
-    `file` tells those that wait in the store.  A new one waits there in C++: it is killed.
+    `file` is for those that wait in the store.  A new one waits there in C++: it is killed.
     """
 
     def __init__(self, file: Path, ends: Sequence[asyncio.Future[int]]) -> None:

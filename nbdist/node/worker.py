@@ -65,7 +65,7 @@ class Worker:
         self.last_collective: asyncio.Task[Any] | None = None  # while it is being asked for
         self._start = start
         self._emit = emit
-        self._told: set[int] = set()  # the numbers of the cell's error messages
+        self._errors_sent: set[int] = set()  # the numbers of the cell's error messages
         self._busy_since = 0.0
         self._oom_kills: OomKills | None = None
         self._counting: asyncio.TimerHandle | None = None
@@ -130,7 +130,7 @@ class Worker:
     def run(self, run: Run) -> None:
         """Pass on the task, as it came; outputs follow, then `Done`, or `Died`.
 
-        The latter at once where the notebook sent it before it had heard of the death.
+        The latter at once where the notebook sent it before it knew of the death.
         """
         if self._died is not None:
             self._emit(self.rank, run.id, self._died)
@@ -141,13 +141,13 @@ class Worker:
         self._kernel.run(run.task)
 
     async def ask(self, request: control.Request, timeout: float) -> control.Answer | None:
-        """The answer of the worker's control thread; None if it gives none in time, or ends."""
+        """Return the answer of its control thread; None if it gives none in time, or ends."""
         if self.process is None:
             return None
         return await self._kernel.ask(request, timeout, self.process.exited)
 
     async def locate(self) -> Place:
-        """Where it is."""
+        """Ask where it is."""
         seen = await self.ask(control.Locate(), LOCATE_TIMEOUT)
         if isinstance(seen, Place):
             return seen
@@ -169,7 +169,7 @@ class Worker:
             self.process.send_signal(signal.SIGINT)
 
     def status(self) -> WorkerStatus:
-        """What is known of it without asking; `nbdist.node.inspect` finds out the rest."""
+        """Return what is known of it without asking; `nbdist.node.inspect` finds out the rest."""
         return WorkerStatus(
             rank=self.rank,
             pid=self.pid,
@@ -211,7 +211,7 @@ class Worker:
         self._oom_kills = OomKills(self.pid)
 
     def _ended(self, exited: asyncio.Future[int]) -> None:
-        """The worker died: say first all that it said, then so."""
+        """Pass on all that it said, then that it died."""
         self.output.drain()
         code = exited.result()
         found = self.stacks.crash_text(code, self.task)
@@ -230,7 +230,7 @@ class Worker:
     # --- what the worker says -------------------------------------------------------------
 
     def _lose(self, problem: BadFrame | None) -> None:
-        """It can be given no more tasks: end it, unless it is ending anyway."""
+        """End it, which can be given no more tasks, unless it is ending anyway."""
         if self._is_ending:
             return
         if problem is not None:
@@ -239,7 +239,7 @@ class Worker:
         self._losing = asyncio.get_running_loop().call_later(grace, self._end_for, why)
 
     def _end_for(self, why: str) -> None:
-        # A connection also ends with its process, whose end the agent may hear of later.
+        # A connection also ends with its process, whose end the agent may notice later.
         if not is_exiting(self.pid):
             self.kill(why)
 
@@ -248,11 +248,11 @@ class Worker:
             return
         output = output_from(message)
         if isinstance(output, Failure):
-            self._told.add(message.number)
+            self._errors_sent.add(message.number)
         self.output.receive(message.number, output)
 
     def _take(self, item: Output | Finished) -> None:
-        """The next of what it writes and shows."""
+        """Take in the next of what it writes and shows."""
         match item:
             case Finished(task_id=task_id, done=done):
                 if task_id == self.task_id:
@@ -261,10 +261,10 @@ class Worker:
                 self._show(item)
 
     def _end_task(self, done: Done) -> None:
-        """What ended it is known, also where no error message has told of it."""
-        if done.failure is not None and done.error_number not in self._told:
+        """Note what ended it, also where no error message was sent."""
+        if done.failure is not None and done.error_number not in self._errors_sent:
             self._show(as_shown(done.failure))
-        self._told.clear()
+        self._errors_sent.clear()
         self._show(replace(done, failure=None))
         self._forget_task()
         if self._counting is not None:

@@ -36,7 +36,7 @@ HEAL_TRIES = 3
 ABORT_TIMEOUT = 1.0
 
 CHECK_TIMEOUT = 1.0
-"""Seconds for a worker to say what its libraries lack; where it takes longer, nobody learns."""
+"""Seconds for a worker to say what its libraries lack; where it takes longer, it is not said."""
 
 NO_FILES = "no file can be opened any more, so the process is replaced"
 
@@ -51,7 +51,7 @@ Groups = Mapping[str, tuple[int, ...]]
 class WorkerGroup:
     """All workers that an agent has; `all` has them by number.
 
-    `emit` takes what they show, `tell` how their start goes on.
+    `emit` takes what they show, `report` how their start goes on.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class WorkerGroup:
         children: Children,
         forker: Forker | None,
         emit: Emit,
-        tell: Callable[[Starting], None],
+        report: Callable[[Starting], None],
     ) -> None:
         self.all: dict[int, Worker] = {}
         self._runtime = runtime
         self._forker = forker
         self._emit = emit
-        self._tell = tell
+        self._report = report
         self._spawner = Spawner(children)
         self._port = HeldPort()
         self._spec: WorldSpec | None = None
@@ -83,14 +83,14 @@ class WorkerGroup:
         self._port.close()
         self._drop_store()
 
-    def living(self, ranks: Iterable[int]) -> list[Worker]:
-        """Those of them whose process is there and ready."""
+    def alive(self, ranks: Iterable[int]) -> list[Worker]:
+        """Return those of them whose process is there and ready."""
         found = (self.all[rank] for rank in ranks if rank in self.all)
         return [worker for worker in found if worker.state in ("idle", "busy")]
 
-    def all_living(self) -> list[Worker]:
-        """The same of all of them."""
-        return self.living(self.all)
+    def all_alive(self) -> list[Worker]:
+        """Return all whose process is there and ready."""
+        return self.alive(self.all)
 
     async def start(self, spec: WorldSpec) -> WorldStarted | StartFailure:
         """Start all ranks at once; when one fails, end the others."""
@@ -101,7 +101,7 @@ class WorkerGroup:
         self._generation = self._sized_in = 1
         source = self._source()
         self._make_folder()
-        # A file without a name: the world must outlive whoever cleans up /tmp.
+        # A file without a name: the world must outlive a cleaner of /tmp.
         self._drop_store()
         self._store = os.memfd_create(f"nbdist-store{self._attempt}")
         self._logs = self._log_folder(spec)
@@ -111,7 +111,7 @@ class WorkerGroup:
             async with asyncio.timeout(START_TIMEOUT), asyncio.TaskGroup() as tasks:
                 for worker in self.all.values():
                     starts[tasks.create_task(worker.start(source))] = worker
-                    tasks.create_task(self._tell_up(worker))
+                    tasks.create_task(self._report_up(worker))
         except (ExceptionGroup, TimeoutError):
             failure = self._start_failure(starts)
             await self.stop(grace=0.0)
@@ -119,21 +119,21 @@ class WorkerGroup:
         return WorldStarted(*self._whereabouts(), await self._lacks())
 
     async def _lacks(self) -> tuple[str, ...]:
-        """What the libraries of the workers lack; all have the same ones."""
+        """Say what the libraries of the workers lack; all have the same ones."""
         answer = await self.all[0].ask(control.Check(), CHECK_TIMEOUT)
         return answer.sentences if isinstance(answer, control.Lacks) else ()
 
-    async def _tell_up(self, worker: Worker) -> None:
+    async def _report_up(self, worker: Worker) -> None:
         await worker.output.up.wait()
-        self._tell(Starting(sum(each.output.up.is_set() for each in self.all.values())))
+        self._report(Starting(sum(each.output.up.is_set() for each in self.all.values())))
 
     async def heal(self) -> Healed:
         """Give all workers a group again, also where more of them die meanwhile."""
         assert self._spec is not None
-        everybody = range(self._spec.world_size)
+        ranks = range(self._spec.world_size)
         for _ in range(HEAL_TRIES):
             problem = await self._form_anew(self._spec)
-            if not problem or len(self.living(everybody)) == len(everybody):
+            if not problem or len(self.alive(ranks)) == len(ranks):
                 break
         return Healed(*self._whereabouts(), problem)
 
@@ -167,20 +167,20 @@ class WorkerGroup:
         if missing and (problem := await self._prepare(missing[0])):
             return problem
         self._generation += 1
-        living = self.living(range(spec.world_size))
+        alive = self.alive(range(spec.world_size))
         ended = [self.all[number] for number in missing if number in self.all]
         await asyncio.gather(*(worker.stop(0.0) for worker in ended))
-        sizes, groups = await self._groups(living)
+        sizes, groups = await self._groups(alive)
         # Where all have a group of that size it is made whole, with what was made from it.
         if is_other := any(size != spec.world_size for size in sizes):
             self._sized_in, groups = self._generation, {}
         new = [self._worker(spec, number, groups) for number in missing]
         self.all.update({worker.rank: worker for worker in new})
         forms: dict[Worker, control.Request]
-        forms = dict.fromkeys(living, control.Regroup(self._generation, groups))
+        forms = dict.fromkeys(alive, control.Regroup(self._generation, groups))
         if is_other:
-            forms = {each: self._resize(spec, each.rank, missing) for each in living}
-        ends = [worker.process.exited for worker in living if worker.process is not None]
+            forms = {each: self._resize(spec, each.rank, missing) for each in alive}
+        ends = [worker.process.exited for worker in alive if worker.process is not None]
         with CallOff(over_file(self._over(), self._generation), ends) as call_off:
             source = self._source()
             answers, starts = await asyncio.gather(
@@ -201,7 +201,7 @@ class WorkerGroup:
         return ""
 
     def _make_folder(self) -> None:
-        """The runtime folder again, where somebody has removed it.
+        """Make the runtime folder again, where it was removed.
 
         Raises PermissionError where another user has made one of that name since.
         """
@@ -218,15 +218,15 @@ class WorkerGroup:
         self._store = -1
 
     def _has_lost(self, number: int) -> bool:
-        """Whether there is no living worker of this rank."""
-        return not self.living([number])
+        """Say whether no worker of this rank is alive."""
+        return not self.alive([number])
 
     def _resize(self, spec: WorldSpec, rank: int, newcomers: Sequence[int]) -> control.Resize:
         environ, new = self._start_of(spec, rank).environ, tuple(newcomers)
         return control.Resize(self._generation, spec.world_size, spec.threads, new, environ)
 
     async def _have_formed(self, worker: Worker, form: control.Request) -> control.Answer | None:
-        """Its answer; one that cannot take part is ended, to be replaced, and the others go on."""
+        """Return its answer; one that cannot take part is ended, to be replaced."""
         answer = await worker.ask(form, HEAL_TIMEOUT)
         await self.end_unfit(worker, answer)
         return answer
@@ -236,7 +236,7 @@ class WorkerGroup:
 
         One that cannot is ended, which does that too.
         """
-        return all(await asyncio.gather(*map(self._abort_one, self.living(ranks))))
+        return all(await asyncio.gather(*map(self._abort_one, self.alive(ranks))))
 
     async def _abort_one(self, worker: Worker) -> bool:
         answer = await worker.ask(control.Abort(), ABORT_TIMEOUT)
@@ -250,10 +250,10 @@ class WorkerGroup:
             worker.kill()
             await asyncio.wait([worker.process.exited], timeout=HEAL_TIMEOUT)
 
-    async def _groups(self, living: Sequence[Worker]) -> tuple[set[int], Groups]:
-        """Of how many ranks the survivors' group is, and all others that they hold."""
+    async def _groups(self, alive: Sequence[Worker]) -> tuple[set[int], Groups]:
+        """Return the size of the survivors' group, and the ranks of all others that they hold."""
         answers = await asyncio.gather(
-            *(worker.ask(control.ListGroups(), HEAL_TIMEOUT) for worker in living)
+            *(worker.ask(control.ListGroups(), HEAL_TIMEOUT) for worker in alive)
         )
         held = [answer for answer in answers if isinstance(answer, control.HeldGroups)]
         members: dict[str, tuple[int, ...]] = {}
@@ -268,12 +268,12 @@ class WorkerGroup:
         return self._spawner
 
     def _whereabouts(self) -> tuple[dict[int, int], dict[int, str]]:
-        """Process and log folder of each rank."""
+        """Return process and log folder of each rank."""
         pids = {rank: worker.pid for rank, worker in self.all.items()}
         return pids, {rank: str(worker.log.folder or "") for rank, worker in self.all.items()}
 
     def _worker(self, spec: WorldSpec, number: int, joins: Groups | None = None) -> Worker:
-        """One that has not been started."""
+        """Make one that has not been started."""
         return Worker(self._start_of(spec, number, joins), self._logs_of(number), self._emit)
 
     def _logs_of(self, number: int) -> Path | None:
@@ -313,7 +313,7 @@ class WorkerGroup:
         return self._run.new_attempt(self._attempt - 1)
 
     def _start_failure(self, starts: Mapping[asyncio.Task[None], Worker]) -> StartFailure:
-        """Of one that has failed, or else of the first that was not ready in time."""
+        """Word that of one that has failed, or else of the first that was not ready in time."""
         late = [start for start in starts if start.cancelled()]
         failed = [start for start in starts if not start.cancelled() and start.exception()]
         first = (failed or late)[0]
@@ -338,7 +338,7 @@ class WorkerGroup:
 
 
 def _problem_in(answer: control.Answer | None) -> str:
-    """What kept a rank from forming its groups, "" for nothing."""
+    """Say what kept a rank from forming its groups, "" for nothing."""
     match answer:
         case None:
             return "a rank did not answer"

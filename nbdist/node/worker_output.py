@@ -58,7 +58,7 @@ class WorkerOutput:
 
     @property
     def last_lines(self) -> tuple[str, ...]:
-        """The end of what the worker has written, for whoever asks why it ended."""
+        """The end of what the worker has written, to say why it ended."""
         return tuple("".join(self._last).splitlines()[-LAST_LINES:])
 
     @property
@@ -67,17 +67,17 @@ class WorkerOutput:
         return self._stdout.write_end, self._stderr.write_end
 
     def close_write_ends(self) -> None:
-        """Once the worker has its copies, so that its end is the pipes' end."""
+        """Close them once the worker has its copies, so that its end is the pipes' end."""
         for end in self.write_ends:
             os.close(end)
 
     def receive(self, number: int, output: Output | None) -> None:
-        """A message that the worker has numbered; None for one of which nothing is shown."""
+        """Take in a message that has a number; None for one of which nothing is shown."""
         self._merger.receive_message(number, output, time.monotonic())
         self._pass_on_all()
 
     def finish(self, end: Finished) -> None:
-        """The end of a cell; its mark is in the pipe, unless the cell has closed that."""
+        """Take in the end of a cell; its mark is in the pipe, unless the cell has closed that."""
         now = time.monotonic()
         self._merger.receive_message(end.number, end, now)
         for _ in range(MARK_READS):
@@ -87,7 +87,7 @@ class WorkerOutput:
         self._pass_on_all()
 
     def drain(self) -> None:
-        """All that is left of a worker that has ended."""
+        """Pass on all that is left of a worker that has ended."""
         self._stdout.drain()
         self._stderr.drain()
         for item in self._merger.take_all():
@@ -203,7 +203,7 @@ class Merger(Generic[Message]):
         return f"<Merger {len(self._queue)} queued, {len(self._messages)} messages early>"
 
     def receive_stdout(self, data: bytes, now: float) -> None:
-        """What was read from the worker's file descriptor 1."""
+        """Take in what was read from the worker's file descriptor 1."""
         *pieces, last = self._pattern.split(self._rest + data)
         cut = self._cut_off.search(last, max(0, len(last) - LONGEST_MARK))
         end = cut.start() if cut else len(last)
@@ -215,7 +215,7 @@ class Merger(Generic[Message]):
                 self._add(piece)
 
     def receive_stderr(self, data: bytes) -> None:
-        """What was read from file descriptor 2: written by C code and child processes.
+        """Take in what was read from file descriptor 2: written by C code and child processes.
 
         It has no order with the other pipe, so it does not wait for messages, of which one may
         be the end of the cell.
@@ -225,7 +225,7 @@ class Merger(Generic[Message]):
             self._queue.insert(next(places, len(self._queue)), Text("stderr", text))
 
     def receive_message(self, number: int, message: Message, now: float) -> None:
-        """A message that the worker has numbered; it waits for its mark.
+        """Take in a message that the worker has numbered; it waits for its mark.
 
         Where that has been read and the message was no longer waited for, it comes now.
         """
@@ -234,17 +234,17 @@ class Merger(Generic[Message]):
             self._add_place(number, now)
 
     def has_placed(self, number: int) -> bool:
-        """Whether the mark of this message has been read."""
+        """Say whether the mark of this message has been read."""
         return number <= self._placed
 
     def place_up_to(self, number: int, now: float) -> None:
-        """No more marks of messages up to this one will come: a worker can lose its stdout."""
+        """Expect no more marks of messages up to this one: a worker can lose its stdout."""
         for lost in sorted(lost for lost in self._messages if self._placed < lost <= number):
             self._add_place(lost, now)
         self._placed = max(self._placed, number)
 
     def take(self, now: float) -> list[Text | Message]:
-        """All items whose turn has come."""
+        """Return all items whose turn has come."""
         items: list[Text | Message] = []
         while self._queue:
             head = self._queue[0]
@@ -266,7 +266,7 @@ class Merger(Generic[Message]):
         return bool(self._queue)
 
     def take_cut_off(self) -> list[Text]:
-        """What is left of characters that were cut off, once a cell has ended."""
+        """Return what is left of characters that were cut off, once a cell has ended."""
         ends: list[Text] = []
         for name, decoder in self._decoders.items():
             if text := decoder.decode(b"", final=True):
@@ -274,7 +274,7 @@ class Merger(Generic[Message]):
         return ends
 
     def take_all(self) -> list[Text | Message]:
-        """Everything that is left of a worker that has ended, arrived messages last."""
+        """Return everything that is left of a worker that has ended, arrived messages last."""
         self._add(self._rest)
         self._rest = b""
         items: list[Text | Message] = self.take(now=float("inf"))
