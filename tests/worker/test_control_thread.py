@@ -144,6 +144,13 @@ def is_ours(fd: Path) -> bool:
     return fd.exists() and "memfd:nbdist" in os.readlink(fd)
 
 
+@pytest.mark.parametrize("buffers", [[], [b"garbage"]])
+def test_what_is_no_request(rank1: Asker, buffers: list[bytes]) -> None:
+    """It gets no answer; the next one does."""
+    rank1.send(*buffers)
+    assert rank1.ask(control.Check()) == control.Lacks(())
+
+
 def test_a_collective_is_aborted(world: World, rank1: Asker) -> None:
     """What waits in it goes on at once, with an error."""
     running = world.submit(world.task("dist.barrier()", ranks=[1]))
