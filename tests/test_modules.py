@@ -17,7 +17,6 @@ PACKAGE, TESTS = ROOT / "nbdist", ROOT / "tests"
 # Modules without a test module of their own.  Only to become fewer: take one out as soon as
 # it has one, or is no more.
 UNTESTED = {
-    "node/worker.py",
     "node/worker_group.py",
 }
 

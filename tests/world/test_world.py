@@ -478,14 +478,6 @@ def test_killed_while_idle(world: World) -> None:
     assert world.gather("globals().get('kept')") == expected
 
 
-@pytest.mark.parametrize("killed", ["SIGSEGV", "SIGABRT"])
-def test_crash_in_c_code(world: World, killed: str) -> None:
-    """A crash is told with its signal's name."""
-    ran = run(world, f"import os, signal\nif rank == 0: os.kill(os.getpid(), signal.{killed})")
-    assert isinstance(ran.error, WorkerDied)
-    assert f"was killed by {killed}" in str(ran.error)
-
-
 # --- stop -------------------------------------------------------------------------------
 
 

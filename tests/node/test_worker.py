@@ -1,0 +1,288 @@
+"""Tests of `nbdist.node.worker`: what a worker is doing, what is shown of it, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nbdist.node.worker import UNREACHABLE, Worker
+from nbdist.output.events import Died, Done, Failure, Output, Text
+from nbdist.wire import control
+from nbdist.wire.messages import Run
+from nbdist.wire.places import Place
+from nbdist.wire.prctl import adopt_orphans
+from nbdist.wire.task import Source as SourceText
+from nbdist.wire.task import Task
+from tests.node.sources import SOON, Source, worker_start
+from tests.waiting import until
+
+GRACE = 5.0
+
+
+class Bench:
+    """A fork server for all tests of the module, on a loop that runs while one of them does."""
+
+    def __init__(self, runtime: Path) -> None:
+        self.runtime = runtime
+        self._ranks = itertools.count()
+        self._runner = asyncio.Runner()
+        self._source = self._runner.run(self._make())
+
+    async def _make(self) -> Source:
+        return Source("fork", self.runtime)
+
+    def run(self, test: Callable[[Watched], Awaitable[None]]) -> None:
+        """With a worker that is ready, which is ended afterwards."""
+
+        async def main() -> None:
+            watched = Watched(self.runtime, next(self._ranks))
+            try:
+                await watched.worker.start(self._source.source)
+                await test(watched)
+            finally:
+                await watched.worker.stop(0.0)
+
+        self._runner.run(main())
+
+    def close(self) -> None:
+        async def end() -> None:
+            self._source.close()
+
+        self._runner.run(end())
+        self._runner.close()
+
+
+class Watched:
+    """A worker, and what has been shown of it."""
+
+    def __init__(self, runtime: Path, rank: int) -> None:
+        self.shown: list[tuple[str, Output]] = []
+        self.worker = Worker(worker_start(runtime, rank), runtime / f"logs{rank}", self._take)
+
+    def _take(self, rank: int, task_id: str, output: Output) -> None:
+        assert rank == self.worker.rank
+        self.shown.append((task_id, output))
+
+    def begin(self, source: str, name: str = "a") -> None:
+        ranks = (self.worker.rank,)
+        packed = Task(name, ranks, SourceText(source), execution_count=5).pack()
+        self.worker.run(Run(name, ranks, packed))
+
+    async def ends(self, name: str = "a") -> list[Output]:
+        """All that a task shows, once it has ended."""
+
+        def found() -> list[Output]:
+            return [output for task_id, output in self.shown if task_id == name]
+
+        await until(lambda: any(isinstance(output, Done | Died) for output in found()))
+        return found()
+
+    async def dies(self) -> Died:
+        """Its end, once that is known."""
+        await until(lambda: any(isinstance(output, Died) for _, output in self.shown))
+        return next(output for _, output in self.shown if isinstance(output, Died))
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    adopt_orphans()  # as an agent does
+    with tempfile.TemporaryDirectory(prefix="nbt-") as folder:
+        bench = Bench(Path(folder))
+        yield bench
+        bench.close()
+    adopt_orphans(adopts=False)
+
+
+def text_of(outputs: list[Output], stream: str = "stdout") -> str:
+    return "".join(o.text for o in outputs if isinstance(o, Text) and o.stream == stream)
+
+
+# --- a life -------------------------------------------------------------------------------
+
+
+def test_from_start_to_end(bench: Bench) -> None:
+    """What it is doing is seen at any time; each task ends with `Done`."""
+
+    async def test(watched: Watched) -> None:
+        worker = watched.worker
+        assert (worker.state, worker.task, worker.status().busy_seconds) == ("idle", None, 0.0)
+        watched.begin("print('hello')\nx = 5")
+        assert worker.state == "busy"
+        assert worker.task is not None
+        assert worker.task.source == "print('hello')\nx = 5"
+        assert worker.status().busy_seconds > 0
+        *before, done = await watched.ends()
+        assert text_of(before) == "hello\n"
+        assert isinstance(done, Done)
+        assert (done.status, done.bound) == ("ok", {"x"})
+        assert repr(worker) == f"<Worker {worker.rank} idle {worker.process!r}>"
+        assert worker.status().pid == worker.pid
+        worker.kill()
+        assert (await watched.dies()).exit_code == -signal.SIGKILL
+        assert (worker.state, worker.task) == ("dead", None)
+
+    bench.run(test)
+
+
+def test_before_it_has_a_process(runtime: Path) -> None:
+    """It is starting, there is nothing to ask, and nothing to end."""
+
+    async def test() -> None:
+        worker = Watched(runtime, 0).worker
+        assert (worker.state, worker.pid, worker.status().state) == ("starting", 0, "starting")
+        assert await worker.ask(control.Check(), SOON) is None
+        worker.interrupt()
+        worker.kill()
+        worker.output.close_write_ends()  # as a start does
+        await worker.stop(GRACE)
+
+    asyncio.run(test())
+
+
+def test_failures_are_shown_once(bench: Bench) -> None:
+    """As the kernel shows them, or as what ended the task where no message has told of it."""
+
+    async def test(watched: Watched) -> None:
+        drawn = "def draw(*_, **__): pass\nget_ipython().set_custom_exc((KeyError,), draw)"
+        watched.begin(f"{drawn}\n1 / 0")
+        failure, done = await watched.ends()
+        assert isinstance(failure, Failure)
+        assert isinstance(done, Done)
+        assert (failure.name, done.status, done.failure) == ("ZeroDivisionError", "error", None)
+        watched.begin("{}['x']", "b")
+        failure, done = await watched.ends("b")
+        assert isinstance(failure, Failure)
+        assert (failure.name, failure.message) == ("KeyError", "'x'")
+
+    bench.run(test)
+
+
+def test_an_interrupt(bench: Bench) -> None:
+    """It is for what runs there, and for what that has started."""
+
+    async def test(watched: Watched) -> None:
+        watched.begin("import subprocess\nprint('begun')\nsubprocess.run(['sleep', '600'])")
+        await until(lambda: watched.shown)
+        watched.worker.interrupt()
+        *_, done = await watched.ends()
+        assert isinstance(done, Done)
+        assert done.status == "error"
+        assert isinstance(await watched.worker.locate(), Place)
+
+    bench.run(test)
+
+
+# --- deaths -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", -9), ("os.abort()", -signal.SIGABRT)],
+)
+def test_a_death_in_a_task(bench: Bench, end: str, code: int) -> None:
+    """All that it said comes before; it is known of what came last."""
+
+    async def test(watched: Watched) -> None:
+        numbers = "".join(f"{number}\n" for number in range(50))
+        watched.begin(f"import os\nprint({numbers!r}, end='')\ndef end(): {end}\nend()")
+        *before, died = await watched.ends()
+        assert isinstance(died, Died)
+        assert (died.exit_code, died.pid, died.why) == (code, watched.worker.pid, "")
+        assert text_of(before) == numbers
+        assert died.last_lines == watched.worker.output.last_lines
+        crash = text_of(before, "stderr")
+        assert ("line 3" in crash) == (code == -signal.SIGABRT)
+        if not crash:
+            assert [*died.last_lines] == [str(number) for number in range(30, 50)]
+
+    bench.run(test)
+
+
+def test_a_death_between_tasks(bench: Bench) -> None:
+    """It belongs to none; what was sent before it was known ends with it too."""
+
+    async def test(watched: Watched) -> None:
+        watched.worker.kill("it is in the way")
+        died = await watched.dies()
+        assert watched.shown == [("", died)]
+        assert died.why == "it is in the way"
+        watched.begin("1")
+        assert await watched.ends() == [died]
+        assert await watched.worker.ask(control.Check(), SOON) is None
+        assert (await watched.worker.locate()).line == 0
+
+    bench.run(test)
+
+
+def test_a_lost_connection(bench: Bench) -> None:
+    """A worker that can be given no more tasks is ended, with the reason."""
+
+    async def test(watched: Watched) -> None:
+        watched.begin(
+            "import gc\nfrom nbdist.worker.tasks import Tasks\n"
+            "(tasks,) = [each for each in gc.get_objects() if type(each) is Tasks]\n"
+            "tasks._agent.shutdown(2)\nimport time; time.sleep(600)"
+        )
+        assert (await watched.dies()).why == UNREACHABLE
+
+    bench.run(test)
+
+
+# --- starts and stops ---------------------------------------------------------------------
+
+
+def entries(bench: Bench, watched: Watched) -> list[str]:
+    """Its files in the runtime folder."""
+    return [each.name for each in bench.runtime.glob(f"{watched.worker.rank}[.-]*")]
+
+
+@pytest.mark.parametrize(
+    ("busy", "grace", "handler"),
+    [
+        (False, GRACE, "os.mknod"),
+        (False, 0.0, "time.sleep"),
+        (True, GRACE, "time.sleep"),
+        (False, 0.5, "time.sleep"),
+    ],
+)
+def test_a_stop(bench: Bench, tmp_path: Path, busy: bool, grace: float, handler: str) -> None:  # noqa: FBT001
+    """An idle one may run its exit handlers, for as long as it has; nothing is left of any."""
+
+    async def test(watched: Watched) -> None:
+        given = "600" if handler == "time.sleep" else repr(str(tmp_path / "end"))
+        watched.begin(f"import atexit, os, time\n_ = atexit.register({handler}, {given})")
+        await watched.ends()
+        if busy:
+            watched.begin("time.sleep(600)", "b")
+        assert entries(bench, watched)
+        async with asyncio.timeout(3.0):  # less than a busy one's grace
+            await watched.worker.stop(grace)
+        assert watched.worker.process is not None
+        assert watched.worker.process.exited.done()
+        assert (tmp_path / "end").exists() == (handler == "os.mknod")
+        assert entries(bench, watched) == []
+        assert not any(isinstance(output, Died) for _, output in watched.shown)
+
+    bench.run(test)
+
+
+def test_a_worker_that_cannot_start(bench: Bench, tmp_path: Path) -> None:
+    """It is said how its process ended; what it wrote is kept for that."""
+    start = replace(worker_start(tmp_path), connection_file=str(tmp_path / "none" / "0.json"))
+
+    async def test(_: Watched) -> None:
+        worker = Worker(start, None, lambda *_: None)
+        with pytest.raises(OSError, match="none"):
+            await worker.start(bench._source.source)
+        await worker.stop(0.0)
+
+    bench.run(test)
+    assert os.listdir(tmp_path) == []
