@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 
-import psutil
 import pytest
 
 from nbdist.config import Patience
@@ -212,72 +209,3 @@ def test_keep_what_cannot_be_kept(world: World, keep: str) -> None:
         world.restart(keep=[keep])
     assert world.pids == before
     assert world.gather("kept") == [0, 1, 2, 3]
-
-
-# --- failures while healing -------------------------------------------------------------------
-
-
-def end(world: World, rank: int) -> None:
-    """Kill a rank while no cell runs, until that is known."""
-    os.kill(world.pids[rank], signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while world.state is not State.BROKEN:
-        assert time.monotonic() < deadline
-        world.session.receive(0.1)
-
-
-def test_a_survivor_dies_while_the_others_heal(world: World) -> None:
-    """It is replaced too; nobody waits for it."""
-    os.kill(world.pids[0], signal.SIGSTOP)  # so that healing waits for its answer
-    end(world, 1)
-    killer = threading.Timer(1.0, os.kill, (world.pids[0], signal.SIGKILL))
-    killer.start()
-    started = time.monotonic()
-    world.execute(SUM)
-    sys.stdout.write(f"{time.monotonic() - started - 1:.2f} s after the second death\n")
-    killer.join()
-    assert world.session.take_replaced().keys() == {0, 1}
-    assert world.gather("globals().get('kept')") == [None, None, 2, 3]
-
-
-def test_a_survivor_dies_while_it_forms_the_group(world: World) -> None:
-    """The others, who wait for it in the store, are called off and form another one."""
-    world.execute(
-        "import nbdist.worker.group.group as group_module, os, threading, time\n"
-        "def slow(*_): time.sleep(1); os._exit(4)\n"
-        "if rank == 0: group_module.Group.regroup = slow"
-    )
-    end(world, 1)
-    started = time.monotonic()
-    world.execute(SUM)
-    sys.stdout.write(f"{time.monotonic() - started - 1:.2f} s after the second death\n")
-    assert world.session.take_replaced().keys() == {0, 1}
-    assert world.gather("globals().get('kept')") == [None, None, 2, 3]
-
-
-def test_a_new_rank_dies_before_it_is_ready(world: World) -> None:
-    """Another one takes its place."""
-    before = set(world.pids.values())
-    fork_server = psutil.Process(world.pids[0]).parent()
-    assert fork_server is not None
-    killed: list[int] = []
-
-    def kill_the_first() -> None:
-        deadline = time.monotonic() + 10
-        while not killed and time.monotonic() < deadline:
-            for child in fork_server.children():
-                if child.pid not in before:
-                    child.kill()
-                    killed.append(child.pid)
-                    break
-
-    killer = threading.Thread(target=kill_the_first)
-    killer.start()
-    end(world, 1)
-    started = time.monotonic()
-    world.execute(SUM)
-    sys.stdout.write(f"{time.monotonic() - started:.2f} s\n")
-    killer.join()
-    assert len(killed) == 1
-    assert world.pids[1] not in killed
-    assert world.gather("globals().get('kept')") == [0, None, 2, 3]

@@ -10,9 +10,6 @@ import pytest
 
 from nbdist.world.world import World
 from tests.faults.test_policies import (
-    test_a_new_rank_dies_before_it_is_ready,
-    test_a_survivor_dies_while_it_forms_the_group,
-    test_a_survivor_dies_while_the_others_heal,
     test_hang_timeout,
     test_keep,
     test_policies_concern_deaths_alone,
@@ -20,6 +17,11 @@ from tests.faults.test_policies import (
     test_restart_all,
     test_stop_policy,
     test_what_a_failed_cell_has_begun_is_ended,
+)
+from tests.node.test_worker_group import (
+    test_a_new_rank_dies_before_it_is_ready,
+    test_a_survivor_dies_while_it_forms_the_group,
+    test_a_survivor_dies_while_the_others_heal,
 )
 from tests.world.test_setup import (
     test_setup_runs_in_every_new_worker,

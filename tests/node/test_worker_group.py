@@ -1,0 +1,199 @@
+"""Tests of `nbdist.node.worker_group`: starts that fail, and deaths while a group is formed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nbdist import folders
+from nbdist.node import worker_group
+from nbdist.node.worker_group import WorkerGroup
+from nbdist.wire.messages import StartFailure
+from nbdist.world.states import State
+from nbdist.world.world import World
+from tests.faults.test_policies import SUM
+from tests.node.sources import Source, run, worker_start
+from tests.worlds import NewWorld
+
+pytestmark = pytest.mark.shared_world
+
+Program = Callable[[str], Path]
+
+
+# --- starts that fail -----------------------------------------------------------------------
+
+
+def started_with(runtime: Path, program: Path | str, size: int = 3) -> tuple[StartFailure, float]:
+    """What a start says whose workers run this program, and the seconds that it took."""
+    found: list[StartFailure] = []
+    began = time.monotonic()
+
+    async def test(source: Source) -> None:
+        group = WorkerGroup(runtime, source.children, None, lambda *_: None, lambda _: None)
+        spec = worker_start(runtime).world
+        spec = replace(spec, world_size=size, python=str(program))
+        try:
+            failure = await group.start(spec)
+        finally:
+            group.close()
+        assert isinstance(failure, StartFailure)
+        assert (group.all, group.all_alive()) == ({}, [])
+        assert failure.command == f"{program} -P -m nbdist.worker"
+        assert failure.host == socket.gethostname()
+        found.append(failure)
+
+    run("spawn", runtime, test)
+    return found[0], time.monotonic() - began
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Program:
+    """Makes a program for workers to run."""
+
+    def make(text: str) -> Path:
+        path = tmp_path / "worker.sh"
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        return path
+
+    return make
+
+
+def test_one_rank_cannot_start(runtime: Path, program: Program) -> None:
+    """It is said which, why, and what it wrote last; the others are ended at once."""
+    found, seconds = started_with(
+        runtime, program("[ $RANK = 1 ] || exec sleep 600\necho last words; exit 3")
+    )
+    assert (found.rank, found.reason) == (1, "it exited with code 3")
+    assert found.last_lines == ("last words",)
+    assert seconds < 5.0
+
+
+def test_ranks_that_are_never_ready(
+    runtime: Path, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not waited for longer than a start may take."""
+    monkeypatch.setattr(worker_group, "START_TIMEOUT", 1.0)
+    found, _ = started_with(runtime, program("echo starting; exec sleep 600"))
+    assert (found.rank, found.reason) == (0, "it was not ready after 1 s")
+    assert found.last_lines == ("starting",)
+
+
+def test_no_program(runtime: Path) -> None:
+    """The operating system's word for it is the reason."""
+    found, _ = started_with(runtime, "/nowhere/python")
+    assert "/nowhere/python" in found.reason
+    assert "No such file or directory" in found.reason
+
+
+def test_more_than_can_be(runtime: Path) -> None:
+    """It is said before anything is started."""
+    found, _ = started_with(runtime, "python", size=10**7)
+    assert "10000000 workers take" in found.reason.replace(",", "")
+    assert list(runtime.iterdir()) == []
+
+
+def test_a_runtime_folder_that_was_removed(runtime: Path) -> None:
+    """It is made again, private and ours; another's of that name is not taken."""
+    folder = runtime / "nbdist-gone"
+    started_with(folder, "/bin/false")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert folders.is_ours(folder, folders.runtime(folder))
+    folder.chmod(0o755)
+    with pytest.raises(PermissionError, match="only this user can open"):
+        started_with(folder, "/bin/false")
+
+
+# --- deaths while a group is formed -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def started(new_world: NewWorld) -> Iterator[World]:
+    with new_world(4) as world:
+        yield world
+
+
+@pytest.fixture
+def world(started: World) -> World:
+    """Four ready ranks with `kept`, and no earlier test's replacements."""
+    if started.state is not State.READY or started.size != 4:
+        started.restart(4)
+    started.session.take_replaced()
+    started.execute("kept = rank")
+    return started
+
+
+def end(world: World, rank: int) -> None:
+    """Kill a rank while no cell runs, until that is known."""
+    os.kill(world.pids[rank], signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while world.state is not State.BROKEN:
+        assert time.monotonic() < deadline
+        world.session.receive(0.1)
+
+
+def test_a_survivor_dies_while_the_others_heal(world: World) -> None:
+    """It is replaced too; nobody waits for it."""
+    os.kill(world.pids[0], signal.SIGSTOP)  # so that healing waits for its answer
+    end(world, 1)
+    killer = threading.Timer(1.0, os.kill, (world.pids[0], signal.SIGKILL))
+    killer.start()
+    started = time.monotonic()
+    world.execute(SUM)
+    sys.stdout.write(f"{time.monotonic() - started - 1:.2f} s after the second death\n")
+    killer.join()
+    assert world.session.take_replaced().keys() == {0, 1}
+    assert world.gather("globals().get('kept')") == [None, None, 2, 3]
+
+
+def test_a_survivor_dies_while_it_forms_the_group(world: World) -> None:
+    """The others, who wait for it in the store, are called off and form another one."""
+    world.execute(
+        "import nbdist.worker.group.group as group_module, os, threading, time\n"
+        "def slow(*_): time.sleep(1); os._exit(4)\n"
+        "if rank == 0: group_module.Group.regroup = slow"
+    )
+    end(world, 1)
+    started = time.monotonic()
+    world.execute(SUM)
+    sys.stdout.write(f"{time.monotonic() - started - 1:.2f} s after the second death\n")
+    assert world.session.take_replaced().keys() == {0, 1}
+    assert world.gather("globals().get('kept')") == [None, None, 2, 3]
+
+
+def test_a_new_rank_dies_before_it_is_ready(world: World) -> None:
+    """Another one takes its place."""
+    before = set(world.pids.values())
+    fork_server = psutil.Process(world.pids[0]).parent()
+    assert fork_server is not None
+    killed: list[int] = []
+
+    def kill_the_first() -> None:
+        deadline = time.monotonic() + 10
+        while not killed and time.monotonic() < deadline:
+            for child in fork_server.children():
+                if child.pid not in before:
+                    child.kill()
+                    killed.append(child.pid)
+                    break
+
+    killer = threading.Thread(target=kill_the_first)
+    killer.start()
+    end(world, 1)
+    started = time.monotonic()
+    world.execute(SUM)
+    sys.stdout.write(f"{time.monotonic() - started:.2f} s\n")
+    killer.join()
+    assert len(killed) == 1
+    assert world.pids[1] not in killed
+    assert world.gather("globals().get('kept')") == [0, None, 2, 3]
