@@ -137,8 +137,11 @@ class Forker:
             # Blocks for milliseconds at most: the fork server does nothing but read this.
             sent = socket.send_fds(self._server.socket, [frame], [stdout, stderr])
             self._server.socket.sendall(frame[sent:])
-        except OSError:
+        except ConnectionError:
             pass  # it has ended, which is noticed in a moment
+        except OSError as error:
+            del self._asked[number]
+            raise ChildProcessError(f"its fork server cannot be asked: {error}") from error
         return await forked
 
     # --- what it answers ------------------------------------------------------------------

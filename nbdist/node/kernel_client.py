@@ -150,6 +150,8 @@ class KernelClient:
             with suppress(TimeoutError):  # subscribed after that status: ask again
                 async with asyncio.timeout(RETRY_SECONDS):
                     await subscribed.wait()
+        if not subscribed.is_set():
+            log.warning("rank %d has not published its state in time", self._start.rank)
         iopub.setsockopt(zmq.UNSUBSCRIBE, status)
         iopub.on_recv(self._read_message)
 

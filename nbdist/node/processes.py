@@ -135,6 +135,9 @@ class WorkerProcess:
 class ProcessSource(Protocol):
     """Starts worker processes."""
 
+    def last_lines(self) -> tuple[str, ...]:
+        """Return what the source itself has written: why it could start none."""
+
     async def prepare(self) -> None:
         """Be ready to start some, which can take as long as torch's import.
 
@@ -153,6 +156,9 @@ class Spawner:
 
     def __init__(self, children: Children) -> None:
         self._children = children
+
+    def last_lines(self) -> tuple[str, ...]:
+        return ()
 
     async def prepare(self) -> None:
         """Do nothing: nothing has to be there."""

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from nbdist import folders
 from nbdist.node.limits import Lack
 from nbdist.node.processes import ProcessSource
 from nbdist.node.worker import Worker
+from nbdist.topology import gpus_of
+from nbdist.wire.start import WorkerStart, WorldSpec, over_file
+from nbdist.wire.worker_environ import torchrun_variables
 
 KILL_STEP = 0.05
 """Seconds between two looks whether a worker that is being started has a process by now."""
+
+Groups = Mapping[str, tuple[int, ...]]
+"""The ranks of each group besides the world's own, by its name."""
 
 
 class HeldPort:
@@ -34,6 +43,97 @@ class HeldPort:
     def close(self) -> None:
         """Let other programs have it."""
         self._socket.close()
+
+
+class Rendezvous:
+    """What the ranks of a world meet by: store, port, files, and the generation of their group.
+
+    One after the other for all worlds that the agent starts, which are counted by `attempt`.
+    """
+
+    def __init__(self, runtime: Path) -> None:
+        self.attempt = self.generation = 0
+        self._sized_in = 0
+        self._runtime = runtime
+        self._port = HeldPort()
+        self._store = -1
+
+    def __repr__(self) -> str:
+        return f"<Rendezvous world {self.attempt} generation {self.generation}>"
+
+    def begin_world(self) -> None:
+        """Have a new store, and the first generation of a group."""
+        self.make_folder()
+        self._drop_store()
+        self.attempt += 1
+        self.generation = self._sized_in = 1
+        # A file without a name: the world must outlive the cleaning of /tmp.
+        self._store = os.memfd_create(f"nbdist-store{self.attempt}")
+
+    def make_folder(self) -> None:
+        """Make the runtime folder again, where it has been removed.
+
+        Raises PermissionError where another user has made one of that name since.
+        """
+        try:
+            self._runtime.mkdir(mode=folders.PRIVATE_FOLDER)
+        except FileExistsError:
+            folders.check_private(self._runtime)
+        else:
+            folders.claim(self._runtime, folders.runtime(self._runtime))
+
+    def resize(self) -> None:
+        """Note that the world's group gets its size in this generation."""
+        self._sized_in = self.generation
+
+    def close(self) -> None:
+        """End; the workers have been stopped."""
+        self._port.close()
+        self._drop_store()
+
+    def _drop_store(self) -> None:
+        if self._store >= 0:
+            os.close(self._store)
+        self._store = -1
+
+    @property
+    def over_file(self) -> Path:
+        """The file by which the forming of this generation is called off."""
+        return over_file(self._over, self.generation)
+
+    @property
+    def _over(self) -> Path:
+        return self._runtime / f"world{self.attempt}"
+
+    def start_of(
+        self, spec: WorldSpec, rank: int, log_folder: Path | None, joins: Groups | None = None
+    ) -> WorkerStart:
+        """Return what a worker starts with; `joins` are the groups that a later one joins."""
+        seat = spec.seat(rank)
+        return WorkerStart(
+            rank=rank,
+            local_rank=seat.local_rank,
+            local_world_size=seat.local_world_size,
+            world=spec,
+            connection_file=f"{self._name_of(rank)}.json",
+            token=secrets.token_hex(8),
+            store_path=f"/proc/{os.getpid()}/fd/{self._store}",
+            over_path=str(self._over),
+            generation=self.generation,
+            environ=self.environ_of(spec, rank, log_folder),
+            joins=joins,
+            gpus=gpus_of(seat, spec.gpus, spec.per_node),
+            sized_in=self._sized_in,
+        )
+
+    def environ_of(self, spec: WorldSpec, rank: int, log_folder: Path | None) -> Mapping[str, str]:
+        """Work out the rank's part of the environment."""
+        in_logs = log_folder and str(log_folder / "error.json")
+        error_file = in_logs or f"{self._name_of(rank)}.error.json"
+        return torchrun_variables(spec, rank, self._port.number, error_file)
+
+    def _name_of(self, rank: int) -> str:
+        return f"{self._runtime}/a{self.attempt}g{self.generation}r{rank}"
 
 
 class CallOff:

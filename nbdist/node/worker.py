@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import re
 import signal
@@ -33,7 +32,6 @@ from nbdist.words import word_exit
 
 log = logging.getLogger("nbdist.node")
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 KILL_TIMEOUT = 5.0
 LOCATE_TIMEOUT = 0.5
 LOST_GRACE = 1.0
@@ -41,6 +39,8 @@ LOST_GRACE = 1.0
 
 UNREADABLE = "what it sent to its agent where tasks come from could not be read"
 UNREACHABLE = "it has closed the connection by which tasks come"
+
+NO_FILES = "no file can be opened any more, so the process is replaced"
 
 COUNT_AFTER = 0.05
 """Seconds into a cell: short ones do without, it takes 0.4 ms for each rank."""
@@ -99,17 +99,7 @@ class Worker:
 
         Raises ChildProcessError when it ends before.
         """
-        try:
-            self._kernel.write_connection_file()
-            process = await source.start(self._start, *self.output.write_ends)
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-            folder = Path(self._start.connection_file).parent
-            raise ChildProcessError(f"{error.strerror} in {folder}") from error
-        finally:
-            self.output.close_write_ends()
-        self.process = process
+        self.process = process = await self._process_from(source)
         process.exited.add_done_callback(lambda _: self.output.ready.set())
         await self.output.ready.wait()
         if process.exited.done():
@@ -118,7 +108,25 @@ class Worker:
             raise ChildProcessError(f"it {word_exit(process.exited.result())}")
         process.exited.add_done_callback(self._ended)
         self._count_kills_in(0.0)
-        await self._kernel.connect(TaskConnection(self.output.finish, self._lose))
+        try:
+            await self._kernel.connect(TaskConnection(self.output.finish, self._lose))
+        except OSError as error:  # its process has ended in this moment, or is about to
+            self.kill()
+            raise ChildProcessError(f"it cannot be reached: {error}") from error
+
+    async def _process_from(self, source: ProcessSource) -> WorkerProcess:
+        try:
+            self._write_connection_file()
+            return await source.start(self._start, *self.output.write_ends)
+        finally:
+            self.output.close_write_ends()
+
+    def _write_connection_file(self) -> None:
+        try:
+            self._kernel.write_connection_file()
+        except OSError as error:  # there is no room, for one
+            folder = Path(self._start.connection_file).parent
+            raise ChildProcessError(f"{error.strerror} in {folder}") from error
 
     # --- run -----------------------------------------------------------------------------
 
@@ -145,6 +153,15 @@ class Worker:
         if self.process is None:
             return None
         return await self._kernel.ask(request, timeout, self.process.exited)
+
+    async def ask_or_end(self, request: control.Request, timeout: float) -> control.Answer | None:
+        """Ask; it is ended where it answers that only another process could do that."""
+        answer = await self.ask(request, timeout)
+        if isinstance(answer, control.Failed) and answer.unfit and self.process is not None:
+            self.say(f"{NO_FILES}: {answer.error}\n")
+            self.kill()
+            await asyncio.wait([self.process.exited], timeout=KILL_TIMEOUT)
+        return answer
 
     async def locate(self) -> Place:
         """Ask where it is."""

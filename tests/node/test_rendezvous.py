@@ -14,7 +14,8 @@ import pytest
 from nbdist.node.processes import Spawner, WorkerProcess
 from nbdist.node.rendezvous import CallOff, HeldPort
 from nbdist.node.worker import Worker
-from tests.node.sources import SOON, Source, run, worker_start
+from nbdist.wire.marks import mark
+from tests.node.sources import SOON, TOKEN, Source, run, worker_start
 from tests.waiting import until
 
 
@@ -55,25 +56,34 @@ def test_a_worker_that_lived_dies(runtime: Path) -> None:
     run("spawn", runtime, test)
 
 
+READY = f"""#!{sys.executable}
+print({mark(TOKEN, "ready").decode()!r}, flush=True)
+"""
+
+
 @pytest.mark.parametrize(
     ("python", "timeout", "why"),
     [
         ("/bin/false", SOON, "rank 0 could not start: it exited with code 1"),
         (sys.executable, 0.0, "rank 0 could not start: not in time"),
+        ("./ready", SOON, "rank 0 could not start: it cannot be reached: "),
     ],
 )
 def test_a_worker_that_cannot_start(runtime: Path, python: str, timeout: float, why: str) -> None:
     """It is killed where it has a process, it is said why, and the others are told."""
+    (runtime / "ready").write_text(READY + "import time; time.sleep(1000)")
+    (runtime / "ready").chmod(0o700)
 
     async def test(source: Source) -> None:
         start = worker_start(runtime)
-        start = replace(start, world=replace(start.world, python=python))
+        command = str(runtime / python)
+        start = replace(start, world=replace(start.world, python=command))
         worker = Worker(start, None, lambda *_: None)
         with CallOff(runtime / "over", []) as call_off:
             found = await call_off.start(worker, Spawner(source.children), timeout)
         assert found.startswith(why)
         assert (runtime / "over").exists()
-        assert worker.state == "dead"
         await worker.stop(0.0)
+        assert worker.state == "dead"
 
     run("spawn", runtime, test)

@@ -17,7 +17,8 @@ import pytest
 
 from nbdist import folders
 from nbdist.node import worker_group
-from nbdist.node.worker_group import WorkerGroup
+from nbdist.node.worker_group import Groups, WorkerGroup, groups_to_keep, problem_in
+from nbdist.wire.control import Answer, Failed, HeldGroups, Ok
 from nbdist.wire.messages import StartFailure
 from nbdist.world.states import State
 from nbdist.world.world import World
@@ -112,6 +113,49 @@ def test_a_runtime_folder_that_was_removed(runtime: Path) -> None:
     folder.chmod(0o755)
     with pytest.raises(PermissionError, match="only this user can open"):
         started_with(folder, "/bin/false")
+
+
+# --- what is decided --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("held", "kept"),
+    [
+        ([], {}),
+        ([HeldGroups(3, {"a": (0, 1)}), HeldGroups(3, {"b": (1, 2)})], {"a": (0, 1), "b": (1, 2)}),
+        ([HeldGroups(3, {"a": (0, 1)}), HeldGroups(2, {"a": (0, 1)})], None),
+        ([HeldGroups(0, {})], None),
+    ],
+)
+def test_groups_are_kept_where_all_have_a_world_of_that_size(
+    held: list[HeldGroups], kept: Groups | None
+) -> None:
+    """Those of any survivor; a world of another size gets new ones."""
+    assert groups_to_keep(held, 3) == kept
+
+
+@pytest.mark.parametrize(
+    ("starts", "answers", "problem"),
+    [
+        ([""], [Ok()], ""),
+        (["", "rank 1 could not start: x"], [None], "rank 1 could not start: x"),
+        ([], [Ok(), None], "a rank did not answer"),
+        ([], [Failed("broken", unfit=True), None], "broken"),
+    ],
+)
+def test_the_first_problem_counts(
+    starts: list[str], answers: list[Answer | None], problem: str
+) -> None:
+    """That of a new worker before a survivor's."""
+    assert problem_in(starts, answers) == problem
+
+
+def test_a_lack_of_threads_comes_first() -> None:
+    """It is why the others failed."""
+    said = problem_in(
+        ["rank 1 could not start: x"], [Failed("can't start new thread", unfit=False)]
+    )
+    assert said.startswith("no further process or thread can be started: ")
 
 
 # --- deaths while a group is formed -----------------------------------------------------------
