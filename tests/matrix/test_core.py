@@ -37,6 +37,12 @@ def weights(net):
     return float(torch.cat([each.detach().flatten() for each in found]).double().sum())
 """
 
+FSDP2 = """from torch.distributed.fsdp import fully_shard
+def wrap(net):
+    for each in net[0], net[2], net: fully_shard(each)
+    return net
+"""
+
 
 class Pool:
     """The notebook that the tests share, until one of them fails in it."""
@@ -183,9 +189,7 @@ def test_ddp(notebook: Notebook) -> None:
 
 def test_fsdp2(notebook: Notebook) -> None:
     """The same with sharded parameters."""
-    each = "for each in net[0], net[2], net: fully_shard(each)"
-    wrap = f"def wrap(net):\n    {each}\n    return net"
-    _trains(notebook, f"from torch.distributed.fsdp import fully_shard\n{wrap}")
+    _trains(notebook, FSDP2)
 
 
 def _trains(notebook: Notebook, wrap: str) -> None:
@@ -244,12 +248,21 @@ def test_stop(notebook: Notebook, waits: str) -> None:
 
 
 def test_snapshot(notebook: Notebook) -> None:
-    """Variables of all ranks go to the disk, and come back into new workers."""
-    assert notebook.run("%%distributed\nkept, state = rank, torch.arange(rank)").errors == []
-    assert "snapshot `night` · 4 ranks" in notebook.run("%dist_snapshot night kept state").text
+    """Variables of all ranks go to the disk, and come back into new workers; FSDP2's train on."""
+    made = "kept, state, (net, optimizer) = rank, torch.arange(rank), make(wrap)"
+    for cell in (TRAINING + FSDP2, f"%%distributed\n{made}\ntrain(net, optimizer, range(5))"):
+        assert notebook.run(cell).errors == []
+    names = "kept state net optimizer train weights"
+    assert "snapshot `night` · 4 ranks" in notebook.run(f"%dist_snapshot night {names}").text
+    goes_on_training = "%%distributed\ntrain(net, optimizer, range(5, 10))"
+    assert notebook.run(goes_on_training).errors == []
+    expected = gathered(notebook, "weights(net)")
     assert "4 workers ready" in notebook.run("%dist_restart").text
-    assert "kept and state restored" in notebook.run("%dist_restore night").text
+    said = "kept, net, optimizer, state, train and weights restored"
+    assert said in notebook.run("%dist_restore night").text
     assert gathered(notebook, "len(state)") == [0, 1, 2, 3]
+    assert notebook.run(goes_on_training).errors == []
+    assert gathered(notebook, "weights(net)") == expected
     goes_on(notebook)
 
 

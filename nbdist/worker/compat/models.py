@@ -84,7 +84,7 @@ def root_of(mesh: Any) -> Any:
     """Find the mesh that this one is a part of, or itself."""
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()
-    from torch.distributed import device_mesh  # before torch 2.9
+    from torch.distributed import device_mesh  # up to torch 2.9
 
     return device_mesh._mesh_resources.get_root_mesh(mesh)
 
@@ -149,7 +149,7 @@ def why_only_here(module: Any) -> str:
     """Say what `sharding_of` does not have of a module of FSDP2's, "" where it has all."""
     from torch.distributed._composable.contract import _get_registry
 
-    groups = _fsdp_groups(module)
+    groups, state = _fsdp_groups(module), _fsdp_state(module)
     parameters = [parameter for group in groups for parameter in group.fsdp_params]
     if {*(_get_registry(module) or {})} - {"fully_shard"}:
         return "it is of replicate or checkpoint"
@@ -157,9 +157,21 @@ def why_only_here(module: Any) -> str:
         return "its parameters are on several meshes"
     if any(getattr(group, "_all_reduce_hook", None) for group in groups):
         return "it has a hook in its all_reduce"
+    if any(map(_communicates_otherwise, groups)):
+        return "it has communication of its own"
+    if any(p.mp_policy.param_dtype != state._mp_policy.param_dtype for p in parameters):
+        return "its parameters are cast to several dtypes"
+    if state and getattr(state._state_ctx, "manual_backward_finalization", False):
+        return "its backward is finalized by a call"
     if any(_has_gathered_grad(parameter) for parameter in parameters):
         return "it has gradients that were not reduced yet"
     return ""
+
+
+def _communicates_otherwise(group: Any) -> bool:
+    """Say whether a class that is not torch's was set, where torch takes one."""
+    own = [vars(group).get(name) for name in ("_all_gather_comm", "_reduce_scatter_comm")]
+    return any(each and not type(each).__module__.startswith("torch.") for each in own)
 
 
 def _has_gathered_grad(parameter: Any) -> bool:
@@ -168,10 +180,13 @@ def _has_gathered_grad(parameter: Any) -> bool:
     return accumulated is not None or getattr(gathered, "grad", None) is not None
 
 
+def _fsdp_state(module: Any) -> Any:
+    return module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+
+
 def _fsdp_groups(module: Any) -> list[Any]:
-    if not hasattr(module, "_get_fsdp_state"):
+    if (state := _fsdp_state(module)) is None:
         return []
-    state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return [*state._fsdp_param_groups]
     return [group for group in [state._fsdp_param_group] if group]  # before torch 2.12

@@ -33,6 +33,9 @@ VERSION = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
 RECORDS_GLOO = VERSION >= (2, 11) and hasattr(c10d, "_dump_fr_trace_json")
 """Whether Flight Recorder has gloo's collectives; before 2.8 it cannot be asked for any."""
 
+SETS_TIMEOUTS = VERSION >= (2, 9)
+"""Whether gloo's collectives take a timeout that is set when the group is there already."""
+
 RENEWS_GLOO = hasattr(ProcessGroupGloo, "reconfigure")
 """Whether a backend of gloo can be connected anew, to other ranks too: from torch 2.14 on.
 
@@ -70,6 +73,8 @@ def check() -> tuple[str, ...]:
         lacks.append("new groups do not find each other where a rank has missed one before")
     if not can_end_receives():
         lacks.append("a wait for a message from any rank is not aborted; Stop replaces the rank")
+    if not SETS_TIMEOUTS:
+        lacks.append("a timeout that a cell gives `init_process_group` has no effect on gloo")
     if VERSION < (2, 13):
         lacks.append("an FSDP2 model whose step was broken off has to be made anew")
     return tuple(f"torch {torch.__version__}: {each}." for each in lacks)

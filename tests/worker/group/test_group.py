@@ -71,7 +71,7 @@ def test_an_aborted_collective(world: World) -> None:
     Both abort: a connection is ended by the rank that accepted it, whichever that was.
     """
     world.execute(
-        "store = dist.group.WORLD.get_group_store()\n"
+        "store = dist.distributed_c10d._get_default_store()\n"
         "if rank == 0:\n"
         "    def in_barrier():\n"
         "        time.sleep(0.5)\n"
