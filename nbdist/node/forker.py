@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from nbdist.node.fork_messages import (
     Fork,
@@ -25,6 +26,7 @@ from nbdist.node.fork_messages import (
     start_fork_server,
     to_frame,
 )
+from nbdist.node.guard import END_TIMEOUT
 from nbdist.node.limits import Lack, word_lack
 from nbdist.node.processes import Children, WorkerProcess
 from nbdist.wire.frames import FrameCutter
@@ -32,6 +34,10 @@ from nbdist.wire.start import WorkerStart
 from nbdist.words import word_exit
 
 READ_SIZE = 1 << 16
+
+IMPORT_TIMEOUT = 180.0
+FORK_TIMEOUT = 20.0
+"""Seconds for an answer, which comes at once but for the import of a module that is at hand."""
 
 READ_ON_IMPORT = re.compile(
     r"(?!TORCHINDUCTOR_CACHE_DIR$)TORCH_?(DYNAMO|INDUCTOR|COMPILE|CACHING|FAKE_TENSOR|FX|LOGS)\w*|TORCH_CPP_LOG_LEVEL"
@@ -106,7 +112,8 @@ class Forker:
                 raise Lack(word_lack(error.errno)) from error
             self._listen(self._server)
         assert self._imported is not None
-        await asyncio.shield(self._imported)
+        await self._wait(self._imported, IMPORT_TIMEOUT)
+        self._imported.result()
 
     async def start(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
         await self.prepare()
@@ -119,10 +126,10 @@ class Forker:
     def close(self) -> None:
         """End the fork server; its workers are expected children of this process then."""
         if self._server is not None:
-            asyncio.get_running_loop().remove_reader(self._server.socket)
-            self._children.kill(self._server.popen.pid)
-            self._server.popen.returncode = -signal.SIGKILL
-            self._server.socket.close()
+            self._stop_listening(self._server)
+            if self._exit_code is None:
+                self._children.kill(self._server.popen.pid)
+                self._server.popen.returncode = -signal.SIGKILL
             self._server = None
             self._adopt_workers()
 
@@ -134,7 +141,7 @@ class Forker:
         self._asked[number] = forked
         frame = to_frame(Fork(number, start))
         try:
-            # Blocks for milliseconds at most: the fork server does nothing but read this.
+            # Blocks only where its buffer is full, until it has imported the module at hand.
             sent = socket.send_fds(self._server.socket, [frame], [stdout, stderr])
             self._server.socket.sendall(frame[sent:])
         except ConnectionError:
@@ -142,7 +149,20 @@ class Forker:
         except OSError as error:
             del self._asked[number]
             raise ChildProcessError(f"its fork server cannot be asked: {error}") from error
-        return await forked
+        try:
+            await self._wait(forked, FORK_TIMEOUT)
+            return forked.result()
+        finally:
+            forked.cancel()  # where it was called off: a worker that comes later is ended
+
+    async def _wait(self, answer: asyncio.Future[Any], timeout: float) -> None:
+        """Wait for an answer; a fork server that hangs is killed, for another to take its place."""
+        await asyncio.wait([answer], timeout=timeout)
+        if not answer.done() and self._server is not None and self._exit_code is None:
+            os.kill(self._server.popen.pid, signal.SIGKILL)
+            await asyncio.wait([answer], timeout=END_TIMEOUT)
+        if not answer.done():
+            raise ForkServerLost("the fork server does not answer")
 
     # --- what it answers ------------------------------------------------------------------
 
@@ -164,9 +184,13 @@ class Forker:
             self._receive(pickle.loads(frame))
         if not data:
             # Only when no process has the other end any more: no further answer can come.
-            asyncio.get_running_loop().remove_reader(self._server.socket)
-            self._server.socket.close()
+            self._stop_listening(self._server)
             self._lose()
+
+    def _stop_listening(self, server: ForkServerProcess) -> None:
+        if server.socket.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(server.socket)
+            server.socket.close()
 
     def _receive(self, message: FromForkServer) -> None:
         match message:

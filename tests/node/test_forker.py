@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nbdist.node import forker
 from nbdist.node.processes import WorkerProcess
 from tests.node.sources import SOON, Source, run, worker_start
 from tests.waiting import until
@@ -57,6 +58,21 @@ def test_fork_server_that_is_killed_while_it_forks(runtime: Path) -> None:
         await asyncio.sleep(0.05)
         fork_server.kill()
         assert fork_server_of(await asked) != fork_server
+
+    run("fork", runtime, test)
+
+
+def test_fork_server_that_hangs(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is killed after a while; what was asked of it comes from another, its workers stay."""
+    monkeypatch.setattr(forker, "FORK_TIMEOUT", 3.0)
+
+    async def test(source: Source) -> None:
+        first = await source.worker(0)
+        fork_server = fork_server_of(first)
+        fork_server.suspend()
+        assert fork_server_of(await source.worker(1)) != fork_server
+        assert not fork_server.is_running()
+        assert not first.exited.done()
 
     run("fork", runtime, test)
 
