@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from jupyter_client.connect import write_connection_file
 from jupyter_client.session import Session
 from zmq.eventloop.zmqstream import ZMQStream
 
-from nbdist.output.events import TOPIC, Connections
+from nbdist.node.kernel_messages import Message, message_from
+from nbdist.output.events import TOPIC
 from nbdist.wire import control
 from nbdist.wire.frames import BadFrame, FrameCutter, framed
 from nbdist.wire.start import WorkerStart
@@ -29,48 +29,6 @@ PORTS = {"shell": 1, "iopub": 2, "stdin": 3, "control": 4, "hb": 5}
 
 SUBSCRIBE_TIMEOUT = 10.0
 RETRY_SECONDS = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One that has arrived whole; `number` is its place among those with marks, 0 for none."""
-
-    kind: str
-    content: Mapping[str, Any]
-    answers: str
-    number: int
-    time_ns: int
-    kinds: tuple[str, ...]
-    connections: Connections
-    buffers: tuple[bytes | memoryview, ...] = ()
-
-
-def message_from(session: Session, frames: list[bytes]) -> Message | None:
-    """Read a message; None, and a line in the log, for bytes that are none.
-
-    The worker's user can have its sockets carry anything.
-    """
-    try:
-        raw = session.deserialize(session.feed_identities(frames)[1])
-        ours = raw["metadata"].get("nbdist", {})
-        return Message(
-            str(raw["header"]["msg_type"]),
-            {**raw["content"]},
-            str(raw["parent_header"].get("msg_id", "")),
-            int(ours.get("number", 0)),
-            int(ours.get("time_ns", 0)),
-            tuple(map(str, ours.get("kinds", ()))),
-            ours.get("connections", ""),
-            tuple(raw["buffers"]),
-        )
-    except Exception as error:  # noqa: BLE001 (garbage can make each of these raise anything)
-        log.warning("dropped %d frames of a worker's: %s", len(frames), short(error))
-        return None
-
-
-def short(error: Exception) -> str:
-    """Write the error in one short line, for the log."""
-    return f"{type(error).__name__}: {error}"[:200]
 
 
 class TaskConnection(asyncio.Protocol):

@@ -1,4 +1,4 @@
-"""Jupyter messages from a worker, turned into the classes of `nbdist.output.events`."""
+"""Jupyter messages from a worker: read, and turned into the classes of `nbdist.output.events`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from nbdist.node.kernel_client import Message, short
+from jupyter_client.session import Session
+
 from nbdist.output.events import (
     RECORD,
     Clear,
+    Connections,
     Display,
     Failure,
     MimeBundle,
@@ -36,6 +38,48 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 NO_WIDGETS = "(a widget: those of workers cannot be shown)"
 
 ENDING = "`%dist_shutdown` ends all workers."
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One that has arrived whole; `number` is its place among those with marks, 0 for none."""
+
+    kind: str
+    content: Mapping[str, Any]
+    answers: str
+    number: int
+    time_ns: int
+    kinds: tuple[str, ...]
+    connections: Connections
+    buffers: tuple[bytes | memoryview, ...] = ()
+
+
+def message_from(session: Session, frames: list[bytes]) -> Message | None:
+    """Read a message; None, and a line in the log, for bytes that are none.
+
+    The worker's user can have its sockets carry anything.
+    """
+    try:
+        raw = session.deserialize(session.feed_identities(frames)[1])
+        ours = raw["metadata"].get("nbdist", {})
+        return Message(
+            str(raw["header"]["msg_type"]),
+            {**raw["content"]},
+            str(raw["parent_header"].get("msg_id", "")),
+            int(ours.get("number", 0)),
+            int(ours.get("time_ns", 0)),
+            tuple(map(str, ours.get("kinds", ()))),
+            ours.get("connections", ""),
+            tuple(raw["buffers"]),
+        )
+    except Exception as error:  # noqa: BLE001 (garbage can make each of these raise anything)
+        log.warning("dropped %d frames of a worker's: %s", len(frames), short(error))
+        return None
+
+
+def short(error: Exception) -> str:
+    """Write the error in one short line, for the log."""
+    return f"{type(error).__name__}: {error}"[:200]
 
 
 def output_from(message: Message) -> Output | None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.node.faulthandler import StackFile
-from nbdist.node.kernel_client import KernelClient, Message, TaskConnection
-from nbdist.node.kernel_messages import as_shown, output_from
+from nbdist.node.kernel_client import KernelClient, TaskConnection
+from nbdist.node.kernel_messages import Message, as_shown, output_from
 from nbdist.node.limits import Lack, OomKills, lack_in
 from nbdist.node.proc import is_exiting, is_stopped
 from nbdist.node.processes import ProcessSource, WorkerProcess

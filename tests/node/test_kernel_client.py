@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from jupyter_client.session import Session
 
-from nbdist.node.kernel_client import KernelClient, TaskConnection, message_from
+from nbdist.node.kernel_client import KernelClient, TaskConnection
 from nbdist.output.events import Done
 from nbdist.wire.frames import BadFrame, framed
 from nbdist.wire.payload import Payload
@@ -70,13 +69,3 @@ def test_anything_else_ends_the_connection(frame: bytes) -> None:
     connection.connection_lost(None)
     assert ends == []
     assert [type(problem) for problem in problems] == [BadFrame]
-
-
-def test_messages_of_others_are_dropped() -> None:
-    """What is no message, or was signed with another key."""
-    ours, others = Session(key=b"ours"), Session(key=b"others")
-    message = ours.msg("nbdist_reply", {})
-    frames = ours.serialize(message)
-    assert message_from(ours, [*frames, b"buffer"]).buffers == (b"buffer",)  # type: ignore[union-attr]
-    assert message_from(ours, [b"garbage"]) is None
-    assert message_from(ours, others.serialize(others.msg("nbdist_reply", {}))) is None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from jupyter_client.session import Session
 
-from nbdist.node.kernel_client import Message
-from nbdist.node.kernel_messages import as_shown, output_from
+from nbdist.node.kernel_messages import Message, as_shown, message_from, output_from
 from nbdist.output.events import Clear, Display, Failure, Output
 from nbdist.worker.group.gloo import wait
 from nbdist.worker.ops.call import call
@@ -47,3 +47,13 @@ def test_exit_says_what_it_does() -> None:
 def test_messages_become_outputs(kind: str, content: Any, output: Output | None) -> None:
     """Malformed ones, and kinds that are not relayed, become none."""
     assert output_from(message(kind, content)) == output
+
+
+def test_messages_of_others_are_dropped() -> None:
+    """What is no message, or was signed with another key."""
+    ours, others = Session(key=b"ours"), Session(key=b"others")
+    message = ours.msg("nbdist_reply", {})
+    frames = ours.serialize(message)
+    assert message_from(ours, [*frames, b"buffer"]).buffers == (b"buffer",)  # type: ignore[union-attr]
+    assert message_from(ours, [b"garbage"]) is None
+    assert message_from(ours, others.serialize(others.msg("nbdist_reply", {}))) is None
