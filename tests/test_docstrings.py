@@ -16,7 +16,6 @@ PACKAGE = Path(__file__).parent.parent / "nbdist"
 
 # Names that are not the package's, and that no line of its code uses either.
 OTHERS = {
-    "In",
     "Out",
     "RecvWork",
     "_i3",

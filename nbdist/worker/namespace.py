@@ -31,6 +31,7 @@ class Namespace:
         self._names = names
         self.ready: dict[str, Any] = {}
         self._lent: dict[str, Segment] = {}
+        self._identities: dict[str, Identity] = {}
 
     def start_with(self, names: Mapping[str, Any]) -> None:
         """Bind what every worker has from its start; `ready` has all of it."""
@@ -68,16 +69,26 @@ class Namespace:
             segment.close()
 
     def snapshot(self) -> dict[str, Identity]:
-        """Return which object each name is bound to; compare with `bound_since`."""
-        return {name: Identity(value) for name, value in [*self._names.items()]}
+        """Return which object each name is bound to; compare with `bound_since`.
+
+        There are many names, and from task to task few are bound to something else.
+        """
+        known, now = self._identities, self._of_users()
+        self._identities = {
+            name: known[name] if _is_still(known, name, value) else Identity(value)
+            for name, value in now
+        }
+        return self._identities
 
     def bound_since(self, before: Mapping[str, Identity]) -> frozenset[str]:
-        """Return names bound to another object now, without IPython's own `_`, `In`, `_i3`."""
-        return frozenset(
-            name
-            for name, value in [*self._names.items()]  # cells' threads may bind more meanwhile
-            if not name.startswith("_") and not (name in before and before[name].is_still(value))
-        )
+        """Return names bound to another object now."""
+        now = self._of_users()
+        return frozenset(name for name, value in now if not _is_still(before, name, value))
+
+    def _of_users(self) -> list[tuple[str, Any]]:
+        """List all names without IPython's own `_`, `_i3`; cells' threads may bind more."""
+        names = [*self._names.items()]
+        return [(name, value) for name, value in names if not name.startswith("_")]
 
     def imported(self, names: Iterable[str]) -> dict[str, str]:
         """Return those that are modules, or functions and classes of modules: and of which."""
@@ -162,3 +173,8 @@ def _is_imported(value: Any) -> bool:
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
         return value.__module__ != "__main__"
     return isinstance(value, types.ModuleType)
+
+
+def _is_still(known: Mapping[str, Identity], name: str, value: object) -> bool:
+    """Say whether the name is bound to what is known of it."""
+    return (identity := known.get(name)) is not None and identity.is_still(value)
