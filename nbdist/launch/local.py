@@ -27,15 +27,19 @@ class LocalAgent:
         if not fork_server:
             command.append("--no-fork")
         self.command = " ".join(command)
-        # A session of its own: Stop signals the notebook's whole process group.
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=self._log,
-            stderr=self._log,
-            env=safe_environ(os.environ, os.getcwd()),
-            start_new_session=True,
-        )
+        try:
+            # A session of its own: Stop signals the notebook's whole process group.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=self._log,
+                stderr=self._log,
+                env=safe_environ(os.environ, os.getcwd()),
+                start_new_session=True,
+            )
+        except OSError:
+            self._log.close()
+            raise
         self.pid = self._process.pid
         self._pidfd = os.pidfd_open(self.pid)
 

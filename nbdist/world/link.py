@@ -227,11 +227,11 @@ class Link:
             yield from self._until_done(self._hello, HELLO_TIMEOUT, tick)
             hello = self._hello.result()
         except FutureTimeoutError:
-            raise self._start_error("said nothing within 30 s") from None
+            raise self._start_error(f"said nothing within {HELLO_TIMEOUT:.0f} s") from None
         except AgentLost as lost:
             raise self._start_error("ended at once") from lost
         except OSError as error:
-            raise StartError(None, os.uname().nodename, self._launcher, str(error)) from None
+            raise self._start_error(str(error)) from None
         if hello.version != __version__:
             raise self._start_error(f"is nbdist {hello.version}, the notebook {__version__}")
 
@@ -244,6 +244,8 @@ class Link:
             yield self._up
 
     def _start_error(self, why: str) -> StartError:
+        if not self.agents:
+            return StartError(None, os.uname().nodename, self._launcher, why)
         agent = self.agents[0]
         return StartError(None, agent.host, agent.command, why, agent.last_lines())
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 
+import psutil
 import pytest
 import zmq
 
+from nbdist import __version__
+from nbdist.errors import AgentLost, StartError
 from nbdist.output.events import Text
 from nbdist.wire.messages import Answer, GetStatus, Hello, Outputs, to_bytes
 from nbdist.world.launchers import find_launcher
@@ -79,13 +84,88 @@ def test_bytes_of_another_protocol(world: World, data: bytes) -> None:
     assert world.execute("1").ok
 
 
-@pytest.mark.parametrize("sent", sorted(SENT.keys() - {"a hello"}))
-def test_strangers_who_come_first(sent: str) -> None:
-    """The agent is the one who says hello."""
+def test_strangers_who_come_first() -> None:
+    """The agent is the one who says hello; nothing is read of what came before."""
+    with opened(*(SENT[sent] for sent in SENT.keys() - {"a hello"})) as link:
+        assert link.call(GetStatus()) == ()
+
+
+# --- calls ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def opened(*strangers: list[bytes]) -> Iterator[Link]:
+    """A link of the test's own, to an agent without a fork server."""
     link = Link(find_launcher("local"), fork_server=False)
     try:
-        send(link.address, zmq.DEALER, SENT[sent])
+        for frames in strangers:
+            send(link.address, zmq.DEALER, frames)
         link.open()
-        assert link.call(GetStatus()) == ()
+        yield link
     finally:
         link.close()
+    assert repr(link).startswith(("<Link closed", "<Link lost"))
+    link.close()  # once is enough
+
+
+def test_an_agent_that_answers_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    """A call ends when it has waited for so long, or when the agent has ended."""
+    with opened() as link:
+        assert link.call(GetStatus()) == ()
+        assert repr(link) == f"<Link up {link.agents} 0 calls open>"
+        agent = psutil.Process(link.agents[0].pid).children()[0]
+        agent.suspend()
+        with pytest.raises(AgentLost):
+            link.call(GetStatus(), timeout=0.2)
+        calling = link.calling(GetStatus(), tick=0.05)
+        assert next(calling) == 0  # it has come round, and no worker is up
+        agent.kill()
+        with pytest.raises(AgentLost, match="was killed by SIGKILL") as caught:
+            list(calling)
+        link.wait(SOON)
+        assert [*link.arrived] == [caught.value]
+        assert repr(link).startswith("<Link lost [<LocalAgent")
+        assert not link.is_up
+        with pytest.raises(AgentLost):
+            link.call(GetStatus())
+
+
+def test_a_link_that_was_never_opened() -> None:
+    """It leaves nothing, and nobody is waited for."""
+    link = Link(find_launcher("local"))
+    folder = Path(link.address.removeprefix("ipc://")).parent
+    assert folder.is_dir()
+    link.close()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "lines"),
+    [
+        ("#!/bin/sh\necho why; exit 3", "start: ended at once", ["why"]),
+        ("#!/bin/sh\necho so far; read more", "start: said nothing within 1 s", ["so far"]),
+        ("#!/nowhere/sh", "start: .*No such file", []),
+    ],
+)
+def test_an_agent_that_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str, lines: list[str]
+) -> None:
+    """The error says how it was started, why it is not there, and what it wrote last."""
+    if "nothing" in said:
+        monkeypatch.setattr("nbdist.world.link.HELLO_TIMEOUT", 1.0)
+    program = tmp_path / "agent.sh"
+    program.write_text(f"{text}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with opened() as link, pytest.raises(StartError, match=said) as caught:
+        link.call(GetStatus())
+    assert caught.value.rank is None
+    assert [*caught.value.log_lines] == lines
+
+
+def test_an_agent_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its messages are not what this notebook's are."""
+    monkeypatch.setattr("nbdist.world.link.__version__", "0.0")
+    said = f"is nbdist {__version__}, the notebook 0.0"
+    with opened() as link, pytest.raises(StartError, match=said):
+        link.call(GetStatus())

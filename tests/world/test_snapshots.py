@@ -132,6 +132,31 @@ def test_a_rank_killed_while_it_writes(world: World, tmp_path: Path) -> None:
     assert world.gather("x") == [1, 1]
 
 
+def test_nothing_to_write(world: World, tmp_path: Path) -> None:
+    """It is told in a line, and no folder is left."""
+    world.restart()
+    with pytest.raises(UsageError, match=r"written: no cell has bound a name on the workers\.$"):
+        world.snapshot("a")
+    world.execute("x = 1", ranks=[1])
+    with pytest.raises(UsageError, match=r"written: no rank has y, z\.$"):
+        world.snapshot("a", ["y", "x", "z"])
+    assert entries(tmp_path / "a") == [".lock"]
+
+
+def test_what_cannot_be_rebuilt(world: World) -> None:
+    """It is told in a line, and nothing is bound on any rank."""
+    world.execute(
+        "def made():\n    if rank: raise ValueError('not now')\n"
+        "class Odd:\n    def __reduce__(self): return made, ()\n"
+        "x, y = Odd(), 'then'"
+    )
+    world.snapshot("a", ["x", "y"])
+    world.execute("y = 'now'")
+    with pytest.raises(UsageError, match="cannot be restored: rank 1: ValueError: not now"):
+        world.restore("a")
+    assert world.gather("y") == ["now", "now"]
+
+
 def test_a_rank_that_raises_while_it_writes(world: World, tmp_path: Path) -> None:
     """What it raised is told as it is, also where that is an OSError, and no snapshot is left."""
     world.execute(
