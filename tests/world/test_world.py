@@ -349,19 +349,6 @@ def test_fetch_of_expressions(world: World) -> None:
     assert list(world.execute("", fetch=("x",))) == [2 * rank for rank in range(world.size)]
 
 
-def test_gather_what_cannot_be_pickled(world: World) -> None:
-    """One clear line names the value and the reason."""
-    run_well(world, "import threading\nlock = threading.Lock()")
-    with pytest.raises(WorkerError) as caught:
-        world.gather("lock")
-    assert "`lock` cannot be sent to the notebook" in str(caught.value)
-    assert "\n" not in str(caught.value)
-    with pytest.raises(WorkerError, match="NameError: name 'nowhere' is not defined"):
-        world.gather("nowhere")
-    with pytest.raises(WorkerError, match="SyntaxError"):
-        world.gather("no python")
-
-
 def test_names_go_along(world: World) -> None:
     """`execute(names=...)` binds values on the ranks first."""
     result = world.execute("y = [a + rank, b.sum()]", names={"a": 1, "b": np.ones(5)}, fetch=("y",))
