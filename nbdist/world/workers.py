@@ -6,7 +6,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +44,9 @@ STOP_GRACE = 2.0
 """Seconds that idle workers have to run their exit handlers."""
 
 RESTART_GRACE = 0.3
+
+STOP_TIMEOUT = 20.0
+"""Seconds for an agent to have ended them; one that hangs is ended with them."""
 
 QUIET_SECONDS = 2.0
 """Of a start, before anything is said of it."""
@@ -242,8 +244,7 @@ class Workers:
         are_there = self.state.has_workers or self.state is State.STOPPING
         if self._link is not None and self._link.is_up and are_there:
             self.advance(Event.STOP)
-            with suppress(AgentLost):  # then its workers are gone too
-                self._link.call(StopWorld(RESTART_GRACE))
+            self._stop(RESTART_GRACE)
             self.advance(Event.STOPPED)
         self._forget_outputs()
         if agent_too:
@@ -255,10 +256,16 @@ class Workers:
         self.setup.forget()
         self.advance(Event.STOP)
         if self._link is not None and self._link.is_up:
-            with suppress(AgentLost, StartError):  # ended before, which is what is wanted
-                self._link.call(StopWorld(STOP_GRACE))
+            self._stop(STOP_GRACE)
         self.close_link()
         self.advance(Event.STOPPED)
+
+    def _stop(self, grace: float) -> None:
+        """Have the agent end them, which ends with them where it cannot."""
+        try:
+            self.link.call(StopWorld(grace), STOP_TIMEOUT)
+        except (AgentLost, StartError):
+            self.close_link()
 
     def adopt(self, link: Link) -> None:
         """Have the agent at the other end of this link start the workers."""

@@ -18,6 +18,7 @@ from nbdist.config import WorldConfig
 from nbdist.errors import BadTopology, StartError, UsageError, WorkerError
 from nbdist.output.events import Died, Done
 from nbdist.wire.messages import Healed
+from nbdist.world import workers as workers_module
 from nbdist.world.states import State
 from nbdist.world.workers import Workers
 from nbdist.world.world import World
@@ -220,6 +221,20 @@ def test_local_world_listens_for_gloo_alone(new_world: NewWorld) -> None:
                 if connection.status == psutil.CONN_LISTEN
             ]
             assert {*listening} == ({"127.0.0.1"} if backend == "gloo" else set())
+
+
+def test_an_agent_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart waits for some seconds; nothing of the agent that was stopped is left."""
+    with World(2, log_dir="") as world:
+        guard = psutil.Process(world.session.link.agents[0].pid)
+        everything = [guard, *guard.children(recursive=True)]
+        guard.children()[0].suspend()
+        with monkeypatch.context() as patience:
+            patience.setattr(workers_module, "STOP_TIMEOUT", 0.5)
+            world.restart()
+        assert world.gather("rank") == [0, 1]
+        psutil.wait_procs(everything, timeout=10)
+        assert not any(process.is_running() for process in everything)
 
 
 def connections_of(process: psutil.Process) -> list[Any]:
