@@ -178,7 +178,7 @@ class Worker:
         """End the process; `Died` follows, and says why."""
         self._killed, self._why = True, self._why or why
         if self.process is not None:
-            self.process.send_signal(signal.SIGKILL)
+            self.process.kill()
 
     def interrupt(self) -> None:
         """Send SIGINT to the worker and what it started."""
@@ -207,7 +207,7 @@ class Worker:
             if grace > 0 and self.state == "idle":
                 self._kernel.shut_down()
                 await asyncio.wait([self.process.exited], timeout=grace)
-            self.process.send_signal(signal.SIGKILL)
+            self.process.kill()
             await asyncio.wait([self.process.exited], timeout=KILL_TIMEOUT)
         for timer in (self._counting, self._losing):
             if timer is not None:
