@@ -107,7 +107,9 @@ def run_attempts(
     as the first one had them, and new ranks get those that they lack.
     """
     how = how or RunOptions()
-    names = world.session.names.copy()
+    names = world.session.names
+    if how.max_restarts:
+        names = names.copy()
     for attempt in world.session.attempts(task, how.max_restarts):
         pids = world.pids
         running = _attempt(pool, world, attempt, pack(names), display, how)

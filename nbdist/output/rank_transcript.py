@@ -92,8 +92,9 @@ class RankTranscript:
     @property
     def error(self) -> RankError | None:
         """What ended the rank's cell first."""
-        found = [error for error in (self.failure, self.died) if error is not None]
-        return min(found, key=lambda error: error.time_ns, default=None)
+        if self.failure is None or self.died is None:
+            return self.failure or self.died
+        return self.failure if self.failure.time_ns <= self.died.time_ns else self.died
 
     @property
     def error_keys(self) -> tuple[str, ...]:
