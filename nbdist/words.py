@@ -52,3 +52,21 @@ def one_line(text: str, limit: int = LINE_LIMIT) -> str:
     """Return the first line of `text` that has something in it, cut where it is too long."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
+
+
+def size_text(size: float) -> str:
+    """Write bytes in three digits: `512 B`, `1.5 KiB`, `240 MiB`, `1.25 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB" if size < 1000 else f"{size:,.0f} TiB"
+
+
+def size_range(sizes: Iterable[float]) -> str:
+    """Write from which to which: `240 MiB`, `240-318 MiB`, `800 MiB-1.25 GiB`."""
+    known = [*sizes]
+    low, high = size_text(min(known)), size_text(max(known))
+    if low == high:
+        return high
+    return f"{low.removesuffix(high[high.index(' ') :])}-{high}"

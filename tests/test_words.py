@@ -35,3 +35,34 @@ def test_a_long_message_is_cut_to_a_line():
     line = words.one_line("x" * 1000)
     assert len(line) == words.LINE_LIMIT
     assert line.endswith("...")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (512, "512 B"),
+        (1536, "1.5 KiB"),
+        (240 << 20, "240 MiB"),
+        (1000 << 20, "0.977 GiB"),
+        (5 << 28, "1.25 GiB"),
+        (79 << 30, "79 GiB"),
+        (1 << 50, "1,024 TiB"),
+    ],
+)
+def test_sizes_have_three_digits(size, text):
+    """In the unit in which they are read best."""
+    assert words.size_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ([5], "5 B"),
+        ([240 << 20, 318 << 20, 240 << 20], "240-318 MiB"),
+        ([1 << 20, 5 << 28], "1 MiB-1.25 GiB"),
+    ],
+)
+def test_a_range_of_sizes(sizes, text):
+    """The unit once, where both have the same."""
+    assert words.size_range(sizes) == text

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbdist.wire.cgroups import MemoryLimit
+from nbdist.words import count
+
 
 @dataclass(frozen=True, slots=True)
 class Cleaned:
@@ -19,6 +22,72 @@ class Cleaned:
     memory: tuple[int, int]
     on_gpu: tuple[int, int] = (0, 0)
     held_on_gpu: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Memory that a name leads to: of a tensor or array, or of `count` of them.
+
+    `size` is bytes, all of those that a view is of; where there are several, `shape` and
+    `dtype` are those that all of them have, else empty.
+    """
+
+    name: str
+    size: int
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    device: str = "cpu"
+    count: int = 1
+
+    @property
+    def kind(self) -> str:
+        """What it is: `(1024, 64) float32`, `24 tensors`."""
+        several = count(self.count, "tensor") if self.count > 1 else ""
+        shape = str(self.shape) if self.shape else ""
+        return " ".join(filter(None, [several, shape, self.dtype]))
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most bytes that were used at a time; `is_bound` where it may have been before the cell.
+
+    The last cell has then used less at any time.
+    """
+
+    size: int
+    is_bound: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Bytes of the rank's GPU: of all processes, then of this rank's tensors, and its peak."""
+
+    device: str
+    used: int
+    total: int
+    tensors: int
+    peak: Peak
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a rank's memory is used for; bytes.
+
+    `pss` counts pages that processes share in part; `limit` is what leaves least: the machine's,
+    its control group's or `ulimit -v`.  `held` are the largest tensors and arrays that names
+    lead to, `kept` those that only the last traceback and `Out` lead to; `tensors` and
+    `kept_size` are all of them.  Not `is_whole`: there was no time to look at everything.
+    """
+
+    pss: int
+    peak: Peak
+    limit: MemoryLimit | None
+    gpu: GpuMemory | None
+    held: tuple[Held, ...]
+    tensors: int
+    kept: tuple[Held, ...]
+    kept_size: int
+    is_whole: bool = True
 
 
 @dataclass(frozen=True, slots=True)

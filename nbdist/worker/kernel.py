@@ -27,9 +27,11 @@ from nbdist.worker.compat.ipython import (
     without_debugger,
 )
 from nbdist.worker.environment import WorkerShell, count_restarts, draw_bars_as_text
+from nbdist.worker.memory_use import Peaks
 from nbdist.worker.namespace import Namespace
 from nbdist.worker.op import Context, find_op
 from nbdist.worker.ops.clean import forget_errors
+from nbdist.worker.out_of_memory import account
 from nbdist.worker.publishing import MarkingSession
 from nbdist.worker.records import Records
 from nbdist.worker.streams import flush_streams, install
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
 
 
 without_debugger()
+
+USERS_CODE = ("call", "script")
+"""Ops that run it, as cells do."""
 
 
 class CellExit(IPyAutocall):
@@ -63,6 +68,7 @@ class WorkerKernel(LeavesChildren):
     namespace: Namespace
     records: Records
     group: Group | None = None
+    peaks = Peaks()
     shell_class = Type(WorkerShell)
 
     @default("ident")
@@ -78,7 +84,7 @@ class WorkerKernel(LeavesChildren):
         """
         started = time.perf_counter()
         done, error = Done("error", 0.0), None
-        context = Context(self.shell, self.namespace, self.group)
+        context = Context(self.shell, self.namespace, self.group, self.peaks)
         self.records.begin_task(task.log_level)
         cast("MarkingSession", self.session).large.begin_task()
         try:
@@ -116,6 +122,8 @@ class WorkerKernel(LeavesChildren):
         """Do the work: the exception that ended it, which has been shown, or what an op returns."""
         if isinstance(work, Source):
             return await self._run_source(work.text, context), None
+        if work.op in USERS_CODE:
+            self.peaks.begin()
         try:
             return None, find_op(work.op)(context, **work.arguments)
         except BaseException as error:  # noqa: BLE001 (also Stop)
@@ -126,6 +134,7 @@ class WorkerKernel(LeavesChildren):
             return None
         shell: Any = self.shell
         shell.last_execution_result = None
+        self.peaks.begin()
         with context.noting():
             reply = await self.do_execute(text, silent=False, allow_stdin=False)
         if reply["status"] == "ok":
@@ -140,7 +149,8 @@ class WorkerKernel(LeavesChildren):
         """Add what the task brings back, or what ended it, to the names that it has bound."""
         if error is not None:
             number = cast("MarkingSession", self.session).number_of(error)
-            return replace(done, failure=failure_of(error), error_number=number)
+            more = [] if number else account(context.shell, int(self.ident), error)
+            return replace(done, failure=failure_of(error, more), error_number=number)
         if task.fetch:
             values: Payload | None = self.namespace.fetch(task.fetch, task.id)
         else:
@@ -217,7 +227,7 @@ def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
     # Many a library asks this whether widgets and the like are shown; ours are not relayed.
     shell.config.pop("IPKernelApp", None)
     number_cells(shell)
-    show_errors_our_way(shell, app.session)
+    show_errors_our_way(shell, app.session, rank)
     app.kernel.namespace = Namespace(shell.user_ns)
     app.kernel.namespace.start_with(dict.fromkeys(("exit", "quit"), CellExit(shell)))
     shell.ready = app.kernel.namespace.ready

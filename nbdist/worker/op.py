@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from nbdist.wire.payload import Payload
+from nbdist.worker.memory_use import Peaks
 
 if TYPE_CHECKING:
     from nbdist.worker.group.group import Group
@@ -31,6 +32,7 @@ class Context:
     shell: Any
     namespace: Namespace
     group: Group | None
+    peaks: Peaks = field(default_factory=Peaks)
     title: str = ""
     bound: set[str] = field(default_factory=set)
     at_end: ExitStack = field(default_factory=ExitStack)

@@ -17,7 +17,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -28,6 +28,7 @@ from nbdist.wire.cell_sources import cell_numbers
 from nbdist.worker.compat.ipython import around_errors, publish_error
 from nbdist.worker.group.gloo import connections_after
 from nbdist.worker.group.naming import stale_group_of
+from nbdist.worker.out_of_memory import account
 from nbdist.worker.publishing import MarkingSession
 
 MOST_CHARACTERS = 1 << 16
@@ -44,13 +45,16 @@ class Problem(Exception):
     """The name of its `Failure`."""
 
 
-def failure_of(error: BaseException) -> Failure:
-    """Give the failure, with a traceback that takes nothing but the names of files."""
+def failure_of(error: BaseException, more: Sequence[str] = ()) -> Failure:
+    """Give the failure, with a traceback that takes nothing but the names of files.
+
+    `more` are lines that stand below it.
+    """
     if isinstance(error, Problem):
         return failure_in_words(error.kind, str(error))
     name, message = type(error).__name__, message_of(error)
     calls = map(_sendable, short_traceback(own_part(error.__traceback__)))
-    lines = (*calls, f"{name}: {message}")
+    lines = (*calls, f"{name}: {message}", *map(_sendable, more))
     kinds = classes_of(type(error))
     return Failure(name, message, lines, time.time_ns(), kinds, connections_after(message))
 
@@ -112,9 +116,10 @@ def own_part(tb: TracebackType | None) -> TracebackType | None:
 # --- how the shell shows them ----------------------------------------------------------------
 
 
-def show_errors_our_way(shell: Any, session: MarkingSession) -> None:
+def show_errors_our_way(shell: Any, session: MarkingSession, rank: int) -> None:
     """Have IPython's shell show what this module says, and send it by this session."""
     shorten_common_tracebacks(shell)
+    account_for_memory(shell, rank)
     show_groups(shell)
     around_errors(shell, partial(sending_more, session))
     judge_by_result(shell)
@@ -161,6 +166,19 @@ def shorten_common_tracebacks(shell: Any) -> None:
             know_cells()
             return whole(*in_few_words(kind, error), tb, *args, **options)
         return [*short_traceback(own_part(tb)), f"{kind.__name__}: {error}"]
+
+    shell.InteractiveTB.structured_traceback = structured_traceback
+
+
+def account_for_memory(shell: Any, rank: int) -> None:
+    """Have the shell say below an out-of-memory error what the memory is used for."""
+    whole = shell.InteractiveTB.structured_traceback
+
+    def structured_traceback(
+        kind: Any, error: Any, tb: TracebackType | None = None, *args: Any, **options: Any
+    ) -> Any:
+        shown = whole(kind, error, tb, *args, **options)
+        return [*shown, *map(_sendable, account(shell, rank, error))]
 
     shell.InteractiveTB.structured_traceback = structured_traceback
 

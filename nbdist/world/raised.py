@@ -47,10 +47,16 @@ def _also(error: WorkerError, original: type[Exception]) -> WorkerError | None:
     try:
         both: type[WorkerError] = type(kind.__name__, (kind, original), own)
         # A constructor in Python would want arguments that are not known.
-        builtin = next(base for base in both.__mro__ if base.__module__ == "builtins")
-        made = cast("type[WorkerError]", builtin).__new__(both, str(error))
+        made = _builtin_base(both).__new__(both, str(error))
     except Exception:  # noqa: BLE001 (a metaclass, or `__init_subclass__`, can raise anything)
         return None
     made.args = error.args
     made.__dict__.update(error.__dict__)
     return made
+
+
+def _builtin_base(kind: type[BaseException]) -> type[BaseException]:
+    """Return the builtin class that makes its instances; MemoryError makes only its own."""
+    while kind.__module__ != "builtins":
+        kind = cast("type[BaseException]", kind.__base__)
+    return kind

@@ -22,6 +22,7 @@ MAGICS = (
     "%dist_init",
     "%dist_interrupt",
     "%dist_log",
+    "%dist_memory",
     "%dist_output",
     "%dist_push",
     "%dist_restart",

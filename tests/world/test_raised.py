@@ -42,7 +42,9 @@ def kinds_of(kind: type[BaseException]) -> list[str]:
     return [f"{base.__module__}:{base.__qualname__}" for base in kind.__mro__]
 
 
-@pytest.mark.parametrize("kind", [KeyError, OSError, UnicodeDecodeError, DivisionByZero, Demanding])
+@pytest.mark.parametrize(
+    "kind", [KeyError, OSError, MemoryError, UnicodeDecodeError, DivisionByZero, Demanding]
+)
 def test_both_are_caught(kind: type[Exception]) -> None:
     """It is of both classes, and says and has what ours says and has."""
     error = as_raised(ERROR, kinds_of(kind))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import re
 import sys
 import traceback
-from collections.abc import Iterator
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbdist.wire.ops import Cleaned
+from nbdist.worker.holdings import LAST_VALUE, last_errors
+from nbdist.worker.memory_use import pss_now, uses_gpu
 
 if TYPE_CHECKING:
     from nbdist.worker.op import Context
-
-LAST_VALUE = re.compile(r"_+|_\d+")
-"""Names under which IPython keeps what cells have shown."""
 
 
 def clean(context: Context) -> Cleaned:
@@ -33,7 +30,7 @@ def clean(context: Context) -> Cleaned:
     forget_errors(shell)
     _forget_shown(shell)
     gc.collect()
-    if _uses_gpu():
+    if uses_gpu():
         torch.cuda.empty_cache()
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         # What tensors were gathered through.  Newer than some versions of torch.
@@ -49,13 +46,9 @@ def forget_errors(shell: Any, raised: BaseException | None = None) -> None:
 
     What was `raised` need not have come that far: it may not have been shown.
     """
-    known = [raised, getattr(sys, "last_value", None), getattr(sys, "last_exc", None)]
-    if (result := shell.last_execution_result) is not None:
-        known += [result.error_in_exec, result.error_before_exec]
-    for error in {id(each): each for each in known}.values():
-        for each in _with_causes(error):
-            _clear_frames(each.__traceback__)
-            each.with_traceback(None)  # a class can refuse to have attributes set
+    for error in [*last_errors(shell, raised)]:
+        _clear_frames(error.__traceback__)
+        error.with_traceback(None)  # a class can refuse to have attributes set
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         if hasattr(sys, name):
             delattr(sys, name)
@@ -78,19 +71,6 @@ def _clear_frames(tb: TracebackType | None) -> None:
             _ = frame.f_locals
 
 
-def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the exception, and those that it came from or was raised among."""
-    waiting, seen = [error], set()
-    while waiting:
-        found = waiting.pop()
-        if found is not None and id(found) not in seen:
-            seen.add(id(found))
-            yield found
-            waiting += [found.__context__, found.__cause__]
-            if isinstance(found, BaseExceptionGroup):
-                waiting += found.exceptions
-
-
 def _forget_shown(shell: Any) -> None:
     """Empty `Out`, and let go of the values that cells have ended in."""
     names, shown = shell.user_ns, shell.displayhook
@@ -104,16 +84,6 @@ def _forget_shown(shell: Any) -> None:
 
 def _memory() -> tuple[int, int, int]:
     """Measure the fields of `Cleaned`."""
-    gpu = _uses_gpu()
+    gpu = uses_gpu()
     on_gpu = torch.cuda.memory_allocated() if gpu else 0
-    return _pss(), on_gpu, torch.cuda.memory_reserved() if gpu else 0
-
-
-def _uses_gpu() -> bool:
-    return torch.cuda.is_initialized()  # type: ignore[no-untyped-call, no-any-return]
-
-
-def _pss() -> int:
-    """Read PSS in bytes from proc(5), smaps_rollup."""
-    with open("/proc/self/smaps_rollup", encoding="ascii") as rollup:
-        return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
+    return pss_now(), on_gpu, torch.cuda.memory_reserved() if gpu else 0

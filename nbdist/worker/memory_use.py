@@ -1,0 +1,137 @@
+"""What a rank's memory is used for, and how much there is."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from nbdist.wire.cgroups import MemoryLimit, memory_limits
+from nbdist.wire.ops import GpuMemory, Held, Memory, Peak
+from nbdist.words import size_text
+from nbdist.worker.holdings import LAST_VALUE, Search, last_errors, locals_of
+
+MOST_SHOWN = 12
+
+
+class Peaks:
+    """Remembers how high the counters of most memory stood when the last cell began.
+
+    They are not set back, as user code may read them: so what is known is whether the cell
+    has used more than ever before.
+    """
+
+    def __init__(self) -> None:
+        self._rss = self._on_gpu = 0
+
+    def __repr__(self) -> str:
+        return f"<Peaks {size_text(self._rss)}, GPU {size_text(self._on_gpu)}>"
+
+    def begin(self) -> None:
+        """Have a cell begin now."""
+        self._rss = _most_rss()
+        self._on_gpu = torch.cuda.max_memory_allocated() if uses_gpu() else 0
+
+    def memory(self, pss: int) -> Peak:
+        """Return that of memory, where it is `pss` now; what comes and goes is not shared."""
+        most = _most_rss()
+        return Peak(pss + max(0, most - _rss()), is_bound=most <= self._rss)
+
+    def on_gpu(self) -> Peak:
+        """Return that of tensors on the rank's GPU, which is in use."""
+        most = torch.cuda.max_memory_allocated()
+        return Peak(most, is_bound=most <= self._on_gpu)
+
+
+# --- measuring --------------------------------------------------------------------------
+
+
+def measure(
+    shell: Any, peaks: Peaks, seconds: float, raised: BaseException | None = None
+) -> Memory:
+    """Measure, and look for what holds memory for so many seconds at most.
+
+    With the traceback of what was `raised` just now.
+    """
+    search = Search(seconds)
+    held = search.take(_names_of(shell))
+    kept = [each for where, names in _unseen(shell, raised) for each in search.take(names, where)]
+    pss = pss_now()
+    return Memory(
+        pss=pss,
+        peak=peaks.memory(pss),
+        limit=_tightest_limit(),
+        gpu=_gpu(peaks),
+        held=_largest(held),
+        tensors=sum(each.size for each in held),
+        kept=_largest(kept),
+        kept_size=sum(each.size for each in kept),
+        is_whole=search.is_whole,
+    )
+
+
+def pss_now() -> int:
+    """Read PSS in bytes from proc(5), smaps_rollup."""
+    with open("/proc/self/smaps_rollup", encoding="ascii") as rollup:
+        return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
+
+
+def uses_gpu() -> bool:
+    """Say whether this process has a CUDA context: looking must not make one."""
+    return torch.cuda.is_initialized()  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _names_of(shell: Any) -> dict[str, Any]:
+    """Give the namespace without IPython's own names and what it has shown."""
+    hidden = shell.user_ns_hidden
+    names = [*shell.user_ns.items()]
+    return {
+        name: value
+        for name, value in names
+        if hidden.get(name) is not value and not LAST_VALUE.fullmatch(name)
+    }
+
+
+def _unseen(shell: Any, raised: BaseException | None) -> Iterable[tuple[str, dict[str, Any]]]:
+    for error in last_errors(shell, raised):
+        yield from locals_of(error)
+    shown = shell.user_ns.get("_oh", {})
+    yield "", {f"Out[{number}]": value for number, value in [*shown.items()]}
+
+
+def _largest(held: list[Held]) -> tuple[Held, ...]:
+    return tuple(sorted(held, key=lambda each: -each.size)[:MOST_SHOWN])
+
+
+def _tightest_limit() -> MemoryLimit | None:
+    limits = [*memory_limits()]
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY:
+        limits.append(MemoryLimit("ulimit -v", most, most - _statm(0)))
+    return min(limits, key=lambda each: each.free, default=None)
+
+
+def _gpu(peaks: Peaks) -> GpuMemory | None:
+    if not uses_gpu():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    device = str(torch.cuda.current_device())
+    used = torch.cuda.memory_allocated()
+    return GpuMemory(device, total - free, total, used, peaks.on_gpu())
+
+
+def _rss() -> int:
+    return _statm(1)
+
+
+def _statm(field: int) -> int:
+    """Read a size in bytes from proc(5), statm: 0 is the address space, 1 what is in memory."""
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[field]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _most_rss() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

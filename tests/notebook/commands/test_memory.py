@@ -1,0 +1,87 @@
+"""`%dist_memory`: figures of all ranks, names once, and an error's account in its block."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from nbdist.notebook.commands.memory import headline, names, rows, shown_of
+from nbdist.wire.cgroups import MemoryLimit
+from nbdist.wire.ops import GpuMemory, Held, Memory, Peak
+from tests.notebook.front_end import Notebook
+
+MIB, GIB = 2**20, 2**30
+
+X = Held("x", 4 * MIB, (1024, 1024), "float32")
+
+
+def memory(
+    pss: int, *held: Held, gpu: GpuMemory | None = None, kept: tuple[Held, ...] = ()
+) -> Memory:
+    """A rank's, on a machine of 24 GiB."""
+    limit = MemoryLimit("this machine", 24 * GIB, 20 * GIB)
+    size = sum(each.size for each in held)
+    return Memory(pss, Peak(pss), limit, gpu, held, size, kept, sum(each.size for each in kept))
+
+
+def test_equal_ranks_are_one_row():
+    """From which to which in the head; columns of GPUs only where there are some."""
+    found = {0: memory(40 * MIB, X), 1: memory(60 * MIB, X), 2: memory(40 * MIB, X)}
+    assert headline(found) == "ranks 0-2 · 40-60 MiB · this machine 4 GiB of 24 GiB"
+    assert rows(found) == [
+        ("ranks", "memory", "peak of the cell", "by name"),
+        ("0,2", "40 MiB", "40 MiB", "4 MiB"),
+        ("1", "60 MiB", "60 MiB", "4 MiB"),
+    ]
+
+
+def test_gpus():
+    """Used of total, this rank's tensors, and the most of these."""
+    gpu = GpuMemory("1", 61 * GIB, 80 * GIB, 40 * GIB, Peak(50 * GIB, is_bound=True))
+    found = {1: memory(GIB, X, gpu=gpu)}
+    assert headline(found).startswith("rank 1 · 1 GiB · GPU 61 GiB of 80 GiB · ")
+    assert rows(found)[1][4:] == ("61 GiB of 80 GiB", "40 GiB", "at most 50 GiB")
+
+
+def test_names():
+    """A row for each, with the ranks where it is so; the largest first."""
+    small, other = Held("x", MIB, (5,), "int8", "cuda:0"), Held("list", 9 * MIB, count=300)
+    found = {0: memory(0), 1: memory(0)}
+    held = [(0, X), (1, small), (0, other), (1, other)]
+    assert names(found, held) == [
+        ("size", "name", "what", "device", "ranks"),
+        ("9 MiB", "list", "300 tensors", "cpu", "all"),
+        ("4 MiB", "x", "(1024, 1024) float32", "cpu", "0"),
+        ("1 MiB", "x", "(5,) int8", "cuda:0", "1"),
+    ]
+    assert names(found, []) == []
+
+
+def test_what_is_held_unseen():
+    """With the way to let go of it, where there is any."""
+    assert "%dist_clean" not in shown_of({0: memory(MIB, X)}).text
+    text = shown_of({0: memory(MIB, X), 1: memory(MIB, kept=(X,))}).text
+    assert "4 MiB that only the last traceback and `Out` hold on rank 1: `%dist_clean`" in text
+
+
+def test_without_workers(typed: Callable[[str], str]):
+    """It says how to start some."""
+    with pytest.raises(Exception, match="dist_memory"):
+        typed("%dist_memory")
+
+
+@pytest.mark.shared_world
+def test_in_a_notebook(kernel: Notebook) -> None:
+    """After a cell that has filled the memory of one rank, whose block says what with."""
+    source = "%%distributed -n 2\nx = torch.ones(1024, 1024)\nif rank: torch.empty(1 << 50)"
+    failed = kernel.run(source)
+    assert "first: rank 1" in failed.error
+    panel = failed.panel["text/plain"]
+    assert re.search(r"rank 1: .* in use, this rank \d+.* MiB\n +4 MiB  x \(1024, 1024\)", panel)
+    assert "x (1024, 1024) float32" in failed.panel["text/html"]
+    shown = kernel.run("%dist_memory").text
+    assert re.search(r"^ranks 0-1 · [\d.-]+ MiB · ", shown)
+    assert re.search(r"^4 MiB +x +\(1024, 1024\) float32 +all$", shown, re.M)
+    assert "rank 1 · " in kernel.run("%dist_memory -r 1").text
