@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from IPython.display import display, update_display
 
+from nbdist.output.bars import merged_line
 from nbdist.output.html import panel_html
 from nbdist.output.layout import Panel, final_layout, live_layout
 from nbdist.output.markup import dim, panel
@@ -18,6 +19,7 @@ from nbdist.output.rich import figures, leftovers
 from nbdist.output.text import panel_text
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import ranks_text, seconds_text
+from nbdist.world.moving_line import MovingLine
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -127,13 +129,15 @@ class PanelDisplay:
 
 
 class PlainDisplay:
-    """Lines as they come, for terminals and logs, where nothing can be redrawn."""
+    """Lines as they come, for terminals and logs, where nothing can be redrawn but the last."""
 
     def __init__(self) -> None:
         self._lines: PlainLines | None = None
         self._waits = ""
+        self._bars = MovingLine(sys.stdout)
 
     def note(self, text: str) -> None:
+        self._bars.clear()
         sys.stdout.write(f"{text}\n")
 
     wait_for = note
@@ -152,8 +156,10 @@ class PlainDisplay:
         if waits and waits != self._waits:
             self.note(waits)
         self._waits = waits
+        self._bars.show(merged_line(transcript), now)
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
+        self._bars.clear()
         if self._lines is not None:
             self._write(self._lines.finish(time.monotonic()))
         seconds = seconds_text(transcript.elapsed(time.monotonic()))
@@ -167,6 +173,7 @@ class PlainDisplay:
 
     def _write(self, lines: Iterable[str]) -> None:
         for line in lines:
+            self._bars.clear()
             sys.stdout.write(f"{line}\n")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from nbdist.output.bars_writers import bars_html
 from nbdist.output.events import Failure
 from nbdist.output.layout import MARKS, Block, Hidden, Item, Panel, Row, merged
 from nbdist.output.markup import (
@@ -276,8 +277,10 @@ def _live(shown: Panel) -> str:
 
 
 def _live_body(shown: Panel, room: _LiveRoom) -> str:
-    # Progress bars of all ranks will be one table here, an issue of its own.
-    parts = [_live_block(block, room) for block in shown.blocks]
+    parts = [_live_block(block, room) for block in shown.blocks if block.group.has_failed]
+    if shown.bars:
+        parts.append(bars_html(shown.bars))
+    parts += [_live_block(block, room) for block in shown.blocks if not block.group.has_failed]
     parts.append(_more(shown.more))
     # A row for each distinct last line: which ranks are there, and the line.
     rows = (

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import TypeAlias
 
 from nbdist.output.ansi import strip
+from nbdist.output.bars import BarTable, bar_table
 from nbdist.output.events import Failure
 from nbdist.output.folding import Group, Likeness, fold_shown, fold_tail
 from nbdist.output.rank_transcript import Gap, RankTranscript, Shown, State
@@ -108,7 +109,8 @@ class Panel:
 
     `squares` is a numbered square for each rank or run of ranks where there are many; the
     ranks of `more` have no block and those of `more_rows` no row; `rest` are blocks behind one
-    line.  A panel without states says all in one dim line.
+    line; `bars` come after the blocks of failed ranks.  A panel without states says all in one
+    dim line.
     """
 
     ranks: str
@@ -119,6 +121,7 @@ class Panel:
     more_squares: int = 0
     note: str = ""
     is_live: bool = False
+    bars: BarTable | None = None
     blocks: tuple[Block, ...] = ()
     more: tuple[int, ...] = ()
     rows: tuple[Row, ...] = ()
@@ -252,20 +255,21 @@ def merged(items: Iterable[Item]) -> list[Item]:
 def live_layout(transcript: Transcript, now: float, note: str = "") -> Panel:
     """Lay out a running cell; `note` is a line such as which ranks wait where.
 
-    Of many ranks that differ only the failed have blocks, the others a row for each distinct
-    last line.
+    Ranks that are at a progress bar are in one table.  Of many ranks that differ only the failed
+    have blocks, the others a row for each distinct last line.
     """
+    bars = bar_table(transcript)
     groups = [
         group
         for group in transcript.groups(failed_first=True)
-        if group.has_failed or not group.shown.is_silent
+        if group.has_failed or not (group.shown.is_silent or (bars and bars.has(group.ranks)))
     ]
     in_blocks, lines, rows = groups, _LIVE_LINES, {}
     if len(transcript.ranks) > MANY_RANKS and len(groups) > _FEW_GROUPS:
         in_blocks = [group for group in groups if group.has_failed]
         lines, rows = _LIVE_LINES_OF_FAILED, _by_last_line(groups[len(in_blocks) :])
     each = max(2, lines // max(1, len(in_blocks)))
-    shown = [*rows.items()]
+    shown = [*rows.items(), *(bars.beside if bars else ())]
     return Panel(
         ranks_text(transcript.ranks),
         seconds_text(transcript.elapsed(now)),
@@ -274,6 +278,7 @@ def live_layout(transcript: Transcript, now: float, note: str = "") -> Panel:
         *_squares(transcript),
         note=note,
         is_live=True,
+        bars=bars,
         blocks=tuple(_live_block(transcript, group, each) for group in in_blocks[:_MOST_BLOCKS]),
         more=tuple(rank for group in in_blocks[_MOST_BLOCKS:] for rank in group.ranks),
         rows=tuple(Row(tuple(ranks), line) for line, ranks in shown[:_MOST_ROWS]),

@@ -2,7 +2,7 @@
 
 Pure; a notebook's plain mode prints what comes out here, and so does a world in a script.
 Each line says its ranks, `[0-3] text`; the same line of several ranks within a moment comes
-once.
+once.  Of a line that is written over, as progress bars are, only its last state is a line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from nbdist.output.wording import in_log_only, traceback_text
 from nbdist.words import format_ranks
 
 MERGE_SECONDS = 0.1
-BAR_SECONDS = 10.0
 # A rank that is this many lines behind another is not waited for.
 _LOOK_AHEAD = 50
 # Text goes into a screen in pieces, so that no line is dropped before it was taken out.
@@ -43,7 +42,6 @@ class _Rank:
 
     screen: Screen = field(default_factory=lambda: Screen(_KEEP))
     taken: int = 0
-    bar_shown: float | None = None
     queue: deque[tuple[float, str]] = field(default_factory=deque)
     waiting: Counter[str] = field(default_factory=Counter)  # The texts in the queue.
 
@@ -66,15 +64,9 @@ class PlainLines:
     monotonic seconds.
     """
 
-    def __init__(
-        self,
-        ranks: Iterable[int],
-        merge_seconds: float = MERGE_SECONDS,
-        bar_seconds: float = BAR_SECONDS,
-    ) -> None:
+    def __init__(self, ranks: Iterable[int], merge_seconds: float = MERGE_SECONDS) -> None:
         self._ranks = {rank: _Rank() for rank in sorted(ranks)}
         self._merge = merge_seconds
-        self._bar = bar_seconds
 
     def __repr__(self) -> str:
         waiting = sum(len(rank.queue) for rank in self._ranks.values())
@@ -87,8 +79,6 @@ class PlainLines:
 
     def due(self, now: float) -> Iterator[str]:
         """Yield the lines that have waited long enough for other ranks to say the same."""
-        for rank in self._ranks.values():
-            self._show_bar(rank, now)
         yield from self._emit(now)
 
     def finish(self, now: float) -> Iterator[str]:
@@ -125,25 +115,11 @@ class PlainLines:
             rank.taken = min(rank.taken, rank.screen.changed_from)
             rank.screen.changed_from = cursor
             self._take_lines(rank, cursor, now)
-        self._show_bar(rank, now)
 
     def _take_lines(self, rank: _Rank, stop: int, now: float) -> None:
         for line in rank.screen.lines(rank.taken, stop):
             rank.push(line.text, now)
-            rank.bar_shown = None
         rank.taken = max(rank.taken, stop)
-
-    def _show_bar(self, rank: _Rank, now: float) -> None:
-        """Say every so often where a progress bar stands; the line itself is not complete."""
-        screen = rank.screen
-        if not screen.is_edited:
-            return
-        if rank.bar_shown is None:
-            rank.bar_shown = now
-        elif now - rank.bar_shown >= self._bar:
-            rank.bar_shown = now
-            for line in screen.lines(screen.cursor):
-                rank.push(line.text, now)
 
     def _say(self, rank: _Rank, text: str, now: float) -> None:
         """Add lines that are not printed text: they begin on a line of their own."""

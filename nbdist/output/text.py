@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from nbdist.output.ansi import strip
+from nbdist.output.bars_writers import bars_text
 from nbdist.output.events import Failure
 from nbdist.output.layout import MARKS, Block, Hidden, Item, Panel, sameness
 from nbdist.output.rank_transcript import Gap, Shown
@@ -60,17 +61,27 @@ def _final(shown: Panel) -> Iterator[str]:
 
 
 def _live(shown: Panel) -> Iterator[str]:
-    for block in shown.blocks:
-        yield _block_header(block)
-        for item in block.items:
-            yield from _live_rows(item)
-        if (error := block.group.error) is not None:
-            yield clip(error_text(error), _LIVE_WIDTH)
+    failed = [block for block in shown.blocks if block.group.has_failed]
+    for block in failed:
+        yield from _live_block(block)
+    if shown.bars:
+        yield _header(shown.bars.ranks)
+        yield from (clip(line, _LIVE_WIDTH) for line in bars_text(shown.bars))
+    for block in shown.blocks[len(failed) :]:
+        yield from _live_block(block)
     for row in shown.rows:
         yield _header(row.ranks)
         yield clip(strip(row.line.text), _LIVE_WIDTH)
     if more := (*shown.more, *shown.more_rows):
         yield f"── and {name_ranks(more)} ──"
+
+
+def _live_block(block: Block) -> Iterator[str]:
+    yield _block_header(block)
+    for item in block.items:
+        yield from _live_rows(item)
+    if (error := block.group.error) is not None:
+        yield clip(error_text(error), _LIVE_WIDTH)
 
 
 def _live_rows(item: Item) -> list[str]:

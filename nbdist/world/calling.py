@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from nbdist.errors import UnshippableName, WorkerError
 from nbdist.output.ansi import strip
+from nbdist.output.bars import merged_line
 from nbdist.output.events import Died, Failure, RankError
 from nbdist.output.plain import PlainLines
 from nbdist.wire.definitions import SYSTEM_NAMES
@@ -19,6 +20,7 @@ from nbdist.wire.payload import pack_frames
 from nbdist.wire.pickling import Pickled, pickle
 from nbdist.wire.task import Call
 from nbdist.wire.unshippable import PICKLING_ERRORS, blame, fails_in
+from nbdist.world.moving_line import MovingLine
 from nbdist.world.result import CellResult
 from nbdist.world.running import RunningTask
 from nbdist.world.session import Session
@@ -54,16 +56,18 @@ def outcome(session: Session, running: RunningTask) -> CellResult[Any]:
     What ranks say goes to stdout line by line, if the config's `show`: `[0-1] epoch 3`; what
     ended them the error says.  Raises KeyboardInterrupt after Stop.
     """
-    lines = PlainLines(running.task.ranks)
+    lines, bars = PlainLines(running.task.ranks), MovingLine(sys.stdout)
     for news in session.follow(running) if session.config.show else ():
         with running.counting_stops():
             now = time.monotonic()
             for rank, output in news:
                 if not isinstance(output, RankError):
-                    _write(lines.receive(rank, output, now))
-            _write(lines.due(now))
+                    _write(lines.receive(rank, output, now), bars)
+            _write(lines.due(now), bars)
+            bars.show(merged_line(running.transcript), now)
     session.wait(running)
-    _write(lines.finish(time.monotonic()))
+    _write(lines.finish(time.monotonic()), bars)
+    bars.clear()
     try:
         session.check(running)
     except WorkerError as error:
@@ -74,8 +78,9 @@ def outcome(session: Session, running: RunningTask) -> CellResult[Any]:
     return result
 
 
-def _write(lines: Iterable[str]) -> None:
+def _write(lines: Iterable[str], bars: MovingLine) -> None:
     if text := "".join(f"{line}\n" for line in lines):
+        bars.clear()
         sys.stdout.write(text)
         sys.stdout.flush()
 

@@ -32,6 +32,7 @@ STYLES = {
     "font-size",
     "font-style",
     "font-weight",
+    "height",
     "line-height",
     "margin",
     "max-height",
@@ -48,6 +49,7 @@ STYLES = {
     "text-decoration",
     "vertical-align",
     "white-space",
+    "width",
 }
 VOID = {"img"}
 

@@ -199,11 +199,13 @@ def test_live_groups() -> None:
 
 
 def test_live_bar() -> None:
-    """A rank's progress bar is its last line, in its newest state."""
+    """A rank's progress bar is its row, in its newest state; its last line of text is below."""
     transcript = make(2, lambda rank: [out("start\n"), bar(3 + rank)], finished=False)
-    assert [line[:11] for line in Panel(live_html(transcript, 1.0)).lines if "%" in line] == [
-        "train:  60%",
-        "train:  80%",
+    _head, *lines = Panel(live_html(transcript, 1.0)).lines
+    assert [line.partition("/5")[0] for line in lines] == [
+        "rank 0train60%3",
+        "rank 1train80%4",
+        "0-1start",
     ]
 
 

@@ -1,0 +1,216 @@
+"""The progress bars of all ranks side by side: who is how far, and who is behind.  Pure.
+
+Of bars in bars the innermost has the row, those around it stand before its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from nbdist.output.progress import Bar, clock_text, number_of, read_bar
+from nbdist.output.rank_transcript import FAILED, RankTranscript
+from nbdist.output.screen import Line, Screen
+from nbdist.output.transcript import Transcript
+from nbdist.output.wording import fold_ranks
+from nbdist.words import format_ranks
+
+MOST_ROWS, SLOWEST_ROWS = 16, 6
+_LOOK_BACK = 24
+"""Lines below an unfinished bar, after which nobody waits for it any more."""
+
+_MOST_AROUND, _MOST_BESIDE = 3, 4
+_LONGEST_NAME = 40
+# A rank is behind that is so far from the first, in parts of the whole and of the way so far.
+_BEHIND, _BEHIND_SHARE = 0.02, 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class RankBars:
+    """The bar of a rank, those around it, outermost first, and its last line of text, if any."""
+
+    rank: int
+    bar: Bar
+    around: tuple[Bar, ...] = ()
+    line: Line | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is for: `epoch 3/10, step`."""
+        names = [f"{bar.name} {bar.amount}".strip() for bar in self.around]
+        return ", ".join(filter(None, [*names, self.bar.name]))
+
+    @property
+    def overall(self) -> float:
+        """How far it is in the outermost bar."""
+        share = self.bar.position
+        for bar in reversed(self.around):
+            whole = number_of(bar.total)
+            share = bar.position + (share / whole if whole else 0.0)
+        return share
+
+
+@dataclass(frozen=True, slots=True)
+class BarTable:
+    """A row for each of the ranks, of many the slowest; `summary` says where the others are.
+
+    `beside` are their last lines of text, each once with its ranks.
+    """
+
+    ranks: tuple[int, ...]
+    rows: tuple[RankBars, ...]
+    slowest: int | None = None
+    summary: str = ""
+    beside: tuple[tuple[Line, tuple[int, ...]], ...] = ()
+
+    def has(self, ranks: Iterable[int]) -> bool:
+        """Say whether all of these are in it."""
+        return set(ranks) <= {*self.ranks}
+
+
+def bars_of(said: RankTranscript) -> RankBars | None:
+    """Find the bar that a rank is at: its last line, or an unfinished one not far above it."""
+    if said.state in FAILED:
+        return None
+    tail = said.tail(_LOOK_BACK)
+    read = [_read(item, said, is_last=item is tail[-1]) for item in tail]
+    last = next((index for index in reversed(range(len(read))) if read[index]), None)
+    if last is None or (bar := read[last]) is None:
+        return None
+    is_over = bar.is_finished or said.state != "running"
+    if is_over and last < len(read) - 1:
+        return None
+    around: list[Bar] = []
+    for above in reversed(read[max(0, last - _MOST_AROUND) : last]):
+        if above is None or above.is_finished:
+            break
+        around.append(above)
+    lines = (
+        item
+        for item, found in zip(tail, read, strict=True)
+        if found is None and isinstance(item, Line) and item.text
+    )
+    line = next(iter([*lines][::-1]), None)
+    return RankBars(said.rank, bar, tuple(around[::-1]), line)
+
+
+def _read(item: object, said: RankTranscript, *, is_last: bool) -> Bar | None:
+    if not isinstance(item, Line):
+        return None
+    piece = said.pieces[-1]
+    is_edited = is_last and isinstance(piece, Screen) and piece.is_edited
+    return read_bar(item.text, is_edited=is_edited)
+
+
+def bar_table(transcript: Transcript) -> BarTable | None:
+    """Lay out the bars of the ranks that are at one; None where no rank that runs is."""
+    found = [bars for each in transcript if (bars := bars_of(each))]
+    if not any(transcript[bars.rank].state == "running" for bars in found):
+        return None
+    ranks, rows, summary = tuple(bars.rank for bars in found), found, ""
+    if len(found) > MOST_ROWS:
+        rows = sorted(found, key=lambda bars: (bars.overall, bars.rank))[:SLOWEST_ROWS]
+        summary = _summary(found)
+    said = fold_ranks({bars.rank: bars.line for bars in found if bars.line})
+    beside = [(line, tuple(of)) for line, of in said.items()][:_MOST_BESIDE]
+    return BarTable(ranks, tuple(rows), slowest_of(found), summary, tuple(beside))
+
+
+def slowest_of(found: Sequence[RankBars]) -> int | None:
+    """Find the rank that is clearly behind the first, None where none is."""
+    if len(found) < 2:
+        return None
+    low = min(found, key=lambda bars: bars.overall)
+    behind = max(bars.overall for bars in found) - low.overall
+    far = behind >= _BEHIND and behind > _BEHIND_SHARE * (low.overall + behind)
+    return low.rank if far else None
+
+
+def merged_line(transcript: Transcript) -> str:
+    """Say in one line where all ranks are: `[0-3] epoch 63% (47-64) 12:01<07:10`; "" of none."""
+    found = [bars for each in transcript if (bars := bars_of(each))]
+    if not any(transcript[bars.rank].state == "running" for bars in found):
+        return ""
+    low, middle, high = _spread(found)
+    spread = "" if low == high else f"({low.rstrip('%')}-{high.rstrip('%')})"
+    parts = [f"[{format_ranks(bars.rank for bars in found)}]", common_name(found), middle]
+    return " ".join(filter(None, [*parts, spread, _times(found)]))
+
+
+def common_name(found: Iterable[RankBars]) -> str:
+    """Give the name that all bars have, "" where they differ; ranks may be in other epochs."""
+    found = [*found]
+    names = {bars.name for bars in found}
+    if len(names) == 1:
+        return names.pop()[: 2 * _LONGEST_NAME]
+    around = {tuple((bar.name, bar.total) for bar in bars.around) for bars in found}
+    inner = {bars.bar.name for bars in found}
+    if len(around) > 1 or len(inner) > 1:
+        return ""
+    depths = range(len(found[0].around))
+    outer = [_amounts([bars.around[depth] for bars in found]) for depth in depths]
+    return ", ".join(filter(None, [*outer, inner.pop()]))
+
+
+def _amounts(bars: Sequence[Bar]) -> str:
+    """Write `epoch 2-3/10`."""
+    low, high = (pick(bars, key=lambda bar: bar.position) for pick in (min, max))
+    done = low.done if low.done == high.done else f"{low.done}-{high.done}"
+    return f"{low.name} {done}{f'/{low.total}' if low.total else ''}".strip()
+
+
+def _summary(found: Sequence[RankBars]) -> str:
+    low, middle, high = _spread(found)
+    remaining = [left for bars in found if (left := remaining_of(bars.bar)) is not None]
+    end = f"ETA {clock_text(max(remaining))}" if remaining else ""
+    said = [f"min {low} · median {middle} · max {high}", end, "slowest first:"]
+    return " · ".join(filter(None, [common_name(found), *said]))
+
+
+def _spread(found: Sequence[RankBars]) -> tuple[str, str, str]:
+    """Say how far the last, the middle and the first are."""
+    order = sorted((bars.bar for bars in found), key=lambda bar: bar.position)
+    if all(bar.fraction is not None for bar in order):
+        half = median(bar.position for bar in order)
+        return percent_text(order[0].position), percent_text(half), percent_text(order[-1].position)
+    return order[0].done, order[len(order) // 2].done, order[-1].done
+
+
+def _times(found: Sequence[RankBars]) -> str:
+    """Say for how long the first has run, and how long the last will."""
+    elapsed = [bars.bar.elapsed for bars in found if bars.bar.elapsed is not None]
+    remaining = [left for bars in found if (left := remaining_of(bars.bar)) is not None]
+    return times_text(max(elapsed, default=None), max(remaining, default=None))
+
+
+def remaining_of(bar: Bar) -> float | None:
+    """Say for how many seconds it will run still: what it says itself, or by its pace so far."""
+    if bar.remaining is not None:
+        return bar.remaining
+    if not bar.fraction or bar.elapsed is None:
+        return None
+    return bar.elapsed * (1 - bar.fraction) / bar.fraction
+
+
+def times_text(elapsed: float | None, remaining: float | None) -> str:
+    """Write `00:12<00:07`, or what is known of it."""
+    after = "" if remaining is None else f"<{clock_text(remaining)}"
+    return f"{'' if elapsed is None else clock_text(elapsed)}{after}"
+
+
+def percent_text(share: float) -> str:
+    """Write `63%`; 100% only of what is done."""
+    return f"{int(100 * share + 1e-9)}%"
+
+
+def columns(bars: RankBars) -> tuple[str, str, str, str, str, str]:
+    """Give the cells of a row beside the bar: name, per cent, amount, times, rate, the rest."""
+    bar = bars.bar
+    percent = "" if bar.fraction is None else percent_text(bar.fraction)
+    times = times_text(bar.elapsed, bar.remaining)
+    return _short(bars.name), percent, bar.amount, times, bar.rate, bar.rest
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
