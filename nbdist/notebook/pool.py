@@ -21,7 +21,7 @@ from nbdist.world.world import World
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from typing import Any
 
     from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
@@ -208,11 +208,14 @@ class Pool:
             return  # it bound nothing
         self.world.session.names.bound_in_notebook(bound)
 
-    def bind_gathered(self, name: str, target: str, values: Mapping[int, Any]) -> None:
-        """Bind here what ranks have; under its own name that stays theirs in the next cell."""
-        self.shell.user_ns[target] = [*values.values()]
-        if self.world is not None and target == name:
-            self.world.session.names.gathered(name, values.keys())
+    def bind_gathered(
+        self, found: Mapping[str, Any], theirs: Sequence[str], ranks: Collection[int]
+    ) -> None:
+        """Bind here what these ranks have; names of `theirs` stay theirs in the next cell."""
+        self.shell.user_ns.update(found)
+        if self.world is not None:
+            for name in theirs:
+                self.world.session.names.gathered(name, ranks)
 
     def _watch_while_idle(self) -> None:
         self._idle.follow(self.world.session.link if self.world and self.has_workers else None)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbdist.wire.cgroups import MemoryLimit
+from nbdist.wire.payload import Payload
 from nbdist.words import count
 
 
@@ -88,6 +89,20 @@ class Memory:
     kept: tuple[Held, ...]
     kept_size: int
     is_whole: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """A rank's values of some expressions, packed, or why they cannot be had.
+
+    `of` is the expression that has no value: for want of the name `missing`, or of another
+    `problem`, for the user.
+    """
+
+    of: str = ""
+    packed: Payload | None = None
+    missing: str = ""
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)

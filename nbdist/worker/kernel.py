@@ -84,7 +84,7 @@ class WorkerKernel(LeavesChildren):
         """
         started = time.perf_counter()
         done, error = Done("error", 0.0), None
-        context = Context(self.shell, self.namespace, self.group, self.peaks)
+        context = Context(self.shell, self.namespace, self.group, self.peaks, task_id=task.id)
         self.records.begin_task(task.log_level)
         cast("MarkingSession", self.session).large.begin_task()
         try:

@@ -30,7 +30,7 @@ class Namespace:
     def __init__(self, names: dict[str, Any]) -> None:
         self._names = names
         self.ready: dict[str, Any] = {}
-        self._lent: dict[str, Segment] = {}
+        self._lent: dict[str, list[Segment]] = {}
         self._identities: dict[str, Identity] = {}
 
     def start_with(self, names: Mapping[str, Any]) -> None:
@@ -65,7 +65,7 @@ class Namespace:
 
     def let_go(self, task_id: str) -> None:
         """Release what this task sent back, which has been read; also on the control thread."""
-        if segment := self._lent.pop(task_id, None):
+        for segment in self._lent.pop(task_id, ()):
             segment.close()
 
     def snapshot(self) -> dict[str, Identity]:
@@ -127,7 +127,7 @@ class Namespace:
             except Exception as error:  # the expression is the user's
                 raise NameProblem(f"{type(error).__name__}: {error}") from error
         try:
-            return self._pack(values, task_id)
+            return self.lend(values, task_id)
         except Exception as error:  # a user's __reduce__ can raise anything
             raise NameProblem(
                 f"`{', '.join(expressions)}` cannot be sent to the notebook: "
@@ -142,18 +142,22 @@ class Namespace:
         if value is None:
             return None
         try:
-            return self._pack(value, task_id)
+            return self.lend(value, task_id)
         except Exception as error:  # a user's __reduce__ can raise anything
             path, kind, why, _ = blame("result", value, fails_in(self._names), error)
             what = f"what {title} returned"
             part = what if path == "result" else f"{what}: `{path}`"
             raise NameProblem(f"{part} ({kind}) cannot be sent back: {why}.") from error
 
-    def _pack(self, value: Any, task_id: str) -> Payload:
+    def lend(self, value: Any, task_id: str) -> Payload:
+        """Pack a value; what is too big for a message stays in memory, until `let_go`.
+
+        Raises what pickling raises.
+        """
         pickled = pickle(value, self._names, tensors_to_cpu=True)
         payload, segment = pack_frames(pickled.frames)
         if segment is not None:
-            self._lent[task_id] = segment
+            self._lent.setdefault(task_id, []).append(segment)
         return payload
 
 

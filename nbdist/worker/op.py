@@ -26,7 +26,7 @@ class Context:
     """What a task works with, and what it says of itself besides its value.
 
     `bound` are the names that it has bound, `title` is what people call it.  What `at_end` has
-    is closed once the value has been packed.
+    is closed once the value has been packed.  `task_id` is the task's.
     """
 
     shell: Any
@@ -34,6 +34,7 @@ class Context:
     group: Group | None
     peaks: Peaks = field(default_factory=Peaks)
     title: str = ""
+    task_id: str = ""
     bound: set[str] = field(default_factory=set)
     at_end: ExitStack = field(default_factory=ExitStack)
 
@@ -46,6 +47,10 @@ class Context:
     def open(self, payload: Payload) -> Any:
         """Return what the notebook has pickled; NameProblem where it cannot be rebuilt."""
         return self.namespace.open(payload)
+
+    def lend(self, value: Any) -> Payload:
+        """Pack a value for whoever opens it before the notebook lets go of the task."""
+        return self.namespace.lend(value, self.task_id)
 
     def noting(self) -> Noting:
         """Note in `bound` what users' code binds meanwhile."""

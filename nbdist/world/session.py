@@ -151,6 +151,11 @@ class Session(Workers):
         if ranks := tuple(lent):
             self.link.let_go(running.task.id, ranks)
 
+    def let_go_of(self, task: Task, ranks: Iterable[int]) -> None:
+        """The same, of values that were lent inside of what these ranks returned."""
+        if lent := tuple(ranks):
+            self.link.let_go(task.id, lent)
+
     # --- the group ------------------------------------------------------------------------
 
     def check_ready(self) -> None:

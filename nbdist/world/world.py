@@ -13,7 +13,8 @@ from nbdist.wire.ops import Cleaned
 from nbdist.wire.payload import Payload, pack_names
 from nbdist.wire.places import Stack, WorkerStatus
 from nbdist.wire.task import Call, Task, Work
-from nbdist.world import calling, snapshots, syncing
+from nbdist.world import calling, gathering, snapshots, syncing
+from nbdist.world.parts import Joining
 from nbdist.world.result import CellResult
 from nbdist.world.running import News, RunningTask
 from nbdist.world.scripts import find_script
@@ -201,10 +202,37 @@ class World:
         running = self.session.submit(self.session.task(Call(op, arguments), ranks=ranks))
         return calling.outcome(self.session, running)
 
-    def gather(self, name: str, ranks: Sequence[int] | None = None) -> list[Any]:
-        """Return the value of a name on each rank, in rank order; tensors arrive on the CPU."""
-        result = self.execute("", ranks=ranks, fetch=(name,))
-        return list(result)
+    def gather(
+        self,
+        name: str | Sequence[str],
+        ranks: Sequence[int] | None = None,
+        *,
+        rank: int | None = None,
+        join: Joining | None = None,
+        dim: int = 0,
+    ) -> Any:
+        """Return the value of a name on each rank, in rank order; tensors arrive on the CPU.
+
+        Args:
+            name: or an expression; of several a tuple comes, with what is said here of each.
+            ranks: by default all.
+            rank: the value of this rank alone, in place of a list.
+            join: "stack" for one tensor or array with a dimension more, "cat" for the values
+                end to end, in place of a list.
+            dim: along which dimension.
+
+        Raises:
+            UsageError: a rank has no such name, with who has it; or they do not fit together.
+        """
+        names = (name,) if isinstance(name, str) else tuple(name)
+        asked = ranks if rank is None else (rank,)
+        task = gathering.gather_task(self.session, names, asked)
+        result = calling.outcome(self.session, self.session.submit(task))
+        found = gathering.read(self.session, task, result.values)
+        values = [
+            gathering.made_of(n, by, rank, join, dim) for n, by in zip(names, found, strict=True)
+        ]
+        return values[0] if isinstance(name, str) else tuple(values)
 
     def task(
         self,

@@ -1,46 +1,117 @@
-"""Values from the workers to the notebook, and from there to them."""
+"""Values from the workers to the notebook."""
 
 from __future__ import annotations
 
-from functools import partial
+import ast
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError
-from nbdist.notebook.cells import bring, run_attempts
+from nbdist.notebook.cells import bring
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import ranks_option
-from nbdist.notebook.shipping.plan import push
+from nbdist.world import gathering
+from nbdist.world.parts import Joining
+
+if TYPE_CHECKING:
+    import argparse
 
 
 @command(
-    argument("name", help="a name on the workers, or an expression such as loss.item()"),
+    argument("names", nargs="+", help="names on the workers, or an expression such as loss.item()"),
     ranks_option,
-    argument("--as", dest="target", metavar="NAME", help="what to call the list here"),
-)
+    argument("--as", dest="targets", metavar="NAME", help="what to call it here: train,test"
+             " for two"),
+    argument("--rank", metavar="R", help="the value of this rank alone, in place of a list"),
+    argument("--stack", action="store_true", help="one tensor or array in place of the list, with"
+             " a dimension for the ranks"),
+    argument("--cat", action="store_true", help="the ranks' values end to end"),
+    argument("--dim", metavar="D", type=int, help="along which dimension (0)"),
+)  # fmt: skip
 def dist_gather(line: Line) -> None:
-    """Bring a name home: a list with the value of each rank, tensors on the CPU.
+    """Bring names home: for each a list with the value of each rank, tensors on the CPU.
 
-    It is bound in the notebook, under its own name or the one after `--as`.  On the
-    workers the name keeps its meaning.
+    They are bound in the notebook, under their own names or those after `--as`, all or none.
+    On the workers the names keep their meaning.
     """
-    name, pool = line.options.name, line.pool
-    target = line.options.target or name
-    if not target.isidentifier():
+    options, pool = line.options, line.pool
+    expressions = [*expressions_in(options.names)]
+    targets = targets_of(expressions, options.targets)
+    how, session, ranks = joining_of(options), line.world.session, ranks_of(line)
+    task = gathering.gather_task(session, expressions, ranks)
+    values = gathering.read(session, task, bring(pool, line.world, task))
+    one = None if options.rank is None else ranks[0]
+    found = {
+        target: gathering.made_of(expression, by_rank, one, how, options.dim or 0)
+        for expression, target, by_rank in zip(expressions, targets, values, strict=True)
+    }
+    pool.bind_gathered(found, [each for each in targets if each in expressions], ranks)
+
+
+def expressions_in(words: Sequence[str]) -> Iterator[str]:
+    """Divide what stands in the line: `a b[0, 1]` are two, `x + 1` is one."""
+    whole = " ".join(words)
+    if not all(map(_is_expression, words)) and _is_expression(whole):
+        yield whole
+        return
+    begun: list[str] = []
+    for word in words:
+        begun.append(word)
+        if _is_expression(" ".join(begun)):
+            yield " ".join(begun)
+            begun = []
+    if begun:
+        yield " ".join(begun)
+
+
+def _is_expression(text: str) -> bool:
+    try:
+        ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
+def targets_of(expressions: Sequence[str], given: str | None) -> list[str]:
+    """Say what to call each here; UsageError where one has no name."""
+    gathering.check_expressions(expressions)
+    line = f"`%dist_gather {' '.join(expressions)}`"
+    targets = [*expressions] if given is None else given.replace(" ", "").split(",")
+    if len(targets) != len(expressions):
         raise UsageError(
-            f"`%dist_gather {name}`: the list needs a name here, "
-            f"such as `%dist_gather {name} --as values`."
+            f"{line}: {len(expressions)} values, and {len(targets)} after `--as`: "
+            "one for each, such as `--as first,second`."
         )
-    task = line.world.task(ranks=line.ranks, fetch=(name,))
-    pool.bind_gathered(name, target, bring(pool, line.world, task))
+    for expression, target in zip(expressions, targets, strict=True):
+        if not target.isidentifier():
+            remedy = f"`%dist_gather {expression} --as values`"
+            raise UsageError(f"{line}: the list needs a name here, such as {remedy}.")
+    if len({*targets}) < len(targets):
+        raise UsageError(f"{line}: two of them would have one name here; `--as` gives others.")
+    return targets
 
 
-@command(argument("names", nargs="+", help="names of the notebook"), ranks_option)
-def dist_push(line: Line) -> None:
-    """Bind names of the notebook on the workers, also those that the workers have bound."""
-    names, pool, world = line.options.names, line.pool, line.world
-    missing = [name for name in names if name not in pool.shell.user_ns]
-    if missing:
-        raise UsageError(f"`%dist_push`: the notebook has no {', '.join(missing)}.")
-    pack = partial(push, names, ranks=line.ranks)
-    run_attempts(pool, world, world.task(ranks=line.ranks), pack, line.display)
+def joining_of(options: argparse.Namespace) -> Joining | None:
+    """Say what is made of the list; UsageError for options that exclude one another."""
+    given = [name for name in ("stack", "cat") if getattr(options, name)]
+    if options.rank is not None and given:
+        raise UsageError(f"`--rank {options.rank}` brings one value: `--{given[0]}` takes several.")
+    if len(given) == 2:
+        raise UsageError("`--stack` and `--cat` exclude one another.")
+    if options.dim is not None and not given:
+        raise UsageError(f"`--dim {options.dim}` goes with `--stack` or `--cat`.")
+    return "stack" if options.stack else "cat" if options.cat else None
+
+
+def ranks_of(line: Line) -> tuple[int, ...]:
+    """Select those of `-r`, or the one of `--rank`."""
+    if line.options.rank is None:
+        return line.ranks
+    if line.options.ranks is not None:
+        raise UsageError("`--rank` brings the value of one rank, `-r` a list: which of them?")
+    ranks = line.ranks_of(line.options.rank)
+    if len(ranks) != 1:
+        raise UsageError(f"`--rank {line.options.rank}`: it takes one rank; `-r` takes several.")
+    return ranks

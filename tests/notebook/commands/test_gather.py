@@ -1,12 +1,16 @@
-"""Tests of `nbdist.notebook.commands.gather`: what cannot be brought home or sent."""
+"""Tests of `nbdist.notebook.commands.gather`: what a line asks for, and what it binds here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from nbdist.errors import UsageError, WorldNotStarted
+from nbdist.notebook.commands.gather import expressions_in
+from tests.notebook.front_end import Notebook
+
+pytestmark = pytest.mark.shared_world
 
 
 def test_an_expression_needs_a_name(typed: Callable[[str], str]):
@@ -15,8 +19,94 @@ def test_an_expression_needs_a_name(typed: Callable[[str], str]):
         typed("%dist_gather loss.item()")
 
 
-@pytest.mark.parametrize("line", ["%dist_gather x", "%dist_push x"])
-def test_without_workers(typed: Callable[[str], str], line: str):
-    """Each says in its own name how to start some."""
-    with pytest.raises(WorldNotStarted, match=f"`{line.split()[0]}` needs workers"):
-        typed(line)
+def test_without_workers(typed: Callable[[str], str]):
+    """It says how to start some."""
+    with pytest.raises(WorldNotStarted, match="`%dist_gather` needs workers"):
+        typed("%dist_gather x")
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("a", ["a"]),
+        ("a b", ["a", "b"]),
+        ("a b[0, 1] c", ["a", "b[0, 1]", "c"]),
+        ("x + 1", ["x + 1"]),
+        ("[x for x in y]", ["[x for x in y]"]),
+        ("f(1, 2) d['a b']", ["f(1, 2)", "d['a b']"]),
+        ("a b(", ["a", "b("]),
+    ],
+)
+def test_words_become_expressions(line, found):
+    """Names stand one beside the other; what belongs together is one."""
+    assert [*expressions_in(line.split(" "))] == found
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Notebook]:
+    """A notebook with two workers, of which the first has a name more."""
+    notebook = Notebook(
+        "%load_ext nbdist",
+        "%%distributed -n 2\nt = torch.full((2,), float(rank)); n = rank + 1\nboth = [t]\n"
+        "if rank == 0: only = 'here'",
+    )
+    yield notebook
+    notebook.close()
+
+
+def test_several_names(two: Notebook):
+    """Each is a list by rank; what they share on a rank they share here."""
+    assert two.run("%dist_gather t n both").errors == []
+    assert two.value("[each.tolist() for each in t], n") == ([[0.0, 0.0], [1.0, 1.0]], [1, 2])
+    assert two.value("[all(a is b[0] for a, b in zip(t, both))]") == [True]
+    assert two.run("%dist_gather n + 1 --as more").errors == []
+    assert two.value("more") == [2, 3]
+    assert two.run("%dist_gather n t[0].item() --as m,v").errors == []
+    assert two.value("m, v") == ([1, 2], [0.0, 1.0])
+
+
+def test_one_value_in_place_of_a_list(two: Notebook):
+    """Of one rank, or put together from all."""
+    lines = ("n --rank 1 --as one", "n --rank -1 --as last", "n --stack --as numbers")
+    for line in (*lines, "t --stack --as s", "t --cat --as c", "t[None] --cat --dim 1 --as d"):
+        assert two.run(f"%dist_gather {line}").errors == [], line
+    assert two.value("one, last, s.tolist(), c.tolist(), d.tolist(), numbers.tolist()") == (
+        2,
+        2,
+        [[0.0, 0.0], [1.0, 1.0]],
+        [0.0, 0.0, 1.0, 1.0],
+        [[0.0, 0.0, 1.0, 1.0]],
+        [1, 2],
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("nope", "UsageError: no rank has `nope`."),
+        ("only", "UsageError: rank 1 has no `only`; rank 0 has it: `-r 0`."),
+        ("only -r 1", "UsageError: rank 1 has no `only`; rank 0 has it: `-r 0`."),
+        ("mine", "UsageError: no rank has `mine`; the notebook has it: `%dist_push mine`."),
+        ("n.shape --as z", "UsageError: `n.shape` on ranks 0-1: AttributeError: 'int' object has"),
+        ("n( --as z", "UsageError: `n(` is no expression: "),
+        ("n.real", "UsageError: `%dist_gather n.real`: the list needs a name here"),
+        ("n t --as z", "UsageError: `%dist_gather n t`: 2 values, and 1 after `--as`"),
+        ("n n", "UsageError: `%dist_gather n n`: two of them would have one name"),
+        ("n --rank 0 --stack", "UsageError: `--rank 0` brings one value: `--stack` takes several."),
+        ("n --rank 0-1", "UsageError: `--rank 0-1`: it takes one rank; `-r` takes several."),
+        ("n --rank 0 -r 1", "UsageError: `--rank` brings the value of one rank, `-r` a list"),
+        ("n --dim 1", "UsageError: `--dim 1` goes with `--stack` or `--cat`."),
+        ("n --stack --cat", "UsageError: `--stack` and `--cat` exclude one another."),
+        ("t[:rank+1] --stack --as z", "UsageError: `t[:rank+1]` cannot be put together by"),
+        (
+            "__import__('threading').Lock() --as z",
+            "UsageError: `__import__('threading').Lock()` on ranks 0-1: it (thread lock) cannot be "
+            "sent to the notebook: a lock works within one process.",
+        ),
+    ],
+)
+def test_what_cannot_be_had(two: Notebook, line: str, said: str):
+    """One line says who has what; nothing is bound here."""
+    two.run("mine = 1\nz = 'as it was'")
+    assert two.run(f"%dist_gather {line}").error.startswith(said)
+    assert two.value("z, 'nope' in globals(), 'only' in globals()") == ("as it was", False, False)

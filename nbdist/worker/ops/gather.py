@@ -1,0 +1,41 @@
+"""Values that the notebook asks for, as one payload that stays here until it has been read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from nbdist.wire.ops import Brought
+from nbdist.wire.unshippable import blame, fails_in
+
+if TYPE_CHECKING:
+    from nbdist.worker.op import Context
+
+
+def gather(context: Context, expressions: Sequence[str]) -> Brought:
+    """Pack the values of names, or expressions, together: what they share they go on sharing.
+
+    What keeps a value from being had is no error of the task's: the notebook puts together
+    what all ranks say.
+    """
+    values = []
+    for expression in expressions:
+        try:
+            values.append(eval(expression, context.names))
+        except NameError as error:
+            return Brought(expression, missing=error.name or "")
+        except Exception as error:  # noqa: BLE001 (the expression is the user's)
+            return Brought(expression, problem=f"{type(error).__name__}: {error}")
+    try:
+        return Brought(packed=context.lend(values))
+    except Exception as error:  # noqa: BLE001 (a user's __reduce__ can raise anything)
+        number, of = _first_to_blame(context, values)
+        path, kind, why, _ = blame(expressions[number], of, fails_in(context.names), error)
+        part = "it" if path == expressions[number] else f"`{path}`"
+        problem = f"{part} ({kind}) cannot be sent to the notebook: {why}"
+        return Brought(expressions[number], problem=problem)
+
+
+def _first_to_blame(context: Context, values: Sequence[object]) -> tuple[int, object]:
+    fails = fails_in(context.names)
+    return next((each for each in enumerate(values) if fails(each[1])), (0, values[0]))

@@ -1,0 +1,95 @@
+"""Values of the workers' names, brought to the notebook: what is asked, and what has come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from nbdist.errors import UsageError
+from nbdist.output.wording import fold_ranks
+from nbdist.wire.ops import Brought
+from nbdist.wire.payload import open_payload
+from nbdist.wire.pickling import unpickle
+from nbdist.wire.task import Call, Task
+from nbdist.words import format_ranks, name_ranks, one_line
+from nbdist.world.parts import Joining, join
+from nbdist.world.session import Session
+
+
+def check_expressions(expressions: Sequence[str]) -> None:
+    """Raise UsageError where one is no expression; before the workers are asked."""
+    for text in expressions:
+        try:
+            compile(text, "<gather>", "eval")
+        except SyntaxError as error:
+            raise UsageError(f"`{text}` is no expression: {error.msg}.") from None
+
+
+def gather_task(session: Session, expressions: Sequence[str], ranks: Sequence[int] | None) -> Task:
+    """Ask these ranks, by default all, for values of names or expressions."""
+    check_expressions(expressions)
+    return session.task(Call("gather", {"expressions": tuple(expressions)}), ranks=ranks)
+
+
+def read(session: Session, task: Task, found: Mapping[int, Brought]) -> list[dict[int, Any]]:
+    """Open what the ranks have brought: for each expression its values by rank.
+
+    Raises UsageError where a rank has none, with the ranks that have one.
+    """
+    try:
+        if error := refusal(session, found):
+            raise error
+        opened = {
+            rank: unpickle(open_payload(brought.packed), session.namespace)
+            for rank, brought in found.items()
+            if brought.packed is not None
+        }
+    finally:
+        lent = (rank for rank, each in found.items() if each.packed and each.packed.segment)
+        session.let_go_of(task, lent)
+    number = len(next(iter(opened.values()), ()))
+    return [{rank: values[index] for rank, values in opened.items()} for index in range(number)]
+
+
+def made_of(
+    name: str, values: Mapping[int, Any], rank: int | None, how: Joining | None, dim: int
+) -> Any:
+    """Make of an expression's values what was asked for: a list, one of them, or one of all."""
+    if rank is not None:
+        return values[rank]
+    return [*values.values()] if how is None else join(how, name, values, dim)
+
+
+def refusal(session: Session, found: Mapping[int, Brought]) -> UsageError | None:
+    """Say who lacks what, and who has it; None where all ranks have values."""
+    lacking = {rank: each for rank, each in found.items() if each.packed is None}
+    if not lacking:
+        return None
+    missing = next((each.missing for each in lacking.values() if each.missing), "")
+    if missing:
+        return UsageError(_missing_text(session, missing, found))
+    problems = fold_ranks({rank: (each.of, each.problem) for rank, each in lacking.items()})
+    (of, problem), ranks = next(iter(problems.items()))
+    more = f" (and {len(problems) - 1} other problems)" if len(problems) > 1 else ""
+    return UsageError(f"`{of}` on {name_ranks(ranks)}: {one_line(problem).rstrip('.')}{more}.")
+
+
+def _missing_text(session: Session, name: str, found: Mapping[int, Brought]) -> str:
+    lack = [rank for rank, each in found.items() if each.missing == name]
+    had = session.names.ranks_that_own(name) | session.names.ranks_that_have(name)
+    have = {rank for rank, each in found.items() if each.packed is not None}
+    have |= {rank for rank in had if rank not in found}
+    if have:
+        options = f"`-r {format_ranks(have)}`"
+        verb = "has" if len(have) == 1 else "have"
+        return (
+            f"{name_ranks(lack)} {_has_no(lack)} `{name}`; {name_ranks(have)} {verb} it: {options}."
+        )
+    everyone = len(lack) == session.size
+    who = "no rank has" if everyone else f"{name_ranks(lack)} {_has_no(lack)}"
+    here = f"; the notebook has it: `%dist_push {name}`" if name in session.namespace else ""
+    return f"{who} `{name}`{here}."
+
+
+def _has_no(ranks: Iterable[int]) -> str:
+    return "has no" if len([*ranks]) == 1 else "have no"

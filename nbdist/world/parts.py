@@ -1,0 +1,133 @@
+"""Values cut into parts, one for each rank, and put together again from what ranks have.
+
+Tensors, arrays, lists, tables: told by what they can do, since the notebook imports none of
+their libraries itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, pairwise
+from types import ModuleType
+from typing import Any, Literal
+
+from nbdist.errors import UsageError
+from nbdist.output.wording import fold_ranks
+from nbdist.wire.unshippable import type_name
+from nbdist.words import name_ranks, one_line
+
+Joining = Literal["stack", "cat"]
+
+Part = Callable[[int, int], Any]
+"""Gives the elements from one number to another, the latter not among them."""
+
+
+# --- cutting ----------------------------------------------------------------------------
+
+
+def bounds(length: int, parts: int) -> list[int]:
+    """Say where parts begin and end: as torch.tensor_split, the first ones may have one more."""
+    each, more = divmod(length, parts)
+    return [number * each + min(number, more) for number in range(parts + 1)]
+
+
+def split(name: str, value: Any, parts: int, dim: int | None = None) -> list[Any]:
+    """Cut a value along a dimension, by default the first; UsageError for what has none.
+
+    Tensors' and arrays' parts are views of them; a table's rows are cut, and a data set's.
+    """
+    length, part = _cutter(name, value, dim)
+    return [part(start, end) for start, end in pairwise(bounds(length, parts))]
+
+
+def _cutter(name: str, value: Any, dim: int | None) -> tuple[int, Part]:
+    """Say how many elements there are, and how to have some of them."""
+    if _is_a(value, "torch", "Tensor") or _is_a(value, "numpy", "ndarray"):
+        return _cutter_of_array(name, value, dim or 0)
+    if dim:
+        raise UsageError(f"`{name}` ({type_name(value)}) has no dimension {dim} to cut.")
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return len(value), lambda start, end: value[start:end]
+    if hasattr(value, "iloc"):  # DataFrame and Series of pandas
+        return len(value), lambda start, end: value.iloc[start:end]
+    if hasattr(value, "select") and hasattr(value, "__len__"):  # Dataset of Hugging Face
+        return len(value), lambda start, end: value.select(range(start, end))
+    raise UsageError(
+        f"`{name}` ({type_name(value)}) cannot be cut into parts: a tensor, an array, a list or "
+        "tuple, a DataFrame or Series, or a Dataset can; `list(...)` makes a list of others."
+    )
+
+
+def _cutter_of_array(name: str, value: Any, dim: int) -> tuple[int, Part]:
+    dims = len(value.shape)
+    if not -dims <= dim < dims:
+        shape = tuple(value.shape)
+        raise UsageError(f"`{name}` of shape {shape} has no dimension {dim} to cut.")
+    before = (slice(None),) * (dim % dims)
+    return int(value.shape[dim]), lambda start, end: value[(*before, slice(start, end))]
+
+
+# --- putting together -------------------------------------------------------------------
+
+
+def join(how: Joining, name: str, values: Mapping[int, Any], dim: int = 0) -> Any:
+    """Make one of the ranks' values, in their order: stacked along a new dimension, or end to end.
+
+    Tensors make a tensor, tables a table, lists end to end a list, all else an array.
+    UsageError where they do not fit together.
+    """
+    kinds = fold_ranks({rank: _shape_text(value) for rank, value in values.items()})
+    try:
+        return (_stacked if how == "stack" else _end_to_end)([*values.values()], dim)
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:
+        has = [f"{kind} on {name_ranks(ranks)}" for kind, ranks in kinds.items()]
+        other = ", or `--cat`" if how == "stack" and len(has) > 1 else ""
+        raise UsageError(
+            f"`{name}` cannot be put together by `--{how}` ({one_line(str(error), 100)}): "
+            f"{', '.join(has)}. Gather the list instead{other}."
+        ) from None
+
+
+def _stacked(values: Sequence[Any], dim: int) -> Any:
+    if torch := _library_of("torch", "Tensor", values):
+        return torch.stack([*values], dim)
+    return _numpy().stack([*values], dim)
+
+
+def _end_to_end(values: Sequence[Any], dim: int) -> Any:
+    first = values[0]
+    if torch := _library_of("torch", "Tensor", values):
+        return torch.cat([*values], dim)
+    if pandas := _library_of("pandas", "DataFrame", values) or _library_of(
+        "pandas", "Series", values
+    ):
+        return pandas.concat([*values], axis=dim)
+    if datasets := _library_of("datasets", "Dataset", values):
+        return datasets.concatenate_datasets([*values])
+    if all(type(value) is type(first) for value in values) and type(first) in (list, tuple):
+        return type(first)(chain.from_iterable(values))
+    return _numpy().concatenate([*values], dim)
+
+
+def _numpy() -> ModuleType:
+    import numpy as np  # torch needs it too
+
+    return np
+
+
+def _library_of(library: str, kind: str, values: Sequence[Any]) -> ModuleType | None:
+    """Return the library where all values are of this kind of it."""
+    if all(_is_a(value, library, kind) for value in values):
+        return sys.modules[library]
+    return None
+
+
+def _is_a(value: Any, library: str, kind: str) -> bool:
+    found = getattr(sys.modules.get(library), kind, None)
+    return found is not None and isinstance(value, found)
+
+
+def _shape_text(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return type_name(value) if shape is None else f"{type_name(value)} {tuple(shape)}"

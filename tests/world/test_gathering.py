@@ -1,0 +1,64 @@
+"""Tests of `nbdist.world.gathering`: `World.gather` of several names, joined, and refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from nbdist.errors import UsageError
+from nbdist.world.gathering import check_expressions
+from nbdist.world.world import World
+from tests.worlds import NewWorld
+
+pytestmark = pytest.mark.shared_world
+
+
+@pytest.fixture(scope="module")
+def world(new_world: NewWorld) -> Iterator[World]:
+    with new_world(2) as started:
+        started.execute("t = torch.full((2,), float(rank)); big = torch.ones(50_000) * rank")
+        started.execute("only = 1", ranks=[0])
+        yield started
+
+
+def test_several_names(world: World) -> None:
+    """A tuple, with a list for each."""
+    big, numbers = world.gather(["big", "rank"])
+    assert [each.sum().item() for each in big] == [0.0, 50_000.0]
+    assert numbers == [0, 1]
+    assert world.gather("rank", rank=1) == 1
+    assert world.gather(["rank", "world_size"], rank=1) == (1, 2)
+    assert world.gather("t", join="stack").tolist() == [[0.0, 0.0], [1.0, 1.0]]
+    assert world.gather("t[None]", join="cat", dim=1).tolist() == [[0.0, 0.0, 1.0, 1.0]]
+
+
+def test_what_was_read_is_released(world: World) -> None:
+    """The workers keep no shared memory for it."""
+    world.gather("big")
+    world.execute("import os\nlinks = [f'/proc/self/fd/{n}' for n in os.listdir('/proc/self/fd')]")
+    count = "sum('memfd:nbdist' in os.readlink(each) for each in links if os.path.exists(each))"
+    assert world.gather(count) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "said"),
+    [
+        ("nope", None, "^no rank has `nope`.$"),
+        ("nope", [1], "^rank 1 has no `nope`.$"),
+        ("only", None, "^rank 1 has no `only`; rank 0 has it: `-r 0`.$"),
+        ("only", [1], "^rank 1 has no `only`; rank 0 has it: `-r 0`.$"),
+        ("1 // rank", None, "^`1 // rank` on rank 0: ZeroDivisionError: .*.$"),
+    ],
+)
+def test_who_has_what(world: World, name: str, ranks: list[int] | None, said: str) -> None:
+    """One line; all ranks go on."""
+    with pytest.raises(UsageError, match=said):
+        world.gather(name, ranks)
+    assert world.gather("rank") == [0, 1]
+
+
+def test_no_expression() -> None:
+    """It is told before any worker is asked."""
+    with pytest.raises(UsageError, match="`x = 1` is no expression"):
+        check_expressions(["y", "x = 1"])
