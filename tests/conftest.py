@@ -22,6 +22,8 @@ from pathlib import Path
 import pytest
 
 from nbdist.wire.messages import GetStatus
+from nbdist.world.states import State
+from nbdist.world.world import World
 from tests.worlds import NewWorld, start_lasting_link
 
 # Long enough for an agent that ends its workers politely first.
@@ -66,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    line = "shared_world: the world outlives the test; what is left is counted after the module"
+    line = "shared_world(ranks): the `world` of a module's tests, after which leaks are counted"
     config.addinivalue_line("markers", line)
     name, _, value = MARK.partition("=")
     os.environ[name] = value
@@ -239,6 +241,29 @@ def new_world(nothing_is_left_by_all: set[str]) -> Iterator[NewWorld]:
     link.end()
 
 
+@pytest.fixture(scope="module")
+def started(request: pytest.FixtureRequest, new_world: NewWorld) -> Iterator[World]:
+    """The world of a module that is marked `shared_world(ranks)`."""
+    mark = request.node.get_closest_marker("shared_world")
+    with new_world(*mark.args) as world:
+        yield world
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest, started: World) -> World:
+    """It, started anew where a test has lost it, or has given it another size."""
+    (ranks,) = request.node.get_closest_marker("shared_world").args
+    if started.state is not State.READY or started.size != ranks:
+        started.restart(ranks)
+    return started
+
+
+@pytest.fixture
+def empty_snapshot_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots of this test lie in its own folder."""
+    monkeypatch.setenv("NBDIST_SNAPSHOT_DIR", str(tmp_path))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def nothing_is_left_by_the_module(
     request: pytest.FixtureRequest, nothing_is_left_by_all: set[str]
@@ -258,7 +283,7 @@ def nothing_is_left(
 ) -> Iterator[None]:
     """What a test leaves behind is an error of the test.
 
-    Tests whose world is shared by the module say so: `pytestmark = pytest.mark.shared_world`.
+    Tests whose world is shared by the module say so: `pytestmark = pytest.mark.shared_world(2)`.
     """
     if request.node.get_closest_marker("shared_world"):
         yield

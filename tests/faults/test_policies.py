@@ -6,7 +6,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,24 +14,17 @@ from nbdist.errors import NbdistError, RanksFreed, UsageError, WorkerDied, Worke
 from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(4)
 
 SUM = "t = torch.ones(1); dist.all_reduce(t); assert t.item() == world_size"
 
 DIES = "import os, time\nif rank == 1: time.sleep(0.2); os.kill(os.getpid(), 9)\n"
 
 
-@pytest.fixture(scope="module")
-def started(new_world: NewWorld) -> Iterator[World]:
-    with new_world(4) as world:
-        yield world
-
-
 @pytest.fixture
 def world(started: World) -> World:
-    """Four ready ranks with `kept`, and no earlier test's replacements."""
+    """Four ready ranks with `kept`, and no earlier test's replacements or policy."""
     started.session.take_replaced()
     started.session.on_failure = "heal"
     if started.state is not State.READY:

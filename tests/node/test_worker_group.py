@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,9 +24,8 @@ from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.faults.test_policies import SUM
 from tests.node.sources import Source, run, worker_start
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(4)
 
 Program = Callable[[str], Path]
 
@@ -161,20 +160,12 @@ def test_a_lack_of_threads_comes_first() -> None:
 # --- deaths while a group is formed -----------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def started(new_world: NewWorld) -> Iterator[World]:
-    with new_world(4) as world:
-        yield world
-
-
 @pytest.fixture
-def world(started: World) -> World:
+def world(world: World) -> World:
     """Four ready ranks with `kept`, and no earlier test's replacements."""
-    if started.state is not State.READY or started.size != 4:
-        started.restart(4)
-    started.session.take_replaced()
-    started.execute("kept = rank")
-    return started
+    world.session.take_replaced()
+    world.execute("kept = rank")
+    return world
 
 
 def end(world: World, rank: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,27 +11,12 @@ import pytest
 from nbdist.errors import RanksFreed, UsageError, WorkerError
 from nbdist.wire.task import Attempt, Kind
 from nbdist.world.scripts import find_script
-from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.scripts import Write, said
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(2)
 
 N = 2
-
-
-@pytest.fixture(scope="module")
-def started(new_world: NewWorld) -> Iterator[World]:
-    with new_world(N) as world:
-        yield world
-
-
-@pytest.fixture
-def world(started: World) -> World:
-    if started.state is not State.READY:
-        started.restart()
-    return started
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,15 +13,8 @@ from nbdist.world.setup import Setup
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.faults.test_policies import DIES, SUM, ends
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
-
-
-@pytest.fixture(scope="module")
-def started(new_world: NewWorld) -> Iterator[World]:
-    with new_world(4) as world:
-        yield world
+pytestmark = pytest.mark.shared_world(4)
 
 
 @pytest.fixture

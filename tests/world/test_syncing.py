@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -10,7 +10,7 @@ from nbdist.errors import BadRanks, NbdistError, UsageError
 from nbdist.world.world import World
 from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(3)
 
 
 def test_without_a_group(new_world: NewWorld) -> None:
@@ -19,12 +19,6 @@ def test_without_a_group(new_world: NewWorld) -> None:
         alone.execute("x = 1")
         with pytest.raises(UsageError, match=r"these workers have none \(`--backend none`\)"):
             alone.sync(["x"])
-
-
-@pytest.fixture(scope="module")
-def started(new_world: NewWorld) -> Iterator[World]:
-    with new_world(3) as world:
-        yield world
 
 
 @pytest.fixture

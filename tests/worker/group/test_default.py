@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from nbdist.errors import RanksFreed, WorkerDied, WorkerError
 from nbdist.output.events import Text
 from nbdist.worker.compat import torch as seam
-from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(3)
 
 SETUP = """
 import os
@@ -78,20 +75,6 @@ IS_THERE = "\x1b[2mThe group of all 3 ranks (gloo) is there already.\x1b[0m\n"
 IS_BACK = (
     "\x1b[2mThe group that an earlier cell initialised has ended: the world's is back.\x1b[0m\n"
 )
-
-
-@pytest.fixture(scope="module")
-def started(new_world: NewWorld) -> Iterator[World]:
-    with new_world(3) as world:
-        yield world
-
-
-@pytest.fixture
-def world(started: World) -> World:
-    """The world, started anew where a test has lost it."""
-    if started.state is not State.READY:
-        started.restart()
-    return started
 
 
 def printed(world: World, source: str) -> dict[int, str]:

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -16,27 +15,12 @@ from nbdist.errors import WorkerDied, WorkerError
 from nbdist.output.ansi import strip
 from nbdist.world.result import CellResult
 from nbdist.world.scripts import find_script
-from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.scripts import Write, said
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(2)
 
 N = 2
-
-
-@pytest.fixture(scope="module")
-def started(new_world: NewWorld) -> Iterator[World]:
-    with new_world(N) as world:
-        yield world
-
-
-@pytest.fixture
-def world(started: World) -> World:
-    if started.state is not State.READY:
-        started.restart()
-    return started
 
 
 def traceback_of(world: World, rank: int) -> str:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from nbdist.errors import UsageError, WorkerDied
 from nbdist.worker.compat import torch as seam
-from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = [pytest.mark.shared_world(2), pytest.mark.usefixtures("empty_snapshot_folder")]
 
 IMPORTS = """
 from torch.distributed.device_mesh import init_device_mesh
@@ -103,21 +98,6 @@ REPLICATES = seam.VERSION >= (2, 8)
 
 AVERAGES = seam.VERSION >= (2, 9)
 """Whether it averages them; older ones add them up."""
-
-
-@pytest.fixture(scope="module")
-def started(new_world: NewWorld) -> Iterator[World]:
-    with new_world(2) as world:
-        yield world
-
-
-@pytest.fixture
-def world(started: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    """The world with an empty folder for its snapshots."""
-    monkeypatch.setenv("NBDIST_SNAPSHOT_DIR", str(tmp_path))
-    if started.state is not State.READY or started.size != 2:
-        started.restart(2)
-    return started
 
 
 # --- as many ranks ------------------------------------------------------------------------

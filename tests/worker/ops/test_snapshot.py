@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from nbdist.errors import UsageError
-from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.faults.test_training import TRAINING
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
-
-
-@pytest.fixture(scope="module")
-def started(new_world: NewWorld) -> Iterator[World]:
-    with new_world(2) as world:
-        yield world
-
-
-@pytest.fixture
-def world(started: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    """The world with an empty folder for its snapshots."""
-    monkeypatch.setenv("NBDIST_SNAPSHOT_DIR", str(tmp_path))
-    if started.state is not State.READY or started.size != 2:
-        started.restart(2)
-    return started
+pytestmark = [pytest.mark.shared_world(2), pytest.mark.usefixtures("empty_snapshot_folder")]
 
 
 def entries(folder: Path) -> list[str]:

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from nbdist.errors import WorkerDied, WorkerError
-from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
-
-
-@pytest.fixture(scope="module")
-def started(new_world: NewWorld) -> Iterator[World]:
-    with new_world(3) as world:
-        yield world
+pytestmark = pytest.mark.shared_world(3)
 
 
 @pytest.fixture
-def world(started: World) -> World:
+def world(world: World) -> World:
     """Three ranks without variables of tests before."""
-    if started.state is not State.READY:
-        started.restart()
-    started.execute("%reset -f")
-    started.execute("import os")
-    return started
+    world.execute("%reset -f")
+    world.execute("import os")
+    return world
 
 
 def copy(world: World, *names: str, source: int, to: tuple[int, ...] | None = None) -> None:
