@@ -100,7 +100,7 @@ def test_time_asleep_is_its_own() -> None:
     """A process that waits for nothing of the machine has had all of it."""
     process = subprocess.Popen(["sleep", "60"])
     try:
-        own, started = OwnTime(process.pid), time.monotonic()
+        started, own = time.monotonic(), OwnTime(process.pid)
         time.sleep(0.5)
         assert 0.25 < own.seconds() <= time.monotonic() - started
     finally:
