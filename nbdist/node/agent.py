@@ -19,7 +19,7 @@ from zmq.eventloop.zmqstream import ZMQStream
 from nbdist import __version__, folders
 from nbdist.node.forker import Forker
 from nbdist.node.guard import end_descendants
-from nbdist.node.inspect import stack_of, status_of
+from nbdist.node.inspect import consulted, stack_of, status_of
 from nbdist.node.outbox import Outbox
 from nbdist.node.proc import MemoryGauge
 from nbdist.node.processes import Children
@@ -32,6 +32,7 @@ from nbdist.wire.messages import (
     Aborted,
     Answer,
     Ask,
+    Consult,
     GetStacks,
     GetStatus,
     Heal,
@@ -146,6 +147,8 @@ class Agent:
                 self._do(self._report_status(number))
             case Ask(number, GetStacks(ranks)):
                 self._do(self._report_stacks(number, ranks))
+            case Ask(number, Consult() as consult):
+                self._do(self._report_answer(number, consult))
             case Ask() as ask:
                 self._asked.put_nowait(ask)
             case Locate(ranks):
@@ -200,6 +203,10 @@ class Agent:
     async def _report_stacks(self, number: int, ranks: Sequence[int]) -> None:
         asked = [self._workers.all[rank] for rank in ranks if rank in self._workers.all]
         self._send(Answer(number, tuple(await asyncio.gather(*map(stack_of, asked)))))
+
+    async def _report_answer(self, number: int, consult: Consult) -> None:
+        alive = self._workers.alive(consult.ranks)
+        self._send(Answer(number, await consulted(alive, consult.question)))
 
     async def _abort(self, ranks: Sequence[int]) -> None:
         await self._workers.abort(ranks)

@@ -13,6 +13,7 @@ from nbdist.node.faulthandler import frames_of, own_frames, with_code
 from nbdist.node.proc import MemoryGauge, is_stopped
 from nbdist.wire import control
 from nbdist.wire.places import Collective, Place, Stack, StackFrame, WorkerStatus
+from nbdist.wire.questions import Completions, Description, Question
 
 if TYPE_CHECKING:
     from nbdist.node.worker import Worker
@@ -24,6 +25,9 @@ STATUS_TIMEOUT = 0.12
 LAST_TIMEOUT = 2.0
 BRIEF_SAMPLE_TIMEOUT = 0.04
 SAMPLE_TIMEOUT = 0.4
+
+IDLE_TIMEOUT, BUSY_TIMEOUT, MOST_ASKED = 0.8, 0.35, 2
+"""Seconds for the answer to a question about names, and how many busy ranks are asked in turn."""
 
 IN_TORCH = "/torch/distributed/"
 CALLS = "/nbdist/worker/ops/call.py"
@@ -50,6 +54,20 @@ async def stack_of(worker: Worker) -> Stack:
     own = own_frames(frames)
     problem = NO_LINE if state == "busy" and not own else ""
     return Stack(worker.rank, worker.pid, state, place, with_code(own), problem)
+
+
+async def consulted(
+    workers: Sequence[Worker], question: Question
+) -> Completions | Description | None:
+    """Return what an idle one of them answers, else a busy one; None where none does in time."""
+    for worker in [each for each in workers if each.state == "idle"][:1]:
+        answer = await worker.ask(question, IDLE_TIMEOUT)
+        return answer if isinstance(answer, Completions | Description) else None
+    for worker in [each for each in workers if each.state == "busy"][:MOST_ASKED]:
+        answer = await worker.ask(question, BUSY_TIMEOUT)
+        if isinstance(answer, Completions | Description):
+            return answer
+    return None
 
 
 async def status_of(workers: Sequence[Worker], gauge: MemoryGauge) -> tuple[WorkerStatus, ...]:

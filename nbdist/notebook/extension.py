@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import atexit
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from nbdist.notebook.requirements import check_libraries
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from nbdist.notebook.command import Command
     from nbdist.notebook.pool import Pools
 
-_loaded: WeakKeyDictionary[InteractiveShell, tuple[Pools, list[Command]]] = WeakKeyDictionary()
+_loaded: WeakKeyDictionary[InteractiveShell, tuple[Pools, list[Command], ExitStack]]
+_loaded = WeakKeyDictionary()
 
 
 def load(shell: InteractiveShell) -> None:
@@ -41,7 +43,30 @@ def load(shell: InteractiveShell) -> None:
         shell.magics_manager.register_function(command.magic(pools), command.kind, command.name)
     shell.events.register("post_run_cell", pools.notice_names)
     atexit.register(pools.close)
-    _loaded[shell] = pools, commands
+    _loaded[shell] = pools, commands, help_at_border(shell, pools)
+
+
+def help_at_border(shell: InteractiveShell, pools: Pools) -> ExitStack:
+    """Wrap the methods of the shell and its kernel that help whoever types; closed, they are out.
+
+    A terminal's shell has no kernel.
+    """
+    from nbdist.notebook.border import Border
+    from nbdist.notebook.completion import Completion
+    from nbdist.notebook.wrapping import Wrapped
+
+    completion = Completion(pools)
+    wrapped = [Wrapped(shell, "showtraceback", Border(pools).show_traceback)]
+    kernel: Any = getattr(shell, "kernel", None)
+    if kernel is not None:
+        wrapped += [
+            Wrapped(kernel, "do_complete", completion.complete),
+            Wrapped(kernel, "do_inspect", completion.inspect),
+        ]
+    stack = ExitStack()
+    for each in wrapped:
+        stack.callback(each.undo)
+    return stack
 
 
 def prestart() -> Link:
@@ -53,7 +78,8 @@ def prestart() -> Link:
 
 def unload(shell: InteractiveShell) -> None:
     """End the workers and leave the shell as it was."""
-    pools, commands = _loaded.pop(shell)
+    pools, commands, help_given = _loaded.pop(shell)
+    help_given.close()
     pools.close()
     atexit.unregister(pools.close)
     shell.events.unregister("post_run_cell", pools.notice_names)

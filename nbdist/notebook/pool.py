@@ -299,6 +299,10 @@ class Pools:
             self._pools[name] = Pool(self.shell, self.settings, name)
         return self._pools[name]
 
+    def known(self, name: str | None) -> Pool | None:
+        """Give the pool of this name if there is one; from any thread, for who only looks."""
+        return self._pools.get(name or DEFAULT_POOL)
+
     def notice_names(self, result: ExecutionResult) -> None:
         """Count what a cell has bound as the notebook's; called by IPython after each."""
         raw_cell = getattr(result.info, "raw_cell", None)

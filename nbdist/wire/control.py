@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from nbdist.wire.frames import BadFrame, object_from
 from nbdist.wire.places import Collective, Place, StackFrame
+from nbdist.wire.questions import Completions, Description, Question
 
 REQUEST, REPLY = "nbdist_request", "nbdist_reply"
 """The kinds of these messages."""
@@ -87,7 +88,17 @@ class Resize:
 
 
 Request = (
-    Locate | Trace | LastCollective | ListGroups | Check | Bind | LetGo | Abort | Regroup | Resize
+    Locate
+    | Trace
+    | LastCollective
+    | ListGroups
+    | Check
+    | Bind
+    | LetGo
+    | Abort
+    | Regroup
+    | Resize
+    | Question
 )
 
 
@@ -130,7 +141,7 @@ class Ok:
     """It is done, or there is none of what was asked for."""
 
 
-Answer = Place | Traced | Collective | HeldGroups | Lacks | Failed | Ok
+Answer = Place | Traced | Collective | HeldGroups | Lacks | Failed | Ok | Completions | Description
 
 
 def pack(message: Request | Answer) -> bytes:

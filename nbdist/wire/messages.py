@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from nbdist.output.events import Output
 from nbdist.wire.places import Place, Stack, WorkerStatus
+from nbdist.wire.questions import Completions, Description, Question
 from nbdist.wire.start import WorldSpec
 
 # --- calls to an agent, each answered by exactly one `Answer` ------------------------------
@@ -46,6 +47,17 @@ class GetStacks:
 
 
 @dataclass(frozen=True, slots=True)
+class Consult:
+    """Put a question to one of these ranks, an idle one if there is any.
+
+    Answered by what the rank answers, None where none does in time.
+    """
+
+    ranks: tuple[int, ...]
+    question: Question
+
+
+@dataclass(frozen=True, slots=True)
 class Heal:
     """Replace dead workers and form the group anew in all; answered by `Healed`."""
 
@@ -64,7 +76,7 @@ class Kill:
     ranks: tuple[int, ...]
 
 
-Request = StartWorld | StopWorld | GetStatus | GetStacks | Heal | Scale | Kill
+Request = StartWorld | StopWorld | GetStatus | GetStacks | Consult | Heal | Scale | Kill
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +116,16 @@ class Healed:
     not_scaled: str = ""
 
 
-Reply = WorldStarted | StartFailure | Healed | tuple[WorkerStatus, ...] | tuple[Stack, ...] | None
+Reply = (
+    WorldStarted
+    | StartFailure
+    | Healed
+    | tuple[WorkerStatus, ...]
+    | tuple[Stack, ...]
+    | Completions
+    | Description
+    | None
+)
 
 
 # --- what goes over the link ----------------------------------------------------------------

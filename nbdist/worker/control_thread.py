@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import _thread
+import asyncio
 import errno
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nbdist.wire import control
+from nbdist.wire.questions import Question
 from nbdist.worker.compat import ipython, torch
+from nbdist.worker.consulting import Consulting
 from nbdist.worker.probe import Probe
 from nbdist.worker.process import die_with_parent, reserve
 
@@ -31,6 +35,8 @@ class ControlThread:
         self._group = group
         self._scaling = scaling
         self._probe = Probe(group)
+        self._consulting = Consulting(kernel)
+        self._answering: set[asyncio.Task[None]] = set()
         kernel.control_handlers[control.REQUEST] = self.answer
 
     def __repr__(self) -> str:
@@ -40,9 +46,28 @@ class ControlThread:
         """Answer a request; called by ipykernel."""
         try:
             with reserve():
-                answer = self._answer_to(control.request_from(message["buffers"]))
+                request = control.request_from(message["buffers"])
+                if isinstance(request, Question):
+                    self._answer_later(request, partial(self._send, stream, ident, message))
+                    return
+                answer = self._answer_to(request)
         except OSError as error:  # most likely it is out of descriptors all the same
             answer = _failed(error)
+        self._send(stream, ident, message, answer)
+
+    def _answer_later(self, question: Question, send: Callable[[control.Answer], None]) -> None:
+        """Answer what takes a while: what comes next, to free this rank for one, does not wait."""
+
+        async def answer() -> None:
+            send(await self._consulting.answer(question))
+
+        task = asyncio.get_running_loop().create_task(answer())
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    def _send(
+        self, stream: Any, ident: Any, message: dict[str, Any], answer: control.Answer
+    ) -> None:
         session = self._kernel.session
         assert session is not None
         buffers: list[Any] = [control.pack(answer)]

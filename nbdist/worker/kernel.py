@@ -69,6 +69,7 @@ class WorkerKernel(LeavesChildren):
     records: Records
     group: Group | None = None
     peaks = Peaks()
+    is_at_work = False
     shell_class = Type(WorkerShell)
 
     @default("ident")
@@ -85,6 +86,7 @@ class WorkerKernel(LeavesChildren):
         started = time.perf_counter()
         done, error = Done("error", 0.0), None
         context = Context(self.shell, self.namespace, self.group, self.peaks, task_id=task.id)
+        self.is_at_work = True
         self.records.begin_task(task.log_level)
         cast("MarkingSession", self.session).large.begin_task()
         try:
@@ -105,6 +107,7 @@ class WorkerKernel(LeavesChildren):
             gc.collect()  # what looked at the frames refers to them in cycles
         self.records.end_task()
         flush_streams()
+        self.is_at_work = False
         return replace(done, seconds=time.perf_counter() - started)
 
     def _prepare(self, task: Task, context: Context) -> None:

@@ -152,6 +152,19 @@ class Link:
         finally:
             self._answers.pop(number, None)
 
+    def ask(self, request: Request) -> Future[Reply]:
+        """Ask an agent that has said hello, from any thread; wait for the reply with a bound."""
+        self.check_process()
+        answer: Future[Reply] = Future()
+        if self._lost is not None:
+            answer.set_exception(self._lost)
+            return answer
+        number = next(self._numbers)
+        answer.add_done_callback(lambda _: self._answers.pop(number, None))
+        self._answers[number] = answer
+        self._send(Ask(number, request))
+        return answer
+
     def run(self, packed: Run) -> None:
         """Send a task to the agents; what it shows arrives in `arrived`."""
         self._send(packed)

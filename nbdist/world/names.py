@@ -162,6 +162,16 @@ class NameTable:
             if isinstance(entry, Own) and entry.identity and entry.identity.is_still(value)
         )
 
+    def ranks_with(self, name: str) -> tuple[int, ...]:
+        """Find the ranks that have something under this name, whosever it is."""
+        has = (rank for rank, entry in self._entries(name) if isinstance(entry, Shipped | Own))
+        return tuple(sorted(has))
+
+    def whence(self, name: str) -> str | None:
+        """Say what the name was imported from on the ranks, None where it was not."""
+        found = (entry.whence for _, entry in self._entries(name) if isinstance(entry, Own))
+        return next(filter(None, found), None)
+
     def ranks_that_have(self, name: str, version: Hashable = None) -> frozenset[int]:
         """Find the ranks that have this version of the notebook's name, or its last one."""
         return frozenset(

@@ -9,14 +9,16 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Unpack
 
 from nbdist import topology
 from nbdist.config import Changes, Patience, read_restarts
 from nbdist.errors import AgentLost, StartError, WorldNotStarted
-from nbdist.wire.messages import Request
+from nbdist.wire.messages import Consult, Reply, Request
 from nbdist.wire.payload import open_payload, pack_frames
+from nbdist.wire.questions import Question
 from nbdist.wire.task import Attempt, Call, Source, Task, Work
 from nbdist.world import following, recovery
 from nbdist.world.launchers import find_launcher
@@ -248,3 +250,13 @@ class Session(Workers):
         except AgentLost as lost:
             self.take_loss(lost)
             return ()
+
+    def consult(self, question: Question, ranks: Iterable[int]) -> Future[Reply] | None:
+        """Put a question about names to one of these ranks, from any thread; None without workers.
+
+        What comes of it is None where no rank has answered in time; wait for it with a bound.
+        """
+        link = self._link
+        if not self.state.has_workers or link is None or not link.is_up:
+            return None
+        return link.ask(Consult(tuple(ranks), question))

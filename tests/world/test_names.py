@@ -222,3 +222,13 @@ def test_list_of_names(names: str, text: str) -> None:
 def test_long_list_of_names() -> None:
     """Only some are named."""
     assert list_names("abcdefghi") == "a, b, c, d, e, f and 3 more"
+
+
+def test_who_has_something_under_a_name(table: NameTable) -> None:
+    """Shipped, bound there or imported; not where it was lost."""
+    ship(table, "x", ranks=(0,))
+    bind(table, 1, "loss", nn="torch.nn")
+    assert (table.ranks_with("x"), table.ranks_with("loss")) == ((0,), (1,))
+    assert (table.whence("nn"), table.whence("loss"), table.whence("x")) == ("torch.nn", None, None)
+    table.replaced([1])
+    assert table.ranks_with("loss") == table.ranks_with("nope") == ()

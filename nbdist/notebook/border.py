@@ -1,0 +1,61 @@
+"""What is said where a plain cell uses a name that only the workers have."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from nbdist.config import DEFAULT_POOL
+from nbdist.words import name_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbdist.notebook.pool import Pool, Pools
+
+READY = frozenset({"rank", "world_size", "local_rank", "device"})
+"""Names that every worker has from its start."""
+
+LIBRARIES = {"torch": "import torch", "dist": "import torch.distributed as dist"}
+"""What every worker has imported from its start."""
+
+
+class Border:
+    """Looks at a NameError before IPython shows it, and says where the name is."""
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+
+    def __repr__(self) -> str:
+        return f"<Border of {self._pools}>"
+
+    def show_traceback(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stand around `InteractiveShell.showtraceback`: only the error's message changes."""
+        told = args[0] if args else kwargs.get("exc_tuple")
+        error = told[1] if told else sys.exc_info()[1]
+        if type(error) is NameError and error.name and (hint := self.hint(error.name)):
+            error.args = (hint,)
+        return original(*args, **kwargs)
+
+    def hint(self, name: str) -> str:
+        """Say where the name lives and how to come by it; "" where no worker has it."""
+        hints = (hint_of(pool, name) for pool in self._pools if pool.has_workers)
+        return next(filter(None, hints), "")
+
+
+def hint_of(pool: Pool, name: str) -> str:
+    """Say which ranks of the pool have it, and what to do; "" where none has."""
+    world = pool.world
+    if world is None or name in pool.shell.user_ns:
+        return ""
+    of_pool = "" if pool.name == DEFAULT_POOL else f" --pool {pool.name}"
+    begin = f"begin the cell with %%distributed{of_pool}"
+    ranks = world.session.names.ranks_with(name)
+    if ranks:
+        lives = f"`{name}` lives on {name_ranks(ranks)}: {begin}"
+        if world.session.names.whence(name):
+            return f"{lives}, or import it here too"
+        return f"{lives}, or `%dist_gather{of_pool} {name}`"
+    if name in LIBRARIES:
+        return f"`{name}` is there on the workers: {begin}, or `{LIBRARIES[name]}` here"
+    return f"`{name}` is each worker's own: {begin}" if name in READY else ""

@@ -1,0 +1,118 @@
+"""Completion and inspection in cells of the workers, beside what the notebook's kernel says.
+
+Wrapped around the kernel's own `do_complete` and `do_inspect`, which front ends call from
+several threads.  Nothing of what workers have enters the notebook's namespace.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from IPython.utils.tokenutil import token_at_cursor
+
+from nbdist.errors import NbdistError
+from nbdist.notebook.cell_text import CELL_MAGICS, MagicLine, as_comment, cell_magic, root_at
+from nbdist.topology import parse_ranks
+from nbdist.wire.questions import Candidate, Complete, Completions, Description, Inspect, Question
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbdist.notebook.pool import Pool, Pools
+
+TIMEOUT = 0.9
+"""Seconds that the workers have: JupyterLab waits for one."""
+
+
+class Completion:
+    """Asks one rank of the pool that a cell is for; what none knows the notebook's kernel says."""
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+
+    def __repr__(self) -> str:
+        return f"<Completion for {self._pools}>"
+
+    # --- around the kernel's methods ----------------------------------------------------------
+
+    def complete(self, original: Callable[..., Any], code: str, cursor_pos: int | None) -> Any:
+        """Stand around `do_complete`."""
+        cursor = len(code) if cursor_pos is None else cursor_pos
+        magic = workers_cell(code, cursor)
+        if magic is None:
+            return original(code, cursor_pos)
+        text = as_comment(code)
+        root, is_attribute = root_at(text, cursor)
+        if not is_attribute or self._is_theirs(magic, root):
+            found = self.ask(magic, Complete(text, cursor))
+            if isinstance(found, Completions) and found.candidates:
+                return (found if is_attribute else self._with_ours(found, text, cursor)).reply()
+        return original(text, cursor)
+
+    def inspect(
+        self,
+        original: Callable[..., Any],
+        code: str,
+        cursor_pos: int,
+        detail_level: int = 0,
+        omit_sections: Any = (),
+    ) -> Any:
+        """Stand around `do_inspect`."""
+        magic = workers_cell(code, cursor_pos)
+        if magic is None:
+            return original(code, cursor_pos, detail_level, omit_sections)
+        text = as_comment(code)
+        root = token_at_cursor(text, cursor_pos).partition(".")[0]
+        if root and self._is_theirs(magic, root):
+            told = self.ask(magic, Inspect(text, cursor_pos, detail_level))
+            if isinstance(told, Description) and told.data:
+                return {"status": "ok", "found": True, "data": {**told.data}, "metadata": {}}
+        return original(text, cursor_pos, detail_level, omit_sections)
+
+    # --- the workers --------------------------------------------------------------------------
+
+    def ask(self, magic: MagicLine, question: Question) -> Completions | Description | None:
+        """Put a question to the workers that the cell is for; None where none answers in time."""
+        pool = self._pool(magic)
+        world = pool.world if pool else None
+        if world is None:
+            return None
+        try:
+            ranks = parse_ranks(magic.ranks or "all", world.size)
+        except NbdistError:  # half typed
+            ranks = tuple(range(world.size))
+        asked = world.session.consult(question, ranks)
+        try:
+            answer: Any = asked.result(TIMEOUT) if asked else None
+        except (FutureTimeoutError, NbdistError):  # the agent may have ended
+            return None
+        return answer if isinstance(answer, Completions | Description) else None
+
+    def _pool(self, magic: MagicLine) -> Pool | None:
+        return self._pools.known(magic.pool)
+
+    def _is_theirs(self, magic: MagicLine, name: str) -> bool:
+        """Say whether the cell would find the workers' own value under the name."""
+        pool = self._pool(magic)
+        if pool is None or pool.world is None:
+            return False
+        own = pool.world.session.names.ranks_that_own(name)
+        return bool(own) or name not in self._pools.shell.user_ns
+
+    def _with_ours(self, theirs: Completions, text: str, cursor: int) -> Completions:
+        """Add the names of the notebook, which would go along with the cell."""
+        begun, shell = text[theirs.start : cursor], self._pools.shell
+        there = {each.text for each in theirs.candidates}
+        names = [name for name in [*shell.user_ns] if name.startswith(begun) and begun]
+        ours = (n for n in sorted(names) if n not in there and n not in shell.user_ns_hidden)
+        return replace(theirs, candidates=(*theirs.candidates, *map(Candidate, ours)))
+
+
+def workers_cell(code: str, cursor: int) -> MagicLine | None:
+    """Find the magic of a cell that the workers run, where the cursor is below it."""
+    magic = cell_magic(code)
+    if magic is None or magic.name not in CELL_MAGICS:
+        return None
+    return magic if cursor > magic.start + len(magic.text) else None

@@ -1,0 +1,55 @@
+"""Answers questions about names on the control thread's loop, whatever the main thread does.
+
+IPython's own completer and inspector, in a thread beside, where the worker is idle: they know
+most, and may run users' properties.  Else, and where they take long, `known_names`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from nbdist.wire.questions import Complete, Completions, Description, Inspect, Question
+from nbdist.worker import known_names
+
+if TYPE_CHECKING:
+    from nbdist.worker.kernel import WorkerKernel
+
+FULL_TIMEOUT = 0.6
+"""Seconds for IPython's answer: the front end waits for one second."""
+
+
+class Consulting:
+    """One question at a time gets IPython's answer."""
+
+    def __init__(self, kernel: WorkerKernel) -> None:
+        self._kernel = kernel
+        self._full: asyncio.Future[Completions | Description] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Consulting, {'asked' if self._is_asked else 'free'}>"
+
+    @property
+    def _is_asked(self) -> bool:
+        return self._full is not None and not self._full.done()
+
+    async def answer(self, question: Question) -> Completions | Description:
+        """Answer within `FULL_TIMEOUT`; other requests are served meanwhile."""
+        if not self._kernel.is_at_work and not self._is_asked:
+            loop = asyncio.get_running_loop()
+            self._full = loop.run_in_executor(None, self._in_full, question)
+            await asyncio.wait([self._full], timeout=FULL_TIMEOUT)
+            if self._full.done() and self._full.exception() is None:
+                return self._full.result()
+        shell: Any = self._kernel.shell
+        return known_names.answer(shell.user_ns, question)
+
+    def _in_full(self, question: Question) -> Completions | Description:
+        kernel: Any = self._kernel
+        match question:
+            case Complete(code, cursor):
+                return Completions.read(kernel.do_complete(code, cursor))
+            case Inspect(code, cursor, detail):
+                found = kernel.do_inspect(code, cursor, detail)
+                data = found["data"].items() if found.get("found") else ()
+                return Description({kind: text for kind, text in data if isinstance(text, str)})

@@ -1,0 +1,70 @@
+"""Tests of `nbdist.notebook.border`: a plain cell that uses a name of the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from nbdist.output.ansi import strip
+from tests.notebook.front_end import Notebook
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Notebook]:
+    """A notebook with two workers, who have names of their own."""
+    notebook = Notebook("%load_ext nbdist", "shipped = 1")
+    notebook.run(
+        "%%distributed -n 2\nimport torch.nn as nn\nmodel, used = nn.Linear(1, 1), shipped"
+    )
+    notebook.run("%%rank 1\nlonely = 1")
+    notebook.run("%%distributed --pool other -n 1\ntheirs = 1")
+    yield notebook
+    notebook.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("model", "`model` lives on ranks 0-1: begin the cell with %%distributed, or "
+                  "`%dist_gather model`"),
+        ("lonely + 1", "`lonely` lives on rank 1: begin the cell with %%distributed, or "
+                       "`%dist_gather lonely`"),
+        ("def f():\n    return model\nf()", "`model` lives on ranks 0-1: begin the cell with "
+                                            "%%distributed, or `%dist_gather model`"),
+        ("nn", "`nn` lives on ranks 0-1: begin the cell with %%distributed, or import it here too"),
+        ("del shipped\nshipped", "`shipped` lives on ranks 0-1: begin the cell with "
+                                 "%%distributed, or `%dist_gather shipped`"),
+        ("theirs", "`theirs` lives on rank 0: begin the cell with %%distributed --pool other, or "
+                   "`%dist_gather --pool other theirs`"),
+        ("rank", "`rank` is each worker's own: begin the cell with %%distributed"),
+        ("dist", "`dist` is there on the workers: begin the cell with %%distributed, or "
+                 "`import torch.distributed as dist` here"),
+        ("modle", "name 'modle' is not defined"),
+    ],
+)  # fmt: skip
+def test_where_a_name_is(two: Notebook, source: str, said: str) -> None:
+    """The error says who has it and how to come by it; the user's own line stays above."""
+    ran = two.run(source)
+    (error,) = ran.errors
+    assert (error["ename"], error["evalue"]) == ("NameError", said)
+    assert ran.reply["evalue"] == said
+    text = strip("\n".join(error["traceback"]))
+    assert source.splitlines()[-1] in text
+    assert text.endswith(f"NameError: {said}")
+
+
+def test_a_name_that_was_brought_home(two: Notebook) -> None:
+    """Nothing is wrong with that."""
+    two.run("%dist_gather lonely -r 1")
+    assert two.value("lonely") == [1]
+    two.run("del lonely")
+
+
+def test_after_the_workers_have_ended(two: Notebook) -> None:
+    """Nobody has it any more, and once the extension is out IPython's own words are back."""
+    two.run("%dist_shutdown")
+    assert two.run("model").errors[0]["evalue"] == "name 'model' is not defined"
+    two.run("%unload_ext nbdist")
+    assert two.run("theirs").errors[0]["evalue"] == "name 'theirs' is not defined"
+    assert two.value("'showtraceback' in vars(get_ipython())") is False

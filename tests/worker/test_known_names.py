@@ -1,0 +1,169 @@
+"""Tests of `nbdist.worker.known_names`: what is said without running users' code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from nbdist.wire.questions import Complete, Completions, Description, Inspect
+from nbdist.worker.known_names import answer, attributes, complete, describe, find
+
+
+class Never(BaseException):
+    """Users' code was run."""
+
+
+class Traps:
+    """An object that must only be looked at."""
+
+    there = 3
+
+    def __init__(self) -> None:
+        self.own = {"images": 1, "labels": 2, 3: 4}
+
+    def __getattr__(self, name: str) -> Any:
+        raise Never
+
+    def __getattribute__(self, name: str) -> Any:
+        raise Never
+
+    def __dir__(self) -> Iterator[str]:
+        raise Never
+
+    def __repr__(self) -> str:
+        raise Never
+
+    @property
+    def costly(self) -> int:
+        raise Never
+
+
+class Net(torch.nn.Module):
+    """A small net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(2, 3)
+        self.register_buffer("mean", torch.zeros(2))
+
+    def __getattr__(self, name: str) -> Any:
+        if is_made:
+            raise Never
+        return super().__getattr__(name)
+
+
+is_made = False
+
+
+def train(model: Net, lr: float = 0.1) -> None:
+    """Train it."""
+
+
+NAMES: dict[str, Any] = {
+    "traps": Traps(),
+    "net": Net(),
+    "train": train,
+    "batch": {"images": 1, "labels": 2, 3: 4},
+    "grad": torch.zeros(2, 3, dtype=torch.float64),
+    "math": math,
+    "epoch": 3,
+}
+is_made = True
+
+
+def texts(code: str) -> list[str]:
+    found = complete(NAMES, code)
+    assert (found.end, code[: found.start]) == (len(code), code[: found.start])
+    return [each.text for each in found.candidates]
+
+
+@pytest.mark.parametrize(
+    ("code", "wanted"),
+    [
+        ("x = tra", ["train", "traps"]),
+        ("print(epo", ["epoch"]),
+        ("traps.ow", ["own"]),
+        ("traps.there", ["there"]),
+        ("traps.cos", ["costly"]),
+        ("traps.costly.re", []),
+        ("net.fir", ["first"]),
+        ("net.first.wei", ["weight"]),
+        ("net.me", ["mean"]),
+        ("net.first.weight.requires_grad", ["requires_grad", "requires_grad_"]),
+        ("grad.dtype.is_fl", ["is_floating_point"]),
+        ("math.sq", ["sqrt"]),
+        ("batch['im", ["images"]),
+        ('batch["', ["images", "labels"]),
+        ("traps.own['la", ["labels"]),
+        ("nope.x", []),
+        ("f().ow", []),
+        ("'text'.lo", []),
+        ("3.re", []),
+        ("", []),
+        ("a + ", []),
+    ],
+)
+def test_what_can_stand_there(code: str, wanted: list[str]) -> None:
+    """Names, attributes to any depth, keys; nothing where code would have to run."""
+    assert texts(code) == wanted
+
+
+def test_where_and_of_what_kind() -> None:
+    """What is replaced is the word before the cursor, wherever that is in the cell."""
+    code = "# %%distributed\nnet.first.wei\nlater"
+    found = answer(NAMES, Complete(code, code.index("\nlater")))
+    assert isinstance(found, Completions)
+    assert code[found.start : found.end] == "wei"
+    kinds = {each.text: each.type for each in complete(NAMES, "t").candidates}
+    assert (kinds["train"], kinds["type"], kinds["try"]) == ("function", "function", "keyword")
+    kinds = {each.text: each.type for each in complete(NAMES, "net.fi").candidates}
+    assert kinds == {"first": "instance"}
+
+
+@pytest.mark.parametrize(
+    ("code", "wanted"),
+    [
+        ("train(net", ["Signature: train(model: 'Net', lr: 'float' = 0.1)", "Train it."]),
+        ("epoch", ["Type:      int", "Value:     3"]),
+        ("grad", ["Type:      Tensor", "shape (2, 3), torch.float64, cpu"]),
+        ("batch", ["Type:      dict", "3 entries"]),
+        ("net", ["Type:      Net", "Docstring: A small net."]),
+        ("traps", ["Type:      Traps", "An object that must only be looked at."]),
+        ("len", ["Signature: len(obj, /)"]),
+    ],
+)
+def test_what_it_is(code: str, wanted: list[str]) -> None:
+    """Signature, type, value of what has one, docstring; of the function in whose call one is."""
+    found = answer(NAMES, Inspect(code, len(code.partition("(")[0])))
+    assert isinstance(found, Description)
+    for each in wanted:
+        assert each in found.data["text/plain"]
+
+
+def test_nothing_is_said_of_what_is_not_there() -> None:
+    """Nor of what only a property could tell."""
+    assert describe(NAMES, "nope") == describe(NAMES, "traps.costly") == Description({})
+    assert [*attributes(find(NAMES, "nope.x"))] == []
+
+
+def test_of_a_module_that_is_half_made() -> None:
+    """Its class is known before its parts are."""
+    half = Net.__new__(Net)
+    assert "forward" in {*attributes(half)}
+    assert [each.text for each in complete({"half": half}, "half.forw").candidates] == ["forward"]
+
+
+def test_a_dict_that_changes_meanwhile() -> None:
+    """There is an answer, an empty one perhaps."""
+
+    class Changing(dict[str, int]):
+        def __contains__(self, key: object) -> bool:
+            raise RuntimeError("dictionary changed size during iteration")
+
+    names: Any = Changing()
+    assert answer(names, Inspect("x", 1)) == Description({})
+    assert answer(names, Complete("x.y", 3)) == Completions((), 3, 3)
