@@ -57,10 +57,10 @@ def one_line(text: str, limit: int = LINE_LIMIT) -> str:
 def size_text(size: float) -> str:
     """Write bytes in three digits: `512 B`, `1.5 KiB`, `240 MiB`, `1.25 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1000:
+        if size < 999.5:  # what is more would be rounded to 1e+03
             return f"{size:.3g} {unit}"
         size /= 1024
-    return f"{size:.3g} TiB" if size < 1000 else f"{size:,.0f} TiB"
+    return f"{size:.3g} TiB" if size < 999.5 else f"{size:,.0f} TiB"
 
 
 def size_range(sizes: Iterable[float]) -> str:

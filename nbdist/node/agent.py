@@ -24,6 +24,7 @@ from nbdist.node.outbox import Outbox
 from nbdist.node.proc import MemoryGauge
 from nbdist.node.processes import Children
 from nbdist.node.stopping import Stopping
+from nbdist.node.usage_watch import UsageWatch
 from nbdist.node.worker import Worker
 from nbdist.node.worker_group import WorkerGroup
 from nbdist.wire import control
@@ -80,6 +81,7 @@ class Agent:
         self._gauge = MemoryGauge()
         self._outbox = Outbox(self._send)
         self._workers = WorkerGroup(runtime, children, forker, self._outbox.add, self._send)
+        self._usage = UsageWatch(self._gauge, self._send)
         self._stopping = Stopping(self._abort_all, lambda places: self._send(Aborted(places)))
         link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         link.linger = LINK_LINGER
@@ -112,6 +114,7 @@ class Agent:
                 self._forker.close()
             await self._workers.stop(grace=0.0)
             self._workers.close()
+            self._usage.close()
             self._link.close()
             self._children.close()
 
@@ -224,12 +227,17 @@ class Agent:
     async def _bind(self, worker: Worker) -> None:
         await worker.ask(control.Bind(os.getpid()), BIND_TIMEOUT)
 
+    def _busy(self) -> list[Worker]:
+        return [worker for worker in self._workers.all_alive() if worker.state == "busy"]
+
     async def _let_go(self, task_id: str, ranks: Sequence[int]) -> None:
         let_go, alive = control.LetGo(task_id), self._workers.alive(ranks)
         await asyncio.gather(*(worker.ask(let_go, LET_GO_TIMEOUT) for worker in alive))
 
     def _run(self, run: Run) -> None:
         self._outbox.begin(run.ranks)
+        if not self._usage.is_on:
+            self._do(self._usage.watch(self._busy))
         for rank in run.ranks:
             self._workers.all[rank].run(run)
 

@@ -13,7 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 FRESH_SECONDS = 1.0
-"""For so long a count of pages stands: to ask often is not to cost the ranks their time."""
+"""For so long a count of pages stands, and what is private is added to it and taken away."""
+
+LARGEST_SHARE = 0.005
+"""Of a core's time that counting pages may take where it is done again and again."""
 
 
 # --- state and signals ----------------------------------------------------------------------
@@ -125,45 +128,72 @@ def _waits(pid: int) -> dict[str, float]:
 # --- memory ---------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """Bytes of a process, how many of them were private, when, and how long counting took."""
+
+    pss: int = 0
+    private: int = 0
+    at: float = float("-inf")
+    seconds: float = 0.0
+
+
 class MemoryGauge:
     """Remembers what it found of each process, for when there is no time to look again.
 
-    Counting pages takes 4 ms for each process of 200 MB, and more for bigger ones.
+    Counting pages takes 6 ms for each process of 200 MB, and 15 ms more for each GB; to read
+    how many pages are private takes 0.02 ms.
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[int, float]] = {}
+        self._found: dict[int, _Count] = {}
         self._counting: asyncio.Future[None] | None = None
 
     def __repr__(self) -> str:
         return f"<MemoryGauge of {sorted(self._found)}>"
 
-    async def read(self, pids: Sequence[int], timeout: float) -> dict[int, int]:
+    async def read(
+        self, pids: Sequence[int], timeout: float, fresh: float = FRESH_SECONDS
+    ) -> dict[int, int]:
         """Return bytes by process: PSS, in which a page that n processes share counts 1/n for each.
 
-        Of those that take too long what it was the last time, else their private pages.
+        Of those that take too long, or were counted less than `fresh` seconds ago, what it was
+        the last time, with what is private by now; else their private pages.
         """
         known, now = list(self._found.items()), time.monotonic()
         self._found = {pid: found for pid, found in known if pid in pids}
-        old = [pid for pid in pids if now - self._last(pid)[1] > FRESH_SECONDS]
+        old = [pid for pid in pids if now - self._last(pid).at > fresh]
         if old and (self._counting is None or self._counting.done()):
             loop = asyncio.get_running_loop()
             with suppress(RuntimeError):  # no further thread can be started
                 self._counting = loop.run_in_executor(None, self._count, old, now + timeout)
         if self._counting is not None:
             await asyncio.wait([self._counting], timeout=timeout)
-        return {pid: self._last(pid)[0] or _private_memory(pid) for pid in pids}
+        return {pid: self._now(pid) for pid in pids}
 
-    def _last(self, pid: int) -> tuple[int, float]:
-        """Return what was found last, and when."""
-        return self._found.get(pid, (0, float("-inf")))
+    @property
+    def fresh_seconds(self) -> float:
+        """For how long counts have to stand so that they take no more than `LARGEST_SHARE`."""
+        cost = sum(found.seconds for found in [*self._found.values()])
+        return max(FRESH_SECONDS, cost / LARGEST_SHARE)
+
+    def _now(self, pid: int) -> int:
+        last, private = self._last(pid), _private_memory(pid)
+        return last.pss + max(private - last.private, -last.pss) if private else 0
+
+    def _last(self, pid: int) -> _Count:
+        """Return what was found last."""
+        return self._found.get(pid, _Count())
 
     def _count(self, pids: Sequence[int], deadline: float) -> None:
         """Count in one thread of its own; those never counted come first."""
         for pid in sorted(pids, key=lambda pid: pid in self._found):
             if time.monotonic() > deadline:
                 return
-            self._found[pid] = _proportional_memory(pid), time.monotonic()
+            began, private = time.thread_time(), _private_memory(pid)
+            pss = _proportional_memory(pid) or private
+            took = time.thread_time() - began
+            self._found[pid] = _Count(pss, private, time.monotonic(), took)
 
 
 def _proportional_memory(pid: int) -> int:

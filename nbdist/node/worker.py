@@ -8,7 +8,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -184,6 +184,17 @@ class Worker:
         """Send SIGINT to the worker and what it started."""
         if self.process is not None:
             self.process.send_signal(signal.SIGINT)
+
+    @property
+    def gpu(self) -> str:
+        """Its GPU as CUDA_VISIBLE_DEVICES names it, "" for none."""
+        start = self._start
+        return start.gpus[start.local_rank % len(start.gpus)] if start.gpus else ""
+
+    @property
+    def environ(self) -> Mapping[str, str]:
+        """The environment of all workers."""
+        return self._start.world.environ
 
     def status(self) -> WorkerStatus:
         """Return what is known of it without asking; `nbdist.node.inspect` finds out the rest."""

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import Interrupted, UsageError, WorkerDied, WorldNotStarted
 from nbdist.notebook.options import at_once
+from nbdist.notebook.page import RELOADED
 from nbdist.notebook.shipping.plan import plan
 from nbdist.notebook.why import why_of
 from nbdist.topology import parse_ranks
 from nbdist.wire.task import Source
 from nbdist.world.recovery import stop_text
+from nbdist.world.usage import usage_text
 
 if TYPE_CHECKING:
     import argparse
@@ -80,6 +82,8 @@ def prepare(
     world = pool.ensure(options, display) if options else pool.mended(display)
     if world is None:
         raise WorldNotStarted("The cell")
+    if pool.page.has_missed(pool.shell, pool.last):
+        display.note(RELOADED)
     on = parse_ranks("all" if ranks is None else ranks, world.size)
     return world.task(work, ranks=on, execution_count=_execution_count(pool.shell)), world
 
@@ -158,7 +162,8 @@ def follow(pool: Pool, world: World, running: RunningTask, display: CellDisplay 
     for news in world.follow(running):
         with running.counting_stops():
             if display:
-                display.show(running.transcript, news, running.waits)
+                usage = usage_text(running.usage.values())
+                display.show(running.transcript, news, running.waits, usage)
                 pool.show_late(at_once=False)
     if display:
         display.end(running.transcript, pool.log_files())

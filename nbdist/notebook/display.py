@@ -52,10 +52,11 @@ class CellDisplay(Protocol):
     def show_table(self, html: str, text: str) -> None:
         """Show a table that is all the output there is, in both forms."""
 
-    def show(self, transcript: Transcript, news: News, waits: str = "") -> None:
+    def show(self, transcript: Transcript, news: News, waits: str = "", usage: str = "") -> None:
         """Show what has changed; called whenever ranks have said something, and every so often.
 
-        `waits` is a line on ranks that wait for others, as long as they do.
+        `waits` is a line on ranks that wait for others, as long as they do; `usage` is what
+        memory and GPUs they use.
         """
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
@@ -91,13 +92,14 @@ class PanelDisplay:
     def show_table(self, html: str, text: str) -> None:
         self._draw(html, text)
 
-    def show(self, transcript: Transcript, news: News, waits: str = "") -> None:
+    def show(self, transcript: Transcript, news: News, waits: str = "", usage: str = "") -> None:
         now = time.monotonic()
         if now < self._draw_at:
             return
         self._draw_at = now + REDRAW
         note = " · ".join(filter(None, [*self._notes, waits]))
-        self._draw_panel(live_layout(transcript, now, note))
+        clock = time.strftime("%H:%M:%S")
+        self._draw_panel(live_layout(transcript, now, note, usage, clock))
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         self.end_again(transcript, logs)
@@ -146,7 +148,7 @@ class PlainDisplay:
     def show_table(self, html: str, text: str) -> None:
         self.say(text)
 
-    def show(self, transcript: Transcript, news: News, waits: str = "") -> None:
+    def show(self, transcript: Transcript, news: News, waits: str = "", usage: str = "") -> None:
         now = time.monotonic()
         if self._lines is None:
             self._lines = PlainLines(transcript.ranks)

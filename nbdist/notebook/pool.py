@@ -11,6 +11,7 @@ from nbdist.notebook.display import make_display
 from nbdist.notebook.idle import IdleWatch
 from nbdist.notebook.late import Ended
 from nbdist.notebook.options import check_same, given
+from nbdist.notebook.page import Page
 from nbdist.notebook.routine import Routine
 from nbdist.notebook.shipping.free_names import names_bound
 from nbdist.notebook.why import Why, idle_end, why_died
@@ -48,6 +49,7 @@ class Pool:
         self.ended = Ended()
         self.why: Why | None = None
         self.routine = Routine()
+        self.page = Page()
         self._size = 0  # as it was last shown
         self._link: Link | None = None
         self._idle = IdleWatch(self._notice)

@@ -55,12 +55,14 @@ class RankBars:
 class BarTable:
     """A row for each of the ranks, of many the slowest; `summary` says where the others are.
 
+    `behind` is by how much the slowest is that.
     `beside` are their last lines of text, each once with its ranks.
     """
 
     ranks: tuple[int, ...]
     rows: tuple[RankBars, ...]
     slowest: int | None = None
+    behind: str = ""
     summary: str = ""
     beside: tuple[tuple[Line, tuple[int, ...]], ...] = ()
 
@@ -114,7 +116,9 @@ def bar_table(transcript: Transcript) -> BarTable | None:
         summary = _summary(found)
     said = fold_ranks({bars.rank: bars.line for bars in found if bars.line})
     beside = [(line, tuple(of)) for line, of in said.items()][:_MOST_BESIDE]
-    return BarTable(ranks, tuple(rows), slowest_of(found), summary, tuple(beside))
+    slowest = slowest_of(found)
+    behind = "" if slowest is None else behind_text(slowest, found)
+    return BarTable(ranks, tuple(rows), slowest, behind, summary, tuple(beside))
 
 
 def slowest_of(found: Sequence[RankBars]) -> int | None:
@@ -125,6 +129,13 @@ def slowest_of(found: Sequence[RankBars]) -> int | None:
     behind = max(bars.overall for bars in found) - low.overall
     far = behind >= _BEHIND and behind > _BEHIND_SHARE * (low.overall + behind)
     return low.rank if far else None
+
+
+def behind_text(rank: int, found: Sequence[RankBars]) -> str:
+    """Say `rank 2 is 20 % behind`: of the way of the first so much is still before it."""
+    first = max(bars.overall for bars in found)
+    own = next(bars.overall for bars in found if bars.rank == rank)
+    return f"rank {rank} is {100 * (first - own) / first:.0f} % behind"
 
 
 def merged_line(transcript: Transcript) -> str:

@@ -75,7 +75,7 @@ def _head(shown: Panel) -> str:
         return line(dim(" · ".join(filter(None, [shown.ranks, shown.seconds, shown.pace]))))
     parts = [bold(shown.ranks), dim(shown.seconds)]
     parts += [coloured(f"{MARKS[state]} {n}", _COLOURS[state]) for state, n in shown.states]
-    parts += [dim(shown.pace)] if shown.pace else []
+    parts += [dim(each) for each in (shown.pace, shown.now) if each]
     return line(dim(" · ").join(parts)) + _squares(shown)
 
 
@@ -262,15 +262,15 @@ class _LiveRoom:
 
 
 def _live(shown: Panel) -> str:
-    head = _head(shown) + line(dim(shown.note))
+    head, foot = _head(shown) + line(dim(shown.note)), line(dim(shown.foot))
     for width in _LIVE_WIDTHS:
-        html = panel(head, _live_body(shown, _LiveRoom(width)))
+        html = panel(head, _live_body(shown, _LiveRoom(width)), foot)
         left = MOST_LIVE_BYTES - size(html)
         if left < 0:
             continue
         if any(isinstance(item, Shown) for block in shown.blocks for item in block.items):
             # Once more with the displays that fit: their bytes are ASCII, or too few to matter.
-            fuller = panel(head, _live_body(shown, _LiveRoom(width, left)))
+            fuller = panel(head, _live_body(shown, _LiveRoom(width, left)), foot)
             return fuller if size(fuller) <= MOST_LIVE_BYTES else html
         return html
     return panel(head)

@@ -57,6 +57,10 @@ _OPEN_LINES = 60
 _LIVE_LINES, _LIVE_LINES_OF_FAILED = 24, 8
 _FEW_GROUPS = 4
 _MOST_ROWS = _MOST_BLOCKS = 16
+_CLOCK_FROM, _FOOT_FROM = 2.0, 10.0
+_RELOADED = (
+    "a page that has been reloaded stands still here: `%dist_output` once the cell has ended"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +113,8 @@ class Panel:
 
     `squares` is a numbered square for each rank or run of ranks where there are many; the
     ranks of `more` have no block and those of `more_rows` no row; `rest` are blocks behind one
-    line; `bars` come after the blocks of failed ranks.  A panel without states says all in one
-    dim line.
+    line; `bars` come after the blocks of failed ranks; `now` is what ranks use at the moment, and
+    `foot` a last line.  A panel without states says all in one dim line.
     """
 
     ranks: str
@@ -119,6 +123,8 @@ class Panel:
     pace: str = ""
     squares: tuple[tuple[str, State], ...] = ()
     more_squares: int = 0
+    now: str = ""
+    foot: str = ""
     note: str = ""
     is_live: bool = False
     bars: BarTable | None = None
@@ -252,8 +258,13 @@ def merged(items: Iterable[Item]) -> list[Item]:
 # --- live -------------------------------------------------------------------------------
 
 
-def live_layout(transcript: Transcript, now: float, note: str = "") -> Panel:
+def live_layout(
+    transcript: Transcript, now: float, note: str = "", usage: str = "", clock: str = ""
+) -> Panel:
     """Lay out a running cell; `note` is a line such as which ranks wait where.
+
+    `usage` is what ranks use at the moment, and `clock` the time of day: after a reload the page
+    shows this layout for ever.
 
     Ranks that are at a progress bar are in one table.  Of many ranks that differ only the failed
     have blocks, the others a row for each distinct last line.
@@ -269,6 +280,7 @@ def live_layout(transcript: Transcript, now: float, note: str = "") -> Panel:
         in_blocks = [group for group in groups if group.has_failed]
         lines, rows = _LIVE_LINES_OF_FAILED, _by_last_line(groups[len(in_blocks) :])
     each = max(2, lines // max(1, len(in_blocks)))
+    as_of = f"as of {clock}" if clock and transcript.elapsed(now) >= _CLOCK_FROM else ""
     shown = [*rows.items(), *(bars.beside if bars else ())]
     return Panel(
         ranks_text(transcript.ranks),
@@ -278,6 +290,8 @@ def live_layout(transcript: Transcript, now: float, note: str = "") -> Panel:
         *_squares(transcript),
         note=note,
         is_live=True,
+        now=" · ".join(filter(None, [usage, bars.behind if bars else "", as_of])),
+        foot=_RELOADED if transcript.elapsed(now) >= _FOOT_FROM and clock else "",
         bars=bars,
         blocks=tuple(_live_block(transcript, group, each) for group in in_blocks[:_MOST_BLOCKS]),
         more=tuple(rank for group in in_blocks[_MOST_BLOCKS:] for rank in group.ranks),

@@ -25,10 +25,11 @@ _WIDTH, _LIVE_WIDTH = 2000, 300
 def panel_text(shown: Panel) -> str:
     """Write the panel; its HTML says the same."""
     states = [f"{MARKS[state]} {number}" for state, number in shown.states]
-    head = " · ".join(filter(None, [shown.ranks, shown.seconds, *states, shown.pace]))
+    head = " · ".join(filter(None, [shown.ranks, shown.seconds, *states, shown.pace, shown.now]))
     body = [*(_live(shown) if shown.is_live else _final(shown))]
     note = [shown.note] if shown.note else []
-    return "\n".join([head, *note, *body] if shown.is_live else [head, *body, *note])
+    foot = [shown.foot] if shown.foot else []
+    return "\n".join([head, *note, *body, *foot] if shown.is_live else [head, *body, *note])
 
 
 def whole_text(transcript: Transcript, ranks: Iterable[int]) -> str:

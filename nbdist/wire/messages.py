@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nbdist.output.events import Output
-from nbdist.wire.places import Place, Stack, WorkerStatus
+from nbdist.wire.places import Place, Stack, Usage, WorkerStatus
 from nbdist.wire.questions import Completions, Description, Question
 from nbdist.wire.start import WorldSpec
 
@@ -219,6 +219,13 @@ class Located:
 
 
 @dataclass(frozen=True, slots=True)
+class Used:
+    """Agent to notebook, every few seconds while a task runs: what its workers use, by rank."""
+
+    usage: Mapping[int, Usage]
+
+
+@dataclass(frozen=True, slots=True)
 class Aborted:
     """Agent to notebook: the collectives are being aborted in which these ranks wait."""
 
@@ -236,7 +243,7 @@ class Outputs:
 
 
 Down = Ask | Run | Locate | Abort | Interrupt | LetGo | Received | Leave
-Up = Hello | Answer | Outputs | Located | Aborted | Starting
+Up = Hello | Answer | Outputs | Located | Aborted | Starting | Used
 
 
 def to_bytes(message: Down | Up) -> bytes:

@@ -124,6 +124,23 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU's memory in bytes, of all who use it, and per cent of the time that it is at work."""
+
+    used: int
+    total: int
+    busy: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one worker uses: memory in bytes (PSS), and its GPU where that can be read."""
+
+    memory: int
+    gpu: Gpu | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """One worker as its agent sees it; memory in bytes (PSS: shared pages count in part).
 

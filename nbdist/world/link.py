@@ -45,6 +45,7 @@ from nbdist.wire.messages import (
     Run,
     Starting,
     Up,
+    Used,
     to_bytes,
     up_from,
 )
@@ -61,6 +62,7 @@ SHORTEST_WAIT = 0.001
 """A queue's `get` with some microseconds can find them negative, and waits for ever."""
 
 Item = tuple[int, str, Output]
+Arrived = Item | Received | Located | Aborted | Used | AgentLost
 
 
 class Link:
@@ -68,7 +70,7 @@ class Link:
 
     def __init__(self, launcher: Launcher, *, fork_server: bool = True) -> None:
         self.pid = os.getpid()
-        self.arrived: deque[Item | Received | Located | Aborted | AgentLost] = deque()
+        self.arrived: deque[Arrived] = deque()
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._folder = RuntimeFolder()
         self._runtime = self._folder.path
@@ -342,12 +344,12 @@ class Link:
             case Outputs(items):
                 # What ends a batch is to be sent back.
                 self._arrive(*items, Received())
-            case Located() | Aborted() as news:
+            case Located() | Aborted() | Used() as news:
                 self._arrive(news)
             case Starting(up):
                 self._up = up
 
-    def _arrive(self, *items: Item | Received | Located | Aborted | AgentLost) -> None:
+    def _arrive(self, *items: Arrived) -> None:
         self.arrived.extend(items)
         self._bell.put(None)
         if any(_is_aside(item) for item in items):
@@ -372,7 +374,7 @@ class Link:
         self._arrive(lost)
 
 
-def _is_aside(item: Item | Received | Located | Aborted | AgentLost) -> bool:
+def _is_aside(item: Arrived) -> bool:
     """Say whether it can come while no cell runs: a death, or output after a cell."""
     match item:
         case AgentLost():

@@ -20,7 +20,7 @@ from nbdist.output.events import NAME_PROBLEM, Died, Done, Failure, Output, Upda
 from nbdist.output.transcript import Transcript, follows
 from nbdist.wire.payload import Payload, open_payload
 from nbdist.wire.pickling import unpickle
-from nbdist.wire.places import Place
+from nbdist.wire.places import Place, Usage
 from nbdist.wire.task import Task
 from nbdist.words import name_ranks
 from nbdist.world.hangs import (
@@ -106,6 +106,7 @@ class RunningTask:
         self.crew = crew
         self.aborted: dict[int, Place] = {}
         self.places: dict[int, Place] = {}
+        self.usage: Mapping[int, Usage] = {}
         self.stops = 0
         self.stops_met = 0  # of these, so many have been acted on
         self.give_up_at = float("inf")

@@ -22,6 +22,7 @@ from nbdist.wire.messages import (
     StartFailure,
     StartWorld,
     StopWorld,
+    Used,
     WorldStarted,
 )
 from nbdist.wire.places import Place
@@ -311,6 +312,9 @@ class Workers:
                         self.running.take_places(places, time.monotonic())
                 case Aborted(places):
                     self._take_aborted(places)
+                case Used(usage):
+                    if self.running is not None:
+                        self.running.usage = usage
                 case (rank, task_id, output):
                     self._take(rank, task_id, output)
             link.arrived.popleft()

@@ -95,6 +95,8 @@ def test_slowest() -> None:
         table = bar_table(running(*positions))
         assert table is not None
         assert table.slowest == slowest
+        # 15 of the 62 that the first has done.
+        assert table.behind == ("rank 2 is 24 % behind" if slowest else "")
         assert table.ranks == tuple(range(len(positions)))
 
 

@@ -25,7 +25,10 @@ def cell(ranks: int) -> Transcript:
 def test_text_is_aligned() -> None:
     """All columns stand below one another; each line names its rank."""
     head, header, *lines = live_text(cell(4), 12.3).split("\n")
-    assert (head, header) == ("4 ranks · 12.3 s · ● 4", "── ranks 0-3 ──")
+    assert (head, header) == (
+        "4 ranks · 12.3 s · ● 4 · rank 3 is 97 % behind",
+        "── ranks 0-3 ──",
+    )
     assert lines[0] == (
         "rank 0  epoch 1  |████████████▋       |   63%  315/500  00:12<00:07  25.8it/s  loss=2.1<"
     )

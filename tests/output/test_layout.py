@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbdist.output.events import Died, Display, Failure, Output, Skipped
+from nbdist.output.html import panel_html
 from nbdist.output.layout import (
     Block,
     Hidden,
@@ -21,6 +22,7 @@ from nbdist.output.layout import (
 )
 from nbdist.output.rank_transcript import Shown
 from nbdist.output.screen import Line
+from nbdist.output.text import panel_text
 from tests.output.lab import make, out, value
 
 
@@ -200,3 +202,19 @@ def test_live_blocks_are_bounded() -> None:
     panel = live_layout(transcript, 1.0)
     assert len(panel.blocks) == 16
     assert panel.more == (16, 17, 18, 19)
+
+
+def test_what_a_running_cell_says_of_itself() -> None:
+    """What ranks use, and after some seconds the time: a reloaded page shows it for ever."""
+    running = make(2, lambda rank: [out("x\n")], finished=False)
+    assert live_layout(running, 1.0, "", "cpu 2 GiB", "17:33:05").now == "cpu 2 GiB"
+    later = live_layout(running, 5.0, "", "cpu 2 GiB", "17:33:05")
+    assert (later.now, later.foot) == ("cpu 2 GiB · as of 17:33:05", "")
+    last = live_layout(running, 60.0, "", "", "17:33:05")
+    assert last.now == "as of 17:33:05"
+    assert "%dist_output" in last.foot
+    text, html = panel_text(last), panel_html(last)
+    assert text.startswith("2 ranks · 60.0 s · ● 2 · as of 17:33:05\n")
+    assert text.endswith(f"\n{last.foot}")
+    assert last.foot in html
+    assert final_layout(running).now == final_layout(running).foot == ""

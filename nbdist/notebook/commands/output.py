@@ -23,6 +23,7 @@ def dist_output(line: Line) -> Shown | None:
     pool, everything = line.pool, line.options.everything
     if pool.last is None or pool.world is None:
         raise UsageError("No distributed cell has run yet, so there is no output to show.")
+    pool.page.has_missed(pool.shell, None)  # it misses nothing any more
     transcript = pool.last.transcript
     if line.options.ranks is None and not everything:
         line.display.end(transcript, pool.log_files())
