@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nbdist.errors import UsageError
 from nbdist.wire.pickling import pickle
-from nbdist.wire.shared_memory import Buffer, Segment, open_segment
+from nbdist.wire.shared_memory import Buffer, Segment, open_segment, to_end
 from nbdist.wire.shared_memory import SegmentRef as SegmentRef
 
 INLINE_LIMIT = 64 * 1024
@@ -27,12 +27,31 @@ class Payload:
     segment: SegmentRef | None = None
 
 
-def pack_frames(frames: Sequence[Buffer]) -> tuple[Payload, Segment | None]:
-    """Make a payload of these frames, and the segment to keep open until it has been opened."""
-    if sum(memoryview(frame).nbytes for frame in frames) < INLINE_LIMIT:
+Packed = tuple[Payload, Segment | None]
+"""A payload, and the segment to keep open until it has been opened."""
+
+
+def pack_frames(frames: Sequence[Buffer]) -> Packed:
+    """Make a payload of these frames, at once."""
+    return to_end(packing(frames))
+
+
+def packing(
+    frames: Sequence[Buffer], inline_limit: int = INLINE_LIMIT
+) -> Generator[int, None, Packed]:
+    """Make a payload of these frames; yields how many bytes have been copied so far.
+
+    Close the generator where it is not wanted any more: nothing is left behind.
+    """
+    if size_of(frames) < inline_limit:
         return Payload(frames=tuple(bytes(memoryview(frame)) for frame in frames)), None
-    segment = Segment.holding(frames)
+    segment = yield from Segment.filling(frames)
     return Payload(segment=segment.ref), segment
+
+
+def size_of(frames: Iterable[Buffer]) -> int:
+    """Count the bytes of all frames."""
+    return sum(memoryview(frame).nbytes for frame in frames)
 
 
 def pack_names(

@@ -103,6 +103,7 @@ def pickle(
     tensors_to_cpu: bool = True,
     sketch: bool = False,
     back_to_device: bool = False,
+    exact: bool = False,
     reduce: Reduce | None = None,
 ) -> Pickled:
     """Pickle `value` for another process, where `namespace` is the `__main__` of this one.
@@ -110,10 +111,11 @@ def pickle(
     Raises what pickling raises, for the most part `PicklingError` and `TypeError`; a
     class's own `__reduce__` can raise anything.  With `sketch` tensors on a device are
     not copied from there; the result says whether they changed.  With `back_to_device` they
-    arrive on the receiver's own device of that kind.  `reduce` is asked first how to take an
+    arrive on the receiver's own device of that kind, with `exact` nothing beside what a tensor
+    shows.  `reduce` is asked first how to take an
     object apart; NotImplemented for as usual.
     """
-    options = (tensors_to_cpu, sketch, back_to_device, reduce)
+    options = (tensors_to_cpu, sketch, back_to_device, exact, reduce)
     pickler = _Pickler(namespace, frozenset(), *options)
     pickler.dump((value, _Cells(pickler.sources)))
     whole = pickler.tensors.overlapping if pickler.tensors else None
@@ -176,6 +178,7 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         tensors_to_cpu: bool,  # noqa: FBT001
         sketch: bool,  # noqa: FBT001
         back_to_device: bool,  # noqa: FBT001
+        exact: bool,  # noqa: FBT001
         reduce: Reduce | None,
     ) -> None:
         self.file = _FirstFrame()
@@ -197,6 +200,7 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
                 to_cpu=tensors_to_cpu,
                 sketch=sketch,
                 back_to_device=back_to_device,
+                exact=exact,
             )
         self._namespace = namespace
         self._reduce = reduce

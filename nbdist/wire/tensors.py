@@ -44,7 +44,7 @@ class TensorReducer:
     that shows a part of its storage takes only that part along, unless another tensor in
     the same pickle overlaps it: then `overlapping` says which storages have to travel as
     a whole for their tensors to stay one memory, and the pickle has to be made again
-    with these.
+    with these.  With `exact` nothing goes along that no tensor shows.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class TensorReducer:
         to_cpu: bool = True,
         sketch: bool = False,
         back_to_device: bool = False,
+        exact: bool = False,
     ) -> None:
         self.types = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
         self.versions: list[int] = []
@@ -64,6 +65,8 @@ class TensorReducer:
         self._to_cpu = to_cpu
         self._sketch = sketch
         self._back_to_device = back_to_device
+        # What is shown of a memory is worth taking all of it along where it is this part.
+        self._share = 1 if exact else 2
         self._plain = (torch.Tensor, torch.nn.Parameter)
         self._pieces: dict[tuple[int, int, int], _Piece] = {}
 
@@ -134,9 +137,9 @@ class TensorReducer:
         once = data[tuple(slice(1) if step == 0 else slice(None) for step in stride)]
         shown = once.numel() * width
         # Half a storage or more: the rest costs little, and all of its views stay one.
-        if storage.data_ptr() in self._whole or 2 * shown >= storage.nbytes():
+        if storage.data_ptr() in self._whole or self._share * shown >= storage.nbytes():
             return self._piece(storage, 0, storage.nbytes()), offset, stride
-        if 2 * shown >= end - start:
+        if self._share * shown >= end - start:
             return self._piece(storage, start, end), 0, stride
         # Few elements, far apart: copied together, in the order in which they lie there.
         copy = once.clone(memory_format=self._torch.preserve_format)

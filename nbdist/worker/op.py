@@ -39,6 +39,11 @@ class Context:
     at_end: ExitStack = field(default_factory=ExitStack)
 
     @property
+    def rank(self) -> int:
+        """The worker's, whatever cells have bound to the name."""
+        return int(self.namespace.ready["rank"])
+
+    @property
     def names(self) -> dict[str, Any]:
         """The worker's `__main__`."""
         names: dict[str, Any] = self.shell.user_ns

@@ -41,9 +41,25 @@ def split(name: str, value: Any, parts: int, dim: int | None = None) -> list[Any
     return [part(start, end) for start, end in pairwise(bounds(length, parts))]
 
 
+def length_of(part: Any, dim: int | None = None) -> int:
+    """Count the elements of a part, along the dimension that was cut."""
+    return int(part.shape[dim or 0]) if _is_array(part) else len(part)
+
+
+def unit_of(value: Any, dim: int | None = None) -> str:
+    """Say what is counted there."""
+    if _is_array(value):
+        return f"along dimension {dim or 0}"
+    return "elements" if isinstance(value, list | tuple) else "rows"
+
+
+def _is_array(value: Any) -> bool:
+    return _is_a(value, "torch", "Tensor") or _is_a(value, "numpy", "ndarray")
+
+
 def _cutter(name: str, value: Any, dim: int | None) -> tuple[int, Part]:
     """Say how many elements there are, and how to have some of them."""
-    if _is_a(value, "torch", "Tensor") or _is_a(value, "numpy", "ndarray"):
+    if _is_array(value):
         return _cutter_of_array(name, value, dim or 0)
     if dim:
         raise UsageError(f"`{name}` ({type_name(value)}) has no dimension {dim} to cut.")
@@ -52,7 +68,7 @@ def _cutter(name: str, value: Any, dim: int | None) -> tuple[int, Part]:
     if hasattr(value, "iloc"):  # DataFrame and Series of pandas
         return len(value), lambda start, end: value.iloc[start:end]
     if hasattr(value, "select") and hasattr(value, "__len__"):  # Dataset of Hugging Face
-        return len(value), lambda start, end: value.select(range(start, end))
+        return len(value), lambda start, end: _rows_of(value, start, end)
     raise UsageError(
         f"`{name}` ({type_name(value)}) cannot be cut into parts: a tensor, an array, a list or "
         "tuple, a DataFrame or Series, or a Dataset can; `list(...)` makes a list of others."
@@ -65,7 +81,30 @@ def _cutter_of_array(name: str, value: Any, dim: int) -> tuple[int, Part]:
         shape = tuple(value.shape)
         raise UsageError(f"`{name}` of shape {shape} has no dimension {dim} to cut.")
     before = (slice(None),) * (dim % dims)
-    return int(value.shape[dim]), lambda start, end: value[(*before, slice(start, end))]
+    # What numpy has in pieces would be copied into the pickle, and from there again.
+    whole = _numpy().ascontiguousarray if before and _is_a(value, "numpy", "ndarray") else None
+
+    def part(start: int, end: int) -> Any:
+        shown = value[(*before, slice(start, end))]
+        return whole(shown) if whole else shown
+
+    return int(value.shape[dim]), part
+
+
+def _rows_of(data: Any, start: int, end: int) -> Any:
+    """Select rows of a data set; copied where it is in memory, as pyarrow would send all of it."""
+    rows = data.select(range(start, end))
+    if rows.cache_files:  # its pickle names the file
+        return rows
+    arrow, datasets = sys.modules["pyarrow"], sys.modules["datasets"]
+    table = rows.with_format("arrow")[:].combine_chunks()  # of shuffled rows each is one
+    sink = arrow.BufferOutputStream()
+    with arrow.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    copy = datasets.table.InMemoryTable(arrow.ipc.open_stream(sink.getvalue()).read_all())
+    looks = {**rows.format}
+    looks |= looks.pop("format_kwargs", {})
+    return datasets.Dataset(copy, info=rows.info, split=rows.split).with_format(**looks)
 
 
 # --- putting together -------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, Unpack
 
@@ -17,6 +18,7 @@ from nbdist.world import calling, gathering, snapshots, syncing
 from nbdist.world.parts import Joining
 from nbdist.world.result import CellResult
 from nbdist.world.running import News, RunningTask
+from nbdist.world.scattering import Scatter
 from nbdist.world.scripts import find_script
 from nbdist.world.session import Session
 from nbdist.world.snapshot_store import Snapshot, SnapshotStore, root_folder
@@ -233,6 +235,31 @@ class World:
             gathering.made_of(n, by, rank, join, dim) for n, by in zip(names, found, strict=True)
         ]
         return values[0] if isinstance(name, str) else tuple(values)
+
+    def scatter(
+        self,
+        name: str,
+        value: Any,
+        ranks: Sequence[int] | None = None,
+        *,
+        dim: int | None = None,
+    ) -> None:
+        """Bind a name on each rank to its own part of a value: tensor, array, list, table.
+
+        Args:
+            name: what the parts are called there.
+            value: as long as there are elements; where parts cannot be equal, the first ones
+                have one more, as with torch.tensor_split.
+            ranks: by default all.
+            dim: the dimension of a tensor or array that is cut, by default the first.
+
+        Raises:
+            UsageError: it cannot be cut, or an element cannot be pickled; nothing is bound.
+        """
+        with closing(Scatter(self.session, name, value, ranks, dim)) as scatter:
+            for _ in scatter.packing():
+                pass
+            self.session.run(scatter.task())
 
     def task(
         self,

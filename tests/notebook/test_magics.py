@@ -29,6 +29,7 @@ MAGICS = (
     "%dist_restore",
     "%dist_run",
     "%dist_scale",
+    "%dist_scatter",
     "%dist_shutdown",
     "%dist_snapshot",
     "%dist_stack",

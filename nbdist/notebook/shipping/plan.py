@@ -18,11 +18,10 @@ from nbdist.notebook.shipping.versions import (
     DIGEST_LIMIT,
     atomic_version,
     content_version,
-    size_of,
 )
 from nbdist.wire.definitions import SYSTEM_NAMES, Import
 from nbdist.wire.identity import Identity, is_atomic
-from nbdist.wire.payload import Payload, pack_frames
+from nbdist.wire.payload import Payload, pack_frames, size_of
 from nbdist.wire.pickling import Pickled, join, pickle
 from nbdist.wire.shared_memory import Segment
 from nbdist.wire.unshippable import PICKLING_ERRORS, fails_in, parts, unshippable

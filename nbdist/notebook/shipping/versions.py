@@ -9,8 +9,8 @@ import hashlib
 import zlib
 from typing import Any
 
+from nbdist.wire.payload import size_of
 from nbdist.wire.pickling import Pickled
-from nbdist.wire.shared_memory import Buffer
 
 DIGEST_LIMIT = 64 * 1024 * 1024
 """Up to this many bytes a value is compared by its contents."""
@@ -42,11 +42,6 @@ def content_version(pickled: Pickled) -> bytes:
     if pickled.is_sketch or not in_full:
         digest.update(repr(pickled.versions).encode())
     return digest.digest()
-
-
-def size_of(frames: list[Buffer]) -> int:
-    """Count the bytes of all frames."""
-    return sum(memoryview(frame).nbytes for frame in frames)
 
 
 def _add(digest: hashlib.blake2b, view: memoryview) -> None:

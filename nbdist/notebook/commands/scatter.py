@@ -1,0 +1,38 @@
+"""A value of the notebook's, of which each rank gets a part."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+from IPython.core.magic_arguments import argument
+
+from nbdist.errors import UsageError
+from nbdist.notebook.cells import bring
+from nbdist.notebook.command import Line, command
+from nbdist.notebook.options import ranks_option
+from nbdist.world.scattering import Scatter
+
+
+@command(
+    argument("name", help="a name of the notebook"),
+    argument("--dim", metavar="D", type=int, help="the dimension of a tensor or array to cut (0)"),
+    ranks_option,
+    argument("--as", dest="target", metavar="NAME", help="what to call the parts there"),
+)
+def dist_scatter(line: Line) -> str:
+    """Cut a value into parts, one for each rank: `%dist_scatter data`.
+
+    A tensor, an array, a list or tuple, a DataFrame or Series, a Dataset; where the parts
+    cannot be equal the first ones have one element more, as with torch.tensor_split.  The
+    name is bound on the ranks, which own it then; here it stays whole.
+    """
+    name, world = line.options.name, line.world
+    if name not in line.pool.shell.user_ns:
+        raise UsageError(f"`%dist_scatter {name}`: the notebook has no `{name}`.")
+    value, target = line.pool.shell.user_ns[name], line.options.target or name
+    made = Scatter(world.session, target, value, line.ranks, line.options.dim)
+    with closing(made) as scatter:
+        for _ in scatter.packing():
+            pass
+        bring(line.pool, world, scatter.task())
+        return str(scatter)
