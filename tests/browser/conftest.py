@@ -1,4 +1,4 @@
-"""A real JupyterLab in a real browser: server, page, and what one does with a notebook there.
+"""A real JupyterLab, or Notebook 7, in a real browser, and what one does with a notebook there.
 
 Every wait has a bound; every process ends with its fixture.
 """
@@ -12,11 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import nbformat
 import pytest
 
 if TYPE_CHECKING:
@@ -101,6 +103,19 @@ HIDDEN_HEIGHT = """() => {
 
 
 @dataclass(frozen=True)
+class FrontEnd:
+    """A server's module, the path of a notebook's page, and whose option shows the application."""
+
+    module: str
+    page: str
+    application: str
+
+
+JUPYTERLAB = FrontEnd("jupyterlab", "lab/tree/{}?reset", "LabApp")
+NOTEBOOK_7 = FrontEnd("notebook", "notebooks/{}", "JupyterNotebookApp")
+
+
+@dataclass(frozen=True)
 class ShownCell:
     """A code cell as a reader sees it; `errors` are those that make it a failed cell."""
 
@@ -116,10 +131,10 @@ class Notebook:
     def __init__(self, page: Page) -> None:
         self.page = page
 
-    def wait_until_ready(self) -> None:
-        """The kernel is idle, and no dialog is open."""
+    def wait_until_ready(self, kernel: str = "idle") -> None:
+        """The kernel is idle, or what else it is to be, and no dialog is open."""
         deadline = time.monotonic() + READY_TIMEOUT
-        ready = {"open": True, "kernel": "idle", "dialog": None}
+        ready = {"open": True, "kernel": kernel, "dialog": None}
         times = 0
         while times < TIMES_RUNNING:
             state = self.page.evaluate(STATE)
@@ -165,23 +180,30 @@ class Notebook:
 
 
 class Lab:
-    """A JupyterLab server with a folder of its own, and pages on it."""
+    """A server with a folder of its own, and pages on it."""
 
-    def __init__(self, url: str, folder: Path, browser: Browser) -> None:
+    def __init__(self, url: str, folder: Path, browser: Browser, front_end: FrontEnd) -> None:
         self.url = url
         self.folder = folder
         self._browser = browser
+        self._front_end = front_end
+
+    def write(self, name: str, cells: Sequence[str]) -> None:
+        """Write a notebook of these cells, not run yet, into the folder."""
+        content = nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, cells)])
+        content.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3"}
+        nbformat.write(content, self.folder / name)
 
     def open(self, name: str) -> Notebook:
         """Open a notebook of the folder in a fresh browser profile, and wait for its cells."""
         context = self._browser.new_context(viewport={"width": WIDTH, "height": HEIGHT})
         page = context.new_page()
         page.set_default_timeout(READY_TIMEOUT * 1000)
-        page.goto(f"{self.url}lab/tree/{name}?reset")
+        page.goto(self.url + self._front_end.page.format(name))
         notebook = Notebook(page)
         notebook.wait_until_ready()
-        # The list of files, which takes a third of the width.
-        page.evaluate("window.jupyterapp.commands.execute('application:toggle-left-area')")
+        if self._front_end is JUPYTERLAB:  # the list of files, which takes a third of the width
+            page.evaluate("window.jupyterapp.commands.execute('application:toggle-left-area')")
         return notebook
 
 
@@ -212,14 +234,28 @@ def browser(browser_path: str) -> Iterator[Browser]:
 
 @pytest.fixture
 def lab(tmp_path: Path, browser: Browser) -> Iterator[Lab]:
-    """JupyterLab on an empty folder, with settings, runtime files and a port of its own."""
+    """JupyterLab on an empty folder."""
+    with serving(JUPYTERLAB, tmp_path, browser) as lab:
+        yield lab
+
+
+@pytest.fixture
+def notebook_7(tmp_path: Path, browser: Browser) -> Iterator[Lab]:
+    """Notebook 7 on an empty folder."""
+    with serving(NOTEBOOK_7, tmp_path, browser) as lab:
+        yield lab
+
+
+@contextmanager
+def serving(front_end: FrontEnd, tmp_path: Path, browser: Browser) -> Iterator[Lab]:
+    """Have a server with settings, runtime files and a port of its own."""
     folder = tmp_path / "notebooks"
     folder.mkdir()
     environ = _environment(tmp_path)
     log = tmp_path / "server.log"
     with log.open("wb") as output:
         server = subprocess.Popen(
-            [sys.executable, "-m", "jupyterlab", *_server_options(folder)],
+            [sys.executable, "-m", front_end.module, *_server_options(front_end, folder)],
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -227,7 +263,8 @@ def lab(tmp_path: Path, browser: Browser) -> Iterator[Lab]:
             start_new_session=True,
         )
     try:
-        yield Lab(_url(server, Path(environ["JUPYTER_RUNTIME_DIR"]), log), folder, browser)
+        url = _url(server, Path(environ["JUPYTER_RUNTIME_DIR"]), log)
+        yield Lab(url, folder, browser, front_end)
     finally:
         _stop(server)
 
@@ -250,7 +287,7 @@ def _environment(folder: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _server_options(folder: Path) -> list[str]:
+def _server_options(front_end: FrontEnd, folder: Path) -> list[str]:
     return [
         "--no-browser",
         "--allow-root",
@@ -258,7 +295,7 @@ def _server_options(folder: Path) -> list[str]:
         "--ServerApp.port=0",
         "--IdentityProvider.token=",
         f"--ServerApp.root_dir={folder}",
-        "--LabApp.expose_app_in_browser=True",
+        f"--{front_end.application}.expose_app_in_browser=True",
     ]
 
 
@@ -273,7 +310,7 @@ def _url(server: subprocess.Popen[bytes], runtime: Path, log: Path) -> str:
                 continue  # It is still being written.
         time.sleep(0.05)
     tail = log.read_text(errors="replace")[-3000:]
-    pytest.fail(f"JupyterLab did not start in {SERVER_START_TIMEOUT:.0f} s:\n{tail}")
+    pytest.fail(f"the server did not start in {SERVER_START_TIMEOUT:.0f} s:\n{tail}")
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:

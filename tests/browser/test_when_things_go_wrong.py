@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import nbformat
 import pytest
 
 from tests.browser.conftest import RUN_ALL, RUN_TIMEOUT
@@ -58,10 +57,7 @@ def test_all_that_goes_wrong_in_jupyterlab(lab: Lab) -> None:
 
 def test_the_stop_button(lab: Lab) -> None:
     """It ends a cell that waits, whose variables are there for the next one."""
-    cells = ["%load_ext nbdist", WAITING]
-    content = nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, cells)])
-    content.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3"}
-    nbformat.write(content, lab.folder / "stop.ipynb")
+    lab.write("stop.ipynb", ["%load_ext nbdist", WAITING])
     notebook = lab.open("stop.ipynb")
     notebook.wait_until_ready()
     notebook.page.evaluate(RUN_ALL)
