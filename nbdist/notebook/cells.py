@@ -85,7 +85,8 @@ def prepare(
     if pool.page.has_missed(pool.shell, pool.last):
         display.note(RELOADED)
     on = parse_ranks("all" if ranks is None else ranks, world.size)
-    return world.task(work, ranks=on, execution_count=_execution_count(pool.shell)), world
+    count, key = _execution_count(pool.shell), _cell_id(pool.shell)
+    return world.task(work, ranks=on, execution_count=count, key=key), world
 
 
 def run_options(world: World, options: argparse.Namespace, setup: str = "") -> RunOptions:
@@ -254,5 +255,10 @@ def _execution_count(shell: InteractiveShell) -> int:
 
 def _cell_key(shell: InteractiveShell, source: str) -> str:
     """Identify a cell: by the front end's id of it, else by its source."""
+    return _cell_id(shell) or source
+
+
+def _cell_id(shell: InteractiveShell) -> str:
+    """Give the front end's id of the cell that is running; "" where it gives none."""
     parent: Any = getattr(shell, "get_parent", dict)()  # a terminal's shell has none
-    return str(parent.get("metadata", {}).get("cellId") or source)
+    return str(parent.get("metadata", {}).get("cellId") or "")

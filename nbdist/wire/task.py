@@ -84,7 +84,8 @@ class Task:
     `log_level` is the level from which on the notebook handles the ranks' records of
     `logging`, None for none.  `imports` has for new ranks what others had imported in their
     place, as `Done.imported`.  With `execution_count` the ranks number the cell as the notebook
-    does, so that their tracebacks say `Cell In[5]`.
+    does, so that their tracebacks say `Cell In[5]`.  `key` is the front end's own id of the
+    cell, the same when it is run again; "" for none.
     """
 
     id: str
@@ -96,6 +97,7 @@ class Task:
     log_level: int | None = None
     imports: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     execution_count: int | None = None
+    key: str = ""
 
     @property
     def source(self) -> str:

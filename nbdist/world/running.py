@@ -16,7 +16,7 @@ from typing import Any
 
 from nbdist.config import Patience
 from nbdist.errors import AgentLost, NbdistError, RanksFreed, WorkerDied, WorkerError, WorldStuck
-from nbdist.output.events import NAME_PROBLEM, Died, Done, Failure, Output, Update
+from nbdist.output.events import NAME_PROBLEM, Died, Display, Done, Failure, Output, Update
 from nbdist.output.transcript import Transcript, follows
 from nbdist.wire.payload import Payload, open_payload
 from nbdist.wire.pickling import unpickle
@@ -89,7 +89,7 @@ class RunningTask:
 
     `transcript` has all that they have shown so far, `shipped` says what its names are.  When it
     is over, `fate` says what was done about ranks that died, and `restart` why it is to be run
-    again, "" where it is not.
+    again, "" where it is not.  `shows_value`: a rank has shown what its last line gave.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class RunningTask:
         self.stops = 0
         self.stops_met = 0  # of these, so many have been acted on
         self.give_up_at = float("inf")
-        self.is_stopping = self.is_over = False
+        self.is_stopping = self.is_over = self.shows_value = False
         self.lost: AgentLost | None = None
         self.fate = self.restart = self.why_died = self.differing = ""
         self._why_aborted = ""
@@ -281,6 +281,8 @@ class RunningTask:
             output = in_one_line(output, self.aborted.get(rank), self.task.script)
         if isinstance(output, Done):
             self._watch.finished()
+        elif isinstance(output, Display) and output.is_result:
+            self.shows_value = True
         self.transcript.receive(rank, output, time.monotonic())
         self._news.append((rank, output))
 

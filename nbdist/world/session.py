@@ -49,7 +49,7 @@ class Session(Workers):
     ) -> Task:
         """Make a task for this world, on all of its ranks by default; a text is a cell's source.
 
-        `fields` are those of `Task`: `names`, `fetch`, `execution_count`.
+        `fields` are those of `Task`: `names`, `fetch`, `execution_count`, `key`.
         """
         on = self.everyone if ranks is None else tuple(ranks)
         work = Source(work) if isinstance(work, str) else work

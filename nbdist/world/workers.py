@@ -32,6 +32,7 @@ from nbdist.words import count
 from nbdist.world.launchers import find_launcher
 from nbdist.world.link import Link
 from nbdist.world.names import NameTable, Shipped
+from nbdist.world.past import Past
 from nbdist.world.records import hand_over, wanted_level
 from nbdist.world.running import Crew, RunningTask
 from nbdist.world.setup import Setup
@@ -58,7 +59,8 @@ class Workers:
 
     `state` changes through `advance` alone.  `late` has what ranks have shown outside of
     tasks, `problem` why they share no group, `lacks` what is missing in their libraries.
-    `names` says who has which, `dead` which ranks have died, `replaced` where others are now.
+    `names` says who has which, `past` what has run since the start, `dead` which ranks have
+    died, `replaced` where others are now.
     """
 
     def __init__(self, config: WorldConfig) -> None:
@@ -73,6 +75,7 @@ class Workers:
         self.dead: dict[int, Died] = {}
         self.replaced: dict[int, Died] = {}
         self.setup = Setup()
+        self.past = Past()
         self.lost: AgentLost | None = None
         self.running: RunningTask | None = None
         self._link: Link | None = None
@@ -199,7 +202,7 @@ class Workers:
             return
         self.advance(Event.START)
         self.lost, self.dead, self.replaced = None, {}, {}
-        self.names = NameTable(self.namespace)
+        self.names, self.past = NameTable(self.namespace), Past()
         try:
             if self._link is None or not self._link.is_up:
                 launcher = find_launcher(self.config.launcher)

@@ -269,10 +269,11 @@ class World:
         names: Payload | None = None,
         fetch: tuple[str, ...] = (),
         execution_count: int | None = None,
+        key: str = "",
     ) -> Task:
         """Make a task to `submit`, on all ranks by default; a text is a cell's source."""
         fields = {"names": names, "fetch": fetch, "execution_count": execution_count}
-        return self.session.task(work, ranks=ranks, **fields)
+        return self.session.task(work, ranks=ranks, key=key, **fields)
 
     def submit(self, task: Task, patience: Patience | None = None) -> RunningTask:
         """Send a task to all of its ranks at once, and `follow` what is returned.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,14 @@ def push(names: Iterable[str], table: NameTable, ranks: Iterable[int]) -> Shipme
     plan = _Plan(table, frozenset(ranks), {}, frozenset())
     plan.force(names)
     return plan.shipment()
+
+
+def version_now(name: str, table: NameTable) -> Hashable:
+    """Say how a name of the notebook is now, to compare with a `Shipped.version` of before.
+
+    Raises `UnshippableName`, where it has become something that cannot travel.
+    """
+    return _Plan(table, frozenset(), {}, frozenset())._look(name).record.version
 
 
 @dataclass(slots=True)

@@ -1,0 +1,172 @@
+"""What the workers of a world have run since they were started, for `%dist_export`.
+
+`Workers` has one, `recovery.end` adds to it, and a start begins a new one.  Bounded: what is
+kept is the text of cells and facts about them, no value.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Literal
+
+from nbdist.output.rank_transcript import Piece, Shown
+from nbdist.wire.task import Call, Source
+from nbdist.world.names import Shipped
+from nbdist.world.running import RunningTask
+
+MOST_TASKS = 2_000
+MOST_CHARACTERS = 8_000_000
+MOST_SENT = 10_000
+
+Kind = Literal["cell", "push", "script", "call"]
+Status = Literal["ok", "failed", "interrupted"]
+
+
+@dataclass(frozen=True, slots=True)
+class PastTask:
+    """A task that has ended: what it was, and what it has left on its ranks.
+
+    `text` is a cell's source, a script's name and arguments, or an op's name.  `first` and
+    `last` number all tasks: a cell that was run again (`runs`) has its last form, and both.
+    `number` is the notebook's, `In [5]`; `made` what it bound and did not import; `shows_value`
+    says whether its last line's value was shown, `draws` whether figures were, `on_all` whether
+    it ran on all ranks there were.
+    """
+
+    kind: Kind
+    text: str
+    number: int | None
+    ranks: tuple[int, ...]
+    on_all: bool
+    status: Status
+    made: frozenset[str]
+    shows_value: bool
+    draws: bool
+    first: int
+    last: int
+    runs: int = 1
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A name of the notebook that went to workers with the task of this number."""
+
+    task: int
+    name: str
+    shipped: Shipped
+
+
+class Past:
+    """The tasks that made what is on the workers, a cell of the notebook once.
+
+    `forgotten` counts those that are no longer kept; `gathered` are names that went home.
+    """
+
+    def __init__(self) -> None:
+        self.forgotten = 0
+        self.gathered: dict[str, None] = {}
+        self.sent: deque[Sent] = deque(maxlen=MOST_SENT)
+        self._tasks: dict[str, PastTask] = {}
+        self._characters = 0
+        self._count = 0
+
+    def __repr__(self) -> str:
+        return f"<Past of {len(self._tasks)} tasks>"
+
+    @property
+    def tasks(self) -> list[PastTask]:
+        """All that are kept, in the order in which they first ran."""
+        return sorted(self._tasks.values(), key=lambda each: each.first)
+
+    def add(self, running: RunningTask) -> None:
+        """Keep a task that has ended, in the place of the same cell's earlier runs.
+
+        A run that failed takes the place of an earlier one that did, and leaves what succeeded.
+        """
+        self._count += 1
+        now = self._count
+        for name, shipped in running.shipped.items():
+            self.sent.append(Sent(now, name, shipped))
+        kind = _kind_of(running)
+        if kind is None:
+            self._note_gathered(running.task.fetch)
+            return
+        task = _past(running, kind, now)
+        key = running.task.key or f"task {now}"
+        failed = f"failed {key}"
+        if task.status == "ok":
+            self._drop(failed)
+        earlier = self._drop(key if task.status == "ok" else failed)
+        if earlier is not None:
+            task = replace(task, first=earlier.first, runs=earlier.runs + 1)
+        self._tasks[key if task.status == "ok" else failed] = task
+        self._characters += len(task.text)
+        while len(self._tasks) > MOST_TASKS or self._characters > MOST_CHARACTERS:
+            self._drop(next(iter(self._tasks)))
+            self.forgotten += 1
+
+    def shipped_before(self, task: int) -> Mapping[str, Shipped]:
+        """Return what each name of the notebook was when it last went along, up to this task."""
+        return {each.name: each.shipped for each in self.sent if each.task <= task}
+
+    def _note_gathered(self, names: Iterable[str]) -> None:
+        if len(self.gathered) < MOST_TASKS:
+            self.gathered.update(dict.fromkeys(names))
+
+    def _drop(self, key: str) -> PastTask | None:
+        task = self._tasks.pop(key, None)
+        if task is not None:
+            self._characters -= len(task.text)
+        return task
+
+
+def _kind_of(running: RunningTask) -> Kind | None:
+    """Say what it was; None for what leaves nothing on the workers."""
+    task = running.task
+    match task.work:
+        case Source(text):
+            if text.strip():
+                return "cell"
+            return "push" if running.shipped else None
+        case Call():
+            return "call" if running.made else None
+    return "script"
+
+
+def _is_figure(piece: Piece) -> bool:
+    return isinstance(piece, Shown) and any(
+        kind.startswith("image/") for kind in piece.display.data
+    )
+
+
+def _past(running: RunningTask, kind: Kind, now: int) -> PastTask:
+    task = running.task
+    match task.work:
+        case Source(text):
+            pass
+        case Call(op):
+            text = op
+        case script:
+            text = " ".join([script.name, *script.args])
+    cause = running.transcript.root_cause()
+    status: Status = "ok"
+    if any(each.state != "ok" for each in running.transcript):
+        status = "interrupted" if running.stops else "failed"
+    return PastTask(
+        kind=kind,
+        text=text,
+        number=task.execution_count,
+        ranks=task.ranks,
+        on_all=len(task.ranks) == running.crew.size,
+        status=status,
+        made=running.made,
+        shows_value=running.shows_value,
+        draws=any(map(_is_figure, chain.from_iterable(each.pieces for each in running.transcript))),
+        first=now,
+        last=now,
+        error=getattr(cause[1], "name", "") if cause else "",
+    )
