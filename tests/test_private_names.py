@@ -16,7 +16,9 @@ PACKAGE = Path(__file__).parent.parent / "nbdist"
 LIBRARIES = {"torch", "IPython", "ipykernel", "jupyter_client", "traitlets"}
 """Those whose classes our own ones are made of."""
 
-SEAM = {f"worker/compat/{name}.py" for name in ("torch", "models", "receives", "ipython")}
+SEAM = {
+    f"worker/compat/{name}.py" for name in ("torch", "models", "receives", "ipython", "debugger")
+}
 
 # Python's own whose documentation has them, in spite of the underscore.
 DOCUMENTED = {"_thread", "os._exit", "sys._current_exceptions", "sys._current_frames"}

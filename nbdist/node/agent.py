@@ -34,6 +34,7 @@ from nbdist.wire.messages import (
     Answer,
     Ask,
     Consult,
+    Enter,
     GetStacks,
     GetStatus,
     Heal,
@@ -163,6 +164,9 @@ class Agent:
                     self._do(work)
             case LetGo(task_id, ranks):
                 self._do(self._let_go(task_id, ranks))
+            case Enter(rank, reply):
+                for worker in self._workers.alive([rank]):
+                    worker.enter(reply)
             case Received():
                 self._outbox.acknowledge()
             case Leave():

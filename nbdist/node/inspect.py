@@ -97,6 +97,7 @@ async def _status_of(worker: Worker) -> WorkerStatus:
     lines = worker.task.source.splitlines() if worker.task else []
     code = lines[place.line - 1] if 0 < place.line <= len(lines) else ""
     code = place.code or code
+    place = replace(place, asks=worker.asks)
     shown = place if found.state == "busy" or place.holds_gil or place.is_stopped else None
     return replace(found, place=shown, code=code, collective=collective)
 

@@ -16,11 +16,11 @@ from jupyter_client.session import Session
 from zmq.eventloop.zmqstream import ZMQStream
 
 from nbdist.node.kernel_messages import Message, message_from
-from nbdist.output.events import TOPIC
+from nbdist.output.events import TOPIC, InputRequest
 from nbdist.wire import control
 from nbdist.wire.frames import BadFrame, FrameCutter, framed
 from nbdist.wire.start import WorkerStart
-from nbdist.wire.task import MOST_BYTES, Finished, finished_from
+from nbdist.wire.task import MOST_BYTES, Finished, InputReply, said_from
 
 log = logging.getLogger("nbdist.node")
 
@@ -35,9 +35,11 @@ class TaskConnection(asyncio.Protocol):
     """Hands on what a worker says of its tasks; `lose` is called with why no more can come."""
 
     def __init__(
-        self, finish: Callable[[Finished], None], lose: Callable[[BadFrame | None], None]
+        self,
+        hear: Callable[[Finished | InputRequest], None],
+        lose: Callable[[BadFrame | None], None],
     ) -> None:
-        self._finish = finish
+        self._hear = hear
         self._lose = lose
         self._cutter = FrameCutter(MOST_BYTES)
         self._is_lost = False
@@ -51,7 +53,7 @@ class TaskConnection(asyncio.Protocol):
             return
         try:
             for frame in self._cutter.feed(data):
-                self._finish(finished_from(frame))
+                self._hear(said_from(frame))
         except BadFrame as error:
             self._is_lost = True
             self._lose(error)
@@ -125,6 +127,11 @@ class KernelClient:
         """Pass on a packed task."""
         assert self._tasks is not None
         self._tasks.write(framed(packed))
+
+    def enter(self, reply: InputReply) -> None:
+        """Pass on what was typed for the task that runs."""
+        assert self._tasks is not None
+        self._tasks.write(framed(reply.pack()))
 
     async def ask(
         self, request: control.Request, timeout: float, ended: asyncio.Future[int]

@@ -28,6 +28,8 @@ log = logging.getLogger("nbdist.node")
 OURS = (
     os.path.join("nbdist", "worker", "group", "gloo.py"),  # by which a worker knows that it waits
     os.path.join("nbdist", "worker", "ops", "call.py"),
+    os.path.join("nbdist", "worker", "kernel.py"),  # which is what `input` is there
+    os.path.join("nbdist", "worker", "tasks.py"),
 )
 """What frames of a traceback that are not of interest have in them."""
 

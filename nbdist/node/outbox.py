@@ -5,7 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from nbdist.output.events import Died, Display, Done, Failure, Output, Skipped, Text, Update
+from nbdist.output.events import (
+    Died,
+    Display,
+    Done,
+    Failure,
+    InputRequest,
+    Output,
+    Skipped,
+    Text,
+    Update,
+)
 from nbdist.wire.messages import Outputs
 
 BATCH_SECONDS = 0.02
@@ -42,7 +52,10 @@ class Outbox:
         self._running.update(ranks)
 
     def add(self, rank: int, cell_id: str, output: Output) -> None:
-        """Take an output; failures, deaths, and the last rank's end of a cell leave at once."""
+        """Take an output; some leave at once.
+
+        Failures, deaths, the last rank's end of a cell, and what a rank waits for.
+        """
         if isinstance(output, Done | Died):
             self._running.discard(rank)
         if isinstance(output, Text):
@@ -52,7 +65,8 @@ class Outbox:
                 self._drop_older(rank, output)
             self._items.append((rank, cell_id, output))
         is_end = isinstance(output, Done) and not self._running
-        self._schedule(0.0 if is_end or isinstance(output, Died | Failure) else BATCH_SECONDS)
+        at_once = is_end or isinstance(output, Died | Failure | InputRequest)
+        self._schedule(0.0 if at_once else BATCH_SECONDS)
 
     def acknowledge(self) -> None:
         """Note that the notebook has taken in one batch."""

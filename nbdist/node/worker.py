@@ -21,13 +21,13 @@ from nbdist.node.proc import is_exiting, is_stopped
 from nbdist.node.processes import ProcessSource, WorkerProcess
 from nbdist.node.worker_logs import WorkerLog
 from nbdist.node.worker_output import WorkerOutput
-from nbdist.output.events import Died, Done, Failure, Output, Text
+from nbdist.output.events import Died, Done, Failure, InputRequest, Output, Text, Typed
 from nbdist.wire import control
 from nbdist.wire.frames import BadFrame
 from nbdist.wire.messages import Run
 from nbdist.wire.places import Place, RankState, WorkerStatus
 from nbdist.wire.start import WorkerStart
-from nbdist.wire.task import Finished, Task, unpack
+from nbdist.wire.task import Finished, InputReply, Task, unpack
 from nbdist.words import word_exit
 
 log = logging.getLogger("nbdist.node")
@@ -39,6 +39,8 @@ LOST_GRACE = 1.0
 
 UNREADABLE = "what it sent to its agent where tasks come from could not be read"
 UNREACHABLE = "it has closed the connection by which tasks come"
+
+NO_CELL = "no cell runs any more that anybody could type something for"
 
 NO_FILES = "no file can be opened any more, so the process is replaced"
 
@@ -66,6 +68,8 @@ class Worker:
         self._start = start
         self._emit = emit
         self._errors_sent: set[int] = set()  # the numbers of the cell's error messages
+        self._asks: dict[int, InputRequest] = {}  # what it waits for somebody to type
+        self._stopped_task = ""
         self._busy_since = 0.0
         self._oom_kills: OomKills | None = None
         self._counting: asyncio.TimerHandle | None = None
@@ -109,7 +113,7 @@ class Worker:
         process.exited.add_done_callback(self._ended)
         self._count_kills_in(0.0)
         try:
-            await self._kernel.connect(TaskConnection(self.output.finish, self._lose))
+            await self._kernel.connect(TaskConnection(self.output.place, self._lose))
         except OSError as error:  # its process has ended in this moment, or is about to
             self.kill()
             raise ChildProcessError(f"it cannot be reached: {error}") from error
@@ -148,6 +152,19 @@ class Worker:
         self._count_kills_in(COUNT_AFTER)
         self._kernel.run(run.task)
 
+    @property
+    def asks(self) -> bool:
+        """Whether it waits for a line that somebody types."""
+        return bool(self._asks)
+
+    def enter(self, reply: InputReply) -> None:
+        """Pass on what was typed for it; nothing where it does not wait for that any more."""
+        if (request := self._asks.pop(reply.number, None)) is None:
+            return
+        self._kernel.enter(reply)
+        if reply.text is not None:
+            self.output.pass_on(Typed("" if request.secret else reply.text))
+
     async def ask(self, request: control.Request, timeout: float) -> control.Answer | None:
         """Return the answer of its control thread; None if it gives none in time, or ends."""
         if self.process is None:
@@ -167,7 +184,7 @@ class Worker:
         """Ask where it is."""
         seen = await self.ask(control.Locate(), LOCATE_TIMEOUT)
         if isinstance(seen, Place):
-            return seen
+            return replace(seen, asks=self.asks)
         return Place(holds_gil=True, is_stopped=is_stopped(self.pid))
 
     def say(self, text: str) -> None:
@@ -181,9 +198,13 @@ class Worker:
             self.process.kill()
 
     def interrupt(self) -> None:
-        """Send SIGINT to the worker and what it started."""
+        """Send SIGINT to the worker and what it started; its task can ask for nothing more."""
+        self._stopped_task = self.task_id
         if self.process is not None:
             self.process.send_signal(signal.SIGINT)
+        # Of the main thread it has been given up by then; another would wait on.
+        for number in [*self._asks]:
+            self.enter(InputReply(number))
 
     @property
     def gpu(self) -> str:
@@ -282,11 +303,23 @@ class Worker:
     def _take(self, item: Output | Finished) -> None:
         """Take in the next of what it writes and shows."""
         match item:
+            case InputRequest():
+                self._take_request(item)
             case Finished(task_id=task_id, done=done):
                 if task_id == self.task_id:
                     self._end_task(done)
             case _:
                 self._show(item)
+
+    def _take_request(self, request: InputRequest) -> None:
+        """Pass it on; after Stop it ends as at the end of a file, without a task at once."""
+        self._asks[request.number] = request
+        if not self.task_id:
+            self.enter(InputReply(request.number, problem=NO_CELL))
+        elif self.task_id == self._stopped_task:
+            self.enter(InputReply(request.number))
+        else:
+            self._show(request)
 
     def _end_task(self, done: Done) -> None:
         """Note what ended it, also where no error message was sent."""
@@ -299,6 +332,8 @@ class Worker:
             self._counting.cancel()
 
     def _forget_task(self) -> None:
+        for number in [*self._asks]:  # of a thread that lives on
+            self.enter(InputReply(number, problem=NO_CELL))
         self.task_id, self._packed = "", b""
 
     def _show(self, output: Output) -> None:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Generic, TypeVar
 
 from nbdist.node.worker_logs import WorkerLog
-from nbdist.output.events import Output, StreamName, Text
+from nbdist.output.events import InputRequest, Output, StreamName, Text, Typed
 from nbdist.wire.marks import LONGEST_MARK, Mark, cut_off_pattern, mark_pattern, mark_value
 from nbdist.wire.task import Finished
 
@@ -76,8 +76,11 @@ class WorkerOutput:
         self._merger.receive_message(number, output, time.monotonic())
         self._pass_on_all()
 
-    def finish(self, end: Finished) -> None:
-        """Take in the end of a cell; its mark is in the pipe, unless the cell has closed that."""
+    def place(self, end: Finished | InputRequest) -> None:
+        """Take in the end of a cell, or what it waits for in its midst.
+
+        Its mark is in the pipe, unless the cell has closed that.
+        """
         now = time.monotonic()
         self._merger.receive_message(end.number, end, now)
         for _ in range(MARK_READS):
@@ -102,6 +105,11 @@ class WorkerOutput:
                 self._stderr.read()  # it has no order with the other, but with the end
                 for text in self._merger.take_cut_off():
                     self.pass_on(text)
+            case InputRequest(prompt=prompt):
+                self._stderr.read()
+                self._log.write("stdout", prompt)
+            case Typed(text):
+                self._log.write("stdout", f"{text}\n")
             case Text(stream, text):
                 self._log.write(stream, text)
                 self._last.append(text[-LONGEST_LAST:])

@@ -18,6 +18,7 @@ from nbdist.notebook.shipping.plan import plan
 from nbdist.notebook.why import why_of
 from nbdist.topology import parse_ranks
 from nbdist.wire.task import Source
+from nbdist.world.asking import ask, next_to_ask
 from nbdist.world.recovery import stop_text
 from nbdist.world.usage import usage_text
 
@@ -159,13 +160,22 @@ def _attempt(
 
 
 def follow(pool: Pool, world: World, running: RunningTask, display: CellDisplay | None) -> None:
-    """Show a task (or not) until it ends, or Stop has given control back."""
-    for news in world.follow(running):
+    """Show a task (or not) until it ends, or Stop has given control back.
+
+    What a rank wants typed is asked for below all that it has said.
+    """
+    for news in world.follow(running, answers=True):
         with running.counting_stops():
             if display:
                 usage = usage_text(running.usage.values())
                 display.show(running.transcript, news, running.waits, usage)
                 pool.show_late(at_once=False)
+            if (rank := next_to_ask(running)) is not None:
+                if display:
+                    display.show_all(running.transcript, running.prompts.text)
+                ask(world.session, running, rank)
+                if display:
+                    display.typed()
     if display:
         display.end(running.transcript, pool.log_files())
         pool.ended.add(running.transcript, display)

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from IPython.display import display, update_display
+from IPython.display import clear_output, display, update_display
 
 from nbdist.output.bars import merged_line
 from nbdist.output.html import panel_html
@@ -59,6 +59,12 @@ class CellDisplay(Protocol):
         memory and GPUs they use.
         """
 
+    def show_all(self, transcript: Transcript, asks: str) -> None:
+        """Show all that there is, now: an input box comes below; `asks` says for which ranks."""
+
+    def typed(self) -> None:
+        """Go on after somebody has typed something there."""
+
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         """Show it as it stays; called once, last."""
 
@@ -71,9 +77,13 @@ class CellDisplay(Protocol):
 
 
 class PanelDisplay:
-    """One display that is redrawn a few times a second and replaced at the end."""
+    """One display that is redrawn a few times a second and replaced at the end.
 
-    def __init__(self) -> None:
+    `is_alone` says whether its cell shows nothing else.
+    """
+
+    def __init__(self, *, is_alone: bool = False) -> None:
+        self._is_alone = is_alone
         self._id = f"nbdist-{uuid.uuid4().hex}"
         self._is_there = False
         self._draw_at = time.monotonic() + FIRST_DRAWING
@@ -96,6 +106,18 @@ class PanelDisplay:
         now = time.monotonic()
         if now < self._draw_at:
             return
+        self._draw_live(transcript, now, waits, usage)
+
+    def show_all(self, transcript: Transcript, asks: str) -> None:
+        self._draw_live(transcript, time.monotonic(), asks)
+
+    def typed(self) -> None:
+        # What was typed stays between the panel, which says it too, and the next box.
+        if self._is_alone:
+            clear_output(wait=True)
+            self._is_there = False
+
+    def _draw_live(self, transcript: Transcript, now: float, waits: str, usage: str = "") -> None:
         self._draw_at = now + REDRAW
         note = " · ".join(filter(None, [*self._notes, waits]))
         clock = time.strftime("%H:%M:%S")
@@ -160,6 +182,15 @@ class PlainDisplay:
         self._waits = waits
         self._bars.show(merged_line(transcript), now)
 
+    def show_all(self, transcript: Transcript, asks: str) -> None:
+        self._bars.clear()
+        if self._lines is not None:
+            self._write(self._lines.flush())
+        sys.stdout.flush()
+
+    def typed(self) -> None:
+        """Say nothing: the terminal shows what was typed."""
+
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         self._bars.clear()
         if self._lines is not None:
@@ -179,8 +210,17 @@ class PlainDisplay:
             sys.stdout.write(f"{line}\n")
 
 
-def make_display(shell: InteractiveShell, chosen: str) -> CellDisplay:
-    """Return a panel where the shell is a kernel that a page draws for, else plain lines."""
+def make_display(shell: InteractiveShell, chosen: str, cell: str = "") -> CellDisplay:
+    """Return a panel where the shell is a kernel that a page draws for, else plain lines.
+
+    `cell` is the text of the one that runs.
+    """
     if chosen == "panel" or (chosen == "auto" and hasattr(shell, "kernel")):
-        return PanelDisplay()
+        return PanelDisplay(is_alone=is_of_magic(cell))
     return PlainDisplay()
+
+
+def is_of_magic(cell: str) -> bool:
+    """Say whether all that a cell shows is shown by one magic: it holds nothing else."""
+    text = cell.strip()
+    return text.startswith("%%") or (text.startswith("%") and "\n" not in text)

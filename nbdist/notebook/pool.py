@@ -97,7 +97,9 @@ class Pool:
 
     def display(self) -> CellDisplay:
         """Make a display for what the cell that runs now has to show."""
-        return make_display(self.shell, self.settings.display)
+        history: Any = getattr(self.shell, "history_manager", None)
+        cells = getattr(history, "input_hist_raw", None)
+        return make_display(self.shell, self.settings.display, cells[-1] if cells else "")
 
     # --- life -----------------------------------------------------------------------------
 

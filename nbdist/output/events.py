@@ -175,6 +175,27 @@ class Record:
     stack: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class InputRequest:
+    """The rank waits for a line that somebody types: `input()`, `getpass()`, a debugger.
+
+    `number` is its place among what the rank has shown, by which the reply finds it; of a
+    `secret` one nothing is shown.
+    """
+
+    number: int
+    prompt: str
+    secret: bool = False
+    by_debugger: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """What was typed for the rank that waited for it, as it is shown: "" where it is secret."""
+
+    text: str
+
+
 RECORD = "nbdist_record"
 """The kind of message in which a worker sends one."""
 
@@ -187,4 +208,4 @@ Visible = Text | Skipped | Display | Update | Clear | Failure
 RankError = Failure | Died
 """What ended a task on a rank otherwise than well."""
 
-Output = Visible | Died | Done | Record
+Output = Visible | Died | Done | Record | InputRequest | Typed

@@ -56,6 +56,7 @@ _OPEN_LINES = 60
 # Of live ones.
 _LIVE_LINES, _LIVE_LINES_OF_FAILED = 24, 8
 _FEW_GROUPS = 4
+_LIVE_LINES_OF_ASKING = 60
 _MOST_ROWS = _MOST_BLOCKS = 16
 _CLOCK_FROM, _FOOT_FROM = 2.0, 10.0
 _RELOADED = (
@@ -266,8 +267,9 @@ def live_layout(
     `usage` is what ranks use at the moment, and `clock` the time of day: after a reload the page
     shows this layout for ever.
 
-    Ranks that are at a progress bar are in one table.  Of many ranks that differ only the failed
-    have blocks, the others a row for each distinct last line.
+    Ranks that are at a progress bar are in one table.  Of many ranks that differ only the failed,
+    and those that wait for somebody to type, have blocks, the others a row for each distinct
+    last line.  Who waits so stands last: what is typed goes below.
     """
     bars = bar_table(transcript)
     groups = [
@@ -275,10 +277,12 @@ def live_layout(
         for group in transcript.groups(failed_first=True)
         if group.has_failed or not (group.shown.is_silent or (bars and bars.has(group.ranks)))
     ]
+    groups.sort(key=_asks)
     in_blocks, lines, rows = groups, _LIVE_LINES, {}
     if len(transcript.ranks) > MANY_RANKS and len(groups) > _FEW_GROUPS:
-        in_blocks = [group for group in groups if group.has_failed]
-        lines, rows = _LIVE_LINES_OF_FAILED, _by_last_line(groups[len(in_blocks) :])
+        in_blocks = [group for group in groups if group.has_failed or _asks(group)]
+        lines, rest = _LIVE_LINES_OF_FAILED, [each for each in groups if each not in in_blocks]
+        rows = _by_last_line(rest)
     each = max(2, lines // max(1, len(in_blocks)))
     as_of = f"as of {clock}" if clock and transcript.elapsed(now) >= _CLOCK_FROM else ""
     shown = [*rows.items(), *(bars.beside if bars else ())]
@@ -300,8 +304,12 @@ def live_layout(
     )
 
 
+def _asks(group: Group) -> bool:
+    return any(each.asks is not None for each in group.members)
+
+
 def _live_block(transcript: Transcript, group: Group, limit: int) -> Block:
-    tail = group.tail(limit)
+    tail = group.tail(_LIVE_LINES_OF_ASKING if _asks(group) else limit)
     known = sum(item.lines if isinstance(item, Gap) else isinstance(item, Line) for item in tail)
     earlier = group.shown.line_count - known
     words = [sameness(group), f"… {earlier:,} earlier" if earlier > 0 else ""]

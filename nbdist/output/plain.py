@@ -18,9 +18,11 @@ from nbdist.output.events import (
     Display,
     Done,
     Failure,
+    InputRequest,
     Output,
     Skipped,
     Text,
+    Typed,
     Update,
     plain_of,
 )
@@ -81,6 +83,10 @@ class PlainLines:
         """Yield the lines that have waited long enough for other ranks to say the same."""
         yield from self._emit(now)
 
+    def flush(self) -> Iterator[str]:
+        """Yield the lines that are complete, without waiting for other ranks."""
+        yield from self._emit(float("inf"))
+
     def finish(self, now: float) -> Iterator[str]:
         """Yield all that is left, lines without an end included."""
         for rank in self._ranks.values():
@@ -102,8 +108,10 @@ class PlainLines:
                 self._say(rank, traceback_text(output), now)
             case Died() as died:
                 self._say(rank, f"the process {died.end}", now)
-            case Done():
+            case Done() | InputRequest():
                 self._end_screen(rank, now)
+            case Typed():
+                pass  # The terminal has shown it as it was typed.
             case Clear():
                 pass  # What has been printed stays printed.
 

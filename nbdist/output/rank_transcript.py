@@ -14,10 +14,12 @@ from nbdist.output.events import (
     Display,
     Done,
     Failure,
+    InputRequest,
     Output,
     RankError,
     Skipped,
     Text,
+    Typed,
     Update,
     plain_of,
 )
@@ -76,6 +78,8 @@ class RankTranscript:
         self.failure: Failure | None = None
         self.died: Died | None = None
         self.done: Done | None = None
+        self.asks: InputRequest | None = None
+        self._is_at_prompt = False
         self.started: float | None = None
         self.finished: float | None = None
         self.version = 0
@@ -182,9 +186,11 @@ class RankTranscript:
                 if not text:
                     return False
                 self._clear_if_due()
+                self._leave_prompt()
                 self._screen().write(stream, text)
             case Display():
                 self._clear_if_due()
+                self._leave_prompt()
                 self.pieces.append(Shown(output, _display_key(output)))
             case Update():
                 return self._update(output)
@@ -199,9 +205,22 @@ class RankTranscript:
                     self._show_error(output)
                 else:
                     self.failure, self.state = output, "failed"
+            case InputRequest(prompt=prompt):
+                self._leave_prompt()
+                self._clear_if_due()
+                self._screen().write("stdout", prompt)
+                self.asks, self._is_at_prompt = output, True
+            case Typed(text=text):
+                again = self.asks.prompt if self.asks and not self._is_at_prompt else ""
+                self._screen().write("stdout", f"{again}{text}\n")
+                self.asks, self._is_at_prompt = None, False
             case Died():
+                self._leave_prompt()
+                self.asks = None
                 self.died, self.state, self.finished = output, "died", now
             case Done(status=status):
+                self._leave_prompt()
+                self.asks = None
                 self.done, self.finished = output, now
                 if status == "ok" and self.failure is not None:
                     self._show_error(self.failure)
@@ -209,6 +228,12 @@ class RankTranscript:
                 if self.state != "died":
                     self.state = _AFTER[status]
         return True
+
+    def _leave_prompt(self) -> None:
+        """End the line of a prompt at which nothing was typed, before there is more to show."""
+        if self._is_at_prompt:
+            self._screen().write("stdout", "\n")
+            self._is_at_prompt = False
 
     def _show_error(self, shown: Failure) -> None:
         """Write it as text like any other: it did not end the cell, or came after its end."""

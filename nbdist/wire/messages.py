@@ -16,6 +16,7 @@ from nbdist.output.events import Output
 from nbdist.wire.places import Place, Stack, Usage, WorkerStatus
 from nbdist.wire.questions import Completions, Description, Question
 from nbdist.wire.start import WorldSpec
+from nbdist.wire.task import InputReply
 
 # --- calls to an agent, each answered by exactly one `Answer` ------------------------------
 
@@ -178,6 +179,14 @@ class LetGo:
 
 
 @dataclass(frozen=True, slots=True)
+class Enter:
+    """Notebook to agent: pass on to this rank what was typed for it."""
+
+    rank: int
+    reply: InputReply
+
+
+@dataclass(frozen=True, slots=True)
 class Received:
     """Notebook to agent: one more batch of outputs has been taken in."""
 
@@ -242,7 +251,7 @@ class Outputs:
     items: tuple[tuple[int, str, Output], ...]
 
 
-Down = Ask | Run | Locate | Abort | Interrupt | LetGo | Received | Leave
+Down = Ask | Run | Locate | Abort | Interrupt | LetGo | Enter | Received | Leave
 Up = Hello | Answer | Outputs | Located | Aborted | Starting | Used
 
 

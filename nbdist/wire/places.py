@@ -62,6 +62,7 @@ class Place:
     `is_stopped`: by a signal such as SIGSTOP.  `begun` are a waiting or idle rank's last
     collectives of the cell, `has_help` says whether another thread or a GPU may act for it.
     `is_cleaning_up`: an `except` or `finally` of its code runs because of Stop.
+    `asks`: it waits for a line that somebody types.
     """
 
     line: int = 0
@@ -77,6 +78,7 @@ class Place:
     begun: tuple[Begun, ...] = ()
     has_help: bool = False
     is_cleaning_up: bool = False
+    asks: bool = False
 
     @property
     def is_in_code(self) -> bool:

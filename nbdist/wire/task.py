@@ -2,7 +2,8 @@
 
 The notebook packs it once.  An agent passes the bytes on by rank, over a unix socket of each
 worker, and opens them only when it has to show a line of the source; each worker unpacks it
-once.  `Finished` comes back; its mark in the worker's stdout says where it belongs.
+once.  `Finished` comes back, and before it an `InputRequest` for each line that the task waits
+for somebody to type; a mark in the worker's stdout says where either belongs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nbdist.output.events import Done
+from nbdist.output.events import Done, InputRequest
 from nbdist.wire.frames import BadFrame, fits, object_from
 from nbdist.wire.payload import Payload
 
@@ -120,6 +121,28 @@ def unpack(data: bytes) -> Task:
     return task
 
 
+@dataclass(frozen=True, slots=True)
+class InputReply:
+    """What was typed for the `InputRequest` of this number; None at the end of all input.
+
+    `problem` says why nobody can type anything, "" where somebody can.
+    """
+
+    number: int
+    text: str | None = None
+    problem: str = ""
+
+    def pack(self) -> bytes:
+        """Pickle it for the worker."""
+        return pickle.dumps(self, protocol=5)
+
+
+def down_from(data: bytes) -> Task | InputReply:
+    """Return what a worker has been sent: a task, or what was typed for the one that it does."""
+    received: Task | InputReply = pickle.loads(data)
+    return received
+
+
 MOST_BYTES = 64 << 20
 """Of what a worker says of a task; what it brings back goes through shared memory."""
 
@@ -133,9 +156,9 @@ class Finished:
     done: Done
 
 
-def finished_from(frame: bytes) -> Finished:
-    """Return what a worker has said; raises BadFrame."""
-    finished: Finished = object_from(frame, Finished, Payload)
-    if not fits(finished.done.values, Payload | None):
+def said_from(frame: bytes) -> Finished | InputRequest:
+    """Return what a worker has said of its task; raises BadFrame."""
+    said: Finished | InputRequest = object_from(frame, Finished | InputRequest, Payload)
+    if isinstance(said, Finished) and not fits(said.done.values, Payload | None):
         raise BadFrame("what it brings back is no payload")
-    return finished
+    return said

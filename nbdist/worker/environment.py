@@ -28,6 +28,7 @@ from nbdist.wire.start import WorkerStart
 from nbdist.wire.task import Attempt
 from nbdist.wire.worker_environ import sharing_variables
 from nbdist.worker.compat import torch as seam
+from nbdist.worker.compat.debugger import Debugger
 from nbdist.worker.group.group import Group
 from nbdist.worker.namespace import Namespace
 
@@ -180,6 +181,11 @@ class WorkerShell(ZMQInteractiveShell):
     """
 
     ready: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def debugger_cls(self) -> type[Debugger]:
+        """The one of `%debug`, `%pdb` and ipdb."""
+        return Debugger
 
     def init_user_ns(self) -> None:
         """Bind what is always there: called by IPython at the start and by `%reset`."""

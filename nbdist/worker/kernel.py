@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import gc
+import getpass
+import inspect
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ipykernel.displayhook import ZMQDisplayHook
 from ipykernel.kernelapp import IPKernelApp
 from IPython.core.autocall import IPyAutocall
+from IPython.core.error import StdinNotImplementedError
 from IPython.core.page import as_hook, display_page
 from jupyter_client.session import Session
 from traitlets import Type, default
 
 from nbdist.output.events import RECORD, Done
 from nbdist.wire.task import Call, Source, Task, Work
+from nbdist.worker.breakpoints import is_debugger, leave_debugger, use_debugger
 from nbdist.worker.compat.ipython import (
     LeavesChildren,
     number_cells,
@@ -40,6 +46,7 @@ from nbdist.worker.tracebacks import failure_in_words, failure_of, show_errors_o
 
 if TYPE_CHECKING:
     from nbdist.wire.payload import Payload
+    from nbdist.wire.task import InputReply
     from nbdist.worker.group.group import Group
     from nbdist.worker.process import Interrupts
 
@@ -48,6 +55,10 @@ without_debugger()
 
 USERS_CODE = ("call", "script")
 """Ops that run it, as cells do."""
+LONGEST_PROMPT = 10_000
+
+Ask = Callable[..., "InputReply"]
+"""`nbdist.worker.tasks` does it: `ask(prompt, secret=..., by_debugger=...)`."""
 
 
 class CellExit(IPyAutocall):
@@ -70,6 +81,7 @@ class WorkerKernel(LeavesChildren):
     group: Group | None = None
     peaks = Peaks()
     is_at_work = False
+    ask: Ask
     shell_class = Type(WorkerShell)
 
     @default("ident")
@@ -101,6 +113,7 @@ class WorkerKernel(LeavesChildren):
         except Exception as problem:  # noqa: BLE001 (whatever it was, the notebook waits for the end)
             done = replace(done, failure=failure_of(problem))
         interrupts.end()
+        leave_debugger()
         context.at_end.close()
         if isinstance(task.work, Call) and done.status != "ok":
             forget_errors(self.shell, error)
@@ -139,7 +152,7 @@ class WorkerKernel(LeavesChildren):
         shell.last_execution_result = None
         self.peaks.begin()
         with context.noting():
-            reply = await self.do_execute(text, silent=False, allow_stdin=False)
+            reply = await self.do_execute(text, silent=False, allow_stdin=True)
         if reply["status"] == "ok":
             return None
         ran = shell.last_execution_result
@@ -159,6 +172,24 @@ class WorkerKernel(LeavesChildren):
         else:
             values = self.namespace.pack(value, task.id, context.title)
         return replace(done, status="ok", values=values)
+
+    def raw_input(self, prompt: object = "") -> str:
+        """Return what somebody types in the notebook: `input`, also in scripts and functions."""
+        return self._typed(str(prompt), secret=False)
+
+    def getpass(self, prompt: object = "Password: ", *_: object, **__: object) -> str:
+        """Do the same, without showing it: `getpass.getpass`."""
+        return self._typed(str(prompt), secret=True)
+
+    def _typed(self, prompt: str, *, secret: bool) -> str:
+        frame = inspect.currentframe()
+        asker = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
+        reply = self.ask(prompt[-LONGEST_PROMPT:], secret=secret, by_debugger=is_debugger(asker))
+        if reply.problem:
+            raise StdinNotImplementedError(reply.problem)
+        if reply.text is None:
+            raise EOFError
+        return reply.text
 
     def send_record(self, record: dict[str, Any]) -> None:
         """Publish a record of logging; called from every thread that logs."""
@@ -236,5 +267,8 @@ def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
     shell.ready = app.kernel.namespace.ready
     app.kernel.records = Records(app.kernel.send_record, app.log.name)
     app.kernel.records.watch()
+    # Also outside of cells, for which ipykernel puts them in this place.
+    builtins.input, getpass.getpass = app.kernel.raw_input, app.kernel.getpass
+    use_debugger()
     draw_bars_as_text()
     return app

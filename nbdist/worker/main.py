@@ -44,6 +44,7 @@ def run_worker(start: WorkerStart) -> None:
     leave_world_in_children(group.leave if group is not None else None)
     ControlThread(app.kernel, group, Scaling(start, app.kernel.namespace, group))
     tasks = Tasks(start.task_socket, app.kernel, app.session)
+    app.kernel.ask = tasks.ask
     write_all(mark(start.token, "up"))
     if group is not None:
         group.form()

@@ -1,18 +1,24 @@
-"""Takes the tasks that come from the agent, and has the main thread do them in turn."""
+"""Takes the tasks that come from the agent, and has the main thread do them in turn.
+
+What somebody types for the one that runs comes the same way.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import pickle
+import select
 import socket
+import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from nbdist.output.events import Done
+from nbdist.output.events import Done, InputRequest
 from nbdist.wire.frames import FrameCutter, framed
-from nbdist.wire.task import Finished, Task, unpack
+from nbdist.wire.task import Finished, InputReply, Task, down_from
 from nbdist.worker.process import Interrupts
+from nbdist.worker.streams import flush_streams
 
 if TYPE_CHECKING:
     from nbdist.worker.kernel import WorkerKernel
@@ -20,9 +26,14 @@ if TYPE_CHECKING:
 
 READ_SIZE = 1 << 18
 
+LOOK_EVERY_MS = 200
+"""Milliseconds after which one thread that waits for a reply looks whether another has read it."""
+
+IN_CHILD = "a process that the rank has forked can ask for no input"
+
 
 class Tasks:
-    """The worker's end of the socket; all of it runs on the main thread's loop.
+    """The worker's end of the socket; but for `ask`, it runs on the main thread's loop.
 
     Not ipykernel's shell channel, whose thread, signatures and messages on what the kernel
     is about to do cost more than a short cell.
@@ -37,6 +48,8 @@ class Tasks:
         self._interrupts = Interrupts(self._loop, lambda: bool(self._waiting))
         self._arrived = asyncio.Event()
         self._cutter = FrameCutter()
+        self._reading = threading.Lock()
+        self._replies: dict[int, InputReply | None] = {}
         self._agent: socket.socket | None = None
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(path)
@@ -55,19 +68,59 @@ class Tasks:
             if end is not None:
                 end.close()
 
+    def ask(self, prompt: str, *, secret: bool, by_debugger: bool) -> InputReply:
+        """Return what somebody types after this prompt, or why nobody does; any thread may ask.
+
+        Where Stop comes meanwhile, the main thread has KeyboardInterrupt.
+        """
+        agent = self._agent
+        if agent is None or os.getpid() != self._pid:
+            return InputReply(0, problem=IN_CHILD)
+        flush_streams()
+        number = self._session.place()
+        self._replies[number] = None
+        try:
+            self._send(InputRequest(number, prompt, secret, by_debugger))
+            # Not `select`, which knows no descriptors from 1,024 on.
+            waiting = select.poll()
+            waiting.register(agent, select.POLLIN)
+            while (reply := self._replies[number]) is None:
+                if waiting.poll(LOOK_EVERY_MS) and not self._read(agent):
+                    return InputReply(number)  # this process is about to end
+            return reply
+        finally:
+            del self._replies[number]
+
     def _accept(self) -> None:
         self._agent, _ = self._listener.accept()
         self._loop.remove_reader(self._listener)
         self._listener.close()
         self._loop.add_reader(self._agent, self._read, self._agent)
 
-    def _read(self, agent: socket.socket) -> None:
-        data = agent.recv(READ_SIZE)
-        if not data:  # it closes the connection before it ends this process
-            self._loop.remove_reader(agent)
-        for frame in self._cutter.feed(data):
-            self._waiting.append(unpack(frame))
-            self._arrived.set()
+    def _read(self, agent: socket.socket) -> bool:
+        """Take what has come; False at the end of the connection."""
+        with self._reading:
+            try:
+                data = agent.recv(READ_SIZE, socket.MSG_DONTWAIT)
+            except BlockingIOError:  # another thread was first
+                return True
+            if not data:  # it closes the connection before it ends this process
+                self._loop.call_soon_threadsafe(self._loop.remove_reader, agent)
+            for frame in self._cutter.feed(data):
+                self._take(down_from(frame))
+        return bool(data)
+
+    def _take(self, item: Task | InputReply) -> None:
+        match item:
+            case InputReply(number):
+                if number in self._replies:
+                    self._replies[number] = item
+            case _:
+                self._waiting.append(item)
+                if threading.current_thread() is threading.main_thread():
+                    self._arrived.set()
+                else:
+                    self._loop.call_soon_threadsafe(self._arrived.set)
 
     async def _serve(self) -> None:
         while True:
@@ -85,6 +138,6 @@ class Tasks:
                 # First the mark: the agent reads it when it gets the other.
                 self._send(Finished(self._session.place(), task.id, done))
 
-    def _send(self, end: Finished) -> None:
+    def _send(self, said: Finished | InputRequest) -> None:
         assert self._agent is not None
-        self._agent.sendall(framed(pickle.dumps(end, protocol=5)))
+        self._agent.sendall(framed(pickle.dumps(said, protocol=5)))

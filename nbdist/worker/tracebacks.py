@@ -11,9 +11,11 @@ the notebook then shows in one line.
 
 from __future__ import annotations
 
+import bdb
 import inspect
 import linecache
 import os
+import pdb
 import sys
 import time
 import traceback
@@ -25,6 +27,7 @@ from typing import Any
 
 from nbdist.output.events import Failure
 from nbdist.wire.cell_sources import cell_numbers
+from nbdist.worker.breakpoints import LEFT
 from nbdist.worker.compat.ipython import around_errors, publish_error
 from nbdist.worker.group.gloo import connections_after
 from nbdist.worker.group.naming import stale_group_of
@@ -36,6 +39,10 @@ MOST_CHARACTERS = 1 << 16
 
 OURS = os.path.dirname(__file__) + os.sep
 IN_IPYTHON = f"{os.sep}IPython{os.sep}"
+
+
+DEBUGGERS = (bdb.__file__, pdb.__file__)
+"""Files whose calls a debugger has put between those of the user."""
 
 
 class Problem(Exception):
@@ -52,6 +59,8 @@ def failure_of(error: BaseException, more: Sequence[str] = ()) -> Failure:
     """
     if isinstance(error, Problem):
         return failure_in_words(error.kind, str(error))
+    if isinstance(error, bdb.BdbQuit):
+        return failure_in_words("BdbQuit", LEFT)
     name, message = type(error).__name__, message_of(error)
     calls = map(_sendable, short_traceback(own_part(error.__traceback__)))
     lines = (*calls, f"{name}: {message}", *map(_sendable, more))
@@ -93,7 +102,7 @@ def short_traceback(tb: TracebackType | None) -> list[str]:
         if file in cells:
             code = _code_of(file, number)
             lines.append(f"Cell In[{cells[file]}], line {number}" + (f": {code}" if code else ""))
-        elif not file.startswith(OURS):
+        elif not file.startswith(OURS) and file not in DEBUGGERS:
             lines.append(f"File {file}:{number}, in {function}")
     return lines
 

@@ -20,6 +20,7 @@ from nbdist.wire.payload import pack_frames
 from nbdist.wire.pickling import Pickled, pickle
 from nbdist.wire.task import Call
 from nbdist.wire.unshippable import PICKLING_ERRORS, blame, fails_in
+from nbdist.world.asking import ask, next_to_ask
 from nbdist.world.moving_line import MovingLine
 from nbdist.world.result import CellResult
 from nbdist.world.running import RunningTask
@@ -57,15 +58,19 @@ def outcome(session: Session, running: RunningTask) -> CellResult[Any]:
     ended them the error says.  Raises KeyboardInterrupt after Stop.
     """
     lines, bars = PlainLines(running.task.ranks), MovingLine(sys.stdout)
-    for news in session.follow(running) if session.config.show else ():
+    for news in session.follow(running, answers=True):
         with running.counting_stops():
             now = time.monotonic()
-            for rank, output in news:
+            for rank, output in news if session.config.show else ():
                 if not isinstance(output, RankError):
                     _write(lines.receive(rank, output, now), bars)
             _write(lines.due(now), bars)
-            bars.show(merged_line(running.transcript), now)
-    session.wait(running)
+            if session.config.show:
+                bars.show(merged_line(running.transcript), now)
+            if (asks := next_to_ask(running)) is not None:
+                _write(lines.flush(), bars)
+                bars.clear()
+                ask(session, running, asks)
     _write(lines.finish(time.monotonic()), bars)
     bars.clear()
     try:

@@ -333,6 +333,8 @@ def _doing(place: Place, source: str = "") -> str:
         )
     if place.operation:
         return f"wait in {place.operation}, {line}"
+    if place.asks:
+        return f"wait for somebody to type, {line}"
     if place.is_cleaning_up:
         return f"cleaning up after Stop, {line}"
     lines = source.splitlines()[max(0, place.line - 1) : place.line]

@@ -32,6 +32,7 @@ from nbdist.wire.messages import (
     Answer,
     Ask,
     Down,
+    Enter,
     Hello,
     Interrupt,
     Leave,
@@ -49,6 +50,7 @@ from nbdist.wire.messages import (
     to_bytes,
     up_from,
 )
+from nbdist.wire.task import InputReply
 from nbdist.world.launchers import AgentProcess, Launcher, RuntimeFolder
 
 log = logging.getLogger("nbdist.world")
@@ -186,6 +188,10 @@ class Link:
     def let_go(self, task_id: str, ranks: tuple[int, ...]) -> None:
         """Have these ranks no longer keep what they sent back of a task."""
         self._send(LetGo(task_id, ranks))
+
+    def enter(self, rank: int, reply: InputReply) -> None:
+        """Give this rank what was typed for it."""
+        self._send(Enter(rank, reply))
 
     def wait(self, timeout: float) -> None:
         """Wait until something is in `arrived`, at most `timeout` seconds.

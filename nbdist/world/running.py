@@ -16,7 +16,16 @@ from typing import Any
 
 from nbdist.config import Patience
 from nbdist.errors import AgentLost, NbdistError, RanksFreed, WorkerDied, WorkerError, WorldStuck
-from nbdist.output.events import NAME_PROBLEM, Died, Display, Done, Failure, Output, Update
+from nbdist.output.events import (
+    NAME_PROBLEM,
+    Died,
+    Display,
+    Done,
+    Failure,
+    InputRequest,
+    Output,
+    Update,
+)
 from nbdist.output.transcript import Transcript, follows
 from nbdist.wire.payload import Payload, open_payload
 from nbdist.wire.pickling import unpickle
@@ -34,6 +43,7 @@ from nbdist.world.hangs import (
     why_died,
 )
 from nbdist.world.names import Shipped
+from nbdist.world.prompts import Prompts
 from nbdist.world.raised import as_raised
 from nbdist.world.result import CellResult
 
@@ -103,6 +113,7 @@ class RunningTask:
         self.shipped = shipped or {}
         self.patience = patience
         self.transcript = Transcript(task.ranks)
+        self.prompts = Prompts()
         self.crew = crew
         self.aborted: dict[int, Place] = {}
         self.places: dict[int, Place] = {}
@@ -132,8 +143,9 @@ class RunningTask:
 
     @property
     def age(self) -> float:
-        """Seconds since it was sent."""
-        return time.monotonic() - self._started
+        """Seconds since it was sent, without those in which a rank waited for somebody to type."""
+        now = time.monotonic()
+        return now - self._started - self.prompts.seconds(now)
 
     def seconds_until(self, time_ns: int) -> float:
         """Count from when it was sent to a time on the clock."""
@@ -158,7 +170,12 @@ class RunningTask:
 
     @property
     def waits(self) -> str:
-        """Which ranks wait in which collective, and where the others are; "" if none waits."""
+        """Which ranks wait in which collective, and where the others are; "" if none waits.
+
+        Nor where one waits for somebody to type, for whom all others may wait.
+        """
+        if self.prompts.ranks:
+            return ""
         unfinished = self.unfinished
         places = {rank: self._watch.places.get(rank, Place()) for rank in unfinished}
         waiting = any(place.operation for place in places.values())
@@ -197,7 +214,8 @@ class RunningTask:
                 yield Step.END_SURVIVORS
             elif self.crew.has_group:
                 yield Step.ABORT_FOR_DEAD
-        if not self.crew.has_group:
+        # Whoever waits for a rank that somebody debugs does not wait in vain.
+        if not self.crew.has_group or self.prompts.ranks:
             return
         # Ranks that do not run the task will not join either.
         if len(unfinished) < self.crew.size:
@@ -242,6 +260,8 @@ class RunningTask:
     def stop(self, now: float, give_up_at: float) -> None:
         """Note that its ranks are being interrupted, and when control is wanted back."""
         self.is_stopping = True
+        for rank in self.prompts.ranks:  # nobody is to answer them now
+            self.prompts.drop(rank, now)
         self.give_up_at = give_up_at
         self._watch.hurry(now)
 
@@ -279,11 +299,18 @@ class RunningTask:
         """Take in an output of the task."""
         if isinstance(output, Failure) and self._is_of_abort(rank, output):
             output = in_one_line(output, self.aborted.get(rank), self.task.script)
-        if isinstance(output, Done):
-            self._watch.finished()
-        elif isinstance(output, Display) and output.is_result:
-            self.shows_value = True
-        self.transcript.receive(rank, output, time.monotonic())
+        now = time.monotonic()
+        match output:
+            case Done():
+                self._watch.finished()
+                self.prompts.drop(rank, now)
+            case Died():
+                self.prompts.drop(rank, now)
+            case InputRequest():
+                self.prompts.receive(rank, output, now)
+            case Display(is_result=True):
+                self.shows_value = True
+        self.transcript.receive(rank, output, now)
         self._news.append((rank, output))
 
     def take_news(self) -> News:

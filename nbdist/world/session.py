@@ -19,10 +19,11 @@ from nbdist.errors import AgentLost, StartError, WorldNotStarted
 from nbdist.wire.messages import Consult, Reply, Request
 from nbdist.wire.payload import open_payload, pack_frames
 from nbdist.wire.questions import Question
-from nbdist.wire.task import Attempt, Call, Source, Task, Work
+from nbdist.wire.task import Attempt, Call, InputReply, Source, Task, Work
 from nbdist.world import following, recovery
 from nbdist.world.launchers import find_launcher
 from nbdist.world.names import Shipped
+from nbdist.world.prompts import NOBODY
 from nbdist.world.result import CellResult
 from nbdist.world.running import News, RunningTask
 from nbdist.world.states import State
@@ -75,7 +76,7 @@ class Session(Workers):
         self.check_ready()
         return self.send(task, patience, shipped)
 
-    def follow(self, running: RunningTask) -> Iterator[News]:
+    def follow(self, running: RunningTask, *, answers: bool = False) -> Iterator[News]:
         """Yield what its ranks have shown since the last time, until all have finished it.
 
             for news in session.follow(running):
@@ -85,13 +86,32 @@ class Session(Workers):
         The first Stop (KeyboardInterrupt) interrupts the ranks and goes on; the second gives
         control back, with ranks unfinished.  Neither raises: `running.stops` says how many
         there were.  At the end the group is whole again, as far as the policy says.
+
+        Whoever says `answers` is to `reply` to what ranks want typed; else they are told that
+        nobody can type.
         """
         before = running.stops_met
-        yield from following.follow(self, running)
+        for news in following.follow(self, running):
+            yield news
+            if not answers:
+                self.refuse(running, NOBODY)
         while not (running.unfinished or running.is_over or running.stops > before + 1):
             with running.counting_stops():
                 recovery.end(self, running)
             yield running.take_news()
+
+    def reply(self, running: RunningTask, answers: Mapping[int, str | None]) -> None:
+        """Give each of these ranks what was typed for it, None for the end of all input."""
+        for rank, text in answers.items():
+            self.link.enter(rank, InputReply(running.prompts[rank].number, text))
+            running.prompts.answered(rank, time.monotonic())
+
+    def refuse(self, running: RunningTask, problem: str) -> None:
+        """Tell all ranks that want something typed why nobody can."""
+        for rank in running.prompts.ranks:
+            number = running.prompts[rank].number
+            self.link.enter(rank, InputReply(number, problem=problem))
+            running.prompts.drop(rank, time.monotonic())
 
     def attempts(self, task: Task, most: int = 0) -> Iterator[Task]:
         """Yield the task, to be submitted and followed; again where it is to be run again.

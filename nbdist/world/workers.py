@@ -12,7 +12,7 @@ from typing import Any
 from nbdist import topology
 from nbdist.config import OnFailure, Patience, WorldConfig
 from nbdist.errors import AgentLost, StartError, WorldNotStarted
-from nbdist.output.events import Died, Done, Record, Visible
+from nbdist.output.events import Died, Done, InputRequest, Record, Visible
 from nbdist.wire.messages import (
     Aborted,
     Healed,
@@ -27,12 +27,13 @@ from nbdist.wire.messages import (
 )
 from nbdist.wire.places import Place
 from nbdist.wire.start import WorldSpec
-from nbdist.wire.task import Task
+from nbdist.wire.task import InputReply, Task
 from nbdist.words import count
 from nbdist.world.launchers import find_launcher
 from nbdist.world.link import Link
 from nbdist.world.names import NameTable, Shipped
 from nbdist.world.past import Past
+from nbdist.world.prompts import NOBODY
 from nbdist.world.records import hand_over, wanted_level
 from nbdist.world.running import Crew, RunningTask
 from nbdist.world.setup import Setup
@@ -353,6 +354,9 @@ class Workers:
             running = None
         if isinstance(output, Done):
             self.names.finished(rank, output, running.received(rank) if running else {})
+        if running is None and isinstance(output, InputRequest):
+            self.link.enter(rank, InputReply(output.number, problem=NOBODY))
+            return
         if running is None:
             self.late.append((rank, output))
             return

@@ -285,13 +285,14 @@ class World:
         """
         return self.session.submit(task, patience)
 
-    def follow(self, running: RunningTask) -> Iterator[News]:
+    def follow(self, running: RunningTask, *, answers: bool = False) -> Iterator[News]:
         """Yield what ranks show, as it comes, until the task has ended; then ask it for `error()`.
 
         Ctrl-C interrupts the ranks and goes on, a second one gives control back:
-        `running.stops` says whether there was one.
+        `running.stops` says whether there was one.  With `answers` the caller replies to what
+        ranks want typed (`session.reply`); without, they are told that nobody can.
         """
-        return self.session.follow(running)
+        return self.session.follow(running, answers=answers)
 
     def interrupt(self) -> None:
         """Send SIGINT to the ranks that run a task; does nothing when none does."""

@@ -267,7 +267,7 @@ def test_what_a_worker_says_is_handed_on_in_order(tmp_path: Path) -> None:
         output.receive(1, Clear(wait=False))
         os.write(stdout, mark(TOKEN, "up") + b"a" + mark(TOKEN, 1) + b"b\xe2" + mark(TOKEN, 2))
         os.write(stderr, b"e")
-        output.finish(end)
+        output.place(end)
         output.close_write_ends()
         output.close()
         return output

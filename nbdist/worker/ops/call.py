@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bdb import BdbQuit
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,8 @@ def call(context: Context, title: str, packed: Payload) -> Any:
         except SystemExit:
             show(shell, exception_only=True)
             raise
+        except BdbQuit:
+            raise  # all is said of it in one line
         except BaseException as error:  # also Stop: shown as a cell's would be
             tb = error.__traceback__
             show(shell, (type(error), error, (tb and tb.tb_next) or tb), tb_offset=0)

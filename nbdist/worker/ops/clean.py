@@ -54,7 +54,7 @@ def forget_errors(shell: Any, raised: BaseException | None = None) -> None:
             delattr(sys, name)
     shell.last_execution_result = None
     for shower in (shell.InteractiveTB, shell.SyntaxTB):
-        shower.tb = None
+        shower.tb = shower.pdb = None
     shell.SyntaxTB.last_syntax_error = None
 
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from bdb import BdbQuit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -120,6 +121,8 @@ def _run_python(shell: Any, program: Script, args: Sequence[str]) -> None:
     except SystemExit as end:
         if problem := _problem_of(program, end.code):
             raise ScriptProblem(problem) from None
+    except BdbQuit:
+        raise  # all is said of it in one line
     except BaseException as error:  # also Stop: shown as a cell's would be
         _running.clear()  # what follows only shows it
         tb = _own_part(error.__traceback__)

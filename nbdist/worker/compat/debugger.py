@@ -1,0 +1,162 @@
+"""IPython's debugger, as it is used in a rank: private names of pdb and IPython 7.34 to 9.18.
+
+Its prompt goes to the notebook as `input()` does, since pdb reads by `input`.
+"""
+
+from __future__ import annotations
+
+import bdb
+import inspect
+import os
+import pdb
+import sys
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch.distributed
+from IPython.core import debugger
+from IPython.core.debugger import InterruptiblePdb
+
+from nbdist.wire.cell_sources import cell_numbers, function_name
+
+PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+AROUND = ("IPython", "ipykernel", "tornado", "asyncio", "traitlets", "zmq", "jupyter_client")
+"""Packages whose calls come before those of a cell or script, and after its end."""
+
+IN_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in AROUND)
+RUNNERS = ("<frozen ", "<string>", f"{os.sep}runpy.py")
+
+Stack = list[tuple[FrameType, int]]
+
+
+def is_around(frame: FrameType) -> bool:
+    """Say whether a call is none of the user's: nbdist's own, or IPython's."""
+    file = frame.f_code.co_filename
+    if file.startswith((PACKAGE, "<frozen ", "<string>")):
+        return True
+    return file.endswith(RUNNERS[2:]) or any(part in file for part in IN_PACKAGES)
+
+
+def is_called_by_us(frame: FrameType) -> bool:
+    """Say whether nbdist or IPython has made this call."""
+    before = frame.f_back.f_code.co_filename if frame.f_back is not None else ""
+    return before.startswith(PACKAGE) or IN_PACKAGES[0] in before
+
+
+def is_statement(frame: FrameType) -> bool:
+    """Say whether it is a statement of a cell, which IPython runs by itself, or a script."""
+    return function_name(frame.f_code.co_name) == "<module>" and is_called_by_us(frame)
+
+
+class Debugger(InterruptiblePdb):
+    """IPython's, which shows and steps through the user's calls alone, and lets Stop through."""
+
+    was_used = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        # After `continue` pdb would have Stop come back into the debugger.
+        super().__init__(*args, **{"nosigint": True, **options})
+        Debugger.was_used = True
+        self._stopped: KeyboardInterrupt | None = None
+        self._is_between = False
+        self._entered: FrameType | None = None
+
+    def set_trace(self, frame: FrameType | None = None, **options: Any) -> None:
+        """Begin to follow what runs, in this call or the caller's."""
+        caller = inspect.currentframe()
+        self._entered = frame or (caller and caller.f_back)
+        super().set_trace(self._entered, **options)  # type: ignore[no-untyped-call]
+
+    def interaction(self, *args: Any, **options: Any) -> None:
+        """Talk to the user, until he goes on; KeyboardInterrupt where Stop was pressed."""
+        super().interaction(*args, **options)  # type: ignore[no-untyped-call]
+        stopped, self._stopped = self._stopped, None
+        if stopped is not None:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    def cmdloop(self, intro: Any = None) -> None:
+        """Read and do commands; IPython's own would go on with the program after Stop."""
+        try:
+            super(InterruptiblePdb, self).cmdloop(intro)
+        except KeyboardInterrupt as stop:
+            self._stopped = stop.with_traceback(None)
+
+    def user_return(self, frame: FrameType, value: Any) -> None:
+        """Stop at the end of a call; not at that of a statement of a cell, which is one to IPython.
+
+        There the next statement of the cell is the next to stop at.
+        """
+        if is_statement(frame):
+            self._is_between = True
+            self.set_step()
+        else:
+            super().user_return(frame, value)
+
+    def user_call(self, frame: FrameType, arguments: Any) -> None:
+        """Stop at the beginning of a call, but not at that of a statement of a cell."""
+        if not is_statement(frame):
+            super().user_call(frame, arguments)
+
+    def stop_here(self, frame: FrameType) -> bool:
+        """Say whether stepping ends in this call."""
+        if self._is_between or (is_called_by_us(frame) and frame is not self._entered):
+            # What IPython calls for a cell, also between its statements, may be anybody's.
+            if not is_statement(frame):
+                return False
+            self._is_between = False
+        return not is_around(frame) and bool(super().stop_here(frame))  # type: ignore[no-untyped-call]
+
+    def get_stack(self, *args: Any, **options: Any) -> tuple[Stack, int]:
+        """Give the calls, the innermost last, and which of them is looked at."""
+        stack, index = super().get_stack(*args, **options)  # type: ignore[no-untyped-call]
+        first, end = own_part([is_around(frame) for frame, _ in stack])
+        return stack[first:end], max(0, min(index, end - 1) - first)
+
+    def format_stack_entry(self, *args: Any, **options: Any) -> str:
+        """Write where a call is: `Cell In[5](3)` for a cell, whose file people do not know."""
+        frame: FrameType = args[0][0]
+        text: str = super().format_stack_entry(*args, **options)
+        file = frame.f_code.co_filename
+        if (number := cell_numbers().get(file)) is None:
+            return text
+        return text.replace(self.canonic(file), f"Cell In[{number}]")
+
+
+def own_part(around: list[bool]) -> tuple[int, int]:
+    """Find the calls of the user's in a stack: all but what is around them at both ends.
+
+    All of them, where none is the user's.
+    """
+    if all(around):
+        return 0, len(around)
+    first = around.index(False)
+    return first, len(around) - around[::-1].index(False)
+
+
+def install() -> None:
+    """Have everybody who starts a debugger start this one; after IPython's has been put there."""
+    for module in (pdb, debugger):
+        vars(module)["Pdb"] = Debugger
+    pdb.set_trace = debugger.set_trace
+    # `torch.distributed.breakpoint`'s own would read a terminal; torch before 2.10 makes it early.
+    if hasattr(torch.distributed, "_DistributedPdb"):
+        torch.distributed._DistributedPdb = Debugger
+
+
+def stop_tracing(frame: FrameType | None) -> None:
+    """Have no debugger follow anything any more, in this call and those that led to it."""
+    Debugger.was_used = False
+    if isinstance(getattr(sys.gettrace(), "__self__", None), bdb.Bdb):
+        sys.settrace(None)
+    while frame is not None:
+        if isinstance(getattr(frame.f_trace, "__self__", None), bdb.Bdb):
+            frame.f_trace = None
+        frame = frame.f_back
+
+
+def post_mortem(tb: TracebackType) -> None:
+    """Have the user look at where an exception came from."""
+    found = Debugger()
+    found.reset()
+    found.interaction(None, tb)

@@ -1,0 +1,105 @@
+"""Tests of `nbdist.world.asking`: what ranks ask for is typed where the world was made."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from nbdist.errors import WorkerError
+from nbdist.world.world import World
+from tests.worlds import NewWorld
+
+pytestmark = pytest.mark.shared_world
+
+Typed = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def world(new_world: NewWorld) -> Iterator[World]:
+    with new_world(2) as started:
+        yield started
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> Typed:
+    """Has these lines be what is typed; nothing more follows."""
+
+    def say(*lines: str) -> None:
+        text = "".join(f"{line}\n" for line in lines)
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+
+    return say
+
+
+def test_each_rank_is_asked(world: World, typed: Typed, capsys: pytest.CaptureFixture[str]) -> None:
+    """One after the other, below what it has printed, with its number in the prompt."""
+    typed("ada", "bob", "cy", "dan")
+    world.execute("print('who?')\nname = input('name? '), input('next? ')")
+    assert world.gather("name") == [("ada", "bob"), ("cy", "dan")]
+    said = capsys.readouterr().out
+    prompts = "[rank 0] name? [rank 0] next? [rank 1] name? [rank 1] next? "
+    assert said == f"[0-1] who?\n{prompts}"
+
+
+def test_functions_and_threads_ask_too(world: World, typed: Typed) -> None:
+    """A function of the caller's, and a thread of a cell while its main thread waits for that."""
+
+    def ask() -> str:
+        from threading import Thread
+
+        found: list[str] = []
+        thread = Thread(target=lambda: found.append(input()))
+        thread.start()
+        thread.join()
+        return found[0] + input()
+
+    typed("a", "b", "c", "d")
+    assert [*world.run(ask)] == ["ab", "cd"]
+
+
+def test_the_end_of_all_input(world: World, typed: Typed) -> None:
+    """It is EOFError in the rank, as it is anywhere."""
+    typed("only one")
+    world.execute(
+        "try:\n    said = input()\nexcept EOFError:\n    said = 'end'",
+    )
+    assert world.gather("said") == ["only one", "end"]
+
+
+def test_nobody_can_type(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank is told so, with the remedy, and nothing waits."""
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(WorkerError, match=r"nobody can type here.*variable"):
+        world.execute("input('name? ')")
+    with pytest.raises(WorkerError, match="nobody can type here"):
+        world.execute("breakpoint()\nx = 1")
+
+
+def test_who_does_not_answer_refuses(world: World) -> None:
+    """A task that nobody looks at does not wait for ever."""
+    session = world.session
+    running = session.submit(world.task("import getpass\ngetpass.getpass()", ranks=(1,)))
+    session.wait(running)
+    assert "nobody can type here" in str(running.error())
+
+
+def test_a_forked_child_asks_nobody(world: World, typed: Typed) -> None:
+    """Its parent's connection is not its own."""
+    typed("for the rank")
+    world.execute(
+        "import os\n"
+        "r, w = os.pipe()\n"
+        "if (child := os.fork()) == 0:\n"
+        "    try:\n"
+        "        input()\n"
+        "    except BaseException as error:\n"
+        "        os.write(w, str(error).encode())\n"
+        "    os._exit(0)\n"
+        "os.waitpid(child, 0)\n"
+        "told, mine = os.read(r, 999).decode(), input()",
+        ranks=[0],
+    )
+    told = "a process that the rank has forked can ask for no input"
+    assert world.gather("(told, mine)", ranks=[0]) == [(told, "for the rank")]
