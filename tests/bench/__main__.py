@@ -17,6 +17,7 @@ from tests.bench.harness import Figure, header, line, marked_busy, to_json
 from tests.bench.lab import Lab
 from tests.bench.looking import look
 from tests.bench.notebook import CellFailed
+from tests.bench.page import flood
 from tests.bench.shipping import ship
 from tests.bench.starting import load, memory, ranks32, restart, start
 from tests.bench.training import training
@@ -40,6 +41,7 @@ ROWS: dict[str, Callable[[Lab], Iterator[Figure]]] = {
     "faults": faults,
     "collect": collectives,
     "look": look,
+    "page": flood,
 }
 
 

@@ -247,11 +247,13 @@ def notebook_7(tmp_path: Path, browser: Browser) -> Iterator[Lab]:
 
 
 @contextmanager
-def serving(front_end: FrontEnd, tmp_path: Path, browser: Browser) -> Iterator[Lab]:
+def serving(
+    front_end: FrontEnd, tmp_path: Path, browser: Browser, **variables: str
+) -> Iterator[Lab]:
     """Have a server with settings, runtime files and a port of its own."""
     folder = tmp_path / "notebooks"
     folder.mkdir()
-    environ = _environment(tmp_path)
+    environ = _environment(tmp_path) | variables
     log = tmp_path / "server.log"
     with log.open("wb") as output:
         server = subprocess.Popen(
