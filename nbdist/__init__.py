@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbdist.errors import NbdistError, UsageError, WorkerDied, WorkerError
+    from nbdist.notebook.job import Job
     from nbdist.world.result import CellResult
     from nbdist.world.stages import distributed, run
     from nbdist.world.world import World
 
 __all__ = [
     "CellResult",
+    "Job",
     "NbdistError",
     "UsageError",
     "WorkerDied",
@@ -34,6 +36,7 @@ __all__ = [
 
 _MODULES = {
     "CellResult": "nbdist.world.result",
+    "Job": "nbdist.notebook.job",
     "World": "nbdist.world.world",
     "distributed": "nbdist.world.stages",
     "run": "nbdist.world.stages",

@@ -28,6 +28,10 @@ OnFailure = Literal["heal", "restart-all", "stop"]
 HANG_TIMEOUT = 4.0
 """Seconds into a cell whose ranks are all at work; what is said then is said within 5 s."""
 
+CONTROL_TIMEOUT = 4.5
+"""Seconds from Stop until control is given back, though ranks may still be leaving: with what
+else there is to do it is 5 s at most.  Their agent goes on with them meanwhile."""
+
 _NAME_LIMIT = 200
 _PART_LIMIT = 100
 
@@ -67,15 +71,20 @@ read_restarts = whole_number(
 )
 
 
-def read_seconds(value: Any) -> float:
-    """Read the value of `--hang-timeout`."""
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise UsageError(f"`--hang-timeout {value}`: a number of seconds, such as 30 or 0.5.")
-    return seconds
+def number_of_seconds(flag: str) -> Callable[[Any], float]:
+    """Make a reader of a flag's seconds, also for argparse's `type`; it raises UsageError."""
+
+    def read(value: Any) -> float:
+        text = unquoted(value) if isinstance(value, str) else value
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = 0.0
+        if not 0 < seconds < float("inf"):
+            raise UsageError(f"`{flag} {text}`: a number of seconds, such as 30 or 0.5.")
+        return seconds
+
+    return read
 
 
 def read_policy(text: str) -> OnFailure:
@@ -169,11 +178,15 @@ class Patience:
     """How long a cell's ranks may wait for one another, and what happens then.
 
     After `hang_timeout` seconds a running cell says who waits for whom; with `aborts`, collectives
-    that can never end are aborted, else that is for Stop.
+    that can never end are aborted, else that is for Stop.  After `timeout` seconds it is stopped,
+    None for never.  `control_timeout` seconds after Stop control is given back, though ranks may
+    still be leaving; None where nobody waits for it.
     """
 
     hang_timeout: float = HANG_TIMEOUT
     aborts: bool = True
+    timeout: float | None = None
+    control_timeout: float | None = CONTROL_TIMEOUT
 
 
 @dataclass(frozen=True, repr=False)
@@ -251,7 +264,7 @@ class WorldConfig:
     ))
     hang_timeout: float = field(default=HANG_TIMEOUT, metadata=_as(
         "--hang-timeout", "seconds after which a running cell says which ranks wait for which (4)",
-        read_seconds, metavar="SECONDS", at_once=True,
+        number_of_seconds("--hang-timeout"), metavar="SECONDS", at_once=True,
     ))
     free: bool = field(default=True, metadata=_as(
         "--no-free", "only say so: ranks that wait for what can never come stay as they are until"

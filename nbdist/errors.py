@@ -25,6 +25,11 @@ Each line names what happened, indented under what also catches it:
     * :exc:`WorkerError`: the code raised on some ranks
         * :exc:`WorkerDied`: the process of a rank ended
         * :exc:`RanksFreed`: ranks waited in collectives for what could never come
+    * :exc:`CellTimedOut`: the cell took longer than `--timeout` allows
+    * :exc:`JobRuns`: a cell that was sent with `--no-wait` has not ended in time
+    * :exc:`JobLost`: it ended with its workers, which were started anew or shut down
+    * :exc:`ValueGone`: the last value of a cell is no longer on the rank
+    * :exc:`FailedHere`: a cell that runs in the notebook as well, by `--local`, raised there
     * :exc:`AgentLost`: the agent of a machine ended, and its workers with it
 
 Stop raises :exc:`Interrupted`, which is Python's own :exc:`KeyboardInterrupt`.
@@ -45,6 +50,10 @@ class NbdistError(Exception):
 
     IPython shows that line alone, without a traceback of nbdist's insides.
     """
+
+    def add(self, sentence: str) -> None:
+        """Say more: what was done about it."""
+        self.args = (f"{str(self).rstrip('.')}. {sentence[:1].upper()}{sentence[1:]}",)
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows, in a notebook and in a terminal.
@@ -313,10 +322,6 @@ class WorkerError(NbdistError):
         self._keep(rank, host, pid, errors)
         super().__init__(f"{_failed(self.errors, ran)} {_raised(rank, seconds, cause)}")
 
-    def add(self, sentence: str) -> None:
-        """Say more: what was done about it."""
-        self.args = (f"{str(self).rstrip('.')}. {sentence[:1].upper()}{sentence[1:]}",)
-
     def show(self, *lines: str) -> None:
         """Have Python and IPython show these lines under the error."""
         self.add_note("\n".join(lines))
@@ -367,6 +372,58 @@ class RanksFreed(WorkerError):
         """`why` says who waited in what, and why in vain."""
         self._keep(rank, host, pid, errors)
         NbdistError.__init__(self, f"{why}. Who waited was freed; all variables are kept.")
+
+
+class CellTimedOut(NbdistError, TimeoutError):
+    """The cell took longer than `--timeout` allows, and was stopped as by Stop."""
+
+    def __init__(
+        self, seconds: float, where: str, late: Iterable[int] = (), killed: Iterable[int] = ()
+    ) -> None:
+        """`where` says where its ranks were then, `late` are those that have not left it yet."""
+        self.late, self.killed = tuple(late), tuple(killed)
+        doing = f": {where}" if where else ""
+        kept = "" if self.killed else "; all variables are kept"
+        said = f"the cell was stopped after {seconds:g} s, as `--timeout` says{doing}{kept}."
+        super().__init__(said)
+        if self.late:
+            verb = "has" if len(self.late) == 1 else "have"
+            self.add(f"{name_ranks(self.late)} {verb} not ended it yet; the next cell waits.")
+
+
+class JobRuns(NbdistError, TimeoutError):
+    """A cell that was sent with `--no-wait` has not ended in the time that was given to it."""
+
+    def __init__(self, title: str, seconds: float, doing: str) -> None:
+        where = f": {doing}" if doing else ""
+        super().__init__(f"{title} has not ended within {seconds:g} s{where}; it runs on.")
+
+
+class JobLost(NbdistError):
+    """A cell that was sent with `--no-wait` ended with its workers; `why` says what ended them."""
+
+    def __init__(self, title: str, seconds: float, why: str) -> None:
+        super().__init__(f"{title} was ended after {seconds:.1f} s, with its workers: {why}.")
+
+
+class ValueGone(NbdistError, LookupError):
+    """What the last line of a cell gave is no longer on these ranks; `how` says how it went."""
+
+    def __init__(self, ranks: Iterable[int], how: str) -> None:
+        self.ranks = tuple(ranks)
+        super().__init__(
+            f"the last value of that cell on {name_ranks(self.ranks)} is gone, {how}. "
+            "What a cell binds to a name stays, and `%dist_gather name` brings it."
+        )
+
+
+class FailedHere(NbdistError):
+    """A cell that ran in the notebook as well, by `--local`, raised there, as is shown above."""
+
+    def __init__(self, cause: BaseException, ran: int) -> None:
+        self.cause = cause
+        said = one_line(f"{type(cause).__name__}: {cause}")
+        super().__init__(f"the cell raised in the notebook: {said}. {count(ran, 'rank')} ran it.")
 
 
 class AgentLost(NbdistError):

@@ -1,6 +1,7 @@
 """A cell on its way through a pool: checked, sent with its names, followed, and run again.
 
-Called by commands, on IPython's own thread.
+Called by commands, on IPython's own thread.  A cell's way is a generator, which `through` runs
+to its end, and a `Job` a step at a time.
 """
 
 from __future__ import annotations
@@ -9,12 +10,22 @@ import ast
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from nbdist.errors import Interrupted, UsageError, WorkerDied, WorldNotStarted
+from nbdist.errors import (
+    CellTimedOut,
+    Interrupted,
+    NbdistError,
+    UsageError,
+    ValueGone,
+    WorkerDied,
+    WorldNotStarted,
+)
 from nbdist.notebook.options import at_once
 from nbdist.notebook.page import RELOADED
 from nbdist.notebook.shipping.plan import plan
+from nbdist.notebook.stops import raised_stops
+from nbdist.notebook.values import LastValues
 from nbdist.notebook.why import why_of
 from nbdist.topology import parse_ranks
 from nbdist.wire.task import Source
@@ -24,17 +35,22 @@ from nbdist.world.usage import usage_text
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Generator
 
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbdist.config import Patience
     from nbdist.notebook.display import CellDisplay
+    from nbdist.notebook.job import Steps
     from nbdist.notebook.pool import Pool
     from nbdist.notebook.shipping.plan import Shipment
     from nbdist.wire.task import Task, Work
     from nbdist.world.names import NameTable
+    from nbdist.world.result import CellResult
     from nbdist.world.running import RunningTask
     from nbdist.world.world import World
+
+R = TypeVar("R")
 
 Pack = Callable[["NameTable"], "Shipment | None"]
 """Says what has to go along, by who has which name; asked before each attempt."""
@@ -42,11 +58,15 @@ Pack = Callable[["NameTable"], "Shipment | None"]
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How to run a cell: `setup` is its key where new workers are to run it too."""
+    """How to run a cell: `setup` is its key where new workers are to run it too.
+
+    With `is_job` nobody waits for it.
+    """
 
     patience: Patience | None = None
     setup: str = ""
     max_restarts: int = 0
+    is_job: bool = False
 
 
 def run_source(
@@ -56,11 +76,23 @@ def run_source(
     ranks: str | None,
     display: CellDisplay,
     options: argparse.Namespace | None = None,
-) -> None:
+) -> CellResult[Any]:
     """Run a cell on workers and show it; raises its one error when it failed.
 
     With `options` workers are started where there are none.
     """
+    return through(source_steps(pool, first_line, cell, ranks, display, options))
+
+
+def source_steps(
+    pool: Pool,
+    first_line: str,
+    cell: str,
+    ranks: str | None,
+    display: CellDisplay,
+    options: argparse.Namespace | None = None,
+) -> Steps:
+    """Do the same a step at a time, the first of which sends it."""
     python = check_source(pool.shell, first_line, cell)
     source = in_notebook_lines(first_line, cell)
     task, world = prepare(pool, Source(source), ranks, display, options)
@@ -69,7 +101,7 @@ def run_source(
         setup = _cell_key(pool.shell, source) if options.setup else ""
         how = run_options(world, options, setup)
     pack = partial(plan, python, ranks=task.ranks, hidden=pool.shell.user_ns_hidden)
-    run_attempts(pool, world, task, pack, display, how)
+    return (yield from attempt_steps(pool, world, task, pack, display, how))
 
 
 def prepare(
@@ -93,7 +125,20 @@ def prepare(
 def run_options(world: World, options: argparse.Namespace, setup: str = "") -> RunOptions:
     """Read from the options how a cell is to be run."""
     patience = world.session.config.but(**at_once(options)).patience
-    return RunOptions(patience, setup, options.max_restarts)
+    patience = replace(patience, timeout=options.timeout)
+    if options.no_wait:
+        patience = replace(patience, control_timeout=None)
+    return RunOptions(patience, setup, options.max_restarts, options.no_wait)
+
+
+def through(steps: Generator[Any, Any, R]) -> R:
+    """Take all steps; return what they lead to."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            led_to: R = end.value
+            return led_to
 
 
 # --- sending, and again -----------------------------------------------------------------
@@ -106,8 +151,20 @@ def run_attempts(
     pack: Pack,
     display: CellDisplay,
     how: RunOptions | None = None,
-) -> None:
-    """Run a cell and show it; raises the error of its last attempt when that failed too.
+) -> CellResult[Any]:
+    """Run a cell and show it; raises the error of its last attempt when that failed too."""
+    return through(attempt_steps(pool, world, task, pack, display, how))
+
+
+def attempt_steps(
+    pool: Pool,
+    world: World,
+    task: Task,
+    pack: Pack,
+    display: CellDisplay,
+    how: RunOptions | None = None,
+) -> Steps:
+    """Do the same a step at a time.
 
     What an attempt has bound is no matter to the next: so each has the names of the notebook
     as the first one had them, and new ranks get those that they lack.
@@ -118,7 +175,7 @@ def run_attempts(
         names = names.copy()
     for attempt in world.session.attempts(task, how.max_restarts):
         pids = world.pids
-        running = _attempt(pool, world, attempt, pack(names), display, how)
+        running = yield from _attempt(pool, world, attempt, pack(names), display, how)
         if not running.restart:
             break
         _keep_why(pool, running)
@@ -127,7 +184,14 @@ def run_attempts(
         new = [rank for rank, pid in world.pids.items() if pid != pids.get(rank)]
         names.taken_over(new, world.session.names)
         world.session.take_replaced()
-    check_end(pool, world, running)
+    try:
+        check_end(pool, world, running)
+    except (NbdistError, Interrupted) as error:
+        if how.is_job:  # there is no cell that shows it
+            display.note(str(error), at_once=False)
+            display.end_again(running.transcript, pool.log_files())
+        raise
+    return result_of(pool, world, running)
 
 
 def _attempt(
@@ -137,7 +201,7 @@ def _attempt(
     shipment: Shipment | None,
     display: CellDisplay,
     how: RunOptions,
-) -> RunningTask:
+) -> Generator[RunningTask, float | None, RunningTask]:
     for notice in shipment.notices if shipment else ():
         display.note(notice)
     if shipment and shipment.names:
@@ -146,7 +210,7 @@ def _attempt(
     try:
         shipped = shipment.records if shipment else {}
         running = pool.last = world.session.submit(task, how.patience, shipped)
-        follow(pool, world, running, display)
+        yield from follow_steps(pool, world, running, display)
         if how.setup and not running.error():
             world.session.setup.keep(how.setup, task, segment)
             segment = None
@@ -162,24 +226,49 @@ def _attempt(
 def follow(pool: Pool, world: World, running: RunningTask, display: CellDisplay | None) -> None:
     """Show a task (or not) until it ends, or Stop has given control back.
 
-    What a rank wants typed is asked for below all that it has said.
+    What a rank wants typed is asked for below all that it has said, once somebody waits.
     """
-    for news in world.follow(running, answers=True):
-        with running.counting_stops():
-            if display:
-                usage = usage_text(running.usage.values())
-                display.show(running.transcript, news, running.waits, usage)
-                pool.show_late(at_once=False)
-            if (rank := next_to_ask(running)) is not None:
+    through(follow_steps(pool, world, running, display))
+
+
+def follow_steps(
+    pool: Pool, world: World, running: RunningTask, display: CellDisplay | None
+) -> Generator[RunningTask, float | None, None]:
+    """Do the same a step at a time."""
+    following, longest = world.follow(running, answers=True), None
+    try:
+        while True:
+            try:
+                news = following.send(longest)
+            except StopIteration:
+                break
+            with running.counting_stops():
                 if display:
-                    display.show_all(running.transcript, running.prompts.text)
-                ask(world.session, running, rank)
-                if display:
-                    display.typed()
+                    usage = usage_text(running.usage.values())
+                    display.show(running.transcript, news, running.waits, usage)
+                    pool.show_late(at_once=False)
+                if longest != 0.0 and (rank := next_to_ask(running)) is not None:
+                    with raised_stops():
+                        _ask(world, running, rank, display)
+            longest = yield running
+    except GeneratorExit:  # with its workers
+        if display:
+            display.note("ended before it was done", at_once=False)
+            display.end(running.transcript, pool.log_files())
+        raise
     if display:
         display.end(running.transcript, pool.log_files())
         pool.ended.add(running.transcript, display)
         pool.show_late()
+
+
+def _ask(world: World, running: RunningTask, rank: int, display: CellDisplay | None) -> None:
+    """Have somebody type what a rank asks for."""
+    if display:
+        display.show_all(running.transcript, running.prompts.text)
+    ask(world.session, running, rank)
+    if display:
+        display.typed()
 
 
 def check_end(
@@ -194,6 +283,8 @@ def check_end(
         raise Interrupted(running.task.ranks, killed, fate)
     if error := running.error():
         _keep_why(pool, running)
+        if isinstance(error, CellTimedOut) and killed:
+            error.add(stop_text(world.session, killed))
         if pool.routine.hint and isinstance(error, WorkerDied):
             error.add(f"{pool.routine.hint}.")
         raise error
@@ -201,11 +292,41 @@ def check_end(
 
 def bring(pool: Pool, world: World, task: Task) -> dict[int, Any]:
     """Run a task without showing it; give what it brings back, by rank."""
+    pool.wait_for_job(pool.display())
     running = world.submit(task)
     follow(pool, world, running, None)
     check_end(pool, world, running)
     found = dict(zip(task.ranks, running.result(), strict=True))
     world.session.let_go(running)
+    return found
+
+
+# --- its last values --------------------------------------------------------------------
+
+
+def result_of(pool: Pool, world: World, running: RunningTask) -> CellResult[Any]:
+    """Make the result of a cell: its last value on each rank, brought when it is asked for."""
+    result = running.result()
+    bring_last = partial(_bring_last, pool, world, running)
+    return replace(result, values=LastValues(result.values, bring_last))
+
+
+def _bring_last(
+    pool: Pool, world: World, running: RunningTask, ranks: tuple[int, ...]
+) -> dict[int, Any]:
+    """Bring what the last line of the cell gave on these ranks, None where that was nothing."""
+    if new := [rank for rank in ranks if world.pids.get(rank) != running.crew.pids.get(rank)]:
+        raise ValueGone(new, "with their workers")
+    number, transcript = running.task.execution_count, running.transcript
+    have = [
+        rank for rank in ranks if any(each.display.is_result for each in transcript[rank].displays)
+    ]
+    found: dict[int, Any] = dict.fromkeys(ranks)
+    if have:
+        task = world.task(ranks=have, fetch=(f"_oh.get({number}, NotImplemented)",))
+        found |= bring(pool, world, task)
+    if gone := [rank for rank, value in found.items() if value is NotImplemented]:
+        raise ValueGone(gone, "by `%dist_clean` or `%reset`")
     return found
 
 

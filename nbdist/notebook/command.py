@@ -56,7 +56,16 @@ class Line:
 
     @property
     def world(self) -> World:
-        """The pool's; WorldNotStarted, in the magic's name, where there are no workers."""
+        """The pool's, once a cell that was sent with `--no-wait` has ended.
+
+        WorldNotStarted, in the magic's name, where there are no workers.
+        """
+        self.pool.wait_for_job(self.display)
+        return self.busy_world
+
+    @property
+    def busy_world(self) -> World:
+        """The same, also while it runs such a cell."""
         if self.pool.world is None or self.pool.world.state is State.STOPPED:
             raise WorldNotStarted(f"`{self.command.shown_name}`")
         return self.pool.world

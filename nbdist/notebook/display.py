@@ -40,8 +40,8 @@ NOTHING = "<span></span>"
 class CellDisplay(Protocol):
     """Where the output of one cell, or of one magic, appears."""
 
-    def note(self, text: str) -> None:
-        """Show a line that stays with the output, such as a warning; shown at once."""
+    def note(self, text: str, *, at_once: bool = True) -> None:
+        """Show a line that stays with the output, such as a warning; at once, or with the next."""
 
     def wait_for(self, text: str) -> None:
         """Show a line until there is something else."""
@@ -89,9 +89,10 @@ class PanelDisplay:
         self._draw_at = time.monotonic() + FIRST_DRAWING
         self._notes: list[str] = []
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, at_once: bool = True) -> None:
         self._notes.append(text)
-        self.wait_for("")
+        if at_once:
+            self.wait_for("")
 
     def wait_for(self, text: str) -> None:
         self.say(" · ".join([*self._notes, text] if text else self._notes))
@@ -160,12 +161,15 @@ class PlainDisplay:
         self._waits = ""
         self._bars = MovingLine(sys.stdout)
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, at_once: bool = True) -> None:
+        self.say(text)
+
+    def wait_for(self, text: str) -> None:
+        self.say(text)
+
+    def say(self, text: str) -> None:
         self._bars.clear()
         sys.stdout.write(f"{text}\n")
-
-    wait_for = note
-    say = note
 
     def show_table(self, html: str, text: str) -> None:
         self.say(text)

@@ -26,8 +26,8 @@ PAUSES_PER_NOTICE = 4
 class IdleWatch:
     """Have the event loop that runs the notebook's cells call `notice` on deaths and late output.
 
-    A loop that runs between cells is what an ipykernel has; a terminal has none: there
-    the next cell shows it.
+    While something `goes_on` also on all else that comes, and every `PAUSE` seconds.  A loop that
+    runs between cells is what an ipykernel has; a terminal has none: there the next cell shows it.
     """
 
     def __init__(self, notice: Callable[[], None]) -> None:
@@ -37,6 +37,7 @@ class IdleWatch:
         self._asides = -1
         self._notice_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._goes_on = False
 
     def __repr__(self) -> str:
         return f"<IdleWatch of {self._link}>"
@@ -57,8 +58,28 @@ class IdleWatch:
         # In no cell's context: what is shown belongs to the cell that ran last, not to this one.
         contextvars.Context().run(loop.add_reader, self._asides, self._wake)
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The one that calls, None where there is none."""
+        return self._loop
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a task runs that nobody waits for."""
+        return self._goes_on
+
+    @goes_on.setter
+    def goes_on(self, goes_on: bool) -> None:
+        self._goes_on = goes_on
+        if self._link is not None:
+            self._link.tells_all = goes_on
+        if goes_on and self._loop is not None and self._timer is None:
+            # In no cell's context, as in `follow`.
+            self._timer = contextvars.Context().run(self._loop.call_later, PAUSE, self._notice_now)
+
     def stop(self) -> None:
         """Watch nothing."""
+        self._goes_on = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -81,10 +102,16 @@ class IdleWatch:
             # A rank may write without end; each time what is shown is drawn anew.
             wait = max(0.0, self._notice_at - time.monotonic())
             self._timer = loop.call_later(wait, self._notice_now)
+        elif self._goes_on:
+            # It shows what there is as often as it should; more waits to be taken in.
+            self._timer.cancel()
+            self._timer = loop.call_later(0.0, self._notice_now)
 
     def _notice_now(self) -> None:
         self._timer = None
         started = time.monotonic()
-        self._notice()
+        contextvars.Context().run(self._notice)
         now = time.monotonic()
         self._notice_at = now + min(LONGEST_PAUSE, max(PAUSE, PAUSES_PER_NOTICE * (now - started)))
+        if self._goes_on:
+            self.goes_on = True

@@ -9,13 +9,16 @@ from nbdist.config import DEFAULT_POOL, WorldConfig
 from nbdist.errors import InChild, Interrupted, UsageError
 from nbdist.notebook.display import make_display
 from nbdist.notebook.idle import IdleWatch
+from nbdist.notebook.job import Job
 from nbdist.notebook.late import Ended
 from nbdist.notebook.options import check_same, given
 from nbdist.notebook.page import Page
 from nbdist.notebook.routine import Routine
 from nbdist.notebook.shipping.free_names import names_bound
+from nbdist.notebook.stops import IdleStop, counted_stops
 from nbdist.notebook.why import Why, idle_end, why_died
 from nbdist.words import count, name_ranks
+from nbdist.world.following import TICK
 from nbdist.world.recovery import healing_text
 from nbdist.world.states import State
 from nbdist.world.world import World
@@ -53,6 +56,8 @@ class Pool:
         self._size = 0  # as it was last shown
         self._link: Link | None = None
         self._idle = IdleWatch(self._notice)
+        self._job: Job | None = None
+        self._stop = IdleStop(self._stop_job)
 
     def __repr__(self) -> str:
         return f"<Pool {self.name} {self.world}>"
@@ -119,6 +124,7 @@ class Pool:
 
     def mended(self, display: CellDisplay) -> World | None:
         """Mend the world for a cell, and note what was lost meanwhile; None where none runs."""
+        self.wait_for_job(display)
         if self.world is not None:
             _complete_shutdown(self.world)
             _wait_for_stop(self.world, display)
@@ -145,6 +151,7 @@ class Pool:
             _complete_shutdown(world)
             display.wait_for("restarting")
             world.restart(keep=keep, **changes)
+            self._lose_job("they were started anew")
             self._started(world)
             if changes and world.session.warning:
                 display.note(world.session.warning)
@@ -153,6 +160,7 @@ class Pool:
     def shutdown(self) -> bool:
         """End the workers and the agent; say whether there were workers."""
         had_workers, link = self.has_workers, self._link
+        self._lose_job("they were shut down")
         self._link = None
         self._idle.stop()
         if link is not None:
@@ -165,6 +173,7 @@ class Pool:
 
     def close(self) -> None:
         """End at once all that this pool has started, since the notebook ends."""
+        self._lose_job("the notebook has ended")
         self._idle.stop()
         links = [self._link, self.world.session.detach_link() if self.world else None]
         for link in links:
@@ -200,6 +209,58 @@ class Pool:
         self.ended.forget()
         self._watch_while_idle()
 
+    # --- a cell that nobody waits for -----------------------------------------------------
+
+    @property
+    def busy_job(self) -> Job | None:
+        """The cell that was sent with `--no-wait`, while it runs."""
+        return self._job if self._job is not None and not self._job.has_ended else None
+
+    def begin_job(self, job: Job) -> None:
+        """Have the event loop take its steps from now on, and Stop interrupt it."""
+        self._job = job
+        self._idle.goes_on = True
+
+    def wait_for_job(self, display: CellDisplay) -> None:
+        """Wait until the workers are free; Stop ends the waiting, not what is waited for."""
+        job, said = self.busy_job, ""
+        if job is None:
+            return
+        with counted_stops() as stops:
+            while not (job.has_ended or stops.count):
+                text = _waits_text(job)
+                if not said or (display.can_change and said != text):
+                    said = text
+                    display.wait_for(text)
+                job.step(TICK)
+        if stops.count and not job.has_ended:
+            raise Interrupted((), fate=f"This cell has not run; {job.runs_on}")
+
+    def show_job(self) -> None:
+        """Show what it has said meanwhile, as part of the cell that runs now."""
+        if (job := self._job) is not None:
+            job.step()
+            if job.has_ended:
+                self._job = None
+
+    def _take_step(self) -> None:
+        """Take in what it has said; called between cells."""
+        if (job := self.busy_job) is not None and self._idle.loop is not None:
+            self._stop.watch(self._idle.loop)
+            job.step(in_its_cell=True)
+        if self.busy_job is None:
+            self._idle.goes_on = False
+            self._stop.clear()
+
+    def _stop_job(self) -> None:
+        if (job := self.busy_job) is not None:
+            job.interrupt()
+
+    def _lose_job(self, why: str) -> None:
+        self._stop.clear()
+        if self._job is not None:
+            self._job.lose(why)
+
     # --- while no cell runs ---------------------------------------------------------------
 
     def notice_cell(self, raw_cell: str) -> None:
@@ -233,6 +294,8 @@ class Pool:
     def _notice(self) -> None:
         """Show what ranks print now, below their cells; replace those that died."""
         world = self.world
+        if self._idle.goes_on:
+            self._take_step()
         if world is None or not world.session.is_idle or not world.state.has_workers:
             return
         display = self.display()
@@ -255,6 +318,11 @@ class Pool:
             display.note(healing_text(world.session, dead).rstrip("."))
             if self.routine.hint:
                 display.note(self.routine.hint)
+
+
+def _waits_text(job: Job) -> str:
+    seconds = f"{job.seconds:.0f} s so far"
+    return f"waits for {job.title}, {seconds}; Stop ends this wait, and that cell runs on"
 
 
 def _complete_shutdown(world: World) -> None:
@@ -309,6 +377,8 @@ class Pools:
 
     def notice_names(self, result: ExecutionResult) -> None:
         """Count what a cell has bound as the notebook's; called by IPython after each."""
+        for pool in self:
+            pool.show_job()
         raw_cell = getattr(result.info, "raw_cell", None)
         if raw_cell:
             for pool in self:

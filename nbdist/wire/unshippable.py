@@ -132,7 +132,7 @@ _KINDS = (
         "send what you need from it: its text, or the values",
     ),
     _Kind(
-        _comes_from("IPython", "ipykernel", "ipywidgets", "traitlets", "comm"),
+        _comes_from("IPython", "ipykernel", "ipywidgets", "traitlets", "comm", "nbdist"),
         "part of this notebook",
         "it belongs to this notebook's kernel",
         "use it in a cell of the notebook, outside `%%distributed`",

@@ -7,7 +7,8 @@ decided in `RunningTask.next_steps`; here it is done.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
+from typing import TypeAlias
 
 from nbdist.wire.messages import Kill
 from nbdist.wire.places import Place
@@ -22,22 +23,22 @@ TICK = 0.25
 EAGER_SECONDS, EAGER_TICK = 0.2, 0.05
 """The same for the first moments, so that the first drawing comes when it is due."""
 
-CONTROL_TIMEOUT = 4.5
-"""Seconds from Stop until control is given back, though ranks may still be leaving: with what
-else there is to do it is 5 s at most.  Their agent goes on with them meanwhile."""
-
 LEFTOVERS_GRACE = 1.0
 """Seconds that GPUs have after a failed task to end the collectives that all have joined."""
 
+Following: TypeAlias = Generator[News, float | None, None]
+"""What is sent to it is how long it may take to come round again, in seconds; None for `TICK`."""
 
-def follow(workers: Workers, running: RunningTask) -> Iterator[News]:
+
+def follow(workers: Workers, running: RunningTask) -> Following:
     """Yield what ranks have shown since the last time, until all of them have finished.
 
     Comes round every `TICK` seconds at least, with nothing if need be, so that a clock can
-    move on.  The first Stop interrupts the ranks and goes on for `CONTROL_TIMEOUT` seconds at
-    most; the second ends it at once, with ranks unfinished.
+    move on; with `send(0.0)` at once, for whom has more to do.  The first Stop interrupts the
+    ranks and goes on for `Patience.control_timeout` seconds at most; the second ends it at once,
+    with ranks unfinished.
     """
-    before = running.stops_met
+    before, longest = running.stops_met, TICK
     while running.unfinished:
         with running.counting_stops():
             # Stop first: it may have come as the task was sent, or to the consumer.
@@ -49,13 +50,14 @@ def follow(workers: Workers, running: RunningTask) -> Iterator[News]:
                 return
             # Then what comes up, for as long as there is nothing to ask the ranks for.
             now = time.monotonic()
-            tick = TICK if running.age > EAGER_SECONDS else EAGER_TICK
+            tick = min(longest, TICK if running.age > EAGER_SECONDS else EAGER_TICK)
             wait = min(tick, running.give_up_at - now, running.seconds_to_look(now))
             workers.receive(max(0.0, wait))
             # Then what these facts make necessary.
             for step in running.next_steps(time.monotonic()):
                 _take(workers, running, step)
-        yield running.take_news()
+        sent = yield running.take_news()
+        longest = TICK if sent is None else sent
 
 
 def interrupt(workers: Workers, running: RunningTask) -> None:
@@ -63,8 +65,7 @@ def interrupt(workers: Workers, running: RunningTask) -> None:
     if not running.unfinished:
         return
     workers.advance(Event.INTERRUPT)
-    now = time.monotonic()
-    running.stop(now, now + CONTROL_TIMEOUT)
+    running.stop(time.monotonic())
     workers.link.interrupt(running.unfinished)
 
 
@@ -77,10 +78,14 @@ def finish(workers: Workers, running: RunningTask) -> None:
 
 
 def _meet_stop(workers: Workers, running: RunningTask, number: int) -> None:
-    """Interrupt the ranks; at the second Stop give control back, though they still run."""
-    if number == 1 or not running.is_stopping:
+    """Interrupt the ranks; at the second Stop give control back, though they still run.
+
+    Where nobody waits for control, the second interrupts them again.
+    """
+    is_waited_for = running.patience.control_timeout is not None
+    if number == 1 or not (running.is_stopping and is_waited_for):
         interrupt(workers, running)
-    if number > 1:
+    if number > 1 and is_waited_for:
         running.give_up_at = 0.0
 
 
@@ -101,6 +106,11 @@ def _take(workers: Workers, running: RunningTask, step: Step) -> None:
             workers.link.abort(workers.everyone)
         case Step.ABORT_FOR_DEAD:
             workers.link.abort(workers.everyone)
+        case Step.TIME_OUT:
+            _locate(workers, running)
+            if running.unfinished:
+                running.time_out()
+                interrupt(workers, running)
         case Step.END_SURVIVORS:
             workers.link.call(Kill(running.unfinished))
 

@@ -68,7 +68,11 @@ Arrived = Item | Received | Located | Aborted | Used | AgentLost
 
 
 class Link:
-    """A connection to the agents of a world, from their start to their end."""
+    """A connection to the agents of a world, from their start to their end.
+
+    `asides` can be read when something has come while no task runs; with `tells_all` whenever
+    something has come.
+    """
 
     def __init__(self, launcher: Launcher, *, fork_server: bool = True) -> None:
         self.pid = os.getpid()
@@ -91,6 +95,7 @@ class Link:
         self._hello: Future[Hello] = Future()
         self._lost: AgentLost | None = None
         self._opened = self._closing = False
+        self.tells_all = False
         self._up = 0
         self._launched = threading.Event()
         self._identity = b""
@@ -358,7 +363,7 @@ class Link:
     def _arrive(self, *items: Arrived) -> None:
         self.arrived.extend(items)
         self._bell.put(None)
-        if any(_is_aside(item) for item in items):
+        if self.tells_all or any(_is_aside(item) for item in items):
             with suppress(BlockingIOError):  # full: it is readable
                 os.write(self._asides_end, b"x")
 

@@ -15,7 +15,15 @@ from enum import Enum
 from typing import Any
 
 from nbdist.config import Patience
-from nbdist.errors import AgentLost, NbdistError, RanksFreed, WorkerDied, WorkerError, WorldStuck
+from nbdist.errors import (
+    AgentLost,
+    CellTimedOut,
+    NbdistError,
+    RanksFreed,
+    WorkerDied,
+    WorkerError,
+    WorldStuck,
+)
 from nbdist.output.events import (
     NAME_PROBLEM,
     Died,
@@ -24,6 +32,7 @@ from nbdist.output.events import (
     Failure,
     InputRequest,
     Output,
+    RankError,
     Update,
 )
 from nbdist.output.transcript import Transcript, follows
@@ -60,6 +69,7 @@ class Step(Enum):
     LOCATE = "ask all ranks where they are"
     ABORT = "abort collectives that can never end"
     ABORT_FOR_DEAD = "abort what may wait for a dead rank"
+    TIME_OUT = "stop it, as it takes longer than it may"
     END_SURVIVORS = "end the ranks that live, as the policy for deaths says"
 
 
@@ -124,6 +134,7 @@ class RunningTask:
         self.is_stopping = self.is_over = self.shows_value = False
         self.lost: AgentLost | None = None
         self.fate = self.restart = self.why_died = self.differing = ""
+        self.timed_out: str | None = None  # where its ranks were
         self._why_aborted = ""
         self._news: News = []
         self._has_met_death = False
@@ -207,6 +218,8 @@ class RunningTask:
         unfinished = self.unfinished
         if not unfinished:
             return
+        if self._seconds_left(now) <= 0:
+            yield Step.TIME_OUT
         # Survivors may wait for one another without a connection to the dead.
         if self.died and not self._has_met_death:
             self._has_met_death = True
@@ -229,8 +242,15 @@ class RunningTask:
             yield Step.LOCATE
 
     def seconds_to_look(self, now: float) -> float:
-        """Say how long there is nothing to ask the ranks for."""
-        return self._watch.wait(now)
+        """Say how long there is nothing to ask the ranks for, and nothing to do about them."""
+        return max(0.0, min(self._watch.wait(now), self._seconds_left(now)))
+
+    def _seconds_left(self, now: float) -> float:
+        """Say how long it may still run by itself."""
+        if self.patience.timeout is None or self.is_stopping:
+            return float("inf")
+        # What somebody types takes as long as it takes.
+        return self._started + self.patience.timeout + self.prompts.seconds(now) - now
 
     def _can_never_go_on(self, unfinished: tuple[int, ...], now: float) -> bool:
         if len(unfinished) == self.crew.size:
@@ -257,13 +277,22 @@ class RunningTask:
         except KeyboardInterrupt:
             self.stops += 1
 
-    def stop(self, now: float, give_up_at: float) -> None:
+    def stop(self, now: float) -> None:
         """Note that its ranks are being interrupted, and when control is wanted back."""
+        wait = self.patience.control_timeout
         self.is_stopping = True
         for rank in self.prompts.ranks:  # nobody is to answer them now
             self.prompts.drop(rank, now)
-        self.give_up_at = give_up_at
+        self.give_up_at = float("inf") if wait is None else now + wait
         self._watch.hurry(now)
+
+    def wants_control(self, before: int) -> bool:
+        """Say whether Stop came a second time, to somebody who waits; `before` were met then."""
+        return self.patience.control_timeout is not None and self.stops > before + 1
+
+    def time_out(self) -> None:
+        """Note that it takes too long, and where its ranks are."""
+        self.timed_out = self.doing
 
     def take_places(self, places: Mapping[int, Place], now: float) -> None:
         """Take in where ranks are."""
@@ -362,9 +391,12 @@ class RunningTask:
         """Return the one error that a failed or unfinished task raises; None when all went well."""
         if self.lost is not None:
             return self.lost
+        cause = self.transcript.root_cause()
+        if self.timed_out is not None and (cause is None or _is_of_stop(cause[1])):
+            late, killed = self.unfinished, self.killed_by_stop
+            return CellTimedOut(self.patience.timeout or 0.0, self.timed_out, late, killed)
         if self.unfinished:
             return WorldStuck(self.unfinished, self.doing)
-        cause = self.transcript.root_cause()
         if cause is None:
             return None
         rank, first = cause
@@ -406,3 +438,8 @@ class RunningTask:
         if not self.task.fetch:
             return values
         return values[self.task.fetch[0]] if len(self.task.fetch) == 1 else values
+
+
+def _is_of_stop(error: RankError) -> bool:
+    """Say whether it is what Stop leads to."""
+    return error.by_stop if isinstance(error, Died) else follows(error)

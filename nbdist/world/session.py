@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -25,7 +26,7 @@ from nbdist.world.launchers import find_launcher
 from nbdist.world.names import Shipped
 from nbdist.world.prompts import NOBODY
 from nbdist.world.result import CellResult
-from nbdist.world.running import News, RunningTask
+from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.workers import Workers
 
@@ -76,7 +77,7 @@ class Session(Workers):
         self.check_ready()
         return self.send(task, patience, shipped)
 
-    def follow(self, running: RunningTask, *, answers: bool = False) -> Iterator[News]:
+    def follow(self, running: RunningTask, *, answers: bool = False) -> following.Following:
         """Yield what its ranks have shown since the last time, until all have finished it.
 
             for news in session.follow(running):
@@ -88,14 +89,17 @@ class Session(Workers):
         there were.  At the end the group is whole again, as far as the policy says.
 
         Whoever says `answers` is to `reply` to what ranks want typed; else they are told that
-        nobody can type.
+        nobody can type.  What is sent to the generator is how long the next time may take: 0.0
+        for who has more to do than to wait.
         """
         before = running.stops_met
-        for news in following.follow(self, running):
-            yield news
-            if not answers:
-                self.refuse(running, NOBODY)
-        while not (running.unfinished or running.is_over or running.stops > before + 1):
+        steps, longest = following.follow(self, running), None
+        with suppress(StopIteration):
+            while True:
+                longest = yield steps.send(longest)
+                if not answers:
+                    self.refuse(running, NOBODY)
+        while not (running.unfinished or running.is_over or running.wants_control(before)):
             with running.counting_stops():
                 recovery.end(self, running)
             yield running.take_news()

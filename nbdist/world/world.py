@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, Unpack
@@ -15,9 +15,10 @@ from nbdist.wire.payload import Payload, pack_names
 from nbdist.wire.places import Stack, WorkerStatus
 from nbdist.wire.task import Call, Task, Work
 from nbdist.world import calling, gathering, snapshots, syncing
+from nbdist.world.following import Following
 from nbdist.world.parts import Joining
 from nbdist.world.result import CellResult
-from nbdist.world.running import News, RunningTask
+from nbdist.world.running import RunningTask
 from nbdist.world.scattering import Scatter
 from nbdist.world.scripts import find_script
 from nbdist.world.session import Session
@@ -285,12 +286,13 @@ class World:
         """
         return self.session.submit(task, patience)
 
-    def follow(self, running: RunningTask, *, answers: bool = False) -> Iterator[News]:
+    def follow(self, running: RunningTask, *, answers: bool = False) -> Following:
         """Yield what ranks show, as it comes, until the task has ended; then ask it for `error()`.
 
         Ctrl-C interrupts the ranks and goes on, a second one gives control back:
         `running.stops` says whether there was one.  With `answers` the caller replies to what
-        ranks want typed (`session.reply`); without, they are told that nobody can.
+        ranks want typed (`session.reply`); without, they are told that nobody can.  What is sent
+        to the generator is how many seconds the next time may take at most.
         """
         return self.session.follow(running, answers=answers)
 

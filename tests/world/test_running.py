@@ -78,7 +78,7 @@ def test_stop_leaves_the_freeing_to_the_agent() -> None:
     """What waits is only looked at from then on."""
     task, now = running(), time.monotonic()
     task.receive(1, Done("ok", 0.1))
-    task.stop(now, now + 4.5)
+    task.stop(now)
     steps: list[Step] = []
     for _ in range(3):
         now += 1.5

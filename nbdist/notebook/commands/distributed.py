@@ -7,10 +7,12 @@ import re
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError
-from nbdist.notebook.cells import run_source
+from nbdist.notebook.cells import run_source, source_steps
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.commands.snapshot import take_due
+from nbdist.notebook.job import Steps
 from nbdist.notebook.options import Magic, ranks_option, restarts_option, world_options
+from nbdist.notebook.sending import send, sending_options
 
 _POOL = re.compile(r"(?:^|(?<=\s))--pool(?:\s*=\s*|\s+)(\S+)")
 
@@ -19,6 +21,8 @@ _POOL = re.compile(r"(?:^|(?<=\s))--pool(?:\s*=\s*|\s+)(\S+)")
     ranks_option,
     argument("--setup", action="store_true", help="run the cell again in every new worker"),
     restarts_option,
+    sending_options,
+    argument("--local", action="store_true", help="run the cell here, in the notebook, as well"),
     world_options,
     kind="cell",
 )
@@ -27,8 +31,17 @@ def distributed(line: Line) -> None:
 
     The names of the notebook that the cell uses go along with it.
     """
-    run_source(line.pool, line.text, line.cell, line.options.ranks, line.display, line.options)
-    take_due(line.pool)
+    send(line, _steps(line))
+
+
+def _steps(line: Line) -> Steps:
+    options = line.options
+    pool = line.pool
+    result = yield from source_steps(
+        pool, line.text, line.cell, options.ranks, line.display, options
+    )
+    take_due(pool)
+    return result
 
 
 def _split_ranks(_: Magic, text: str) -> tuple[str, list[str]]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from IPython.core.magic_arguments import argument
 
-from nbdist.errors import Interrupted, UsageError
+from nbdist.config import CONTROL_TIMEOUT
+from nbdist.errors import Interrupted, NbdistError, UsageError
 from nbdist.notebook.cells import check_end, follow
 from nbdist.notebook.command import Line, command
+from nbdist.notebook.job import Job
 from nbdist.notebook.options import at_once, given, ranks_option, world_options
 from nbdist.output.transcript import follows
 from nbdist.words import name_ranks
@@ -42,8 +44,10 @@ def dist_restart(line: Line) -> str:
 
 @command()
 def dist_interrupt(line: Line) -> str:
-    """Stop what the workers run, as the Stop button does."""
+    """Stop what the workers run, as the Stop button does; also what was sent with `--no-wait`."""
     pool = line.pool
+    if (job := pool.busy_job) is not None:
+        return _interrupt_job(job)
     running = pool.world.session.running if pool.world is not None else None
     if pool.world is None or running is None or not running.unfinished:
         return "no cell is running on the workers"
@@ -52,6 +56,16 @@ def dist_interrupt(line: Line) -> str:
     if running.unfinished or not all(map(follows, running.transcript.errors.values())):
         check_end(pool, pool.world, running, stopped=False)
     return str(Interrupted(running.task.ranks))
+
+
+def _interrupt_job(job: Job) -> str:
+    """Stop a cell that nobody waits for; as long as a Stop lasts, wait for it."""
+    job.interrupt()
+    try:
+        job.wait(CONTROL_TIMEOUT)
+    except (NbdistError, Interrupted) as end:
+        return str(end)
+    return f"{job.title}, had ended"
 
 
 @command()
@@ -65,7 +79,7 @@ def _replace(line: Line, keep: list[str]) -> str:
     """Start some ranks anew in their places."""
     if given(line.options):
         raise UsageError("`%dist_restart -r`: only all workers together can be changed.")
-    world, ranks = line.world, line.ranks
+    world, ranks = line.busy_world, line.ranks
     line.display.wait_for(f"restarting {name_ranks(ranks)}")
     world.replace(ranks, keep)
     world.session.take_replaced()

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError
-from nbdist.notebook.cells import prepare, run_attempts, run_options
+from nbdist.notebook.cells import attempt_steps, prepare, run_options
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import Magic, ranks_option, restarts_option, world_options
+from nbdist.notebook.sending import send, sending_options
 from nbdist.world.scripts import find_script
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def script_of(program: Sequence[str], options: argparse.Namespace) -> Script:
              help="give it --local-rank=N before all other arguments"),
     ranks_option,
     restarts_option,
+    sending_options,
     world_options,
     split=split_line,
     expands=False,
@@ -87,4 +89,4 @@ def dist_run(line: Line) -> None:
     script = script_of(line.words, options)
     task, world = prepare(line.pool, script, options.ranks, line.display, options)
     how = run_options(world, options)
-    run_attempts(line.pool, world, task, lambda _: None, line.display, how)
+    send(line, attempt_steps(line.pool, world, task, lambda _: None, line.display, how))

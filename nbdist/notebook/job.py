@@ -1,0 +1,207 @@
+"""A cell that was sent with `--no-wait`: what it does now, and what became of it.
+
+On IPython's own thread: nothing runs beside it.  The event loop takes its steps between cells,
+and whoever waits for it takes them meanwhile; they are the same that any other cell takes.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+from nbdist.errors import Interrupted, JobLost, JobRuns, NbdistError
+from nbdist.notebook.stops import counted_stops
+from nbdist.output.wording import ranks_text, seconds_text
+from nbdist.world.following import TICK
+from nbdist.world.result import CellResult
+from nbdist.world.running import RunningTask
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+Steps: TypeAlias = Generator[RunningTask, float | None, CellResult[Any]]
+"""A cell on its way: what is sent to it is how long its next step may take, as in `Following`."""
+
+
+class Job:
+    """A cell that the workers run while the notebook goes on.
+
+        %%distributed --no-wait -o job
+        loss = train(model, data)
+
+        job                      # <Job running · 4 ranks · 12.3 s · ...>
+        job.done()               # at once
+        job.result().rank(0)     # waits; the last value of the cell on rank 0
+        job.interrupt()          # what Stop does to a cell that is waited for
+
+    Its output stays under its cell, live while the notebook is idle, or waits for it.  What it
+    raises, `wait` and `result` raise.
+    """
+
+    def __init__(self, steps: Steps, running: RunningTask, name: str, place: CellPlace) -> None:
+        """Take over the steps of a cell after the first, which has sent it."""
+        self._steps = steps
+        self._running = running
+        self._name = name
+        self._place = place
+        self._result: CellResult[Any] | None = None
+        self._error: NbdistError | Interrupted | None = None
+        self._ended = threading.Event()
+        self._is_stepping = False
+        self._was_waited_for = False
+
+    def __repr__(self) -> str:
+        transcript = self._running.transcript
+        seconds = seconds_text(transcript.elapsed(time.monotonic()))
+        if not self._ended.is_set():
+            word = "stopping" if self._running.is_stopping else "running"
+            said = self._running.waits or self._running.doing
+        elif self._error is not None:
+            word = "stopped" if isinstance(self._error, Interrupted) else "failed"
+            said = str(self._error)
+        else:
+            word, said = "done", ""
+        parts = [f"Job {word}", ranks_text(transcript.ranks), seconds, said]
+        return f"<{' · '.join(filter(None, parts))}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a job belongs to the notebook; what it returns can be sent: job.result()")
+
+    # --- what people ask of it ------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Say whether it has ended, well or not; shows what its ranks have said meanwhile."""
+        self.step()
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until it has ended, for `timeout` seconds at most.
+
+        Raises what the cell would have raised: WorkerError, WorkerDied, CellTimedOut,
+        KeyboardInterrupt after `interrupt`.  JobRuns, a TimeoutError, where it runs on, and
+        KeyboardInterrupt after Stop, which ends the waiting alone.
+        """
+        self._was_waited_for = True
+        deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
+        with counted_stops() as stops:
+            while not self._ended.is_set() and not stops.count:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._wait_a_little(min(TICK, left))
+        if not self._ended.is_set():
+            if stops.count:
+                raise Interrupted((), fate=self.runs_on)
+            raise JobRuns(self.title, timeout or 0.0, self._running.waits or self._running.doing)
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+
+    def result(self, timeout: float | None = None) -> CellResult[Any]:
+        """Wait as `wait` does; return the last value of the cell by rank: `.rank(0)`.
+
+        A value comes when it is asked for, tensors to the CPU.
+        """
+        self.wait(timeout)
+        assert self._result is not None
+        return self._result
+
+    def interrupt(self) -> None:
+        """Have its ranks leave it, as Stop does; again, with less patience.  Returns at once."""
+        if not self._ended.is_set():
+            self._running.stops += 1
+            self.step()
+
+    # --- for the notebook -----------------------------------------------------------------
+
+    @property
+    def title(self) -> str:
+        """What it is called: "the cell that was sent with --no-wait"."""
+        name = f"`{self._name}`, " if self._name else ""
+        return f"{name}the cell that was sent with --no-wait"
+
+    @property
+    def runs_on(self) -> str:
+        """What is said where Stop has ended a wait for it."""
+        return f"{self.title}, runs on: Stop again, or `%dist_interrupt`, stops it"
+
+    @property
+    def seconds(self) -> float:
+        """How long it has run."""
+        return self._running.transcript.elapsed(time.monotonic())
+
+    @property
+    def running(self) -> RunningTask:
+        """The task, or the last attempt at it."""
+        return self._running
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there are no more steps to take."""
+        return self._ended.is_set()
+
+    @property
+    def unheard(self) -> str:
+        """What it failed with, where nobody has waited for it; "" where there is nothing."""
+        return "" if self._error is None or self._was_waited_for else str(self._error)
+
+    def step(self, longest: float = 0.0, *, in_its_cell: bool = False) -> None:
+        """Take in and show what there is, or wait for it `longest` seconds at most.
+
+        With `in_its_cell` what is shown belongs to the cell that sent it.
+        """
+        if self._ended.is_set() or self._is_stepping:
+            return
+        self._is_stepping = True
+        try:
+            with self._place.within(in_its_cell):
+                self._running = self._steps.send(longest)
+        except StopIteration as end:
+            self._result = end.value
+            self._ended.set()
+        except (NbdistError, Interrupted) as error:
+            self._error = error
+            self._ended.set()
+        finally:
+            self._is_stepping = False
+
+    def lose(self, why: str) -> None:
+        """Take no more steps: its workers are gone."""
+        if not self._ended.is_set():
+            self._error = JobLost(self.title, self.seconds, why)
+            self._ended.set()
+            self._steps.close()
+
+    def _wait_a_little(self, seconds: float) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.step(seconds)
+        else:  # a subshell: the main thread takes the steps
+            self._ended.wait(seconds)
+
+
+class CellPlace:
+    """Where the cell that runs now shows its output, for what comes later."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell: Any = shell
+        self._parent = shell.get_parent() if hasattr(shell, "set_parent") else None  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        return f"<CellPlace {(self._parent or {}).get('header', {}).get('msg_id', '')}>"
+
+    @contextmanager
+    def within(self, is_wanted: bool) -> Iterator[None]:  # noqa: FBT001
+        """Have what is shown belong to that cell, where a kernel shows it."""
+        if not is_wanted or self._parent is None:
+            yield
+            return
+        before = self._shell.get_parent()
+        self._shell.set_parent(self._parent)
+        try:
+            yield
+            sys.stdout.flush()
+        finally:
+            self._shell.set_parent(before)

@@ -1,0 +1,93 @@
+"""How a cell is sent: waited for or not, run here as well, and its result given a name.
+
+Called by the commands that run cells and scripts, on IPython's own thread.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.magic_arguments import argument
+
+from nbdist.config import number_of_seconds
+from nbdist.errors import FailedHere, NbdistError, UsageError
+from nbdist.notebook.cells import result_of, through
+from nbdist.notebook.job import CellPlace, Job
+from nbdist.words import count
+
+if TYPE_CHECKING:
+    from nbdist.notebook.command import Line
+    from nbdist.notebook.job import Steps
+    from nbdist.notebook.options import Magic
+    from nbdist.world.running import RunningTask
+
+
+def sending_options(magic: Magic) -> Magic:
+    """Add `--no-wait`, `-o` and `--timeout`."""
+    # fmt: off
+    options = (
+        argument("--no-wait", action="store_true", help="return at once: the output goes on while"
+                 " the notebook does other things, and -o has a handle on it"),
+        argument("-o", "--out", metavar="NAME", help="a name for what becomes of it: the last value"
+                 " by rank, NAME.rank(0); with --no-wait a Job: NAME.wait(), .done(), .result(),"
+                 " .interrupt()"),
+        argument("--timeout", metavar="SECONDS", type=number_of_seconds("--timeout"),
+                 help="stop it after so many seconds, as Stop does"),
+    )
+    # fmt: on
+    for add in reversed(options):
+        magic = add(magic)
+    return magic
+
+
+def send(line: Line, steps: Steps) -> None:
+    """Send a cell as the line's options say: its first step does, the others follow it."""
+    options, pool = line.options, line.pool
+    name, here = options.out or "", getattr(options, "local", False)
+    if name and not name.isidentifier():
+        raise UsageError(f"`-o {name}`: a name for the result, such as `-o result`.")
+    running = next(steps)
+    if options.no_wait:
+        told = f"`{name}.wait()` waits for it, " if name else ""
+        ranks = count(len(running.task.ranks), "rank")
+        line.display.wait_for(f"sent to {ranks} · {told}`%dist_interrupt` stops it")
+        job = Job(steps, running, name, CellPlace(pool.shell))
+        pool.begin_job(job)
+        _bind(line, name, job)
+    raised = _run_here(line, running) if here else None
+    if not options.no_wait:
+        try:
+            _bind(line, name, through(steps))
+        except NbdistError:
+            if pool.last and pool.world:
+                _bind(line, name, result_of(pool, pool.world, pool.last))
+            raise
+    if raised is not None:
+        raise FailedHere(raised, len(running.task.ranks))
+
+
+def _run_here(line: Line, running: RunningTask) -> BaseException | None:
+    """Run the cell in the notebook too; return what it raised, which has been shown."""
+    ran: Any = line.pool.shell.run_cell(line.cell)
+    _keep_owners(line, running)
+    error: BaseException | None = ran.error_before_exec or ran.error_in_exec
+    if isinstance(error, KeyboardInterrupt):  # Stop is for all of the cell
+        running.stops += 1
+        return None
+    return error
+
+
+def _keep_owners(line: Line, running: RunningTask) -> None:
+    """Leave the names to the ranks that have bound them already, as to those that will."""
+    names = line.pool.world.session.names if line.pool.world else None
+    for track in running.transcript:
+        for name in track.done.bound if names and track.done else ():
+            names.gathered(name, (track.rank,))
+
+
+def _bind(line: Line, name: str, value: object) -> None:
+    """Bind it in the notebook, whose name it is from now on."""
+    if name:
+        line.pool.shell.user_ns[name] = value
+        if line.pool.world:
+            line.pool.world.session.names.bound_in_notebook([name])

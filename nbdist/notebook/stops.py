@@ -1,0 +1,107 @@
+"""Stop (SIGINT) where it must not raise: while something waits that is to be left whole, and
+while the notebook is idle.
+
+In the notebook's kernel, on its main thread; elsewhere nothing is changed.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+    from types import FrameType
+
+LOOK_AGAIN = 0.25
+"""Seconds until it is looked again whether a cell still runs."""
+
+
+class Stops:
+    """How often Stop was pressed while this was in use."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __repr__(self) -> str:
+        return f"<Stops {self.count}>"
+
+    def take(self, _number: int, _frame: FrameType | None) -> None:
+        """Count one more; called as a signal handler."""
+        self.count += 1
+
+
+@contextmanager
+def counted_stops() -> Iterator[Stops]:
+    """Count Stops instead of raising KeyboardInterrupt where one happens to come."""
+    stops = Stops()
+    if threading.current_thread() is not threading.main_thread():
+        yield stops
+        return
+    before = signal.signal(signal.SIGINT, stops.take)
+    try:
+        yield stops
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def raised_stops() -> Iterator[None]:
+    """Have Stop raise KeyboardInterrupt again inside `counted_stops`."""
+    counts = isinstance(getattr(signal.getsignal(signal.SIGINT), "__self__", None), Stops)
+    if not counts or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class IdleStop:
+    """Have Stop call something while no cell runs: ipykernel ignores SIGINT then.
+
+    It has a handler of its own while it runs a cell, and puts back after it what was there
+    before; so ours is put in place, and taken away, by the event loop between cells.
+    """
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self._stop = stop
+        self._is_wanted = self._is_there = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __repr__(self) -> str:
+        return f"<IdleStop {'on' if self._is_wanted else 'off'}>"
+
+    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Be called from now on; does nothing where SIGINT means something already."""
+        self._is_wanted, self._loop = True, loop
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._take)
+            self._is_there = True
+
+    def clear(self) -> None:
+        """Be called no more, and put back what was there before, once no cell runs."""
+        self._is_wanted = False
+        self._put_back()
+
+    def _put_back(self) -> None:
+        if self._is_wanted or not self._is_there:
+            return
+        if signal.getsignal(signal.SIGINT) == self._take:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            self._is_there = False
+        elif self._loop is not None and not self._loop.is_closed():
+            self._loop.call_later(LOOK_AGAIN, self._put_back)
+
+    def _take(self, _number: int, _frame: FrameType | None) -> None:
+        if not self._is_wanted:
+            self._put_back()
+        elif self._loop is not None:
+            # Not here: it may come in the middle of a drawing.
+            self._loop.call_soon_threadsafe(self._stop)
