@@ -54,6 +54,11 @@ EVERY_ERROR = [
     worker_error(),
     worker_died(),
     errors.RanksFreed(0, "node1", 4711, {0: Failed(0)}, "rank 0 waits in barrier, line 2"),
+    errors.CellTimedOut(30.0, "rank 0 waits in barrier, line 2", [1]),
+    errors.JobRuns("`job` (sent with --no-wait)", 5.0, "rank 0 waits in barrier, line 2"),
+    errors.JobLost("`job` (sent with --no-wait)", 12.3, "they were started anew"),
+    errors.ValueGone([1], "with its worker"),
+    errors.FailedHere(ValueError("bad shard"), 4),
     errors.AgentLost("node1", -9),
 ]
 

@@ -22,6 +22,7 @@ from nbdist.world.running import RunningTask
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
+    from IPython.lib.pretty import RepresentationPrinter
 
 Steps: TypeAlias = Generator[RunningTask, float | None, CellResult[Any]]
 """A cell on its way: what is sent to it is how long its next step may take, as in `Following`."""
@@ -67,6 +68,11 @@ class Job:
             word, said = "done", ""
         parts = [f"Job {word}", ranks_text(transcript.ranks), seconds, said]
         return f"<{' · '.join(filter(None, parts))}>"
+
+    def _repr_pretty_(self, printer: RepresentationPrinter, cycle: bool) -> None:  # noqa: FBT001
+        """Show how it is now: called by IPython for a cell's last value."""
+        self.step()
+        printer.text("<Job ...>" if cycle else repr(self))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a job belongs to the notebook; what it returns can be sent: job.result()")
@@ -119,14 +125,15 @@ class Job:
 
     @property
     def title(self) -> str:
-        """What it is called: "the cell that was sent with --no-wait"."""
-        name = f"`{self._name}`, " if self._name else ""
-        return f"{name}the cell that was sent with --no-wait"
+        """What it is called, where it has no name too."""
+        if self._name:
+            return f"`{self._name}` (sent with --no-wait)"
+        return "the cell that was sent with --no-wait"
 
     @property
     def runs_on(self) -> str:
         """What is said where Stop has ended a wait for it."""
-        return f"{self.title}, runs on: Stop again, or `%dist_interrupt`, stops it"
+        return f"{self.title} runs on: Stop again, or `%dist_interrupt`, stops it"
 
     @property
     def seconds(self) -> float:

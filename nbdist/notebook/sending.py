@@ -79,9 +79,11 @@ def _run_here(line: Line, running: RunningTask) -> BaseException | None:
 
 def _keep_owners(line: Line, running: RunningTask) -> None:
     """Leave the names to the ranks that have bound them already, as to those that will."""
-    names = line.pool.world.session.names if line.pool.world else None
+    if line.pool.world is None:
+        return
+    names = line.pool.world.session.names
     for track in running.transcript:
-        for name in track.done.bound if names and track.done else ():
+        for name in track.done.bound if track.done else ():
             names.gathered(name, (track.rank,))
 
 

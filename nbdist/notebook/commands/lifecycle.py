@@ -65,7 +65,7 @@ def _interrupt_job(job: Job) -> str:
         job.wait(CONTROL_TIMEOUT)
     except (NbdistError, Interrupted) as end:
         return str(end)
-    return f"{job.title}, had ended"
+    return f"{job.title} had ended"
 
 
 @command()

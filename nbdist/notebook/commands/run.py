@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping, Sequence
 
+    from nbdist.notebook.job import Steps
     from nbdist.wire.task import Script
 
 NOTHING = (
@@ -85,8 +86,13 @@ def dist_run(line: Line) -> None:
     It runs as `__main__` in the workers' own namespace, where cells find what it has
     left.  Options for `%dist_run` stand before the script, all else is the script's.
     """
+    send(line, _steps(line))
+
+
+def _steps(line: Line) -> Steps:
     options = line.options
     script = script_of(line.words, options)
     task, world = prepare(line.pool, script, options.ranks, line.display, options)
     how = run_options(world, options)
-    send(line, attempt_steps(line.pool, world, task, lambda _: None, line.display, how))
+    steps = attempt_steps(line.pool, world, task, lambda _: None, line.display, how)
+    return (yield from steps)

@@ -1,0 +1,203 @@
+"""Tests of `nbdist.notebook.job`: cells that run while the notebook goes on, in a real kernel."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from queue import Empty
+
+import pytest
+
+from tests.notebook.front_end import WAIT, Notebook
+
+pytestmark = pytest.mark.shared_world
+
+SLEEPS = "import time\nkept = rank\nprint('begun')\ntime.sleep(600)"
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Notebook]:
+    """A notebook with two workers."""
+    notebook = Notebook("%load_ext nbdist", "%dist_init -n 2")
+    yield notebook
+    notebook.close()
+
+
+@pytest.fixture
+def notebook(two: Notebook) -> Iterator[Notebook]:
+    yield two
+    assert two.run("%dist_interrupt").errors == []
+
+
+def begin(notebook: Notebook, source: str, options: str = "") -> str:
+    """Send a cell without waiting for it; the name of its display."""
+    sent = notebook.run(f"%%distributed --no-wait -o job {options}\n{source}")
+    assert sent.errors == []
+    said = (sent.displays + sent.updates)[-1]["data"]["text/plain"]
+    assert said.startswith("sent to 2 ranks · `job.wait()` waits for it")
+    return str(sent.displays[0]["transient"]["display_id"])
+
+
+def idle_until(notebook: Notebook, display_id: str, said: str) -> list[tuple[str, str]]:
+    """Run no cell until this is shown there: what was, with the cell that it belongs to."""
+    found: list[tuple[str, str]] = []
+    deadline = time.monotonic() + WAIT
+    while not found or said not in found[-1][0]:
+        assert time.monotonic() < deadline, f"{said!r} is not in {found}"
+        try:
+            message = notebook.client.get_iopub_msg(timeout=0.2)
+        except Empty:
+            continue
+        if message["msg_type"] == "update_display_data":
+            content = message["content"]
+            assert content["transient"]["display_id"] == display_id
+            found.append((content["data"]["text/plain"], message["parent_header"]["msg_id"]))
+    return found
+
+
+def test_it_is_live_while_the_notebook_is_idle(notebook: Notebook) -> None:
+    """Its panel, and no other, is drawn in the cell that sent it; plain cells run meanwhile."""
+    cell = "import time\nfor step in range(8):\n    print('step', step)\n    time.sleep(0.15)\nrank"
+    display_id = begin(notebook, cell)
+    assert notebook.value("1 + 1") == 2
+    assert notebook.value("job.done()") is False
+    said = notebook.run("job").results[0]["text/plain"]
+    assert said.startswith("<Job running · 2 ranks · ")
+    drawn = idle_until(notebook, display_id, "✓ 2")
+    assert len({cell for _, cell in drawn}) == 1
+    live = [text for text, _ in drawn if "● 2" in text]
+    assert any("step 2" in text and "step 7" not in text for text in live)
+    assert len(live) <= 1 + 1.2 / 0.25 + 2
+    assert "step 7" in drawn[-1][0]
+    assert notebook.run("job").results[0]["text/plain"].startswith("<Job done · 2 ranks · ")
+    assert notebook.value("job.wait(), job.done()") == (None, True)
+    assert notebook.value("job.result().rank(1), [*job.result()]") == (1, [0, 1])
+
+
+def test_it_goes_on_while_a_cell_asks_for_it(notebook: Notebook) -> None:
+    """`done` in a loop sees the end, though the event loop does not run meanwhile."""
+    begin(notebook, "import time; time.sleep(0.5); 'last'")
+    looped = notebook.run("import time\nwhile not job.done():\n    time.sleep(0.05)")
+    assert looped.errors == []
+    assert looped.updates[-1]["data"]["text/plain"].startswith("2 ranks · 0.")
+    assert notebook.value("job.result().rank(0)") == "last"
+
+
+def test_what_it_raises(notebook: Notebook) -> None:
+    """`wait` and `result` raise it, its panel and `%dist_why` show it."""
+    display_id = begin(notebook, "if rank: raise ValueError('bad shard')")
+    said = "1 of 2 ranks failed (1); first: rank 1 after 0."
+    (text, _) = idle_until(notebook, display_id, said)[-1]
+    assert "── rank 1 ✗ ──" in text
+    assert text.count("ValueError: bad shard") == 2
+    for call in ("job.wait()", "job.result()", "job.wait(0.1)"):
+        assert notebook.run(call).error.startswith(f"WorkerError: {said}")
+    assert "ValueError: bad shard" in notebook.run("%dist_why").text
+    assert "<Job failed · 2 ranks · " in notebook.run("job").results[0]["text/plain"]
+    assert notebook.run("%%distributed\npass").errors == []
+
+
+def test_stop_while_idle(notebook: Notebook) -> None:
+    """It stops what nobody waits for; the ranks keep their variables."""
+    display_id = begin(notebook, SLEEPS)
+    idle_until(notebook, display_id, "begun")
+    notebook.manager.interrupt_kernel()
+    idle_until(notebook, display_id, "ranks 0-1 have stopped; all variables are kept.")
+    stopped = notebook.run("job.wait()")
+    assert stopped.error == "KeyboardInterrupt: ranks 0-1 have stopped; all variables are kept."
+    assert "<Job stopped · " in notebook.run("job").results[0]["text/plain"]
+    notebook.manager.interrupt_kernel()  # ignored, as ever
+    assert notebook.run("%%distributed\nassert kept == rank").errors == []
+
+
+def test_stop_ends_the_waiting(notebook: Notebook) -> None:
+    """`wait` raises, and the cell runs on until it is stopped itself; also in a plain cell."""
+    display_id = begin(notebook, SLEEPS)
+    idle_until(notebook, display_id, "begun")
+    press = "import os, signal, threading\n"
+    press += "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+    said = "KeyboardInterrupt: Stopped. `job` (sent with --no-wait) runs on: "
+    assert notebook.run(f"{press}job.wait()").error.startswith(said)
+    (plain,) = notebook.run(f"{press}import time; time.sleep(60)").errors
+    assert plain["ename"] == "KeyboardInterrupt"
+    said = "JobRuns: `job` (sent with --no-wait) has not ended within 1.1 s: "
+    said += "ranks 0-1 are in line 5: time.sleep(600); it runs on."
+    assert notebook.run("job.wait(1.1)").error == said
+    assert notebook.value("issubclass(type(job), __import__('nbdist').Job)") is True
+    last = notebook.run("%dist_interrupt").displays[-1]["data"]["text/plain"]
+    assert last == "ranks 0-1 have stopped; all variables are kept."
+    assert notebook.run("%dist_interrupt").text == "no cell is running on the workers"
+
+
+def test_a_cell_that_comes_meanwhile(notebook: Notebook) -> None:
+    """It waits and says so; Stop then ends its wait alone.  What brings values waits too."""
+    begin(notebook, "import time; time.sleep(600)")
+    pid = notebook.process.pid
+    pressed: list[str] = []
+
+    def press(outcome: object) -> None:
+        if not pressed and (shown := getattr(outcome, "displays", [])):
+            pressed.append(shown[0]["data"]["text/plain"])
+            os.kill(pid, signal.SIGINT)
+
+    said = notebook.run("%%distributed\nnever = 1", press).error
+    assert said.startswith("KeyboardInterrupt: Stopped. This cell has not run; `job` (sent")
+    assert pressed[0].startswith("waits for `job` (sent with --no-wait), ")
+    assert notebook.value("job.done()") is False
+    notebook.run("%dist_interrupt")
+    begin(notebook, "import time; time.sleep(0.5); late = rank + 1")
+    assert notebook.run("%dist_gather late").errors == []
+    assert notebook.value("late") == [1, 2]
+    begin(notebook, "time.sleep(0.5); late = -1")
+    waited = notebook.run("%%distributed\nlate, 'never' in globals()")
+    assert waited.errors == []
+    assert "(-1, False)" in waited.updates[-1]["data"]["text/plain"]
+
+
+def test_workers_that_are_started_anew(notebook: Notebook) -> None:
+    """It has ended with them, and says so; the next cell runs."""
+    display_id = begin(notebook, SLEEPS)
+    restarted = notebook.run("%dist_restart")
+    assert restarted.errors == []
+    of_job = [each for each in restarted.updates if each["transient"]["display_id"] == display_id]
+    assert of_job[-1]["data"]["text/plain"].endswith("ended before it was done")
+    lost = notebook.run("job.result()").error
+    assert lost.startswith("JobLost: `job` (sent with --no-wait) was ended after ")
+    assert lost.endswith("with its workers: they were started anew.")
+    assert notebook.run("%%distributed\npass").errors == []
+
+
+def test_it_runs_again_where_it_fails(notebook: Notebook) -> None:
+    """A rank that dies is replaced, and `--max-restarts` counts, with nobody waiting."""
+    source = "import os\nif rank and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os._exit(3)"
+    begin(
+        notebook,
+        f"import time; time.sleep(0.2)\n{source}\ndist.barrier(); 'whole'",
+        "--max-restarts 1",
+    )
+    assert notebook.value("job.result(30).rank(1)") == "whole"
+
+
+def test_it_cannot_be_sent_to_the_workers(notebook: Notebook) -> None:
+    """A cell that uses it says what can."""
+    begin(notebook, "pass")
+    said = notebook.run("%%distributed\njob.wait()").error
+    assert said.startswith("UnshippableName: `job` (part of this notebook) cannot be sent to ")
+
+
+def test_nothing_is_left_by_the_end() -> None:
+    """Of the notebook, or the extension: the cell ends with its workers, and Stop is as before."""
+    notebook = Notebook("%load_ext nbdist", "%dist_init -n 2")
+    display_id = begin(notebook, SLEEPS)
+    idle_until(notebook, display_id, "begun")
+    workers = notebook.process.children(recursive=True)
+    assert notebook.run("%unload_ext nbdist").errors == []
+    assert not any(each.is_running() for each in workers)
+    assert "JobLost" in notebook.run("job.wait()").errors[0]["ename"]
+    notebook.manager.interrupt_kernel()
+    assert notebook.value("1 + 1") == 2
+    notebook.run("%load_ext nbdist")
+    begin(notebook, SLEEPS, "-n 2")
+    notebook.close()

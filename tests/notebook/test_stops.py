@@ -1,0 +1,89 @@
+"""Tests of `nbdist.notebook.stops`: Ctrl-C is counted, or noticed between cells."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from nbdist.notebook.stops import IdleStop, counted_stops
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_stops_are_counted():
+    """And raised again afterwards."""
+    with counted_stops() as stops:
+        press()
+        press()
+    assert stops.count == 2
+    with pytest.raises(KeyboardInterrupt):
+        press()
+
+
+def test_a_kernel_that_ignores_it_between_cells():
+    """It is called as long as it is wanted; then it is ignored again."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pressed: list[int] = []
+
+    async def main() -> None:
+        stop = IdleStop(lambda: pressed.append(1))
+        stop.watch(asyncio.get_running_loop())
+        stop.watch(asyncio.get_running_loop())
+        press()
+        await asyncio.sleep(0.01)
+        assert pressed == [1]
+        stop.clear()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        press()
+        await asyncio.sleep(0.01)
+        assert pressed == [1]
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_it_is_put_back_after_a_cell():
+    """While one runs ipykernel has a handler of its own, and puts back after it what it found."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    async def main() -> None:
+        stop = IdleStop(lambda: pytest.fail("called"))
+        stop.watch(asyncio.get_running_loop())
+        found = signal.signal(signal.SIGINT, signal.default_int_handler)
+        stop.clear()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, found)
+        for _ in range(1000):
+            if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+                return
+            await asyncio.sleep(0.01)
+        pytest.fail("it is still there")
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_what_somebody_else_has_set_stays():
+    """Where it is not ignored, Stop means something already."""
+
+    def mine(*_: object) -> None: ...
+
+    signal.signal(signal.SIGINT, mine)
+    loop = asyncio.new_event_loop()
+    stop = IdleStop(lambda: pytest.fail("called"))
+    stop.watch(loop)
+    assert signal.getsignal(signal.SIGINT) is mine
+    stop.clear()
+    assert signal.getsignal(signal.SIGINT) is mine
+    loop.close()
