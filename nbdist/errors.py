@@ -421,7 +421,6 @@ class FailedHere(NbdistError):
     """A cell that ran in the notebook as well, by `--local`, raised there, as is shown above."""
 
     def __init__(self, cause: BaseException, ran: int) -> None:
-        self.cause = cause
         said = one_line(f"{type(cause).__name__}: {cause}")
         super().__init__(f"the cell raised in the notebook: {said}. {count(ran, 'rank')} ran it.")
 

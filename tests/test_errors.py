@@ -87,7 +87,7 @@ def test_the_docstring_shows_the_hierarchy():
         shown[name] = stack[-1][1] if stack else "Exception"
         stack.append((len(indent), name))
     true = {
-        name: value.__base__.__name__
+        name: value.__bases__[0].__name__
         for name, value in vars(errors).items()
         if isinstance(value, type) and issubclass(value, errors.NbdistError)
     }
