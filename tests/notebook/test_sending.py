@@ -94,8 +94,9 @@ def test_a_cell_that_fails_here(two: Notebook) -> None:
     ran = two.run("%%distributed --local\nworld_size")
     here, last = ran.errors
     assert here["ename"] == "NameError"
-    said = "the cell raised in the notebook: NameError: name 'world_size' is not defined."
-    assert (last["ename"], last["evalue"]) == ("FailedHere", f"{said} 2 ranks ran it.")
+    assert last["ename"] == "FailedHere"
+    assert last["evalue"].startswith("the cell raised in the notebook: NameError: ")
+    assert last["evalue"].endswith(" 2 ranks ran it.")
     assert ran.displays[-1]["data"]["text/plain"].endswith("── ranks 0-1 (same) ──\n2")
 
 
