@@ -69,21 +69,6 @@ class RunOptions:
     is_job: bool = False
 
 
-def run_source(
-    pool: Pool,
-    first_line: str,
-    cell: str,
-    ranks: str | None,
-    display: CellDisplay,
-    options: argparse.Namespace | None = None,
-) -> CellResult[Any]:
-    """Run a cell on workers and show it; raises its one error when it failed.
-
-    With `options` workers are started where there are none.
-    """
-    return through(source_steps(pool, first_line, cell, ranks, display, options))
-
-
 def source_steps(
     pool: Pool,
     first_line: str,
@@ -92,7 +77,10 @@ def source_steps(
     display: CellDisplay,
     options: argparse.Namespace | None = None,
 ) -> Steps:
-    """Do the same a step at a time, the first of which sends it."""
+    """Run a cell on workers and show it, the first step sends it; raises its one error.
+
+    With `options` workers are started where there are none.
+    """
     python = check_source(pool.shell, first_line, cell)
     source = in_notebook_lines(first_line, cell)
     task, world = prepare(pool, Source(source), ranks, display, options)
@@ -144,18 +132,6 @@ def through(steps: Generator[Any, Any, R]) -> R:
 # --- sending, and again -----------------------------------------------------------------
 
 
-def run_attempts(
-    pool: Pool,
-    world: World,
-    task: Task,
-    pack: Pack,
-    display: CellDisplay,
-    how: RunOptions | None = None,
-) -> CellResult[Any]:
-    """Run a cell and show it; raises the error of its last attempt when that failed too."""
-    return through(attempt_steps(pool, world, task, pack, display, how))
-
-
 def attempt_steps(
     pool: Pool,
     world: World,
@@ -164,7 +140,7 @@ def attempt_steps(
     display: CellDisplay,
     how: RunOptions | None = None,
 ) -> Steps:
-    """Do the same a step at a time.
+    """Run a cell and show it; raises the error of its last attempt when that failed too.
 
     What an attempt has bound is no matter to the next: so each has the names of the notebook
     as the first one had them, and new ranks get those that they lack.

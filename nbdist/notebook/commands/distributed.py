@@ -7,7 +7,7 @@ import re
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError
-from nbdist.notebook.cells import run_source, source_steps
+from nbdist.notebook.cells import source_steps, through
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.commands.snapshot import take_due
 from nbdist.notebook.job import Steps
@@ -60,5 +60,5 @@ def _split_ranks(_: Magic, text: str) -> tuple[str, list[str]]:
 )
 def rank(line: Line) -> None:
     """Run the cell on some ranks only: `%%rank 0,2-3` is `%%distributed -r 0,2-3`."""
-    run_source(line.pool, line.text, line.cell, line.options.ranks, line.display)
+    through(source_steps(line.pool, line.text, line.cell, line.options.ranks, line.display))
     take_due(line.pool)

@@ -7,7 +7,7 @@ from functools import partial
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError
-from nbdist.notebook.cells import run_attempts
+from nbdist.notebook.cells import attempt_steps, through
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import ranks_option
 from nbdist.notebook.shipping.plan import push
@@ -21,4 +21,4 @@ def dist_push(line: Line) -> None:
     if missing:
         raise UsageError(f"`%dist_push`: the notebook has no {', '.join(missing)}.")
     pack = partial(push, names, ranks=line.ranks)
-    run_attempts(pool, world, world.task(ranks=line.ranks), pack, line.display)
+    through(attempt_steps(pool, world, world.task(ranks=line.ranks), pack, line.display))
