@@ -334,12 +334,16 @@ def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
     """List the ranks that `-r` selects, ascending, each once.
 
     Numbers, spans and slices with commas between them: `0`, `0,2-3`, `1:3`, `::2`, `-1`,
-    `all`.  Slices are Python's; the text is parsed, never evaluated.
+    `all`; brackets around them do no harm.  Slices are Python's; the text is parsed, never
+    evaluated.
     """
-    if not text.strip():
+    listed = text.strip()
+    if listed[:1] + listed[-1:] == "[]":
+        listed = listed[1:-1]
+    if not listed.strip():
         raise BadRanks(text, world_size, "it is empty")
     chosen: set[int] = set()
-    for item in text.split(","):
+    for item in listed.split(","):
         try:
             chosen.update(_select(item.strip(), world_size))
         except ValueError as why:

@@ -1,16 +1,20 @@
-"""What is said where a plain cell uses a name that only the workers have."""
+"""What is said where a plain cell uses a name of the workers, or a magic is misspelt."""
 
 from __future__ import annotations
 
 import sys
 from typing import TYPE_CHECKING, Any
 
+from IPython.core.error import UsageError as IPythonUsageError
+
 from nbdist.config import DEFAULT_POOL
+from nbdist.notebook.habits import hint_on_magic
 from nbdist.words import name_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from nbdist.notebook.command import Command
     from nbdist.notebook.pool import Pool, Pools
 
 READY = frozenset({"rank", "world_size", "local_rank", "device"})
@@ -21,10 +25,11 @@ LIBRARIES = {"torch": "import torch", "dist": "import torch.distributed as dist"
 
 
 class Border:
-    """Looks at a NameError before IPython shows it, and says where the name is."""
+    """Looks at an error before IPython shows it, and says where the name is, or what was meant."""
 
-    def __init__(self, pools: Pools) -> None:
+    def __init__(self, pools: Pools, commands: Iterable[Command]) -> None:
         self._pools = pools
+        self._names = [each.shown_name for each in commands]
 
     def __repr__(self) -> str:
         return f"<Border of {self._pools}>"
@@ -35,6 +40,8 @@ class Border:
         error = told[1] if told else sys.exc_info()[1]
         if type(error) is NameError and error.name and (hint := self.hint(error.name)):
             error.args = (hint,)
+        elif type(error) is IPythonUsageError and (hint := hint_on_magic(str(error), self._names)):
+            error.args = (f"{error} {hint}",)
         return original(*args, **kwargs)
 
     def hint(self, name: str) -> str:

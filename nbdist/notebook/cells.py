@@ -338,7 +338,7 @@ def check_source(shell: InteractiveShell, first_line: str, cell: str) -> str:
         raise CellSyntaxError(error, shown) from None
     assert isinstance(module, ast.Module)
     if not module.body:
-        name = first_line.split()[0]
+        name = first_line.split()[0] if first_line else "%%distributed"
         raise UsageError(
             f"`{name}`: the cell holds no code, so nothing has run. "
             "`%dist_init -n 4` starts workers without a cell."
@@ -349,9 +349,11 @@ def check_source(shell: InteractiveShell, first_line: str, cell: str) -> str:
 def in_notebook_lines(first_line: str, cell: str) -> str:
     """Make the source to send: the magic's line as a comment, so that lines have their numbers.
 
-    Not where another cell magic comes next, which must be on the first line.
+    Not where another cell magic comes next, which must be on the first line; nor where
+    `first_line` is "", as nobody has typed one.
     """
-    return cell if cell.lstrip().startswith("%%") else f"# {first_line}\n{cell}"
+    is_whole = not first_line or cell.lstrip().startswith("%%")
+    return cell if is_whole else f"# {first_line}\n{cell}"
 
 
 def _execution_count(shell: InteractiveShell) -> int:

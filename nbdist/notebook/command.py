@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from importlib import import_module
+from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, Literal
 
 from IPython.core.magic import no_var_expand
@@ -18,7 +19,7 @@ from IPython.core.magic_arguments import magic_arguments
 from nbdist.errors import Interrupted, WorldNotStarted
 from nbdist.notebook import commands
 from nbdist.notebook.cells import bring
-from nbdist.notebook.options import Magic, parse, pool_option
+from nbdist.notebook.options import Magic, parse, pool_option, world_options
 from nbdist.notebook.tables import Shown
 from nbdist.topology import parse_ranks
 from nbdist.wire.task import Call
@@ -44,6 +45,7 @@ class Line:
 
     def __init__(self, command: Command, pools: Pools, text: str, cell: str = "") -> None:
         self.command = command
+        self.auto = pools.auto
         self.text = f"{command.shown_name} {text}"
         self.cell = cell
         ours, self.words = command.split(command.run, text)
@@ -98,6 +100,7 @@ class Command:
     kind: Literal["line", "cell"]
     split: Split
     expands: bool
+    summary: str = ""
 
     def __repr__(self) -> str:
         return f"<Command {self.shown_name}>"
@@ -147,9 +150,16 @@ def command(
     """
 
     def decorate(run: Callable[[Line], Shown | str | None]) -> Command:
-        for option in reversed((*options, pool_option)):
+        # Those of the world last: they are in groups, to which all that follows would belong.
+        own = [option for option in options if option is not world_options]
+        for option in reversed((*own, pool_option, *(set(options) - set(own)))):
             option(run)
-        return Command(magic_arguments()(run), kind, split, expands)
+        said, run.__doc__ = cleandoc(run.__doc__ or ""), None
+        magic_arguments()(run)  # which makes a docstring of usage and options
+        escape = "%%" if kind == "cell" else "%"
+        made = (run.__doc__ or "").replace("  %", f"  {escape}", 1).strip()
+        run.__doc__ = f"{said}\n\n{made}\n"
+        return Command(run, kind, split, expands, said.partition("\n")[0])
 
     return decorate
 

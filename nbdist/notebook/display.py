@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from IPython.display import clear_output, display, update_display
 
+from nbdist.notebook.cell_text import cell_magic
 from nbdist.output.bars import merged_line
 from nbdist.output.html import panel_html
 from nbdist.output.layout import Panel, final_layout, live_layout
@@ -79,15 +80,15 @@ class CellDisplay(Protocol):
 class PanelDisplay:
     """One display that is redrawn a few times a second and replaced at the end.
 
-    `is_alone` says whether its cell shows nothing else.
+    `is_alone` says whether its cell shows nothing else; `notes` stand with what it shows.
     """
 
-    def __init__(self, *, is_alone: bool = False) -> None:
+    def __init__(self, notes: Sequence[str] = (), *, is_alone: bool = False) -> None:
         self._is_alone = is_alone
         self._id = f"nbdist-{uuid.uuid4().hex}"
         self._is_there = False
         self._draw_at = time.monotonic() + FIRST_DRAWING
-        self._notes: list[str] = []
+        self._notes = [*notes]
 
     def note(self, text: str, *, at_once: bool = True) -> None:
         self._notes.append(text)
@@ -156,7 +157,8 @@ class PanelDisplay:
 class PlainDisplay:
     """Lines as they come, for terminals and logs, where nothing can be redrawn but the last."""
 
-    def __init__(self) -> None:
+    def __init__(self, notes: Sequence[str] = ()) -> None:
+        self._notes = notes
         self._lines: PlainLines | None = None
         self._waits = ""
         self._bars = MovingLine(sys.stdout)
@@ -200,7 +202,8 @@ class PlainDisplay:
         if self._lines is not None:
             self._write(self._lines.finish(time.monotonic()))
         seconds = seconds_text(transcript.elapsed(time.monotonic()))
-        sys.stdout.write(f"{ranks_text(transcript.ranks)} · {seconds}\n")
+        said = (ranks_text(transcript.ranks), seconds, *self._notes)
+        sys.stdout.write(f"{' · '.join(said)}\n")
         sys.stdout.flush()
 
     can_change = False
@@ -214,17 +217,19 @@ class PlainDisplay:
             sys.stdout.write(f"{line}\n")
 
 
-def make_display(shell: InteractiveShell, chosen: str, cell: str = "") -> CellDisplay:
+def make_display(
+    shell: InteractiveShell, chosen: str, cell: str = "", notes: Sequence[str] = ()
+) -> CellDisplay:
     """Return a panel where the shell is a kernel that a page draws for, else plain lines.
 
-    `cell` is the text of the one that runs.
+    `cell` is the text of the one that runs; `notes` stand with whatever it shows.
     """
     if chosen == "panel" or (chosen == "auto" and hasattr(shell, "kernel")):
-        return PanelDisplay(is_alone=is_of_magic(cell))
-    return PlainDisplay()
+        return PanelDisplay(notes, is_alone=is_of_magic(cell))
+    return PlainDisplay(notes)
 
 
 def is_of_magic(cell: str) -> bool:
     """Say whether all that a cell shows is shown by one magic: it holds nothing else."""
     text = cell.strip()
-    return text.startswith("%%") or (text.startswith("%") and "\n" not in text)
+    return cell_magic(text) is not None or (text.startswith("%") and "\n" not in text)

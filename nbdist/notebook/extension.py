@@ -13,6 +13,8 @@ from nbdist.world.launchers import find_launcher
 from nbdist.world.link import Link
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbdist.notebook.command import Command
@@ -43,27 +45,35 @@ def load(shell: InteractiveShell) -> None:
         shell.magics_manager.register_function(command.magic(pools), command.kind, command.name)
     shell.events.register("post_run_cell", pools.notice_names)
     atexit.register(pools.close)
-    _loaded[shell] = pools, commands, help_at_border(shell, pools)
+    _loaded[shell] = pools, commands, help_at_border(shell, pools, commands)
 
 
-def help_at_border(shell: InteractiveShell, pools: Pools) -> ExitStack:
+def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Command]) -> ExitStack:
     """Wrap the methods of the shell and its kernel that help whoever types; closed, they are out.
 
     A terminal's shell has no kernel.
     """
+    from nbdist.notebook.auto_mode import AutoCells
     from nbdist.notebook.border import Border
     from nbdist.notebook.completion import Completion
+    from nbdist.notebook.first_line import transform_first_lines
     from nbdist.notebook.wrapping import Wrapped
 
-    completion = Completion(pools)
-    wrapped = [Wrapped(shell, "showtraceback", Border(pools).show_traceback)]
+    completion, auto = Completion(pools), AutoCells(shell, pools.auto)
+    wrapped = [Wrapped(shell, "showtraceback", Border(pools, commands).show_traceback)]
     kernel: Any = getattr(shell, "kernel", None)
     if kernel is not None:
         wrapped += [
             Wrapped(kernel, "do_complete", completion.complete),
             Wrapped(kernel, "do_inspect", completion.inspect),
+            Wrapped(kernel, "do_execute", auto.do_execute),
         ]
+    else:
+        wrapped.append(Wrapped(shell, "run_cell", auto.run_cell))
     stack = ExitStack()
+    # Before IPython takes leading blank lines away, and with them the numbers of all others.
+    shell.input_transformers_cleanup.insert(0, transform_first_lines)
+    stack.callback(shell.input_transformers_cleanup.remove, transform_first_lines)
     for each in wrapped:
         stack.callback(each.undo)
     return stack

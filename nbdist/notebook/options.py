@@ -8,28 +8,38 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError as IPythonUsageError
-from IPython.core.magic_arguments import argument, parse_argstring
+from IPython.core.magic_arguments import argument, argument_group, parse_argstring
 
 from nbdist.config import OPTIONS, Option, WorldConfig, read_environ, read_restarts, unquoted
 from nbdist.errors import UsageError, WorldChanged
+from nbdist.notebook.flags import flags_of
+from nbdist.notebook.habits import in_our_words, meant_by
 
 if TYPE_CHECKING:
     from nbdist.world.world import World
 
-RANKS = re.compile(r"(?:^|(?<=\s))(?:-r|--ranks)(?:\s*=\s*|\s+)(\S+)")
-"""`-r -1,0` would be read as an option without a value."""
+RANKS = re.compile(r"(?:^|(?<=\s))(?:-r|--ranks)(?:\s*=\s*|\s+)(\[[^\]]*\]|\S+)")
+"""`-r -1,0` would be read as an option without a value, and `-r [0, 2]` as two words."""
 
 QUOTED = re.compile(r"""(?<!\S)(--[\w-]+)(?:=|\s+)(\w+=)?(["'])(.*?)\3(?!\S)""")
 """`--wrap="nice -n 5"` and `--env A="1 2"`, which IPython would split at the spaces."""
+
+GROUPS = {
+    "which workers": ("n", "layout", "gpus", "share_gpus", "cpus", "backend", "name"),
+    "how they are started": ("env", "env_file", "debug", "python", "wrap", "launcher", "fork"),
+    "when something goes wrong": ("on_failure", "hang_timeout", "free"),
+}
+"""The options of a world as the help of a magic has them; `--pool` is every magic's own."""
 
 Magic = Callable[..., Any]
 
 
 def world_options(magic: Magic) -> Magic:
     """Add all that `WorldConfig` has flags for, as `%dist_init` and `%%distributed` have it."""
-    for name, option in reversed([*OPTIONS.items()]):
-        if option.flag and name != "pool":  # which all magics have
-            magic = _add(name, option)(magic)
+    for title, names in reversed(GROUPS.items()):
+        for name in reversed(names):
+            magic = _add(name, OPTIONS[name])(magic)
+        magic = argument_group(title)(magic)
     return magic
 
 
@@ -104,15 +114,21 @@ def parse(magic: Magic, name: str, line: str) -> argparse.Namespace:
 
     `name` is the magic's, as people type it.
     """
+    flags = flags_of(magic)
     try:
-        line = QUOTED.sub(r"\1 \3\2\4\3", RANKS.sub(r"--ranks=\1", line))
-        options = parse_argstring(magic, line)
+        line = RANKS.sub(_ranks_in_a_word, in_our_words(line, flags))
+        options = parse_argstring(magic, QUOTED.sub(r"\1 \3\2\4\3", line))
     except (IPythonUsageError, ValueError) as error:
-        text = str(error).rstrip(".")
-        raise UsageError(f"`{name}`: {text}. `{name}?` shows all options.") from None
+        text = str(error)
+        said = meant_by(text, flags) or f"{text.rstrip('.')}."
+        raise UsageError(f"`{name}`: {said} `{name}?` shows all options.") from None
     for option, value in vars(options).items():
         setattr(options, option, _unquoted(value))
     return options  # type: ignore[no-any-return]
+
+
+def _ranks_in_a_word(found: re.Match[str]) -> str:
+    return f"--ranks={''.join(found[1].split())}"
 
 
 def _unquoted(value: Any) -> Any:

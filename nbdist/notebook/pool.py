@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from nbdist.config import DEFAULT_POOL, WorldConfig
 from nbdist.errors import InChild, Interrupted, UsageError
+from nbdist.notebook.auto_mode import NOTE as AUTO_NOTE
+from nbdist.notebook.auto_mode import AutoMode
 from nbdist.notebook.display import make_display
 from nbdist.notebook.idle import IdleWatch
 from nbdist.notebook.job import Job
@@ -43,10 +45,13 @@ class Pool:
     last failure.
     """
 
-    def __init__(self, shell: InteractiveShell, settings: NbDist, name: str) -> None:
+    def __init__(
+        self, shell: InteractiveShell, settings: NbDist, name: str, auto: AutoMode | None = None
+    ) -> None:
         self.shell = shell
         self.settings = settings
         self.name = name
+        self.auto = auto or AutoMode()
         self.world: World | None = None
         self.last: RunningTask | None = None
         self.ended = Ended()
@@ -104,7 +109,8 @@ class Pool:
         """Make a display for what the cell that runs now has to show."""
         history: Any = getattr(self.shell, "history_manager", None)
         cells = getattr(history, "input_hist_raw", None)
-        return make_display(self.shell, self.settings.display, cells[-1] if cells else "")
+        notes = (AUTO_NOTE,) if self.auto.is_on else ()
+        return make_display(self.shell, self.settings.display, cells[-1] if cells else "", notes)
 
     # --- life -----------------------------------------------------------------------------
 
@@ -347,7 +353,8 @@ class Pools:
         self._pid = os.getpid()
         self.shell = shell
         self.settings = settings
-        self._pools = {DEFAULT_POOL: Pool(shell, settings, DEFAULT_POOL)}
+        self.auto = AutoMode()
+        self._pools = {DEFAULT_POOL: Pool(shell, settings, DEFAULT_POOL, self.auto)}
 
     def __repr__(self) -> str:
         return f"<Pools {[*self]}>"
@@ -368,7 +375,7 @@ class Pools:
         if not name.replace("-", "_").isidentifier():
             raise UsageError(f"`--pool {name}`: a pool's name is a word, such as `--pool trainer`.")
         if name not in self._pools:
-            self._pools[name] = Pool(self.shell, self.settings, name)
+            self._pools[name] = Pool(self.shell, self.settings, name, self.auto)
         return self._pools[name]
 
     def known(self, name: str | None) -> Pool | None:

@@ -54,6 +54,28 @@ def test_where_a_name_is(two: Notebook, source: str, said: str) -> None:
     assert text.endswith(f"NameError: {said}")
 
 
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("%dist_gahter x", "not found. Did you mean `%dist_gather`?"),
+        ("%%distribute -n 2\nx", "not found. Did you mean `%%distributed`?"),
+        ("%%px\nx", "not found. In nbdist begin the cell with `%%distributed`."),
+    ],
+)
+def test_a_magic_that_is_misspelt(two: Notebook, source: str, said: str) -> None:
+    """IPython's own error says what was meant."""
+    ran = two.run(source)
+    assert "".join(ran.streams).rstrip().endswith(said)
+    assert ran.reply["status"] == "error"
+    assert ran.reply["evalue"].endswith(said)
+
+
+@pytest.mark.parametrize("first", ["%%rank[1]", "# why\n\n%%rank 1", "%%distributed -r [1]"])
+def test_what_may_stand_in_the_first_line(two: Notebook, first: str) -> None:
+    """And above it."""
+    assert "── rank 1 ──\n1" in two.run(f"{first}\nrank").text
+
+
 def test_a_name_that_was_brought_home(two: Notebook) -> None:
     """Nothing is wrong with that."""
     two.run("%dist_gather lonely -r 1")

@@ -10,6 +10,7 @@ import pytest
 from nbdist.errors import UsageError, WorldNotStarted
 from nbdist.notebook import commands
 from nbdist.notebook.command import find_commands
+from nbdist.notebook.options import GROUPS
 from nbdist.notebook.pool import Pools
 
 README = Path(__file__).parent.parent.parent / "README.md"
@@ -47,12 +48,23 @@ def test_the_readme_has_a_row_for_each_magic():
 
 
 def test_each_magic_is_documented():
-    """The help of each begins with its usage and has a sentence that says what it does."""
+    """The help of each begins with a sentence that says what it does; its usage comes below."""
     for each in find_commands():
-        usage, _, rest = (each.run.__doc__ or "").partition("\n\n")
-        assert usage == "::"
-        assert rest.lstrip().startswith(f"%{each.name} ")
-        assert re.search(r"^[A-Z].*[.:]$", rest, re.MULTILINE), each
+        said, _, rest = (each.run.__doc__ or "").partition("\n\n::\n\n")
+        assert re.fullmatch(r"[A-Z].*[.:]", said.partition("\n")[0]), each
+        assert each.summary == said.partition("\n")[0]
+        assert rest.lstrip().startswith(f"{each.shown_name} ")
+
+
+def test_the_help_of_cells_begins_with_examples():
+    """Two of them; the options are in groups, those of the cell first."""
+    (help_text,) = (each.run.__doc__ for each in find_commands() if each.name == "distributed")
+    assert help_text is not None
+    said, _, options = help_text.partition("\n\n::\n\n")
+    assert len(re.findall(r"^    %%distributed", said, re.MULTILINE)) == 2
+    places = [options.index(f"\n{title}:\n") for title in ("options", *GROUPS)]
+    assert places == sorted(places)
+    assert places[0] < options.index("\n  --pool NAME") < places[1] < options.index("\n  -n N ")
 
 
 def test_a_feature_is_one_file(
@@ -67,7 +79,8 @@ def test_a_feature_is_one_file(
     with pytest.raises(UsageError) as wrong:
         found["dist_hello"]("--wrod x")
     assert str(wrong.value) == (
-        "`%dist_hello`: unrecognized arguments: --wrod x. `%dist_hello?` shows all options."
+        "`%dist_hello`: there is no `--wrod`: did you mean `--word`? "
+        "`%dist_hello?` shows all options."
     )
     with pytest.raises(KeyboardInterrupt, match=re.escape("no workers were started.")):
         found["dist_mute"]("")

@@ -13,6 +13,7 @@ from nbdist import World
 from nbdist.config import OPTIONS
 from nbdist.errors import UsageError, WorldChanged
 from nbdist.notebook.options import (
+    GROUPS,
     at_once,
     check_same,
     given,
@@ -65,6 +66,19 @@ def test_all_options() -> None:
     assert given(said).keys() == OPTIONS.keys() - only_in_python - {"pool", "layout"}
 
 
+def test_all_options_are_in_a_group() -> None:
+    """Of the help, each in one; but for the pool, which is every magic's own."""
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted([*grouped, "pool"]) == sorted(n for n, each in OPTIONS.items() if each.flag)
+
+
+def test_what_others_call_it() -> None:
+    """Their flags are taken for ours; `[0, 2]` are ranks too."""
+    said = options("--nproc_per_node=2 --gpu-ids 0,1 --targets [0, 2]")
+    assert given(said) == {"n": 2, "gpus": "0,1"}
+    assert said.ranks == "[0,2]"
+
+
 @pytest.mark.parametrize("quoted", ["--wrap='nice -n 5'", '--wrap "nice -n 5"'])
 def test_quotes_around_a_value(quoted: str) -> None:
     """Of both kinds, and with `=`; a variable's value may have its own."""
@@ -85,7 +99,8 @@ def test_ranks(line: str, ranks: str) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--bogus", "`%magic`: unrecognized arguments: --bogus. `%magic?` shows all options."),
+        ("--bogus", "`%magic`: there is no `--bogus`. `%magic?` shows all options."),
+        ("--backnd gloo", "`%magic`: there is no `--backnd`: did you mean `--backend`? `%magic?`"),
         ("-n", "`%magic`: argument -n: expected one argument. `%magic?` shows all options."),
         ("-n x", "`-n x`: that is not a number of workers. Use `-n 4`, `-n auto`, `-n gpu` or"),
         ("--cpus many", "`--cpus many`: a number of cores for each worker, such as 4."),

@@ -19,6 +19,11 @@ _POOL = re.compile(r"(?:^|(?<=\s))--pool(?:\s*=\s*|\s+)(\S+)")
 
 @command(
     ranks_option,
+    argument(
+        "--auto",
+        action="store_true",
+        help="the line stands there for %%dist_auto, and is none of the cell's",
+    ),
     argument("--setup", action="store_true", help="run the cell again in every new worker"),
     restarts_option,
     sending_options,
@@ -29,6 +34,12 @@ _POOL = re.compile(r"(?:^|(?<=\s))--pool(?:\s*=\s*|\s+)(\S+)")
 def distributed(line: Line) -> None:
     """Run the cell on all workers at once; the first such cell starts them.
 
+        %%distributed -n 4
+        model = DistributedDataParallel(Net().to(device))
+
+        %%distributed -r 0,2-3
+        print(rank, loss.item())
+
     The names of the notebook that the cell uses go along with it.
     """
     send(line, _steps(line))
@@ -37,8 +48,9 @@ def distributed(line: Line) -> None:
 def _steps(line: Line) -> Steps:
     options = line.options
     pool = line.pool
+    first_line = "" if options.auto else line.text
     result = yield from source_steps(
-        pool, line.text, line.cell, options.ranks, line.display, options
+        pool, first_line, line.cell, options.ranks, line.display, options
     )
     take_due(pool)
     return result

@@ -10,6 +10,8 @@ from IPython.core.magic_arguments import argument
 from nbdist.errors import UsageError
 from nbdist.notebook.cells import attempt_steps, prepare, run_options
 from nbdist.notebook.command import Line, command
+from nbdist.notebook.flags import Argument, flags_of
+from nbdist.notebook.habits import our_flag
 from nbdist.notebook.options import Magic, ranks_option, restarts_option, world_options
 from nbdist.notebook.sending import send, sending_options
 from nbdist.world.scripts import find_script
@@ -37,24 +39,19 @@ def split_line(magic: Magic, line: str) -> tuple[str, list[str]]:
         words = shlex.split(line)
     except ValueError as error:  # a quote that is not closed
         raise UsageError(f"`%{magic.__name__}`: {str(error).lower()}.") from None
-    added = magic.decorators  # type: ignore[attr-defined]
-    takes_value = {
-        flag: each.kwds.get("action") in (None, "append")
-        for each in added
-        for flag in getattr(each, "args", ())
-        if flag.startswith("-")
-    }
+    flags = flags_of(magic)
     index = 0
     while index < len(words) and words[index].startswith("-") and words[index] != "--":
-        index += 2 if _takes_next(takes_value, words[index]) else 1
+        words[index] = our_flag(words[index], flags)
+        index += 2 if _takes_next(flags, words[index]) else 1
     rest = words[index:]
     return shlex.join(words[:index]), rest[1:] if rest[:1] == ["--"] else rest
 
 
-def _takes_next(takes_value: Mapping[str, bool], word: str) -> bool:
+def _takes_next(flags: Mapping[str, Argument], word: str) -> bool:
     """Say whether an option's value is the next word; it may be cut short as argparse allows."""
-    names = [word] if word in takes_value else [f for f in takes_value if f.startswith(word)]
-    return word.strip("-") != "" and any(takes_value[name] for name in names[:1])
+    names = [word] if word in flags else [flag for flag in flags if flag.startswith(word)]
+    return word.strip("-") != "" and any(flags[name].takes_value for name in names[:1])
 
 
 def script_of(program: Sequence[str], options: argparse.Namespace) -> Script:

@@ -91,7 +91,7 @@ def test_executables_and_modules(notebook: Notebook, folder: Path) -> None:
         ("--max-restarts x fine.py", "`--max-restarts x`: a number of attempts"),
         ("wrong.py", "`wrong.py` is no Python: line 1: "),
         ("'wrong.py", "`%dist_run`: no closing quotation."),
-        ("--wrong wrong.py", "unrecognized arguments: --wrong. `%dist_run?` shows"),
+        ("--wrong wrong.py", "there is no `--wrong`. `%dist_run?` shows"),
         ("-r 7 fine.py", "`7` selects no ranks"),
         ("-n 3 fine.py", "2 workers are running"),
     ],

@@ -1,0 +1,35 @@
+"""Which cells run on the workers, and which here."""
+
+from __future__ import annotations
+
+from IPython.core.magic_arguments import argument
+
+from nbdist.errors import UsageError
+from nbdist.notebook.command import Line, command
+
+ON = (
+    "auto mode is on: plain cells run on the workers, but for those that begin with `%` or `!`; "
+    "`%%local` on its first line runs a cell here, `%dist_auto off` ends it"
+)
+OFF = "auto mode is off: cells run here, those with `%%distributed` on the workers"
+
+
+@command(argument("state", nargs="?", help="on or off; without it what is the case"))
+def dist_auto(line: Line) -> str:
+    """Send plain cells to the workers from now on, as if each began with `%%distributed`.
+
+    A cell that has the tag `distributed` in JupyterLab goes there also while this is off.
+    """
+    mode, state = line.auto, line.options.state
+    if state not in (None, "on", "off"):
+        raise UsageError(f"`%dist_auto {state}`: `%dist_auto on` or `%dist_auto off`.")
+    if state is not None:
+        mode.pool = line.pool.name if state == "on" else None
+    return ON if mode.is_on else OFF
+
+
+@command(kind="cell")
+def local(line: Line) -> None:
+    """Run the cell here while `%dist_auto` is on; otherwise it is a cell like any other."""
+    # Where it begins a cell, `transform_first_lines` has made that a plain one before.
+    line.pool.shell.run_cell(line.cell).raise_error()

@@ -1,0 +1,104 @@
+"""What people type who come from elsewhere, or in haste: understood, or answered with ours.
+
+Pure; options and errors ask it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+
+SAME = {
+    "--nproc-per-node": "-n",  # torchrun
+    "--nproc_per_node": "-n",
+    "--num-processes": "-n",  # nbdistributed
+    "--num_processes": "-n",  # accelerate
+    "-np": "-n",  # mpirun
+    "--gpu-ids": "--gpus",  # nbdistributed
+    "--gpu_ids": "--gpus",  # accelerate
+    "--targets": "-r",  # ipyparallel
+}
+"""Flags of others that mean what one of ours does: they are taken for it."""
+
+MEANT = {
+    "--num-procs": "-n",
+    "--nprocs": "-n",
+    "--procs": "-n",
+    "--num-workers": "-n",
+    "--workers": "-n",
+    "--world-size": "-n",
+    "--ngpus": "-n",
+    "--num-gpus": "-n",
+    "--nnodes": "-j",
+    "--devices": "--gpus",
+    "--rank": "-r",
+    "-t": "-r",
+    "--rdzv-backend": "--backend",
+    "--noblock": "--no-wait",
+    "--log-dir": "--name",
+}
+"""Flags that say roughly what one of ours says."""
+
+MAGICS = {
+    "px": "begin the cell with `%%distributed`",
+    "autopx": "`%dist_auto on` sends plain cells to the workers",
+    "pxresult": "`%dist_output` shows the last result again",
+    "sync": "`dist.barrier()` in a cell waits for all ranks, `%dist_sync model` copies names",
+    "dist_mode": "`%dist_auto on` sends plain cells to the workers",
+    "dist_reset": "`%dist_restart` has new workers",
+    "dist_sync_ide": "the workers' names are completed where they are; nothing need be copied",
+    "torchrun": "`%dist_run -n 4 train.py` runs a script",
+}
+"""Magics of ipyparallel, nbdistributed and others, and what does the same here."""
+
+_NOT_FOUND = re.compile(r"^(?:Line magic function|Cell magic) `(%%?)(\S+?)` not found\b")
+_UNRECOGNIZED = re.compile(r"^unrecognized arguments: (\S+)")
+_FLAG = re.compile(r"(?<!\S)--?[A-Za-z][\w-]*(?=[=\s]|$)")
+
+NEAR_FLAG, NEAR_MAGIC = 0.7, 0.75
+"""How alike, from 0 to 1, what was typed has to be."""
+
+
+def in_our_words(line: str, flags: Collection[str]) -> str:
+    """Write others' flags in a magic's line as ours, where the magic has these alone."""
+    return _FLAG.sub(lambda found: our_flag(found[0], flags), line)
+
+
+def our_flag(flag: str, flags: Collection[str]) -> str:
+    """Give our flag for one of others', or the same flag."""
+    ours = SAME.get(flag, flag)
+    return ours if ours in flags and flag not in flags else flag
+
+
+def meant_by(message: str, flags: Collection[str]) -> str:
+    """Say what was meant by what argparse has not recognized, by its message; "" for nothing."""
+    found = _UNRECOGNIZED.match(message)
+    if found is None:
+        return ""
+    typed, _, value = found[1].partition("=")
+    if typed.isdigit() and "-n" in flags:
+        return f"there is no `{typed}` to say: did you mean `-n {typed}`?"
+    if not typed.startswith("-"):
+        return ""
+    words = {flag.strip("-"): flag for flag in flags}
+    near = get_close_matches(typed.strip("-"), words, 1, NEAR_FLAG)
+    meant = MEANT.get(typed) or (words[near[0]] if near else "")
+    if meant not in flags:
+        return f"there is no `{typed}`."
+    return f"there is no `{typed}`: did you mean `{meant}{' ' if value else ''}{value}`?"
+
+
+def hint_on_magic(message: str, shown_names: Iterable[str]) -> str:
+    """Say what was meant by a magic that IPython has not found; "" where that is not known.
+
+    `message` is IPython's, `shown_names` are those of our magics: `%dist_init`, `%%rank`.
+    """
+    found = _NOT_FOUND.match(message)
+    if found is None or " exists, " in message:  # IPython has said it
+        return ""
+    if answer := MAGICS.get(found[2]):
+        return f"In nbdist {answer}."
+    ours = {name.lstrip("%"): name for name in shown_names}
+    near = get_close_matches(found[2], ours, 1, NEAR_MAGIC)
+    return f"Did you mean `{ours[near[0]]}`?" if near else ""
