@@ -13,13 +13,22 @@ from typing import TYPE_CHECKING, Any
 from IPython.utils.tokenutil import token_at_cursor
 
 from nbdist.errors import NbdistError
-from nbdist.notebook.cell_text import CELL_MAGICS, MagicLine, as_comment, cell_magic, root_at
+from nbdist.notebook.cell_text import (
+    CELL_MAGICS,
+    MagicLine,
+    as_comment,
+    cell_magic,
+    line_magic,
+    root_at,
+)
+from nbdist.notebook.choices import Choices
 from nbdist.topology import parse_ranks
 from nbdist.wire.questions import Candidate, Complete, Completions, Description, Inspect, Question
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from nbdist.notebook.command import Command
     from nbdist.notebook.pool import Pool, Pools
 
 TIMEOUT = 0.9
@@ -29,8 +38,10 @@ TIMEOUT = 0.9
 class Completion:
     """Asks one rank of the pool that a cell is for; what none knows the notebook's kernel says."""
 
-    def __init__(self, pools: Pools) -> None:
+    def __init__(self, pools: Pools, commands: Iterable[Command]) -> None:
         self._pools = pools
+        self._choices = Choices(pools)
+        self._commands = {each.shown_name: each for each in commands}
 
     def __repr__(self) -> str:
         return f"<Completion for {self._pools}>"
@@ -40,6 +51,8 @@ class Completion:
     def complete(self, original: Callable[..., Any], code: str, cursor_pos: int | None) -> Any:
         """Stand around `do_complete`."""
         cursor = len(code) if cursor_pos is None else cursor_pos
+        if in_line := self.complete_line(code, cursor):
+            return in_line.reply()
         magic = workers_cell(code, cursor)
         if magic is None:
             return original(code, cursor_pos)
@@ -62,7 +75,9 @@ class Completion:
         """Stand around `do_inspect`."""
         magic = workers_cell(code, cursor_pos)
         if magic is None:
-            return original(code, cursor_pos, detail_level, omit_sections)
+            return self._described(code, cursor_pos) or original(
+                code, cursor_pos, detail_level, omit_sections
+            )
         text = as_comment(code)
         root = token_at_cursor(text, cursor_pos).partition(".")[0]
         if root and self._is_theirs(magic, root):
@@ -70,6 +85,32 @@ class Completion:
             if isinstance(told, Description) and told.data:
                 return {"status": "ok", "found": True, "data": {**told.data}, "metadata": {}}
         return original(text, cursor_pos, detail_level, omit_sections)
+
+    def complete_line(self, code: str, cursor: int) -> Completions | None:
+        """Say what can stand in the line of a magic of ours; None elsewhere, and for nothing."""
+        magic, command = self._line_at(code, cursor)
+        if magic is None or command is None:
+            return None
+        typed = code[magic.start : cursor]
+        found = self._choices.complete(magic.name, command.run, typed, magic.pool)
+        start, end = found.start + magic.start, found.end + magic.start
+        return replace(found, start=start, end=end) if found.candidates else None
+
+    def _described(self, code: str, cursor: int) -> dict[str, Any] | None:
+        """Describe the magic in whose line the cursor is, if it is one of ours."""
+        lines = code[cursor:].partition("\n")
+        _, command = self._line_at(f"{code[:cursor]}{lines[0]} ", cursor + len(lines[0]) + 1)
+        if command is None:
+            return None
+        text = f"{command.shown_name}\n\n{command.run.__doc__}"
+        return {"status": "ok", "found": True, "data": {"text/plain": text}, "metadata": {}}
+
+    def _line_at(self, code: str, cursor: int) -> tuple[MagicLine | None, Command | None]:
+        """Find the magic in whose line the cursor is, behind its name, and which of ours it is."""
+        magic, escape = cell_magic(code), "%%"
+        if magic is None or not magic.start < cursor <= magic.start + len(magic.text):
+            magic, escape = line_magic(code, cursor), "%"
+        return magic, self._commands.get(f"{escape}{magic.name}") if magic else None
 
     # --- the workers --------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Com
     from nbdist.notebook.first_line import transform_first_lines
     from nbdist.notebook.wrapping import Wrapped
 
-    completion, auto = Completion(pools), AutoCells(shell, pools.auto)
+    completion, auto = Completion(pools, commands), AutoCells(shell, pools.auto)
     wrapped = [Wrapped(shell, "showtraceback", Border(pools, commands).show_traceback)]
     kernel: Any = getattr(shell, "kernel", None)
     if kernel is not None:

@@ -27,9 +27,11 @@ def train_for(net, steps=3):
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Notebook]:
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """A notebook with two workers; `net` is something else here."""
-    notebook = Notebook("%load_ext nbdist", "here_only = 'text'", ON_WORKERS)
+    folder = str(tmp_path_factory.mktemp("snapshots"))
+    first = ("%load_ext nbdist", "here_only = 'text'", ON_WORKERS)
+    notebook = Notebook(*first, env={"NBDIST_SNAPSHOT_DIR": folder})
     notebook.run("%%rank 1\nnet_of_one = 1")
     notebook.run("net = 3j")
     notebook.run("%%distributed\nnet = Net()")
@@ -77,6 +79,19 @@ def test_signatures_and_help(two: Notebook) -> None:
     assert "complex" in inspect(two, "net")
     assert "str" in inspect(two, "%%distributed\nhere_only")
     assert inspect(two, "%%distributed\nnowhere") == ""
+
+
+def test_the_lines_of_magics(two: Notebook) -> None:
+    """Options, their values, names that the workers have, snapshots."""
+    assert complete(two, "%%distributed --back") == ["--backend"]
+    assert "gloo" in complete(two, "%%distributed -n 2 --backend ")
+    assert complete(two, "x = 1\n%dist_gather net_of") == ["net_of_one"]
+    two.run("%dist_snapshot before batch")
+    assert complete(two, "%dist_restore be") == ["before"]
+    assert "--max-restarts N" in inspect(two, "%%distributed -n 2")
+    assert "Bring names home" in inspect(two, "x = 1\n%dist_gather")
+    (found,) = two.client.complete("%%rank 1\nx", 8, reply=True, timeout=20)["content"]["matches"]
+    assert found == "1"
 
 
 def test_while_all_ranks_are_at_work(two: Notebook, tmp_path: Path) -> None:
