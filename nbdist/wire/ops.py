@@ -92,6 +92,35 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class Met:
+    """A collective that a rank began: that of this `number` of its `group`; `size` is bytes."""
+
+    group: str
+    number: int
+    name: str
+    at_ns: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """A rank's last cell in nanoseconds of the clock: its waits for others, and what it began.
+
+    `waits` are those that Python code saw, `waited_ns` is all of these together; what C++ code
+    waits for (a DDP module's backward) is in `met` alone, which needs Flight Recorder:
+    `is_recorded`.  Not `is_whole`: there were more, and these are the last.
+    """
+
+    began_ns: int
+    ended_ns: int
+    waits: tuple[tuple[int, int], ...]
+    waited_ns: int
+    met: tuple[Met, ...]
+    is_recorded: bool = True
+    is_whole: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Brought:
     """A rank's values of some expressions, packed, or why they cannot be had.
 

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,6 +27,7 @@ from traitlets import Type, default
 from nbdist.output.events import RECORD, Done
 from nbdist.wire.task import Call, Source, Task, Work
 from nbdist.worker.breakpoints import is_debugger, leave_debugger, use_debugger
+from nbdist.worker.cell_times import CELL_TIMES
 from nbdist.worker.compat.ipython import (
     LeavesChildren,
     number_cells,
@@ -138,10 +140,12 @@ class WorkerKernel(LeavesChildren):
         """Do the work: the exception that ended it, which has been shown, or what an op returns."""
         if isinstance(work, Source):
             return await self._run_source(work.text, context), None
-        if work.op in USERS_CODE:
+        is_users = work.op in USERS_CODE
+        if is_users:
             self.peaks.begin()
         try:
-            return None, find_op(work.op)(context, **work.arguments)
+            with CELL_TIMES.cell() if is_users else nullcontext():
+                return None, find_op(work.op)(context, **work.arguments)
         except BaseException as error:  # noqa: BLE001 (also Stop)
             return error, None
 
@@ -151,7 +155,7 @@ class WorkerKernel(LeavesChildren):
         shell: Any = self.shell
         shell.last_execution_result = None
         self.peaks.begin()
-        with context.noting():
+        with context.noting(), CELL_TIMES.cell():
             reply = await self.do_execute(text, silent=False, allow_stdin=True)
         if reply["status"] == "ok":
             return None

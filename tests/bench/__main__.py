@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.bench.calls import calls
 from tests.bench.cells import barrier, firstline, lines, pass_cell, ratio
-from tests.bench.collectives import collectives
+from tests.bench.collectives import collectives, timeline
 from tests.bench.drawing import draw
 from tests.bench.faults import faults
 from tests.bench.giants import giants
@@ -40,6 +40,7 @@ ROWS: dict[str, Callable[[Lab], Iterator[Figure]]] = {
     "giants": giants,
     "faults": faults,
     "collect": collectives,
+    "timeline": timeline,
     "look": look,
     "page": flood,
 }

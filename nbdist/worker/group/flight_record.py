@@ -73,7 +73,7 @@ class Recording:
         """Name the collective that was begun last, of those that have not ended; "" for none."""
         if not any(each.unfinished for each in counts.values()):
             return ""  # asking for all entries takes a thousand times as long
-        return next((_name(entry) for entry in self._entries() if not entry["retired"]), "")
+        return next((operation_of(entry) for entry in self._entries() if not entry["retired"]), "")
 
     def begun(self, counts: Mapping[str, Counts], since_ns: int) -> tuple[Begun, ...]:
         """Give the last collectives since then, the oldest first."""
@@ -98,7 +98,7 @@ class Recording:
         of, number = counts[str(entry["pg_id"])], int(entry["collective_seq_id"])
         newest = next(self._entries(), entry) if number > of.begun - of.unfinished else entry
         is_done = newest is entry or bool(newest["retired"])
-        return Collective(_name(entry), number, is_done)
+        return Collective(operation_of(entry), number, is_done)
 
     def _entries(self) -> Iterator[dict[str, Any]]:
         """Read those of this generation, from the newest back."""
@@ -130,13 +130,13 @@ def _counted(status: Mapping[str, str]) -> Counts:
     return Counts(begun, begun - max(0, int(status["last_completed_collective"])))
 
 
-def _name(entry: Mapping[str, Any]) -> str:
+def operation_of(entry: Mapping[str, Any]) -> str:
     """Name the collective without its backend: `all_reduce`."""
     return re.sub(r"^\w+:", "", entry["profiling_name"])
 
 
 def _begun(entry: Mapping[str, Any]) -> Begun:
-    name = _name(entry)
+    name = operation_of(entry)
     # What the root of a scatter has is its own affair, as is where a gather ends.
     side = "output" if name == "scatter" else "input"
     sizes = [] if name in UNEVEN else entry[f"{side}_sizes"]

@@ -11,7 +11,8 @@ From torch 2.14 on a backend can be connected anew, so all are made to be: 260 t
 (torch 2.15, n=2) without another thread or descriptor.
 
 A wait for a message from any rank belongs to no connection.  So importing this has
-`Work.wait` go through `wait`, which knows all of them and whose frame shows each.
+`Work.wait` go through `wait`, which knows all of them, whose frame shows each, and which notes
+how long each took.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import re
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -30,6 +32,7 @@ from torch.distributed import ProcessGroupGloo
 
 from nbdist.output.events import Connections
 from nbdist.words import one_line
+from nbdist.worker.cell_times import CELL_TIMES
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.compat.receives import end_receive
 from nbdist.worker.group.store import AbortableStore, Meeting
@@ -250,12 +253,13 @@ _waits: list[_Wait] = []
 
 def wait(self: dist.Work, *args: Any, **options: Any) -> Any:
     """Stand for `Work.wait`; ConnectionResetError where it was aborted."""
-    own = _Wait(self)
+    own, began = _Wait(self), time.time_ns()
     _waits.append(own)
     try:
         is_done = _wait_for_work(self, *args, **options)
     finally:
         _waits.remove(own)
+        CELL_TIMES.waited(began)
     if own.is_over and not is_done:
         raise ConnectionResetError(ABORTED)
     return is_done

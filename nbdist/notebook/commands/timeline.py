@@ -1,0 +1,124 @@
+"""The last cell's time on each rank: computing, waiting, and for whom."""
+
+from __future__ import annotations
+
+from html import escape
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from nbdist.notebook.command import Line, command
+from nbdist.notebook.options import ranks_option
+from nbdist.notebook.tables import Shown, below, table
+from nbdist.output.markup import AMBER, BLUE
+from nbdist.output.wording import seconds_text
+from nbdist.words import count, size_text
+from nbdist.world.timelines import Timeline, shares, timeline_of
+
+if TYPE_CHECKING:
+    from nbdist.world.timelines import Row
+
+SLICES = 60
+"""Of a bar: characters."""
+
+MOST_BARS = 32
+"""Ranks that have a bar; of more those that stand out."""
+
+COMPUTES, WAITS, MIXED = "█", "░", "▓"
+_COLOURS = {COMPUTES: BLUE, WAITS: AMBER, MIXED: BLUE}
+_BARS = "font-family:monospace;white-space:pre;line-height:1.3"
+
+
+@command(ranks_option)
+def dist_timeline(line: Line) -> Shown | str:
+    """Show where the last cell's time went on each rank: computing, or waiting for others.
+
+    The straggler is named, with how long the others waited for it in collectives.  With
+    `%%distributed --profile` torch's profiler writes a trace of the cell.
+    """
+    found = timeline_of(line.call("timeline"))
+    if found is None:
+        return "no cell has run on these workers"
+    return below([_table(found), _bars(found)])
+
+
+def headline(found: Timeline) -> str:
+    """Say how long it took, and who kept the others waiting."""
+    met = count(found.met, "collective")
+    parts = [count(len(found.rows), "rank"), seconds_text(found.seconds)]
+    if not found.is_recorded:
+        parts.append("which rank came last is not recorded before torch 2.11")
+    else:
+        parts.append(met if found.is_whole else f"the last {met}")
+    if (late := found.straggler) is not None:
+        last = f"came last to {late.came_last} of them; " if late.came_last > 1 else ""
+        parts.append(f"rank {late.rank} {last}others waited {_seconds(late.awaited)} for it")
+    return " · ".join(parts)
+
+
+def _table(found: Timeline) -> Shown:
+    rows = [("rank", "in all", "computing", "in collectives", "came last", "others waited for it")]
+    for row in _shown(found):
+        share = f"{row.waiting / row.seconds:.0%}" if row.seconds else "0%"
+        waiting = f"{_seconds(row.waiting)} ({share})"
+        late = _seconds(row.awaited) if row.awaited >= 0.0005 else ""
+        rows.append(
+            (str(row.rank), _seconds(row.seconds), _seconds(row.computing), waiting,
+             str(row.came_last or ""), late)
+        )  # fmt: skip
+    return table(headline(found), rows)
+
+
+def _bars(found: Timeline) -> Shown:
+    """Draw a bar for each rank, and below them what they have met in."""
+    bars = {row.rank: _bar(row, found.seconds) for row in _shown(found)}
+    width = max(len(str(rank)) for rank in bars)
+    lines = {f"rank {rank:>{width}} ": bar for rank, bar in bars.items()}
+    legend = f"{COMPUTES} computing  {WAITS} in collectives"
+    if any(MIXED in bar for bar in bars.values()):
+        legend += f"  {MIXED} both"
+    more = len(found.rows) - len(bars)
+    said = [legend, *([f"{count(more, 'more rank')}"] if more else []), *_operations(found)]
+    text = "\n".join([*(f"{head}{bar}" for head, bar in lines.items()), *said])
+    drawn = "\n".join([*(f"{head}{_coloured(bar)}" for head, bar in lines.items()),
+                       _coloured(legend), *map(escape, said[1:])])  # fmt: skip
+    return Shown(f'<div style="{_BARS}">{drawn}</div>', text)
+
+
+def _shown(found: Timeline) -> list[Row]:
+    """Choose the ranks that are shown: the slowest and the most awaited, where there are many."""
+    if len(found.rows) <= MOST_BARS:
+        return [*found.rows]
+    order = sorted(found.rows, key=lambda row: (-row.awaited, -row.computing))
+    return sorted(order[:MOST_BARS], key=lambda row: row.rank)
+
+
+def _bar(row: Row, seconds: float) -> str:
+    return "".join(
+        " " if share is None else WAITS if share > 0.8 else COMPUTES if share < 0.2 else MIXED
+        for share in shares(row, seconds, SLICES)
+    ).rstrip()
+
+
+def _coloured(bar: str) -> str:
+    runs = ((sign, len([*run])) for sign, run in groupby(bar))
+    return "".join(
+        f'<span style="color:{_COLOURS[sign]}">{sign * length}</span>'
+        if sign in _COLOURS
+        else escape(sign * length)
+        for sign, length in runs
+    )
+
+
+def _operations(found: Timeline) -> list[str]:
+    parts = [
+        f"{each.name} x {each.count}" + (f" ({size_text(each.size)})" if each.size else "")
+        for each in found.operations[:4]
+    ]
+    return [" · ".join(parts)] if parts else []
+
+
+def _seconds(seconds: float) -> str:
+    """Write `3.2 s`, `45 ms`."""
+    if seconds >= 10:
+        return f"{seconds:.0f} s"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"

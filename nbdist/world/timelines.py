@@ -1,0 +1,211 @@
+"""Who computed and who waited in a cell, and for whom: from what each rank has noted; pure.
+
+A rank waits from when it begins a collective until the last rank does, unless it does something
+else meanwhile.  Python code's waits are measured, with the communication itself.  C++ code's are
+taken to last from the rank's arrival to the last one's where nothing else of the rank is noted
+in between: a backward that goes on after its last collective counts as waiting until then.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from nbdist.wire.ops import Met, RankTimes
+
+Span = tuple[float, float]
+
+LATE = 0.001
+"""Seconds: a rank that comes so much after the first is counted as the last."""
+
+LEAST, LEAST_SHARE = 0.01, 0.02
+"""Seconds that others wait for a rank, and of the cell, before it is called the straggler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One rank's cell in seconds: how long, waiting with others or for them, and at what times.
+
+    `spans` are its waits, from the first rank's begin on.  It `came_last` to so many
+    collectives, and every other rank `awaited` it so long, on average.
+    """
+
+    rank: int
+    begin: float
+    seconds: float
+    waiting: float
+    spans: tuple[Span, ...]
+    came_last: int = 0
+    awaited: float = 0.0
+
+    @property
+    def computing(self) -> float:
+        """What is not waiting."""
+        return max(0.0, self.seconds - self.waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """All collectives of one name, on the rank that began most: how many, and bytes."""
+
+    name: str
+    count: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A cell on all ranks that ran it.
+
+    `straggler` is the rank that others waited for, None where none stands out; `met` counts
+    the collectives that more than one rank began; `begun_ns` is the first rank's begin.
+    """
+
+    rows: tuple[Row, ...]
+    begun_ns: int
+    met: int
+    straggler: Row | None
+    operations: tuple[Operation, ...]
+    is_recorded: bool
+    is_whole: bool
+
+    @property
+    def seconds(self) -> float:
+        """From the first begin to the last end."""
+        return max(row.begin + row.seconds for row in self.rows)
+
+
+def timeline_of(times: Mapping[int, RankTimes]) -> Timeline | None:
+    """Work it out; None where no rank has run a cell."""
+    times = {rank: each for rank, each in times.items() if each.began_ns}
+    if not times:
+        return None
+    origin = min(each.began_ns for each in times.values())
+    meetings = _meetings(times)
+    last = {key: max(at.values()) for key, at in meetings.items()}
+    spans = {rank: _waits(each, last) for rank, each in times.items()}
+    awaited, came_last = _lateness(meetings, spans)
+    others = max(1, len(times) - 1)
+    rows = tuple(
+        Row(
+            rank,
+            (each.began_ns - origin) / 1e9,
+            (each.ended_ns - each.began_ns) / 1e9,
+            max(_total(spans[rank]), min(each.waited_ns, each.ended_ns - each.began_ns)) / 1e9,
+            tuple(((a - origin) / 1e9, (b - origin) / 1e9) for a, b in spans[rank]),
+            came_last[rank],
+            awaited[rank] / 1e9 / others,
+        )
+        for rank, each in sorted(times.items())
+    )
+    most = max(rows, key=lambda row: row.awaited)
+    longest = max(row.seconds for row in rows)
+    return Timeline(
+        rows,
+        origin,
+        len(meetings),
+        most if most.awaited >= max(LEAST, LEAST_SHARE * longest) else None,
+        _operations(each.met for each in times.values()),
+        all(each.is_recorded for each in times.values()),
+        all(each.is_whole for each in times.values()),
+    )
+
+
+def _meetings(times: Mapping[int, RankTimes]) -> dict[tuple[str, int], dict[int, int]]:
+    """Find when each rank came to each collective that more than one rank came to."""
+    found: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
+    for rank, each in times.items():
+        for met in each.met:
+            found[met.group, met.number][rank] = met.at_ns
+    return {key: at for key, at in found.items() if len(at) > 1}
+
+
+def _waits(times: RankTimes, last: Mapping[tuple[str, int], int]) -> list[tuple[int, int]]:
+    """Find when a rank waited: the spans that it has measured, and those of C++ code."""
+    spans = [*times.waits]
+    begins = sorted([*(met.at_ns for met in times.met), *(a for a, _ in times.waits)])
+    begins.append(times.ended_ns)
+    for met in times.met:
+        until = last.get((met.group, met.number), 0)
+        after = begins[bisect_right(begins, met.at_ns)] if met.at_ns < begins[-1] else 0
+        if met.at_ns < until <= after:
+            spans.append((met.at_ns, until))
+    return _merged(spans)
+
+
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _lateness(
+    meetings: Mapping[tuple[str, int], Mapping[int, int]],
+    spans: Mapping[int, list[tuple[int, int]]],
+) -> tuple[dict[int, float], dict[int, int]]:
+    """Add up how long all others waited for each rank, in ns, and how often it came last."""
+    awaited: dict[int, float] = dict.fromkeys(spans, 0.0)
+    came_last: dict[int, int] = dict.fromkeys(spans, 0)
+    done: dict[int, int] = defaultdict(int)  # until when a rank's waiting is accounted for
+    for at in sorted(meetings.values(), key=lambda at: max(at.values())):
+        late = max(at, key=lambda rank: at[rank])
+        came_last[late] += at[late] - min(at.values()) >= LATE * 1e9
+        for rank, arrived in at.items():
+            if rank != late:
+                begin = max(arrived, done[rank])
+                awaited[late] += _overlap(spans[rank], begin, at[late])
+                done[rank] = max(done[rank], at[late])
+    return awaited, came_last
+
+
+def _overlap(spans: list[tuple[int, int]], begin: int, end: int) -> int:
+    """Count what of the time from `begin` to `end` is in these spans."""
+    total = 0
+    for at in range(max(0, bisect_left(spans, (begin, 0)) - 1), len(spans)):
+        first, last = spans[at]
+        if first >= end:
+            break
+        total += max(0, min(last, end) - max(first, begin))
+    return total
+
+
+def _total(spans: Iterable[tuple[int, int]]) -> int:
+    return sum(end - begin for begin, end in spans)
+
+
+def _operations(ranks: Iterable[tuple[Met, ...]]) -> tuple[Operation, ...]:
+    """Count by name, the most bytes first, on the rank that began most."""
+    met: tuple[Met, ...] = max(ranks, key=len, default=())
+    counts: dict[str, int] = defaultdict(int)
+    sizes: dict[str, int] = defaultdict(int)
+    for each in met:
+        counts[each.name] += 1
+        sizes[each.name] += each.size
+    found = (Operation(name, count, sizes[name]) for name, count in counts.items())
+    return tuple(sorted(found, key=lambda each: (-each.size, -each.count, each.name)))
+
+
+def shares(row: Row, seconds: float, slices: int) -> list[float | None]:
+    """Cut `seconds` into equal slices: the share of each in which a rank waited.
+
+    None for a slice in which it did not run the cell.
+    """
+    step = seconds / slices or 1.0
+    edges = [number * step for number in range(slices + 1)]
+    spans = [(round(a * 1e9), round(b * 1e9)) for a, b in row.spans]
+    found: list[float | None] = []
+    for begin, end in pairwise(edges):
+        first, last = max(begin, row.begin), min(end, row.begin + row.seconds)
+        if last - first < step / 2:
+            found.append(None)
+            continue
+        waited = _overlap(spans, round(first * 1e9), round(last * 1e9)) / 1e9
+        found.append(min(1.0, waited / (last - first)))
+    return found
