@@ -135,6 +135,42 @@ class Brought:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor, array or plain value within a value: `kind` is its type, dtype and shape.
+
+    `digest` is of its contents, "" where they cannot be compared; `text` is the value itself
+    where it is short, `size` its bytes, `count` its elements.
+    """
+
+    kind: str
+    digest: str
+    text: str = ""
+    size: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """A rank's value in parts, by their paths; or the name that it lacks, or another problem."""
+
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    missing: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far two tensors are apart: at most `most`, in `differing` elements.
+
+    `odd` are those of them where one rank alone has NaN or infinity.
+    """
+
+    most: float
+    differing: int
+    odd: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Mesh:
     """A device mesh in a snapshot: its ranks, the last dimension changing fastest."""
 

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.shared_world
 
 MAGICS = (
     "%dist_clean",
+    "%dist_diff",
     "%dist_env",
     "%dist_gather",
     "%dist_init",

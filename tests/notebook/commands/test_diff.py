@@ -1,0 +1,84 @@
+"""Tests of `nbdist.notebook.commands.diff`: real ranks, one of which has something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from nbdist.errors import WorldNotStarted
+from tests.notebook.front_end import Notebook
+
+pytestmark = pytest.mark.shared_world
+
+SETUP = """%%distributed -n 3
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(100, 200), torch.nn.Linear(200, 1))
+opt = torch.optim.Adam(model.parameters(), lr=0.1 if rank < 2 else 0.2)
+zeros = torch.zeros(4) * (-1 if rank == 1 else 1)
+empty = []
+if rank == 2:
+    only = 1
+    with torch.no_grad():
+        model[0].weight[3, 4] += 0.5
+"""
+
+
+def test_without_workers(typed: Callable[[str], str]):
+    """It says how to start some."""
+    with pytest.raises(WorldNotStarted, match="`%dist_diff` needs workers"):
+        typed("%dist_diff x")
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Notebook]:
+    notebook = Notebook("%load_ext nbdist", SETUP)
+    yield notebook
+    notebook.close()
+
+
+def test_one_weight_changed(three: Notebook):
+    """Its row says which rank differs, and how much; nothing stays in shared memory."""
+    outcome = three.run("%dist_diff model")
+    assert outcome.text.splitlines() == [
+        "model: 4 parts, 79.7 KiB · 1 of 4 differs",
+        "part      type                ranks",
+        "0.weight  float32 (200, 100)  "
+        "ranks 0-1 agree, rank 2 differs by at most 5.0e-1 (1 of 20,000)",
+    ]
+    assert "<table" in outcome.panel["text/html"]
+    listed = "[f'/proc/self/fd/{n}' for n in os.listdir('/proc/self/fd')]"
+    three.run(f"%%distributed\nimport os\nlinks = {listed}")
+    held = "sum('memfd:nbdist' in os.readlink(each) for each in links if os.path.exists(each))"
+    three.run(f"%dist_gather {held} --as left")
+    assert three.value("left") == [0, 0, 0]
+
+
+def test_agreement_and_plain_values(three: Notebook):
+    """Zeros agree whatever their sign; a learning rate is shown itself."""
+    assert three.run("%dist_diff zeros").text == "zeros: 1 part, 16 B · ranks 0-2 agree"
+    lines = three.run("%dist_diff opt").text.splitlines()
+    assert lines[2].split(maxsplit=2) == [
+        "param_groups[0]['lr']",
+        "float",
+        "0.1 on ranks 0-1, 0.2 on rank 2",
+    ]
+    assert three.run("%dist_diff model[1].bias -r 0,2").text.endswith("ranks 0,2 agree")
+    assert (
+        three.run("%dist_diff only").text == "only: 1 part · one rank alone · ranks 0-1 have none"
+    )
+    assert three.run("%dist_diff empty").text == "empty: 0 parts · ranks 0-2 agree"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("nope", "UsageError: no rank has `nope`."),
+        ("only -r 1", "UsageError: rank 1 has no `only`; rank 2 has it: `-r 2`."),
+        ("model.x", "UsageError: `model.x` on ranks 0-2: AttributeError: "),
+        ("model[", "UsageError: `model[` is no expression: "),
+    ],
+)
+def test_what_cannot_be_compared(three: Notebook, line: str, said: str):
+    """One line says why."""
+    assert three.run(f"%dist_diff {line}").error.startswith(said)

@@ -1,0 +1,118 @@
+"""Tests of `nbdist.worker.digests`: equal contents have equal digests, others have others."""
+
+from __future__ import annotations
+
+import math
+import socket
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nbdist.wire.ops import Distance
+from nbdist.worker.digests import (
+    ROW,
+    ROWS,
+    comparable,
+    digest_of,
+    digest_on_device,
+    distance,
+    part_of,
+)
+
+NAN, INF = math.nan, math.inf
+
+
+@given(st.binary(max_size=64), st.binary(max_size=64))
+def test_digests_of_bytes(one, other):
+    """Both kinds are equal exactly where the bytes are."""
+    tensors = [torch.tensor([*data], dtype=torch.uint8) for data in (one, other)]
+    assert (digest_of(tensors[0]) == digest_of(tensors[1])) == (one == other)
+    first, second = map(digest_on_device, tensors)
+    assert (first == second) == (one == other)
+
+
+@pytest.mark.parametrize("make", [digest_of, lambda t: digest_on_device(t.view(torch.uint8))])
+def test_a_change_anywhere(make):
+    """One element, two that change places, all signs at once: in every row, also the last."""
+    size = ROW * ROWS // 2 + 3 * ROW + 77
+    whole = torch.arange(1, size + 1, dtype=torch.float64)
+    seen = {make(whole), make(-whole), make(whole.flip(0))}
+    for place in (0, 1, ROW // 2, ROW * ROWS // 2, size - 1):
+        changed = whole.clone()
+        changed[place] += 1
+        seen.add(make(changed))
+    assert len(seen) == 8
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64],
+)
+def test_order_and_not_memory(dtype):
+    """A view has the digest of its contents, whatever its strides are."""
+    tensor = torch.arange(6).reshape(2, 3).to(dtype)
+    assert digest_of(tensor.t()) == digest_of(tensor.t().contiguous())
+    assert digest_of(tensor.flip(0)) != digest_of(tensor)
+    assert part_of(tensor).kind == f"{str(dtype)[6:]} (2, 3)"
+    assert digest_of(torch.empty(0, dtype=dtype)) == digest_of(torch.empty(0, 4, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "found"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], Distance(0.0, 0)),
+        ([1.0, 2.0], [1.5, 2.25], Distance(0.5, 2)),
+        ([0.0, NAN], [-0.0, NAN], Distance(0.0, 0)),
+        ([NAN, 1.0], [2.0, 1.0], Distance(0.0, 1, 1)),
+        ([INF, INF, 1.0], [INF, -INF, 4.0], Distance(3.0, 2, 1)),
+        ([2**60], [2**60 + 1], Distance(0.0, 1)),
+        ([True, False], [True, True], Distance(1.0, 1)),
+        ([1 + 1j], [1 - 1j], Distance(2.0, 1)),
+        ([], [], Distance(0.0, 0)),
+    ],
+)
+def test_distance(one, other, found):
+    """NaN is equal to NaN, and -0.0 to 0.0; whole numbers differ also where floats would not."""
+    assert distance(torch.tensor(one), torch.tensor(other)) == found
+
+
+@given(st.lists(st.tuples(st.floats(width=16), st.floats(width=16)), max_size=20))
+def test_distance_of_small_floats(pairs):
+    """As Python's own numbers have it."""
+    same = [a == b or (a != a and b != b) for a, b in pairs]
+    apart = [abs(a - b) for (a, b), equal in zip(pairs, same, strict=True) if not equal]
+    finite = [each for each in apart if math.isfinite(each)]
+    expected = Distance(max(finite, default=0.0), same.count(False), len(apart) - len(finite))
+    columns = [torch.tensor([pair[n] for pair in pairs], dtype=torch.float16) for n in (0, 1)]
+    assert distance(*columns) == expected
+
+
+def test_other_nans():
+    """Another NaN has other bits, so another digest, and is no difference."""
+    odd = torch.tensor([*struct.pack("f", NAN)[:3], 0xFF], dtype=torch.uint8).view(torch.float32)
+    assert odd.isnan().all()
+    assert digest_of(odd) != digest_of(torch.tensor([NAN]))
+    assert distance(odd, torch.tensor([NAN])) == Distance(0.0, 0)
+
+
+def test_what_is_told_of_plain_values():
+    """Their type, and themselves where they are short."""
+    assert part_of(0.0) == part_of(-0.0)
+    assert part_of(NAN) == part_of(-NAN)
+    assert part_of(1) != part_of(1.0)
+    assert (part_of("ab").kind, part_of("ab").text) == ("str", "'ab'")
+    assert len(part_of("a" * 1000).text) <= 60
+    assert part_of("a" * 1000) != part_of("a" * 999 + "b")
+    assert part_of({3, 1}) == part_of({1, 3})
+    assert part_of(iter("")).digest == part_of(iter("")).digest != part_of(iter("a")).digest
+    assert part_of(socket.socket).kind == "type"
+    assert part_of(np.float32(1)).text == "np.float32(1.0)"
+    assert part_of(np.array(["a", "b"])) != part_of(np.array(["a", "c"]))
+    assert comparable(np.array(["a"])) is None
+    assert part_of(torch.ones(2, device="meta")).digest == ""
+    sparse = torch.eye(2).to_sparse()
+    assert part_of(sparse) == part_of(sparse.clone()) != part_of((2 * torch.eye(2)).to_sparse())
