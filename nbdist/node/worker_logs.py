@@ -25,10 +25,10 @@ LONGEST_LINE = 1 << 20
 
 RUN = re.compile(
     r"attempt_\d+/(\d+/"
-    r"((stdout|stderr)\.log(\.1)?|error\.json|(display|error)-\d+\.[a-z\d.]+)?)?",
+    r"((stdout|stderr)\.log(\.1)?|error\.json|(display|error)-\d+\.[a-z\d.]+|figure-[\da-f]{12}\.[a-z]+)?)?",
     re.ASCII,
 )
-"""What nbdist, and torch's `@record`, write into the folder of a run."""
+"""What nbdist, and torch's `@record`, write into the folder of a run; figures the notebook."""
 
 
 class WorkerLog:

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Protocol
 from IPython.display import clear_output, display, update_display
 
 from nbdist.notebook.cell_text import cell_magic
+from nbdist.notebook.figures import save_figures
 from nbdist.output.bars import merged_line
 from nbdist.output.html import panel_html
 from nbdist.output.layout import Panel, final_layout, live_layout
 from nbdist.output.markup import dim, panel
 from nbdist.output.plain import PlainLines
 from nbdist.output.rich import figures, leftovers
-from nbdist.output.text import panel_text
+from nbdist.output.text import failures_text, head_text, panel_text
 from nbdist.output.transcript import Transcript
-from nbdist.output.wording import ranks_text, seconds_text
 from nbdist.world.moving_line import MovingLine
 
 if TYPE_CHECKING:
@@ -68,6 +68,9 @@ class CellDisplay(Protocol):
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         """Show it as it stays; called once, last."""
+
+    def again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
+        """Show all of it once more, as a cell's panel does in the end."""
 
     @property
     def can_change(self) -> bool:
@@ -136,6 +139,7 @@ class PanelDisplay:
             data = {**figure.data, "text/html": NOTHING, "text/plain": text}
             display(data, raw=True, metadata=dict(figure.metadata))
 
+    again = end
     can_change = True
 
     def end_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
@@ -157,8 +161,9 @@ class PanelDisplay:
 class PlainDisplay:
     """Lines as they come, for terminals and logs, where nothing can be redrawn but the last."""
 
-    def __init__(self, notes: Sequence[str] = ()) -> None:
+    def __init__(self, notes: Sequence[str] = (), *, colours: bool = False) -> None:
         self._notes = notes
+        self._colours = colours
         self._lines: PlainLines | None = None
         self._waits = ""
         self._bars = MovingLine(sys.stdout)
@@ -201,10 +206,16 @@ class PlainDisplay:
         self._bars.clear()
         if self._lines is not None:
             self._write(self._lines.finish(time.monotonic()))
-        seconds = seconds_text(transcript.elapsed(time.monotonic()))
-        said = (ranks_text(transcript.ranks), seconds, *self._notes)
-        sys.stdout.write(f"{' · '.join(said)}\n")
+        shown = final_layout(transcript, logs)
+        self._write(failures_text(shown, colours=self._colours))
+        self._write(save_figures(transcript, logs))
+        done = "" if shown.states else f"✓ {len(transcript.ranks)}"
+        self.say(" · ".join(filter(None, [head_text(shown), done, *self._notes])))
         sys.stdout.flush()
+
+    def again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
+        self.say(panel_text(final_layout(transcript, logs)))
+        self._write(save_figures(transcript, logs))
 
     can_change = False
 
@@ -226,7 +237,8 @@ def make_display(
     """
     if chosen == "panel" or (chosen == "auto" and hasattr(shell, "kernel")):
         return PanelDisplay(notes, is_alone=is_of_magic(cell))
-    return PlainDisplay(notes)
+    is_coloured = sys.stdout.isatty() and str(getattr(shell, "colors", "")).lower() != "nocolor"
+    return PlainDisplay(notes, colours=is_coloured)
 
 
 def is_of_magic(cell: str) -> bool:

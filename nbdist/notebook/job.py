@@ -133,7 +133,8 @@ class Job:
     @property
     def runs_on(self) -> str:
         """What is said where Stop has ended a wait for it."""
-        return f"{self.title} runs on: Stop again, or `%dist_interrupt`, stops it"
+        again = "Stop again, or " if self._place.is_known else ""
+        return f"{self.title} runs on: {again}`%dist_interrupt` stops it"
 
     @property
     def seconds(self) -> float:
@@ -199,10 +200,15 @@ class CellPlace:
     def __repr__(self) -> str:
         return f"<CellPlace {(self._parent or {}).get('header', {}).get('msg_id', '')}>"
 
+    @property
+    def is_known(self) -> bool:
+        """Whether a kernel has run it; a terminal's cells have no place but the last line."""
+        return self._parent is not None
+
     @contextmanager
     def within(self, is_wanted: bool) -> Iterator[None]:  # noqa: FBT001
         """Have what is shown belong to that cell, where a kernel shows it."""
-        if not is_wanted or self._parent is None:
+        if not (is_wanted and self.is_known):
             yield
             return
         before = self._shell.get_parent()

@@ -27,7 +27,7 @@ from nbdist.output.events import (
     plain_of,
 )
 from nbdist.output.screen import Screen
-from nbdist.output.wording import in_log_only, traceback_text
+from nbdist.output.wording import error_text, in_log_only
 from nbdist.words import format_ranks
 
 MERGE_SECONDS = 0.1
@@ -105,9 +105,9 @@ class PlainLines:
             case Skipped(lines=lines):
                 self._say(rank, in_log_only(lines), now)
             case Failure():
-                self._say(rank, traceback_text(output), now)
+                self._say(rank, f"✗ {error_text(output)}", now)
             case Died() as died:
-                self._say(rank, f"the process {died.end}", now)
+                self._say(rank, f"✗ the process {died.end}", now)
             case Done() | InputRequest():
                 self._end_screen(rank, now)
             case Typed():

@@ -24,12 +24,25 @@ _WIDTH, _LIVE_WIDTH = 2000, 300
 
 def panel_text(shown: Panel) -> str:
     """Write the panel; its HTML says the same."""
-    states = [f"{MARKS[state]} {number}" for state, number in shown.states]
-    head = " · ".join(filter(None, [shown.ranks, shown.seconds, *states, shown.pace, shown.now]))
+    head = head_text(shown)
     body = [*(_live(shown) if shown.is_live else _final(shown))]
     note = [shown.note] if shown.note else []
     foot = [shown.foot] if shown.foot else []
     return "\n".join([head, *note, *body, *foot] if shown.is_live else [head, *body, *note])
+
+
+def head_text(shown: Panel) -> str:
+    """Write `4 ranks · 12.3 s · ✓ 3 · ✗ 1`, and what else is said of all ranks."""
+    states = [f"{MARKS[state]} {number}" for state, number in shown.states]
+    return " · ".join(filter(None, [shown.ranks, shown.seconds, *states, shown.pace, shown.now]))
+
+
+def failures_text(shown: Panel, *, colours: bool) -> Iterator[str]:
+    """Write what ended a cell, below a header for each group of ranks: one traceback for all."""
+    for block in (*shown.blocks, *shown.rest):
+        if block.group.has_failed:
+            yield _block_header(block)
+            yield from _error(block, MOST_CHARACTERS, colours=colours)
 
 
 def whole_text(transcript: Transcript, ranks: Iterable[int]) -> str:
@@ -126,11 +139,12 @@ def _plain(item: Line | Shown | Gap) -> list[str]:
             return strip(shown.plain).split("\n") if shown.plain else [f"<{kinds}>"]
 
 
-def _error(block: Block, budget: int) -> list[str]:
+def _error(block: Block, budget: int, *, colours: bool = False) -> list[str]:
     error = block.group.error
     if block.group.part != "first" or not isinstance(error, Failure):
         return [block.failed] if block.failed else []
-    rows = [clip(row, _WIDTH) for row in strip(traceback_text(error)).split("\n")]
+    text = traceback_text(error) if colours else strip(traceback_text(error))
+    rows = [clip(row, _WIDTH) for row in text.split("\n")]
     while len(rows) > 2 and sum(map(len, rows)) > budget // 2:
         del rows[1 : 1 + max(1, len(rows) // 2)]
     return rows

@@ -7,7 +7,7 @@ import ast
 import pytest
 
 from nbdist.notebook.display import NOTHING, PanelDisplay, PlainDisplay
-from nbdist.output.events import Display, Done, Output, Text
+from nbdist.output.events import Display, Done, Failure, Output, Text
 from nbdist.output.transcript import Transcript
 from nbdist.world.running import News
 
@@ -41,7 +41,40 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "a note"
     assert sorted(lines[1:4]) == ["[0] a", "[0] b", "rank 0 waits"]
-    assert lines[4:] == ["2 ranks · 1.0 s"]
+    assert lines[4:] == ["2 ranks · 1.0 s · ✓ 2"]
+
+
+def test_plain_failures(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line says at once who failed; the traceback comes once, at the end, below its ranks."""
+    display = PlainDisplay()
+    failure = Failure("ValueError", "bad", ("\x1b[31m-----\x1b[39m", "ValueError: bad"), 1)
+    transcript = Transcript(range(3))
+    transcript.start(0.0)
+    news: News = [(0, failure), (2, failure)]
+    ends = [(rank, Done("ok" if rank == 1 else "error", 1.0)) for rank in range(3)]
+    for rank, output in (*news, *ends):
+        transcript.receive(rank, output, 1.0)
+    display.show(transcript, news)
+    display.end(transcript, {})
+    assert capsys.readouterr().out.splitlines() == [
+        "[0,2] ✗ ValueError: bad",
+        "── ranks 0,2 (same) ✗ ──",
+        "-----",
+        "ValueError: bad",
+        "3 ranks · 1.0 s · ✓ 1 · ✗ 2",
+    ]
+    PlainDisplay(colours=True).end(transcript, {})
+    assert "\x1b[31m-----" in capsys.readouterr().out
+
+
+def test_plain_lines_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """All that the panel would show, as text; a page gets the panel."""
+    transcript, _ = took(Text("stdout", "a\nb"))
+    for kind in (PlainDisplay, PanelDisplay):
+        kind().again(transcript, {})
+    *lines, drawn = capsys.readouterr().out.splitlines()
+    assert lines == ["2 ranks · 1.0 s · ✓ 2", "── rank 0 ──", "a", "b", "── rank 1 ──"]
+    assert ast.literal_eval(drawn)["text/plain"].splitlines() == lines
 
 
 def test_a_fast_cell_does_not_flash(capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,11 +87,18 @@ def test_terminal(terminal: Terminal) -> None:
     assert "[0-1] same" in lines
     assert "[0] mine 0" in lines
     assert "[1] mine 1" in lines
-    assert any(re.fullmatch(r"2 ranks · \d+\.\d s", line) for line in lines)
+    assert any(re.fullmatch(r"2 ranks · \d+\.\d s · ✓ 2", line) for line in lines)
     lines = terminal.enter("%%distributed", "if rank: raise ValueError('bad')")
     assert any("1 of 2 ranks failed (1); first: rank 1" in line for line in lines)
-    assert any("raise ValueError('bad')" in line and "[1]" in line for line in lines)
+    assert "[1] ✗ ValueError: bad" in lines
+    traceback = lines[lines.index("── rank 1 ✗ ──") :]
+    assert any("----> 2 if rank: raise ValueError('bad')" in line for line in traceback)
+    assert any(re.match(r"2 ranks · \d+\.\d s · ✓ 1 · ✗ 1", line) for line in traceback)
+    assert lines.count("ValueError: bad") == 1
     assert "nbdist/" not in "\n".join(lines)
+    again = terminal.enter("%dist_output")
+    assert "── rank 0 ──" in again
+    assert again[again.index("── rank 1 ✗ ──") :].count("ValueError: bad") == 1
     lines = terminal.enter("%dist_status")
     assert any(line.startswith("2 workers on") for line in lines)
 
@@ -114,6 +121,36 @@ def test_terminal_ctrl_c(terminal: Terminal) -> None:
     lines = terminal.finish()
     assert "KeyboardInterrupt: ranks 0-1 have stopped; all variables are kept." in lines
     assert "[1] 1" in terminal.enter("%%distributed", "print(kept)")
+
+
+def test_terminal_of_a_cell_that_nobody_waits_for(terminal: Terminal) -> None:
+    """Its lines come with those of the next cells; Ctrl-C ends a wait for it, and no more."""
+    source = ("import time", "print('early')", "time.sleep(600)")
+    sent = terminal.enter("%%distributed -n 2 --no-wait -o job", *source)
+    assert "sent to 2 ranks · `job.wait()` waits for it, `%dist_interrupt` stops it" in sent
+    while "[0-1] early" not in sent:
+        sent += terminal.enter("None")
+    terminal.begin("%%distributed", "print('late')")
+    terminal.child.expect_exact("waits for `job` (sent with --no-wait), ")
+    terminal.child.sendintr()
+    said = " ".join(terminal.finish())
+    assert "This cell has not run; `job` (sent with --no-wait) runs on: `%dist_interrupt`" in said
+    assert "ranks 0-1 have stopped; all variables are kept." in terminal.enter("%dist_interrupt")
+    assert "[0-1] late" in terminal.enter("%%distributed", "print('late')")
+
+
+def test_terminal_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is in a file that is named; equal ones of several ranks once."""
+    monkeypatch.setenv("NBDIST_LOGS", str(tmp_path / "logs"))
+    terminal = Terminal(tmp_path)
+    try:
+        terminal.enter("import os; os.environ['NBDIST_LOG_DIR'] = os.environ['NBDIST_LOGS']")
+        plot = "import matplotlib.pyplot as plt; _ = plt.plot([1, 2])"
+        lines = terminal.enter("%%distributed -n 2", plot)
+    finally:
+        terminal.child.close(force=True)
+    (path,) = [line for line in lines if line.startswith("figure of ranks 0-1: ")]
+    assert Path(path.removeprefix("figure of ranks 0-1: ")).read_bytes().startswith(b"\x89PNG")
 
 
 def test_terminal_ends_its_workers(terminal: Terminal) -> None:
@@ -168,6 +205,25 @@ def test_nbclient_saves_one_display_per_cell(monkeypatch: pytest.MonkeyPatch) ->
         assert output.metadata == {}
     assert notebook.cells[-1].outputs[0].data["text/plain"].endswith("start\nend")
     nbformat.validate(notebook)
+
+
+def test_nbclient_saves_what_nobody_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ran on while other cells did is in its cell's output; what still runs ends with it."""
+    monkeypatch.setenv("NBDIST_LOG_DIR", "")
+    sent = "%%distributed -n 2 --no-wait -o job\nimport time\nfor i in range(4):\n    "
+    sent += "print('step', i); time.sleep(0.2)\n"
+    cells = (sent, "import time; time.sleep(1.5)", "None", f"{sent}time.sleep(600)")
+    notebook = a_notebook("%load_ext nbdist", *cells, "job.done()", "time.sleep(0.5)")
+    NotebookClient(notebook, timeout=WAIT).execute()
+    (ended,) = notebook.cells[1].outputs
+    assert ended.data["text/plain"].endswith("step 0\nstep 1\nstep 2\nstep 3")
+    assert " · ✓ 2" in ended.data["text/plain"]
+    waited = a_notebook("%load_ext nbdist", sent, "job.wait()")
+    NotebookClient(waited, timeout=WAIT).execute()
+    assert "step 3" in waited.cells[1].outputs[0].data["text/plain"]
+    (broken_off,) = notebook.cells[4].outputs
+    assert " · ● 2" in broken_off.data["text/plain"]
+    assert "step 0" in broken_off.data["text/plain"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

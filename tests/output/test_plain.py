@@ -123,7 +123,7 @@ def test_nested_bars_do_not_flood() -> None:
 
 
 def test_other_outputs() -> None:
-    """Displays show their text, failures their traceback, and each begins a line."""
+    """Displays show their text, failures a line, since all is told at the end; each on its own."""
     lines = PlainLines([3])
     shown: list[str] = []
     for output in (
@@ -142,9 +142,8 @@ def test_other_outputs() -> None:
         "[3] 0 1",
         "[3] <image/png>",
         "[3] … 12 lines only in the log",
-        "[3] -----",
-        "[3] ValueError: bad",
-        "[3] the process was killed by SIGKILL",
+        "[3] ✗ ValueError: bad",
+        "[3] ✗ the process was killed by SIGKILL",
     ]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nbdist.output.events import Died, Display, Failure, Output, Skipped
-from nbdist.output.text import MOST_CHARACTERS
+from nbdist.output.layout import final_layout
+from nbdist.output.text import MOST_CHARACTERS, failures_text, head_text
 from tests.output.lab import final_text, live_text, make, out
 
 
@@ -53,6 +54,18 @@ def test_every_line_has_a_header() -> None:
         "── rank 3 ──": ["green", "Figure(1)"],
         "── rank 5 ✗ ──": ["shape (3, 4)", "-----", "Cell In[1], line 2", "E: bad shard"],
     }
+
+
+def test_failures_alone() -> None:
+    """What ended the cell, and nothing else: in colours where they can be shown."""
+    said: dict[int, list[Output]] = {0: [out("a\n")], 1: [out("b\n"), failure("bad")]}
+    shown = final_layout(make(2, lambda rank: said[rank]))
+    header, *traceback = failures_text(shown, colours=True)
+    assert header == "── rank 1 ✗ ──"
+    assert traceback == ["\x1b[31m-----\x1b[39m", "Cell In[1], line 2", "\x1b[31mE\x1b[39m: bad"]
+    plain = [*failures_text(shown, colours=False)]
+    assert plain == [header, "-----", "Cell In[1], line 2", "E: bad"]
+    assert head_text(shown) == "2 ranks · 1.2 s · ✓ 1 · ✗ 1"
 
 
 def test_failures_that_follow() -> None:

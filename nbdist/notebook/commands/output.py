@@ -26,7 +26,7 @@ def dist_output(line: Line) -> Shown | None:
     pool.page.has_missed(pool.shell, None)  # it misses nothing any more
     transcript = pool.last.transcript
     if line.options.ranks is None and not everything:
-        line.display.end(transcript, pool.log_files())
+        line.display.again(transcript, pool.log_files())
         return None
     text = whole_text(transcript, [rank for rank in line.ranks if rank in transcript.ranks])
     if not everything:

@@ -1,0 +1,61 @@
+"""Figures where no page draws: each in a file of its own, beside the log of its rank."""
+
+from __future__ import annotations
+
+import hashlib
+from base64 import b64decode
+from binascii import Error as BadBase64
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from nbdist.folders import open_private
+from nbdist.output.events import MimeBundle
+from nbdist.output.transcript import Transcript
+from nbdist.words import name_ranks
+
+SUFFIXES = {
+    "image/png": "png",
+    "image/jpeg": "jpg",
+    "image/gif": "gif",
+    "image/webp": "webp",
+    "image/svg+xml": "svg",
+}
+
+
+def save_figures(transcript: Transcript, logs: Mapping[int, str]) -> Iterator[str]:
+    """Write each figure of a cell to a file, and say which: `figure of rank 0: PATH`.
+
+    One for ranks that have the same; its name is made of what is in it, so that it is written
+    once however often it is shown.  `logs` are the log files of ranks.
+    """
+    for group in transcript.groups():
+        for shown in group.displays:
+            if (found := _image(shown.display.data)) is not None:
+                where = _saved(*found, logs.get(group.ranks[0]))
+                yield f"figure of {name_ranks(group.ranks)}: {where}"
+
+
+def _image(data: MimeBundle) -> tuple[str, bytes] | None:
+    """Find an image, with the suffix of its file."""
+    for kind, suffix in SUFFIXES.items():
+        if kind in data:
+            text = "".join(data[kind])
+            try:
+                return suffix, text.encode() if suffix == "svg" else b64decode(text)
+            except (BadBase64, UnicodeError):
+                return None
+    return None
+
+
+def _saved(suffix: str, image: bytes, log: str | None) -> str:
+    if log is None:
+        return "not saved, as there is no log folder (NBDIST_LOG_DIR)"
+    digest = hashlib.blake2b(image, digest_size=6).hexdigest()
+    path = Path(log).with_name(f"figure-{digest}.{suffix}")
+    try:
+        if not path.exists():
+            with open(path, "wb", opener=open_private) as file:
+                file.write(image)
+    except OSError as error:
+        return f"not saved in {path.parent}: {error.strerror}"
+    return str(path)

@@ -1,0 +1,63 @@
+"""Tests of `nbdist.notebook.figures`: files of figures, beside the log of their rank."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import pytest
+
+from nbdist.node.worker_logs import RUN
+from nbdist.notebook.figures import save_figures
+from nbdist.output.events import Display, Done
+from nbdist.output.transcript import Transcript
+
+
+def cell(*data: dict[str, object]) -> Transcript:
+    """What each rank has displayed."""
+    transcript = Transcript(range(len(data)))
+    for rank, bundle in enumerate(data):
+        transcript.receive(rank, Display(bundle, {}), 0.0)
+        transcript.receive(rank, Done("ok", 1.0), 1.0)
+    return transcript
+
+
+def png(content: bytes) -> dict[str, object]:
+    return {"image/png": base64.b64encode(content).decode(), "text/plain": "<Figure>"}
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> dict[int, str]:
+    """A folder for each rank, as there is in a run."""
+    for rank in range(3):
+        (tmp_path / "attempt_0" / str(rank)).mkdir(parents=True)
+    return {rank: str(tmp_path / "attempt_0" / str(rank) / "stdout.log") for rank in range(3)}
+
+
+def test_equal_ones_are_one_file(logs: dict[int, str], tmp_path: Path):
+    """It is private, is written once, and goes with its run one day."""
+    transcript = cell(png(b"one"), png(b"one"), png(b"two"))
+    first, second = save_figures(transcript, logs)
+    assert [*save_figures(transcript, logs)] == [first, second]
+    said, _, path = first.partition(": ")
+    assert (said, Path(path).read_bytes()) == ("figure of ranks 0-1", b"one")
+    assert Path(path).stat().st_mode & 0o777 == 0o600
+    assert RUN.fullmatch(str(Path(path).relative_to(tmp_path)))
+    assert second.startswith(f"figure of rank 2: {tmp_path}/attempt_0/2/figure-")
+    assert len([*tmp_path.rglob("*.png")]) == 2
+
+
+def test_other_kinds(logs: dict[int, str]):
+    """An SVG is text; what is no image, or none that can be read, is left out."""
+    bad: dict[str, object] = {"image/png": "x", "text/plain": "<Figure>"}
+    (svg,) = save_figures(cell({"image/svg+xml": "<svg/>"}, {"text/html": "<b>"}, bad), logs)
+    assert Path(svg.partition(": ")[2]).read_text() == "<svg/>"
+
+
+def test_where_nothing_can_be_saved(logs: dict[int, str]):
+    """The line says why."""
+    (said,) = save_figures(cell(png(b"one")), {})
+    assert said == "figure of rank 0: not saved, as there is no log folder (NBDIST_LOG_DIR)"
+    gone = str(Path(logs[0]).parent / "gone" / "stdout.log")
+    (said,) = save_figures(cell(png(b"one")), {0: gone})
+    assert said.endswith("/gone: No such file or directory")
