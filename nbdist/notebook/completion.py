@@ -86,6 +86,10 @@ class Completion:
                 return {"status": "ok", "found": True, "data": {**told.data}, "metadata": {}}
         return original(text, cursor_pos, detail_level, omit_sections)
 
+    def is_of_workers(self, code: str, cursor: int) -> bool:
+        """Say whether a question there is answered without the notebook's kernel."""
+        return workers_cell(code, cursor) is not None or self._line_at(code, cursor)[1] is not None
+
     def complete_line(self, code: str, cursor: int) -> Completions | None:
         """Say what can stand in the line of a magic of ours; None elsewhere, and for nothing."""
         magic, command = self._line_at(code, cursor)

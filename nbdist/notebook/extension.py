@@ -57,6 +57,7 @@ def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Com
     from nbdist.notebook.border import Border
     from nbdist.notebook.completion import Completion
     from nbdist.notebook.first_line import transform_first_lines
+    from nbdist.notebook.while_busy import WhileBusy
     from nbdist.notebook.wrapping import Wrapped
 
     completion, auto = Completion(pools, commands), AutoCells(shell, pools.auto)
@@ -71,6 +72,10 @@ def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Com
     else:
         wrapped.append(Wrapped(shell, "run_cell", auto.run_cell))
     stack = ExitStack()
+    while_busy = WhileBusy(shell, completion)
+    if while_busy.is_possible:
+        while_busy.begin()
+        stack.callback(while_busy.end)
     # Before IPython takes leading blank lines away, and with them the numbers of all others.
     shell.input_transformers_cleanup.insert(0, transform_first_lines)
     stack.callback(shell.input_transformers_cleanup.remove, transform_first_lines)
