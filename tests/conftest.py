@@ -8,6 +8,7 @@ folders.  What is only ending gets some seconds.
 from __future__ import annotations
 
 import gc
+import io
 import os
 import shutil
 import signal
@@ -291,6 +292,14 @@ def nothing_is_left(
     before = Traces.now()
     yield
     _complain(before, "the test", nothing_is_left_by_the_module)
+
+
+@pytest.fixture
+def enter(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has these lines be all that is typed where the test runs."""
+    return lambda *lines: monkeypatch.setattr(
+        "sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines))
+    )
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ to its end, and a `Job` a step at a time.
 from __future__ import annotations
 
 import ast
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -212,6 +213,7 @@ def follow_steps(
 ) -> Generator[RunningTask, float | None, None]:
     """Do the same a step at a time."""
     following, longest = world.follow(running, answers=True), None
+    is_here = True  # the cell that runs is the one whose output is shown
     try:
         while True:
             try:
@@ -221,11 +223,19 @@ def follow_steps(
             with running.counting_stops():
                 if display:
                     usage = usage_text(running.usage.values())
-                    display.show(running.transcript, news, running.waits, usage)
+                    waits = running.waits
+                    if longest == 0.0 and (asks := running.prompts.text):
+                        waits = f"{asks} · asked for once a cell waits for this one"
+                    display.show(running.transcript, news, waits, usage)
                     pool.show_late(at_once=False)
+                is_here = is_here and longest != 0.0
                 if longest != 0.0 and (rank := next_to_ask(running)) is not None:
                     with raised_stops():
-                        _ask(world, running, rank, display)
+                        if display:
+                            display.show_all(running.transcript, running.prompts.text)
+                        ask(world.session, running, rank)
+                        if display and is_here:
+                            display.typed()
             longest = yield running
     except GeneratorExit:  # with its workers
         if display:
@@ -238,20 +248,13 @@ def follow_steps(
         pool.show_late()
 
 
-def _ask(world: World, running: RunningTask, rank: int, display: CellDisplay | None) -> None:
-    """Have somebody type what a rank asks for."""
-    if display:
-        display.show_all(running.transcript, running.prompts.text)
-    ask(world.session, running, rank)
-    if display:
-        display.typed()
-
-
 def check_end(
     pool: Pool, world: World, running: RunningTask, *, stopped: bool | None = None
 ) -> None:
     """Raise the one error of a cell that failed, which says what became of dead ranks."""
     world.session.take_replaced()
+    if cause := running.transcript.root_cause():
+        pool.failed, pool.failed_at = cause, time.monotonic()
     killed = running.killed_by_stop
     stopped = bool(running.stops) if stopped is None else stopped
     if stopped and not running.unfinished and (killed or not running.died):

@@ -88,8 +88,9 @@ class PanelDisplay:
 
     def __init__(self, notes: Sequence[str] = (), *, is_alone: bool = False) -> None:
         self._is_alone = is_alone
-        self._id = f"nbdist-{uuid.uuid4().hex}"
-        self._is_there = False
+        self._begin()
+        self._was_typed = False
+        self._above = ""  # the one that stands above what was typed last
         self._draw_at = time.monotonic() + FIRST_DRAWING
         self._notes = [*notes]
 
@@ -117,10 +118,14 @@ class PanelDisplay:
         self._draw_live(transcript, time.monotonic(), asks)
 
     def typed(self) -> None:
-        # What was typed stays between the panel, which says it too, and the next box.
-        if self._is_alone:
-            clear_output(wait=True)
-            self._is_there = False
+        # A page leaves there what was typed, which the panel says too: it goes on below that.
+        self._above, self._was_typed = self._id, True
+        self._begin()
+
+    def _begin(self) -> None:
+        """Have the next drawing make a display of its own."""
+        self._id = f"nbdist-{uuid.uuid4().hex}"
+        self._is_there = False
 
     def _draw_live(self, transcript: Transcript, now: float, waits: str, usage: str = "") -> None:
         self._draw_at = now + REDRAW
@@ -129,6 +134,10 @@ class PanelDisplay:
         self._draw_panel(live_layout(transcript, now, note, usage, clock))
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
+        if self._was_typed and self._is_alone:
+            # Not before: where an input box waits, it would go too.
+            clear_output(wait=True)
+            self._above, self._is_there = "", False
         self.end_again(transcript, logs)
         for caption, data in leftovers(transcript):
             display({"text/plain": caption}, raw=True)
@@ -156,6 +165,10 @@ class PanelDisplay:
         else:
             display(bundle, display_id=self._id, raw=True)
             self._is_there = True
+        if self._above:
+            empty = {"text/html": NOTHING, "text/plain": ""}
+            update_display(empty, display_id=self._above, raw=True)
+            self._above = ""
 
 
 class PlainDisplay:

@@ -56,12 +56,16 @@ def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Com
     from nbdist.notebook.auto_mode import AutoCells
     from nbdist.notebook.border import Border
     from nbdist.notebook.completion import Completion
+    from nbdist.notebook.debugging import RanksDebugger
     from nbdist.notebook.first_line import transform_first_lines
     from nbdist.notebook.while_busy import WhileBusy
     from nbdist.notebook.wrapping import Wrapped
 
     completion, auto = Completion(pools, commands), AutoCells(shell, pools.auto)
-    wrapped = [Wrapped(shell, "showtraceback", Border(pools, commands).show_traceback)]
+    wrapped = [
+        Wrapped(shell, "showtraceback", Border(pools, commands).show_traceback),
+        Wrapped(shell, "debugger", RanksDebugger(pools).debug),
+    ]
     kernel: Any = getattr(shell, "kernel", None)
     if kernel is not None:
         wrapped += [

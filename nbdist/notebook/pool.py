@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from nbdist.notebook.display import CellDisplay
     from nbdist.notebook.settings import NbDist
+    from nbdist.output.events import RankError
     from nbdist.world.link import Link
     from nbdist.world.running import RunningTask
 
@@ -42,7 +43,7 @@ class Pool:
     """The world that a pool's cells run in; only IPython's own thread uses it.
 
     `last` is the cell that ran last, `ended` are the displays of earlier ones, `why` is the
-    last failure.
+    last failure, `failed` the rank that was first in it, with its error, `failed_at` when.
     """
 
     def __init__(
@@ -56,9 +57,12 @@ class Pool:
         self.last: RunningTask | None = None
         self.ended = Ended()
         self.why: Why | None = None
+        self.failed: tuple[int, RankError] | None = None
+        self.failed_at = 0.0
         self.routine = Routine()
         self.page = Page()
         self._size = 0  # as it was last shown
+        self._displayed_in = 0  # so many cells had been typed then
         self._link: Link | None = None
         self._idle = IdleWatch(self._notice)
         self._job: Job | None = None
@@ -108,9 +112,12 @@ class Pool:
     def display(self) -> CellDisplay:
         """Make a display for what the cell that runs now has to show."""
         history: Any = getattr(self.shell, "history_manager", None)
-        cells = getattr(history, "input_hist_raw", None)
+        cells = getattr(history, "input_hist_raw", None) or [""]
+        # A cell that fails and is run again has several.
+        is_first, self._displayed_in = len(cells) != self._displayed_in, len(cells)
         notes = (AUTO_NOTE,) if self.auto.is_on else ()
-        return make_display(self.shell, self.settings.display, cells[-1] if cells else "", notes)
+        cell = cells[-1] if is_first else ""
+        return make_display(self.shell, self.settings.display, cell, notes)
 
     # --- life -----------------------------------------------------------------------------
 

@@ -79,7 +79,6 @@ class RankTranscript:
         self.died: Died | None = None
         self.done: Done | None = None
         self.asks: InputRequest | None = None
-        self._is_at_prompt = False
         self.started: float | None = None
         self.finished: float | None = None
         self.version = 0
@@ -186,11 +185,9 @@ class RankTranscript:
                 if not text:
                     return False
                 self._clear_if_due()
-                self._leave_prompt()
                 self._screen().write(stream, text)
             case Display():
                 self._clear_if_due()
-                self._leave_prompt()
                 self.pieces.append(Shown(output, _display_key(output)))
             case Update():
                 return self._update(output)
@@ -205,21 +202,17 @@ class RankTranscript:
                     self._show_error(output)
                 else:
                     self.failure, self.state = output, "failed"
-            case InputRequest(prompt=prompt):
-                self._leave_prompt()
-                self._clear_if_due()
-                self._screen().write("stdout", prompt)
-                self.asks, self._is_at_prompt = output, True
+            case InputRequest():
+                self.asks = output  # the input box shows the prompt until something is typed
             case Typed(text=text):
-                again = self.asks.prompt if self.asks and not self._is_at_prompt else ""
-                self._screen().write("stdout", f"{again}{text}\n")
-                self.asks, self._is_at_prompt = None, False
+                prompt = self.asks.prompt if self.asks is not None else ""
+                self._clear_if_due()
+                self._screen().write("stdout", f"{prompt}{text}\n")
+                self.asks = None
             case Died():
-                self._leave_prompt()
                 self.asks = None
                 self.died, self.state, self.finished = output, "died", now
             case Done(status=status):
-                self._leave_prompt()
                 self.asks = None
                 self.done, self.finished = output, now
                 if status == "ok" and self.failure is not None:
@@ -228,12 +221,6 @@ class RankTranscript:
                 if self.state != "died":
                     self.state = _AFTER[status]
         return True
-
-    def _leave_prompt(self) -> None:
-        """End the line of a prompt at which nothing was typed, before there is more to show."""
-        if self._is_at_prompt:
-            self._screen().write("stdout", "\n")
-            self._is_at_prompt = False
 
     def _show_error(self, shown: Failure) -> None:
         """Write it as text like any other: it did not end the cell, or came after its end."""

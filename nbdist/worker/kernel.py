@@ -188,6 +188,8 @@ class WorkerKernel(LeavesChildren):
     def _typed(self, prompt: str, *, secret: bool) -> str:
         frame = inspect.currentframe()
         asker = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
+        *before, prompt = prompt.splitlines() or [""]
+        sys.stdout.write("".join(f"{line}\n" for line in before))  # the box has one line
         reply = self.ask(prompt[-LONGEST_PROMPT:], secret=secret, by_debugger=is_debugger(asker))
         if reply.problem:
             raise StdinNotImplementedError(reply.problem)

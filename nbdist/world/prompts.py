@@ -22,9 +22,9 @@ STAY_SECONDS = 0.3
 """Seconds that the one who was answered last is given to ask again before others."""
 
 NOBODY = (
-    "nobody can type here: there is no input box (nbclient, papermill, a cell in the background) "
-    "and no terminal. Give the value as a variable, and take out `breakpoint()`; in JupyterLab, "
-    "or IPython in a terminal, it works."
+    "nobody can type here: there is no input box (nbclient, papermill) and no terminal. Give the "
+    "value as a variable, and take out `breakpoint()`; in JupyterLab, or IPython in a terminal, it "
+    "works."
 )
 
 TO_RANKS = "-r"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from queue import Empty
 from typing import Any
@@ -33,6 +33,7 @@ class Outcome:
     streams: list[str] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)
     errors: list[dict[str, Any]] = field(default_factory=list)
+    prompts: list[str] = field(default_factory=list)
     reply: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -87,14 +88,24 @@ class Notebook:
             self.close()
             raise
 
-    def run(self, source: str, meanwhile: Callable[[Outcome], None] | None = None) -> Outcome:
-        """Run a cell and collect all that belongs to it; `meanwhile` is called with each news."""
+    def run(
+        self,
+        source: str,
+        meanwhile: Callable[[Outcome], None] | None = None,
+        typed: Iterable[str] = (),
+    ) -> Outcome:
+        """Run a cell and collect all that belongs to it; `meanwhile` is called with each news.
+
+        What is typed goes to one prompt after the other; at one more Stop is pressed.
+        """
+        lines = iter(typed)
         # After an error ipykernel 6 would abort the next cell where that comes at once.
         request = self.client.execute(source, stop_on_error=False)
         outcome, deadline = Outcome(), time.monotonic() + WAIT
         while True:
+            self._type(outcome, lines)
             try:
-                message = self.client.get_iopub_msg(timeout=0.2)
+                message = self.client.get_iopub_msg(timeout=0.02 if typed else 0.2)
             except Empty:
                 assert time.monotonic() < deadline, f"not done after {WAIT} s: {source}"
                 continue
@@ -113,10 +124,24 @@ class Notebook:
         outcome.reply = reply["content"]
         return outcome
 
+    def _type(self, outcome: Outcome, lines: Iterator[str]) -> None:
+        try:
+            request = self.client.get_stdin_msg(timeout=0)
+        except Empty:
+            return
+        outcome.prompts.append(request["content"]["prompt"])
+        if (line := next(lines, None)) is None:
+            self.manager.interrupt_kernel()
+        else:
+            self.client.input(line)
+
     def _take(self, outcome: Outcome, kind: str, content: dict[str, Any]) -> None:
         match kind:
             case "display_data" if content["data"].get("text/html") == NOTHING:
                 outcome.figures.append(content)
+            case "clear_output":  # the next display follows
+                for shown in (outcome.displays, outcome.updates):
+                    shown.clear()
             case "display_data":
                 outcome.displays.append(content)
             case "update_display_data":

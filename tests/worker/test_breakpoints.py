@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from nbdist.errors import WorkerError
 from nbdist.output.ansi import strip
 from nbdist.world.world import World
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(2)
 
 Debug = Callable[..., str]
 
 
-@pytest.fixture(scope="module")
-def world(new_world: NewWorld) -> Iterator[World]:
-    with new_world(2) as started:
-        yield started
-
-
 @pytest.fixture
-def debug(
-    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Debug:
+def debug(world: World, enter: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> Debug:
     """Runs a cell on rank 1, types these lines, and gives what is seen."""
 
     def run(source: str, *lines: str) -> str:
-        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        enter(*lines)
         capsys.readouterr()
         world.execute(source, ranks=[1])
         return strip(capsys.readouterr().out).replace("[1] ", "")
@@ -80,10 +70,10 @@ def test_the_debugger_keeps_nothing(debug: Debug, world: World) -> None:
 
 
 def test_in_functions_of_the_caller(
-    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    world: World, enter: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With none of nbdist's own calls among those that are shown."""
-    monkeypatch.setattr("sys.stdin", io.StringIO("w\n!b = 9\nc\n"))
+    enter("w", "!b = 9", "c")
 
     def function(a: int) -> int:
         import torch.distributed as dist

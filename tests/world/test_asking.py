@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from nbdist.errors import WorkerError
 from nbdist.world.world import World
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(2)
 
-Typed = Callable[..., None]
-
-
-@pytest.fixture(scope="module")
-def world(new_world: NewWorld) -> Iterator[World]:
-    with new_world(2) as started:
-        yield started
+Enter = Callable[..., None]
 
 
-@pytest.fixture
-def typed(monkeypatch: pytest.MonkeyPatch) -> Typed:
-    """Has these lines be what is typed; nothing more follows."""
-
-    def say(*lines: str) -> None:
-        text = "".join(f"{line}\n" for line in lines)
-        monkeypatch.setattr("sys.stdin", io.StringIO(text))
-
-    return say
-
-
-def test_each_rank_is_asked(world: World, typed: Typed, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_rank_is_asked(world: World, enter: Enter, capsys: pytest.CaptureFixture[str]) -> None:
     """One after the other, below what it has printed, with its number in the prompt."""
-    typed("ada", "bob", "cy", "dan")
+    enter("ada", "bob", "cy", "dan")
     world.execute("print('who?')\nname = input('name? '), input('next? ')")
     assert world.gather("name") == [("ada", "bob"), ("cy", "dan")]
     said = capsys.readouterr().out
@@ -43,7 +24,7 @@ def test_each_rank_is_asked(world: World, typed: Typed, capsys: pytest.CaptureFi
     assert said == f"[0-1] who?\n{prompts}"
 
 
-def test_functions_and_threads_ask_too(world: World, typed: Typed) -> None:
+def test_functions_and_threads_ask_too(world: World, enter: Enter) -> None:
     """A function of the caller's, and a thread of a cell while its main thread waits for that."""
 
     def ask() -> str:
@@ -55,13 +36,13 @@ def test_functions_and_threads_ask_too(world: World, typed: Typed) -> None:
         thread.join()
         return found[0] + input()
 
-    typed("a", "b", "c", "d")
+    enter("a", "b", "c", "d")
     assert [*world.run(ask)] == ["ab", "cd"]
 
 
-def test_the_end_of_all_input(world: World, typed: Typed) -> None:
+def test_the_end_of_all_input(world: World, enter: Enter) -> None:
     """It is EOFError in the rank, as it is anywhere."""
-    typed("only one")
+    enter("only one")
     world.execute(
         "try:\n    said = input()\nexcept EOFError:\n    said = 'end'",
     )
@@ -85,9 +66,9 @@ def test_who_does_not_answer_refuses(world: World) -> None:
     assert "nobody can type here" in str(running.error())
 
 
-def test_a_forked_child_asks_nobody(world: World, typed: Typed) -> None:
+def test_a_forked_child_asks_nobody(world: World, enter: Enter) -> None:
     """Its parent's connection is not its own."""
-    typed("for the rank")
+    enter("for the rank")
     world.execute(
         "import os\n"
         "r, w = os.pipe()\n"

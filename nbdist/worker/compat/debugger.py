@@ -10,7 +10,7 @@ import inspect
 import os
 import pdb
 import sys
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch.distributed
@@ -155,8 +155,12 @@ def stop_tracing(frame: FrameType | None) -> None:
         frame = frame.f_back
 
 
-def post_mortem(tb: TracebackType) -> None:
-    """Have the user look at where an exception came from."""
+def post_mortem(error: BaseException) -> None:
+    """Have the user look at where an exception came from, and at those that led to it.
+
+    The latter (`exceptions`) where pdb knows that: with Python 3.13, or IPython 8.15 and later.
+    """
     found = Debugger()
     found.reset()
-    found.interaction(None, tb)
+    knows_chains = getattr(debugger, "CHAIN_EXCEPTIONS", False)
+    found.interaction(None, error if knows_chains else error.__traceback__)

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from nbdist.output.ansi import strip
 from nbdist.worker.compat.debugger import own_part
 from nbdist.world.world import World
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
-
-
-@pytest.fixture(scope="module")
-def world(new_world: NewWorld) -> Iterator[World]:
-    with new_world(2) as started:
-        yield started
+pytestmark = pytest.mark.shared_world(2)
 
 
 @pytest.fixture
 def debug(
-    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    world: World, enter: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
     """Runs a cell on all ranks, types these lines, and gives what is seen."""
 
     def run(source: str, *lines: str) -> str:
-        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        enter(*lines)
         world.execute(source)
         return strip(capsys.readouterr().out)
 

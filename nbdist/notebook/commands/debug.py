@@ -1,0 +1,51 @@
+"""A look at where a rank's exception came from, in its own debugger."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nbdist.errors import UsageError
+from nbdist.notebook.cells import check_end, follow
+from nbdist.notebook.command import Line, command
+from nbdist.notebook.options import ranks_option
+from nbdist.output.events import Died
+from nbdist.wire.task import Call
+from nbdist.words import name_ranks
+
+if TYPE_CHECKING:
+    from nbdist.notebook.pool import Pool
+
+
+@command(ranks_option)
+def dist_debug(line: Line) -> None:
+    """Debug post mortem: look at where a rank's last exception came from, in its own frames.
+
+    By default on the rank that failed first.  `p x`, `up`, `where` and all else that pdb
+    knows is typed into the input box; `q` leaves it, and nothing has changed.
+    """
+    world = line.world
+    ranks = line.ranks if line.options.ranks is not None else (failed_rank(line.pool),)
+    task = world.task(Call("debug"), ranks=ranks)
+    running = line.pool.last = world.submit(task)
+    follow(line.pool, world, running, line.display)
+    check_end(line.pool, world, running)
+    found = zip(ranks, running.result(), strict=True)
+    if none := [rank for rank, was_there in found if not was_there]:
+        verb = "has" if len(none) == 1 else "have"
+        raise UsageError(
+            f"`%dist_debug`: {name_ranks(none)} {verb} no exception to look at: none was raised, "
+            "or `%dist_clean` or a restart has let go of it. `%dist_why` may still say what it was."
+        )
+
+
+def failed_rank(pool: Pool) -> int:
+    """Choose the rank that failed first in the last cell that did; UsageError for none."""
+    if pool.failed is None:
+        raise UsageError("`%dist_debug`: no rank has failed so far. `-r 2` says which to look at.")
+    rank, error = pool.failed
+    if isinstance(error, Died):
+        raise UsageError(
+            f"`%dist_debug`: rank {rank} {error.end}, so there is nothing left of it to look at. "
+            "`%dist_why` says what it wrote, and where it was."
+        )
+    return rank

@@ -1,0 +1,30 @@
+"""Tests of `nbdist.notebook.commands.debug`: which rank is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from nbdist.errors import UsageError, WorldNotStarted
+from nbdist.notebook.commands.debug import failed_rank
+from nbdist.notebook.pool import Pools
+from nbdist.output.events import Died, Failure
+
+
+def test_the_one_that_failed_first(pools: Pools) -> None:
+    """Unless its process has ended: then there is nothing to look at."""
+    pool = pools.default
+    with pytest.raises(UsageError, match=r"no rank has failed so far. `-r 2`"):
+        failed_rank(pool)
+    pool.failed = 3, Failure("ValueError", "bad", (), 0)
+    assert failed_rank(pool) == 3
+    pool.failed = 2, Died(-9, 0)
+    with pytest.raises(UsageError, match=r"rank 2 was killed by SIGKILL, so .* `%dist_why`"):
+        failed_rank(pool)
+
+
+def test_without_workers(typed: Callable[[str], str]) -> None:
+    """One line, as of all magics."""
+    with pytest.raises(WorldNotStarted, match="dist_debug"):
+        typed("%dist_debug")

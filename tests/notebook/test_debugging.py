@@ -1,0 +1,144 @@
+"""Tests of `nbdist.notebook.debugging`, and of all that is typed into a notebook's input box."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.notebook.front_end import Notebook, Outcome, body
+
+pytestmark = pytest.mark.shared_world
+
+FAILED = "%%distributed -n 2\ndef divide(x):\n    return 1 / x\ndivide(1 - rank)"
+
+
+@pytest.fixture
+def pair(kernel: Notebook) -> Notebook:
+    """The notebook with two workers, which last through the module."""
+    assert kernel.run("%%distributed -n 2\npass").errors == []
+    return kernel
+
+
+def test_each_rank_is_asked_in_turn(pair: Notebook) -> None:
+    """Below what it printed; one panel stays, which has what was typed, but no password."""
+    said = pair.run("%%distributed\nprint('hi')\nname = input('name? ')", typed=["ada", "bob"])
+    assert said.prompts == ["[rank 0] name? ", "[rank 1] name? "]
+    assert body(said) == ["── rank 0 ──", "hi", "name? ada", "── rank 1 ──", "hi", "name? bob"]
+    asked = "%%rank 1\nimport getpass\nprint(getpass.getpass('word: ')[::-1])"
+    said = pair.run(asked, typed=["secret"])
+    assert said.prompts == ["[rank 1] word: "]
+    assert body(said) == ["── rank 1 ──", "word: ", "terces"]
+
+
+def test_what_was_said_stands_above_the_box(pair: Notebook) -> None:
+    """Also the last moment's, and in the head who is waited for."""
+    before: list[str] = []
+
+    def look(outcome: Outcome) -> None:
+        before.extend(shown["data"]["text/plain"] for shown in outcome.displays)
+
+    cell = "%%distributed\nprint('first', end=' ')\nif rank == 0: input('? ')"
+    pair.run(cell, meanwhile=look, typed=["x"])
+    head, asks, *rest = before[0].splitlines()
+    assert head.startswith("2 ranks · ")
+    assert asks == "rank 0 waits for you to type"
+    assert rest[-2:] == ["── ranks 0-1 (same) ──", "first "]
+
+
+def test_other_outputs_of_a_cell_stay(pair: Notebook) -> None:
+    """Where a cell holds more than one magic, nothing that it has shown is cleared."""
+    cell = "print('mine')\nget_ipython().run_cell_magic('rank', '0', 'input()')"
+    said = pair.run(cell, typed=["x"])
+    assert said.streams == ["mine\n"]
+    assert len(said.displays) == 2  # above what was typed, and below
+
+
+def test_a_line_for_all_that_are_in_the_debugger(pair: Notebook) -> None:
+    """`-r all c`; each has bound what was typed for it alone before."""
+    cell = "%%distributed\nx = 1\nbreakpoint()\nprint('x is', x)"
+    said = pair.run(cell, typed=["x = 7", "-r all c"])
+    assert said.prompts == ["[rank 0] ipdb> "] * 2
+    assert [line for line in body(said) if line.startswith("x is")] == ["x is 7", "x is 1"]
+
+
+def test_nobody_is_freed_meanwhile(pair: Notebook) -> None:
+    """Ranks in a collective wait for one that somebody debugs, and no time-out counts."""
+    waits: list[str] = []
+
+    def look(outcome: Outcome) -> None:
+        if outcome.displays and not waits:
+            # Longer than it takes to see that the others wait, to say so, and to stop it.
+            time.sleep(2.5)
+            waits.append("")
+
+    cell = (
+        "%%distributed --timeout 2 --hang-timeout 0.5\n"
+        "if rank: breakpoint()\nt = torch.ones(1)\ndist.all_reduce(t)\nprint(t.item())"
+    )
+    said = pair.run(cell, meanwhile=look, typed=["n", "n", "c"])
+    assert waits
+    assert said.text.splitlines()[-1] == "2.0"
+    assert "freed" not in said.text
+
+
+def test_stop_at_a_prompt(pair: Notebook) -> None:
+    """It ends the cell as anywhere; no variable and no group is lost, nothing is asked again."""
+    asks = "def asks():\n try: input('a')\n except KeyboardInterrupt: input('again')\n"
+    for waits in ("breakpoint()", "input()", "asks()"):
+        begin = f"%%distributed\n{asks}kept = rank\n"
+        said = pair.run(f"{begin}if rank:\n {waits}\n kept = 'lost'\ndist.barrier()")
+        assert said.error == "KeyboardInterrupt: ranks 0-1 have stopped; all variables are kept."
+        assert len(said.prompts) == 1
+        assert body(pair.run("%%distributed\ndist.barrier(); kept")) == [
+            "── rank 0 ──", "0", "── rank 1 ──", "1"
+        ]  # fmt: skip
+
+
+def test_leaving_the_debugger_fails_the_rank(pair: Notebook) -> None:
+    """In one line; who waits for it is freed."""
+    said = pair.run("%%distributed\nif rank: breakpoint()\ndist.barrier()", typed=["q"])
+    assert "1 of 2 ranks failed (1)" in said.error
+    assert "BdbQuit: the debugger was left by `q`, which ended the cell on this rank" in said.error
+    assert "Rank 0 waits in barrier, line 3: freed; all variables are kept." in said.error
+    assert "bdb.py" not in said.panel["text/plain"]
+
+
+def test_post_mortem(pair: Notebook) -> None:
+    """`%dist_debug`, `%debug` and `%pdb` lead to the frames of the rank that failed, no others."""
+    assert "rank 1 after" in pair.run(FAILED).error
+    for magic in ("%debug", "%dist_debug", "%dist_debug -r 1"):
+        said = pair.run(magic, typed=["p x", "up", "up", "q"])
+        assert said.prompts == ["[rank 1] ipdb> "] * 4
+        lines = body(said)
+        assert lines[1] == "ZeroDivisionError: division by zero"
+        assert "----> 3     return 1 / x" in lines
+        assert lines[lines.index("ipdb> p x") + 1] == "0"
+        assert "*** Oldest frame" in lines
+    assert pair.run("%dist_debug").error.startswith("KeyboardInterrupt: rank 1 has stopped")
+    assert "p x\n0" in pair.run("%debug", typed=["p x", "q"]).text  # Stop has lost nothing
+    pair.run("%pdb on")
+    said = pair.run(FAILED, typed=["q"])
+    assert said.prompts == ["[rank 1] ipdb> "]
+    assert said.errors
+    pair.run("%pdb off")
+    pair.run("%dist_clean")
+    assert "no exception to look at" in "".join(said.errors[0]["evalue"] for said in [
+        pair.run("%debug")
+    ])  # fmt: skip
+
+
+def test_the_notebooks_own_errors(pair: Notebook) -> None:
+    """`%debug` is IPython's there, as before."""
+    pair.run("def mine(y):\n    1 / y\nmine(0)")
+    said = pair.run("%debug", typed=["p y", "q"])
+    assert said.prompts == ["ipdb> "] * 2
+
+
+def test_it_is_undone(fresh: Callable[..., Notebook]) -> None:
+    """The shell's own method is there again."""
+    notebook = fresh("before = get_ipython().debugger", "%load_ext nbdist")
+    assert notebook.value("get_ipython().debugger == before") is False
+    notebook.run("%unload_ext nbdist")
+    assert notebook.value("get_ipython().debugger == before") is True
