@@ -6,7 +6,7 @@ Pure, on the lowest floor.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 LINE_LIMIT = 300
 """Longer messages would no longer be one line on a screen."""
@@ -70,3 +70,12 @@ def size_range(sizes: Iterable[float]) -> str:
     if low == high:
         return high
     return f"{low.removesuffix(high[high.index(' ') :])}-{high}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lay columns out with spaces."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -24,7 +24,6 @@ OTHERS = {
     "gloo_tcp_loop",
     "init_device_mesh",
     "new_group",
-    "parse_args",
     "pkg.mod",
     "pt_gloo_runloop",
     "set_custom_exc",

@@ -40,6 +40,7 @@ FLOORS = {
         "launch",
         "output",
     },
+    "terminal": {"words", "errors", "topology", "config", "folders", "wire", "world", "output"},
     "node": {"words", "errors", "topology", "folders", "output.events", "wire"},
     "worker": {"words", "errors", "folders", "output.events", "wire"},
     # The package itself has the public names, which it takes from everywhere on the

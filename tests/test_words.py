@@ -68,3 +68,10 @@ def test_sizes_have_three_digits(size, text):
 def test_a_range_of_sizes(sizes, text):
     """The unit once, where both have the same."""
     assert words.size_range(sizes) == text
+
+
+def test_columns_are_aligned():
+    """By the longest text of each; nothing follows the last one."""
+    rows = [("rank", "state"), ("0", "busy 3 s"), ("11", "<idle>")]
+    assert words.aligned(rows) == ["rank  state", "0     busy 3 s", "11    <idle>"]
+    assert words.aligned([]) == []

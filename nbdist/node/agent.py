@@ -9,7 +9,9 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from nbdist.node.proc import MemoryGauge
 from nbdist.node.processes import Children
 from nbdist.node.stopping import Stopping
 from nbdist.node.usage_watch import UsageWatch
+from nbdist.node.window import Window
 from nbdist.node.worker import Worker
 from nbdist.node.worker_group import WorkerGroup
 from nbdist.wire import control
@@ -56,11 +59,15 @@ from nbdist.wire.messages import (
     to_bytes,
 )
 from nbdist.wire.prctl import adopt_orphans
+from nbdist.wire.seen import WorldSeen
 
 log = logging.getLogger("nbdist.node")
 
 LET_GO_TIMEOUT = 1.0
 BIND_TIMEOUT = 60.0
+
+NOTEBOOK_NAME = "JPY_SESSION_NAME"
+"""Jupyter's server says here which notebook a kernel is for."""
 
 LINK_LINGER = 500
 """Milliseconds that the last messages may take to reach the notebook."""
@@ -73,7 +80,9 @@ class _Left(Exception):
 class Agent:
     """Does what the notebook calls for, one call at a time, and reports as things happen."""
 
-    def __init__(self, runtime: Path, children: Children, forker: Forker | None) -> None:
+    def __init__(
+        self, runtime: Path, notebook_pid: int, children: Children, forker: Forker | None
+    ) -> None:
         self._runtime = runtime
         self._children = children
         self._forker = forker
@@ -83,6 +92,8 @@ class Agent:
         self._outbox = Outbox(self._send)
         self._workers = WorkerGroup(runtime, children, forker, self._outbox.add, self._send)
         self._usage = UsageWatch(self._gauge, self._send)
+        self._notebook_pid = notebook_pid
+        self._window = Window(runtime, self._seen)
         self._stopping = Stopping(self._abort_all, lambda places: self._send(Aborted(places)))
         link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         link.linger = LINK_LINGER
@@ -99,6 +110,7 @@ class Agent:
         self._children.attach()
         if self._forker:
             self._forker.attach(self._bind_workers)
+        await self._window.open()
         self._send(Hello(__version__, os.getpid(), socket.gethostname()))
         try:
             # What one of them raises is a fault of ours, ends all, and goes to the agent's log.
@@ -110,6 +122,7 @@ class Agent:
             pass
         finally:
             self._gone.set()
+            await self._window.close()
             # First: it may be importing, and this process learns of its own children at once.
             if self._forker:
                 self._forker.close()
@@ -204,8 +217,18 @@ class Agent:
         self._send(Located({worker.rank: place for worker, place in found}))
 
     async def _report_status(self, number: int) -> None:
-        rows = await status_of(tuple(self._workers.all.values()), self._gauge)
-        self._send(Answer(number, rows))
+        workers = tuple(self._workers.all.values())
+        self._send(Answer(number, await status_of(workers, self._gauge, self._usage)))
+
+    async def _seen(self) -> WorldSeen:
+        notebook = os.environ.get(NOTEBOOK_NAME, "")
+        seen = WorldSeen(socket.gethostname(), self._notebook_pid, notebook, time.monotonic())
+        if (spec := self._workers.spec) is None:
+            return seen
+        workers, fresh = tuple(self._workers.all.values()), self._usage.fresh_seconds
+        rows = await status_of(workers, self._gauge, self._usage, fresh)
+        backend = spec.backend or "none"
+        return replace(seen, pool=spec.pool, name=spec.name, backend=backend, workers=rows)
 
     async def _report_stacks(self, number: int, ranks: Sequence[int]) -> None:
         asked = [self._workers.all[rank] for rank in ranks if rank in self._workers.all]
@@ -262,7 +285,7 @@ def run_agent(runtime: Path, notebook_pid: int, children: Children, forker: Fork
 async def _serve(
     runtime: Path, notebook_pid: int, children: Children, forker: Forker | None
 ) -> None:
-    agent = Agent(runtime, children, forker)
+    agent = Agent(runtime, notebook_pid, children, forker)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(agent.fail)
     loop.add_signal_handler(signal.SIGTERM, agent.leave)

@@ -10,12 +10,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from nbdist.node.faulthandler import frames_of, own_frames, with_code
-from nbdist.node.proc import MemoryGauge, is_stopped
+from nbdist.node.proc import FRESH_SECONDS, MemoryGauge, is_stopped
 from nbdist.wire import control
 from nbdist.wire.places import Collective, Place, Stack, StackFrame, WorkerStatus
 from nbdist.wire.questions import Completions, Description, Question
 
 if TYPE_CHECKING:
+    from nbdist.node.usage_watch import UsageWatch
     from nbdist.node.worker import Worker
 
 STACK_TIMEOUT = 0.3
@@ -70,17 +71,23 @@ async def consulted(
     return None
 
 
-async def status_of(workers: Sequence[Worker], gauge: MemoryGauge) -> tuple[WorkerStatus, ...]:
-    """Return what `%dist_status` shows of them.
+async def status_of(
+    workers: Sequence[Worker],
+    gauge: MemoryGauge,
+    watch: UsageWatch,
+    fresh: float = FRESH_SECONDS,
+) -> tuple[WorkerStatus, ...]:
+    """Return what `%dist_status` shows of them; memory that was counted `fresh` seconds ago.
 
     Takes `STATUS_TIMEOUT` and `BRIEF_SAMPLE_TIMEOUT` at most, and what time the agent has to
     wait for a processor.
     """
-    memory, rows = await asyncio.gather(
-        gauge.read([worker.pid for worker in workers], STATUS_TIMEOUT),
+    memory, gpus, rows = await asyncio.gather(
+        gauge.read([worker.pid for worker in workers], STATUS_TIMEOUT, fresh),
+        watch.gpus(workers, STATUS_TIMEOUT),
         asyncio.gather(*map(_status_of, workers)),
     )
-    return tuple(replace(row, memory=memory[row.pid]) for row in rows)
+    return tuple(replace(row, memory=memory[row.pid], gpu=gpus.get(row.rank)) for row in rows)
 
 
 async def _status_of(worker: Worker) -> WorkerStatus:
@@ -94,12 +101,14 @@ async def _status_of(worker: Worker) -> WorkerStatus:
         place = Place() if _has_answered(worker) else await _of_silent(worker)
     else:
         place, collective = await asyncio.gather(_place(worker), _last_collective(worker))
-    lines = worker.task.source.splitlines() if worker.task else []
+    task = worker.task
+    lines = task.source.splitlines() if task else []
     code = lines[place.line - 1] if 0 < place.line <= len(lines) else ""
     code = place.code or code
     place = replace(place, asks=worker.asks)
     shown = place if found.state == "busy" or place.holds_gil or place.is_stopped else None
-    return replace(found, place=shown, code=code, collective=collective)
+    cell = task.execution_count if task else None
+    return replace(found, place=shown, code=code, collective=collective, cell=cell)
 
 
 async def _ask(worker: Worker, request: control.Request, timeout: float) -> control.Answer | None:

@@ -93,6 +93,16 @@ def schedule(pid: int, tid: int | str) -> Schedule:
     return Schedule(ran / 1e9, waited / 1e9, wakes)
 
 
+def cpu_seconds(pid: int) -> float:
+    """Read what all threads of a process have run so far (proc(5), stat); 0 of one that ended."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(") ")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
 class OwnTime:
     """Counts the seconds of a process from now on, without those it has waited for a processor.
 

@@ -30,6 +30,7 @@ class UsageWatch:
         self._gauge = gauge
         self._gpus = GpuGauge()
         self._send = send
+        self._reading: asyncio.Future[dict[str, Gpu]] | None = None
         self.is_on = False
 
     def __repr__(self) -> str:
@@ -46,23 +47,29 @@ class UsageWatch:
         finally:
             self.is_on = False
 
+    @property
+    def fresh_seconds(self) -> float:
+        """For how long a count of pages stands where it is asked for again and again."""
+        return max(FEWEST_SECONDS, self._gauge.fresh_seconds)
+
     async def read(self, workers: Sequence[Worker]) -> dict[int, Usage]:
         """Return what they use, by rank."""
         pids = {worker.rank: worker.pid for worker in workers}
-        fresh = max(FEWEST_SECONDS, self._gauge.fresh_seconds)
-        memory = await self._gauge.read([*pids.values()], COUNT_TIMEOUT, fresh)
-        gpus = await self.gpus(workers)
+        memory = await self._gauge.read([*pids.values()], COUNT_TIMEOUT, self.fresh_seconds)
+        gpus = await self.gpus(workers, COUNT_TIMEOUT)
         return {rank: Usage(memory[pid], gpus.get(rank)) for rank, pid in pids.items()}
 
-    async def gpus(self, workers: Sequence[Worker]) -> dict[int, Gpu]:
-        """Return the GPUs of those that have one of which anything is known."""
+    async def gpus(self, workers: Sequence[Worker], timeout: float) -> dict[int, Gpu]:
+        """Return the GPUs of those that have one of which anything is known, in time."""
         named = {worker.rank: worker.gpu for worker in workers if worker.gpu}
         if not named:
             return {}
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(
-            None, self._gpus.read, [*named.values()], workers[0].environ
-        )
+        if self._reading is None or self._reading.done():
+            names, environ = [*named.values()], workers[0].environ
+            self._reading = loop.run_in_executor(None, self._gpus.read, names, environ)
+        await asyncio.wait([self._reading], timeout=timeout)
+        found = self._reading.result() if self._reading.done() else {}
         return {rank: found[name] for rank, name in named.items() if name in found}
 
     def close(self) -> None:

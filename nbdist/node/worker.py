@@ -17,7 +17,7 @@ from nbdist.node.faulthandler import StackFile
 from nbdist.node.kernel_client import KernelClient, TaskConnection
 from nbdist.node.kernel_messages import Message, as_shown, output_from
 from nbdist.node.limits import Lack, OomKills, lack_in
-from nbdist.node.proc import is_exiting, is_stopped
+from nbdist.node.proc import cpu_seconds, is_exiting, is_stopped
 from nbdist.node.processes import ProcessSource, WorkerProcess
 from nbdist.node.worker_logs import WorkerLog
 from nbdist.node.worker_output import WorkerOutput
@@ -227,6 +227,8 @@ class Worker:
             busy_seconds=time.monotonic() - self._busy_since if self.task_id else 0.0,
             memory=0,
             device=self._start.device,
+            cpu_seconds=cpu_seconds(self.pid),
+            last_line=self.output.last_line,
         )
 
     # --- stop ----------------------------------------------------------------------------

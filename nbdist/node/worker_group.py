@@ -64,6 +64,11 @@ class WorkerGroup:
     def __repr__(self) -> str:
         return f"<WorkerGroup {sorted(self.all)} {self._rendezvous}>"
 
+    @property
+    def spec(self) -> WorldSpec | None:
+        """What the workers have in common, None before the first start."""
+        return self._spec
+
     def alive(self, ranks: Iterable[int]) -> list[Worker]:
         """Return those of them whose process is there and ready."""
         found = (self.all[rank] for rank in ranks if rank in self.all)

@@ -24,7 +24,7 @@ READ_SIZE = 1 << 18
 PIPE_SIZE = 1 << 18
 """Bytes a rank can write ahead of its agent; all pipes of a user share a quota."""
 
-LAST_LINES, LONGEST_LAST = 20, 4096
+LAST_LINES, LONGEST_LAST, LONGEST_LINE = 20, 4096, 400
 
 LOST_AFTER = 5.0
 """Seconds after which a marked message is taken for lost, if none before it came meanwhile."""
@@ -60,6 +60,14 @@ class WorkerOutput:
     def last_lines(self) -> tuple[str, ...]:
         """The end of what the worker has written, to say why it ended."""
         return tuple("".join(self._last).splitlines()[-LAST_LINES:])
+
+    @property
+    def last_line(self) -> str:
+        """The last one that has something in it, as much as people read of it."""
+        for text in reversed(self._last):
+            if line := next((each for each in reversed(text.splitlines()) if each.strip()), ""):
+                return line[:LONGEST_LINE]
+        return ""
 
     @property
     def write_ends(self) -> tuple[int, int]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
+from nbdist.words import aligned
+
 if TYPE_CHECKING:
     from nbdist.notebook.display import CellDisplay
 
@@ -54,15 +56,6 @@ def below(parts: Iterable[Shown]) -> Shown:
     parts = [*parts]
     html, text = "".join(part.html for part in parts), "\n".join(part.text for part in parts)
     return Shown(html, text)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lay columns out with spaces."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 def _cell(text: str, colours: Mapping[str, str]) -> str:

@@ -147,6 +147,8 @@ class WorkerStatus:
     """One worker as its agent sees it; memory in bytes (PSS: shared pages count in part).
 
     A busy one has a `place` and its line's `code`; `collective` is its last, None if unknown.
+    `cpu_seconds` counts what all of its threads have run so far, `cell` is the number of the
+    one that it runs, `last_line` what it has written last, whatever signs are in it.
     """
 
     rank: int
@@ -159,3 +161,7 @@ class WorkerStatus:
     place: Place | None = None
     code: str = ""
     collective: Collective | None = None
+    gpu: Gpu | None = None
+    cpu_seconds: float = 0.0
+    cell: int | None = None
+    last_line: str = ""

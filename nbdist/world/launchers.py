@@ -93,7 +93,7 @@ class RuntimeFolder:
 
 def _make_folder() -> Path:
     problems = {}
-    for parent in _places():
+    for parent in places():
         try:
             return _make_folder_in(parent)
         except OSError as error:
@@ -101,7 +101,8 @@ def _make_folder() -> Path:
     raise NoRuntimeFolder(problems)
 
 
-def _places() -> list[Path]:
+def places() -> list[Path]:
+    """Return where runtime folders may lie, in the order in which they are tried."""
     asked = (os.environ.get(name, "") for name in ("XDG_RUNTIME_DIR", "TMPDIR"))
     return [Path(place) for place in dict.fromkeys((*asked, *LAST_PLACES)) if place]
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from nbdist.notebook.tables import Shown, aligned, below, block, table
+from nbdist.notebook.tables import Shown, below, block, table
+from nbdist.words import aligned
 
 ROWS = [("rank", "state"), ("0", "busy 3 s"), ("11", "<idle>")]
-
-
-def test_columns_are_aligned():
-    """By the longest text of each; nothing follows the last one."""
-    assert aligned(ROWS) == ["rank  state", "0     busy 3 s", "11    <idle>"]
-    assert aligned([]) == []
 
 
 def test_a_table_says_the_same_in_both_forms():

@@ -10,8 +10,8 @@ from nbdist.config import whole_number
 from nbdist.errors import NbdistError, UsageError
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import ranks_option
-from nbdist.notebook.tables import Shown, aligned, block
-from nbdist.words import count, name_ranks, one_line
+from nbdist.notebook.tables import Shown, block
+from nbdist.words import aligned, count, name_ranks, one_line
 from nbdist.world.names import list_names
 from nbdist.world.snapshot_store import Snapshot, SnapshotStore, root_folder
 from nbdist.world.spec import default_log_dir

@@ -8,17 +8,13 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.tables import Shown, below, block, table
-from nbdist.world.hangs import doing_of
+from nbdist.world.status_table import rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from nbdist.notebook.pool import Pool
-    from nbdist.wire.places import WorkerStatus
 
-HEADINGS = ("rank", "state", "pid", "device", "memory")
-MORE_HEADINGS = ("where", "last collective")
-"""Shown where any rank has an entry."""
 STATE_COLOURS = {"idle": "#2aa44f", "busy": "#1f77e0", "dead": "#d03030", "starting": "#b8860b"}
 
 
@@ -41,33 +37,6 @@ def status_of(pool: Pool, *, with_owners: bool) -> Shown:
         return shown
     owners = pool.world.session.names.owners() if pool.world is not None else {}
     return below([shown, block(owners_text(owners))])
-
-
-def rows(workers: Sequence[WorkerStatus]) -> list[tuple[str, ...]]:
-    """Lay out headings, and a row per rank; nothing where there are none."""
-    if not workers:
-        return []
-    table = [(*HEADINGS, *MORE_HEADINGS), *map(_row, workers)]
-    shown = [
-        index
-        for index, column in enumerate(zip(*table, strict=True))
-        if index < len(HEADINGS) or any(column[1:])
-    ]
-    return [tuple(line[index] for index in shown) for line in table]
-
-
-def _row(worker: WorkerStatus) -> tuple[str, ...]:
-    collective = worker.collective
-    done = "done" if collective and collective.is_done else "not done"
-    return (
-        str(worker.rank),
-        f"busy {worker.busy_seconds:.0f} s" if worker.state == "busy" else worker.state,
-        str(worker.pid),
-        worker.device,
-        f"{worker.memory / 2**20:.0f} MiB",
-        doing_of([worker.rank], worker.place, worker.code) if worker.place else "",
-        f"{collective}, {done}" if collective else "",
-    )
 
 
 def owners_text(owners: Mapping[str, tuple[str, frozenset[int]]]) -> str:

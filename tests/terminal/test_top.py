@@ -1,0 +1,68 @@
+"""Tests of `nbdist.terminal.top`: drawn over and over in a terminal, with rich and without."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pexpect
+import pytest
+
+from nbdist.terminal.top import OFF, rich_picture, show_top
+from nbdist.world.world import World
+from tests.terminal.test_picture import SEEN
+from tests.worlds import NewWorld
+
+pytestmark = pytest.mark.shared_world
+
+
+@pytest.fixture(scope="module")
+def world(new_world: NewWorld) -> Iterator[World]:
+    with new_world(1) as started:
+        yield started
+
+
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_in_a_terminal(world: World, has_rich: bool) -> None:  # noqa: FBT001
+    """Another screen, drawn again; Ctrl-C ends it, and the terminal is as it was."""
+    assert world.pids
+    hide = "" if has_rich else "import sys; sys.modules['rich.live'] = None; "
+    command = f"{hide}from nbdist.terminal.top import show_top; show_top(0.5)"
+    shown = pexpect.spawn(
+        sys.executable, ["-c", command], dimensions=(30, 120), encoding="utf-8", timeout=30
+    )
+    try:
+        shown.expect_exact("\x1b[?1049h")
+        for _ in range(2):
+            shown.expect_exact("1 worker · gloo")
+            shown.expect("rank.*state")
+        shown.sendintr()
+        shown.expect_exact(OFF[-8:])
+        shown.expect(pexpect.EOF)
+    finally:
+        shown.close()
+    assert shown.exitstatus == 0
+
+
+def test_into_a_file(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whole lines one after the other, without codes."""
+    show_top(0.5, looks=2)
+    text = capsys.readouterr().out
+    assert text.count("1 worker · gloo") == 2
+    assert text.count(f" {world.pids[0]} ") == 2
+    assert "\x1b" not in text
+    assert os.linesep in text
+
+
+def test_a_narrow_window():
+    """Cuts what is long, and keeps numbers whole."""
+    console = pytest.importorskip("rich.console")
+    narrow = console.Console(width=72, force_terminal=False)
+    with narrow.capture() as captured:
+        narrow.print(rich_picture([(SEEN, {0: 99.0})]))
+    lines = captured.get().splitlines()
+    assert max(map(len, lines)) <= 72
+    assert "200 MiB" in captured.get()
+    assert "busy 12 s " in captured.get()
+    assert "no world" in str(rich_picture([]))

@@ -1,0 +1,48 @@
+"""Tests of `nbdist.wire.seen`: what goes through an agent's window, and who is there."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+
+import pytest
+
+from nbdist.wire.frames import BadFrame, FrameCutter
+from nbdist.wire.places import Collective, Gpu, Place, WorkerStatus
+from nbdist.wire.seen import MOST_BYTES, WorldSeen, seen_from, to_answer, user_at
+
+WORKER = WorkerStatus(
+    *(0, 100, "here", "busy", 1.5, 2**20, "cuda:0", Place(line=3), "x = 1"),
+    *(Collective("barrier", 4, is_done=True), Gpu(1, 2, 3), 0.5, 7, "loss\x1b[2J"),
+)
+
+
+def test_an_answer_arrives_as_it_was():
+    """With all that is known of a worker."""
+    seen = WorldSeen("here", 5, "a.ipynb", 1.25, "default", "run", "gloo", (WORKER,))
+    (frame,) = FrameCutter(MOST_BYTES).feed(to_answer(seen))
+    assert seen_from(frame) == seen
+
+
+class Runs:
+    """Runs something where it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.kill, (os.getpid(), 9)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"garbage", pickle.dumps(Runs()), pickle.dumps(WORKER), pickle.dumps("look")]
+)
+def test_other_bytes_are_refused(data: bytes) -> None:
+    """And nothing of them runs."""
+    with pytest.raises(BadFrame):
+        seen_from(data)
+
+
+def test_who_is_there():
+    """As the kernel says, not the other side."""
+    one, other = socket.socketpair()
+    with one, other:
+        assert user_at(one) == user_at(other) == os.geteuid()
