@@ -1,4 +1,20 @@
-"""One notebook on many GPUs: persistent distributed worker kernels for Jupyter."""
+"""One notebook on many GPUs: persistent distributed worker kernels for Jupyter.
+
+In a notebook, after `%load_ext nbdist`:
+
+    %%distributed -n 4          run the cell on four workers, which share a process group
+    %%rank 0,2-3                run it on some of them
+    %dist_gather loss           bring a value home: a list by rank
+    %dist_status                what each rank does
+    %dist_restart               new workers, out of every situation
+    %dist_run train.py          run a script on all workers
+    %dist_help                  all magics, a line each; %%distributed? and so on tell more
+
+In Python:
+
+    with nbdist.World(n=4) as world:
+        trained = world.run(train, model).rank(0)
+"""
 
 from __future__ import annotations
 
@@ -64,6 +80,11 @@ def __getattr__(name: str) -> Any:
         with _own_imports():
             return getattr(import_module(_MODULES.get(name, "nbdist.errors")), name)
     raise AttributeError(f"module 'nbdist' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the public names: what is imported here besides is nobody's."""
+    return [*__all__]
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:

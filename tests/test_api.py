@@ -12,6 +12,7 @@ import pexpect
 import pytest
 
 import nbdist
+from nbdist.notebook.command import find_commands
 
 ROOT = Path(__file__).parent.parent
 
@@ -40,6 +41,7 @@ TORCHRUNX = """
 import torch
 import torch.nn as nn
 import nbdist
+from nbdist.notebook.command import find_commands
 
 
 def train(model: nn.Module, num_steps: int = 5) -> nn.Module:
@@ -84,6 +86,7 @@ STAGES = """
 import os
 import psutil
 import nbdist
+from nbdist.notebook.command import find_commands
 
 BIG = 100 * 2**20
 me = psutil.Process()
@@ -128,6 +131,7 @@ FAILING = """
 import os
 import threading
 import nbdist
+from nbdist.notebook.command import find_commands
 
 class BadShard(ValueError):
     pass
@@ -195,6 +199,7 @@ def test_error_in_a_script(tmp_path: Path) -> None:
 
 SLOW = """
 import nbdist
+from nbdist.notebook.command import find_commands
 from nbdist.world import workers
 workers.QUIET_SECONDS = 0.0
 with nbdist.World(2, fork=False) as world:
@@ -233,6 +238,7 @@ def test_a_long_start_in_a_terminal(tmp_path: Path) -> None:
 
 TYPED = """
 import nbdist
+from nbdist.notebook.command import find_commands
 
 def f(x: int, name: str = "") -> list[float]:
     return [float(x)]
@@ -310,3 +316,13 @@ def test_public_names() -> None:
         assert getattr(nbdist, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = nbdist.nothing
+
+
+def test_what_an_editor_shows() -> None:
+    """`nbdist.<tab>` has the public names and no others; its help names magics that there are."""
+    assert [name for name in dir(nbdist) if not name.startswith("_")] == sorted(
+        name for name in nbdist.__all__ if not name.startswith("_")
+    )
+    named = re.findall(r"^    (%%?\w+)", nbdist.__doc__ or "", re.MULTILINE)
+    assert "%%distributed" in named
+    assert set(named) <= {each.shown_name for each in find_commands()}

@@ -25,6 +25,7 @@ from nbdist.errors import (
 from nbdist.notebook.options import at_once
 from nbdist.notebook.page import RELOADED
 from nbdist.notebook.shipping.plan import plan
+from nbdist.notebook.stale import stale_texts
 from nbdist.notebook.stops import raised_stops
 from nbdist.notebook.values import LastValues
 from nbdist.notebook.why import why_of
@@ -243,6 +244,8 @@ def follow_steps(
             display.end(running.transcript, pool.log_files())
         raise
     if display:
+        for text in stale_texts(running.transcript):
+            display.note(text, at_once=False)
         display.end(running.transcript, pool.log_files())
         pool.ended.add(running.transcript, display)
         pool.show_late()

@@ -134,7 +134,8 @@ class Done:
     where it cannot be found there); `values` is what the cell was asked to bring back, a
     `Payload`, `seconds` how long its source ran.  From worker to agent it says by `failure`
     what ended it, and by `error_number` that of the error message that has the same with its
-    traceback, 0 if none was sent.
+    traceback, 0 if none was sent.  `changed` are files of modules that the rank has imported,
+    and that were edited since.
     """
 
     status: Literal["ok", "error", "aborted"]
@@ -144,6 +145,7 @@ class Done:
     values: object = None
     failure: Failure | None = None
     error_number: int = 0
+    changed: tuple[str, ...] = ()
 
     @property
     def made(self) -> frozenset[str]:

@@ -32,6 +32,7 @@ from nbdist.worker.compat.ipython import (
     LeavesChildren,
     number_cells,
     publish_without_port,
+    reloads_modules,
     without_debugger,
 )
 from nbdist.worker.environment import WorkerShell, count_restarts, draw_bars_as_text
@@ -40,6 +41,7 @@ from nbdist.worker.namespace import Namespace
 from nbdist.worker.op import Context, find_op
 from nbdist.worker.ops.clean import forget_errors
 from nbdist.worker.out_of_memory import account
+from nbdist.worker.own_modules import OwnModules
 from nbdist.worker.publishing import MarkingSession
 from nbdist.worker.records import Records
 from nbdist.worker.streams import flush_streams, install
@@ -80,6 +82,7 @@ class WorkerKernel(LeavesChildren):
 
     namespace: Namespace
     records: Records
+    own_modules: OwnModules
     group: Group | None = None
     peaks = Peaks()
     is_at_work = False
@@ -97,7 +100,7 @@ class WorkerKernel(LeavesChildren):
 
         Interrupts are for the work: not for what comes after it.
         """
-        started = time.perf_counter()
+        started, began = time.perf_counter(), time.time_ns()
         done, error = Done("error", 0.0), None
         context = Context(self.shell, self.namespace, self.group, self.peaks, task_id=task.id)
         self.is_at_work = True
@@ -120,10 +123,11 @@ class WorkerKernel(LeavesChildren):
         if isinstance(task.work, Call) and done.status != "ok":
             forget_errors(self.shell, error)
             gc.collect()  # what looked at the frames refers to them in cycles
+        changed = self.own_modules.news(began, reloads=reloads_modules(self.shell))
         self.records.end_task()
         flush_streams()
         self.is_at_work = False
-        return replace(done, seconds=time.perf_counter() - started)
+        return replace(done, changed=changed, seconds=time.perf_counter() - started)
 
     def _prepare(self, task: Task, context: Context) -> None:
         """Do what comes before the work."""
@@ -273,6 +277,10 @@ def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
     shell.ready = app.kernel.namespace.ready
     app.kernel.records = Records(app.kernel.send_record, app.log.name)
     app.kernel.records.watch()
+    app.kernel.own_modules = OwnModules()
+    sys.meta_path.insert(0, app.kernel.own_modules)
+    # So that `%autoreload 2` is all that has to be said.
+    shell.magics_manager.register_lazy("autoreload", "IPython.extensions.autoreload")
     # Also outside of cells, for which ipykernel puts them in this place.
     builtins.input, getpass.getpass = app.kernel.raw_input, app.kernel.getpass
     use_debugger()

@@ -96,6 +96,12 @@ class LeavesChildren(IPythonKernel):
         """Leave them alone; called by ipykernel when the kernel shuts down."""
 
 
+def reloads_modules(shell: Any) -> bool:
+    """Say whether `%autoreload` is on; for IPython 7 to 9."""
+    magics = shell.magics_manager.registry.get("AutoreloadMagics")
+    return bool(getattr(getattr(magics, "_reloader", None), "enabled", False))
+
+
 def publish_error(shell: Any, kind: type[BaseException], error: Any, lines: list[str]) -> None:
     """Show a finished traceback as that of an exception, for IPython 7 to 9."""
     if hasattr(shell, SHOW):

@@ -1,0 +1,110 @@
+"""Tests of `nbdist.worker.own_modules`: edited modules of the user's, told once."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nbdist.worker.own_modules import OwnModules
+
+SECOND = 10**9
+
+
+class Edited:
+    """A module's file that is edited at will, on a clock of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.now = time.time_ns() - 100 * SECOND
+        self.write()
+
+    def write(self) -> int:
+        """Write something else, ten seconds after the last time; a moment a second later."""
+        self.now += 10 * SECOND
+        self.path.write_text(f"value = {self.now}\n")
+        os.utime(self.path, ns=(self.now, self.now))
+        return self.now + SECOND
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edited]:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield Edited(tmp_path / "edited_by_test.py")
+    sys.modules.pop("edited_by_test", None)
+
+
+@pytest.fixture
+def own() -> Iterator[OwnModules]:
+    own = OwnModules()
+    sys.meta_path.insert(0, own)
+    yield own
+    sys.meta_path.remove(own)
+
+
+def told(own: OwnModules, before: int) -> tuple[str, ...]:
+    return own.news(before, reloads=False)
+
+
+def test_an_edit_is_told_once(own: OwnModules, module: Edited) -> None:
+    """The next one again."""
+    importlib.import_module("edited_by_test")
+    assert told(own, module.now + SECOND) == ()
+    for _ in range(2):
+        after = module.write()
+        assert told(own, after - 2 * SECOND) == ()  # while the task runs that would tell it
+        assert told(own, after) == (str(module.path),)
+        assert told(own, after) == ()
+
+
+def test_what_is_imported_anew(own: OwnModules, module: Edited) -> None:
+    """It is as its file says, as after `%autoreload`."""
+    found = importlib.import_module("edited_by_test")
+    told(own, module.now)
+    after = module.write()
+    importlib.reload(found)
+    assert told(own, after) == ()
+
+
+def test_while_autoreload_is_on(
+    own: OwnModules, module: Edited, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was edited before is imported anew when it is turned on; nothing is told."""
+    found = importlib.import_module("edited_by_test")
+    told(own, module.now)
+    after = module.write()
+    assert own.news(after, reloads=True) == ()
+    assert found.value == module.now
+    edited = module.write()  # for `%autoreload` itself
+    assert own.news(edited, reloads=True) == ()
+    assert found.value != module.now
+    assert told(own, edited) == ()
+    module.path.write_text("value = = 1")
+    os.utime(module.path, ns=(edited + SECOND, edited + SECOND))
+    assert own.news(edited + 2 * SECOND, reloads=True) == ()
+    assert "[autoreload of edited_by_test failed: " in capsys.readouterr().err
+
+
+def test_an_edit_while_the_task_runs_that_imports(own: OwnModules, module: Edited) -> None:
+    """It is told with the next one."""
+    importlib.import_module("edited_by_test")
+    module.now = time.time_ns() + 50 * SECOND
+    after = module.write()
+    assert told(own, after - 20 * SECOND) == ()
+    assert told(own, after) == (str(module.path),)
+
+
+def test_what_is_not_the_users(own: OwnModules, module: Edited) -> None:
+    """Libraries, nbdist itself, and a file that is gone."""
+    importlib.import_module("edited_by_test")
+    sys.modules.pop("colorsys", None)
+    importlib.import_module("colorsys")
+    told(own, module.now)
+    assert repr(own) == "<OwnModules ['edited_by_test']>"
+    module.path.unlink()
+    assert told(own, time.time_ns()) == ()
