@@ -215,22 +215,24 @@ def follow_steps(
     """Do the same a step at a time."""
     following, longest = world.follow(running, answers=True), None
     is_here = True  # the cell that runs is the one whose output is shown
+    is_job = running.patience.control_timeout is None
     try:
         while True:
             try:
                 news = following.send(longest)
             except StopIteration:
                 break
+            is_attended = bool(longest) or not is_job
             with running.counting_stops():
                 if display:
                     usage = usage_text(running.usage.values())
                     waits = running.waits
-                    if longest == 0.0 and (asks := running.prompts.text):
+                    if not is_attended and (asks := running.prompts.text):
                         waits = f"{asks} · asked for once a cell waits for this one"
                     display.show(running.transcript, news, waits, usage)
                     pool.show_late(at_once=False)
-                is_here = is_here and longest != 0.0
-                if longest != 0.0 and (rank := next_to_ask(running)) is not None:
+                is_here = is_here and is_attended
+                if is_attended and (rank := next_to_ask(running)) is not None:
                     with raised_stops():
                         if display:
                             display.show_all(running.transcript, running.prompts.text)

@@ -13,9 +13,10 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from nbdist.errors import Interrupted, JobLost, JobRuns, NbdistError
+from nbdist.errors import CellTimedOut, Interrupted, JobLost, JobRuns, NbdistError, WorkerError
 from nbdist.notebook.stops import counted_stops
 from nbdist.output.wording import ranks_text, seconds_text
+from nbdist.words import one_line
 from nbdist.world.following import TICK
 from nbdist.world.result import CellResult
 from nbdist.world.running import RunningTask
@@ -53,7 +54,7 @@ class Job:
         self._error: NbdistError | Interrupted | None = None
         self._ended = threading.Event()
         self._is_stepping = False
-        self._was_waited_for = False
+        self._was_waited_for = self._was_drawn_between = False
 
     def __repr__(self) -> str:
         transcript = self._running.transcript
@@ -151,10 +152,17 @@ class Job:
         """Whether there are no more steps to take."""
         return self._ended.is_set()
 
-    @property
-    def unheard(self) -> str:
-        """What it failed with, where nobody has waited for it; "" where there is nothing."""
-        return "" if self._error is None or self._was_waited_for else str(self._error)
+    def take_unheard(self) -> str:
+        """Say once that it failed, where nobody has waited for it; else ""."""
+        is_heard, self._was_waited_for = self._was_waited_for, True
+        if is_heard or not isinstance(self._error, WorkerError | CellTimedOut):
+            return ""
+        return f"{self.title} has failed: {one_line(str(self._error))}"
+
+    def take_drawn_between(self) -> bool:
+        """Whether something was shown between cells since this was last asked."""
+        was, self._was_drawn_between = self._was_drawn_between, False
+        return was
 
     def step(self, longest: float = 0.0, *, in_its_cell: bool = False) -> None:
         """Take in and show what there is, or wait for it `longest` seconds at most.
@@ -164,6 +172,7 @@ class Job:
         if self._ended.is_set() or self._is_stepping:
             return
         self._is_stepping = True
+        self._was_drawn_between |= in_its_cell
         try:
             with self._place.within(in_its_cell):
                 self._running = self._steps.send(longest)

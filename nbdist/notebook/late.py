@@ -59,6 +59,12 @@ class Ended:
                 cell[0].receive(rank, output, time.monotonic())
                 self._changed[id(cell)] = cell
 
+    def again(self, transcript: Transcript) -> None:
+        """Show this one once more, with what changes next."""
+        for cell in self._cells:
+            if cell[0] is transcript and cell[1].can_change:
+                self._changed[id(cell)] = cell
+
     def show(self, logs: Mapping[int, str], *, at_once: bool = True) -> None:
         """Show the cells that have changed; unless `at_once`, a few times a second at most."""
         if self._changed and (at_once or time.monotonic() >= self._show_at):

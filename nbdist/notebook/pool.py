@@ -138,6 +138,10 @@ class Pool:
     def mended(self, display: CellDisplay) -> World | None:
         """Mend the world for a cell, and note what was lost meanwhile; None where none runs."""
         self.wait_for_job(display)
+        if self._job is not None:
+            if said := self._job.take_unheard():
+                display.note(said)
+            self._job = None
         if self.world is not None:
             _complete_shutdown(self.world)
             _wait_for_stop(self.world, display)
@@ -250,11 +254,15 @@ class Pool:
             raise Interrupted((), fate=f"This cell has not run; {job.runs_on}")
 
     def show_job(self) -> None:
-        """Show what it has said meanwhile, as part of the cell that runs now."""
+        """Show what it has said meanwhile, as part of the cell that runs now.
+
+        nbclient takes what comes between cells for nobody's.
+        """
         if (job := self._job) is not None:
             job.step()
-            if job.has_ended:
-                self._job = None
+            if job.has_ended and job.take_drawn_between():
+                self.ended.again(job.running.transcript)
+                self.show_late()
 
     def _take_step(self) -> None:
         """Take in what it has said; called between cells."""

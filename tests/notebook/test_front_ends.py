@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -218,9 +219,17 @@ def test_nbclient_saves_what_nobody_waited_for(monkeypatch: pytest.MonkeyPatch) 
     (ended,) = notebook.cells[1].outputs
     assert ended.data["text/plain"].endswith("step 0\nstep 1\nstep 2\nstep 3")
     assert " · ✓ 2" in ended.data["text/plain"]
-    waited = a_notebook("%load_ext nbdist", sent, "job.wait()")
-    NotebookClient(waited, timeout=WAIT).execute()
-    assert "step 3" in waited.cells[1].outputs[0].data["text/plain"]
+    waited = a_notebook("%load_ext nbdist", sent, "job.wait()", sent, "None")
+    client = NotebookClient(waited, timeout=WAIT)
+
+    def rest(cell: nbformat.NotebookNode, cell_index: int) -> None:
+        if cell_index == 4:  # it ends while no cell runs
+            time.sleep(1.5)
+
+    client.on_cell_start = rest
+    client.execute()
+    for cell in (waited.cells[1], waited.cells[3]):
+        assert cell.outputs[0].data["text/plain"].endswith("step 3")
     (broken_off,) = notebook.cells[4].outputs
     assert " · ● 2" in broken_off.data["text/plain"]
     assert "step 0" in broken_off.data["text/plain"]

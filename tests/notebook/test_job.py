@@ -99,6 +99,16 @@ def test_what_it_raises(notebook: Notebook) -> None:
     assert notebook.run("%%distributed\npass").errors == []
 
 
+def test_a_failure_that_nobody_waited_for(notebook: Notebook) -> None:
+    """The next distributed cell says so, once."""
+    display_id = begin(notebook, "1 / (1 - rank)")
+    idle_until(notebook, display_id, "1 of 2 ranks failed (1)")
+    notebook.value("1 + 1")
+    said = "`job` (sent with --no-wait) has failed: 1 of 2 ranks failed (1); first: rank 1 after"
+    assert said in notebook.run("%%distributed\npass").text
+    assert "failed" not in notebook.run("%%distributed\npass").text
+
+
 def test_stop_while_idle(notebook: Notebook) -> None:
     """It stops what nobody waits for; the ranks keep their variables."""
     display_id = begin(notebook, SLEEPS)
@@ -178,6 +188,27 @@ def test_it_runs_again_where_it_fails(notebook: Notebook) -> None:
         "--max-restarts 1",
     )
     assert notebook.value("job.result(30).rank(1)") == "whole"
+
+
+def test_what_a_rank_wants_typed(notebook: Notebook) -> None:
+    """Its panel says that it waits; who waits for the cell is asked, and Stop then stops it."""
+    display_id = begin(notebook, "name = input('name? ') if rank else 'nobody'; name")
+    idle_until(notebook, display_id, "rank 1 waits for you to type · asked for once a cell")
+    client = notebook.client
+    for typed, said in (("Ada", ""), (None, "KeyboardInterrupt")):
+        sent = client.execute("job.wait()", allow_stdin=True, stop_on_error=False)
+        asked = client.get_stdin_msg(timeout=WAIT)["content"]
+        assert asked["prompt"] == "[rank 1] name? "
+        if typed:
+            client.input(typed)
+        else:
+            notebook.manager.interrupt_kernel()
+        reply = client.get_shell_msg(timeout=WAIT)
+        assert reply["parent_header"]["msg_id"] == sent
+        assert reply["content"].get("ename", "").replace("Interrupted", "KeyboardInterrupt") == said
+        if typed:
+            assert notebook.value("[*job.result()]") == ["nobody", "Ada"]
+            begin(notebook, "name = input('name? ') if rank else 'nobody'; name")
 
 
 def test_it_cannot_be_sent_to_the_workers(notebook: Notebook) -> None:

@@ -62,6 +62,16 @@ def test_updates(cells: Ended, capsys: pytest.CaptureFixture[str]) -> None:
     assert "── rank 0 ──\nnew" in "\n".join(shown(capsys))
 
 
+def test_once_more(cells: Ended, capsys: pytest.CaptureFixture[str]) -> None:
+    """A cell can be drawn again as it is; one that is not known is not."""
+    transcript = ended(1)
+    cells.add(transcript, PanelDisplay())
+    cells.again(transcript)
+    cells.again(ended(0))
+    cells.show({})
+    assert len(shown(capsys)) == 1
+
+
 def test_not_too_often(cells: Ended, capsys: pytest.CaptureFixture[str]) -> None:
     """While another cell runs a page is not drawn for each line; none is lost."""
     cells.receive([(0, out("a\n"))])
