@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from nbdist.wire.task import Task, Work
     from nbdist.world.names import NameTable
     from nbdist.world.result import CellResult
-    from nbdist.world.running import RunningTask
+    from nbdist.world.running import News, RunningTask
     from nbdist.world.world import World
 
 R = TypeVar("R")
@@ -223,22 +223,14 @@ def follow_steps(
             except StopIteration:
                 break
             is_attended = bool(longest) or not is_job
+            is_here = is_here and is_attended
             with running.counting_stops():
                 if display:
-                    usage = usage_text(running.usage.values())
-                    waits = running.waits
-                    if not is_attended and (asks := running.prompts.text):
-                        waits = f"{asks} · asked for once a cell waits for this one"
-                    display.show(running.transcript, news, waits, usage)
+                    _show_news(running, news, display, is_attended=is_attended)
                     pool.show_late(at_once=False)
-                is_here = is_here and is_attended
                 if is_attended and (rank := next_to_ask(running)) is not None:
                     with raised_stops():
-                        if display:
-                            display.show_all(running.transcript, running.prompts.text)
-                        ask(world.session, running, rank)
-                        if display and is_here:
-                            display.typed()
+                        _have_typed(world, running, rank, display, is_here=is_here)
             longest = yield running
     except GeneratorExit:  # with its workers
         if display:
@@ -251,6 +243,26 @@ def follow_steps(
         display.end(running.transcript, pool.log_files())
         pool.ended.add(running.transcript, display)
         pool.show_late()
+
+
+def _show_news(
+    running: RunningTask, news: News, display: CellDisplay, *, is_attended: bool
+) -> None:
+    waits, asks = running.waits, running.prompts.text
+    if asks and not is_attended:
+        waits = f"{asks} · asked for once a cell waits for this one"
+    display.show(running.transcript, news, waits, usage_text(running.usage.values()))
+
+
+def _have_typed(
+    world: World, running: RunningTask, rank: int, display: CellDisplay | None, *, is_here: bool
+) -> None:
+    """Have somebody type what a rank asks for, below all that it has said."""
+    if display:
+        display.show_all(running.transcript, running.prompts.text)
+    ask(world.session, running, rank)
+    if display and is_here:
+        display.typed()
 
 
 def check_end(
