@@ -121,6 +121,20 @@ class RankTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class TracePart:
+    """A rank's events of a profile: JSON objects with commas between, compressed; `size` bytes.
+
+    `count` of them, the earliest, without those `dropped`; or a `problem`, for the user.
+    """
+
+    events: bytes = b""
+    size: int = 0
+    count: int = 0
+    dropped: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Brought:
     """A rank's values of some expressions, packed, or why they cannot be had.
 

@@ -7,13 +7,13 @@ kept is the text of cells and facts about them, no value.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
 from nbdist.output.rank_transcript import Piece, Shown
-from nbdist.wire.task import Call, Source
+from nbdist.wire.task import Call, Source, Work
 from nbdist.world.names import Shipped
 from nbdist.world.running import RunningTask
 
@@ -93,7 +93,7 @@ class Past:
             self.sent.append(Sent(now, name, shipped))
         kind = _kind_of(running)
         if kind is None:
-            self._note_gathered(running.task.fetch)
+            self._note_gathered(running.task.work)
             return
         task = _past(running, kind, now)
         key = running.task.key or f"task {now}"
@@ -113,9 +113,11 @@ class Past:
         """Return what each name of the notebook was when it last went along, up to this task."""
         return {each.name: each.shipped for each in self.sent if each.task <= task}
 
-    def _note_gathered(self, names: Iterable[str]) -> None:
-        if len(self.gathered) < MOST_TASKS:
-            self.gathered.update(dict.fromkeys(names))
+    def _note_gathered(self, work: Work) -> None:
+        """Note what went home; `nbdist.world.gathering` makes such tasks."""
+        match work:
+            case Call("gather", {"expressions": expressions}) if len(self.gathered) < MOST_TASKS:
+                self.gathered.update(dict.fromkeys(map(str, expressions)))
 
     def _drop(self, key: str) -> PastTask | None:
         task = self._tasks.pop(key, None)

@@ -25,10 +25,9 @@ def ended(
     bound: frozenset[str] = frozenset(),
     ranks: tuple[int, ...] = (0, 1),
     shipped: dict[str, Shipped] | None = None,
-    fetch: tuple[str, ...] = (),
 ) -> RunningTask:
     """A task that all of its ranks have finished in this way."""
-    task = Task("id", ranks, work, key=key, execution_count=5, fetch=fetch)
+    task = Task("id", ranks, work, key=key, execution_count=5)
     running = RunningTask(task, Patience(), CREW, shipped)
     for rank in ranks:
         if status == "error":
@@ -101,7 +100,7 @@ def test_names_that_went_along() -> None:
     new = Shipped(("float", "0.01"), Identity(0.01))
     past.add(ended(Source("pass"), shipped={"lr": LR}))
     past.add(ended(Source(""), shipped={"lr": new}))
-    past.add(ended(Source(""), fetch=("loss",)))
+    past.add(ended(Call("gather", {"expressions": ("loss",)})))
     assert past.shipped_before(1) == {"lr": LR}
     assert past.shipped_before(2) == {"lr": new}
     assert [each.kind for each in past.tasks] == ["cell", "push"]

@@ -10,6 +10,7 @@ from nbdist.errors import UsageError
 from nbdist.notebook.cells import source_steps, through
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.commands.snapshot import take_due
+from nbdist.notebook.commands.timeline import profile_option, profiled
 from nbdist.notebook.job import Steps
 from nbdist.notebook.options import Magic, ranks_option, restarts_option, world_options
 from nbdist.notebook.sending import send, sending_options
@@ -27,6 +28,7 @@ _POOL = re.compile(r"(?:^|(?<=\s))--pool(?:\s*=\s*|\s+)(\S+)")
     argument("--setup", action="store_true", help="run the cell again in every new worker"),
     restarts_option,
     sending_options,
+    profile_option,
     argument("--local", action="store_true", help="run the cell here, in the notebook, as well"),
     world_options,
     kind="cell",
@@ -49,9 +51,10 @@ def _steps(line: Line) -> Steps:
     options = line.options
     pool = line.pool
     first_line = "" if options.auto else line.text
-    result = yield from source_steps(
-        pool, first_line, line.cell, options.ranks, line.display, options
-    )
+    with profiled(line):
+        result = yield from source_steps(
+            pool, first_line, line.cell, options.ranks, line.display, options
+        )
     take_due(pool)
     return result
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from IPython.core.magic_arguments import argument
+
+from nbdist.errors import NbdistError, UsageError
 from nbdist.notebook.command import Line, command
-from nbdist.notebook.options import ranks_option
+from nbdist.notebook.options import Magic, ranks_option
 from nbdist.notebook.tables import Shown, below, table
 from nbdist.output.markup import AMBER, BLUE
 from nbdist.output.wording import seconds_text
-from nbdist.words import count, size_text
+from nbdist.wire.ops import TracePart
+from nbdist.words import count, one_line, size_text
+from nbdist.world import traces
 from nbdist.world.timelines import Timeline, shares, timeline_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from nbdist.world.timelines import Row
 
 SLICES = 60
@@ -26,6 +36,52 @@ MOST_BARS = 32
 COMPUTES, WAITS, MIXED = "█", "░", "▓"
 _COLOURS = {COMPUTES: BLUE, WAITS: AMBER, MIXED: BLUE}
 _BARS = "font-family:monospace;white-space:pre;line-height:1.3"
+
+
+def profile_option(magic: Magic) -> Magic:
+    """Add `--profile`, for `profiled`."""
+    add = argument("--profile", nargs="?", const="trace.json", metavar="FILE",
+                   help="run the cell under torch.profiler, and write one trace of all ranks for"
+                   " ui.perfetto.dev (trace.json)")  # fmt: skip
+    return add(magic)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def profiled(line: Line) -> Iterator[None]:
+    """Have torch's profiler look at the cell that runs inside, where `--profile` says so.
+
+    The trace is written also where the cell fails; that it cannot be is said, and no error.
+    """
+    if line.options.profile is None:
+        yield
+        return
+    if line.options.no_wait:
+        raise UsageError("`--profile`: the trace is written after the cell: not with `--no-wait`.")
+    path = traces.check_path(line.options.profile)
+    line.pool.ensure(line.options, line.display)
+    line.display.wait_for("starting torch's profiler …")
+    line.call("timeline.begin_profile")
+    origin = time.time_ns()
+    try:
+        yield
+    finally:
+        line.pool.display().say(_write_trace(line, path, origin))
+
+
+def _write_trace(line: Line, path: Path, origin: int) -> str:
+    """Collect the ranks' events and write them; what is to be said of it."""
+    try:
+        found = line.call("timeline.end_profile", origin_ns=origin)
+        parts = {rank: part or TracePart() for rank, part in found.items()}
+        path = traces.write(path, parts)
+    except NbdistError as error:
+        return f"no trace of this cell: {one_line(str(error))}"
+    lost = [f"rank {rank}: {part.problem}" for rank, part in parts.items() if part.problem]
+    lost += [f"rank {rank}: the last {part.dropped:,} events are not in it"
+             for rank, part in parts.items() if part.dropped]  # fmt: skip
+    events = sum(part.count for part in parts.values())
+    said = [f"{path} · {events:,} events of {count(len(parts), 'rank')} · ui.perfetto.dev opens it"]
+    return " · ".join([*said, *lost])
 
 
 @command(ranks_option)

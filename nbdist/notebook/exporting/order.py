@@ -7,7 +7,13 @@ from collections.abc import Iterable, Mapping
 from nbdist.notebook.shipping.free_names import names_bound, names_used
 from nbdist.world.past import PastTask
 
-_TITLES = {"script": "`%dist_run {}`", "call": "`{}`", "push": "`%dist_push`"}
+_MAGICS = {
+    **{"scatter": "%dist_scatter", "sync": "%dist_sync", "sync.give_back": "%dist_restart --keep"},
+    **{"snapshot": "%dist_restore", "call": "World.run"},
+}
+"""What people have typed, by op, or the op's module."""
+
+_TITLES = {"script": "`%dist_run {}`", "push": "`%dist_push`"}
 
 
 def in_order(tasks: Iterable[PastTask], codes: Mapping[int, str]) -> list[PastTask]:
@@ -31,6 +37,9 @@ def in_order(tasks: Iterable[PastTask], codes: Mapping[int, str]) -> list[PastTa
 
 def title_of(task: PastTask, *, shown: bool = False) -> str:
     """Name a task: `cell 5` for code, `In [5]` as people see it."""
+    if task.kind == "call":
+        op, module = task.text, task.text.partition(".")[0]
+        return f"`{_MAGICS.get(op) or _MAGICS.get(module, op)}`"
     if task.kind != "cell":
         return _TITLES[task.kind].format(task.text)
     if shown and task.number is not None:

@@ -229,7 +229,7 @@ def test_what_is_left_out_is_named(*, fails: bool) -> None:
     for said in (
         "`data` is used and not there: `%dist_run prepare.py --all` bound it",
         "`%dist_run prepare.py --all`, which bound data",
-        "`model` is used and not there: `snapshot.read` bound it",
+        "`model` is used and not there: `%dist_restore` bound it",
         "`late` is used and not there: the notebook has it",
         "`nothing` is used and not there: no cell binds it",
         "`Out` is used and not there: it is IPython's",

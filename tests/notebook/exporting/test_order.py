@@ -35,4 +35,4 @@ def test_titles() -> None:
     assert title_of(task(1)) == "cell 11"
     assert title_of(task(1), shown=True) == "In [11]"
     assert title_of(task(1, kind="script", text="a.py --x")) == "`%dist_run a.py --x`"
-    assert title_of(task(1, kind="call", text="snapshot.read")) == "`snapshot.read`"
+    assert title_of(task(1, kind="call", text="snapshot.read")) == "`%dist_restore`"

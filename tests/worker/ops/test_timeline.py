@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from nbdist.wire.ops import RankTimes
+from nbdist.worker.ops.timeline import trace_events
 from nbdist.world.timelines import timeline_of
 from nbdist.world.world import World
 from tests.worlds import NewWorld
@@ -68,3 +69,28 @@ def test_calls_are_timed_as_cells_are(world: World) -> None:
     world.run(sum, [1, 2])
     assert all(0 < each.ended_ns - each.began_ns < 1e9 for each in times_of(world).values())
     assert all(each.met == () for each in times_of(world).values())
+
+
+def test_a_rank_s_events() -> None:
+    """Its own process under its rank; a GPU's streams are threads of it, arrows stay inside."""
+    events = [
+        {"ph": "M", "name": "process_name", "pid": 77, "args": {"name": "python"}},
+        {"ph": "M", "name": "thread_name", "pid": 77, "tid": 5, "args": {"name": "main"}},
+        {"ph": "X", "name": "b", "cat": "cpu_op", "pid": 77, "tid": 5, "ts": 20.0, "dur": 1},
+        {"ph": "X", "name": "a", "cat": "kernel", "pid": 1, "tid": 7, "ts": 10.0, "dur": 1},
+        {"ph": "s", "name": "f", "cat": "fwdbwd", "pid": 77, "tid": 5, "ts": 21.0, "id": 3},
+        {"ph": "X", "name": "self", "cat": "Trace", "pid": "Spans", "tid": "x", "ts": 1.0},
+        {"ph": "i", "name": "end", "pid": "", "ts": 1.0},
+    ]
+    found = [*trace_events(events, 2, 77, 100.0)]
+    assert {each["pid"] for each in found} == {2}
+    timed = [(each["name"], each["ts"], each["tid"]) for each in found if each["ph"] != "M"]
+    assert timed == [("a", 110.0, 10_010_007), ("b", 120.0, 5), ("f", 121.0, 5)]
+    assert found[-1]["id"] == "2.3"
+    names = [each["args"]["name"] for each in found if each["name"].endswith("_name")]
+    assert names == ["rank 2", "main", "GPU 1 stream 7"]
+
+
+def test_no_profile(world: World) -> None:
+    """Nothing runs, nothing comes back."""
+    assert [*world.call("timeline.end_profile", origin_ns=0)] == [None, None]

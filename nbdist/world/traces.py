@@ -1,0 +1,88 @@
+"""One trace of all ranks, for Perfetto and chrome://tracing, written of what each rank brings."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from nbdist.errors import UsageError
+from nbdist.wire.ops import TracePart
+
+HEAD = b'{"nbdist": 1, "displayTimeUnit": "ms", "traceEvents": [\n'
+"""Every trace begins so, and nothing else is written over."""
+
+SUFFIXES = (".json", ".json.gz")
+
+LARGE = 16_000_000
+"""Bytes of JSON from which on a trace is compressed, also where its name does not say so."""
+
+
+def check_path(text: str) -> Path:
+    """Read where a trace is to be written; UsageError where it cannot be."""
+    path = Path(text).expanduser()
+    if not text.endswith(SUFFIXES):
+        raise UsageError(
+            f"`--profile {text}`: the trace needs a name that ends in .json or .json.gz."
+        )
+    if not path.parent.is_dir():
+        raise UsageError(f"`--profile {text}`: there is no folder {path.parent}.")
+    for each in (path, _compressed(path)):
+        if each.exists() and not _is_trace(each):
+            raise UsageError(
+                f"`--profile {text}`: {each} is there already, and is no trace of nbdist's. "
+                "Choose another name."
+            )
+    return path
+
+
+def write(path: Path, parts: Mapping[int, TracePart]) -> Path:
+    """Write what ranks have brought, whole or not at all; return where it is.
+
+    Raises UsageError where it cannot be written.
+    """
+    if sum(part.size for part in parts.values()) > LARGE:
+        path = _compressed(path)
+    unfinished = path.with_name(f".{path.name}.part")
+    try:
+        with _opened(unfinished, is_compressed=path.suffix == ".gz") as file:
+            for piece in _pieces(parts):
+                file.write(piece)
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise UsageError(f"`--profile {path}`: {error.strerror or error}.") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path
+
+
+def _pieces(parts: Mapping[int, TracePart]) -> Iterator[bytes]:
+    yield HEAD
+    separator = b""
+    for part in parts.values():
+        if part.events:
+            yield separator + zlib.decompress(part.events)
+            separator = b",\n"
+    yield b"\n]}\n"
+
+
+def _compressed(path: Path) -> Path:
+    return path if path.suffix == ".gz" else path.with_name(f"{path.name}.gz")
+
+
+def _opened(path: Path, *, is_compressed: bool) -> gzip.GzipFile:
+    """Open it for writing; plain files through the same kind of object."""
+    if is_compressed:
+        return gzip.open(path, "wb", compresslevel=5)
+    return open(path, "wb")  # type: ignore[return-value]
+
+
+def _is_trace(path: Path) -> bool:
+    """Say whether it begins as traces do that were written here."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            return bool(file.read(len(HEAD)) == HEAD)
+    except (OSError, EOFError, zlib.error):
+        return False
