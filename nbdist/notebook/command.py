@@ -20,6 +20,7 @@ from nbdist.errors import Interrupted, WorldNotStarted
 from nbdist.notebook import commands
 from nbdist.notebook.cells import bring
 from nbdist.notebook.options import Magic, parse, pool_option, world_options
+from nbdist.notebook.subshells import is_in_subshell, refusal
 from nbdist.notebook.tables import Shown
 from nbdist.topology import parse_ranks
 from nbdist.wire.task import Call
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     import argparse
 
     from nbdist.notebook.display import CellDisplay
-    from nbdist.notebook.pool import Pools
+    from nbdist.notebook.pool import Pool, Pools
+    from nbdist.wire.messages import Request
     from nbdist.world.world import World
 
 Split = Callable[[Magic, str], tuple[str, list[str]]]
@@ -72,6 +74,15 @@ class Line:
             raise WorldNotStarted(f"`{self.command.shown_name}`")
         return self.pool.world
 
+    def look(self, pool: Pool, request: Request) -> Any:
+        """Ask a pool's agent for rows on its ranks, also beside a cell; none without workers."""
+        if pool.world is None:
+            return ()
+        session = pool.world.session
+        # What has come up meanwhile is the running cell's, whose thread takes it in.
+        is_beside = is_in_subshell(pool.shell)
+        return session.look(request) if is_beside else session.ask(request)
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """Those of `-r`, by default all."""
@@ -101,6 +112,7 @@ class Command:
     split: Split
     expands: bool
     summary: str = ""
+    looks: bool = False
 
     def __repr__(self) -> str:
         return f"<Command {self.shown_name}>"
@@ -120,6 +132,8 @@ class Command:
 
         @wraps(self.run)  # so that `%dist_init?` shows its help, and the file that it is in
         def magic(text: str, cell: str = "") -> None:
+            if not self.looks and is_in_subshell(pools.shell):
+                raise refusal(self.shown_name, [c.shown_name for c in find_commands() if c.looks])
             line = Line(self, pools, text, cell)
             try:
                 shown = self.run(line)
@@ -139,6 +153,7 @@ def command(
     kind: Literal["line", "cell"] = "line",
     split: Split = lambda _, line: (line, []),
     expands: bool = True,
+    looks: bool = False,
 ) -> Callable[[Callable[[Line], Shown | str | None]], Command]:
     """Make a magic of a function that is called as it, and has its help as docstring.
 
@@ -147,6 +162,7 @@ def command(
         kind: whether it stands before a cell.
         split: for lines that are not options alone.
         expands: whether IPython replaces `$name` and `{name}` in the line.
+        looks: whether it only looks, with `Line.look`, and may do so while a cell runs.
     """
 
     def decorate(run: Callable[[Line], Shown | str | None]) -> Command:
@@ -159,7 +175,7 @@ def command(
         escape = "%%" if kind == "cell" else "%"
         made = (run.__doc__ or "").replace("  %", f"  {escape}", 1).strip()
         run.__doc__ = f"{said}\n\n{made}\n"
-        return Command(run, kind, split, expands, said.partition("\n")[0])
+        return Command(run, kind, split, expands, said.partition("\n")[0], looks)
 
     return decorate
 

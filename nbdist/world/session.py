@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Unpack
@@ -29,6 +30,8 @@ from nbdist.world.result import CellResult
 from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.workers import Workers
+
+LOOK_TIMEOUT = 10.0
 
 LATE_TIMEOUT = 30.0
 """Seconds that the next task waits for ranks that have not left a stopped one."""
@@ -273,6 +276,16 @@ class Session(Workers):
             return self.link.call(request)
         except AgentLost as lost:
             self.take_loss(lost)
+            return ()
+
+    def look(self, request: Request) -> Any:
+        """Ask the same from any thread, which takes in nothing of what ranks have said."""
+        link = self._link
+        if not self.state.has_workers or link is None or not link.is_up:
+            return ()
+        try:
+            return link.ask(request).result(LOOK_TIMEOUT)
+        except (AgentLost, FutureTimeoutError):
             return ()
 
     def consult(self, question: Question, ranks: Iterable[int]) -> Future[Reply] | None:

@@ -14,7 +14,7 @@ EVERYDAY = ("distributed", "rank", "dist_gather", "dist_status", "dist_restart",
 """What is used every day; it comes first."""
 
 
-@command()
+@command(looks=True)
 def dist_help(_: Line) -> Shown:
     """List all magics with a line each; a `?` after the name of one shows its options."""
     commands = sorted(find_commands(), key=_place)

@@ -48,6 +48,7 @@ class Tail:
     argument(
         "--attempt", metavar="N", type=ATTEMPT, help="before the N-th restart: 0 is the first start"
     ),
+    looks=True,
 )
 def dist_log(line: Line) -> Shown:
     """Show the end of the ranks' log files, equal lines once, and name the files.

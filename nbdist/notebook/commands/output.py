@@ -34,7 +34,7 @@ def dist_output(line: Line) -> Shown | None:
     return block(text)
 
 
-@command()
+@command(looks=True)
 def dist_why(line: Line) -> Shown | str:
     """Show the last failure once more: when, which rank, its traceback or its last words.
 

@@ -23,6 +23,7 @@ from nbdist.output.markup import (
     line,
     panel,
 )
+from nbdist.wire.messages import GetStacks
 from nbdist.wire.places import Stack
 from nbdist.words import name_ranks
 from nbdist.world.hangs import doing_of
@@ -30,13 +31,13 @@ from nbdist.world.hangs import doing_of
 OPEN_LINES = 60
 
 
-@command(ranks_option)
+@command(ranks_option, looks=True)
 def dist_stack(line: Line) -> Shown:
     """Show where each rank is now, and how it came there; equal stacks once.
 
     Whatever they do: compute, wait in a collective, or hold the GIL in C code.
     """
-    stacks = line.pool.world.stacks(line.ranks) if line.pool.world is not None else ()
+    stacks = line.look(line.pool, GetStacks(line.ranks)) if line.pool.world is not None else ()
     # Read after the stacks: asking for them is how a lost agent is noticed.
     head = line.pool.headline
     return Shown(stacks_html(head, stacks), stacks_text(head, stacks))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from IPython.core.magic_arguments import argument
 
+from nbdist.config import number_of_seconds
 from nbdist.notebook.command import Line, command
+from nbdist.notebook.moving_picture import MovingPicture
 from nbdist.notebook.tables import Shown, below, block, table
+from nbdist.wire.messages import GetStatus
 from nbdist.world.status_table import rows
 
 if TYPE_CHECKING:
@@ -15,25 +20,45 @@ if TYPE_CHECKING:
 
     from nbdist.notebook.pool import Pool
 
+SHORTEST = 0.5
+"""Seconds between two looks: to ask often is not to cost the ranks their time."""
+
 STATE_COLOURS = {"idle": "#2aa44f", "busy": "#1f77e0", "dead": "#d03030", "starting": "#b8860b"}
 
 
-@command(argument("-v", "--verbose", action="store_true", help="also who owns which name"))
+@command(
+    argument("-v", "--verbose", action="store_true", help="also who owns which name"),
+    argument(
+        *("-f", "--follow"),
+        metavar="SECONDS",
+        type=number_of_seconds("--follow"),
+        help="again every so many seconds, until Ctrl-C or Stop",
+    ),
+    looks=True,
+)
 def dist_status(line: Line) -> None:
     """Show each rank's state, process, device, memory, line of the cell, last collective.
 
     Answers within 0.2 s whatever they do.
     """
     pools = [pool for pool in line.pools if pool.has_workers] or [line.pool]
-    for pool in pools:
-        status_of(pool, with_owners=line.options.verbose).on(pool.display())
+    every = line.options.follow
+    if every is None:
+        for pool in pools:
+            _status_of(line, pool).on(pool.display())
+        return
+    picture = MovingPicture(line.display)
+    with suppress(KeyboardInterrupt):
+        while True:
+            picture.show(below(_status_of(line, pool) for pool in pools))
+            time.sleep(max(every, SHORTEST))
 
 
-def status_of(pool: Pool, *, with_owners: bool) -> Shown:
+def _status_of(line: Line, pool: Pool) -> Shown:
     """Draw the table of one pool."""
-    workers = pool.world.status() if pool.world is not None else ()
+    workers = line.look(pool, GetStatus())
     shown = table(pool.headline, rows(workers), STATE_COLOURS)
-    if not with_owners:
+    if not line.options.verbose:
         return shown
     owners = pool.world.session.names.owners() if pool.world is not None else {}
     return below([shown, block(owners_text(owners))])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nbdist.notebook.commands.status import owners_text
+from tests.notebook.front_end import Notebook, Outcome
 
 
 def test_owners():
@@ -23,3 +24,21 @@ def test_without_workers(typed: Callable[[str], str]):
     shown = typed("%dist_status -v").splitlines()
     assert shown[0].startswith("no workers are running · `%%distributed -n 4`")
     assert shown[1:] == ["the workers' own: none", "the notebook's, shipped: none"]
+
+
+def test_again_and_again(fresh: Callable[..., Notebook]):
+    """`-f` draws the table anew in its place until Stop, which is no error."""
+    notebook = fresh("%load_ext nbdist", env={"NBDIST_PRESTART": "0"})
+    stopped: list[bool] = []
+
+    def stop(outcome: Outcome) -> None:
+        if len(outcome.updates) >= 2 and not stopped:
+            stopped.append(True)
+            notebook.manager.interrupt_kernel()
+
+    shown = notebook.run("%dist_status -f 0.1", stop)
+    assert shown.errors == []
+    assert shown.text.startswith("no workers are running")
+    assert len(shown.displays) == 1
+    assert len(shown.updates) >= 2
+    assert "`--follow x`: a number of seconds" in notebook.run("%dist_status -f x").error
