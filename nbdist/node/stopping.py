@@ -67,8 +67,6 @@ def is_stuck(sight: Sight) -> bool:
     place = sight.place
     if not place.is_in_code:
         return False
-    if place.asks:  # it sleeps until somebody types, or Stop is pressed again
-        return sight.again and sight.own >= IGNORES_GRACE
     if place.is_stopped or place.holds_gil:
         return sight.own >= C_GRACE
     if place.operation:

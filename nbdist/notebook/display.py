@@ -89,7 +89,7 @@ class PanelDisplay:
     def __init__(self, notes: Sequence[str] = (), *, is_alone: bool = False) -> None:
         self._is_alone = is_alone
         self._begin()
-        self._was_typed = False
+        self._was_asked = False
         self._above = ""  # the one that stands above what was typed last
         self._draw_at = time.monotonic() + FIRST_DRAWING
         self._notes = [*notes]
@@ -115,11 +115,12 @@ class PanelDisplay:
         self._draw_live(transcript, now, waits, usage)
 
     def show_all(self, transcript: Transcript, asks: str) -> None:
+        self._was_asked = True
         self._draw_live(transcript, time.monotonic(), asks)
 
     def typed(self) -> None:
         # A page leaves there what was typed, which the panel says too: it goes on below that.
-        self._above, self._was_typed = self._id, True
+        self._above = self._id
         self._begin()
 
     def _begin(self) -> None:
@@ -134,8 +135,9 @@ class PanelDisplay:
         self._draw_panel(live_layout(transcript, now, note, usage, clock))
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
-        if self._was_typed and self._is_alone:
-            # Not before: where an input box waits, it would go too.
+        if self._was_asked and self._is_alone:
+            # What was typed, and after Stop the box, which a page leaves there.  Not before: a
+            # box that waits would go too.
             clear_output(wait=True)
             self._above, self._is_there = "", False
         self.end_again(transcript, logs)

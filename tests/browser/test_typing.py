@@ -43,13 +43,6 @@ divide(1 - rank)"""
 WAITING = "%%rank 0\ninput('for ever? ')"
 
 
-def written(lab: Lab, name: str, *cells: str) -> None:
-    """Put a notebook with these cells into the folder."""
-    content = nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, cells)])
-    content.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3"}
-    nbformat.write(content, lab.folder / name)
-
-
 def enter(notebook: Notebook, prompt: str, text: str, shot: str = "") -> None:
     """Type a line at this prompt, once it is there."""
     shown = notebook.page.locator(PROMPT, has_text=prompt)
@@ -71,7 +64,7 @@ def ended(notebook: Notebook) -> list[ShownCell]:
 
 def test_input_and_breakpoints(lab: Lab) -> None:
     """Each rank's prompt says whose it is; what was typed is in the one output that stays."""
-    written(lab, "typing.ipynb", "%load_ext nbdist", NAMES, DEBUGGED)
+    lab.write("typing.ipynb", ["%load_ext nbdist", NAMES, DEBUGGED])
     notebook = lab.open("typing.ipynb")
     notebook.wait_until_ready()
     notebook.page.evaluate(RUN_ALL)
@@ -94,7 +87,7 @@ def test_input_and_breakpoints(lab: Lab) -> None:
 
 def test_post_mortem_and_stop(lab: Lab) -> None:
     """`%debug` after a failed cell is the rank's; the Stop button ends a cell that waits."""
-    written(lab, "failed.ipynb", "%load_ext nbdist", "%%distributed -n 2\nkept = 5", FAILED)
+    lab.write("failed.ipynb", ["%load_ext nbdist", "%%distributed -n 2\nkept = 5", FAILED])
     notebook = lab.open("failed.ipynb")
     notebook.run_all()
     for source in ("%debug", WAITING):
@@ -121,4 +114,5 @@ def test_post_mortem_and_stop(lab: Lab) -> None:
             notebook.page.locator(STOP).click()
             *_, last = ended(notebook)
             assert last.errors == ["Interrupted: rank 0 has stopped; all variables are kept."]
+            assert notebook.page.locator(BOX).count() == 0
     notebook.screenshot("typing-stopped")

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.node.worker import UNREACHABLE, Worker
-from nbdist.output.events import Died, Done, Failure, Output, Text
+from nbdist.node.worker import NO_CELL, UNREACHABLE, Worker
+from nbdist.output.events import Died, Done, Failure, InputRequest, Output, Text, Typed
 from nbdist.wire import control
 from nbdist.wire.messages import Run
 from nbdist.wire.places import Place
 from nbdist.wire.prctl import adopt_orphans
+from nbdist.wire.task import InputReply, Task
 from nbdist.wire.task import Source as SourceText
-from nbdist.wire.task import Task
 from tests.node.sources import SOON, Source, worker_start
 from tests.waiting import until
 
@@ -176,6 +176,54 @@ def test_an_interrupt(bench: Bench) -> None:
         assert isinstance(done, Done)
         assert done.status == "error"
         assert isinstance(await watched.worker.locate(), Place)
+
+    bench.run(test)
+
+
+def test_what_it_waits_for(bench: Bench) -> None:
+    """It is passed on in order with what it prints; what was typed is in the log, no password."""
+
+    async def test(watched: Watched) -> None:
+        def asked() -> list[InputRequest]:
+            return [each for _, each in watched.shown if isinstance(each, InputRequest)]
+
+        watched.begin("print('before')\nx = input('x? ')\nimport getpass\ny = getpass.getpass()")
+        await until(asked)
+        assert [output for _, output in watched.shown] == [Text("stdout", "before\n"), *asked()]
+        assert watched.worker.asks
+        assert (await watched.worker.locate()).asks
+        watched.worker.enter(InputReply(asked()[0].number, "ada"))
+        await until(lambda: len(asked()) == 2)
+        watched.worker.enter(InputReply(asked()[1].number, "secret"))
+        watched.worker.enter(InputReply(asked()[1].number, "again"))  # nothing waits for that
+        outputs = await watched.ends()
+        assert [output.text for output in outputs if isinstance(output, Typed)] == ["ada", ""]
+        assert [request.secret for request in asked()] == [False, True]
+        assert watched.worker.log.folder is not None
+        text = (watched.worker.log.folder / "stdout.log").read_text()
+        assert text == "before\nx? ada\nPassword: \n"
+
+    bench.run(test)
+
+
+def test_nothing_more_is_asked(bench: Bench) -> None:
+    """After Stop a task has come to the end of all input; of none somebody can type for it."""
+    catches = (
+        "said = []\nfor _ in range(2):\n"
+        " try: input()\n except BaseException as error: said.append(type(error).__name__)\n"
+        "import threading; outlives = threading.Event()\n"
+        "def late():\n outlives.wait()\n try: input()\n except Exception as error: print(error)\n"
+        "threading.Thread(target=late).start()\nprint(said)"
+    )
+
+    async def test(watched: Watched) -> None:
+        watched.begin(catches)
+        await until(lambda: watched.worker.asks)
+        watched.worker.interrupt()
+        assert "['KeyboardInterrupt', 'EOFError']\n" in text_of(await watched.ends())
+        watched.begin("outlives.set()", "b")
+        await watched.ends("b")
+        await until(lambda: NO_CELL in text_of([output for _, output in watched.shown]))
 
     bench.run(test)
 

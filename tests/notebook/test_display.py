@@ -6,7 +6,8 @@ import ast
 
 import pytest
 
-from nbdist.notebook.display import NOTHING, PanelDisplay, PlainDisplay
+from nbdist.notebook.display import NOTHING, PanelDisplay, PlainDisplay, is_of_magic
+from nbdist.output.ansi import strip
 from nbdist.output.events import Display, Done, Failure, Output, Text
 from nbdist.output.transcript import Transcript
 from nbdist.world.running import News
@@ -25,7 +26,8 @@ def took(*outputs: Output) -> tuple[Transcript, News]:
 
 def shown(capsys: pytest.CaptureFixture[str]) -> list[dict[str, str]]:
     """What was displayed: without a shell IPython prints it."""
-    return [ast.literal_eval(line) for line in capsys.readouterr().out.splitlines()]
+    lines = map(str.strip, strip(capsys.readouterr().out).splitlines())
+    return [ast.literal_eval(line) for line in lines if line.startswith("{")]
 
 
 def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,6 +91,30 @@ def test_a_fast_cell_does_not_flash(capsys: pytest.CaptureFixture[str]) -> None:
     assert last["text/plain"].startswith("2 ranks · 1.0 s · ✓ 2\n── rank 0 ──\na")
     assert last["text/plain"].endswith("\nrestarted")
     assert last["text/html"].startswith("<div")
+
+
+def test_below_what_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    """It goes on in a display of its own, the one above is emptied; one stays, where it may."""
+    for is_alone in (True, False):
+        display = PanelDisplay(is_alone=is_alone)
+        transcript, _ = took(Text("stdout", "a\n"))
+        display.show_all(transcript, "rank 0 waits for you to type")
+        display.typed()
+        display.show_all(transcript, "")
+        display.end(transcript, {})
+        above, below, emptied, last = shown(capsys)
+        assert "rank 0 waits" in above["text/plain"]
+        assert "rank 0 waits" not in below["text/plain"]
+        assert emptied == {"text/html": NOTHING, "text/plain": ""}
+        assert "\na" in last["text/plain"]
+
+
+def test_which_cells_are_of_one_magic() -> None:
+    """What is typed in such a one may be taken away from between its displays."""
+    for cell in ("%%distributed\nx", "\n%%rank 0\nx", "%dist_run train.py"):
+        assert is_of_magic(cell)
+    for cell in ("print(1)\n%dist_run train.py", "%dist_run a.py\n%dist_run b.py", "world.run(f)"):
+        assert not is_of_magic(cell)
 
 
 def test_figures_can_be_found(capsys: pytest.CaptureFixture[str]) -> None:

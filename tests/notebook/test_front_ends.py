@@ -154,6 +154,25 @@ def test_terminal_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert Path(path.removeprefix("figure of ranks 0-1: ")).read_bytes().startswith(b"\x89PNG")
 
 
+def test_terminal_asks(terminal: Terminal) -> None:
+    """What ranks want typed is typed there, below all that they have printed so far."""
+    terminal.begin("%%distributed -n 2", "print('hi', end=' '); name = input('name? ')")
+    for rank, line in enumerate(["ada", "bob"]):
+        terminal.child.expect_exact(f"[rank {rank}] name? ")
+        assert rank or "[0-1] hi" in terminal.child.before
+        terminal.child.sendline(line)
+    terminal.finish()
+    terminal.begin("%%rank 1", "breakpoint()", "name")
+    for line in ("p name", "c"):
+        terminal.child.expect_exact("[rank 1] ipdb> ")
+        terminal.child.sendline(line)
+    assert "[1] 'bob'" in terminal.finish()
+    terminal.begin("%%distributed", "breakpoint()", "kept = 'lost'")
+    terminal.child.expect_exact("[rank 0] ipdb> ")
+    terminal.child.sendintr()
+    assert "KeyboardInterrupt: ranks 0-1 have stopped; all variables are kept." in terminal.finish()
+
+
 def test_terminal_ends_its_workers(terminal: Terminal) -> None:
     """`exit` of the terminal takes the workers along."""
     terminal.enter("%dist_init -n 2")
@@ -191,6 +210,15 @@ def test_nbclient_stops_at_a_failed_cell(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [output.output_type for output in failed.outputs] == ["display_data", "error"]
     (error,) = [output for output in failed.outputs if output.output_type == "error"]
     assert len(error.traceback) == 1
+
+
+def test_nbclient_can_type_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks is told so, with the remedy, and nothing waits."""
+    monkeypatch.setenv("NBDIST_LOG_DIR", "")
+    for asks in ("name = input('name? ')", "breakpoint()\nx = 1"):
+        notebook = a_notebook("%load_ext nbdist", f"%%distributed -n 2\n{asks}")
+        with pytest.raises(CellExecutionError, match=r"nobody can type here.*`breakpoint\(\)`"):
+            NotebookClient(notebook, timeout=WAIT).execute()
 
 
 def test_nbclient_saves_one_display_per_cell(monkeypatch: pytest.MonkeyPatch) -> None:

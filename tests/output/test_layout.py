@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbdist.output.events import Died, Display, Failure, Output, Skipped
+from nbdist.output.events import Died, Display, Failure, InputRequest, Output, Skipped
 from nbdist.output.html import panel_html
 from nbdist.output.layout import (
     Block,
@@ -194,6 +194,17 @@ def test_live_rows() -> None:
     assert panel.rows[0] == Row((0, 1, 2), Line("last 0", stderr=False))
     assert len(panel.rows) == 16
     assert panel.more_rows == (*range(48, 60), 61, 62, 63)
+
+
+def test_live_blocks_of_those_who_ask() -> None:
+    """They stand last, right above the input box, with more lines, also where ranks are many."""
+    asked = [lines(40), InputRequest(1, "> ")]
+    few = make(3, lambda rank: asked if rank == 0 else [lines(30)], finished=False)
+    panel = live_layout(few, 1.0)
+    assert ranks(panel.blocks) == [(1, 2), (0,)]
+    assert [kinds(block.items) for block in panel.blocks] == [[12], [40]]
+    many = make(20, lambda rank: asked if rank == 5 else [out(f"{rank}\n")], finished=False)
+    assert ranks(live_layout(many, 1.0).blocks) == [(5,)]
 
 
 def test_live_blocks_are_bounded() -> None:

@@ -7,7 +7,18 @@ import io
 import pytest
 from tqdm import tqdm
 
-from nbdist.output.events import Clear, Died, Display, Done, Failure, Skipped, Text, Update
+from nbdist.output.events import (
+    Clear,
+    Died,
+    Display,
+    Done,
+    Failure,
+    InputRequest,
+    Skipped,
+    Text,
+    Typed,
+    Update,
+)
 from nbdist.output.plain import PlainLines
 
 
@@ -145,6 +156,18 @@ def test_other_outputs() -> None:
         "[3] ✗ ValueError: bad",
         "[3] ✗ the process was killed by SIGKILL",
     ]
+
+
+def test_what_is_typed() -> None:
+    """Before a prompt comes all that is there, a line without an end too; the rest is on screen."""
+    lines = PlainLines(range(2))
+    shown = [*lines.receive(0, out("a\nwho"), 0.0), *lines.receive(1, out("b\n"), 0.0)]
+    shown += lines.receive(0, InputRequest(1, "? "), 0.0)
+    assert shown == []
+    shown += lines.flush()
+    shown += lines.receive(0, Typed("ada"), 0.1)
+    shown += lines.finish(0.2)
+    assert sorted(shown) == ["[0] a", "[0] who", "[1] b"]
 
 
 def test_nothing_is_lost() -> None:

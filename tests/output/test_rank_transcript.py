@@ -5,7 +5,19 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbdist.output.events import Clear, Died, Display, Done, Failure, Output, Skipped, Text, Update
+from nbdist.output.events import (
+    Clear,
+    Died,
+    Display,
+    Done,
+    Failure,
+    InputRequest,
+    Output,
+    Skipped,
+    Text,
+    Typed,
+    Update,
+)
 from nbdist.output.rank_transcript import Gap, RankTranscript, Shown
 from nbdist.output.screen import Line
 
@@ -124,6 +136,18 @@ def test_an_error_that_did_not_end_the_cell() -> None:
     for transcript in (during, after):
         assert (transcript.state, transcript.error) == ("ok", None)
         assert transcript.tail(1) == [Line("a traceback", stderr=True)]
+
+
+def test_what_is_typed() -> None:
+    """It is shown after its prompt, which the input box shows until then; Stop leaves neither."""
+    asks = InputRequest(1, "name? ")
+    transcript = said(out("hi\n"), asks)
+    assert (transcript.asks, texts(transcript)) == (asks, ["hi"])
+    transcript.receive(Typed("ada"), 1.0)
+    assert (transcript.asks, texts(transcript)) == (None, ["hi", "name? ada"])
+    transcript.receive(InputRequest(2, "age? "), 1.0)
+    transcript.receive(Done("error", 1.0), 1.0)
+    assert (transcript.asks, texts(transcript)) == (None, ["hi", "name? ada"])
 
 
 OUTPUTS = st.lists(

@@ -8,6 +8,7 @@ import pickle
 import re
 import signal
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from nbdist.node.proc import is_stopped
 from nbdist.output.events import Done
 from nbdist.wire.frames import FrameCutter, framed
-from nbdist.wire.task import Finished, Source, Task
+from nbdist.wire.task import Finished, InputReply, Source, Task
 from nbdist.worker.process import Interrupts
 from nbdist.worker.tasks import Tasks
 from nbdist.world.world import World
@@ -176,6 +177,31 @@ def test_the_agent_closes_its_end(served: Callable[..., Kernel]) -> None:
         assert repr(tasks) == "<Tasks 0 waiting>"
 
     assert served(done, test).begun == ["a"]
+
+
+def test_what_somebody_types(served: Callable[..., Kernel]) -> None:
+    """It comes by the same socket while the task runs, between tasks that wait their turn."""
+    replies: list[InputReply] = []
+
+    async def test(agent: Agent, tasks: Tasks) -> None:
+        def ask() -> None:
+            replies.append(tasks.ask("> ", secret=False, by_debugger=True))
+
+        agent.end.sendall(task("first"))
+        await agent.hear(1)
+        asking = [threading.Thread(target=ask) for _ in range(2)]
+        for each in asking:
+            each.start()
+        requests = await agent.hear(2)
+        assert {request.number for request in requests} == {2, 3}
+        stream = b"".join(framed(InputReply(number, str(number)).pack()) for number in (9, 3, 2))
+        agent.end.sendall(stream[:-7])
+        agent.end.sendall(stream[-7:] + task("second"))
+        await until(lambda: not any(map(threading.Thread.is_alive, asking)))
+        await agent.hear(1)
+
+    assert served(done, test).begun == ["first", "second"]
+    assert sorted(reply.text or "" for reply in replies) == ["2", "3"]
 
 
 # --- in a worker --------------------------------------------------------------------------
