@@ -12,12 +12,14 @@ from typing import Any
 from jupyter_client.session import Session
 
 from nbdist.output.events import (
+    MOVED,
     RECORD,
     Clear,
     Connections,
     Display,
     Failure,
     MimeBundle,
+    Moved,
     Output,
     Record,
     Update,
@@ -109,6 +111,8 @@ def _output(message: Message) -> Output | None:
             return Update(*_bundles(content), display_id)
         case "clear_output":
             return Clear(bool(content.get("wait")))
+        case kind if kind == MOVED:
+            return Moved(int(content["done"]), int(content["total"]))
         case kind if kind == RECORD:
             return Record(**content)
         case _:

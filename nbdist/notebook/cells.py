@@ -27,11 +27,13 @@ from nbdist.notebook.page import RELOADED
 from nbdist.notebook.shipping.plan import plan
 from nbdist.notebook.stale import stale_texts
 from nbdist.notebook.stops import raised_stops
+from nbdist.notebook.transfer import Progress, moved
 from nbdist.notebook.values import LastValues
 from nbdist.notebook.why import why_of
 from nbdist.topology import parse_ranks
 from nbdist.wire.task import Source
 from nbdist.world.asking import ask, next_to_ask
+from nbdist.world.names import list_names
 from nbdist.world.recovery import stop_text
 from nbdist.world.usage import usage_text
 
@@ -182,9 +184,11 @@ def _attempt(
 ) -> Generator[RunningTask, float | None, RunningTask]:
     for notice in shipment.notices if shipment else ():
         display.note(notice)
+    segment = None
     if shipment and shipment.names:
-        task = replace(task, names=shipment.payload)
-    segment = shipment.segment if shipment else None
+        steps, what = shipment.packing(), f"shipping {list_names(shipment.names)}"
+        payload, segment = moved(steps, shipment.bytes, display, what)
+        task = replace(task, names=payload)
     try:
         shipped = shipment.records if shipment else {}
         running = pool.last = world.session.submit(task, how.patience, shipped)
@@ -286,11 +290,20 @@ def check_end(
         raise error
 
 
-def bring(pool: Pool, world: World, task: Task) -> dict[int, Any]:
-    """Run a task without showing it; give what it brings back, by rank."""
+def bring(
+    pool: Pool, world: World, task: Task, display: CellDisplay | None = None, what: str = ""
+) -> dict[int, Any]:
+    """Run a task without showing it; give what it brings back, by rank.
+
+    With a display how far that is on its way, where it takes long; `what` says what it is.
+    """
     pool.wait_for_job(pool.display())
     running = world.submit(task)
-    follow(pool, world, running, None)
+    progress = Progress(display, what) if display else None
+    for _ in follow_steps(pool, world, running, None):
+        with running.counting_stops():
+            if progress and running.moved:
+                progress.at(*running.bytes_moved)
     check_end(pool, world, running)
     found = dict(zip(task.ranks, running.result(), strict=True))
     world.session.let_go(running)

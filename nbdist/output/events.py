@@ -135,7 +135,8 @@ class Done:
     `Payload`, `seconds` how long its source ran.  From worker to agent it says by `failure`
     what ended it, and by `error_number` that of the error message that has the same with its
     traceback, 0 if none was sent.  `changed` are files of modules that the rank has imported,
-    and that were edited since.
+    and that were edited since.  `gone` are names that the cell has deleted; without
+    `received` it was stopped before it had bound those that came along.
     """
 
     status: Literal["ok", "error", "aborted"]
@@ -146,6 +147,8 @@ class Done:
     failure: Failure | None = None
     error_number: int = 0
     changed: tuple[str, ...] = ()
+    gone: frozenset[str] = frozenset()
+    received: bool = True
 
     @property
     def made(self) -> frozenset[str]:
@@ -198,6 +201,17 @@ class Typed:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Of what the rank brings back so many bytes of so many have been packed."""
+
+    done: int
+    total: int
+
+
+MOVED = "nbdist_moved"
+"""The kind of message in which a worker says so."""
+
 RECORD = "nbdist_record"
 """The kind of message in which a worker sends one."""
 
@@ -210,4 +224,4 @@ Visible = Text | Skipped | Display | Update | Clear | Failure
 RankError = Failure | Died
 """What ended a task on a rank otherwise than well."""
 
-Output = Visible | Died | Done | Record | InputRequest | Typed
+Output = Visible | Died | Done | Moved | Record | InputRequest | Typed

@@ -332,6 +332,9 @@ class _Union:
         return _load_union, (self._parts,)
 
 
+READ_FROM = 1 << 20
+"""Bytes of a pickle itself that take some 10 ms to be read."""
+
 REFERENCE = 2
 """Items in which cloudpickle takes apart a class that is known by its name; others have a state."""
 
@@ -359,7 +362,25 @@ def _reduce_cached_property(found: functools.cached_property[Any]) -> Reduced:
 
 
 def _load(first: Buffer, buffers: Sequence[Buffer]) -> Any:
-    return plain_pickle.loads(first, buffers=buffers)[0]
+    if memoryview(first).nbytes < READ_FROM:
+        return plain_pickle.loads(first, buffers=buffers)[0]
+    return plain_pickle.Unpickler(_Reading(first), buffers=buffers).load()[0]
+
+
+class _Reading:
+    """A pickle read a piece at a time: between two pieces Stop is met, which C code never does."""
+
+    def __init__(self, data: Buffer) -> None:
+        self._file = io.BytesIO(data)
+
+    def read(self, size: int) -> bytes:
+        return self._file.read(size)
+
+    def readline(self) -> bytes:
+        return self._file.readline()
+
+    def readinto(self, buffer: Any) -> int:
+        return self._file.readinto(buffer)
 
 
 def _load_union(parts: list[list[Buffer]]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pickle import PickleBuffer
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 from nbdist.wire.cgroups import require_memory
 
@@ -146,14 +146,35 @@ def open_segment(ref: SegmentRef) -> list[memoryview]:
     return [whole[offset : offset + size] for offset, size in zip(offsets, ref.sizes, strict=True)]
 
 
-def to_end(steps: Generator[Any, None, Made]) -> Made:
+class Steps(Generic[Made]):
+    """Something that is made a step at a time: iterate, then take what was `made`.
+
+    Close it where it may be left before it is done: what there is of it is released.
+    """
+
+    made: Made
+
+    def __init__(self, steps: Generator[int, None, Made]) -> None:
+        self._steps = steps
+
+    def __repr__(self) -> str:
+        return f"<Steps of {self._steps}>"
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield how many bytes are done."""
+        self.made = yield from self._steps
+
+    def close(self) -> None:
+        """Make no more of it."""
+        self._steps.close()
+
+
+def to_end(steps: Generator[int, None, Made]) -> Made:
     """Take all steps, and return what they make."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as last:
-            made: Made = last.value
-            return made
+    all_of_it = Steps(steps)
+    for _ in all_of_it:
+        pass
+    return all_of_it.made
 
 
 def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:

@@ -24,7 +24,7 @@ from IPython.core.page import as_hook, display_page
 from jupyter_client.session import Session
 from traitlets import Type, default
 
-from nbdist.output.events import RECORD, Done
+from nbdist.output.events import MOVED, RECORD, Done
 from nbdist.wire.task import Call, Source, Task, Work
 from nbdist.worker.breakpoints import is_debugger, leave_debugger, use_debugger
 from nbdist.worker.cell_times import CELL_TIMES
@@ -101,7 +101,7 @@ class WorkerKernel(LeavesChildren):
         Interrupts are for the work: not for what comes after it.
         """
         started, began = time.perf_counter(), time.time_ns()
-        done, error = Done("error", 0.0), None
+        done, error = Done("error", 0.0, received=False), None
         context = Context(self.shell, self.namespace, self.group, self.peaks, task_id=task.id)
         self.is_at_work = True
         self.records.begin_task(task.log_level)
@@ -109,9 +109,11 @@ class WorkerKernel(LeavesChildren):
         try:
             interrupts.begin()
             self._prepare(task, context)
+            done = replace(done, received=True)
             error, value = await self._work(task.work, context)
             bound = frozenset(context.bound)
-            done = replace(done, bound=bound, imported=self.namespace.imported(bound))
+            gone, imported = frozenset(context.gone), self.namespace.imported(bound)
+            done = replace(done, bound=bound, imported=imported, gone=gone)
             done = self._brought(task, context, error, value, done)
         except KeyboardInterrupt:  # between the lines of the cell
             done = replace(done, failure=failure_in_words("KeyboardInterrupt", ""))
@@ -201,6 +203,11 @@ class WorkerKernel(LeavesChildren):
             raise EOFError
         return reply.text
 
+    def say_moved(self, done: int, total: int) -> None:
+        """Publish how far a value has been packed."""
+        assert self.session is not None
+        self.session.send(self.iopub_socket, MOVED, {"done": done, "total": total})
+
     def send_record(self, record: dict[str, Any]) -> None:
         """Publish a record of logging; called from every thread that logs."""
         assert self.session is not None
@@ -273,6 +280,7 @@ def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
     number_cells(shell)
     show_errors_our_way(shell, app.session, rank)
     app.kernel.namespace = Namespace(shell.user_ns)
+    app.kernel.namespace.say_moved = app.kernel.say_moved
     app.kernel.namespace.start_with(dict.fromkeys(("exit", "quit"), CellExit(shell)))
     shell.ready = app.kernel.namespace.ready
     app.kernel.records = Records(app.kernel.send_record, app.log.name)

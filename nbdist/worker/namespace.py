@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from operator import attrgetter
 from typing import Any
 
 from nbdist.output.events import NAME_PROBLEM
 from nbdist.wire.identity import Identity
-from nbdist.wire.payload import Payload, open_payload, pack_frames
+from nbdist.wire.payload import Payload, open_payload, packing, size_of
 from nbdist.wire.pickling import pickle, unpickle
-from nbdist.wire.shared_memory import Segment
+from nbdist.wire.shared_memory import Segment, Steps
 from nbdist.wire.unshippable import blame, fails_in
 from nbdist.worker.tracebacks import Problem
+
+MOVED_EVERY = 0.25
+"""Seconds after which it is said how far a big value has been packed."""
 
 
 class NameProblem(Problem):
@@ -30,6 +35,7 @@ class Namespace:
     def __init__(self, names: dict[str, Any]) -> None:
         self._names = names
         self.ready: dict[str, Any] = {}
+        self.say_moved: Callable[[int, int], None] = lambda done, total: None
         self._lent: dict[str, list[Segment]] = {}
         self._identities: dict[str, Identity] = {}
 
@@ -84,6 +90,10 @@ class Namespace:
         """Return names bound to another object now."""
         now = self._of_users()
         return frozenset(name for name, value in now if not _is_still(before, name, value))
+
+    def gone_since(self, before: Mapping[str, Identity]) -> frozenset[str]:
+        """Return names that are bound to nothing any more."""
+        return frozenset(before.keys() - self._names.keys())
 
     def _of_users(self) -> list[tuple[str, Any]]:
         """List all names without IPython's own `_`, `_i3`; cells' threads may bind more."""
@@ -155,7 +165,13 @@ class Namespace:
         Raises what pickling raises.
         """
         pickled = pickle(value, self._names, tensors_to_cpu=True)
-        payload, segment = pack_frames(pickled.frames)
+        total, say_at = size_of(pickled.frames), time.monotonic() + MOVED_EVERY
+        with closing(Steps(packing(pickled.frames))) as steps:
+            for done in steps:
+                if (now := time.monotonic()) > say_at:
+                    say_at = now + MOVED_EVERY
+                    self.say_moved(done, total)
+        payload, segment = steps.made
         if segment is not None:
             self._lent.setdefault(task_id, []).append(segment)
         return payload

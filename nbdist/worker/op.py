@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 class Context:
     """What a task works with, and what it says of itself besides its value.
 
-    `bound` are the names that it has bound, `title` is what people call it.  What `at_end` has
-    is closed once the value has been packed.  `task_id` is the task's.
+    `bound` are the names that it has bound, `gone` those that it has deleted, `title` is what
+    people call it.  What `at_end` has is closed once the value has been packed.  `task_id` is
+    the task's.
     """
 
     shell: Any
@@ -36,6 +37,7 @@ class Context:
     title: str = ""
     task_id: str = ""
     bound: set[str] = field(default_factory=set)
+    gone: set[str] = field(default_factory=set)
     at_end: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -76,7 +78,9 @@ class Noting:
         self._before = self._context.namespace.snapshot()
 
     def __exit__(self, *_: object) -> None:
-        self._context.bound |= self._context.namespace.bound_since(self._before)
+        namespace = self._context.namespace
+        self._context.bound |= namespace.bound_since(self._before)
+        self._context.gone |= namespace.gone_since(self._before)
 
 
 def find_op(name: str) -> Callable[..., Any]:

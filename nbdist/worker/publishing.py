@@ -19,7 +19,7 @@ from typing import Any
 from jupyter_client.session import Session
 
 from nbdist.folders import open_private
-from nbdist.output.events import RECORD, TOPIC
+from nbdist.output.events import MOVED, RECORD, TOPIC
 from nbdist.worker.streams import write_mark
 
 ORDERED = frozenset(
@@ -32,6 +32,7 @@ ORDERED = frozenset(
         "comm_open",
         "comm_msg",
         "comm_close",
+        MOVED,
         RECORD,
     }
 )

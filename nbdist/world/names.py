@@ -91,6 +91,8 @@ class NameTable:
         """Note what a rank has received with a task, and what this has bound there."""
         has = self._ranks.setdefault(rank, {})
         has.update(received)
+        for name in done.gone:
+            has.pop(name, None)
         for name in done.bound:
             has[name] = Own(Identity(self._value(name)), done.imported.get(name))
 

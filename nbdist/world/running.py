@@ -31,6 +31,7 @@ from nbdist.output.events import (
     Done,
     Failure,
     InputRequest,
+    Moved,
     Output,
     RankError,
     Update,
@@ -127,6 +128,7 @@ class RunningTask:
         self.crew = crew
         self.aborted: dict[int, Place] = {}
         self.places: dict[int, Place] = {}
+        self.moved: dict[int, Moved] = {}
         self.usage: Mapping[int, Usage] = {}
         self.stops = 0
         self.stops_met = 0  # of these, so many have been acted on
@@ -151,6 +153,12 @@ class RunningTask:
     def unfinished(self) -> tuple[int, ...]:
         """The ranks that still run it."""
         return tuple(track.rank for track in self.transcript if track.finished is None)
+
+    @property
+    def bytes_moved(self) -> tuple[int, int]:
+        """How many bytes of how many its ranks have packed, as far as they have said."""
+        moved = self.moved.values()
+        return sum(each.done for each in moved), sum(each.total for each in moved)
 
     @property
     def age(self) -> float:
@@ -369,9 +377,10 @@ class RunningTask:
 
     def received(self, rank: int) -> Mapping[str, Shipped]:
         """Return what of `shipped` this rank has, as far as is known."""
-        error = self.transcript[rank].error
+        error, done = self.transcript[rank].error, self.transcript[rank].done
         was_refused = isinstance(error, Failure) and error.name == NAME_PROBLEM
-        return {} if was_refused else self.shipped
+        was_stopped = done is not None and not done.received
+        return {} if was_refused or was_stopped else self.shipped
 
     @property
     def made(self) -> frozenset[str]:

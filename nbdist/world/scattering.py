@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -10,6 +10,7 @@ from nbdist.errors import UsageError
 from nbdist.output.wording import fold_ranks
 from nbdist.wire.payload import INLINE_LIMIT, Payload, packing, size_of
 from nbdist.wire.pickling import Pickled, pickle
+from nbdist.wire.shared_memory import Steps
 from nbdist.wire.task import Call, Task
 from nbdist.wire.unshippable import PICKLING_ERRORS, fails_in, unshippable
 from nbdist.words import name_ranks
@@ -58,18 +59,15 @@ class Scatter:
         said = (f"{n} to {'each of ' if len(r) > 1 else ''}{name_ranks(r)}" for n, r in shares)
         return f"{self.name}: {sum(self._sizes.values())} {self._unit}, {', '.join(said)}"
 
-    def packing(self) -> Iterator[int]:
+    def packing(self) -> Generator[int, None, None]:
         """Copy each part once, to where its rank will find it; yields how many bytes are done."""
         # What is small goes in the message, which all ranks get.
         limit, done = INLINE_LIMIT // len(self.ranks), 0
         for rank, frames in self._frames.items():
-            with closing(packing(frames, limit)) as steps:
-                while True:
-                    try:
-                        yield done + next(steps)
-                    except StopIteration as packed:
-                        self._payloads[rank], segment = packed.value
-                        break
+            with closing(Steps(packing(frames, limit))) as steps:
+                for copied in steps:
+                    yield done + copied
+            self._payloads[rank], segment = steps.made
             if segment is not None:
                 self._memory.callback(segment.close)
             done += size_of(frames)

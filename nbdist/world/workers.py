@@ -12,7 +12,7 @@ from typing import Any
 from nbdist import topology
 from nbdist.config import OnFailure, Patience, WorldConfig
 from nbdist.errors import AgentLost, StartError, WorldNotStarted
-from nbdist.output.events import Died, Done, InputRequest, Record, Visible
+from nbdist.output.events import Died, Done, InputRequest, Moved, Record, Visible
 from nbdist.wire.messages import (
     Aborted,
     Healed,
@@ -354,6 +354,10 @@ class Workers:
             running = None
         if isinstance(output, Done):
             self.names.finished(rank, output, running.received(rank) if running else {})
+        if isinstance(output, Moved):
+            if running is not None:
+                running.moved[rank] = output
+            return
         if running is None and isinstance(output, InputRequest):
             self.link.enter(rank, InputReply(output.number, problem=NOBODY))
             return

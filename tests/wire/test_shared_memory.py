@@ -11,7 +11,15 @@ from dataclasses import replace
 
 import pytest
 
-from nbdist.wire.shared_memory import ALIGNMENT, Segment, SegmentGone, open_segment
+from nbdist.wire import shared_memory
+from nbdist.wire.shared_memory import (
+    ALIGNMENT,
+    Segment,
+    SegmentGone,
+    Steps,
+    open_segment,
+    to_end,
+)
 
 FRAMES = [b"first", b"", bytearray(b"x" * 5000), memoryview(b"last")]
 
@@ -20,6 +28,27 @@ def test_frames_come_back_as_they_were_in_order() -> None:
     """What is put into a segment is what comes out of it, empty frames included."""
     with Segment.holding(FRAMES) as segment:
         assert [bytes(view) for view in open_segment(segment.ref)] == [bytes(f) for f in FRAMES]
+
+
+def test_a_step_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says how much has been copied; the same segment comes of it."""
+    monkeypatch.setattr(shared_memory, "PIECE", 2000)
+    steps = Steps(Segment.filling(FRAMES))
+    assert [*steps] == [5, 2005, 4005, 5005, 5009]
+    assert [bytes(view) for view in open_segment(steps.made.ref)] == [bytes(f) for f in FRAMES]
+    steps.made.close()
+
+
+def test_the_rest_is_not_wanted() -> None:
+    """What was begun is gone at once."""
+    before = {*os.listdir("/proc/self/fd")}
+    steps = Segment.filling(FRAMES)
+    next(steps)
+    assert len({*os.listdir("/proc/self/fd")} - before) == 1
+    steps.close()
+    assert {*os.listdir("/proc/self/fd")} == before
+    with to_end(Segment.filling(FRAMES)) as segment:
+        assert len(segment.ref.sizes) == len(FRAMES)
 
 
 def test_a_segment_without_frames_can_be_opened() -> None:

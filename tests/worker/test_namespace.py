@@ -99,6 +99,7 @@ def test_what_code_binds(names: dict[str, Any], namespace: Namespace) -> None:
     before = namespace.snapshot()
     exec("kept.append(2); other = [1]; del gone; new = rank; _ = 6; _i3 = 'x'; rank = 0", names)
     assert namespace.bound_since(before) == {"other", "new"}
+    assert namespace.gone_since(before) == {"gone"}
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,14 @@ def test_what_a_rank_has_bound_is_its_own(table: NameTable) -> None:
     assert (table.bound(0), table.bound(1)) == (["x"], [])
 
 
+def test_what_a_cell_has_deleted(table: NameTable) -> None:
+    """The rank lacks it, whoever had bound it; others have it still."""
+    ship(table, "model")
+    bind(table, 0, "x")
+    table.finished(0, Done("ok", 0.0, gone=frozenset({"model", "x", "unknown"})), {})
+    assert table.owners() == {"model": ("notebook", {1})}
+
+
 @pytest.mark.parametrize("name", ["x", "model"])
 def test_what_the_notebook_binds_again_is_its_own(table: NameTable, name: str) -> None:
     """What a rank has is still what a cell bound there, until the notebook's is shipped."""

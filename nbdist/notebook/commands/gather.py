@@ -13,6 +13,7 @@ from nbdist.notebook.cells import bring
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import ranks_option
 from nbdist.world import gathering
+from nbdist.world.names import list_names
 from nbdist.world.parts import Joining
 
 if TYPE_CHECKING:
@@ -41,7 +42,9 @@ def dist_gather(line: Line) -> None:
     targets = targets_of(expressions, options.targets)
     how, session, ranks = joining_of(options), line.world.session, ranks_of(line)
     task = gathering.gather_task(session, expressions, ranks)
-    values = gathering.read(session, task, bring(pool, line.world, task))
+    what = f"gathering {list_names(expressions)}"
+    brought = bring(pool, line.world, task, line.display, what)
+    values = gathering.read(session, task, brought)
     one = None if options.rank is None else ranks[0]
     found = {
         target: gathering.made_of(expression, by_rank, one, how, options.dim or 0)

@@ -10,6 +10,7 @@ from nbdist.errors import UsageError
 from nbdist.notebook.cells import bring
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import ranks_option
+from nbdist.notebook.transfer import moved
 from nbdist.world.scattering import Scatter
 
 
@@ -32,7 +33,6 @@ def dist_scatter(line: Line) -> str:
     value, target = line.pool.shell.user_ns[name], line.options.target or name
     made = Scatter(world.session, target, value, line.ranks, line.options.dim)
     with closing(made) as scatter:
-        for _ in scatter.packing():
-            pass
+        moved(scatter.packing(), scatter.bytes, line.display, f"scattering {name}")
         bring(line.pool, world, scatter.task())
         return str(scatter)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,9 @@ from nbdist.notebook.shipping.versions import (
 )
 from nbdist.wire.definitions import SYSTEM_NAMES, Import
 from nbdist.wire.identity import Identity, is_atomic
-from nbdist.wire.payload import Payload, pack_frames, size_of
+from nbdist.wire.payload import Packed, packing, size_of
 from nbdist.wire.pickling import Pickled, join, pickle
-from nbdist.wire.shared_memory import Segment
+from nbdist.wire.shared_memory import Buffer
 from nbdist.wire.unshippable import PICKLING_ERRORS, fails_in, parts, unshippable
 from nbdist.words import count, name_ranks
 from nbdist.world.names import NameTable, Shipped
@@ -41,19 +41,22 @@ _MISSING = object()
 class Shipment:
     """Names with their values, ready to travel.
 
-    `notices` are lines for the user, to be shown before it is sent.  Keep `segment` open
-    until the ranks have the payload; `records` is for `Session.submit`.
+    `notices` are lines for the user, to be shown before it is sent; `records` is for
+    `Session.submit`.  `frames` show the values' own memory: pack them before these change.
     """
 
     names: tuple[str, ...]
-    payload: Payload
-    segment: Segment | None
+    frames: Sequence[Buffer]
     bytes: int
     notices: tuple[str, ...]
     records: Mapping[str, Shipped]
 
     def __repr__(self) -> str:
         return f"<Shipment {', '.join(self.names) or 'of nothing'}, {format_size(self.bytes)}>"
+
+    def packing(self) -> Generator[int, None, Packed]:
+        """Make its payload; yields how many bytes have been copied so far."""
+        return packing(self.frames)
 
 
 def plan(
@@ -256,16 +259,15 @@ class _Plan:
             pickles.append(self._pickle_group(group))
             self._announce(group, pickles[-1])
         frames = join(pickles)
-        payload, segment = pack_frames(frames)
         names = [*plain, *(name for group in groups for name in group)]
         records = {name: self._looks[name].record for name in names}
         size = size_of(frames)
-        return Shipment(tuple(names), payload, segment, size, tuple(self._notices), records)
+        return Shipment(tuple(names), frames, size, tuple(self._notices), records)
 
     def _words_only(self) -> Shipment | None:
         if not self._notices:
             return None
-        return Shipment((), Payload(), None, 0, tuple(self._notices), {})
+        return Shipment((), (), 0, tuple(self._notices), {})
 
     def _pickle_group(self, group: list[str]) -> Pickled:
         known = self._looks[group[0]].pickled

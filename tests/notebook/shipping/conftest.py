@@ -13,6 +13,7 @@ import pytest
 from nbdist.notebook.shipping.free_names import names_bound
 from nbdist.notebook.shipping.plan import Shipment, plan
 from nbdist.output.events import Done
+from nbdist.wire.shared_memory import to_end
 from nbdist.world.names import NameTable
 
 _here = runpy.run_path(str(Path(__file__).parents[2] / "wire" / "receiver.py"))
@@ -59,12 +60,13 @@ class House:
             return
         self.notices += shipment.notices
         if shipment.names:
-            self.worker.bind_payload(shipment.payload)
+            payload, segment = to_end(shipment.packing())
+            self.worker.bind_payload(payload)
             self.table.sent(shipment.records)
             for rank in ranks:
                 self.table.finished(rank, Done("ok", 0.0), shipment.records)
-        if shipment.segment:
-            shipment.segment.close()
+            if segment:
+                segment.close()
 
     def names(self, source: str, ranks: tuple[int, ...] = ALL) -> set[str]:
         """What a cell would take along, without sending it."""

@@ -9,6 +9,7 @@ import pytest
 
 from nbdist.errors import UnshippableName
 from nbdist.notebook.shipping.plan import plan
+from nbdist.wire.shared_memory import to_end
 
 ALL = (0, 1)
 
@@ -228,8 +229,10 @@ def test_big_values_are_announced(house: Any) -> None:
     assert shipment
     assert shipment.notices == ("shipping corpus (200 MB) to 4 ranks",)
     assert shipment.bytes > 200_000_000
-    assert shipment.segment
-    shipment.segment.close()
+    payload, segment = to_end(shipment.packing())
+    assert segment
+    assert payload.segment == segment.ref
+    segment.close()
 
 
 def test_a_function_that_drags_a_big_value_along_is_told_apart(house: Any) -> None:

@@ -1,0 +1,146 @@
+"""Tests of `nbdist.notebook.transfer`: how far a transfer is, and Stop in the middle of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Generator, Iterator
+
+import pytest
+
+from nbdist.notebook import transfer
+from nbdist.notebook.display import PlainDisplay
+from nbdist.notebook.transfer import moved, progress_text
+from tests.notebook.front_end import Notebook, Outcome
+
+pytestmark = pytest.mark.shared_world
+
+
+def copying(ended: list[str]) -> Generator[int, None, str]:
+    """Copies 3 KiB."""
+    try:
+        yield from (1024, 2048, 3072)
+    finally:
+        ended.append("released")
+    return "made"
+
+
+def test_progress_text():
+    """How much of how much, and how fast."""
+    text = progress_text("gathering x", 3 << 29, 2 << 30, 2.0)
+    assert text == "gathering x: 1.5 GiB of 2 GiB · 768 MiB/s"
+
+
+def test_nothing_is_said_at_first(capsys: pytest.CaptureFixture[str]):
+    """What is made comes back all the same."""
+    assert moved(copying([]), 3072, PlainDisplay(), "shipping x") == "made"
+    assert capsys.readouterr().out == ""
+
+
+def test_lines_of_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """They cannot take one another's place: after each it takes as long again."""
+    monkeypatch.setattr(transfer, "FIRST_SHOWN", 0.0)
+    moved(copying([]), 3072, PlainDisplay(), "shipping x")
+    assert capsys.readouterr().out.startswith("shipping x: 1 KiB of 3 KiB · ")
+
+
+def test_stop_releases_what_there_is(monkeypatch: pytest.MonkeyPatch):
+    """At once, not when Python looks for what nobody holds."""
+
+    class Display(PlainDisplay):
+        def wait_for(self, text: str) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(transfer, "FIRST_SHOWN", 0.0)
+    ended: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        moved(copying(ended), 3072, Display(), "shipping x")
+    assert ended == ["released"]
+
+
+SLOWLY = """
+import nbdist.notebook.transfer, nbdist.wire.shared_memory
+nbdist.notebook.transfer.FIRST_SHOWN = nbdist.notebook.transfer.REDRAW = 0
+nbdist.wire.shared_memory.PIECE = 1 << 17
+import numpy as np
+old = np.arange(5)
+"""
+
+HELD = """
+import os
+def held():
+    links = []
+    for n in os.listdir('/proc/self/fd'):
+        try: links.append(os.readlink(f'/proc/self/fd/{n}'))
+        except OSError: pass
+    return sum('memfd:nbdist' in link for link in links)
+"""
+
+THERE = f"""%%distributed -n 2
+{HELD}
+import nbdist.wire.shared_memory, nbdist.worker.namespace
+nbdist.wire.shared_memory.PIECE = 1 << 17
+nbdist.worker.namespace.MOVED_EVERY = 0
+import numpy as np
+theirs = np.ones(5_000_000)
+"""
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Notebook]:
+    """A notebook and two workers that copy a little at a time, and say so at once."""
+    notebook = Notebook("%load_ext nbdist", SLOWLY, HELD, THERE)
+    yield notebook
+    notebook.close()
+
+
+def stop_at(notebook: Notebook, text: str) -> Callable[[Outcome], None]:
+    """Presses Stop once this is shown."""
+    pressed: list[int] = []
+
+    def look(outcome: Outcome) -> None:
+        shown = [each["data"]["text/plain"] for each in (*outcome.displays, *outcome.updates)]
+        if not pressed and any(text in each for each in shown):
+            pressed.append(1)
+            os.kill(notebook.process.pid, signal.SIGINT)
+
+    return look
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("%dist_push new", "shipping new: "),
+        ("%%distributed\nnew[0]", "shipping new: "),
+        ("%dist_scatter new", "scattering new: "),
+        ("%dist_gather theirs --as new", "gathering theirs: "),
+    ],
+)
+def test_stop_in_the_middle(slow: Notebook, line: str, what: str):
+    """The name is what it was, here and there, and no memory is left; then it works."""
+    slow.run("new = np.arange(5_000_000.)")
+    slow.run("%%distributed\nnew = 'as it was'" if "gather" not in line else "pass")
+    if "distributed" in line:
+        slow.run("new = np.arange(5_000_001.)")
+    stopped = slow.run(line, stop_at(slow, what))
+    assert "KeyboardInterrupt: ranks 0-1 have stopped" in stopped.error
+    assert slow.value("bool(new.sum() > 1e9), held()") == (True, 0)
+    slow.run("%dist_gather type(globals().get('new')).__name__,held() --as there")
+    if "gather" not in line:
+        assert slow.value("there") == [("str", 0)] * 2
+    outcome = slow.run(line)
+    assert outcome.errors == []
+    drawn = [each["data"]["text/plain"] for each in (*outcome.displays, *outcome.updates)]
+    assert any(what in each and "MiB/s" in each for each in drawn)
+    slow.run("%dist_gather len(globals().get('new')) --as there")
+    if "gather" not in line:
+        assert sum(slow.value("there")) >= 5_000_000
+    else:
+        assert slow.value("[float(each.sum()) for each in new]") == [5e6, 5e6]
+
+
+def test_a_name_that_a_cell_has_deleted(slow: Notebook):
+    """The workers lack it: the next cell that uses it takes it along again."""
+    slow.run("limit = 7")
+    slow.run("%%distributed\nprint(limit)\ndel limit")
+    assert "7" in slow.run("%%distributed\nprint(limit)").text
