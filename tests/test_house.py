@@ -40,7 +40,17 @@ FLOORS = {
         "launch",
         "output",
     },
-    "terminal": {"words", "errors", "topology", "config", "folders", "wire", "world", "output"},
+    "terminal": {
+        "words",
+        "errors",
+        "topology",
+        "config",
+        "folders",
+        "wire",
+        "world",
+        "output",
+        "notebook.command",  # the names of all magics
+    },
     "node": {"words", "errors", "topology", "folders", "output.events", "wire"},
     "worker": {"words", "errors", "folders", "output.events", "wire"},
     # The package itself has the public names, which it takes from everywhere on the

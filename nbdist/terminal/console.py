@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 
 from nbdist import __version__
+from nbdist.errors import UsageError
 from nbdist.terminal.looking import Worlds
 from nbdist.terminal.picture import CpuMeter, as_lines
 from nbdist.terminal.top import show_top
@@ -23,7 +24,23 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.command == "top":
         show_top(options.seconds, options.times)
         return 0
+    if options.command in ("enable", "disable"):
+        return _configure(options)
     return show_status()
+
+
+def _configure(options: argparse.Namespace) -> int:
+    """Do `nbdist enable` or `nbdist disable`."""
+    # IPython and all magics are imported for these alone.
+    from nbdist.terminal.enabling import disable, enable
+
+    try:
+        if options.command == "enable":
+            return enable(options.profile, is_sure=options.yes)
+        return disable(options.profile)
+    except UsageError as error:
+        sys.stderr.write(f"nbdist: {error}\n")
+        return 2
 
 
 def show_status() -> int:
@@ -42,7 +59,7 @@ def show_status() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("nbdist", description="Look at the workers of your notebooks.")
+    parser = argparse.ArgumentParser("nbdist", description="nbdist outside of notebooks.")
     parser.add_argument("--version", action="version", version=f"nbdist {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("status", help="what each worker does now, also while a cell runs")
@@ -51,6 +68,14 @@ def _parser() -> argparse.ArgumentParser:
         "-d", "--seconds", type=_seconds, default=2.0, help="between two looks (2; at least 0.5)"
     )
     top.add_argument("-n", "--times", type=int, default=0, help="look so many times, then end")
+    for name, what in (
+        ("enable", "have notebooks find the magics without %%load_ext nbdist"),
+        ("disable", "take that back"),
+    ):
+        configuring = commands.add_parser(name, help=what)
+        configuring.add_argument("--profile", default="default", help="of IPython (default)")
+        if name == "enable":
+            configuring.add_argument("-y", "--yes", action="store_true", help="do not ask")
     return parser
 
 
