@@ -19,6 +19,7 @@ class Pipe:
 
     asides: int
     end: int
+    tells_all: bool = False
 
 
 @pytest.fixture
@@ -86,6 +87,37 @@ def test_what_is_watched_no_more(link: Any):
 
     asyncio.run(main())
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_what_goes_on(link: Any):
+    """It is called again and again, at once where there is news, until it goes on no more."""
+    noticed: list[float] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        third = asyncio.Event()
+
+        def notice() -> None:
+            noticed.append(loop.time())
+            if len(noticed) == 3:
+                third.set()
+
+        watch = IdleWatch(notice)
+        watch.follow(link)
+        watch.goes_on = True
+        assert link.tells_all
+        await third.wait()
+        os.write(link.end, b"x")
+        await asyncio.sleep(0.01)
+        assert len(noticed) == 4
+        watch.goes_on = False
+        assert not link.tells_all
+        await asyncio.sleep(2.5 * PAUSE)
+        watch.stop()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert noticed[2] - noticed[0] >= 2 * PAUSE
+    assert len(noticed) <= 5
 
 
 def test_without_a_loop(link: Any):

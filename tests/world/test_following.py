@@ -7,11 +7,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from nbdist.config import Patience
 from nbdist.world.states import State
 from nbdist.world.world import World
 
@@ -123,3 +124,32 @@ def test_a_second_stop_gives_control_back(world: World, tmp_path: Path) -> None:
     assert world.state is State.STUCK
     assert world.gather("kept") == [0, 1]
     assert not running.unfinished
+
+
+def test_it_comes_round_at_once_for_who_cannot_wait(world: World) -> None:
+    """Where nothing has come yet either: the notebook's event loop has more to do."""
+    running = world.submit(world.task("import time; time.sleep(1)"))
+    following = world.follow(running)
+    next(following)
+    rounds = 0
+    with suppress(StopIteration):
+        while True:
+            following.send(0.0)
+            rounds += 1
+    assert rounds > 100  # at its own pace it would be five
+    assert (running.unfinished, running.error()) == ((), None)
+
+
+def test_a_second_stop_where_nobody_waits(world: World, tmp_path: Path) -> None:
+    """Ranks that catch the first one are stopped by the second, and it goes on until they are."""
+    source = "import time\nfrom pathlib import Path\ntry:\n    Path(str(rank)).touch(); "
+    source += "time.sleep(600)\nexcept KeyboardInterrupt:\n    time.sleep(600)"
+    running = world.submit(world.task(source), Patience(control_timeout=None))
+    pressed = 0.0
+    for _ in world.follow(running):
+        if have_begun(tmp_path) and running.stops < 2 and time.monotonic() > pressed + 1.0:
+            pressed = time.monotonic()
+            running.stops += 1
+    assert (running.stops, running.unfinished) == (2, ())
+    assert "KeyboardInterrupt" in str(running.error())
+    assert world.gather("kept") == [0, 1]

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from nbdist.config import Patience
-from nbdist.errors import AgentLost, WorkerDied, WorldStuck
-from nbdist.output.events import Died, Done, Text
+from nbdist.config import CONTROL_TIMEOUT, Patience
+from nbdist.errors import AgentLost, CellTimedOut, WorkerDied, WorldStuck
+from nbdist.output.events import Died, Done, Failure, InputRequest, Text
 from nbdist.wire.places import Place
 from nbdist.wire.task import Source, Task
 from nbdist.world.running import Crew, RunningTask, Step
@@ -17,10 +17,13 @@ WAITS = Place(line=1, operation="barrier", is_calm=True)
 DEATH = Died(-9, time.time_ns())
 
 
-def running(*, ranks: int = 2, backend: str = "gloo", heals: bool = True) -> RunningTask:
+def running(
+    *, ranks: int = 2, backend: str = "gloo", heals: bool = True, patience: Patience | None = None
+) -> RunningTask:
     """A task on all ranks of a world, with nothing shown so far."""
     crew = Crew(ranks, backend, "here", {rank: 100 + rank for rank in range(ranks)}, {}, heals)
-    return RunningTask(Task("id", tuple(range(ranks)), Source("dist.barrier()")), Patience(), crew)
+    task = Task("id", tuple(range(ranks)), Source("dist.barrier()"))
+    return RunningTask(task, patience or Patience(), crew)
 
 
 def test_it_is_over_when_all_ranks_are_done() -> None:
@@ -85,6 +88,50 @@ def test_stop_leaves_the_freeing_to_the_agent() -> None:
         steps += task.next_steps(now)
         task.take_places({0: WAITS, 1: Place()}, now)
     assert steps == [Step.LOCATE] * 3
+
+
+@pytest.mark.parametrize("backend", ["gloo", "none"])
+def test_it_takes_too_long(backend: str) -> None:
+    """It is stopped once, and where its ranks were is the error; time to type is not counted."""
+    assert running(patience=Patience(timeout=0.5)).seconds_to_look(time.monotonic()) <= 0.5
+    task = running(backend=backend, patience=Patience(hang_timeout=1000.0, timeout=500.0))
+    now = time.monotonic()
+    assert Step.TIME_OUT not in task.next_steps(now + 490)
+    task.prompts.receive(0, InputRequest(1, "name? "), now)
+    assert Step.TIME_OUT not in task.next_steps(now + 600)
+    task.prompts.drop(0, now + 600)
+    assert Step.TIME_OUT in task.next_steps(now + 1101)
+    task.take_places({0: WAITS, 1: Place(line=1)}, now)
+    task.time_out()
+    task.stop(now + 1101)
+    assert Step.TIME_OUT not in task.next_steps(now + 1200)
+    stopped = Failure("KeyboardInterrupt", "", (), 1)
+    for rank in (0, 1):
+        task.receive(rank, stopped)
+        task.receive(rank, Done("error", 0.1))
+    assert isinstance(task.error(), CellTimedOut)
+    assert "after 500 s, as `--timeout` says: rank 0 waits in barrier" in str(task.error())
+
+
+def test_an_error_of_its_own_before_it_takes_too_long() -> None:
+    """It is the cause, not that the others were stopped."""
+    task = running(patience=Patience(timeout=1.0))
+    task.receive(0, Failure("ValueError", "bad shard", (), 1))
+    task.receive(0, Done("error", 0.1))
+    task.time_out()
+    task.receive(1, Failure("KeyboardInterrupt", "", (), 2))
+    task.receive(1, Done("error", 0.1))
+    assert "ValueError: bad shard" in str(task.error())
+
+
+def test_where_nobody_waits_for_control() -> None:
+    """Stop goes on until the ranks have ended, however often it comes."""
+    task, other = running(patience=Patience(control_timeout=None)), running()
+    for each in (task, other):
+        each.stops = 2
+        each.stop(10.0)
+    assert (task.give_up_at, task.wants_control(0)) == (float("inf"), False)
+    assert (other.give_up_at, other.wants_control(0)) == (10.0 + CONTROL_TIMEOUT, True)
 
 
 def test_a_stop_is_counted() -> None:
