@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from nbdist import World
+from tests.libraries.bars import drawn
 from tests.worlds import NewWorld
 
 pytestmark = [pytest.mark.shared_world, pytest.mark.timeout(120)]
@@ -92,10 +93,12 @@ for epoch in range(4):
 
 
 def test_lightning(world: World) -> None:
-    """`Trainer(devices=2, strategy="ddp")` uses these ranks and starts no processes."""
+    """`Trainer(devices=2, strategy="ddp")` uses these ranks, whose bars are seen; no processes."""
     needs("lightning")
-    world.execute(
+    found = drawn(
+        world,
         """
+import time
 import lightning
 import psutil
 
@@ -106,22 +109,33 @@ class Module(lightning.LightningModule):
 
     def training_step(self, batch, number):
         x, y = batch
+        time.sleep(0.04)  # for the bar to be seen
         return nn.functional.cross_entropy(self.model(x), y)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 module = Module()
-trainer = lightning.Trainer(
-    devices=2, strategy="ddp", accelerator="cpu", max_epochs=2, logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-)
-trainer.fit(module, DataLoader(TensorDataset(inputs, targets), batch_size=8))
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+
+def trainer_with(bar):
+    return lightning.Trainer(
+        devices=2, strategy="ddp", accelerator="cpu", max_epochs=2, logger=False, callbacks=[bar],
+        enable_checkpointing=False, enable_model_summary=False,
+    )
+
+loader = DataLoader(TensorDataset(inputs, targets), batch_size=8)
+trainer_with(RichProgressBar()).fit(module, loader)
+trainer = trainer_with(TQDMProgressBar())
+trainer.fit(module, loader)
 children = len(psutil.Process().children())
 model = module.model
 """
-        + SAME
+        + SAME,
     )
+    assert found.is_seen_moving("Epoch 0/1")  # rich's
+    assert found.is_seen_moving("Epoch 0")  # tqdm's
+    assert found.ranks == {(0,)}
     assert in_all(world, "(trainer.world_size, trainer.global_step, children)") == {(2, 8, 0)}
     assert world.gather("trainer.global_rank") == [0, 1]
     assert in_all(world, "same") == {True}
@@ -129,27 +143,37 @@ model = module.model
 
 
 def test_transformers(world: World, tmp_path: object) -> None:
-    """Hugging Face's `Trainer` trains a tiny model of its own kind on both ranks."""
+    """Hugging Face's `Trainer` trains a tiny model on both ranks; rank 0 shows how far it is."""
     needs("transformers")
     needs("accelerate")
-    world.execute(
+    found = drawn(
+        world,
         """
+import time
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 torch.manual_seed(2)
 config = BertConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
                     intermediate_size=16, max_position_embeddings=8, num_labels=2)
 tokens = torch.randint(0, 32, (32, 8))
-rows = [{"input_ids": row, "labels": (row.sum() % 2)} for row in tokens]
+class Rows(list):
+    def __getitem__(self, index):
+        time.sleep(0.02)  # for the bar to be seen
+        return super().__getitem__(index)
+
+rows = Rows({"input_ids": row, "labels": (row.sum() % 2)} for row in tokens)
 arguments = TrainingArguments(folder, per_device_train_batch_size=4, max_steps=4, use_cpu=True,
-                              report_to=[], save_strategy="no", disable_tqdm=True)
+                              report_to=[], save_strategy="no", logging_steps=1)
 trainer = Trainer(BertForSequenceClassification(config), arguments, train_dataset=rows)
 done = trainer.train()
 model = trainer.model
 """
         + SAME,
-        names={"folder": str(tmp_path)},
+        {"folder": str(tmp_path)},
     )
+    assert found.is_seen_moving("")
+    assert found.ranks == {(0,)}
+    assert "100%|██████████| 4/4 [" in found.final
     assert in_all(world, "(arguments.world_size, done.global_step)") == {(2, 4)}
     assert world.gather("arguments.process_index") == [0, 1]
     assert in_all(world, "same") == {True}
