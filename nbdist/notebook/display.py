@@ -13,8 +13,9 @@ from IPython.display import clear_output, display, update_display
 from nbdist.notebook.cell_text import cell_magic
 from nbdist.notebook.figures import save_figures
 from nbdist.output.bars import merged_line
+from nbdist.output.final import final_layout
 from nbdist.output.html import panel_html
-from nbdist.output.layout import Panel, final_layout, live_layout
+from nbdist.output.layout import Panel, live_layout
 from nbdist.output.markup import dim, panel
 from nbdist.output.plain import PlainLines
 from nbdist.output.rich import figures, leftovers

@@ -10,7 +10,8 @@ from nbdist.errors import AgentLost, NbdistError, WorkerError
 from nbdist.output.ansi import strip
 from nbdist.output.events import Died, Failure, RankError
 from nbdist.output.folding import said_by
-from nbdist.output.markup import LINES, RED, barred, bold, dim, line, panel, traceback_html
+from nbdist.output.markup import LINES, RED, barred, bold, dim, line, panel
+from nbdist.output.tracebacks import traceback_html
 from nbdist.output.wording import error_text, fold_ranks, traceback_text
 from nbdist.words import name_ranks
 from nbdist.world.running import RunningTask

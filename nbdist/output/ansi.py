@@ -100,6 +100,20 @@ def strip(text: str) -> str:
     return SGR.sub("", text) if "\x1b" in text else text
 
 
+def cut(text: str, width: int) -> tuple[str, str]:
+    """Part a text after so many characters, each part with its colours."""
+    style, position, shown = PLAIN, 0, 0
+    for code in SGR.finditer(text):
+        if shown + code.start() - position >= width:
+            break
+        shown += code.start() - position
+        style, position = restyle(style, code[1]), code.end()
+    end = position + width - shown
+    if style == PLAIN or end >= len(text):
+        return text[:end], text[end:]
+    return f"{text[:end]}{RESET}", f"\x1b[{style.codes}m{text[end:]}"
+
+
 # --- as HTML ----------------------------------------------------------------------------
 
 Rgb = tuple[int, int, int]
@@ -127,6 +141,8 @@ _CUBE = (0, 95, 135, 175, 215, 255)
 # Relative luminance between which text can be read on both white and near-black.
 _DARKEST, _LIGHTEST = 0.08, 0.38
 _MARKED = 0.4
+# Text with less contrast to its background becomes black or white.
+_FAINT, _MIDDLE = 3.5, 0.18
 
 
 def ansi_html(text: str) -> str:
@@ -173,6 +189,8 @@ def _colour_rules(style: Style) -> list[str]:
         # The page's own colours are not known: grey stands for the text's as a background.
         front, back = back, front or (128, 128, 128)
     if front and back:
+        if _contrast(front, back) < _FAINT:
+            front = (0, 0, 0) if _luminance(back) > _MIDDLE else (255, 255, 255)
         return [f"color:{_hex(front)}", f"background-color:{_hex(back)}"]
     if front:
         return [f"color:{_hex(_legible(front))}"]
@@ -221,6 +239,12 @@ def _legible(colour: Rgb) -> Rgb:
 def _luminance(colour: Rgb) -> float:
     red, green, blue = (float((part / 255) ** 2.2) for part in colour)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def _contrast(one: Rgb, other: Rgb) -> float:
+    """Give the ratio by which WCAG judges text on a background: 1 for equal colours."""
+    low, high = sorted((_luminance(one), _luminance(other)))
+    return (high + 0.05) / (low + 0.05)
 
 
 def _mix(colour: Rgb, other: int, share: float) -> Rgb:

@@ -219,7 +219,7 @@ def columns(bars: RankBars) -> tuple[str, str, str, str, str, str]:
     """Give the cells of a row beside the bar: name, per cent, amount, times, rate, the rest."""
     bar = bars.bar
     percent = "" if bar.fraction is None else percent_text(bar.fraction)
-    times = times_text(bar.elapsed, bar.remaining)
+    times = times_text(bar.elapsed, None if bar.is_finished else bar.remaining)
     return _short(bars.name), percent, bar.amount, times, bar.rate, bar.rest
 
 

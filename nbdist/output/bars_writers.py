@@ -7,11 +7,11 @@ from nbdist.output.markup import AMBER, BLUE, GREEN, bold, coloured, dim, line, 
 from nbdist.output.wording import clip
 from nbdist.words import name_ranks
 
-_CELL = "padding:0 12px 0 0;border:none;vertical-align:middle;text-align:left;white-space:nowrap"
+_CELL = "padding:0 10px 0 0;border:none;vertical-align:middle;text-align:left;white-space:nowrap"
 _RIGHT = _CELL.replace("text-align:left", "text-align:right")
 _REST = _CELL.replace("white-space:nowrap", "white-space:normal")
 _FILL = "display:inline-block;vertical-align:middle;height:10px;border-radius:2px"
-_TRACK = f"{_FILL};width:120px;background-color:rgba(128,128,128,0.25);line-height:0"
+_TRACK = f"{_FILL};width:100px;background-color:rgba(128,128,128,0.25);line-height:0"
 _LONGEST_REST = 120
 _CELLS, _PARTS = 20, " ▏▎▍▌▋▊▉"
 
@@ -26,7 +26,7 @@ def _row(bars: RankBars, *, is_slowest: bool) -> list[tuple[str, str]]:
     name, percent, amount, times, rate, rest = columns(bars)
     end = dim(clip(rest, _LONGEST_REST))
     if is_slowest:
-        end = f"{coloured('slowest', AMBER)} {end}"
+        end = f"{end} {coloured('slowest', AMBER)}"
     return [
         (_CELL, bold(name_ranks([bars.rank]))),
         (_CELL, dim(name)),

@@ -26,11 +26,12 @@ from nbdist.output.markup import (
     panel,
     size,
     table,
-    traceback_html,
 )
 from nbdist.output.rank_transcript import Shown, State
 from nbdist.output.rich import embed, is_image, is_leftover
 from nbdist.output.screen import Line
+from nbdist.output.tiles import tile_style, tiled, tiles_html
+from nbdist.output.tracebacks import traceback_html
 from nbdist.output.wording import clip, more_ranks, traceback_text
 from nbdist.words import count, format_ranks, name_ranks
 
@@ -38,7 +39,8 @@ MOST_BYTES, MOST_LIVE_BYTES = 1_000_000, 64_000
 _HEAD_BYTES = 40_000  # The head, the squares, and the tags of the outermost blocks.
 _SMALLEST_BLOCK = 1500
 _BLOCK_BYTES = 600  # The tags of a block and the notes in it.
-_WIDTH, _LIVE_WIDTHS = 4000, (400, 200, 100, 40)
+# Wide enough for what people print; a line that does not fit in its block is cut.
+_WIDTHS, _LIVE_WIDTHS = (100_000, 4000, 400), (400, 200, 100, 40)
 _TALL_LINES = 30
 _TRACEBACKS = ((100, 1000), (30, 400), (5, 200), (1, 100))  # lines, and their width
 _LIVE_TRACEBACK_LINES = 24
@@ -117,18 +119,29 @@ class _Room:
 
 def _final(shown: Panel) -> str:
     room = _Room(MOST_BYTES - _HEAD_BYTES, len(shown.blocks) + len(shown.rest))
-    parts = [_final_block(block, room) for block in shown.blocks]
-    if shown.rows:
+    parts = [_head(shown), line(dim(shown.spread))]
+    parts += [_side_by_side(blocks, room) for blocks in tiled(shown.blocks)]
+    if shown.bars:
+        parts.append(bars_html(shown.bars))
+    elif shown.rows:
         parts.append(_values(shown.rows))
     if shown.rest:
         parts.append(_rest(shown.rest, room))
-    return panel(_head(shown), *parts, line(dim(shown.note)))
+    if shown.silent:
+        parts.append(line(dim(f"{name_ranks(shown.silent)}: no output")))
+    return panel(*parts, line(dim(shown.note)))
+
+
+def _side_by_side(blocks: list[Block], room: _Room) -> str:
+    if len(blocks) == 1:
+        return _final_block(blocks[0], room)
+    return tiles_html(_final_block(block, room, tile_style(block)) for block in blocks)
 
 
 def _values(rows: Iterable[Row]) -> str:
     """Write two columns: which ranks, and their value; equal values once."""
     found = table(
-        [(_VALUE, dim(name_ranks(row.ranks))), (_VALUE, lines_html([row.line], _WIDTH))]
+        [(_VALUE, dim(name_ranks(row.ranks))), (_VALUE, lines_html([row.line], _WIDTHS[0]))]
         for row in rows
     )
     return f'<div style="max-height:560px;overflow:auto">{found}</div>'
@@ -139,17 +152,18 @@ def _rest(blocks: tuple[Block, ...], room: _Room) -> str:
     ranks = [rank for block in blocks for rank in block.group.ranks]
     title = bold(f"{count(len(ranks), 'more rank')}")
     said = dim(f"with output of their own: {format_ranks(ranks)}")
-    parts = []
-    for done, block in enumerate(blocks):
-        if room.left < _SMALLEST_BLOCK:
+    parts, done = [], 0
+    for run in tiled(blocks):
+        if room.left < _SMALLEST_BLOCK * len(run):
             left = [rank for missing in blocks[done:] for rank in missing.group.ranks]
             parts.append(line(dim(f"{name_ranks(left)}: %dist_output -r {format_ranks(left)}")))
             break
-        parts.append(_final_block(block, room))
+        parts.append(_side_by_side(run, room))
+        done += len(run)
     return details(f"{title} {said}", "".join(parts), GREY, is_open=False)
 
 
-def _final_block(block: Block, room: _Room) -> str:
+def _final_block(block: Block, room: _Room, style: str = "") -> str:
     """Write one group: its title, and its output when opened."""
     share = room.share()
     error = _final_error(block, share // 2)
@@ -158,7 +172,7 @@ def _final_block(block: Block, room: _Room) -> str:
     if block.failed:
         title += f" {coloured(clip(block.failed, 200), RED)}"
     colour = _COLOURS[block.group.state]
-    html = details(title, body + error, colour, is_open=block.is_open)
+    html = details(title, body + error, colour, is_open=block.is_open, style=style)
     room.left -= size(html) - image_bytes
     return html
 
@@ -202,17 +216,25 @@ def _fit(items: tuple[Item, ...], budget: int) -> list[Item]:
 
 
 def _newest(lines: list[Line], budget: int) -> tuple[list[Line], int]:
+    kept: list[Line] = []
     used = 0
-    for number, each in enumerate(reversed(lines)):
-        cost = size(lines_html([each], _WIDTH))
-        if used + cost > budget:
-            return lines[len(lines) - number :], used
+    for each in reversed(lines):
+        for width in _WIDTHS:
+            line_here = each._replace(text=clip(each.text, width))
+            if len(line_here.text) > budget - used:
+                continue  # No HTML is shorter, and it takes long to be written.
+            cost = size(lines_html([line_here], _WIDTHS[0]))
+            if used + cost <= budget:
+                break
+        else:
+            break
+        kept.append(line_here)
         used += cost
-    return lines, used
+    return kept[::-1], used
 
 
 def _text(lines: list[Line]) -> str:
-    html = lines_html(lines, _WIDTH)
+    html = lines_html(lines, _WIDTHS[0])
     if len(lines) <= _TALL_LINES:
         return html
     return f'<div style="{_TALL}"><div>{html}</div></div>'
@@ -227,7 +249,7 @@ def _final_display(shown: Shown) -> str:
     html = embed(shown.display)
     if html is not None:
         return _display_html(html)
-    lines = [Line(text, stderr=False) for text in shown.plain.split("\n")]
+    lines = [Line(clip(text, _WIDTHS[1]), stderr=False) for text in shown.plain.split("\n")]
     return _text(lines) + (line(dim("shown below")) if is_leftover(shown.display.data) else "")
 
 

@@ -6,17 +6,16 @@ second, a final one has everything of interest and can be opened and closed.  Pu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeAlias
 
-from nbdist.output.ansi import strip
 from nbdist.output.bars import BarTable, bar_table
 from nbdist.output.events import Failure
-from nbdist.output.folding import Group, Likeness, fold_shown, fold_tail
-from nbdist.output.rank_transcript import Gap, RankTranscript, Shown, State
-from nbdist.output.screen import Line, Screen
+from nbdist.output.folding import Group, Likeness
+from nbdist.output.rank_transcript import Gap, Shown, State
+from nbdist.output.screen import Line
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import (
     error_text,
@@ -25,7 +24,7 @@ from nbdist.output.wording import (
     ranks_text,
     seconds_text,
 )
-from nbdist.words import count, format_ranks
+from nbdist.words import format_ranks
 
 # Where a rank's full output is: a mapping or a function from the rank.
 Logs: TypeAlias = Mapping[int, str] | Callable[[int], "str | None"] | None
@@ -46,14 +45,7 @@ _LIKENESS: dict[Likeness, str] = {
     "line": "stopped in the same line",
 }
 
-# Of final layouts.
-_MANY_GROUPS = 16
-_LONGEST_VALUE = 100
-_MOST_VALUES = 256
-_MOST_LINES, _FEWER_LINES, _FEWER_LINES_FROM = 200, 50, 64
-_OPEN_LINES = 60
-
-# Of live ones.
+# Of live layouts.
 _LIVE_LINES, _LIVE_LINES_OF_FAILED = 24, 8
 _FEW_GROUPS = 4
 _LIVE_LINES_OF_ASKING = 60
@@ -114,8 +106,9 @@ class Panel:
 
     `squares` is a numbered square for each rank or run of ranks where there are many; the
     ranks of `more` have no block and those of `more_rows` no row; `rest` are blocks behind one
-    line; `bars` come after the blocks of failed ranks; `now` is what ranks use at the moment, and
-    `foot` a last line.  A panel without states says all in one dim line.
+    line; `bars` come after the blocks of failed ranks, in a finished cell for `rows`; `spread`
+    says how far numbers lie apart, and `silent` are ranks without output; `now` is what ranks use
+    at the moment, and `foot` a last line.  A panel without states says all in one dim line.
     """
 
     ranks: str
@@ -128,120 +121,14 @@ class Panel:
     foot: str = ""
     note: str = ""
     is_live: bool = False
+    spread: str = ""
     bars: BarTable | None = None
     blocks: tuple[Block, ...] = ()
     more: tuple[int, ...] = ()
     rows: tuple[Row, ...] = ()
     more_rows: tuple[int, ...] = ()
     rest: tuple[Block, ...] = ()
-
-
-# --- final ------------------------------------------------------------------------------
-
-
-def final_layout(transcript: Transcript, logs: Logs = None, note: str = "") -> Panel:
-    """Lay out a finished cell.
-
-    `logs` gives the name of a rank's log file; `note` is a line at the end.
-    """
-    seconds = seconds_text(transcript.elapsed())
-    if transcript.is_silent and not transcript.failed:
-        return Panel(ranks_text(transcript.ranks), seconds, pace=_pace(transcript), note=note)
-    groups = transcript.groups()
-    rows = _values(groups)
-    main, rest = ([], []) if rows else _parted(groups, transcript.ranks[0])
-    return Panel(
-        ranks_text(transcript.ranks),
-        seconds,
-        _state_counts(transcript),
-        _pace(transcript),
-        *_squares(transcript),
-        note=note,
-        blocks=_final_blocks(transcript, main, logs, _OPEN_LINES),
-        rows=rows,
-        rest=_final_blocks(transcript, rest, logs, 0),
-    )
-
-
-def _values(groups: Sequence[Group]) -> tuple[Row, ...]:
-    """Make a row for each group where every rank has shown one short line and nothing else."""
-    if len(groups) > _MOST_VALUES:
-        return ()
-    found = [(group, value) for group in groups if (value := _value(group)) is not None]
-    rows = (Row(group.ranks, value, sameness(group)) for group, value in found)
-    return tuple(rows) if len(found) == len(groups) else ()
-
-
-def _value(group: Group) -> Line | None:
-    """Find the single short line that is all a rank has shown."""
-    if group.state != "ok" or len(group.shown.said) != 1:
-        return None
-    match group.shown.said[0], group.tail(1):
-        case Screen() as screen, [Line() as line] if screen.end == 1:
-            pass
-        case _, [Shown(display=display) as shown] if list(display.data) == ["text/plain"]:
-            line = Line(shown.plain, stderr=False)
-        case _:
-            return None
-    is_short = len(strip(line.text)) <= _LONGEST_VALUE and "\n" not in line.text
-    return line if is_short else None
-
-
-def _parted(groups: list[Group], first: int) -> tuple[list[Group], list[Group]]:
-    """Part the groups with a block each from those that stand back where they are too many."""
-    if len(groups) <= _MANY_GROUPS:
-        return groups, []
-    stands_out = [
-        group.ranks[0] == first or len(group.ranks) > 1 or group.has_failed for group in groups
-    ]
-    pairs = [*zip(groups, stands_out, strict=True)]
-    return [group for group, main in pairs if main], [group for group, main in pairs if not main]
-
-
-def _final_blocks(
-    transcript: Transcript, groups: Iterable[Group], logs: Logs, room: int
-) -> tuple[Block, ...]:
-    """Make blocks: the first, the failed and those with `room` lines together are open."""
-    blocks = []
-    most = _MOST_LINES if len(transcript.ranks) < _FEWER_LINES_FROM else _FEWER_LINES
-    for group in groups:
-        items = items_of(group, most)
-        lines = sum(len(item) for item in items if isinstance(item, list))
-        is_first = group.ranks[0] == transcript.ranks[0]
-        is_open = is_first or group.has_failed or lines <= room
-        room -= lines if is_open else 0
-        first = group.part == "first" and len(transcript.failed) > len(group.ranks)
-        words = [
-            "first" if first else "",
-            sameness(group),
-            _amount(group.shown),
-            "aborted" if group.state == "aborted" else "",
-        ]
-        log = _log_of(group.ranks[0], logs)
-        failed = _failed_with(group, transcript)
-        blocks.append(Block(group, _said(words), tuple(items), failed, log, is_open))
-    return tuple(blocks)
-
-
-def items_of(group: Group, limit: int) -> list[Item]:
-    """Take all displays and the last `limit` lines; what is left out is counted in its place."""
-    found: list[Item] = []
-    for pieces in reversed(group.pieces):
-        match pieces[0]:
-            case Shown():
-                found.append(fold_shown([piece for piece in pieces if isinstance(piece, Shown)]))
-            case Gap(lines=lines):
-                found.append(Hidden(lines, in_log_only=True))
-            case Screen() as piece:
-                lines_here = fold_tail(pieces, min(limit, len(piece)))
-                if lines_here:
-                    found.append(lines_here)
-                if len(piece) > len(lines_here):
-                    found.append(Hidden(len(piece) - len(lines_here), in_log_only=False))
-                if piece.dropped:
-                    found.append(Hidden(piece.dropped, in_log_only=True))
-                limit -= len(lines_here)
-    return merged(found[::-1])
+    silent: tuple[int, ...] = ()
 
 
 def merged(items: Iterable[Item]) -> list[Item]:
@@ -289,9 +176,9 @@ def live_layout(
     return Panel(
         ranks_text(transcript.ranks),
         seconds_text(transcript.elapsed(now)),
-        _state_counts(transcript),
+        state_counts(transcript),
         "",
-        *_squares(transcript),
+        *squares_of(transcript),
         note=note,
         is_live=True,
         now=" · ".join(filter(None, [usage, bars.behind if bars else "", as_of])),
@@ -313,7 +200,7 @@ def _live_block(transcript: Transcript, group: Group, limit: int) -> Block:
     known = sum(item.lines if isinstance(item, Gap) else isinstance(item, Line) for item in tail)
     earlier = group.shown.line_count - known
     words = [sameness(group), f"… {earlier:,} earlier" if earlier > 0 else ""]
-    return Block(group, _said(words), tuple(_items(tail)), _failed_with(group, transcript))
+    return Block(group, said_words(words), tuple(_items(tail)), failed_with(group, transcript))
 
 
 def _items(tail: Iterable[Line | Shown | Gap]) -> Iterable[Item]:
@@ -352,11 +239,12 @@ def sameness(group: Group) -> str:
     return _LIKENESS[group.likeness] if len(group.ranks) > 1 else ""
 
 
-def _said(words: Iterable[str]) -> tuple[str, ...]:
+def said_words(words: Iterable[str]) -> tuple[str, ...]:
+    """Keep those that say something."""
     return tuple(filter(None, words))
 
 
-def _state_counts(transcript: Transcript) -> tuple[tuple[State, int], ...]:
+def state_counts(transcript: Transcript) -> tuple[tuple[State, int], ...]:
     """Count the ranks in each state that any is in, in the order of `MARKS`."""
     states = transcript.states()
     # Both are marked alike; what happened is said where the rank is shown.
@@ -364,7 +252,7 @@ def _state_counts(transcript: Transcript) -> tuple[tuple[State, int], ...]:
     return tuple((state, states[state]) for state in MARKS if states[state])
 
 
-def _squares(transcript: Transcript) -> tuple[tuple[tuple[str, State], ...], int]:
+def squares_of(transcript: Transcript) -> tuple[tuple[tuple[str, State], ...], int]:
     """Make one for each of many ranks, or for runs of ranks where those would be too many."""
     states = [(each.rank, each.state) for each in transcript]
     if len(states) <= MANY_RANKS:
@@ -376,29 +264,7 @@ def _squares(transcript: Transcript) -> tuple[tuple[tuple[str, State], ...], int
     return tuple(squares[:_MOST_SQUARES]), max(0, len(squares) - _MOST_SQUARES)
 
 
-def _pace(transcript: Transcript) -> str:
-    """Say `slowest rank 3 (3.2 s), fastest rank 0 (1.1 s)`, "" if they hardly differ."""
-    timed = [(seconds, each.rank) for each in transcript if (seconds := each.seconds)]
-    if len(timed) < 2:
-        return ""
-    (low, fastest), (high, slowest) = min(timed), max(timed)
-    if high - low < max(0.1, 0.1 * high):
-        return ""
-    return (
-        f"slowest rank {slowest} ({seconds_text(high)}), "
-        f"fastest rank {fastest} ({seconds_text(low)})"
-    )
-
-
-def _amount(said: RankTranscript) -> str:
-    """Say `3 lines`, `1 line, 2 displays`."""
-    lines, displays = said.line_count, len(said.displays)
-    parts = [lines_text(lines)] if lines else []
-    parts += [count(displays, "display")] if displays else []
-    return ", ".join(parts)
-
-
-def _failed_with(group: Group, transcript: Transcript) -> str:
+def failed_with(group: Group, transcript: Transcript) -> str:
     """Say the group's error in one line, "" where its traceback is shown: it is the first."""
     error = group.error
     if error is None or (group.part == "first" and isinstance(error, Failure)):
@@ -408,10 +274,3 @@ def _failed_with(group: Group, transcript: Transcript) -> str:
         same = "as" if said == error_text(cause[1]) else "in the same place as"
         return f"{said} ({same} on rank {cause[0]})"
     return said
-
-
-def _log_of(rank: int, logs: Logs) -> str | None:
-    """Give the name of a rank's log file, if it has one."""
-    if logs is None:
-        return None
-    return logs.get(rank) if isinstance(logs, Mapping) else logs(rank)

@@ -6,11 +6,13 @@ colours but legible ones, and translucent backgrounds, for light and dark themes
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from html import escape
 from itertools import groupby
 
-from nbdist.output.ansi import ansi_html
+from nbdist.output.ansi import ansi_html, cut, strip
+from nbdist.output.progress import read_bar
 from nbdist.output.screen import Line
 from nbdist.output.wording import clip
 
@@ -22,6 +24,10 @@ _TABLE = (
     "text-align:left"
 )
 LINES = "white-space:pre-wrap;overflow-wrap:break-word"
+_LONG, _THREE_ROWS = 600, 230
+"""Characters from which on a line opens, and of those what is seen: three rows of a narrow page."""
+
+_DRAWN, _BAR = re.compile("[█▉▊▋▌▍▎▏]{2,}"), rf'<span style="color:{BLUE}">\g<0></span>'
 
 
 def panel(*parts: str) -> str:
@@ -52,10 +58,10 @@ def barred(body: str, colour: str, style: str = "") -> str:
     return f'<div style="{_bar(colour)}{style}">{body}</div>'
 
 
-def details(title: str, body: str, colour: str, *, is_open: bool) -> str:
+def details(title: str, body: str, colour: str, *, is_open: bool, style: str = "") -> str:
     """Do the same, with a title that opens and closes it."""
     summary = f'<summary style="cursor:pointer">{title}</summary>'
-    return f'<details{" open" * is_open} style="{_bar(colour)}">{summary}{body}</details>'
+    return f'<details{" open" * is_open} style="{_bar(colour)}{style}">{summary}{body}</details>'
 
 
 def _bar(colour: str) -> str:
@@ -74,23 +80,34 @@ def table(rows: Iterable[Iterable[tuple[str, str]]]) -> str:
 
 
 def lines_html(lines: Iterable[Line], width: int) -> str:
-    """Write lines of text, those of stderr tinted, each cut at `width` characters."""
+    """Write lines of text, those of stderr tinted, each cut at `width` characters.
+
+    A very long one is three rows high, and opens.
+    """
     parts = []
-    for is_stderr, run in groupby(lines, key=lambda line: line.stderr):
-        # An empty line would have no height in a block of its own.
-        text = "\n".join(ansi_html(clip(line.text, width)) or " " for line in run)
+    for (is_stderr, is_long), run in groupby(lines, key=_kind):
         style = f"{LINES};{_STDERR}" if is_stderr else LINES
+        texts = [clip(line.text, width) for line in run]
+        if is_long and width > _LONG:
+            parts += [f'<details style="{style}">{_opening(text)}</details>' for text in texts]
+            continue
+        # An empty line would have no height in a block of its own.
+        text = "\n".join(_DRAWN.sub(_BAR, ansi_html(text)) or " " for text in texts)
         parts.append(f'<div style="{style}">{text}</div>')
     return "".join(parts)
 
 
-def traceback_html(text: str, lines: int, width: int) -> str:
-    """Write a coloured traceback; of a long one the first line and the last `lines`."""
-    rows = text.split("\n")
-    if len(rows) > lines + 1:
-        rows = [rows[0], f"… {len(rows) - lines - 1} lines …", *rows[-lines:]]
-    body = ansi_html("\n".join(clip(row, width) for row in rows))
-    return f'<div style="{LINES}">{body}</div>'
+def _kind(line: Line) -> tuple[bool, bool]:
+    """Say whether it is tinted, as errors and warnings are but not bars, and whether it is long."""
+    is_long = len(line.text) > _LONG and len(strip(line.text[: 2 * _LONG])) > _THREE_ROWS
+    return line.stderr and read_bar(line.text) is None, is_long
+
+
+def _opening(text: str) -> str:
+    """Write the beginning of a line, and behind it the rest."""
+    start, rest = cut(text, _THREE_ROWS)
+    more = dim(f" … {len(rest):,} more characters" if "\x1b" not in rest else " … more characters")
+    return f'<summary style="cursor:pointer">{ansi_html(start)}{more}</summary>{ansi_html(rest)}'
 
 
 def size(html: str) -> int:

@@ -136,7 +136,7 @@ class RankTranscript:
     @property
     def said(self) -> list[Piece]:
         """The pieces that show something: as many on ranks whose bodies are alike."""
-        return [piece for piece in self.pieces if _key_of(piece) is not None]
+        return [piece for piece in self.pieces if not isinstance(piece, Screen) or piece.end]
 
     @property
     def is_silent(self) -> bool:

@@ -102,8 +102,8 @@ def _image(kind: str, encoded: str, metadata: MimeBundle) -> str:
         for side in ("width", "height")
         if isinstance(value := about.get(side), (int, float))
     )
-    # A height with a limited width would distort the image.
-    shape = "max-width:100%" if "height" not in about else "max-width:none"
+    # Where it has to be less wide it is less high too, whatever its attributes say.
+    shape = "max-width:100%;height:auto"
     background = {"light": ";background-color:#ffffff", "dark": ";background-color:#000000"}.get(
         str(about.get("needs_background")), ""
     )

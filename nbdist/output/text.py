@@ -6,7 +6,7 @@ saved notebooks are read in diffs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from nbdist.output.ansi import strip
 from nbdist.output.bars_writers import bars_text
@@ -14,12 +14,14 @@ from nbdist.output.events import Failure
 from nbdist.output.layout import MARKS, Block, Hidden, Item, Panel, sameness
 from nbdist.output.rank_transcript import Gap, Shown
 from nbdist.output.screen import Line
+from nbdist.output.tracebacks import traceback_rows
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import clip, error_text, in_log_only, traceback_text
 from nbdist.words import format_ranks, name_ranks
 
 MOST_CHARACTERS = 400_000
-_WIDTH, _LIVE_WIDTH = 2000, 300
+_WIDEST, _WIDTH, _LIVE_WIDTH = 100_000, 2000, 300
+_MOST_ROWS = 200
 
 
 def panel_text(shown: Panel) -> str:
@@ -57,10 +59,19 @@ def whole_text(transcript: Transcript, ranks: Iterable[int]) -> str:
 
 
 def _final(shown: Panel) -> Iterator[str]:
+    if shown.spread:
+        yield shown.spread
+    failed = len(shown.blocks) if shown.rows else 0
+    yield from _blocks(shown.blocks[:failed])
     for row in shown.rows:
         yield _header(row.ranks, row.sameness)
         yield strip(row.line.text)
-    blocks = [*shown.blocks, *shown.rest]
+    yield from _blocks((*shown.blocks[failed:], *shown.rest))
+    if shown.silent:
+        yield _header(shown.silent, "no output")
+
+
+def _blocks(blocks: Sequence[Block]) -> Iterator[str]:
     left = MOST_CHARACTERS
     for done, block in enumerate(blocks):
         share = left // (len(blocks) - done)
@@ -118,7 +129,7 @@ def _output(block: Block, budget: int) -> list[str]:
         pieces = item if isinstance(item, list) else [item]
         rows = [row for piece in pieces for row in _plain(piece)]
         for number, row in enumerate(reversed(rows)):
-            text = clip(row, _WIDTH)
+            text = clip(row, _WIDEST if len(row) < budget // 2 else _WIDTH)
             budget -= len(text) + 1
             if budget < 0:
                 hidden = Hidden(len(rows) - number, in_log_only=False)
@@ -144,9 +155,10 @@ def _error(block: Block, budget: int, *, colours: bool = False) -> list[str]:
     if block.group.part != "first" or not isinstance(error, Failure):
         return [block.failed] if block.failed else []
     text = traceback_text(error) if colours else strip(traceback_text(error))
-    rows = [clip(row, _WIDTH) for row in text.split("\n")]
-    while len(rows) > 2 and sum(map(len, rows)) > budget // 2:
-        del rows[1 : 1 + max(1, len(rows) // 2)]
+    for most in (_MOST_ROWS, 30, 5, 1):
+        rows = [clip(row, _WIDTH) for row in traceback_rows(text, most)]
+        if sum(map(len, rows)) <= budget // 2:
+            break
     return rows
 
 

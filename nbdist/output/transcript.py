@@ -86,7 +86,7 @@ class Transcript:
         alike = set(self.alike_error(first)) if first is not None else set()
         groups = [group_of(each, first, alike) for each in members]
         if failed_first:
-            groups.sort(key=lambda group: not group.has_failed)
+            groups.sort(key=lambda group: (not group.has_failed, group.part != "first"))
         return groups
 
     def _members(self, *, exactly: bool) -> list[list[RankTranscript]]:

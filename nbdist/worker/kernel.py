@@ -28,6 +28,7 @@ from nbdist.output.events import MOVED, RECORD, Done
 from nbdist.wire.task import Call, Source, Task, Work
 from nbdist.worker.breakpoints import is_debugger, leave_debugger, use_debugger
 from nbdist.worker.cell_times import CELL_TIMES
+from nbdist.worker.cell_warnings import show_cell_lines
 from nbdist.worker.compat.ipython import (
     LeavesChildren,
     number_cells,
@@ -293,4 +294,5 @@ def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
     builtins.input, getpass.getpass = app.kernel.raw_input, app.kernel.getpass
     use_debugger()
     draw_bars_as_text()
+    show_cell_lines()
     return app

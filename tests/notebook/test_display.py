@@ -75,7 +75,7 @@ def test_plain_lines_again(capsys: pytest.CaptureFixture[str]) -> None:
     for kind in (PlainDisplay, PanelDisplay):
         kind().again(transcript, {})
     *lines, drawn = capsys.readouterr().out.splitlines()
-    assert lines == ["2 ranks · 1.0 s · ✓ 2", "── rank 0 ──", "a", "b", "── rank 1 ──"]
+    assert lines == ["2 ranks · 1.0 s · ✓ 2", "── rank 0 ──", "a", "b", "── rank 1 (no output) ──"]
     assert ast.literal_eval(drawn)["text/plain"].splitlines() == lines
 
 

@@ -10,8 +10,9 @@ from html.parser import HTMLParser
 import pytest
 
 from nbdist.output.events import Died, Display, Done, Failure, Output, Text
+from nbdist.output.final import final_layout
 from nbdist.output.html import panel_html
-from nbdist.output.layout import Logs, final_layout, live_layout
+from nbdist.output.layout import Logs, live_layout
 from nbdist.output.text import panel_text
 from nbdist.output.transcript import Transcript
 
@@ -19,6 +20,10 @@ from nbdist.output.transcript import Transcript
 TAGS = {"div", "span", "details", "summary", "table", "tbody", "tr", "td", "img"}
 ATTRIBUTES = {"style", "open", "src", "width", "height"}
 STYLES = {
+    "align-items",
+    "column-gap",
+    "flex",
+    "flex-wrap",
     "background-color",
     "border",
     "border-collapse",

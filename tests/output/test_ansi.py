@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from nbdist.output.ansi import ansi_html
+from nbdist.output.ansi import ansi_html, cut, strip
+from nbdist.output.screen import Screen
 
 
 @pytest.mark.parametrize(
@@ -18,7 +21,7 @@ from nbdist.output.ansi import ansi_html
         ("\x1b[3mi\x1b[23m\x1b[4mu\x1b[24m!", None),
         ("\x1b[38;2;200;80;10mtrue\x1b[m", '<span style="color:#c8500a">true</span>'),
         ("\x1b[38;5;28mcube\x1b[39m", '<span style="color:#008700">cube</span>'),
-        ("\x1b[31;44mboth\x1b[0m", '<span style="color:#d43a3a;background-color:#2f7fe6">both</'),
+        ("\x1b[31;44mboth\x1b[0m", '<span style="color:#000000;background-color:#2f7fe6">both</'),
         ("\x1b[2mdim", '<span style="opacity:0.65">dim</span>'),
         ("\x1b[7minverse", '<span style="background-color:rgba(128,128,128,0.4)">inverse</span>'),
         ("\x1b[38;5mbroken\x1b[38;9;9mcodes", "brokencodes"),
@@ -64,3 +67,26 @@ def luminance(html: str) -> float:
     assert found is not None
     red, green, blue = ((int(part, 16) / 255) ** 2.2 for part in found.groups())
     return float(0.2126 * red + 0.7152 * green + 0.0722 * blue)
+
+
+def test_text_on_a_background_can_be_read() -> None:
+    """As the line of a traceback that is marked: in its own colour, or in black or white."""
+    for codes, colour in (
+        ("30;43", "#000000"),
+        ("38;5;231;48;5;18", "#ffffff"),
+        ("38;5;18;48;5;20", "#ffffff"),
+    ):
+        assert f"color:{colour};" in ansi_html(f"\x1b[{codes}mx\x1b[0m")
+
+
+@given(st.lists(st.sampled_from(["ab", "\x1b[31m", "\x1b[1m", "\x1b[0m", "c"])), st.integers(0, 20))
+def test_cut(parts: list[str], width: int) -> None:
+    """Both parts together are the text, each with its colours."""
+    text = "".join(parts)
+    start, rest = cut(text, width)
+    assert (strip(start), strip(rest)) == (strip(text)[:width], strip(text)[width:])
+    whole, halves = Screen(), Screen()
+    whole.write("stdout", text)
+    for part in (start, rest):
+        halves.write("stdout", f"{part}\x1b[0m")
+    assert [line.text for line in halves.tail(1)] == [line.text for line in whole.tail(1)]

@@ -42,7 +42,7 @@ def test_html() -> None:
     html = live_html(cell(4), 12.3)
     lines = Panel(html).lines
     assert lines[1] == "rank 0epoch 163%315/50000:12<00:0725.8it/sloss=2.1<"
-    assert lines[4].endswith("slowest loss=2.1<")
+    assert lines[4].endswith("loss=2.1< slowest")
     assert re.findall(r"height:10px;border-radius:2px;width:(\d+)%", html) == [
         "63",
         "62",

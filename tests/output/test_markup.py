@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+
 from nbdist.output.markup import (
     RED,
     barred,
@@ -14,9 +19,9 @@ from nbdist.output.markup import (
     panel,
     size,
     table,
-    traceback_html,
 )
 from nbdist.output.screen import Line
+from nbdist.output.tracebacks import traceback_html
 from tests.output.lab import Panel
 
 NASTY = "</div><script>alert(1)</script>"
@@ -38,10 +43,27 @@ def test_stderr_is_tinted() -> None:
     assert ">a\n </div>" in html
 
 
-def test_long_tracebacks() -> None:
-    """The first line and the last ones are shown, and how many are missing."""
-    html = traceback_html("\n".join(f"frame {number}" for number in range(100)), 3, 100)
-    assert Panel(html).lines == ["frame 0", "… 96 lines …", "frame 97", "frame 98", "frame 99"]
+def test_bars_are_not_tinted() -> None:
+    """They are no errors, though tqdm writes to stderr; what is drawn has a colour."""
+    html = lines_html([Line("100%|██████████| 5/5 [00:04<00:00, 1.2it/s]", stderr=True)], 100)
+    assert "rgba(255,80,80,0.1)" not in html
+    assert "██████████</span>| 5/5" in html
+
+
+@given(length=st.integers(1, 30_000), is_coloured=st.booleans())
+def test_long_lines_open(*, length: int, is_coloured: bool) -> None:
+    """A line is all there; of a very long one the beginning is seen, and the rest opens."""
+    text = (",".join(map(str, range(10_000))))[:length]
+    said = f"\x1b[31m{text}\x1b[0m" if is_coloured else text
+    panel = Panel(lines_html([Line("a", stderr=False), Line(said, stderr=False)], 100_000))
+    seen = "".join(panel.words)
+    is_long = len(said) > 600
+    assert panel.opened == [False] * is_long
+    if is_long:
+        start, _more, rest = re.split(r"( … (?:[\d,]+ )?more characters\n)", seen)
+        assert len(start) <= len("a\n") + 230
+        seen = start + rest
+    assert seen == f"a\n{text}" + "\n" * (not is_long)
 
 
 def test_boxes() -> None:

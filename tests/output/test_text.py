@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbdist.output.events import Died, Display, Failure, Output, Skipped
-from nbdist.output.layout import final_layout
+from nbdist.output.final import final_layout
 from nbdist.output.text import MOST_CHARACTERS, failures_text, head_text
 from tests.output.lab import final_text, live_text, make, out
 

@@ -157,7 +157,7 @@ def test_errors() -> None:
     expected = ["── ranks 1,3 (same but for {…}) ✗ ──", "x", "Cell In[1], line 2"]
     expected += ["KeyError: 'missing key {1,3}'"]
     shown = final_text(transcript).split("\n")
-    assert shown[-4:] == expected
+    assert shown[1:] == [*expected, "── ranks 0,2 (same) ──", "x"]
     assert "KeyError: 'missing key {1,3}'" in final_html(transcript)
     assert "KeyError: 'missing key {1,3}'" in live_html(transcript, 1.0)
     assert "KeyError: 'missing key {1,3}'" in live_text(transcript, 1.0)
