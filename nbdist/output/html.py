@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from nbdist.output.bars_writers import bars_html
 from nbdist.output.events import Failure
+from nbdist.output.folded_traceback import traceback_html
 from nbdist.output.layout import MARKS, Block, Hidden, Item, Panel, Row, merged
 from nbdist.output.markup import (
     BLUE,
@@ -31,7 +32,6 @@ from nbdist.output.rank_transcript import Shown, State
 from nbdist.output.rich import embed, is_image, is_leftover
 from nbdist.output.screen import Line
 from nbdist.output.tiles import tile_style, tiled, tiles_html
-from nbdist.output.tracebacks import traceback_html
 from nbdist.output.wording import clip, more_ranks, traceback_text
 from nbdist.words import count, format_ranks, name_ranks
 
@@ -220,7 +220,7 @@ def _newest(lines: list[Line], budget: int) -> tuple[list[Line], int]:
     used = 0
     for each in reversed(lines):
         for width in _WIDTHS:
-            line_here = each._replace(text=clip(each.text, width))
+            line_here = Line(clip(each.text, width), each.stderr)
             if len(line_here.text) > budget - used:
                 continue  # No HTML is shorter, and it takes long to be written.
             cost = size(lines_html([line_here], _WIDTHS[0]))

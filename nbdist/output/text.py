@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from nbdist.output.ansi import strip
 from nbdist.output.bars_writers import bars_text
 from nbdist.output.events import Failure
+from nbdist.output.folded_traceback import traceback_rows
 from nbdist.output.layout import MARKS, Block, Hidden, Item, Panel, sameness
 from nbdist.output.rank_transcript import Gap, Shown
 from nbdist.output.screen import Line
-from nbdist.output.tracebacks import traceback_rows
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import clip, error_text, in_log_only, traceback_text
 from nbdist.words import format_ranks, name_ranks

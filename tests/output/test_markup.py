@@ -7,6 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nbdist.output.folded_traceback import traceback_html
 from nbdist.output.markup import (
     RED,
     barred,
@@ -21,7 +22,6 @@ from nbdist.output.markup import (
     table,
 )
 from nbdist.output.screen import Line
-from nbdist.output.tracebacks import traceback_html
 from tests.output.lab import Panel
 
 NASTY = "</div><script>alert(1)</script>"
