@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from nbdist.notebook.display import CellDisplay
 
 _CELL = "padding:0 16px 0 0;text-align:left;border:none;font-family:monospace"
-_BLOCK = "font-family:monospace;white-space:pre-wrap"
+_BLOCK = "font-family:monospace;font-size:13px;white-space:pre-wrap;margin:0;padding:0"
 
 
 @dataclass(frozen=True, slots=True)

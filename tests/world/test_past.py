@@ -94,6 +94,17 @@ def test_facts() -> None:
     assert (second.on_all, second.shows_value, second.draws) == (True, False, True)
 
 
+def test_a_stopped_cell() -> None:
+    """It is told from one that failed."""
+    past = Past()
+    running = ended(Source("x"), status="error")
+    running.stops = 1
+    past.add(running)
+    past.add(ended(Source("y"), status="error"))
+    told = [(each.text, each.status, each.error) for each in past.tasks]
+    assert told == [("x", "interrupted", "ValueError"), ("y", "failed", "ValueError")]
+
+
 def test_names_that_went_along() -> None:
     """As they last were before each task; what went home is named."""
     past = Past()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,7 @@ def dist_export(line: Line) -> Shown:
         raise UsageError(
             "`%dist_export`: no `%%distributed` cell has succeeded since the workers were started."
         )
+    line.display.wait_for(f"writing {path} …")
     size = _write(script, path, folder, shell.user_ns)
     return block("\n".join(_summary(script, path, folder, size, world.size)))
 
@@ -93,16 +95,24 @@ def _setting(world: World, stem: str) -> Setting:
 
 
 def _write(script: BatchScript, path: Path, folder: Path, names: dict[str, object]) -> int:
-    """Write all of it, the script last; how many bytes its files have."""
+    """Write all of it, the script last; how many bytes its files have.
+
+    Nothing is left of what was broken off.
+    """
     size = 0
+    unfinished = folder.with_name(f".{folder.name}.part")
     try:
         if script.files:
+            unfinished.mkdir(exist_ok=True)
+            size = sum(file.write(unfinished, names) for file in script.files)
             folder.mkdir(exist_ok=True)
-        for file in script.files:
-            size += file.write(folder, names)
+            for file in script.files:
+                os.replace(unfinished / file.name, folder / file.name)
         path.write_text(script.text)
     except OSError as error:
         raise UsageError(f"`%dist_export {path}`: {error.strerror or error}.") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
     return size
 
 

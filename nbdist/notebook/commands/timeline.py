@@ -35,7 +35,7 @@ MOST_BARS = 32
 
 COMPUTES, WAITS, MIXED = "█", "░", "▓"
 _COLOURS = {COMPUTES: BLUE, WAITS: AMBER, MIXED: BLUE}
-_BARS = "font-family:monospace;white-space:pre;line-height:1.3"
+_BARS = "font-family:monospace;font-size:13px;white-space:pre;line-height:1.3"
 
 
 def profile_option(magic: Magic) -> Magic:
@@ -107,18 +107,21 @@ def headline(found: Timeline) -> str:
         parts.append(met if found.is_whole else f"the last {met}")
     if (late := found.straggler) is not None:
         last = f"came last to {late.came_last} of them; " if late.came_last > 1 else ""
-        parts.append(f"rank {late.rank} {last}others waited {_seconds(late.awaited)} for it")
+        parts.append(
+            f"rank {late.rank} {last}others waited {_seconds(late.awaited, found.seconds)} for it"
+        )
     return " · ".join(parts)
 
 
 def _table(found: Timeline) -> Shown:
     rows = [("rank", "in all", "computing", "in collectives", "came last", "others waited for it")]
+    whole = found.seconds
     for row in _shown(found):
         share = f"{row.waiting / row.seconds:.0%}" if row.seconds else "0%"
-        waiting = f"{_seconds(row.waiting)} ({share})"
-        late = _seconds(row.awaited) if row.awaited >= 0.0005 else ""
+        waiting = f"{_seconds(row.waiting, whole)} ({share})"
+        late = _seconds(row.awaited, whole) if row.awaited >= whole / 200 else ""
         rows.append(
-            (str(row.rank), _seconds(row.seconds), _seconds(row.computing), waiting,
+            (str(row.rank), _seconds(row.seconds, whole), _seconds(row.computing, whole), waiting,
              str(row.came_last or ""), late)
         )  # fmt: skip
     return table(headline(found), rows)
@@ -173,8 +176,8 @@ def _operations(found: Timeline) -> list[str]:
     return [" · ".join(parts)] if parts else []
 
 
-def _seconds(seconds: float) -> str:
-    """Write `3.2 s`, `45 ms`."""
-    if seconds >= 10:
-        return f"{seconds:.0f} s"
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
+def _seconds(seconds: float, whole: float) -> str:
+    """Write `0.99 s`, or `45 ms` where the whole is short: a column has one unit."""
+    if whole < 1:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.1f} s" if whole >= 100 else f"{seconds:.2f} s"
