@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from nbdist.notebook.display import CellDisplay
     from nbdist.notebook.job import Steps
     from nbdist.notebook.pool import Pool
-    from nbdist.notebook.shipping.plan import Shipment
+    from nbdist.notebook.shipping.shipment import Shipment
     from nbdist.wire.task import Task, Work
     from nbdist.world.names import NameTable
     from nbdist.world.result import CellResult
@@ -184,13 +184,16 @@ def _attempt(
 ) -> Generator[RunningTask, float | None, RunningTask]:
     for notice in shipment.notices if shipment else ():
         display.note(notice)
-    segment = None
+    segment, shipped = None, None
     if shipment and shipment.names:
-        steps, what = shipment.packing(), f"shipping {list_names(shipment.names)}"
-        payload, segment = moved(steps, shipment.bytes, display, what)
-        task = replace(task, names=payload)
+        steps = shipment.packing(alone=bool(how.setup))
+        what = f"shipping {list_names(shipment.names)}"
+        packing = moved(steps, shipment.bytes, display, what)
+        task = replace(task, names=packing.payload)
+        segment, shipped = packing.segment, packing.records
+        if packing.note:
+            display.note(packing.note)
     try:
-        shipped = shipment.records if shipment else {}
         running = pool.last = world.session.submit(task, how.patience, shipped)
         yield from follow_steps(pool, world, running, display)
         if how.setup and not running.error():

@@ -20,11 +20,15 @@ INLINE_LIMIT = 64 * 1024
 class Payload:
     """Frames of one pickle (the first) and its out-of-band buffers (the others).
 
-    Small ones travel in the message; big ones stay in a segment that the sender owns.
+    Small ones travel in the message; big ones stay in a segment that the sender owns.  With an
+    `order` some are in `others`, where they were before: by frame the number of the memory,
+    0 for the payload's own, and the place in it.
     """
 
     frames: tuple[bytes, ...] = ()
     segment: SegmentRef | None = None
+    others: tuple[SegmentRef, ...] = ()
+    order: tuple[tuple[int, int], ...] = ()
 
 
 Packed = tuple[Payload, Segment | None]
@@ -72,6 +76,10 @@ def open_payload(payload: Payload) -> list[Buffer]:
 
     Raises `nbdist.wire.shared_memory.SegmentGone`.
     """
-    if payload.segment is None:
-        return [*payload.frames]
-    return [*open_segment(payload.segment)]
+    own: list[Buffer] = [*payload.frames]
+    if payload.segment is not None:
+        own = [*open_segment(payload.segment)]
+    if not payload.order:
+        return own
+    memory: list[Sequence[Buffer]] = [own, *map(open_segment, payload.others)]
+    return [memory[number][place] for number, place in payload.order]

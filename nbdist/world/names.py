@@ -11,11 +11,12 @@ Nothing here keeps a big value alive.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from nbdist.output.events import Done
 from nbdist.wire.identity import Identity, is_atomic
+from nbdist.wire.kept import Kept
 
 MOST_NAMES = 6
 """Names that a message lists before it only counts the others."""
@@ -26,12 +27,16 @@ _NOTHING = type("_Nothing", (), {})
 
 @dataclass(frozen=True, slots=True)
 class Shipped:
-    """The notebook's value of a name as it was shipped; `identity` None: it is bound anew since."""
+    """The notebook's value of a name as it was shipped; `identity` None: it is bound anew since.
+
+    `kept` is its memory where the workers have found it.
+    """
 
     version: Hashable
     identity: Identity | None
     needs: frozenset[str] = frozenset()
     holds_objects: bool = False
+    kept: Kept | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +125,13 @@ class NameTable:
             elif rank in ranks:
                 has[name] = Own(identity)
 
+    def let_go(self) -> None:
+        """Keep no memory of what was shipped: there are no workers any more that have it."""
+        for has in self._ranks.values():
+            for name, entry in has.items():
+                if isinstance(entry, Shipped) and entry.kept is not None:
+                    has[name] = replace(entry, kept=None)
+
     def replaced(self, ranks: Iterable[int], made: Iterable[str] = ()) -> None:
         """Note that these ranks are new processes, which have nothing of what there was.
 
@@ -186,6 +198,11 @@ class NameTable:
         """Return how the name was when it was last shipped to a rank that has it."""
         shipped = (entry for _, entry in self._entries(name) if isinstance(entry, Shipped))
         return max(shipped, key=lambda each: each.identity is not None, default=None)
+
+    def kept(self, name: str) -> list[Kept]:
+        """Return memory in which ranks have found what was last shipped to them."""
+        shipped = [entry.kept for _, entry in self._entries(name) if isinstance(entry, Shipped)]
+        return [*dict.fromkeys(filter(None, shipped))]
 
     def holding_objects(self) -> list[str]:
         """List shipped names of the notebook that may share an object with another name."""

@@ -283,6 +283,7 @@ class Workers:
 
     def close_link(self) -> None:
         """End the agents, if there are any."""
+        self.names.let_go()
         link = self.detach_link()
         if link is not None:
             link.close()

@@ -8,6 +8,7 @@ import pytest
 
 from nbdist.output.events import Done
 from nbdist.wire.identity import Identity
+from nbdist.wire.kept import Kept
 from nbdist.world.names import NameTable, Shipped, list_names
 
 
@@ -93,6 +94,22 @@ def test_what_a_rank_has_bound_is_its_own(table: NameTable) -> None:
     assert table.ranks_that_have("x") == {1}
     assert table.owners() == {"x": ("workers", {0})}
     assert (table.bound(0), table.bound(1)) == (["x"], [])
+
+
+def test_memory_of_what_was_shipped(table: NameTable) -> None:
+    """It is kept while some rank has the name from the notebook, and there are workers."""
+    memory = Kept(())
+    for rank in (0, 1):
+        record = Shipped("v1", Identity(table.namespace["model"]), kept=memory)
+        table.finished(rank, Done("ok", 0.0), {"model": record, "x": record})
+    table.bound_in_notebook(["model", "x"])
+    assert table.kept("model") == [memory]
+    bind(table, 0, "model")
+    assert table.kept("model") == [memory]
+    bind(table, 1, "model")
+    assert (table.kept("model"), table.kept("x")) == ([], [memory])
+    table.let_go()
+    assert table.kept("x") == []
 
 
 def test_what_a_cell_has_deleted(table: NameTable) -> None:

@@ -9,54 +9,30 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nbdist.notebook.shipping.free_names import dotted_names, names_used
+from nbdist.notebook.shipping.shipment import BIG, Shipment, format_size
 from nbdist.notebook.shipping.versions import (
     DIGEST_LIMIT,
     atomic_version,
     content_version,
+    is_of_array,
 )
 from nbdist.wire.definitions import SYSTEM_NAMES, Import
 from nbdist.wire.identity import Identity, is_atomic
-from nbdist.wire.payload import Packed, packing, size_of
+from nbdist.wire.payload import size_of
 from nbdist.wire.pickling import Pickled, join, pickle
-from nbdist.wire.shared_memory import Buffer
 from nbdist.wire.unshippable import PICKLING_ERRORS, fails_in, parts, unshippable
 from nbdist.words import count, name_ranks
 from nbdist.world.names import NameTable, Shipped
-
-BIG = 64 * 1024 * 1024
-"""From this many bytes on a notice is shown before something is sent."""
 
 WORKERS_OWN = frozenset({"rank", "world_size", "local_rank", "device"})
 _WORKERS_MODULES = {"torch": "torch", "dist": "torch.distributed"}
 
 _MISSING = object()
-
-
-@dataclass(frozen=True, slots=True)
-class Shipment:
-    """Names with their values, ready to travel.
-
-    `notices` are lines for the user, to be shown before it is sent; `records` is for
-    `Session.submit`.  `frames` show the values' own memory: pack them before these change.
-    """
-
-    names: tuple[str, ...]
-    frames: Sequence[Buffer]
-    bytes: int
-    notices: tuple[str, ...]
-    records: Mapping[str, Shipped]
-
-    def __repr__(self) -> str:
-        return f"<Shipment {', '.join(self.names) or 'of nothing'}, {format_size(self.bytes)}>"
-
-    def packing(self) -> Generator[int, None, Packed]:
-        """Make its payload; yields how many bytes have been copied so far."""
-        return packing(self.frames)
 
 
 def plan(
@@ -103,6 +79,13 @@ class _Look:
     record: Shipped
     changed: bool
     pickled: Pickled | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Since:
+    """A version of its own, though what is looked at is as it was."""
+
+    of: Hashable
 
 
 class _Plan:
@@ -193,9 +176,26 @@ class _Plan:
             record = last
         else:
             pickled = self._pickle({name: value}, sketch=True)
-            record = _record_of(value, pickled)
+            record = self._to_the_byte(name, last, _record_of(value, pickled), pickled)
         changed = not self._ranks <= self._table.ranks_that_have(name, record.version)
         return _Look(value, record, changed, pickled)
+
+    def _to_the_byte(
+        self, name: str, last: Shipped | None, record: Shipped, pickled: Pickled
+    ) -> Shipped:
+        """Compare arrays with what was shipped, where only samples of them have been compared.
+
+        They count no changes, as tensors do.
+        """
+        of_last = last.version.of if last and isinstance(last.version, _Since) else None
+        seen = of_last or (last and last.version)
+        if last is None or record.version != seen or size_of(pickled.frames) <= DIGEST_LIMIT:
+            return record
+        arrays = [frame for frame in pickled.frames[1:] if is_of_array(frame)]
+        kept = self._table.kept(name)
+        if kept and arrays and not any(each.has_all(arrays) for each in kept):
+            return replace(record, version=_Since(record.version))
+        return replace(record, version=last.version)
 
     def _is_too_big_to_look(self, name: str, value: Any, last: Shipped) -> bool:
         """Say whether pickling it again would cost much, and show nothing that matters."""
@@ -254,15 +254,26 @@ class _Plan:
         groups = self._groups()
         if not plain and not groups:
             return self._words_only()
-        pickles = [self._pickle(plain)] if plain else []
-        for group in groups:
-            pickles.append(self._pickle_group(group))
-            self._announce(group, pickles[-1])
-        frames = join(pickles)
+        of_groups = [self._pickle_group(group) for group in groups]
+        for group, pickled in zip(groups, of_groups, strict=True):
+            self._announce(group, pickled)
+        frames = join([*([self._pickle(plain)] if plain else []), *of_groups])
         names = [*plain, *(name for group in groups for name in group)]
         records = {name: self._looks[name].record for name in names}
-        size = size_of(frames)
-        return Shipment(tuple(names), frames, size, tuple(self._notices), records)
+        several = [each for each in zip(groups, of_groups, strict=True) if len(each[1].frames) > 2]
+        # Memory is kept whole: not for a small part of it.
+        much = 2 * sum(size_of(pickled.frames) for _, pickled in several) >= size_of(frames)
+        many = frozenset(name for group, _ in several for name in group if much)
+        known = [kept for name in many for kept in self._table.kept(name)]
+        return Shipment(
+            tuple(names),
+            frames,
+            size_of(frames),
+            tuple(self._notices),
+            records,
+            tuple(dict.fromkeys(known)),
+            many,
+        )
 
     def _words_only(self) -> Shipment | None:
         if not self._notices:
@@ -372,11 +383,3 @@ def _holds_objects(value: Any) -> bool:
     if isinstance(value, types.FunctionType):
         return value.__closure__ is not None or value.__defaults__ is not None
     return not isinstance(value, type)
-
-
-def format_size(size: int) -> str:
-    """Write a number of bytes: `200 MB`, `1.2 GB`."""
-    for unit, bound in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= bound:
-            return f"{size / bound:.1f} {unit}" if unit == "GB" else f"{size / bound:.0f} {unit}"
-    return f"{size} bytes"

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import zlib
 from typing import Any
 
 from nbdist.wire.payload import size_of
 from nbdist.wire.pickling import Pickled
+from nbdist.wire.shared_memory import Buffer
 
 DIGEST_LIMIT = 64 * 1024 * 1024
 """Up to this many bytes a value is compared by its contents."""
@@ -42,6 +44,13 @@ def content_version(pickled: Pickled) -> bytes:
     if pickled.is_sketch or not in_full:
         digest.update(repr(pickled.versions).encode())
     return digest.digest()
+
+
+def is_of_array(frame: Buffer) -> bool:
+    """Say whether it is the memory of an array, and big enough to be looked at in samples only."""
+    view = memoryview(frame)
+    # A tensor's is a piece of memory that the pickle has been told the address of.
+    return view.nbytes > _SAMPLES * _SMALL and not isinstance(view.obj, ctypes.Array)
 
 
 def _add(digest: hashlib.blake2b, view: memoryview) -> None:

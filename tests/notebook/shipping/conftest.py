@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from nbdist.notebook.shipping.free_names import names_bound
-from nbdist.notebook.shipping.plan import Shipment, plan
+from nbdist.notebook.shipping.plan import plan
+from nbdist.notebook.shipping.shipment import Shipment
 from nbdist.output.events import Done
 from nbdist.wire.shared_memory import to_end
 from nbdist.world.names import NameTable
@@ -60,13 +61,14 @@ class House:
             return
         self.notices += shipment.notices
         if shipment.names:
-            payload, segment = to_end(shipment.packing())
-            self.worker.bind_payload(payload)
-            self.table.sent(shipment.records)
+            packing = to_end(shipment.packing())
+            self.notices += [packing.note] if packing.note else []
+            self.worker.bind_payload(packing.payload)
+            self.table.sent(packing.records)
             for rank in ranks:
-                self.table.finished(rank, Done("ok", 0.0), shipment.records)
-            if segment:
-                segment.close()
+                self.table.finished(rank, Done("ok", 0.0), packing.records)
+            if packing.segment:
+                packing.segment.close()
 
     def names(self, source: str, ranks: tuple[int, ...] = ALL) -> set[str]:
         """What a cell would take along, without sending it."""
@@ -75,8 +77,10 @@ class House:
 
 
 @pytest.fixture
-def house(process: Any, monkeypatch: pytest.MonkeyPatch) -> House:
+def house(process: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
     process.clear()
     notebook = _Notebook()
     monkeypatch.setitem(sys.modules, "__main__", notebook)
-    return House(notebook, process)
+    made = House(notebook, process)
+    yield made
+    made.table.let_go()

@@ -229,10 +229,10 @@ def test_big_values_are_announced(house: Any) -> None:
     assert shipment
     assert shipment.notices == ("shipping corpus (200 MB) to 4 ranks",)
     assert shipment.bytes > 200_000_000
-    payload, segment = to_end(shipment.packing())
-    assert segment
-    assert payload.segment == segment.ref
-    segment.close()
+    packing = to_end(shipment.packing())
+    assert packing.segment
+    assert packing.payload.segment == packing.segment.ref
+    packing.segment.close()
 
 
 def test_a_function_that_drags_a_big_value_along_is_told_apart(house: Any) -> None:

@@ -1,0 +1,77 @@
+"""Names of the notebook on their way, and how they are packed."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+from nbdist.wire.kept import Kept, packing_changed
+from nbdist.wire.payload import Payload
+from nbdist.wire.shared_memory import Buffer, Segment, Steps
+from nbdist.world.names import Shipped
+
+BIG = 64 * 1024 * 1024
+"""From this many bytes on a notice is shown before something is sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shipment:
+    """Names with their values, ready to travel.
+
+    `notices` are lines for the user, to be shown before it is sent; `records` say what is sent.
+    `frames` show the values' own memory: pack them before these change.  `known` is where some
+    of them may lie, `many` are names that have several of them.
+    """
+
+    names: tuple[str, ...]
+    frames: Sequence[Buffer]
+    bytes: int
+    notices: tuple[str, ...]
+    records: Mapping[str, Shipped]
+    known: tuple[Kept, ...] = ()
+    many: frozenset[str] = frozenset()
+
+    def __repr__(self) -> str:
+        return f"<Shipment {', '.join(self.names) or 'of nothing'}, {format_size(self.bytes)}>"
+
+    def packing(self, *, alone: bool = False) -> Generator[int, None, Packing]:
+        """Make its payload; yields how many bytes have been copied so far.
+
+        What the ranks were sent before, and has not changed, is not copied again, unless it is
+        to stand `alone`: for as long as anybody likes.
+        """
+        with closing(Steps(packing_changed(self.frames, () if alone else self.known))) as steps:
+            yield from steps
+        shipped = steps.made
+        payload, segment = shipped.packed
+        kept = shipped.kept if self.many and not alone else None
+        records = {
+            name: replace(record, kept=kept) if name in self.many else record
+            for name, record in self.records.items()
+        }
+        left = shipped.size - shipped.copied
+        note = f"{format_size(left)} of that have not changed, and stay" if left >= BIG else ""
+        # It is closed with the last record that has it.
+        return Packing(payload, segment if kept is None else None, records, note)
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """A shipment that is ready to travel.
+
+    Keep `segment` open until the ranks have the payload; `records` is for `Session.submit`.
+    """
+
+    payload: Payload
+    segment: Segment | None
+    records: Mapping[str, Shipped]
+    note: str
+
+
+def format_size(size: int) -> str:
+    """Write a number of bytes: `200 MB`, `1.2 GB`."""
+    for unit, bound in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= bound:
+            return f"{size / bound:.1f} {unit}" if unit == "GB" else f"{size / bound:.0f} {unit}"
+    return f"{size} bytes"

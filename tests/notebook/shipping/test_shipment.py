@@ -1,0 +1,235 @@
+"""Tests of `nbdist.notebook.shipping.shipment`: values of any shape arrive as they are.
+
+With hypothesis: containers, dataclasses, arrays, tensors that share memory, cycles, changed
+here and there in turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nbdist.notebook.shipping.plan import plan
+from nbdist.notebook.shipping.shipment import format_size
+from nbdist.wire import kept
+from nbdist.wire.shared_memory import to_end
+
+TELL = '''
+from dataclasses import dataclass
+@dataclass(eq=False)
+class Point:
+    x: object
+    y: object
+
+def tell(top):
+    """What it is made of, what is one object, and which tensors share memory; as a text."""
+    import zlib, torch, numpy as np
+    seen, spans, lines = {}, [], []
+    def visit(value):
+        if isinstance(value, (int, float, str, bytes, type(None))):
+            return repr(value)
+        if id(value) in seen:
+            return f"#{seen[id(value)]}"
+        number = seen[id(value)] = len(seen)
+        lines.append("")
+        if isinstance(value, torch.Tensor):
+            start = value.data_ptr()
+            end = start + value.numel() * value.element_size()
+            over = [n for n, a, b in spans if start < b and a < end]
+            spans.append((number, start, end))
+            said = f"tensor {tuple(value.shape)} {zlib.crc32(value.numpy().tobytes())} over {over}"
+        elif isinstance(value, np.ndarray):
+            said = f"array {value.shape} {zlib.crc32(value.tobytes())}"
+        elif isinstance(value, dict):
+            said = "dict " + ", ".join(f"{visit(k)}: {visit(v)}" for k, v in value.items())
+        elif isinstance(value, (list, tuple)):
+            said = type(value).__name__ + " " + ", ".join(map(visit, value))
+        else:
+            said = f"{type(value).__name__} {visit(value.x)} {visit(value.y)}"
+        lines[number] = f"#{number} {said}"
+        return f"#{number}"
+    return visit(top) + "\\\\n" + "\\\\n".join(lines)
+
+def spoil(top):
+    """Changes all that there is in place."""
+    import torch, numpy as np
+    seen, waiting = {}, [top]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            value.add_(1)
+        elif isinstance(value, np.ndarray):
+            value += 1
+        elif isinstance(value, dict):
+            waiting += value.values()
+            value["spoilt"] = 1
+        elif isinstance(value, list):
+            waiting += value
+            value.append("spoilt")
+        elif hasattr(value, "x"):
+            waiting += [value.x, value.y]
+            value.x = "spoilt"
+'''.replace("\\\\n", "\\n")
+
+SIZE = 9000  # more than goes in a message
+
+
+@dataclass(frozen=True)
+class Node:
+    """A thing to be made: its kind, what it holds by number, and a number of its own."""
+
+    kind: str
+    holds: tuple[int, ...]
+    seed: int
+
+
+KINDS = ("list", "dict", "tuple", "point", "tensor", "view", "array", "plain", "loop")
+nodes = st.builds(
+    Node,
+    st.sampled_from(KINDS),
+    st.lists(st.integers(0, 99), max_size=4).map(tuple),
+    st.integers(0, 9),
+)
+
+
+def make(plan: list[Node], point: Any) -> list[Any]:
+    """Make the things in order; each may hold any of those before it."""
+    made: list[Any] = []
+    for node in plan:
+        holds = [made[number % len(made)] for number in node.holds] if made else []
+        made.append(_make(node, holds, made, point))
+    return made
+
+
+def _make(node: Node, holds: list[Any], made: list[Any], point: Any) -> Any:
+    match node.kind:
+        case "list":
+            return holds
+        case "dict":
+            return {f"k{number}": value for number, value in enumerate(holds)}
+        case "tuple":
+            return tuple(holds)
+        case "point":
+            return point(holds[0] if holds else None, node.seed)
+        case "tensor":
+            return torch.full((SIZE,), float(node.seed), dtype=torch.float64)
+        case "view":
+            tensors = [each for each in made if isinstance(each, torch.Tensor)]
+            whole = tensors[node.seed % len(tensors)] if tensors else torch.zeros(SIZE)
+            return whole[node.seed * 100 : whole.numel() - node.seed * 100]
+        case "array":
+            return np.full(SIZE, float(node.seed))
+        case "loop":
+            loop: list[Any] = [*holds]
+            loop.append(loop)
+            return loop
+    return [node.seed, 0.5, "text", b"bytes", None][node.seed % 5]
+
+
+def change(value: Any, seed: int) -> None:
+    """Change one thing in place, where it can be."""
+    if isinstance(value, torch.Tensor) and value.numel():
+        value[seed * 77 % value.numel()] += 1
+    elif isinstance(value, np.ndarray):
+        value[seed * 77 % len(value)] += 1
+    elif isinstance(value, dict):
+        value[f"k{seed}"] = seed
+    elif isinstance(value, list):
+        value.append(seed)
+    elif hasattr(value, "x"):
+        value.y = seed + 100
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(nodes, min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(0, 99), st.integers(0, 9)), max_size=4),
+    st.integers(0, 99),
+)
+def test_what_arrives_is_what_there_is(
+    house: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    plan: list[Node],
+    changes: list[tuple[int, int]],
+    second: int,
+):
+    """Two names, with all that they share, after each change here, whatever was done there."""
+    monkeypatch.setattr(kept, "KEPT_FROM", 0)
+    house.cell(TELL)
+    names = house.notebook.names
+    made = make(plan, names["Point"])
+    names.update(a=made[-1], b=made[second % len(made)])
+    house.table.bound_in_notebook({"a", "b"})
+
+    def check() -> None:
+        here = names["tell"]([names["a"], names["b"]])
+        assert house.distributed("tell([a, b])") == here
+        house.distributed("spoil([a, b])")
+        assert names["tell"]([names["a"], names["b"]]) == here, "what was spoilt there is here"
+
+    check()
+    for number, seed in changes:
+        change(made[number % len(made)], seed)
+        # What is as it was is not sent: they have spoilt it, and that stays there.
+        house.table.bound_in_notebook({"a", "b"})
+        names.update(a=[names["a"]], b=[names["b"]])
+        check()
+
+
+def test_one_entry_of_a_big_dict(house: Any, monkeypatch: pytest.MonkeyPatch):
+    """It alone is copied, also where only samples of it are looked at; workers' changes go."""
+    monkeypatch.setattr("nbdist.notebook.shipping.shipment.BIG", 1 << 20)
+    house.cell("import numpy as np, torch\ndata = {n: np.ones(1_000_000) * n for n in range(10)}")
+    assert house.distributed("float(data[3].sum())") == 3e6
+    assert house.names("data[3]") == set()
+    house.distributed("data[4][:] = -1; data['theirs'] = 1; del data[5]")
+    house.cell("data[3][777_777] = 4")
+    house.notices.clear()
+    total = "float(sum(each.sum() for each in data.values())), len(data)"
+    assert house.distributed(total) == (45e6 + 1, 10)
+    assert house.notices[-1] == "72 MB of that have not changed, and stay"
+    assert house.names("data") == set()
+    house.cell("data['new'] = torch.ones(1_000_000).double(); del data[0]")
+    assert house.distributed(total) == (46e6 + 1, 10)
+    assert house.notices[-1].startswith("72 MB")
+    house.cell("data['new'][5] += 1")
+    assert house.distributed(total) == (46e6 + 2, 10)
+
+
+def test_it_is_released_with_the_name(house: Any):
+    """When the workers bind or delete it, or the notebook's value is another."""
+    house.cell("import numpy as np\ndata = [np.ones(2_000_000), np.ones(2_000_000)]")
+    house.distributed("len(data)")
+    assert len(house.table.kept("data")) == 1
+    house.distributed("data = 5")
+    assert house.table.kept("data") == []
+
+
+def test_set_up_cells_stand_alone(house: Any):
+    """What they took along is there for workers that come much later."""
+    house.cell("import numpy as np\ndata = [np.ones(2_000_000), np.ones(2_000_000)]")
+    house.distributed("len(data)")
+    house.cell("data.append(1)")
+    shipment = plan("data", house.table, (0,))
+    assert shipment is not None
+    packing = to_end(shipment.packing(alone=True))
+    assert packing.segment is not None
+    assert (packing.payload.others, packing.records["data"].kept) == ((), None)
+    packing.segment.close()
+
+
+def test_sizes_as_text():
+    """In three digits or less."""
+    sizes = [format_size(size) for size in (5, 5_000, 5_400_000, 1_250_000_000)]
+    assert sizes == ["5 bytes", "5 kB", "5 MB", "1.2 GB"]
