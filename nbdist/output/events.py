@@ -93,6 +93,10 @@ SCRIPT_FAILED = "ScriptFailed"
 """The same where a script or executable ended with an exit code that is not 0."""
 
 
+LEFT_DEBUGGER = "BdbQuit"
+"""The same where somebody left the debugger, which ends the task."""
+
+
 IGNORES_STOP = "it did not listen to Stop"
 
 

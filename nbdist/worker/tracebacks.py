@@ -25,7 +25,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from nbdist.output.events import Failure
+from nbdist.output.events import LEFT_DEBUGGER, Failure
 from nbdist.wire.cell_sources import cell_numbers
 from nbdist.worker.breakpoints import LEFT
 from nbdist.worker.compat.ipython import around_errors, publish_error
@@ -60,7 +60,7 @@ def failure_of(error: BaseException, more: Sequence[str] = ()) -> Failure:
     if isinstance(error, Problem):
         return failure_in_words(error.kind, str(error))
     if isinstance(error, bdb.BdbQuit):
-        return failure_in_words("BdbQuit", LEFT)
+        return failure_in_words(LEFT_DEBUGGER, LEFT)
     name, message = type(error).__name__, message_of(error)
     calls = map(_sendable, short_traceback(own_part(error.__traceback__)))
     lines = (*calls, f"{name}: {message}", *map(_sendable, more))

@@ -24,7 +24,14 @@ from nbdist.errors import (
     WorldNotStarted,
     WorldStuck,
 )
-from nbdist.output.events import NAME_PROBLEM, SCRIPT_FAILED, Died, Failure, RankError
+from nbdist.output.events import (
+    LEFT_DEBUGGER,
+    NAME_PROBLEM,
+    SCRIPT_FAILED,
+    Died,
+    Failure,
+    RankError,
+)
 from nbdist.wire.messages import Heal, Healed, Kill, Scale
 from nbdist.wire.task import Task
 from nbdist.words import name_ranks, one_line
@@ -42,7 +49,14 @@ SCALE_TIMEOUT = 200.0
 
 KILL_TIMEOUT = 5.0
 
-LASTING = (NAME_PROBLEM, "KeyboardInterrupt", "SyntaxError", "IndentationError", "TabError")
+LASTING = (
+    NAME_PROBLEM,
+    LEFT_DEBUGGER,
+    "KeyboardInterrupt",
+    "SyntaxError",
+    "IndentationError",
+    "TabError",
+)
 """Failures that another attempt would meet again, or that were wanted."""
 
 

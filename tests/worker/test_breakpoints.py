@@ -61,6 +61,15 @@ def test_leaving_ends_the_cell(debug: Debug, world: World) -> None:
     assert debug("print(kept)") == "1\n"
 
 
+def test_who_leaves_is_not_asked_again(world: World, enter: Callable[..., None]) -> None:
+    """What `q` has ended is not run again, as after Stop."""
+    enter("q", "c")
+    with pytest.raises(WorkerError, match="BdbQuit") as found:
+        world.session.run(world.task("breakpoint()\nx = 1", ranks=[1]), 3)
+    assert "1 of 1 rank failed" in str(found.value)
+    assert world.session.running.task.attempt.number == 0
+
+
 def test_the_debugger_keeps_nothing(debug: Debug, world: World) -> None:
     """A tensor of a call in which it stopped is let go with the call."""
     source = "import weakref\ndef f():\n    t = torch.ones(9)\n    breakpoint()\n"

@@ -26,6 +26,9 @@ AROUND = ("IPython", "ipykernel", "tornado", "asyncio", "traitlets", "zmq", "jup
 IN_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in AROUND)
 RUNNERS = ("<frozen ", "<string>", f"{os.sep}runpy.py")
 
+CACHES = ("_cachable_skip", "_cached_one_parent_frame_debuggerskip")
+"""Methods of IPython 8 that keep up to 1,024 calls with all that these hold."""
+
 Stack = list[tuple[FrameType, int]]
 
 
@@ -147,6 +150,9 @@ def install() -> None:
 def stop_tracing(frame: FrameType | None) -> None:
     """Have no debugger follow anything any more, in this call and those that led to it."""
     Debugger.was_used = False
+    for name in CACHES:
+        if hasattr(getattr(Debugger, name, None), "cache_clear"):
+            getattr(Debugger, name).cache_clear()
     if isinstance(getattr(sys.gettrace(), "__self__", None), bdb.Bdb):
         sys.settrace(None)
     while frame is not None:
@@ -158,9 +164,10 @@ def stop_tracing(frame: FrameType | None) -> None:
 def post_mortem(error: BaseException) -> None:
     """Have the user look at where an exception came from, and at those that led to it.
 
-    The latter (`exceptions`) where pdb knows that: with Python 3.13, or IPython 8.15 and later.
+    The latter by pdb's `exceptions`, where it knows that.
     """
     found = Debugger()
     found.reset()
-    knows_chains = getattr(debugger, "CHAIN_EXCEPTIONS", False)
+    # IPython's own (8.15 and later) until Python 3.13 has it.
+    knows_chains = getattr(debugger, "CHAIN_EXCEPTIONS", False) or sys.version_info >= (3, 13)
     found.interaction(None, error if knows_chains else error.__traceback__)

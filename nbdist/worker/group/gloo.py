@@ -38,8 +38,12 @@ from nbdist.worker.compat.receives import end_receive
 from nbdist.worker.group.store import AbortableStore, Meeting
 from nbdist.worker.process import BadEnvironment
 
-COLLECTIVE_TIMEOUT = 30 * 60.0
-"""Seconds that one collective may take, and making a group: torch's default for gloo."""
+COLLECTIVE_TIMEOUT = 24 * 60 * 60.0
+"""Seconds that one collective may take, and making a group.
+
+Longer than anybody sits in the debugger of one rank, for which all others wait.  Torch's 30
+minutes are for what `nbdist.world.hangs` finds within seconds, or Stop ends.
+"""
 
 THREADS = 2
 """For each backend, as torch has it: with one a small all_reduce takes 1.7 times as long."""
