@@ -23,7 +23,7 @@ from nbdist.errors import (
     WorldNotStarted,
 )
 from nbdist.notebook.options import at_once
-from nbdist.notebook.page import RELOADED
+from nbdist.notebook.page import missed
 from nbdist.notebook.shipping.plan import plan
 from nbdist.notebook.stale import stale_texts
 from nbdist.notebook.stops import raised_stops
@@ -108,7 +108,8 @@ def prepare(
     if world is None:
         raise WorldNotStarted("The cell")
     if pool.page.has_missed(pool.shell, pool.last):
-        display.note(RELOADED)
+        assert pool.last is not None
+        missed(pool.last, pool.log_files()).on(pool.display())
     on = parse_ranks("all" if ranks is None else ranks, world.size)
     count, key = _execution_count(pool.shell), _cell_id(pool.shell)
     return world.task(work, ranks=on, execution_count=count, key=key), world

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nbdist.notebook.tables import Shown
+from nbdist.output.final import final_layout
+from nbdist.output.html import panel_html
+from nbdist.output.markup import GREY, details, dim, panel
+from nbdist.output.text import panel_text
+
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbdist.world.running import RunningTask
@@ -12,7 +20,7 @@ if TYPE_CHECKING:
 LONG_CELL = 2.0
 """Seconds: in the middle of a shorter one hardly anybody reloads."""
 
-RELOADED = "the page was reloaded: `%dist_output` shows the last cell again, if that stands still"
+RELOADED = "the page was reloaded: here is what{} has shown, if that stands still"
 
 
 class Page:
@@ -32,6 +40,14 @@ class Page:
         before, self._session = self._session, session_of(shell)
         is_another = bool(before and self._session) and before != self._session
         return is_another and last is not None and last.transcript.elapsed() >= LONG_CELL
+
+
+def missed(last: RunningTask, logs: Mapping[int, str]) -> Shown:
+    """Draw what that cell has shown, closed: whoever reloaded after its end has it already."""
+    shown, number = final_layout(last.transcript, logs), last.task.execution_count
+    title = RELOADED.format(" the last cell" if number is None else f" cell [{number}]")
+    html = panel(details(dim(title), panel_html(shown), GREY, is_open=False))
+    return Shown(html, f"{title}\n{panel_text(shown)}")
 
 
 def session_of(shell: InteractiveShell) -> str:

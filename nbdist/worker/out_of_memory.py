@@ -50,7 +50,7 @@ def account_lines(rank: int, memory: Memory) -> list[str]:
     lines += _listed(memory.held)
     if memory.kept:
         size = size_text(memory.kept_size)
-        lines.append(f"Only this traceback, or `Out`, holds {size}: `%dist_clean` lets go of")
+        lines.append(f"Only this traceback, or `Out`, holds {size} (`%dist_clean` lets go of it):")
         lines += _listed(memory.kept)
     return lines
 

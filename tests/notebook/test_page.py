@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from nbdist.notebook.page import Page, session_of
+from nbdist.notebook.page import Page, missed, session_of
+from nbdist.output.events import Text
 from nbdist.output.transcript import Transcript
 
 
@@ -19,7 +20,7 @@ def cell(seconds: float) -> Any:
     transcript = Transcript([0])
     transcript.start(0.0)
     transcript[0].finished = seconds
-    return SimpleNamespace(transcript=transcript)
+    return SimpleNamespace(transcript=transcript, task=SimpleNamespace(execution_count=7))
 
 
 def test_another_page_after_a_long_cell():
@@ -30,6 +31,17 @@ def test_another_page_after_a_long_cell():
     assert page.has_missed(second, cell(60.0))
     assert not page.has_missed(second, cell(60.0))
     assert not page.has_missed(first, cell(0.1))
+
+
+def test_what_was_missed():
+    """The whole output of that cell, behind a line that says why it is here."""
+    last = cell(60.0)
+    last.transcript.receive(0, Text("stdout", "epoch 9\n"), 1.0)
+    shown = missed(last, {})
+    assert "here is what cell [7] has shown" in shown.text
+    assert shown.text.endswith("epoch 9")
+    assert shown.html.count("<details") == 2
+    assert "epoch 9" in shown.html
 
 
 def test_where_there_are_no_pages():

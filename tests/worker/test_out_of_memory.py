@@ -65,6 +65,6 @@ def test_what_is_said():
         "  6 GiB  x3 (3, 2) int8",
         "  5 GiB  x4 (4, 2) int8",
         "  …",
-        "Only this traceback, or `Out`, holds 10 MiB: `%dist_clean` lets go of",
+        "Only this traceback, or `Out`, holds 10 MiB (`%dist_clean` lets go of it):",
         "  10 MiB  y in f(), line 3 (5,) int8",
     ]
