@@ -18,7 +18,7 @@ from nbdist.output.plain import PlainLines
 from nbdist.wire.definitions import SYSTEM_NAMES
 from nbdist.wire.payload import pack_frames
 from nbdist.wire.pickling import Pickled, pickle
-from nbdist.wire.task import Call
+from nbdist.wire.task import Call, Task
 from nbdist.wire.unshippable import PICKLING_ERRORS, blame, fails_in
 from nbdist.world.asking import ask, next_to_ask
 from nbdist.world.moving_line import MovingLine
@@ -81,6 +81,21 @@ def outcome(session: Session, running: RunningTask) -> CellResult[Any]:
     result = running.result()
     session.let_go(running)
     return result
+
+
+def run_attempts(session: Session, task: Task, most: int) -> CellResult[Any]:
+    """Send a task, again at most `most` times where it fails; what it asks for is typed here.
+
+    Raises its error, or KeyboardInterrupt after Stop.
+    """
+    for attempt in session.attempts(task, most):
+        running = session.submit(attempt)
+        for _ in session.follow(running, answers=True):
+            with running.counting_stops():
+                if (asks := next_to_ask(running)) is not None:
+                    ask(session, running, asks)
+    session.check(running)
+    return running.result()
 
 
 def _write(lines: Iterable[str], bars: MovingLine) -> None:

@@ -193,7 +193,8 @@ class World:
         Raises as `execute` does; where it fails it is run again `max_restarts` times before.
         """
         script = find_script("module" if module else "file", program, args)
-        return self.session.run(self.session.task(script, ranks=ranks), max_restarts)
+        task = self.session.task(script, ranks=ranks)
+        return calling.run_attempts(self.session, task, max_restarts)
 
     def call(
         self, op: str, ranks: Sequence[int] | None = None, **arguments: Any

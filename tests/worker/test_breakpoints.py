@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -61,13 +62,18 @@ def test_leaving_ends_the_cell(debug: Debug, world: World) -> None:
     assert debug("print(kept)") == "1\n"
 
 
-def test_who_leaves_is_not_asked_again(world: World, enter: Callable[..., None]) -> None:
+def test_who_leaves_is_not_asked_again(
+    world: World, enter: Callable[..., None], write: Callable[..., Path]
+) -> None:
     """What `q` has ended is not run again, as after Stop."""
-    enter("q", "c")
-    with pytest.raises(WorkerError, match="BdbQuit") as found:
-        world.session.run(world.task("breakpoint()\nx = 1", ranks=[1]), 3)
-    assert "1 of 1 rank failed" in str(found.value)
+    script = write("asks.py", "breakpoint()\nx = 1")
+    enter("q", "c", "c")
+    with pytest.raises(WorkerError, match="BdbQuit"):
+        world.run_script(str(script), ranks=[1], max_restarts=3)
+    assert world.session.running is not None
     assert world.session.running.task.attempt.number == 0
+    world.run_script(str(script), max_restarts=3)
+    assert world.gather("x") == [1, 1]
 
 
 def test_the_debugger_keeps_nothing(debug: Debug, world: World) -> None:
