@@ -34,6 +34,9 @@ OF_NOTEBOOK = {"dist_push", "dist_scatter"}
 
 WITH_SNAPSHOTS = {"dist_snapshot", "dist_restore"}
 
+UNSAID = ("auto",)
+"""Options that nobody types."""
+
 RANKS = ("ranks", "rank", "source", "from_rank")
 LISTS = ("ranks", "keep")
 NAMES = ("names", "name", "variables", "keep")
@@ -77,8 +80,9 @@ class Choices:
         ]
         if spot.wanted is not None:
             values = self._values(name, spot.wanted, self._pools.known(pool))
+            kind = "instance" if spot.wanted.dest in NAMES else "value"
             begun = (value for value in values if value.startswith(spot.begun))
-            candidates = [Candidate(value) for value in begun if value not in spot.before]
+            candidates = [Candidate(value, kind) for value in begun if value not in spot.before]
         return Completions(tuple(candidates), len(text) - len(spot.begun), len(text))
 
     def _values(self, name: str, wanted: Argument, pool: Pool | None) -> Iterable[str]:
@@ -112,7 +116,7 @@ def spot_in(arguments: Sequence[Argument], text: str) -> Spot:
     if words and words[-1] in flags and flags[words[-1]].takes_value:
         return _spot_of_value(flags[words[-1]], begun)
     said = {flags[word].dest for word in words if word in flags}
-    options = tuple(each for each in arguments if each.flags and each.dest not in said)
+    options = tuple(each for each in arguments if each.flags and each.dest not in (*said, *UNSAID))
     if begun.startswith("-"):
         return Spot(None, options, begun)
     values = [*_without_options(words, flags)]

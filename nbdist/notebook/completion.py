@@ -1,15 +1,18 @@
 """Completion and inspection in cells of the workers, beside what the notebook's kernel says.
 
 Wrapped around the kernel's own `do_complete` and `do_inspect`, which front ends call from
-several threads.  Nothing of what workers have enters the notebook's namespace.
+several threads, or a terminal's completer.  Nothing of what workers have enters the notebook's
+namespace.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from IPython.core.completer import Completion as IPythonCompletion
 from IPython.utils.tokenutil import token_at_cursor
 
 from nbdist.errors import NbdistError
@@ -26,13 +29,20 @@ from nbdist.topology import parse_ranks
 from nbdist.wire.questions import Candidate, Complete, Completions, Description, Inspect, Question
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from nbdist.notebook.command import Command
     from nbdist.notebook.pool import Pool, Pools
 
 TIMEOUT = 0.9
 """Seconds that the workers have: JupyterLab waits for one."""
+
+
+KINDS: dict[str, tuple[type, ...]] = {
+    "function": (FunctionType, BuiltinFunctionType),
+    "class": (type,),
+    "module": (ModuleType,),
+}
 
 
 class Completion:
@@ -49,20 +59,40 @@ class Completion:
     # --- around the kernel's methods ----------------------------------------------------------
 
     def complete(self, original: Callable[..., Any], code: str, cursor_pos: int | None) -> Any:
-        """Stand around `do_complete`."""
+        """Stand around a kernel's `do_complete`."""
         cursor = len(code) if cursor_pos is None else cursor_pos
-        if in_line := self.complete_line(code, cursor):
-            return in_line.reply()
+        found = self.found(code, cursor)
+        if found is not None:
+            return found.reply()
+        return original(plain_text(code, cursor), cursor_pos)
+
+    def completions(
+        self, original: Callable[..., Iterator[Any]], text: str, offset: int
+    ) -> Iterator[Any]:
+        """Stand around the method of this name of a terminal's completer."""
+        found = self.found(text, offset)
+        if found is None:
+            yield from original(plain_text(text, offset), offset)
+            return
+        for each in found.candidates:
+            start, end, kind = found.start, found.end, each.type
+            yield IPythonCompletion(start, end, each.text, type=kind, signature=each.signature)
+
+    def found(self, code: str, cursor: int) -> Completions | None:
+        """Say what can stand there; None where the notebook is to say it."""
+        if (in_line := self.complete_line(code, cursor)) is not None:
+            return in_line
         magic = workers_cell(code, cursor)
         if magic is None:
-            return original(code, cursor_pos)
+            return None
         text = as_comment(code)
         root, is_attribute = root_at(text, cursor)
-        if not is_attribute or self._is_theirs(magic, root):
-            found = self.ask(magic, Complete(text, cursor))
-            if isinstance(found, Completions) and found.candidates:
-                return (found if is_attribute else self._with_ours(found, text, cursor)).reply()
-        return original(text, cursor)
+        if is_attribute and not self._is_theirs(magic, root):
+            return None
+        theirs = self.ask(magic, Complete(text, cursor))
+        if not isinstance(theirs, Completions) or not theirs.candidates:
+            return None
+        return theirs if is_attribute else self._with_ours(theirs, text, cursor)
 
     def inspect(
         self,
@@ -83,7 +113,9 @@ class Completion:
         if root and self._is_theirs(magic, root):
             told = self.ask(magic, Inspect(text, cursor_pos, detail_level))
             if isinstance(told, Description) and told.data:
-                return {"status": "ok", "found": True, "data": {**told.data}, "metadata": {}}
+                plain = f"{told.data.get('text/plain', '').rstrip()}\n{'Rank:':<11}{told.rank}"
+                data = {**told.data, "text/plain": plain}
+                return {"status": "ok", "found": True, "data": data, "metadata": {}}
         return original(text, cursor_pos, detail_level, omit_sections)
 
     def is_of_workers(self, code: str, cursor: int) -> bool:
@@ -151,8 +183,12 @@ class Completion:
         begun, shell = text[theirs.start : cursor], self._pools.shell
         there = {each.text for each in theirs.candidates}
         names = [name for name in [*shell.user_ns] if name.startswith(begun) and begun]
-        ours = (n for n in sorted(names) if n not in there and n not in shell.user_ns_hidden)
-        return replace(theirs, candidates=(*theirs.candidates, *map(Candidate, ours)))
+        ours = (
+            Candidate(name, kind_of(shell.user_ns.get(name)))
+            for name in sorted(names)
+            if name not in there and name not in shell.user_ns_hidden
+        )
+        return replace(theirs, candidates=(*theirs.candidates, *ours))
 
 
 def workers_cell(code: str, cursor: int) -> MagicLine | None:
@@ -161,3 +197,16 @@ def workers_cell(code: str, cursor: int) -> MagicLine | None:
     if magic is None or magic.name not in CELL_MAGICS:
         return None
     return magic if cursor > magic.start + len(magic.text) else None
+
+
+def plain_text(code: str, cursor: int) -> str:
+    """Give what IPython is asked about in place of a cell: of the workers' the Python in it."""
+    return as_comment(code) if workers_cell(code, cursor) else code
+
+
+def kind_of(value: object) -> str:
+    """Say what jedi would call it."""
+    for kind, types in KINDS.items():
+        if isinstance(value, types):
+            return kind
+    return "instance"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -75,14 +76,16 @@ def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Com
         ]
     else:
         wrapped.append(Wrapped(shell, "run_cell", auto.run_cell))
+        wrapped.append(Wrapped(shell.Completer, "completions", completion.completions))
     stack = ExitStack()
     while_busy = WhileBusy(shell, completion)
     if while_busy.is_possible:
         while_busy.begin()
         stack.callback(while_busy.end)
     # Before IPython takes leading blank lines away, and with them the numbers of all others.
-    shell.input_transformers_cleanup.insert(0, transform_first_lines)
-    stack.callback(shell.input_transformers_cleanup.remove, transform_first_lines)
+    transform = partial(transform_first_lines, local_is_plain=kernel is not None)
+    shell.input_transformers_cleanup.insert(0, transform)
+    stack.callback(shell.input_transformers_cleanup.remove, transform)
     for each in wrapped:
         stack.callback(each.undo)
     return stack

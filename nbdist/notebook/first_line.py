@@ -13,11 +13,12 @@ _MAGIC = re.compile(rf"[ \t]*%%({'|'.join(MAGICS)})(?=[\s\[]|$)(.*)", re.DOTALL)
 _BRACKETS = re.compile(r"\s*\[([^\]\n]*)\]")
 
 
-def transform_first_lines(lines: list[str]) -> list[str]:
+def transform_first_lines(lines: list[str], *, local_is_plain: bool = True) -> list[str]:
     """Have a cell of ours begin with its magic; all lines below keep their numbers.
 
-    Comments above it change places with it.  `%%rank[0,1]`, nbdistributed's, is `%%rank 0,1`,
-    and a cell of `%%local` is a plain one.
+    Comments above it change places with it.  `%%rank[0,1]`, nbdistributed's, is `%%rank 0,1`.
+    A cell of `%%local` is a plain one, but not in a terminal (`local_is_plain` False), which
+    would take it for complete at the end of each line.
     """
     above = 0
     while above < len(lines) and _is_comment(lines[above]):
@@ -28,7 +29,7 @@ def transform_first_lines(lines: list[str]) -> list[str]:
     name, rest = found.groups()
     if name == "rank":
         rest = _BRACKETS.sub(lambda ranks: " " + "".join(ranks[1].split()), rest, count=1)
-    first = f"# %%{name}{rest}" if name == "local" else f"%%{name}{rest}"
+    first = f"{'# ' * (name == 'local' and local_is_plain)}%%{name}{rest}"
     if not first.endswith("\n"):
         first += "\n"
     return [first, *lines[:above], *lines[above + 1 :]]

@@ -7,6 +7,7 @@ most, and may run users' properties.  Else, and where they take long, `known_nam
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nbdist.wire.questions import Complete, Completions, Description, Inspect, Question
@@ -40,15 +41,23 @@ class Consulting:
             self._full = loop.run_in_executor(None, self._in_full, question)
             await asyncio.wait([self._full], timeout=FULL_TIMEOUT)
             if self._full.done() and self._full.exception() is None:
-                return self._full.result()
+                return self._of_this_rank(self._full.result())
         shell: Any = self._kernel.shell
-        return known_names.answer(shell.user_ns, question)
+        return self._of_this_rank(known_names.answer(shell.user_ns, question))
+
+    def _of_this_rank(self, answer: Completions | Description) -> Completions | Description:
+        """Say who says it."""
+        if isinstance(answer, Description):
+            return replace(answer, rank=int(self._kernel.ident))
+        return answer
 
     def _in_full(self, question: Question) -> Completions | Description:
         kernel: Any = self._kernel
         match question:
             case Complete(code, cursor):
-                return Completions.read(kernel.do_complete(code, cursor))
+                found = Completions.read(kernel.do_complete(code, cursor))
+                first = known_names.own_first(kernel.shell.user_ns, code[:cursor])
+                return replace(found, candidates=tuple(sorted(found.candidates, key=first)))
             case Inspect(code, cursor, detail):
                 found = kernel.do_inspect(code, cursor, detail)
                 data = found["data"].items() if found.get("found") else ()

@@ -75,6 +75,7 @@ def test_all_options(choices: Choices) -> None:
     assert "-n" not in flags
     assert flags["--backend"].type == "option"
     assert "gloo" in flags["--backend"].signature
+    assert "--auto" not in flags  # which nobody types
     assert {"--backend", "--ranks", "-n"} <= {*texts(choices, "distributed ")}
 
 

@@ -61,6 +61,7 @@ def test_names_and_attributes(two: Notebook) -> None:
     assert "net_of_one" not in complete(two, "%%rank 0\nne")
     assert "train_for" in complete(two, "# a comment\n%%distributed\ntrai")
     assert complete(two, "%%distributed\nnet.enc") == ["encoder"]
+    assert complete(two, "%%distributed\nnet.")[0] == "encoder"  # before all that torch has
     assert "weight" in complete(two, "%%distributed\nnet.encoder.we")
     assert "here_only" in complete(two, "%%distributed\nhere")
     assert "isdigit" in complete(two, "%%distributed\nhere_only.isd")
@@ -75,6 +76,7 @@ def test_signatures_and_help(two: Notebook) -> None:
     shown = inspect(two, "%%distributed\ntrain_for(net,")
     assert "train_for(net, steps=3)" in shown
     assert "Train it for so many steps." in shown
+    assert shown.endswith("\nRank:      0")
     assert "A net of mine." in inspect(two, "%%distributed\nnet")
     assert "complex" in inspect(two, "net")
     assert "str" in inspect(two, "%%distributed\nhere_only")

@@ -30,3 +30,9 @@ def test_a_cell_begins_with_its_magic(cell: str, becomes: str) -> None:
     lines = transform_first_lines(cell.splitlines(keepends=True))
     assert "".join(lines) == becomes
     assert transform_first_lines(lines) == lines
+
+
+def test_in_a_terminal() -> None:
+    """`%%local` stays a magic there, so that its cell is not complete before it is."""
+    lines = ["# a\n", "%%local\n", "x\n"]
+    assert transform_first_lines(lines, local_is_plain=False) == ["%%local\n", "# a\n", "x\n"]

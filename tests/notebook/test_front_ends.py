@@ -277,3 +277,27 @@ def test_papermill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     last = nbformat.read(target, as_version=4).cells[-1]
     assert "scaled 10" in last.outputs[0].data["text/plain"]
     assert "scaled 20" in last.outputs[0].data["text/plain"]
+
+
+def test_terminal_completes_workers_names(terminal: Terminal) -> None:
+    """Tab offers what only they have; a plain cell says where a name is."""
+    terminal.enter("%%distributed -n 2", "import types", "net = types.SimpleNamespace(layer=5)")
+    lines = terminal.enter("net")
+    hint = "`net` lives on ranks 0-1: begin the cell with %%distributed, or `%dist_gather net`"
+    assert f"NameError: {hint}" in lines
+    terminal.child.send("%%distributed\rprint(net.lay\t")
+    terminal.child.expect(r"lay\w*r")  # a dumb terminal draws not all of it
+    terminal.begin(" * 7)")
+    assert "[0-1] 35" in terminal.finish()
+
+
+def test_terminal_in_auto_mode(terminal: Terminal) -> None:
+    """Plain cells run on the workers, those of `%%local` here."""
+    terminal.enter("%dist_init -n 2")
+    terminal.enter("%dist_auto on")
+    lines = terminal.enter("print('there', rank)")
+    assert "[1] there 1" in lines
+    assert any("· auto mode: `%%local` on the first line" in line for line in lines)
+    assert "Out[5]: 42" in terminal.enter("%%local", "x = 6", "x * 7")
+    terminal.enter("%dist_auto off")
+    assert "Out[7]: 6" in terminal.enter("x")

@@ -124,6 +124,13 @@ def test_where_and_of_what_kind() -> None:
     assert kinds == {"first": "instance"}
 
 
+def test_what_its_maker_has_put_there_comes_first() -> None:
+    """The layers of a model, before what torch gives all of them; of a library all alike."""
+    assert texts("net.")[:2] == ["first", "mean"]
+    assert texts("traps.")[:2] == ["own", "costly"]
+    assert texts("math.") == sorted(texts("math."))
+
+
 @pytest.mark.parametrize(
     ("code", "wanted"),
     [

@@ -31,5 +31,8 @@ def dist_auto(line: Line) -> str:
 @command(kind="cell")
 def local(line: Line) -> None:
     """Run the cell here while `%dist_auto` is on; otherwise it is a cell like any other."""
-    # Where it begins a cell, `transform_first_lines` has made that a plain one before.
-    line.pool.shell.run_cell(line.cell).raise_error()
+    # In a notebook `transform_first_lines` has made such a cell a plain one before.
+    shell = line.pool.shell
+    result = shell.run_cell(line.cell)
+    if hasattr(shell, "kernel"):  # in a terminal the error has been shown, and fails nothing else
+        result.raise_error()
