@@ -124,7 +124,7 @@ def _shown(data: Mapping[str, Any]) -> Mapping[str, Any]:
     if WIDGET not in data:
         return data
     rest = {kind: said for kind, said in data.items() if kind != WIDGET}
-    return {**rest, "text/plain": f"{data.get('text/plain', '')}\n{NO_WIDGETS}".lstrip()}
+    return {**rest, "text/plain": f"{data.get('text/plain', '')} {NO_WIDGETS}".lstrip()}
 
 
 def _bundles(content: Mapping[str, Any]) -> tuple[MimeBundle, MimeBundle]:

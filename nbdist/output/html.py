@@ -135,7 +135,7 @@ def _final(shown: Panel) -> str:
 def _side_by_side(blocks: list[Block], room: _Room) -> str:
     if len(blocks) == 1:
         return _final_block(blocks[0], room)
-    return tiles_html(_final_block(block, room, tile_style(block)) for block in blocks)
+    return tiles_html(_final_block(block, room, tile_style(block, len(blocks))) for block in blocks)
 
 
 def _values(rows: Iterable[Row]) -> str:

@@ -16,8 +16,9 @@ from nbdist.output.rich import embed, is_image
 _WIDEST_LINE, _WIDEST_TABLE = 42, 60
 _MOST_LINES = 16
 _ROW = "display:flex;flex-wrap:wrap;column-gap:14px;align-items:flex-start"
-# Two figures fit beside one another on a page of 700 pixels, and none is larger than it was.
-_FIGURE = ";flex:1 1 290px;max-width:620px;min-width:0"
+# Two figures fit beside one another on a page of 700 pixels with its margins, and none is much
+# larger than it was.
+_FIGURE = ";flex:1 1 {}%;max-width:620px;min-width:240px;box-sizing:border-box"
 _OTHER = ";flex:0 1 auto;min-width:0"
 
 
@@ -56,11 +57,14 @@ def _fits(rows: list[str], width: int) -> bool:
     return len(rows) <= _MOST_LINES and max(map(len, rows)) <= width
 
 
-def tile_style(block: Block) -> str:
-    """Give what a block's style says of its place among others."""
+def tile_style(block: Block, count: int) -> str:
+    """Give what a block's style says of its place among so many: figures share the width.
+
+    Three beside one another where there is room, but two and four are two in a row.
+    """
     shown = (item for item in block.items if isinstance(item, Shown))
     has_figure = any((html := embed(item.display)) and is_image(html) for item in shown)
-    return _FIGURE if has_figure else _OTHER
+    return _FIGURE.format(45 if count in (2, 4) else 30) if has_figure else _OTHER
 
 
 def tiles_html(blocks: Iterable[str]) -> str:

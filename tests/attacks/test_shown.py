@@ -51,7 +51,10 @@ def test_errors_of_ranks(notebook: Notebook) -> None:
     """Errors that differ in the rank's number name all; `%dist_why` calls none of them the same."""
     source = "%%distributed\nif rank in (1, 3): raise KeyError(f'missing key {rank}')"
     outcome = notebook.run(source)
-    assert body(outcome)[-1] == "KeyError: 'missing key {1,3}'"
+    assert body(outcome)[-2:] == [
+        "KeyError: 'missing key {1,3}'",
+        "── ranks 0,2 (no output) ──",
+    ]
     assert "── ranks 1,3 (same but for {…}) ✗ ──" in body(outcome)
     first = 1 if "first: rank 1" in outcome.error else 3
     assert f"first: rank {first} after" in outcome.error
@@ -104,13 +107,11 @@ def test_a_bar_moves(notebook: Notebook) -> None:
 
 
 def test_widgets_say_that_they_cannot_be_shown(notebook: Notebook) -> None:
-    """A widget is its text and a line, not a dead box that is not found when reopened."""
+    """A widget is one line, not a dead box that is not found when reopened."""
     pytest.importorskip("ipywidgets")
     outcome = notebook.run("%%distributed -r 0\nimport ipywidgets\nipywidgets.IntSlider()")
-    assert body(outcome)[-2:] == [
-        "IntSlider(value=0)",
-        "(a widget: those of workers cannot be shown)",
-    ]
+    [line] = body(outcome)[1:]
+    assert line == "IntSlider(value=0) (a widget: those of workers cannot be shown)"
 
 
 # --- figures ------------------------------------------------------------------------------

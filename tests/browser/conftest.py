@@ -101,6 +101,16 @@ HIDDEN_HEIGHT = """() => {
     return Math.ceil(last.bottom - first.top - room) + 40;
 }"""
 
+SCROLL = """number => window.jupyterapp.shell.currentWidget.content.widgets[number]
+    .node.scrollIntoView()"""
+
+
+# Whether the notebook is about as wide as the page, without what is on its sides.
+LAID_OUT = """width => {
+    const {right} = document.querySelector(".jp-Notebook").getBoundingClientRect();
+    return right <= width && right > width - 120;
+}"""
+
 
 @dataclass(frozen=True)
 class FrontEnd:
@@ -166,17 +176,34 @@ class Notebook:
 
     def screenshot(self, name: str) -> Path:
         """A picture of the whole notebook, in $NBDIST_SHOTS or else tests/browser/shots."""
-        folder = Path(os.environ.get("NBDIST_SHOTS") or Path(__file__).parent / "shots")
-        folder.mkdir(parents=True, exist_ok=True)
         height = min(HEIGHT + self.page.evaluate(HIDDEN_HEIGHT), TALLEST)
         self.page.set_viewport_size({"width": WIDTH, "height": height})
         # The last cell is the active one, and JupyterLab scrolls beyond the end.
         self.page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollTop = 0")
         self.page.wait_for_timeout(300)
-        path = folder / f"{name}.png"
+        path = shots_folder() / f"{name}.png"
         self.page.screenshot(path=path)
         self.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
         return path
+
+    def resize(self, width: int) -> None:
+        """Make the page so wide; JupyterLab follows some time later."""
+        self.page.set_viewport_size({"width": width, "height": 1000})
+        self.page.wait_for_function(LAID_OUT, arg=width)
+
+    def picture_from(self, cell: int, name: str, width: int = WIDTH) -> None:
+        """A picture of the page from one cell on, where the page has this width."""
+        self.resize(width)
+        self.page.evaluate(SCROLL, cell)
+        self.page.wait_for_timeout(300)
+        self.page.screenshot(path=shots_folder() / f"{name}.png")
+
+
+def shots_folder() -> Path:
+    """Where pictures are put: $NBDIST_SHOTS or else tests/browser/shots."""
+    folder = Path(os.environ.get("NBDIST_SHOTS") or Path(__file__).parent / "shots")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 class Lab:

@@ -98,19 +98,28 @@ def test_terminal(terminal: Terminal) -> None:
     assert lines.count("ValueError: bad") == 1
     assert "nbdist/" not in "\n".join(lines)
     again = terminal.enter("%dist_output")
-    assert "── rank 0 ──" in again
+    assert "── rank 0 (no output) ──" in again
     assert again[again.index("── rank 1 ✗ ──") :].count("ValueError: bad") == 1
     lines = terminal.enter("%dist_status")
     assert any(line.startswith("2 workers on") for line in lines)
 
 
 def test_terminal_shows_lines_at_once(terminal: Terminal) -> None:
-    """A line is there while its cell still runs."""
+    """A line is there while its cell still runs, and bars are one line that moves."""
     terminal.enter("%dist_init -n 2")
     terminal.begin("%%distributed", "print('at once'); import time; time.sleep(2); print('later')")
     terminal.child.expect_exact("[0-1] at once")
     assert "later" not in terminal.child.before.rpartition("print('later')")[2]
     assert "[0-1] later" in terminal.finish()
+    source = "for _ in tqdm.tqdm(range(20), desc='train'): time.sleep(0.05)"
+    terminal.begin("%%distributed", "import tqdm", source)
+    moving = re.compile(r"\r\[0-1\] train \d+%( \(\d+-\d+\))? \d\d:\d\d<\d\d:\d\d")
+    for _ in range(2):
+        terminal.child.expect(moving)
+    lines = [line.rpartition("\r")[2] for line in terminal.finish()]
+    assert len([line for line in lines if line.startswith("[0-1] train")]) == 0
+    last = [line[:28] for line in lines if "train: 100%" in line]
+    assert last == ["[0] train: 100%|██████████| ", "[1] train: 100%|██████████| "]
 
 
 def test_terminal_ctrl_c(terminal: Terminal) -> None:

@@ -29,6 +29,7 @@ STYLES = {
     "border-collapse",
     "border-left",
     "border-radius",
+    "box-sizing",
     "color",
     "cursor",
     "display",

@@ -59,12 +59,13 @@ def test_neighbours() -> None:
 
 def test_html() -> None:
     """They are in one row that wraps; figures share its width."""
-    html = final_html(make(3, lambda rank: [figure(f"rank {rank}")]))
-    assert html.count("flex-wrap:wrap") == 1
-    assert html.count("flex:1 1 290px") == 3
+    for ranks, share in ((2, 45), (3, 30), (4, 45), (5, 30)):
+        html = final_html(make(ranks, lambda rank: [figure(f"rank {rank}")]))
+        assert html.count("flex-wrap:wrap") == 1
+        assert html.count(f"flex:1 1 {share}%") == ranks
     assert html.index("rank 0") < html.index("rank 1") < html.index("rank 2")
     html = final_html(make(3, lambda rank: [table(rank)]))
     assert html.count("flex:0 1 auto") == 3
     assert "flex" not in final_html(make(3, lambda rank: [figure("same")]))
     (block, *_) = final_layout(make(2, lambda rank: [table(rank)])).blocks
-    assert tile_style(block) in tiles_html([tile_style(block)])
+    assert tile_style(block, 2) in tiles_html([tile_style(block, 2)])

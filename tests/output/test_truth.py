@@ -10,8 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nbdist.output.ansi import strip
 from nbdist.output.events import Done, Failure, Text
+from nbdist.output.layout import live_layout
 from nbdist.output.plain import PlainLines
+from nbdist.output.screen import Line
+from nbdist.output.text import panel_text
 from nbdist.output.transcript import Transcript
 from nbdist.topology import parse_ranks
 from tests.output.lab import final_html, final_text, live_html, live_text
@@ -131,6 +135,85 @@ def test_live_lines(said: Said) -> None:
         for rank, lines in enumerate(said):
             assert shown[rank] == lines[-len(shown[rank]) :]
             assert len(shown[rank]) >= min(len(lines), 6)
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> tuple[list[str], list[tuple[int, str]]]:
+    """What ranks write, bars among it, and the same in chunks that come in any order of ranks."""
+    parts = ["loss 0.5\n", "\r 10%|#   | 1/10 [00:01<00:09]", "\x1b[31mred\x1b[0m\n", "é\n", "x"]
+    parts += ["\x1b[A\x1b[2K\rup\n", "\rstep 3/10", "\n", "\r" + " " * 9 + "\r", "cuda:1\n"]
+    texts = ["".join(draw(st.lists(st.sampled_from(parts), max_size=12))) for _ in range(3)]
+    left, chunks = [*texts], []
+    while any(left):
+        rank = draw(st.sampled_from([rank for rank, text in enumerate(left) if text]))
+        size = draw(st.integers(1, 9))
+        chunks.append((rank, left[rank][:size]))
+        left[rank] = left[rank][size:]
+    return texts, chunks
+
+
+@same_each_time
+@given(streams())
+def test_any_interleaving(written: tuple[list[str], list[tuple[int, str]]]) -> None:
+    """However chunks of the ranks come, each rank's text is as if it had come at once, alone."""
+    texts, chunks = written
+    at_once = [Transcript([rank]) for rank in range(len(texts))]
+    for rank, text in enumerate(texts):
+        at_once[rank].receive(rank, Text("stdout", text), 0.0)
+    together = Transcript(range(len(texts)))
+    for rank, chunk in chunks:
+        together.receive(rank, Text("stdout", chunk), 0.0)
+        panel_text(live_layout(together, 0.1))
+    for rank in range(len(texts)):
+        ours = together[rank].tail(99)
+        assert ours == at_once[rank][rank].tail(99)
+        together.receive(rank, Done("ok", 1.0), 1.0)
+    shown = in_text(final_text(together), len(texts))
+    for rank in range(len(texts)):
+        lines = [strip(line.text) for line in together[rank].tail(99) if isinstance(line, Line)]
+        found = shown.get(rank, [])
+        assert found == lines[: len(found)]
+        assert not any(lines[len(found) :])  # empty ones at the end
+
+
+BAR = "train: 100%|##########| 5/5 [00:0{}<00:00, {}.5it/s, loss=0.{}]"
+
+
+@same_each_time
+@given(st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=20))
+def test_bars_stay(numbers: list[tuple[int, int, int]]) -> None:
+    """All that the last state of a bar says of itself is in the panel, in both forms."""
+    transcript = transcript_of([[BAR.format(*each)] for each in numbers], ended=True)
+    assert in_text(final_text(transcript), len(numbers)) == {
+        rank: [BAR.format(*each)] for rank, each in enumerate(numbers)
+    }
+    html = final_html(transcript)
+    if len(numbers) > 16:
+        assert in_html(html, len(numbers)).keys() == {*range(len(numbers))}
+        return
+    rows = [re.sub(r"<[^>]*>", " ", row).split() for row in html.split("<tr")[1:]]
+    assert [row[-7:] for row in rows] == [
+        [str(rank), "train", "100%", "5/5", f"00:0{time}", f"{pace}.5it/s", f"loss=0.{loss}"]
+        for rank, (time, pace, loss) in enumerate(numbers)
+    ]
+
+
+LOW = st.integers(0, 3)
+
+
+@same_each_time
+@given(st.lists(st.lists(LOW, min_size=2, max_size=3), min_size=1, max_size=40), LOW)
+def test_folding_hides_no_difference(said: list[list[int]], failed: int) -> None:
+    """Two ranks that have said something else are never in one group that is called the same."""
+    transcript = transcript_of([[f"loss {n}" for n in each] for each in said], ended=False)
+    for rank in range(len(said)):
+        if rank % 4 == failed:
+            lines = ("Cell In[1], line 2", f"E: {said[rank][0]}")
+            transcript.receive(rank, Failure("E", f"{said[rank][0]}", lines, rank), 1.0)
+        transcript.receive(rank, Done("error" if rank % 4 == failed else "ok", 1.0), 1.0)
+    shown = in_text(final_text(transcript), len(said))
+    for rank, lines in enumerate(said):
+        assert shown[rank][: len(lines)] == [f"loss {number}" for number in lines]
 
 
 @pytest.mark.parametrize("ranks", [4, 40])
