@@ -16,6 +16,7 @@ from IPython.core.completer import Completion as IPythonCompletion
 from IPython.utils.tokenutil import token_at_cursor
 
 from nbdist.errors import NbdistError
+from nbdist.notebook.auto_mode import is_plain
 from nbdist.notebook.cell_text import (
     CELL_MAGICS,
     MagicLine,
@@ -82,7 +83,7 @@ class Completion:
         """Say what can stand there; None where the notebook is to say it."""
         if (in_line := self.complete_line(code, cursor)) is not None:
             return in_line
-        magic = workers_cell(code, cursor)
+        magic = self._magic(code, cursor)
         if magic is None:
             return None
         text = as_comment(code)
@@ -103,7 +104,7 @@ class Completion:
         omit_sections: Any = (),
     ) -> Any:
         """Stand around `do_inspect`."""
-        magic = workers_cell(code, cursor_pos)
+        magic = self._magic(code, cursor_pos)
         if magic is None:
             return self._described(code, cursor_pos) or original(
                 code, cursor_pos, detail_level, omit_sections
@@ -120,7 +121,15 @@ class Completion:
 
     def is_of_workers(self, code: str, cursor: int) -> bool:
         """Say whether a question there is answered without the notebook's kernel."""
-        return workers_cell(code, cursor) is not None or self._line_at(code, cursor)[1] is not None
+        is_theirs = self._magic(code, cursor) is not None
+        return is_theirs or self._line_at(code, cursor)[1] is not None
+
+    def _magic(self, code: str, cursor: int) -> MagicLine | None:
+        """Find the magic of a cell that the workers run; of a plain one while auto mode is on."""
+        magic, auto = workers_cell(code, cursor), self._pools.auto
+        if magic is None and auto.pool is not None and is_plain(code):
+            return MagicLine(CELL_MAGICS[0], f"--pool {auto.pool}", 0)
+        return magic
 
     def complete_line(self, code: str, cursor: int) -> Completions | None:
         """Say what can stand in the line of a magic of ours; None elsewhere, and for nothing."""

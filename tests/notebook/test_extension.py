@@ -46,6 +46,8 @@ def test_unload_leaves_nothing(fresh: Callable[..., Notebook]) -> None:
         "(footprint(), sorted(get_ipython().magics_manager.lsmagic()['line']), "
         "sorted(get_ipython().magics_manager.lsmagic()['cell']), "
         "[len(found) for found in get_ipython().events.callbacks.values()], "
+        "sorted(vars(get_ipython())), sorted(vars(get_ipython().kernel)), "
+        "[str(each) for each in get_ipython().input_transformers_cleanup], "
         "[each for each in get_ipython().configurables if 'nbdist' in type(each).__module__])"
     )
     notebook.value(state)  # the first look may import something

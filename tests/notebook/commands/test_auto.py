@@ -33,6 +33,21 @@ def test_plain_cells(auto: Notebook) -> None:
     assert "Docstring" in auto.run("torch.add?").text
 
 
+def test_names_while_they_are_typed(auto: Notebook) -> None:
+    """They are the workers' in plain cells; the notebook's in those of `%%local`."""
+    auto.run("import types\nthere = types.SimpleNamespace(layer=1)")
+
+    def offered(code: str) -> list[str]:
+        reply = auto.client.complete(code, reply=True, timeout=20)["content"]
+        return [*reply["matches"]]
+
+    assert offered("there.la") == ["layer"]
+    assert "there" in offered("x = the")
+    assert "there" not in offered("%%local\nthe")
+    told = auto.client.inspect("there", reply=True, timeout=20)["content"]
+    assert "Rank:      0" in told["data"]["text/plain"]
+
+
 def test_cells_that_stay_here(auto: Notebook) -> None:
     """Magics, commands, `%%local`, and whatever front ends ask for themselves."""
     assert auto.run("%%local\nhere").results == [{"text/plain": "'notebook'"}]
