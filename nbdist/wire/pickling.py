@@ -42,6 +42,7 @@ from nbdist.wire.definitions import (
     require_importable,
     take_slots,
 )
+from nbdist.wire.reading import load, without_cycles
 from nbdist.wire.shared_memory import Buffer
 from nbdist.wire.sharing import Fence, mutable_ids
 from nbdist.wire.tensors import TensorReducer
@@ -91,7 +92,9 @@ class Pickled:
         What classes and functions hold does not count: a class is the same one in the
         receiver whatever brings it.
         """
-        ids = mutable_ids(self._pickler.memo.copy(), self._pickler.fences)
+        with without_cycles():
+            memo = self._pickler.memo.copy()
+        ids = mutable_ids(memo, self._pickler.fences)
         tensors = self._pickler.tensors
         return ids | tensors.addresses if tensors else ids
 
@@ -134,7 +137,7 @@ def unpickle(frames: Sequence[Buffer], namespace: dict[str, Any] | None = None) 
     # Arrays and tensors would otherwise be read-only.
     buffers = [bytearray(frame) if isinstance(frame, bytes) else frame for frame in frames[1:]]
     with receiving(namespace):
-        return _load(frames[0], buffers)
+        return load(frames[0], buffers)[0]
 
 
 def join(parts: Sequence[Pickled]) -> list[Buffer]:
@@ -332,9 +335,6 @@ class _Union:
         return _load_union, (self._parts,)
 
 
-READ_FROM = 1 << 20
-"""Bytes of a pickle itself that take some 10 ms to be read."""
-
 REFERENCE = 2
 """Items in which cloudpickle takes apart a class that is known by its name; others have a state."""
 
@@ -361,30 +361,8 @@ def _reduce_cached_property(found: functools.cached_property[Any]) -> Reduced:
     return make_cached_property, (found.func, found.attrname)
 
 
-def _load(first: Buffer, buffers: Sequence[Buffer]) -> Any:
-    if memoryview(first).nbytes < READ_FROM:
-        return plain_pickle.loads(first, buffers=buffers)[0]
-    return plain_pickle.Unpickler(_Reading(first), buffers=buffers).load()[0]
-
-
-class _Reading:
-    """A pickle read a piece at a time: between two pieces Stop is met, which C code never does."""
-
-    def __init__(self, data: Buffer) -> None:
-        self._file = io.BytesIO(data)
-
-    def read(self, size: int) -> bytes:
-        return self._file.read(size)
-
-    def readline(self) -> bytes:
-        return self._file.readline()
-
-    def readinto(self, buffer: Any) -> int:
-        return self._file.readinto(buffer)
-
-
 def _load_union(parts: list[list[Buffer]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for first, *buffers in parts:
-        values.update(_load(first, buffers))
+        values.update(load(first, buffers)[0])
     return values

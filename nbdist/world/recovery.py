@@ -74,6 +74,7 @@ def end(workers: Workers, running: RunningTask) -> None:
     if running.died:
         running.fate = healing_text(workers, running.deaths)
     running.restart = _restart_text(workers, running)
+    running.let_go()
     if not (running.restart or workers.setup.is_replaying):
         workers.past.add(running)
     running.is_over = True

@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -121,7 +121,7 @@ class RunningTask:
         shipped: Mapping[str, Shipped] | None = None,
     ) -> None:
         self.task = task
-        self.shipped = shipped or {}
+        self.shipped: Mapping[str, Shipped] = shipped or {}
         self.patience = patience
         self.transcript = Transcript(task.ranks)
         self.prompts = Prompts()
@@ -381,6 +381,10 @@ class RunningTask:
         was_refused = isinstance(error, Failure) and error.name == NAME_PROBLEM
         was_stopped = done is not None and not done.received
         return {} if was_refused or was_stopped else self.shipped
+
+    def let_go(self) -> None:
+        """Keep no memory of what was shipped: a task is kept for longer than its names."""
+        self.shipped = {name: replace(each, kept=None) for name, each in self.shipped.items()}
 
     @property
     def made(self) -> frozenset[str]:

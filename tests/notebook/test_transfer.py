@@ -144,3 +144,17 @@ def test_a_name_that_a_cell_has_deleted(slow: Notebook):
     slow.run("limit = 7")
     slow.run("%%distributed\nprint(limit)\ndel limit")
     assert "7" in slow.run("%%distributed\nprint(limit)").text
+
+
+def test_one_entry_of_a_big_dict(slow: Notebook):
+    """It arrives on all ranks; what they have done with the others does not stay."""
+    slow.run("new = None; before = held()")  # which maps what was gathered
+    slow.run("data = {n: np.full(1_000_000, float(n)) for n in range(3)}")
+    total = "%%distributed\nprint(sum(float(each.sum()) for each in data.values()))"
+    assert "3000000.0" in slow.run(total).text
+    slow.run("%%distributed -r 1\ndata[0] += 1")
+    assert slow.value("held() - before") == 1
+    slow.run("data[2][5] = 7")
+    assert slow.run(total).text.splitlines()[1:] == ["── ranks 0-1 (same) ──", "3000005.0"]
+    slow.run("%%distributed\ndel data")
+    assert slow.value("held() - before") == 0

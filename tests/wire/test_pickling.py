@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle as plain_pickle
-import sys
 import threading
 import types
 from collections.abc import Callable
@@ -113,17 +112,3 @@ def test_what_pickle_refuses_is_refused(value: Any, notebook: Any) -> None:
     """Errors of pickling come as they are."""
     with pytest.raises(TypeError):
         pickle(value, notebook.names)
-
-
-@pytest.mark.parametrize(("number", "least"), [(1000, 0), (300_000, 20)])
-def test_big_pickles_are_read_in_pieces(number: int, least: int):
-    """Python code runs between two of them, where Stop is met."""
-    frames = pickle([float(n) for n in range(number)], {}).frames
-    reads: list[str] = []
-    sys.setprofile(lambda frame, event, _: reads.append(event + frame.f_code.co_name))
-    try:
-        value = unpickle(frames)
-    finally:
-        sys.setprofile(None)
-    assert value == [float(n) for n in range(number)]
-    assert least <= reads.count("callread") <= 10 * least

@@ -292,6 +292,8 @@ class _Plan:
         if not any(look.record.holds_objects for look in map(self._looks.get, changed) if look):
             return [[name] for name in changed]
         candidates = [*changed, *self._unchanged_with_objects()]
+        if len(candidates) == 1:  # to know what it holds takes longer than to pickle it
+            return [changed]
         groups: list[list[str]] = []
         taken: set[str] = set()
         for name in changed:

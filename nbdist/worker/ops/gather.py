@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from nbdist.errors import NotEnoughMemory
 from nbdist.wire.ops import Brought
 from nbdist.wire.unshippable import blame, fails_in
 
@@ -28,6 +29,8 @@ def gather(context: Context, expressions: Sequence[str]) -> Brought:
             return Brought(expression, problem=f"{type(error).__name__}: {error}")
     try:
         return Brought(packed=context.lend(values))
+    except NotEnoughMemory as error:
+        return Brought(expressions[0], problem=f"{type(error).__name__}: {error}")
     except Exception as error:  # noqa: BLE001 (a user's __reduce__ can raise anything)
         number, of = _first_to_blame(context, values)
         path, kind, why, _ = blame(expressions[number], of, fails_in(context.names), error)
