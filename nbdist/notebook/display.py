@@ -61,8 +61,11 @@ class CellDisplay(Protocol):
         memory and GPUs they use.
         """
 
-    def show_all(self, transcript: Transcript, asks: str) -> None:
-        """Show all that there is, now: an input box comes below; `asks` says for which ranks."""
+    def show_all(self, transcript: Transcript, asks: str, *, is_here: bool = True) -> None:
+        """Show all that there is, now: an input box comes, and `asks` says for which ranks.
+
+        Below, if `is_here`, and not in a later cell.
+        """
 
     def typed(self) -> None:
         """Go on after somebody has typed something there."""
@@ -115,8 +118,8 @@ class PanelDisplay:
             return
         self._draw_live(transcript, now, waits, usage)
 
-    def show_all(self, transcript: Transcript, asks: str) -> None:
-        self._was_asked = True
+    def show_all(self, transcript: Transcript, asks: str, *, is_here: bool = True) -> None:
+        self._was_asked = is_here
         self._draw_live(transcript, time.monotonic(), asks)
 
     def typed(self) -> None:
@@ -209,7 +212,7 @@ class PlainDisplay:
         self._waits = waits
         self._bars.show(merged_line(transcript), now)
 
-    def show_all(self, transcript: Transcript, asks: str) -> None:
+    def show_all(self, transcript: Transcript, asks: str, *, is_here: bool = True) -> None:
         self._bars.clear()
         if self._lines is not None:
             self._write(self._lines.flush())

@@ -83,6 +83,19 @@ def test_nobody_is_freed_meanwhile(pair: Notebook) -> None:
     assert "freed" not in said.text
 
 
+def test_a_cell_that_nobody_waits_for(pair: Notebook) -> None:
+    """It says whom it waits for, and asks once a cell waits for it; its panel stays where it is."""
+    pair.run("%%distributed --no-wait -o job\nname = input('name? ')")
+    said = pair.run("found = job.wait()", typed=["ada", "bob"])
+    assert said.prompts == ["[rank 0] name? ", "[rank 1] name? "]
+    assert said.displays == []
+    assert said.errors == []
+    assert [line for line in body(pair.run("%%distributed\nname")) if "'" in line] == [
+        "'ada'",
+        "'bob'",
+    ]
+
+
 def test_stop_at_a_prompt(pair: Notebook) -> None:
     """It ends the cell as anywhere; no variable and no group is lost, nothing is asked again."""
     asks = "def asks():\n try: input('a')\n except KeyboardInterrupt: input('again')\n"

@@ -83,4 +83,5 @@ def test_a_forked_child_asks_nobody(world: World, enter: Enter) -> None:
         ranks=[0],
     )
     told = "a process that the rank has forked can ask for no input"
-    assert world.gather("(told, mine)", ranks=[0]) == [(told, "for the rank")]
+    assert world.gather("told", ranks=[0])[0].startswith(told)
+    assert world.gather("mine", ranks=[0]) == ["for the rank"]

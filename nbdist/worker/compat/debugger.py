@@ -24,7 +24,7 @@ AROUND = ("IPython", "ipykernel", "tornado", "asyncio", "traitlets", "zmq", "jup
 """Packages whose calls come before those of a cell or script, and after its end."""
 
 IN_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in AROUND)
-RUNNERS = ("<frozen ", "<string>", f"{os.sep}runpy.py")
+RUNPY = f"{os.sep}runpy.py"
 
 CACHES = ("_cachable_skip", "_cached_one_parent_frame_debuggerskip")
 """Methods of IPython 8 that keep up to 1,024 calls with all that these hold."""
@@ -35,9 +35,9 @@ Stack = list[tuple[FrameType, int]]
 def is_around(frame: FrameType) -> bool:
     """Say whether a call is none of the user's: nbdist's own, or IPython's."""
     file = frame.f_code.co_filename
-    if file.startswith((PACKAGE, "<frozen ", "<string>")):
+    if file.startswith((PACKAGE, "<frozen ")) or file.endswith(RUNPY):
         return True
-    return file.endswith(RUNNERS[2:]) or any(part in file for part in IN_PACKAGES)
+    return any(part in file for part in IN_PACKAGES)
 
 
 def is_called_by_us(frame: FrameType) -> bool:
@@ -95,11 +95,18 @@ class Debugger(InterruptiblePdb):
             self.set_step()
         else:
             super().user_return(frame, value)
+            forget_in(frame)
 
     def user_call(self, frame: FrameType, arguments: Any) -> None:
         """Stop at the beginning of a call, but not at that of a statement of a cell."""
         if not is_statement(frame):
             super().user_call(frame, arguments)
+
+    def user_exception(self, frame: FrameType, info: Any) -> None:
+        """Stop where one is raised; not in IPython, where a statement that has awaited ends."""
+        if not is_around(frame):
+            super().user_exception(frame, info)
+            forget_in(frame)
 
     def stop_here(self, frame: FrameType) -> bool:
         """Say whether stepping ends in this call."""
@@ -124,6 +131,13 @@ class Debugger(InterruptiblePdb):
         if (number := cell_numbers().get(file)) is None:
             return text
         return text.replace(self.canonic(file), f"Cell In[{number}]")
+
+
+def forget_in(frame: FrameType) -> None:
+    """Take out of a cell's names what pdb has bound there, to show it at that stop."""
+    if frame.f_locals is frame.f_globals:
+        for name in ("__return__", "__exception__"):
+            frame.f_globals.pop(name, None)
 
 
 def own_part(around: list[bool]) -> tuple[int, int]:
