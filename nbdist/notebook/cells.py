@@ -260,6 +260,8 @@ def _show_news(
     if asks and not is_attended:
         waits = f"{asks} · asked for once a cell waits for this one"
     display.show(running.transcript, news, waits, usage_text(running.usage.values()))
+    if not is_attended:
+        display.pause()
 
 
 def _have_typed(

@@ -70,6 +70,9 @@ class CellDisplay(Protocol):
     def typed(self) -> None:
         """Go on after somebody has typed something there."""
 
+    def pause(self) -> None:
+        """Leave room for others, who write next: nobody waits for this cell."""
+
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         """Show it as it stays; called once, last."""
 
@@ -157,6 +160,9 @@ class PanelDisplay:
     again = end
     can_change = True
 
+    def pause(self) -> None:
+        """Nothing is in the way of others."""
+
     def end_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         note = " · ".join(self._notes)
         self._draw_panel(final_layout(transcript, logs, note))
@@ -185,7 +191,8 @@ class PlainDisplay:
         self._colours = colours
         self._lines: PlainLines | None = None
         self._waits = ""
-        self._bars = MovingLine(sys.stdout)
+        self._stream = sys.stdout
+        self._bars = MovingLine(self._stream)
 
     def note(self, text: str, *, at_once: bool = True) -> None:
         self.say(text)
@@ -210,7 +217,8 @@ class PlainDisplay:
         if waits and waits != self._waits:
             self.note(waits)
         self._waits = waits
-        self._bars.show(merged_line(transcript), now)
+        if sys.stdout is self._stream:  # else a prompt is open, which is drawn below all lines
+            self._bars.show(merged_line(transcript), now)
 
     def show_all(self, transcript: Transcript, asks: str, *, is_here: bool = True) -> None:
         self._bars.clear()
@@ -220,6 +228,10 @@ class PlainDisplay:
 
     def typed(self) -> None:
         """Say nothing: the terminal shows what was typed."""
+
+    def pause(self) -> None:
+        self._bars.clear()
+        sys.stdout.flush()
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         self._bars.clear()

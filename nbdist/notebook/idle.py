@@ -8,10 +8,12 @@ import os
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from IPython.core.interactiveshell import InteractiveShell
 
     from nbdist.world.link import Link
 
@@ -27,7 +29,7 @@ class IdleWatch:
     """Have the event loop that runs the notebook's cells call `notice` on deaths and late output.
 
     While something `goes_on` also on all else that comes, and every `PAUSE` seconds.  A loop that
-    runs between cells is what an ipykernel has; a terminal has none: there the next cell shows it.
+    runs between cells is what an ipykernel has; in a terminal each prompt has one of its own.
     """
 
     def __init__(self, notice: Callable[[], None]) -> None:
@@ -44,7 +46,7 @@ class IdleWatch:
 
     def follow(self, link: Link | None) -> None:
         """Watch this link from now on, and none that was watched before."""
-        if link is self._link:
+        if link is self._link and not (self._loop and self._loop.is_closed()):
             return
         self.stop()
         try:
@@ -115,3 +117,10 @@ class IdleWatch:
         self._notice_at = now + min(LONGEST_PAUSE, max(PAUSE, PAUSES_PER_NOTICE * (now - started)))
         if self._goes_on:
             self.goes_on = True
+
+
+def at_next_prompt(shell: InteractiveShell, call: Callable[[], None]) -> None:
+    """Have this called on the event loop of a terminal's next prompt; nothing where none comes."""
+    prompt: Any = getattr(shell, "pt_app", None)
+    if prompt is not None:
+        prompt.app.pre_run_callables.append(call)

@@ -10,7 +10,7 @@ from nbdist.errors import InChild, Interrupted, UsageError
 from nbdist.notebook.auto_mode import NOTE as AUTO_NOTE
 from nbdist.notebook.auto_mode import AutoMode
 from nbdist.notebook.display import make_display
-from nbdist.notebook.idle import IdleWatch
+from nbdist.notebook.idle import IdleWatch, at_next_prompt
 from nbdist.notebook.job import Job
 from nbdist.notebook.late import Ended
 from nbdist.notebook.options import check_same, given
@@ -303,6 +303,11 @@ class Pool:
             for name in theirs:
                 self.world.session.names.gathered(name, ranks)
 
+    def watch_prompt(self) -> None:
+        """Notice what workers do while a terminal's prompt is open; called on its loop."""
+        self._watch_while_idle()
+        self._idle.goes_on = self.busy_job is not None
+
     def _watch_while_idle(self) -> None:
         self._idle.follow(self.world.session.link if self.world and self.has_workers else None)
 
@@ -401,6 +406,7 @@ class Pools:
         """Count what a cell has bound as the notebook's; called by IPython after each."""
         for pool in self:
             pool.show_job()
+            at_next_prompt(self.shell, pool.watch_prompt)
         raw_cell = getattr(result.info, "raw_cell", None)
         if raw_cell:
             for pool in self:

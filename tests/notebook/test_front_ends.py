@@ -28,7 +28,7 @@ WAIT = 40
 class Terminal:
     """IPython in a terminal of 200 columns."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, kind: str = "dumb") -> None:
         self.child = pexpect.spawn(
             sys.executable,
             ["-m", "IPython", "--no-banner", "--colors=NoColor", "--no-confirm-exit"],
@@ -36,7 +36,8 @@ class Terminal:
             cwd=str(home),
             env={
                 **os.environ,
-                "TERM": "dumb",
+                "TERM": kind,
+                "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody answers where the cursor is
                 "NBDIST_LOG_DIR": "",
                 "IPYTHONDIR": str(home),
                 "PYTHONFAULTHANDLER": "1",
@@ -147,6 +148,23 @@ def test_terminal_of_a_cell_that_nobody_waits_for(terminal: Terminal) -> None:
     assert "This cell has not run; `job` (sent with --no-wait) runs on: `%dist_interrupt`" in said
     assert "ranks 0-1 have stopped; all variables are kept." in terminal.enter("%dist_interrupt")
     assert "[0-1] late" in terminal.enter("%%distributed", "print('late')")
+
+
+def test_terminal_is_live_at_its_prompt(tmp_path: Path) -> None:
+    """What workers do while no cell runs is shown above it: lines, how it ends, a death."""
+    terminal = Terminal(tmp_path, "xterm")
+    try:
+        loop = "[(print('step', i), time.sleep(0.3)) for i in range(4)]; 1 / 0"
+        terminal.begin("%%distributed -n 2 --no-wait -o job", "import time", loop)
+        terminal.child.expect_exact("sent to 2 ranks")
+        for said in ("step 3", "✗ ZeroDivisionError", "2 of 2 ranks failed (0-1); first: rank "):
+            terminal.child.expect_exact(said)
+        kill = "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()"
+        terminal.begin("%%distributed -r 1", "import os, signal, threading", kill)
+        terminal.child.expect_exact("rank 1 was killed by SIGKILL while no cell was running")
+        terminal.child.expect_exact("rank 1 was replaced and has lost its variables")
+    finally:
+        terminal.child.close(force=True)
 
 
 def test_terminal_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
