@@ -45,6 +45,7 @@ CLOSABLE = ("socket:", "pipe:", "anon_inode:[pidfd]", "/memfd:nbdist")
 LONGEST = (
     "faults/test_nothing_left.py",
     "notebooks/test_notebooks.py",
+    "notebook/commands/test_export.py",
     "faults/test_freeing.py",
     "browser/test_when_things_go_wrong.py",
     "browser/test_quickstart.py",

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Literal
 
 from nbdist.output.rank_transcript import Piece, Shown
-from nbdist.wire.task import Call, Source, Work
+from nbdist.wire.task import Call, Source, Task, Work
 from nbdist.world.names import Shipped
 from nbdist.world.running import RunningTask
 
@@ -108,6 +108,11 @@ class Past:
         while len(self._tasks) > MOST_TASKS or self._characters > MOST_CHARACTERS:
             self._drop(next(iter(self._tasks)))
             self.forgotten += 1
+
+    def knows(self, task: Task) -> bool:
+        """Say whether this cell has succeeded before, as a set-up cell has where a rank is new."""
+        same = (each.text == task.source for each in self._tasks.values() if each.kind == "cell")
+        return task.key in self._tasks or any(same)
 
     def shipped_before(self, task: int) -> Mapping[str, Shipped]:
         """Return what each name of the notebook was when it last went along, up to this task."""

@@ -94,6 +94,16 @@ def test_facts() -> None:
     assert (second.on_all, second.shows_value, second.draws) == (True, False, True)
 
 
+def test_set_up_cells() -> None:
+    """One that runs again in a new rank is known, one of the workers before is not."""
+    past, task = Past(), ended(Source("import os"), key="a").task
+    assert not past.knows(task)
+    past.add(ended(Source("import os"), key="a"))
+    assert past.knows(task)
+    assert past.knows(ended(Source("import os")).task)
+    assert not past.knows(ended(Source("import sys")).task)
+
+
 def test_a_stopped_cell() -> None:
     """It is told from one that failed."""
     past = Past()

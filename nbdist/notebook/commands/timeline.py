@@ -14,7 +14,7 @@ from IPython.core.magic_arguments import argument
 from nbdist.errors import NbdistError, UsageError
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import Magic, ranks_option
-from nbdist.notebook.tables import Shown, below, table
+from nbdist.notebook.tables import Shown, below, block, table
 from nbdist.output.markup import AMBER, BLUE
 from nbdist.output.wording import seconds_text
 from nbdist.wire.ops import TracePart
@@ -32,6 +32,8 @@ SLICES = 60
 
 MOST_BARS = 32
 """Ranks that have a bar; of more those that stand out."""
+
+ON_GPUS = "collectives of nccl's are not in it: `%%distributed --profile` shows what GPUs do"
 
 COMPUTES, WAITS, MIXED = "█", "░", "▓"
 _COLOURS = {COMPUTES: BLUE, WAITS: AMBER, MIXED: BLUE}
@@ -94,7 +96,10 @@ def dist_timeline(line: Line) -> Shown | str:
     found = timeline_of(line.call("timeline"))
     if found is None:
         return "no cell has run on these workers"
-    return below([_table(found), _bars(found)])
+    shown = [_table(found), _bars(found)]
+    if "nccl" in line.world.session.backend:
+        shown.append(block(ON_GPUS))
+    return below(shown)
 
 
 def headline(found: Timeline) -> str:

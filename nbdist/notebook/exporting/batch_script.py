@@ -75,6 +75,7 @@ class Composer:
         self._imports = ImportBlock()
         self._top: list[str] = []
         self._files: dict[str, File] = {}
+        self._groups: tuple[tuple[str, ...], list[list[str]]] = (), []
         self._lost: list[str] = []
         self._given: dict[str, object] = {}  # names of the notebook: the version that is written
         self._known: set[str] = {*WORKERS_OWN, "torch", "dist", "os"}
@@ -90,6 +91,10 @@ class Composer:
             sent = self._past.shipped_before(section.task.last)
             for name in self._in_need(section.code.text, sent):
                 self._give(name, sent[name], section, bound)
+            for name in self._not_seen(section.code.text, sent):
+                self._lost.append(f"when `{name}` was sent: the script has it as it is")
+                self._given[name] = None
+                self._write(name, section, bound)
             bound |= names_bound(section.code.text)
         body = [self._text_of(section) for section in self._sections]
         self._say_what_is_missing(body)
@@ -169,6 +174,16 @@ class Composer:
                 waiting += [(need, False) for need in sorted(sent[name].needs, reverse=True)]
         return [*found]
 
+    def _not_seen(self, text: str, sent: Mapping[str, Shipped]) -> list[str]:
+        """List names of the notebook that code uses though no task is known to have brought them.
+
+        A set-up cell has brought them along to new workers.
+        """
+        made = set[str]().union(*(task.made for task in self._past.tasks))
+        there = self._own | made | self._known | self._imports.names | _ALWAYS_THERE | {*sent}
+        used = names_used(text) - there - self._given.keys()
+        return [name for name in sorted(used) if name in self._namespace and self._is_users(name)]
+
     def _is_users(self, name: str) -> bool:
         return not SYSTEM_NAMES.fullmatch(name) and name not in WORKERS_OWN
 
@@ -220,7 +235,9 @@ class Composer:
             for each in {name: None, **dict.fromkeys(each.name for each in self._past.sent)}
             if each in self._namespace and self._origins.of(each, self._namespace[each]) is None
         }
-        [group] = [each for each in sharing(values, self._namespace) if name in each]
+        if self._groups[0] != (*values,):
+            self._groups = (*values,), sharing(values, self._namespace)
+        [group] = [each for each in self._groups[1] if name in each]
         file = file_of([name, *(each for each in group if each != name)], self._namespace)
         if isinstance(file, str):
             line = self._origins.statement(name)
@@ -302,7 +319,7 @@ class Composer:
             return f"{what} {task.status}" if task.status != "ok" else f"{what} bound it"
         if SYSTEM_NAMES.fullmatch(name):
             return "it is IPython's"
-        return "the notebook has it" if name in self._namespace else "no cell binds it"
+        return "no cell binds it"
 
     # --- the whole ------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ MOST_CHARACTERS = 1_000
 """Of a list or dict that is written into the script; a longer one goes into a file."""
 
 _DEEP = 20
+_SIZED = (list, tuple, set, dict, str, bytes)
 _WIDTH = 88
 
 
@@ -134,8 +135,6 @@ def literal(value: Any) -> str | None:
         text = _literal(value, _DEEP)
     except ValueError:
         return None
-    if len(text) > MOST_CHARACTERS:
-        return None
     if len(text) > _WIDTH - 20 and isinstance(value, list | tuple | dict | set):
         return _in_lines(text)
     return text
@@ -174,9 +173,15 @@ def _part(text: str, node: ast.expr | None) -> str:
 
 
 def _literal(value: Any, deep: int) -> str:
-    if not deep:
-        raise ValueError("too deep")
-    inner: Callable[[Any], str] = functools.partial(_literal, deep=deep - 1)
+    if not deep or (type(value) in _SIZED and len(value) > MOST_CHARACTERS):
+        raise ValueError("too deep, or too long")
+    text = _as_literal(value, functools.partial(_literal, deep=deep - 1))
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError("too long")
+    return text
+
+
+def _as_literal(value: Any, inner: Callable[[Any], str]) -> str:
     if isinstance(value, pathlib.PurePath):
         return f"Path({quoted(str(value))})"
     if type(value) is float and not math.isfinite(value):

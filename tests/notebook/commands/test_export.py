@@ -55,7 +55,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 (packages / each.name).symlink_to(each.path)
     python = home / "bin" / "python"
     without = subprocess.run(
-        [python, "-c", "import torch, nbdist"], cwd=home, capture_output=True, text=True,
+        [python, "-c", "import nbdist"], cwd=home, capture_output=True, text=True,
         env=plain_environ(), timeout=RUN_TIMEOUT, check=False,
     )  # fmt: skip
     assert without.stderr.strip().endswith("ModuleNotFoundError: No module named 'nbdist'")
@@ -168,5 +168,13 @@ def test_what_cannot_be(kernel: Notebook, folder: Path) -> None:
     kernel.run("%%distributed\nx = 1")
     assert kernel.run("%dist_export --force mine.py").errors == []
     assert "x = 1" in (folder / "mine.py").read_text()
+    kernel.run("import numpy\nmany = numpy.ones(3)")
+    kernel.run("%%distributed\ny = many")
+    (folder / "blocked_data").write_text("in the way")
+    assert (
+        "`%dist_export blocked.py`: File exists"
+        in kernel.run("%dist_export --force blocked.py").error
+    )
+    assert not [each for each in folder.iterdir() if each.name.startswith((".", "blocked.py"))]
     kernel.run("%dist_shutdown")
     assert "needs workers" in kernel.run("%dist_export new.py").error
