@@ -56,6 +56,7 @@ class Message:
     kinds: tuple[str, ...]
     connections: Connections
     buffers: tuple[bytes | memoryview, ...] = ()
+    account: tuple[str, ...] = ()
 
 
 def message_from(session: Session, frames: list[bytes]) -> Message | None:
@@ -75,6 +76,7 @@ def message_from(session: Session, frames: list[bytes]) -> Message | None:
             tuple(map(str, ours.get("kinds", ()))),
             ours.get("connections", ""),
             tuple(raw["buffers"]),
+            tuple(map(str, ours.get("account", ()))),
         )
     except Exception as error:  # noqa: BLE001 (garbage can make each of these raise anything)
         log.warning("dropped %d frames of a worker's: %s", len(frames), short(error))
@@ -151,7 +153,7 @@ def _failure(message: Message) -> Failure:
     content = message.content
     traceback = tuple(map(str, content.get("traceback") or ()))
     name, said = str(content["ename"]), str(content.get("evalue", ""))
-    ours = message.time_ns, message.kinds, message.connections
+    ours = message.time_ns, message.kinds, message.connections, message.account
     return as_shown(Failure(name, said, traceback, *ours))
 
 

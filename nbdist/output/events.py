@@ -75,7 +75,7 @@ class Failure:
     `kinds` are its class and those that this is derived from, as `module:qualified.name`.
     `connections` is what it says of those to other ranks: that they "ended", since collectives
     were aborted or a rank has died, that gloo closed them when a collective "timed out", or
-    nothing.
+    nothing.  `account` is lines on what the memory is used for that was not enough.
     """
 
     name: str
@@ -84,6 +84,7 @@ class Failure:
     time_ns: int
     kinds: tuple[str, ...] = ()
     connections: Connections = ""
+    account: tuple[str, ...] = ()
 
 
 NAME_PROBLEM = "NameProblem"

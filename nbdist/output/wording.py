@@ -54,8 +54,9 @@ def error_text(error: RankError) -> str:
 
 
 def traceback_text(failure: Failure) -> str:
-    """Give the traceback as IPython prints it, colours and all."""
-    return "\n".join(failure.traceback).strip("\n") or error_text(failure)
+    """Give the traceback as IPython prints it, colours and all, and the account below it."""
+    traceback = "\n".join(failure.traceback).strip("\n") or error_text(failure)
+    return "\n".join([traceback, *failure.account])
 
 
 def in_log_only(lines: int, path: str | None = None) -> str:

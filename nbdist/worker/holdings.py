@@ -12,6 +12,7 @@ import traceback
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -26,6 +27,7 @@ MOST_LOOKED_AT = 100_000
 """Values, so that a list of a million numbers ends the search soon."""
 
 MOST_OF_A_CONTAINER = 10_000
+"""In a second; to begin with these takes time that others need."""
 
 SEVERAL = 8
 """A container of more tensors than that is shown as one."""
@@ -39,6 +41,13 @@ NOT_LOOKED_INTO = (type, types.ModuleType, types.FunctionType, types.BuiltinFunc
 _Path = tuple[str, Any, int]
 
 
+@dataclass(frozen=True)
+class _Several:
+    """Tensors of one container, to be shown as one."""
+
+    tensors: list[Any]
+
+
 class Search:
     """Looks for what holds memory, for some seconds at most; `held` has what was found so far."""
 
@@ -47,8 +56,11 @@ class Search:
         self.is_whole = True
         self._end = time.monotonic() + seconds
         self._looked_at = 0
+        self._most_of_each = int(MOST_OF_A_CONTAINER * min(1.0, max(seconds, 0.1)))
         self._storages: set[tuple[str, int]] = set()
         self._seen: set[int] = set()
+        self._have_several: set[int] = set()
+        self._later: list[_Path] = []
 
     def __repr__(self) -> str:
         return f"<Search {len(self.held)} held, {self._looked_at} values>"
@@ -65,6 +77,8 @@ class Search:
             self._looked_at += 1
             try:
                 self._look(f"{name}{where}", value)
+                waiting.extend(self._later)
+                self._later.clear()
                 if depth < DEEPEST and id(value) not in self._seen:
                     waiting.extend((f"{name}{more}", x, depth + 1) for more, x in self._in(value))
             except Exception:  # noqa: BLE001 (a class of the user's can raise anything)
@@ -86,21 +100,32 @@ class Search:
         elif isinstance(value, list | tuple | set | frozenset | deque | dict):
             tensors = [each for each in _members(value) if isinstance(each, torch.Tensor)]
             if len(tensors) > SEVERAL:
-                self._note_several(name, tensors)
+                # After what is as near as this: there may be a million of them.
+                self._later.append((name, _Several(tensors), DEEPEST))
+                (self._seen if len(tensors) == len(value) else self._have_several).add(id(value))
+        elif isinstance(value, _Several):
+            self._note_several(name, value.tensors)
         elif (found := self._new(name, value)) is not None:
             self.held.append(found)
 
     def _note_several(self, name: str, tensors: Iterable[Any]) -> None:
-        """Note tensors as one, unless there is nothing new among them."""
-        found = [held for each in tensors if (held := self._new(name, each)) is not None]
-        if len(found) == 1:
-            self.held.append(found[0])
-        elif found:
+        """Note tensors as one, as many as there is time for, unless none of them is new."""
+        found: list[Held] = []
+        for each in tensors:
+            self._looked_at += 1
+            if not self._has_time():
+                self.is_whole = False
+                break
+            if (held := self._new(name, each)) is not None:
+                found.append(held)
+        if len(found) > 1:
             shapes, dtypes = {held.shape for held in found}, {held.dtype for held in found}
             shape = shapes.pop() if len(shapes) == 1 else ()
             dtype = dtypes.pop() if len(dtypes) == 1 else ""
             size = sum(held.size for held in found)
             self.held.append(Held(name, size, shape, dtype, found[0].device, len(found)))
+        else:
+            self.held += found
 
     def _new(self, name: str, value: Any) -> Held | None:
         """Return what it holds; None where that is nothing, or known already."""
@@ -126,12 +151,12 @@ class Search:
                 yield ".grad", value.grad
         elif isinstance(value, torch.nn.Module):
             yield from _in_module(value)
-        elif isinstance(value, dict):
-            for key, each in islice([*value.items()], MOST_OF_A_CONTAINER):
-                yield f"[{_key_text(key)}]", each
-        elif isinstance(value, list | tuple | deque):
-            for index, each in enumerate(islice([*value], MOST_OF_A_CONTAINER)):
-                yield f"[{index}]", each
+        elif isinstance(value, dict | list | tuple | deque):
+            is_known = id(value) in self._have_several
+            entries = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, each in islice([*entries], self._most_of_each):
+                if not (is_known and isinstance(each, torch.Tensor)):
+                    yield f"[{_key_text(key)}]", each
         elif not isinstance(value, torch.optim.Optimizer):
             for name, each in _attributes(value).items():
                 yield f".{name}", each

@@ -176,8 +176,8 @@ class WorkerKernel(LeavesChildren):
         """Add what the task brings back, or what ended it, to the names that it has bound."""
         if error is not None:
             number = cast("MarkingSession", self.session).number_of(error)
-            more = [] if number else account(context.shell, int(self.ident), error)
-            return replace(done, failure=failure_of(error, more), error_number=number)
+            said = [] if number else account(context.shell, int(self.ident), error)
+            return replace(done, failure=failure_of(error, said), error_number=number)
         if task.fetch:
             values: Payload | None = self.namespace.fetch(task.fetch, task.id)
         else:

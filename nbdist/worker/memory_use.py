@@ -11,6 +11,7 @@ import torch
 
 from nbdist.wire.cgroups import MemoryLimit, memory_limits
 from nbdist.wire.ops import GpuMemory, Held, Memory, Peak
+from nbdist.wire.reading import without_cycles
 from nbdist.words import size_text
 from nbdist.worker.holdings import LAST_VALUE, Search, last_errors, locals_of
 
@@ -56,9 +57,10 @@ def measure(
 
     With the traceback of what was `raised` just now.
     """
-    search = Search(seconds)
-    held = search.take(_names_of(shell))
-    kept = [each for where, names in _unseen(shell, raised) for each in search.take(names, where)]
+    search, unseen = Search(seconds), _unseen(shell, raised)
+    with without_cycles():  # there may be millions of objects
+        held = search.take(_names_of(shell))
+        kept = [each for where, names in unseen for each in search.take(names, where)]
     pss = pss_now()
     return Memory(
         pss=pss,

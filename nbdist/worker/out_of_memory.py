@@ -48,6 +48,8 @@ def account_lines(rank: int, memory: Memory) -> list[str]:
     """Write what an error says of it: how much is used, by what, and what could be let go."""
     lines = [f"rank {rank}: {', '.join(_figures(memory))}"]
     lines += _listed(memory.held)
+    if not memory.is_whole:
+        lines.append("  … there was no time to look at everything: `%dist_memory`")
     if memory.kept:
         size = size_text(memory.kept_size)
         lines.append(f"Only this traceback, or `Out`, holds {size} (`%dist_clean` lets go of it):")

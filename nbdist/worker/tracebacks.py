@@ -19,7 +19,7 @@ import pdb
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -52,10 +52,10 @@ class Problem(Exception):
     """The name of its `Failure`."""
 
 
-def failure_of(error: BaseException, more: Sequence[str] = ()) -> Failure:
+def failure_of(error: BaseException, said: Sequence[str] = ()) -> Failure:
     """Give the failure, with a traceback that takes nothing but the names of files.
 
-    `more` are lines that stand below it.
+    `said` is its account.
     """
     if isinstance(error, Problem):
         return failure_in_words(error.kind, str(error))
@@ -63,9 +63,10 @@ def failure_of(error: BaseException, more: Sequence[str] = ()) -> Failure:
         return failure_in_words(LEFT_DEBUGGER, LEFT)
     name, message = type(error).__name__, message_of(error)
     calls = map(_sendable, short_traceback(own_part(error.__traceback__)))
-    lines = (*calls, f"{name}: {message}", *map(_sendable, more))
+    lines = (*calls, f"{name}: {message}")
     kinds = classes_of(type(error))
-    return Failure(name, message, lines, time.time_ns(), kinds, connections_after(message))
+    more = kinds, connections_after(message), tuple(map(_sendable, said))
+    return Failure(name, message, lines, time.time_ns(), *more)
 
 
 def failure_in_words(name: str, message: str) -> Failure:
@@ -128,9 +129,8 @@ def own_part(tb: TracebackType | None) -> TracebackType | None:
 def show_errors_our_way(shell: Any, session: MarkingSession, rank: int) -> None:
     """Have IPython's shell show what this module says, and send it by this session."""
     shorten_common_tracebacks(shell)
-    account_for_memory(shell, rank)
     show_groups(shell)
-    around_errors(shell, partial(sending_more, session))
+    around_errors(shell, partial(sending_more, session, partial(account, shell, rank)))
     judge_by_result(shell)
 
 
@@ -179,19 +179,6 @@ def shorten_common_tracebacks(shell: Any) -> None:
     shell.InteractiveTB.structured_traceback = structured_traceback
 
 
-def account_for_memory(shell: Any, rank: int) -> None:
-    """Have the shell say below an out-of-memory error what the memory is used for."""
-    whole = shell.InteractiveTB.structured_traceback
-
-    def structured_traceback(
-        kind: Any, error: Any, tb: TracebackType | None = None, *args: Any, **options: Any
-    ) -> Any:
-        shown = whole(kind, error, tb, *args, **options)
-        return [*shown, *map(_sendable, account(shell, rank, error))]
-
-    shell.InteractiveTB.structured_traceback = structured_traceback
-
-
 def in_few_words(kind: Any, error: Any) -> tuple[Any, Any]:
     """Give an exception and its class, or shorter ones where IPython would colour megabytes."""
     said = message_of(error)
@@ -215,11 +202,15 @@ def know_cells() -> None:
 
 @contextmanager
 def sending_more(
-    session: MarkingSession, kind: type[BaseException], error: BaseException
+    session: MarkingSession,
+    account_of: Callable[[BaseException], Sequence[str]],
+    kind: type[BaseException],
+    error: BaseException,
 ) -> Iterator[None]:
     """Have the error message that is sent meanwhile say what is known of it besides its words."""
     connections = connections_after(message_of(error))
-    session.about = {"kinds": classes_of(kind), "connections": connections}
+    said = [*map(_sendable, account_of(error))]
+    session.about = {"kinds": classes_of(kind), "connections": connections, "account": said}
     session.showing = error
     try:
         yield

@@ -108,8 +108,8 @@ def _write(lines: Iterable[str], bars: MovingLine) -> None:
 def rank_lines(error: RankError | None) -> list[str]:
     """Return a failed rank's traceback, without colours, or its last lines."""
     match error:
-        case Failure(traceback=traceback):
-            lines = strip("\n".join(traceback)).splitlines()
+        case Failure() as failure:
+            lines = strip("\n".join([*failure.traceback, *failure.account])).splitlines()
             # IPython begins with a rule, and with the exception's name, which comes again.
             heads = [i for i, line in enumerate(lines[:2]) if line.endswith(TRACEBACK_HEAD)]
             return lines[heads[0] + 1 :] if heads else lines

@@ -71,6 +71,12 @@ def test_many_in_one_container_are_one():
     assert found["losses"].kind == "500 tensors (100,) float32"
     assert {"few[0]", "few[1]"} <= {*found}
     assert held(both=losses, again=[*losses])["both"].count == 500
+    # What is as near comes first, as there may be too many of them.
+    assert [*held(losses=losses, x=torch.zeros(3))] == ["x", "losses"]
+    search = Search(0.0)
+    search.take({"losses": losses})
+    assert search.held[0].count < 500
+    assert not search.is_whole
 
 
 class Refuses:

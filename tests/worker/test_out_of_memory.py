@@ -55,6 +55,7 @@ def test_what_is_said():
         tensors=0,
         kept=(Held("y in f(), line 3", 10 * 2**20, (5,), "int8"),),
         kept_size=10 * 2**20,
+        is_whole=False,
     )
     assert account_lines(2, memory) == [
         "rank 2: GPU 0 has 79 GiB of 80 GiB in use, 61 GiB of it by this rank's tensors, "
@@ -65,6 +66,7 @@ def test_what_is_said():
         "  6 GiB  x3 (3, 2) int8",
         "  5 GiB  x4 (4, 2) int8",
         "  …",
+        "  … there was no time to look at everything: `%dist_memory`",
         "Only this traceback, or `Out`, holds 10 MiB (`%dist_clean` lets go of it):",
         "  10 MiB  y in f(), line 3 (5,) int8",
     ]
