@@ -90,7 +90,7 @@ class Past:
         self._count += 1
         now = self._count
         for name, shipped in running.shipped.items():
-            self.sent.append(Sent(now, name, shipped))
+            self.sent.append(Sent(now, name, replace(shipped, kept=None)))
         kind = _kind_of(running)
         if kind is None:
             self._note_gathered(running.task.work)

@@ -74,10 +74,10 @@ def end(workers: Workers, running: RunningTask) -> None:
     if running.died:
         running.fate = healing_text(workers, running.deaths)
     running.restart = _restart_text(workers, running)
+    running.let_go()
     is_again = workers.setup.is_replaying and workers.past.knows(running.task)
     if not (running.restart or is_again):
         workers.past.add(running)
-    running.let_go()
     running.is_over = True
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from nbdist.config import Patience
@@ -119,7 +122,9 @@ def test_names_that_went_along() -> None:
     """As they last were before each task; what went home is named."""
     past = Past()
     new = Shipped(("float", "0.01"), Identity(0.01))
-    past.add(ended(Source("pass"), shipped={"lr": LR}))
+    kept: Any = object()  # memory, which is not to be held for longer than the name
+    past.add(ended(Source("pass"), shipped={"lr": replace(LR, kept=kept)}))
+    assert past.sent[0].shipped.kept is None
     past.add(ended(Source(""), shipped={"lr": new}))
     past.add(ended(Call("gather", {"expressions": ("loss",)})))
     assert past.shipped_before(1) == {"lr": LR}
