@@ -76,8 +76,24 @@ def _values(groups: Sequence[Group]) -> tuple[Row, ...]:
     if len(groups) > _MOST_VALUES:
         return ()
     found = [(group, value) for group in groups if (value := _value(group)) is not None]
-    rows = (Row(group.ranks, value, sameness(group)) for group, value in found)
-    return tuple(rows) if len(found) == len(groups) else ()
+    rows = [row for group, value in found for row in _rows(group, value)]
+    return tuple(rows) if len(found) == len(groups) and len(rows) <= _MOST_VALUES else ()
+
+
+def _rows(group: Group, value: Line) -> list[Row]:
+    """Make one row of the group, or one for each rank where what differs is a progress bar."""
+    bars = [(each.rank, bar) for each in group.members if (bar := _bar(each))]
+    if not bars or len({bar.text for _, bar in bars}) == 1:
+        return [Row(group.ranks, value, sameness(group))]
+    return [Row((rank,), bar) for rank, bar in bars]
+
+
+def _bar(said: RankTranscript) -> Line | None:
+    """Give a rank's last line, if it is a progress bar."""
+    match said.tail(1):
+        case [Line() as line] if read_bar(line.text):
+            return line
+    return None
 
 
 def _value(group: Group) -> Line | None:
@@ -86,7 +102,7 @@ def _value(group: Group) -> Line | None:
         return None
     match group.shown.said[0], group.tail(1):
         case Screen() as screen, [Line() as line] if screen.end == 1:
-            pass
+            line = bar if (bar := _bar(group.shown)) else line
         case _, [Shown(display=display) as shown] if list(display.data) == ["text/plain"]:
             line = Line(shown.plain, stderr=False)
         case _:
@@ -154,9 +170,9 @@ def items_of(group: Group, limit: int) -> list[Item]:
             case Gap(lines=lines):
                 found.append(Hidden(lines, in_log_only=True))
             case Screen() as piece:
-                lines_here = fold_tail(pieces, min(limit, len(piece)))
+                lines_here = fold_tail(pieces, group.named, min(limit, len(piece)))
                 if lines_here:
-                    found.append(lines_here)
+                    found.append([row for rows in lines_here for row in rows])
                 if len(piece) > len(lines_here):
                     found.append(Hidden(len(piece) - len(lines_here), in_log_only=False))
                 if piece.dropped:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from nbdist.output.ansi import strip
 from nbdist.output.events import Died, Failure, RankError
+from nbdist.output.progress import BAR_SIGNS, read_bar
 
 _VARIES = re.compile(
     r"(?P<address>\b0x)[0-9a-fA-F]{6,16}\b"
@@ -38,32 +39,53 @@ def normal(text: str) -> str:
     return _VARIES.sub(lambda found: f"{found[found.lastgroup or 0]}{_PLACE}", text)
 
 
+def without_bars(text: str) -> str:
+    """Put a placeholder for each line that is a progress bar: its times are chance."""
+    if not any(sign in text for sign in BAR_SIGNS):
+        return text
+    return "\n".join(map(_bar_out, text.split("\n")))
+
+
+def _bar_out(line: str) -> str:
+    if any(sign in line for sign in BAR_SIGNS) and (bar := read_bar(line)):
+        return f"{_MARK}{bar.name}"
+    return line
+
+
 class Key(NamedTuple):
-    """Equal `alike` means equal output; equal `exact` as well means to the last character."""
+    """Equal `alike` means equal output; with equal `exact` as well to the last character.
+
+    Equal `but_bars` means that, but for the lines that are progress bars.
+    """
 
     alike: bytes
+    but_bars: bytes
     exact: bytes
 
 
 class Digest:
     """A running `Key` of text that comes in blocks of whole lines."""
 
-    __slots__ = ("_alike", "_exact", "_origins")
+    __slots__ = ("_alike", "_but_bars", "_exact", "_origins")
 
     def __init__(self) -> None:
         self._alike = hashlib.blake2b(digest_size=16)
+        self._but_bars = hashlib.blake2b(digest_size=16)
         self._exact = hashlib.blake2b(digest_size=16)
         self._origins = hashlib.blake2b(digest_size=16)
 
     def add(self, text: str, origins: bytes = b"") -> None:
         """Take in the next lines; `origins` has a byte for each (stdout or stderr)."""
         self._exact.update(_bytes(text))
+        text = without_bars(text)
+        self._but_bars.update(_bytes(text))
         self._alike.update(_bytes(normal(text)))
         self._origins.update(origins)
 
     def copy(self) -> Digest:
         twin = Digest()
         twin._alike = self._alike.copy()
+        twin._but_bars = self._but_bars.copy()
         twin._exact = self._exact.copy()
         twin._origins = self._origins.copy()
         return twin
@@ -71,7 +93,8 @@ class Digest:
     @property
     def key(self) -> Key:
         origins = self._origins.digest()
-        return Key(self._alike.digest() + origins, self._exact.digest() + origins)
+        digests = (self._alike.digest(), self._but_bars.digest(), self._exact.digest())
+        return Key(*(digest + origins for digest in digests))
 
 
 def key_of(text: str) -> Key:

@@ -14,12 +14,14 @@ from typing import Literal, TypeVar
 
 from nbdist.output.ansi import strip
 from nbdist.output.events import Died, Failure, RankError
+from nbdist.output.progress import read_bar
 from nbdist.output.rank_transcript import FAILED, Gap, Piece, RankTranscript, Shown, State
 from nbdist.output.screen import Line, Screen
 
 # All places in which alike texts can differ; see `nbdist.output.fingerprint`.
 _PLACES = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _MOST_IN_A_SET = 64
+_MOST_BARS = 16
 
 _Said = TypeVar("_Said", bound="Line | Shown | Gap")
 
@@ -27,18 +29,18 @@ _Said = TypeVar("_Said", bound="Line | Shown | Gap")
 Part = Literal["none", "first", "same", "other"]
 """What a group's error has to do with the first one of the cell."""
 
-Likeness = Literal["same", "places", "line"]
+Likeness = Literal["same", "bars", "places", "line"]
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """Ranks whose output and error are alike; `members` are theirs, `shown` is one of them.
 
-    `likeness` is what they have in common: they are the "same", differ in "places"
-    (addresses, device numbers, process ids), which are shown as sets, or Stop has ended
-    them in the same "line".  `error` is what ended the cell there, also with sets; `part`
-    says whether they failed: among them the "first" rank of all, with the "same" error as
-    that, or with an "other" one.
+    `likeness` is what they have in common: they are the "same", differ in progress "bars", of
+    which each has a row, or in "places" (addresses, device numbers, process ids), which are
+    shown as sets, or Stop has ended them in the same "line".  `error` is what ended the cell
+    there, also with sets; `part` says whether they failed: among them the "first" rank of all,
+    with the "same" error as that, or with an "other" one.
     """
 
     members: tuple[RankTranscript, ...]
@@ -76,6 +78,11 @@ class Group:
         return [*map(_fold_item, _from_the_end(tails))]
 
     @property
+    def named(self) -> tuple[int, ...]:
+        """The ranks of the pieces that are given, in their order."""
+        return tuple(each.rank for each in self._differing)
+
+    @property
     def _differing(self) -> tuple[RankTranscript, ...]:
         """One of them where all have said the same."""
         same = len({each.body.exact for each in self.members}) == 1
@@ -93,8 +100,11 @@ def group_of(members: Sequence[RankTranscript], first: int | None, alike: Collec
     likeness: Likeness = "places"
     if error is None and shown.error is not None:
         likeness, error = "line", shown.error
-    elif len({(each.body.exact, said_by(each.error)) for each in members}) == 1:
-        likeness = "same"
+    elif len({said_by(each.error) for each in members}) == 1:
+        if len({each.body.exact for each in members}) == 1:
+            likeness = "same"
+        elif len({each.body.but_bars for each in members}) == 1:
+            likeness = "bars"
     return Group(tuple(members), shown, likeness, error, part)
 
 
@@ -112,9 +122,14 @@ def fold(texts: Sequence[str]) -> str | None:
 
 
 def fold_lines(lines: Sequence[Line]) -> Line:
-    """Fold the same line of some ranks; its colours only where they do not matter."""
+    """Fold the same line of some ranks; its colours only where they do not matter.
+
+    Of bars, which while they move are in a table, there is one, and that others differ.
+    """
     first = lines[0]
     text = fold([line.text for line in lines])
+    if text != first.text and read_bar(first.text):
+        return Line(f"{first.text}  (others differ)", first.stderr)
     if text is None:
         text = fold_plain([line.text for line in lines])
     return Line(text, first.stderr)
@@ -136,10 +151,25 @@ def fold_shown(shown: Sequence[Shown]) -> Shown:
     return Shown(replace(first.display, data=data), first.key)
 
 
-def fold_tail(pieces: Sequence[Piece], count: int) -> list[Line]:
-    """Fold the last lines of the same screen of some ranks."""
+def fold_tail(pieces: Sequence[Piece], ranks: Sequence[int], count: int) -> list[list[Line]]:
+    """Fold the last lines of the same screen of some ranks; a row each where they are bars."""
     tails = [piece.tail(count) for piece in pieces if isinstance(piece, Screen)]
-    return [*map(fold_lines, _from_the_end(tails))]
+    return [_rows(lines, ranks) for lines in _from_the_end(tails)]
+
+
+def _rows(lines: Sequence[Line], ranks: Sequence[int]) -> list[Line]:
+    """Write a row for each rank where the line is a bar, else one for all.
+
+    The places of very many bars are folded as others are.
+    """
+    texts = [line.text for line in lines]
+    if len(set(texts)) == 1 or not read_bar(texts[0]):
+        return [fold_lines(lines)]
+    if len(lines) > _MOST_BARS and (text := fold(texts)) is not None:
+        return [Line(text, lines[0].stderr)]
+    width = max(len(str(rank)) for rank in ranks)
+    pairs = zip(lines, ranks, strict=True)
+    return [Line(f"rank {rank:<{width}}  {line.text}", line.stderr) for line, rank in pairs]
 
 
 def fold_errors(errors: Sequence[RankError]) -> RankError | None:

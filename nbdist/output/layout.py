@@ -41,6 +41,7 @@ MANY_RANKS = 16
 _MOST_SQUARES = 128
 _LIKENESS: dict[Likeness, str] = {
     "same": "same",
+    "bars": "same but for bars",
     "places": "same but for {…}",
     "line": "stopped in the same line",
 }

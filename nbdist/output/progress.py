@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from nbdist.output.ansi import strip
 
+BAR_SIGNS = ("%|", "it/s", "s/it", "━━━━━", "[=====")
+"""What nearly all bars have in them, and little else has: looked for before anything is read."""
+
 _LONGEST = 2000
 _SIGNS = ("%", "/", "[", "━", " of ")
 _NUMBER = r"\d[\d,]*(?:\.\d+)?"

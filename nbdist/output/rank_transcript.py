@@ -62,9 +62,13 @@ Piece: TypeAlias = Screen | Shown | Gap
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """What two ranks have said is alike if this is equal for both; the same if `exact` is too."""
+    """What two ranks have said is alike if this is equal for both; the same if `exact` is too.
+
+    It is the same but for progress bars if `but_bars` is equal.
+    """
 
     alike: tuple[bytes, ...]
+    but_bars: tuple[bytes, ...] = field(compare=False)
     exact: tuple[bytes, ...] = field(compare=False)
 
 
@@ -148,7 +152,8 @@ class RankTranscript:
         """What to compare with other ranks' output; errors are compared by `error_keys`."""
         if self._body is None or self._body[0] != self.version:
             keys = [key for piece in self.pieces if (key := _key_of(piece)) is not None]
-            body = Body(tuple(key.alike for key in keys), tuple(key.exact for key in keys))
+            alike, but_bars, exact = zip(*keys, strict=True) if keys else ((), (), ())
+            body = Body(alike, but_bars, exact)
             self._body = self.version, body
         return self._body[1]
 
@@ -302,4 +307,4 @@ def _display_key(display: Display) -> Key:
     # In figures and tables differing places cannot be shown; and they may be large.
     keys = [(kind, len(x), hash(x)) if isinstance(x, str) else (kind, x) for kind, x in data]
     exact = repr(keys).encode("utf-8", "surrogatepass")
-    return Key(exact, exact)
+    return Key(exact, exact, exact)

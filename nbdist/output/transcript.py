@@ -76,7 +76,8 @@ class Transcript:
     def groups(self, *, failed_first: bool = False) -> list[Group]:
         """Group alike ranks, in the order of their first ranks; failed ones first if asked.
 
-        Where all that differs is a few rows, only those together whose output is the same.
+        Where all that differs is a few rows, only those together whose output is the same, but
+        for progress bars, of which each rank has a row.
         """
         members = self._members(exactly=True)
         if sum(each[0].rows for each in members) > MOST_ROWS:
@@ -93,7 +94,7 @@ class Transcript:
         members: list[list[RankTranscript]] = []
         known: dict[object, list[RankTranscript]] = {}
         for each in self:
-            body = each.body.exact if exactly else each.body.alike
+            body = each.body.but_bars if exactly else each.body.alike
             keys = [(body, each.state in FAILED, key) for key in each.error_keys]
             group = next((known[key] for key in keys if key in known), None)
             if group is None:

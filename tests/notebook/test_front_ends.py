@@ -119,7 +119,7 @@ def test_terminal_shows_lines_at_once(terminal: Terminal) -> None:
         terminal.child.expect(moving)
     lines = [line.rpartition("\r")[2] for line in terminal.finish()]
     assert len([line for line in lines if line.startswith("[0-1] train")]) == 0
-    last = [line[:28] for line in lines if "train: 100%" in line]
+    last = sorted(line[:28] for line in lines if "train: 100%" in line)
     assert last == ["[0] train: 100%|██████████| ", "[1] train: 100%|██████████| "]
 
 

@@ -56,6 +56,27 @@ def test_no_values() -> None:
         assert panel.blocks
 
 
+def test_bars_among_lines() -> None:
+    """Ranks that differ in their bars only are one group, in which each bar has a row."""
+    bar = "train: 100%|██████████| 5/5 [00:1{}<00:00, {}.5it/s]\n"
+
+    def said(rank: int) -> list[Output]:
+        return [out("loading\n"), Text("stderr", bar.format(rank, 9 - rank)), out("done\n")]
+
+    (block,) = final_layout(make(3, said)).blocks
+    assert (block.group.ranks, block.group.likeness) == ((0, 1, 2), "bars")
+    assert block.words == ("same but for bars", "3 lines")
+    (lines_,) = block.items
+    assert isinstance(lines_, list)
+    bars = [f"rank {rank}  {bar.format(rank, 9 - rank).strip()}" for rank in range(3)]
+    assert [line.text for line in lines_] == ["loading", *bars, "done"]
+    (block,) = final_layout(make(20, lambda rank: said(rank % 3))).blocks
+    (lines_,) = block.items
+    assert isinstance(lines_, list)
+    assert len(lines_) == 3
+    assert lines_[1].text.startswith("train: 100%|██████████| 5/5 [00:{10-12,10-12,")
+
+
 def test_what_is_open() -> None:
     """The first, the failed, and others as long as 60 lines are open together."""
     said = {3: [lines(70, "d"), failure()], 4: []}
@@ -116,7 +137,7 @@ def test_bars() -> None:
     panel = final_layout(make(3, lambda rank: [Text("stderr", bar.format(500, rank // 2))]))
     assert panel.bars is not None
     assert [row.bar.elapsed for row in panel.bars.rows] == [10, 10, 11]
-    assert [row.ranks for row in panel.rows] == [(0, 1), (2,)]
+    assert [row.ranks for row in panel.rows] == [(0,), (1,), (2,)]
     panel = final_layout(make(3, lambda rank: [out("x\n" if rank else bar.format(5, 0))]))
     assert panel.bars is None
 

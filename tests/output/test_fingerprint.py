@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbdist.output.events import Died, Failure
-from nbdist.output.fingerprint import Digest, error_keys, key_of, normal
+from nbdist.output.fingerprint import Digest, error_keys, key_of, normal, without_bars
 from nbdist.output.folding import fold
 
 
@@ -85,3 +85,14 @@ def test_errors(one: Failure | Died | None, other: Failure | Died | None, alike:
 def test_what_cannot_be_folded_is_not_alike(one: str, other: str) -> None:
     """Nothing that a text has in itself makes it look like another one."""
     assert normal(one) != normal(other) or fold([one, other]) is not None
+
+
+def test_bars_may_differ() -> None:
+    """Lines that are progress bars count by their names, all others as they are."""
+    one, other = (f"a 5%|b\ntrain: 50%|##  | 5/9 [00:0{n}<00:02, {n}it/s]\nx" for n in (3, 4))
+    assert key_of(one).but_bars == key_of(other).but_bars
+    assert key_of(one).alike == key_of(other).alike
+    assert key_of(one).exact != key_of(other).exact
+    for unlike in (one.replace("train", "test"), one.replace("a 5%", "a 6%"), f"{one}y"):
+        assert key_of(one).but_bars != key_of(unlike).but_bars
+    assert without_bars(one).split("\n")[::2] == ["a 5%|b", "x"]

@@ -198,6 +198,22 @@ def test_bars_stay(numbers: list[tuple[int, int, int]]) -> None:
     ]
 
 
+@same_each_time
+@given(st.lists(st.tuples(*[st.integers(0, 9)] * 4), min_size=1, max_size=30))
+def test_bars_among_lines(numbers: list[tuple[int, int, int, int]]) -> None:
+    """Where ranks are one group but for their bars, each of these can be had from it."""
+    said = [["loading", BAR.format(*each), f"done {last // 5}"] for *each, last in numbers]
+    text = final_text(transcript_of(said, ended=True))
+    shown = in_text(text, len(said))
+    for rank, lines in enumerate(said):
+        own = re.compile(rf"rank {rank} +train")
+        found = [line.partition("train")[1:] for line in shown[rank] if own.match(line)]
+        bars = ["".join(parts) for parts in found]
+        bars += [line for line in shown[rank] if line.startswith("train")]
+        assert bars == [lines[1]]
+        assert (shown[rank][0], shown[rank][-1]) == (lines[0], lines[2])
+
+
 LOW = st.integers(0, 3)
 
 
