@@ -77,11 +77,8 @@ IMPORTED_WHEN_IDLE = (
     "torch.profiler._cupti_monitor",
     "torch.utils.serialization",
     "torch._subclasses.schema_check_mode",
-    "nbdist.worker.warm_jedi",
 )
 """What the first traceback, DDP, FSDP2 and optimizer of a process import, found like those above.
-
-The last is what its first completion takes.
 
 The first two are the traceback's; nearly all others belong to torch._dynamo.  What that
 needs and can be had without it comes first, so that no single step is long.  A torch or
