@@ -269,7 +269,7 @@ def _have_typed(
 ) -> None:
     """Have somebody type what a rank asks for, below all that it has said."""
     if display:
-        display.show_all(running.transcript, running.prompts.text, is_here=is_here)
+        display.show_all(running.transcript, running.prompts.text, rank, is_here=is_here)
     ask(world.session, running, rank)
     if display and is_here:
         display.typed()

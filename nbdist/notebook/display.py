@@ -61,10 +61,12 @@ class CellDisplay(Protocol):
         memory and GPUs they use.
         """
 
-    def show_all(self, transcript: Transcript, asks: str, *, is_here: bool = True) -> None:
-        """Show all that there is, now: an input box comes, and `asks` says for which ranks.
+    def show_all(
+        self, transcript: Transcript, asks: str, turn: int, *, is_here: bool = True
+    ) -> None:
+        """Show all that there is, now: an input box comes, for the rank whose `turn` it is.
 
-        Below, if `is_here`, and not in a later cell.
+        Below, if `is_here`, and not in a later cell.  `asks` says which ranks wait for one.
         """
 
     def typed(self) -> None:
@@ -121,9 +123,11 @@ class PanelDisplay:
             return
         self._draw_live(transcript, now, waits, usage)
 
-    def show_all(self, transcript: Transcript, asks: str, *, is_here: bool = True) -> None:
+    def show_all(
+        self, transcript: Transcript, asks: str, turn: int, *, is_here: bool = True
+    ) -> None:
         self._was_asked = is_here
-        self._draw_live(transcript, time.monotonic(), asks)
+        self._draw_live(transcript, time.monotonic(), asks, turn=turn)
 
     def typed(self) -> None:
         # A page leaves there what was typed, which the panel says too: it goes on below that.
@@ -135,11 +139,18 @@ class PanelDisplay:
         self._id = f"nbdist-{uuid.uuid4().hex}"
         self._is_there = False
 
-    def _draw_live(self, transcript: Transcript, now: float, waits: str, usage: str = "") -> None:
+    def _draw_live(
+        self,
+        transcript: Transcript,
+        now: float,
+        waits: str,
+        usage: str = "",
+        turn: int | None = None,
+    ) -> None:
         self._draw_at = now + REDRAW
         note = " · ".join(filter(None, [*self._notes, waits]))
         clock = time.strftime("%H:%M:%S")
-        self._draw_panel(live_layout(transcript, now, note, usage, clock))
+        self._draw_panel(live_layout(transcript, now, note, usage, clock, turn))
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         if self._was_asked and self._is_alone:
@@ -220,7 +231,9 @@ class PlainDisplay:
         if sys.stdout is self._stream:  # else a prompt is open, which is drawn below all lines
             self._bars.show(merged_line(transcript), now)
 
-    def show_all(self, transcript: Transcript, asks: str, *, is_here: bool = True) -> None:
+    def show_all(
+        self, transcript: Transcript, asks: str, turn: int, *, is_here: bool = True
+    ) -> None:
         self._bars.clear()
         if self._lines is not None:
             self._write(self._lines.flush())

@@ -148,7 +148,12 @@ def merged(items: Iterable[Item]) -> list[Item]:
 
 
 def live_layout(
-    transcript: Transcript, now: float, note: str = "", usage: str = "", clock: str = ""
+    transcript: Transcript,
+    now: float,
+    note: str = "",
+    usage: str = "",
+    clock: str = "",
+    turn: int | None = None,
 ) -> Panel:
     """Lay out a running cell; `note` is a line such as which ranks wait where.
 
@@ -157,7 +162,8 @@ def live_layout(
 
     Ranks that are at a progress bar are in one table.  Of many ranks that differ only the failed,
     and those that wait for somebody to type, have blocks, the others a row for each distinct
-    last line.  Who waits so stands last: what is typed goes below.
+    last line.  Who waits so stands last, and the rank whose `turn` it is after all others: what is
+    typed goes below.
     """
     bars = bar_table(transcript)
     groups = [
@@ -165,7 +171,7 @@ def live_layout(
         for group in transcript.groups(failed_first=True)
         if group.has_failed or not (group.shown.is_silent or (bars and bars.has(group.ranks)))
     ]
-    groups.sort(key=_asks)
+    groups.sort(key=lambda group: (_asks(group), turn in group.ranks))
     in_blocks, lines, rows = groups, _LIVE_LINES, {}
     if len(transcript.ranks) > MANY_RANKS and len(groups) > _FEW_GROUPS:
         in_blocks = [group for group in groups if group.has_failed or _asks(group)]

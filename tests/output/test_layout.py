@@ -90,6 +90,8 @@ def test_live_blocks_of_those_who_ask() -> None:
     panel = live_layout(few, 1.0)
     assert ranks(panel.blocks) == [(1, 2), (0,)]
     assert [kinds(block.items) for block in panel.blocks] == [[12], [40]]
+    all_ask = make(3, lambda rank: [out(f"{rank}\n"), InputRequest(1, "> ")], finished=False)
+    assert ranks(live_layout(all_ask, 1.0, turn=0).blocks) == [(1,), (2,), (0,)]
     many = make(20, lambda rank: asked if rank == 5 else [out(f"{rank}\n")], finished=False)
     assert ranks(live_layout(many, 1.0).blocks) == [(5,)]
 

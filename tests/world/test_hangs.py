@@ -145,6 +145,9 @@ def test_words() -> None:
         "ranks 0,2 wait in barrier, line 3 · rank 1 is in line 2: time.sleep(600) · "
         "rank 3 is busy in C code that holds the GIL"
     )
+    asks = Place(line=2, asks=True)
+    assert waits_text({0: asks}) == "rank 0 waits for somebody to type, line 2"
+    assert waits_text({0: asks, 1: asks}) == "ranks 0-1 wait for somebody to type, line 2"
 
 
 # --- whether collectives meet -------------------------------------------------------------
