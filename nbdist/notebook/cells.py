@@ -303,7 +303,7 @@ def bring(
 
     With a display how far that is on its way, where it takes long; `what` says what it is.
     """
-    pool.wait_for_job(pool.display())
+    pool.background.wait(pool.display())
     running = world.submit(task)
     progress = Progress(display, what) if display else None
     for _ in follow_steps(pool, world, running, None):

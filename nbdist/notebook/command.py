@@ -64,7 +64,7 @@ class Line:
 
         WorldNotStarted, in the magic's name, where there are no workers.
         """
-        self.pool.wait_for_job(self.display)
+        self.pool.background.wait(self.display)
         return self.busy_world
 
     @property

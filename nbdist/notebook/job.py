@@ -169,7 +169,8 @@ class Job:
 
         With `in_its_cell` what is shown belongs to the cell that sent it.
         """
-        if self._ended.is_set() or self._is_stepping:
+        is_elsewhere = threading.current_thread() is not threading.main_thread()
+        if self._ended.is_set() or self._is_stepping or is_elsewhere:
             return
         self._is_stepping = True
         self._was_drawn_between |= in_its_cell

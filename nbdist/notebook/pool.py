@@ -9,18 +9,17 @@ from nbdist.config import DEFAULT_POOL, WorldConfig
 from nbdist.errors import InChild, Interrupted, UsageError
 from nbdist.notebook.auto_mode import NOTE as AUTO_NOTE
 from nbdist.notebook.auto_mode import AutoMode
+from nbdist.notebook.background import Background
 from nbdist.notebook.display import make_display
 from nbdist.notebook.idle import IdleWatch, at_next_prompt
-from nbdist.notebook.job import Job
 from nbdist.notebook.late import Ended
 from nbdist.notebook.options import check_same, given
 from nbdist.notebook.page import Page
 from nbdist.notebook.routine import Routine
 from nbdist.notebook.shipping.free_names import names_bound
-from nbdist.notebook.stops import IdleStop, counted_stops
+from nbdist.notebook.stops import IdleStop
 from nbdist.notebook.why import Why, idle_end, why_died
 from nbdist.words import count, name_ranks
-from nbdist.world.following import TICK
 from nbdist.world.recovery import healing_text
 from nbdist.world.states import State
 from nbdist.world.world import World
@@ -47,7 +46,12 @@ class Pool:
     """
 
     def __init__(
-        self, shell: InteractiveShell, settings: NbDist, name: str, auto: AutoMode | None = None
+        self,
+        shell: InteractiveShell,
+        settings: NbDist,
+        name: str,
+        auto: AutoMode | None = None,
+        stop: IdleStop | None = None,
     ) -> None:
         self.shell = shell
         self.settings = settings
@@ -65,8 +69,7 @@ class Pool:
         self._displayed_in = 0  # so many cells had been typed then
         self._link: Link | None = None
         self._idle = IdleWatch(self._notice)
-        self._job: Job | None = None
-        self._stop = IdleStop(self._stop_job)
+        self.background = Background(self._idle, stop or IdleStop())
 
     def __repr__(self) -> str:
         return f"<Pool {self.name} {self.world}>"
@@ -137,11 +140,9 @@ class Pool:
 
     def mended(self, display: CellDisplay) -> World | None:
         """Mend the world for a cell, and note what was lost meanwhile; None where none runs."""
-        self.wait_for_job(display)
-        if self._job is not None:
-            if said := self._job.take_unheard():
-                display.note(said)
-            self._job = None
+        self.background.wait(display)
+        if said := self.background.take_failure():
+            display.note(said)
         if self.world is not None:
             _complete_shutdown(self.world)
             _wait_for_stop(self.world, display)
@@ -168,7 +169,7 @@ class Pool:
             _complete_shutdown(world)
             display.wait_for("restarting")
             world.restart(keep=keep, **changes)
-            self._lose_job("they were started anew")
+            self.background.lose("they were started anew")
             self._started(world)
             if changes and world.session.warning:
                 display.note(world.session.warning)
@@ -177,7 +178,7 @@ class Pool:
     def shutdown(self) -> bool:
         """End the workers and the agent; say whether there were workers."""
         had_workers, link = self.has_workers, self._link
-        self._lose_job("they were shut down")
+        self.background.lose("they were shut down")
         self._link = None
         self._idle.stop()
         if link is not None:
@@ -190,7 +191,7 @@ class Pool:
 
     def close(self) -> None:
         """End at once all that this pool has started, since the notebook ends."""
-        self._lose_job("the notebook has ended")
+        self.background.lose("the notebook has ended")
         self._idle.stop()
         links = [self._link, self.world.session.detach_link() if self.world else None]
         for link in links:
@@ -226,62 +227,6 @@ class Pool:
         self.ended.forget()
         self._watch_while_idle()
 
-    # --- a cell that nobody waits for -----------------------------------------------------
-
-    @property
-    def busy_job(self) -> Job | None:
-        """The cell that was sent with `--no-wait`, while it runs."""
-        return self._job if self._job is not None and not self._job.has_ended else None
-
-    def begin_job(self, job: Job) -> None:
-        """Have the event loop take its steps from now on, and Stop interrupt it."""
-        self._job = job
-        self._idle.goes_on = True
-
-    def wait_for_job(self, display: CellDisplay) -> None:
-        """Wait until the workers are free; Stop ends the waiting, not what is waited for."""
-        job, said = self.busy_job, ""
-        if job is None:
-            return
-        with counted_stops() as stops:
-            while not (job.has_ended or stops.count):
-                text = _waits_text(job)
-                if not said or (display.can_change and said != text):
-                    said = text
-                    display.wait_for(text)
-                job.step(TICK)
-        if stops.count and not job.has_ended:
-            raise Interrupted((), fate=f"This cell has not run; {job.runs_on}")
-
-    def show_job(self) -> None:
-        """Show what it has said meanwhile, as part of the cell that runs now.
-
-        nbclient takes what comes between cells for nobody's.
-        """
-        if (job := self._job) is not None:
-            job.step()
-            if job.has_ended and job.take_drawn_between():
-                self.ended.again(job.running.transcript)
-                self.show_late()
-
-    def _take_step(self) -> None:
-        """Take in what it has said; called between cells."""
-        if (job := self.busy_job) is not None and self._idle.loop is not None:
-            self._stop.watch(self._idle.loop)
-            job.step(in_its_cell=True)
-        if self.busy_job is None:
-            self._idle.goes_on = False
-            self._stop.clear()
-
-    def _stop_job(self) -> None:
-        if (job := self.busy_job) is not None:
-            job.interrupt()
-
-    def _lose_job(self, why: str) -> None:
-        self._stop.clear()
-        if self._job is not None:
-            self._job.lose(why)
-
     # --- while no cell runs ---------------------------------------------------------------
 
     def notice_cell(self, raw_cell: str) -> None:
@@ -306,10 +251,16 @@ class Pool:
     def watch_prompt(self) -> None:
         """Notice what workers do while a terminal's prompt is open; called on its loop."""
         self._watch_while_idle()
-        self._idle.goes_on = self.busy_job is not None
+        self.background.go_on()
 
     def _watch_while_idle(self) -> None:
         self._idle.follow(self.world.session.link if self.world and self.has_workers else None)
+
+    def show_background(self) -> None:
+        """Show what a cell that nobody waits for has said, as part of the cell that runs now."""
+        if (ended := self.background.show()) is not None:
+            self.ended.again(ended.running.transcript)
+            self.show_late()
 
     def show_late(self, *, at_once: bool = True) -> None:
         """Show what ranks have said after their cells, below these."""
@@ -321,7 +272,7 @@ class Pool:
         """Show what ranks print now, below their cells; replace those that died."""
         world = self.world
         if self._idle.goes_on:
-            self._take_step()
+            self.background.take_step()
         if world is None or not world.session.is_idle or not world.state.has_workers:
             return
         display = self.display()
@@ -344,11 +295,6 @@ class Pool:
             display.note(healing_text(world.session, dead).rstrip("."))
             if self.routine.hint:
                 display.note(self.routine.hint)
-
-
-def _waits_text(job: Job) -> str:
-    seconds = f"{job.seconds:.0f} s so far"
-    return f"waits for {job.title}, {seconds}; Stop ends this wait, and that cell runs on"
 
 
 def _complete_shutdown(world: World) -> None:
@@ -374,7 +320,9 @@ class Pools:
         self.shell = shell
         self.settings = settings
         self.auto = AutoMode()
-        self._pools = {DEFAULT_POOL: Pool(shell, settings, DEFAULT_POOL, self.auto)}
+        self._stop = IdleStop()
+        default = Pool(shell, settings, DEFAULT_POOL, self.auto, self._stop)
+        self._pools = {DEFAULT_POOL: default}
 
     def __repr__(self) -> str:
         return f"<Pools {[*self]}>"
@@ -395,7 +343,7 @@ class Pools:
         if not name.replace("-", "_").isidentifier():
             raise UsageError(f"`--pool {name}`: a pool's name is a word, such as `--pool trainer`.")
         if name not in self._pools:
-            self._pools[name] = Pool(self.shell, self.settings, name, self.auto)
+            self._pools[name] = Pool(self.shell, self.settings, name, self.auto, self._stop)
         return self._pools[name]
 
     def known(self, name: str | None) -> Pool | None:
@@ -405,7 +353,7 @@ class Pools:
     def notice_names(self, result: ExecutionResult) -> None:
         """Count what a cell has bound as the notebook's; called by IPython after each."""
         for pool in self:
-            pool.show_job()
+            pool.show_background()
             at_next_prompt(self.shell, pool.watch_prompt)
         raw_cell = getattr(result.info, "raw_cell", None)
         if raw_cell:

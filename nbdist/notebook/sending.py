@@ -52,7 +52,7 @@ def send(line: Line, steps: Steps) -> None:
         ranks = count(len(running.task.ranks), "rank")
         line.display.wait_for(f"sent to {ranks} · {told}`%dist_interrupt` stops it")
         job = Job(steps, running, name, CellPlace(pool.shell))
-        pool.begin_job(job)
+        pool.background.begin(job)
         _bind(line, name, job)
     raised = _run_here(line, running) if here else None
     if not options.no_wait:

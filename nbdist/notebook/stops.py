@@ -70,28 +70,31 @@ class IdleStop:
     before; so ours is put in place, and taken away, by the event loop between cells.
     """
 
-    def __init__(self, stop: Callable[[], None]) -> None:
-        self._stop = stop
-        self._is_wanted = self._is_there = False
+    def __init__(self) -> None:
+        self._stops: list[Callable[[], None]] = []
+        self._is_there = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __repr__(self) -> str:
-        return f"<IdleStop {'on' if self._is_wanted else 'off'}>"
+        return f"<IdleStop of {len(self._stops)}>"
 
-    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Be called from now on; does nothing where SIGINT means something already."""
-        self._is_wanted, self._loop = True, loop
+    def watch(self, loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> None:
+        """Call this too from now on; does nothing where SIGINT means something already."""
+        if stop not in self._stops:
+            self._stops.append(stop)
+        self._loop = loop
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             signal.signal(signal.SIGINT, self._take)
             self._is_there = True
 
-    def clear(self) -> None:
-        """Be called no more, and put back what was there before, once no cell runs."""
-        self._is_wanted = False
+    def clear(self, stop: Callable[[], None]) -> None:
+        """Call it no more; after the last one put back what was there, once no cell runs."""
+        if stop in self._stops:
+            self._stops.remove(stop)
         self._put_back()
 
     def _put_back(self) -> None:
-        if self._is_wanted or not self._is_there:
+        if self._stops or not self._is_there:
             return
         if signal.getsignal(signal.SIGINT) == self._take:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -100,8 +103,7 @@ class IdleStop:
             self._loop.call_later(LOOK_AGAIN, self._put_back)
 
     def _take(self, _number: int, _frame: FrameType | None) -> None:
-        if not self._is_wanted:
-            self._put_back()
-        elif self._loop is not None:
-            # Not here: it may come in the middle of a drawing.
-            self._loop.call_soon_threadsafe(self._stop)
+        self._put_back()
+        if self._loop is not None:
+            for stop in self._stops:  # not here: it may come in the middle of a drawing
+                self._loop.call_soon_threadsafe(stop)

@@ -11,6 +11,7 @@ from nbdist.errors import UsageError
 from nbdist.output.events import RankError
 from nbdist.output.transcript import Transcript
 from nbdist.wire.task import Task
+from nbdist.words import name_ranks
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -29,6 +30,10 @@ class CellResult(Generic[R_co]):
     errors: Mapping[int, RankError]
     values: Mapping[int, R_co] = field(default_factory=dict)
     hosts: Mapping[int, tuple[str, int]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        failed = f"failed on {name_ranks(self.errors)}" if self.errors else "ok"
+        return f"<CellResult of {name_ranks(self.task.ranks)}, {self.seconds:.1f} s, {failed}>"
 
     @property
     def ok(self) -> bool:

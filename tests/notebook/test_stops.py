@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -17,6 +18,10 @@ def as_before() -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+def fail() -> None:
+    pytest.fail("called")
 
 
 def press() -> None:
@@ -34,22 +39,27 @@ def test_stops_are_counted():
 
 
 def test_a_kernel_that_ignores_it_between_cells():
-    """It is called as long as it is wanted; then it is ignored again."""
+    """Each is called as long as it is wanted; then it is ignored again."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pressed: list[int] = []
+    calls = {number: partial(pressed.append, number) for number in (1, 2)}
 
     async def main() -> None:
-        stop = IdleStop(lambda: pressed.append(1))
-        stop.watch(asyncio.get_running_loop())
-        stop.watch(asyncio.get_running_loop())
+        stop = IdleStop()
+        for number in (1, 2, 1):
+            stop.watch(asyncio.get_running_loop(), calls[number])
         press()
         await asyncio.sleep(0.01)
-        assert pressed == [1]
-        stop.clear()
+        assert pressed == [1, 2]
+        stop.clear(calls[1])
+        press()
+        await asyncio.sleep(0.01)
+        assert pressed == [1, 2, 2]
+        stop.clear(calls[2])
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         press()
         await asyncio.sleep(0.01)
-        assert pressed == [1]
+        assert pressed == [1, 2, 2]
 
     asyncio.run(asyncio.wait_for(main(), 20))
 
@@ -59,10 +69,10 @@ def test_it_is_put_back_after_a_cell():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     async def main() -> None:
-        stop = IdleStop(lambda: pytest.fail("called"))
-        stop.watch(asyncio.get_running_loop())
+        stop = IdleStop()
+        stop.watch(asyncio.get_running_loop(), fail)
         found = signal.signal(signal.SIGINT, signal.default_int_handler)
-        stop.clear()
+        stop.clear(fail)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         signal.signal(signal.SIGINT, found)
         for _ in range(1000):
@@ -81,9 +91,9 @@ def test_what_somebody_else_has_set_stays():
 
     signal.signal(signal.SIGINT, mine)
     loop = asyncio.new_event_loop()
-    stop = IdleStop(lambda: pytest.fail("called"))
-    stop.watch(loop)
+    stop = IdleStop()
+    stop.watch(loop, fail)
     assert signal.getsignal(signal.SIGINT) is mine
-    stop.clear()
+    stop.clear(fail)
     assert signal.getsignal(signal.SIGINT) is mine
     loop.close()

@@ -22,6 +22,7 @@ def test_values_come_in_rank_order() -> None:
     """By rank, and one after the other; None is a value like any other."""
     assert (RESULT.rank(1), RESULT.rank(2)) == ("b", None)
     assert (list(RESULT), len(RESULT), RESULT.ok) == (["a", "b", None], 3, True)
+    assert repr(RESULT) == "<CellResult of ranks 0-2, 0.5 s, ok>"
 
 
 def test_a_rank_by_its_machine() -> None:
@@ -46,6 +47,7 @@ def test_a_rank_that_failed() -> None:
     failure = Failure("ValueError", "bad", (), 5)
     failed = CellResult(RESULT.task, RESULT.transcript, 0.5, {1: failure}, {0: 5}, HOSTS)
     assert (failed.ok, list(failed)) == (False, [5])
+    assert repr(failed) == "<CellResult of ranks 0-2, 0.5 s, failed on rank 1>"
     with pytest.raises(KeyError):
         failed.rank(1)
     with pytest.raises(UsageError):

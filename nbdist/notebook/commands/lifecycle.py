@@ -46,7 +46,7 @@ def dist_restart(line: Line) -> str:
 def dist_interrupt(line: Line) -> str:
     """Stop what the workers run, as the Stop button does; also what was sent with `--no-wait`."""
     pool = line.pool
-    if (job := pool.busy_job) is not None:
+    if (job := pool.background.job) is not None:
         return _interrupt_job(job)
     running = pool.world.session.running if pool.world is not None else None
     if pool.world is None or running is None or not running.unfinished:

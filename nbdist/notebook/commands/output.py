@@ -24,7 +24,7 @@ def dist_output(line: Line) -> Shown | None:
     if pool.last is None or pool.world is None:
         raise UsageError("No distributed cell has run yet, so there is no output to show.")
     pool.page.has_missed(pool.shell, None)  # it misses nothing any more
-    pool.show_job()
+    pool.show_background()
     transcript = pool.last.transcript
     if line.options.ranks is None and not everything:
         line.display.again(transcript, pool.log_files())

@@ -1,0 +1,47 @@
+"""Tests of `nbdist.notebook.background`: cells of two pools that nobody waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.notebook.front_end import Notebook, body
+
+pytestmark = pytest.mark.shared_world
+
+
+@pytest.fixture(scope="module")
+def notebook() -> Iterator[Notebook]:
+    """A notebook with two pools of one worker each."""
+    start = ("%dist_init -n 1", "%dist_init --pool other -n 1")
+    notebook = Notebook("%load_ext nbdist", *start)
+    yield notebook
+    notebook.close()
+
+
+def test_a_pool_waits_for_its_own_alone(notebook: Notebook) -> None:
+    """A cell of the other one runs at once; one of this pool after it, with what it has bound."""
+    notebook.run("%%distributed --no-wait -o first\nimport time; time.sleep(1); late = 1")
+    other = notebook.run("%%distributed --pool other\n'late' in globals()")
+    assert body(other)[-1] == "False"
+    assert other.text.startswith("rank 0 · ")
+    assert notebook.value("first.done()") is False
+    assert notebook.run("%%distributed\nassert late == 1").errors == []
+    assert notebook.value("first.done()") is True
+
+
+def test_stop_while_idle_is_for_all(notebook: Notebook) -> None:
+    """Each pool's cell is stopped, and Stop means nothing between cells afterwards."""
+    for pool in ("default", "other"):
+        sleep = "import time; print('begun'); time.sleep(600)"
+        notebook.run(f"%%distributed --no-wait --pool {pool} -o {pool}\n{sleep}")
+    begun = 0
+    while begun < 4:  # of each the cell's end and a line, at least
+        message = notebook.client.get_iopub_msg(timeout=40)
+        begun += message["msg_type"] == "update_display_data"
+    notebook.manager.interrupt_kernel()
+    for pool in ("default", "other"):
+        stopped = notebook.run(f"{pool}.wait()").error
+        assert stopped == "KeyboardInterrupt: rank 0 has stopped; all variables are kept."
+    assert notebook.run("%%distributed\nlate").errors == []
