@@ -126,7 +126,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
 )
 def test_what_is_left_behind_is_an_error(report, test, line):
     """The test that left something behind has an error that names it, and nothing else."""
-    section = rf"ERROR at teardown of {test} _+\nleft behind by the test:\n  {line}\n\(after 0"
+    section = rf"ERROR at teardown of {test} _+\nleft behind by the test:\n  {line}\n\(after \d"
     assert re.search(section, report), report
 
 

@@ -115,6 +115,7 @@ def import_all() -> None:
     with fit_for_forks():
         for name in IMPORTED_AT_START:
             import_module(name)
+        import_module("nbdist.worker.op").import_ops()
 
 
 def import_if_possible(name: str) -> None:

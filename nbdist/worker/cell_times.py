@@ -9,8 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 MOST_WAITS = 4_000
 """Kept one by one, the newest; all are counted."""
@@ -28,18 +26,20 @@ class CellTimes:
     def __repr__(self) -> str:
         return f"<CellTimes {self.count} waits, {self.waited_ns / 1e9:.3f} s>"
 
-    @contextmanager
-    def cell(self) -> Iterator[None]:
-        """Have what runs inside be the last cell, on this thread."""
+    def __enter__(self) -> None:
+        """Have what runs inside be the last cell, on this thread.
+
+        Not a generator's: contextlib sets attributes of what is raised, which a user's class
+        can refuse.
+        """
         self.waits.clear()
         self.count = self.waited_ns = self.ended_ns = 0
         self._ident = threading.get_ident()
         self.began_ns = time.time_ns()
-        try:
-            yield
-        finally:
-            self.ended_ns = time.time_ns()
-            self._ident = 0
+
+    def __exit__(self, *_: object) -> None:
+        self.ended_ns = time.time_ns()
+        self._ident = 0
 
     def waited(self, since_ns: int) -> None:
         """Note a wait that ends now; of another thread than the cell's not."""

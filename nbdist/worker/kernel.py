@@ -151,7 +151,7 @@ class WorkerKernel(LeavesChildren):
         if is_users:
             self.peaks.begin()
         try:
-            with CELL_TIMES.cell() if is_users else nullcontext():
+            with CELL_TIMES if is_users else nullcontext():
                 return None, find_op(work.op)(context, **work.arguments)
         except BaseException as error:  # noqa: BLE001 (also Stop)
             return error, None
@@ -162,7 +162,7 @@ class WorkerKernel(LeavesChildren):
         shell: Any = self.shell
         shell.last_execution_result = None
         self.peaks.begin()
-        with context.noting(), CELL_TIMES.cell():
+        with context.noting(), CELL_TIMES:
             reply = await self.do_execute(text, silent=False, allow_stdin=True)
         if reply["status"] == "ok":
             return None

@@ -22,6 +22,7 @@ from nbdist.worker.environment import (
 )
 from nbdist.worker.group.group import Group
 from nbdist.worker.kernel import make_app
+from nbdist.worker.op import import_ops
 from nbdist.worker.process import leave_world_in_children
 from nbdist.worker.publishing import LargeOutputs
 from nbdist.worker.streams import flush_c_streams, write_all
@@ -33,6 +34,7 @@ def run_worker(start: WorkerStart) -> None:
     """Bind the kernel, join the group, say so, and run cells until the worker is to end."""
     own_path = list(sys.path)
     prepare_torch(start)
+    import_ops()
     app = make_app(start.connection_file, start.rank, start.token)
     app.session.large = LargeOutputs(log_folder(start))
     app.kernel.namespace.start_with(ready_names(start))

@@ -7,6 +7,7 @@ what it returns comes back as the rank's value.
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from nbdist.wire.payload import Payload
+from nbdist.worker import ops
 from nbdist.worker.memory_use import Peaks
 
 if TYPE_CHECKING:
@@ -83,10 +85,16 @@ class Noting:
         self._context.gone |= namespace.gone_since(self._before)
 
 
+def import_ops() -> None:
+    """Import all: a worker whose code has opened all files that it may can import none."""
+    for found in pkgutil.iter_modules(ops.__path__):
+        import_module(f"{ops.__name__}.{found.name}")
+
+
 def find_op(name: str) -> Callable[..., Any]:
     """Find the function: `clean` of the module `clean`, `write` for `snapshot.write`."""
     module, _, function = name.partition(".")
     found: Callable[..., Any] = getattr(
-        import_module(f"nbdist.worker.ops.{module}"), function or module
+        import_module(f"{ops.__name__}.{module}"), function or module
     )
     return found

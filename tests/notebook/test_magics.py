@@ -10,34 +10,13 @@ from collections.abc import Callable
 import psutil
 import pytest
 
+from nbdist.notebook.command import find_commands
 from nbdist.output.ansi import strip
 from tests.notebook.front_end import WAIT, Notebook, body
 
 pytestmark = pytest.mark.shared_world
 
-MAGICS = (
-    "%dist_clean",
-    "%dist_diff",
-    "%dist_env",
-    "%dist_gather",
-    "%dist_init",
-    "%dist_interrupt",
-    "%dist_log",
-    "%dist_memory",
-    "%dist_output",
-    "%dist_push",
-    "%dist_restart",
-    "%dist_restore",
-    "%dist_run",
-    "%dist_scale",
-    "%dist_scatter",
-    "%dist_shutdown",
-    "%dist_snapshot",
-    "%dist_stack",
-    "%dist_status",
-    "%dist_sync",
-    "%dist_why",
-)
+MAGICS = sorted(each.shown_name for each in find_commands())
 
 
 # --- cells ------------------------------------------------------------------------------
@@ -246,7 +225,7 @@ def test_init_status_shutdown(fresh: Callable[..., Notebook]) -> None:
         number, state, pid, device, memory, unit = line.split()
         assert (number, state, device, unit) == (str(rank), "idle", "cpu", "MiB")
         assert psutil.pid_exists(int(pid))
-        assert int(memory) > 1
+        assert float(memory) > 1
     assert "the workers' own: x" in status.text
     assert notebook.run("%dist_shutdown").text == "workers ended"
     assert notebook.process.children(recursive=True) == []
@@ -427,10 +406,10 @@ def test_start_that_fails(fresh: Callable[..., Notebook]) -> None:
 def test_completion_of_magics(notebook: Notebook) -> None:
     """`%dist_<TAB>` lists all of them."""
     reply = notebook.client.complete("%dist_", 6, reply=True, timeout=WAIT)
-    assert sorted(reply["content"]["matches"]) == [*MAGICS]
+    assert sorted(reply["content"]["matches"]) == [x for x in MAGICS if x.startswith("%dist_")]
 
 
-@pytest.mark.parametrize("magic", [*MAGICS, "%%distributed", "%%rank"])
+@pytest.mark.parametrize("magic", MAGICS)
 def test_help_of_magics(notebook: Notebook, magic: str) -> None:
     """`%dist_gather?` shows what it does and its options."""
     outcome = notebook.run(f"{magic}?")

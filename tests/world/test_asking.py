@@ -37,7 +37,7 @@ def test_functions_and_threads_ask_too(world: World, enter: Enter) -> None:
         return found[0] + input()
 
     enter("a", "b", "c", "d")
-    assert [*world.run(ask)] == ["ab", "cd"]
+    assert sorted(world.run(ask)) == ["ab", "cd"]  # whichever rank comes first
 
 
 def test_the_end_of_all_input(world: World, enter: Enter) -> None:
