@@ -119,6 +119,7 @@ def test_an_agent_that_answers_no_more(caplog: pytest.LogCaptureFixture) -> None
             link.call(GetStatus(), timeout=0.2)
         calling = link.calling(GetStatus(), tick=0.05)
         assert next(calling) == 0  # it has come round, and no worker is up
+        asked = link.ask(GetStatus())
         agent.kill()
         with pytest.raises(AgentLost, match="was killed by SIGKILL") as caught:
             list(calling)
@@ -128,6 +129,8 @@ def test_an_agent_that_answers_no_more(caplog: pytest.LogCaptureFixture) -> None
         assert not link.is_up
         with pytest.raises(AgentLost):
             link.call(GetStatus())
+        for each in (asked, link.ask(GetStatus())):
+            assert isinstance(each.exception(timeout=SOON), AgentLost)
 
 
 def test_a_link_that_was_never_opened() -> None:
