@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import uuid
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from IPython.display import clear_output, display, update_display
 
 from nbdist.notebook.cell_text import cell_magic
-from nbdist.notebook.figures import save_figures
+from nbdist.notebook.figures import can_draw, save_figures
 from nbdist.output.bars import merged_line
 from nbdist.output.final import final_layout
 from nbdist.output.html import panel_html
@@ -203,6 +204,7 @@ class PlainDisplay:
         self._lines: PlainLines | None = None
         self._waits = ""
         self._stream = sys.stdout
+        self._draws = sys.stdout.isatty() and can_draw(os.environ)
         self._bars = MovingLine(self._stream)
 
     def note(self, text: str, *, at_once: bool = True) -> None:
@@ -252,14 +254,14 @@ class PlainDisplay:
             self._write(self._lines.finish(time.monotonic()))
         shown = final_layout(transcript, logs)
         self._write(failures_text(shown, colours=self._colours))
-        self._write(save_figures(transcript, logs))
+        self._write(save_figures(transcript, logs, draws=self._draws))
         done = "" if shown.states else f"✓ {len(transcript.ranks)}"
         self.say(" · ".join(filter(None, [head_text(shown), done, *self._notes])))
         sys.stdout.flush()
 
     def again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         self.say(panel_text(final_layout(transcript, logs)))
-        self._write(save_figures(transcript, logs))
+        self._write(save_figures(transcript, logs, draws=self._draws))
 
     can_change = False
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.node.worker_logs import RUN
-from nbdist.notebook.figures import save_figures
+from nbdist.notebook.figures import CHUNK, can_draw, save_figures
 from nbdist.output.events import Display, Done
 from nbdist.output.transcript import Transcript
 
@@ -61,3 +61,31 @@ def test_where_nothing_can_be_saved(logs: dict[int, str]):
     gone = str(Path(logs[0]).parent / "gone" / "stdout.log")
     (said,) = save_figures(cell(png(b"one")), {0: gone})
     assert said.endswith("/gone: No such file or directory")
+
+
+@pytest.mark.parametrize(
+    ("environ", "can"),
+    [
+        ({"TERM": "xterm-kitty"}, True),
+        ({"TERM": "xterm-256color", "TERM_PROGRAM": "WezTerm"}, True),
+        ({"TERM": "xterm-256color", "KITTY_WINDOW_ID": "1", "TERM_PROGRAM": "vscode"}, False),
+        ({"TERM": "xterm-kitty", "TMUX": "/tmp/tmux"}, False),
+        ({}, False),
+    ],
+)
+def test_terminals_that_draw(environ: dict[str, str], *, can: bool):
+    """Those that say so themselves, with nothing in between."""
+    assert can_draw(environ) == can
+
+
+def test_what_kitty_draws(logs: dict[int, str]):
+    """The bytes in chunks, the last of which says that it is; nothing is to be answered."""
+    image = bytes(range(256)) * 16
+    said, escapes = save_figures(cell(png(image)), logs, draws=True)
+    assert said.startswith("figure of rank 0: ")
+    *chunks, end = escapes.split("\x1b\\")
+    assert end == ""
+    heads, texts = zip(*(chunk.removeprefix("\x1b_G").split(";") for chunk in chunks), strict=True)
+    assert heads == ("f=100,a=T,q=2,m=1", "q=2,m=0")
+    assert base64.b64decode("".join(texts)) == image
+    assert max(map(len, texts)) == CHUNK
