@@ -53,7 +53,7 @@ def dist_export(line: Line) -> Shown:
 
     origins = Origins(shell.user_ns, [*history])
     composer = Composer(session.past, shell.user_ns, origins, shell.transform_cell, version_of)
-    script = composer.compose(_setting(world, path.stem))
+    script = composer.compose(setting_of(world, path.stem))
     if not script.cells:
         raise UsageError(
             "`%dist_export`: no `%%distributed` cell has succeeded since the workers were started."
@@ -84,12 +84,17 @@ def _check_free(path: Path, folder: Path) -> None:
         )
 
 
-def _setting(world: World, stem: str) -> Setting:
+def setting_of(world: World, stem: str) -> Setting:
+    """Say for what a script is: as many ranks and the group that the world has, or would have."""
     session = world.session
     backend = "none" if session.spec.backend is None else session.config.backend or ""
     words = []
     if given := given_environ(session.config):
         words.append(f"Set in the workers' environment: {', '.join(sorted(given))}.")
+    if session.config.gpus:
+        words.append(f"The workers had GPUs {session.config.gpus}: CUDA_VISIBLE_DEVICES says so.")
+    if session.config.share_gpus:
+        words.append("The workers shared GPUs (`--share-gpus`); a script of torchrun's does not.")
     notebook = os.path.basename(os.environ.get("JPY_SESSION_NAME", "")) or "a notebook"
     return Setting(stem, world.size, backend, notebook, tuple(words))
 

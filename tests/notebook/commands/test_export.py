@@ -13,6 +13,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from nbdist.notebook.commands.export import setting_of
+from nbdist.world.world import World
 from tests.notebook.front_end import Notebook
 
 pytestmark = [pytest.mark.shared_world, pytest.mark.timeout(150)]
@@ -151,6 +153,17 @@ def test_what_notebooks_do(kernel: Notebook) -> None:
     for line in ("step 9.0", "  two 1", "4", "5", "['at 9.0 0']", "['at 9.0 1']", "scaled 1.75"):
         assert line in told, told
         assert any(line in each.panel["text/plain"] for each in shown), line
+
+
+def test_what_a_script_is_for() -> None:
+    """Its ranks and their group, and what of the workers is told in words."""
+    plain = setting_of(World(3, log_dir=""), "train")
+    assert (plain.ranks, plain.backend, plain.words) == (3, "", ())
+    asked = setting_of(World(2, backend="gloo", env={"TOKEN": "secret"}, share_gpus=True), "x")
+    assert asked.backend == "gloo"
+    assert asked.words[0] == "Set in the workers' environment: TOKEN."
+    assert "`--share-gpus`" in asked.words[1]
+    assert setting_of(World(2, backend="none"), "x").backend == "none"
 
 
 def test_what_cannot_be(kernel: Notebook, folder: Path) -> None:
