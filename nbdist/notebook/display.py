@@ -230,7 +230,8 @@ class PlainDisplay:
         if waits and waits != self._waits:
             self.note(waits)
         self._waits = waits
-        if sys.stdout is self._stream:  # else a prompt is open, which is drawn below all lines
+        # Else a prompt is open, which is drawn below all lines.
+        if sys.stdout is self._stream and self._bars.is_due(now):
             self._bars.show(merged_line(transcript), now)
 
     def show_all(

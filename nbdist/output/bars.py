@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from nbdist.output.progress import Bar, clock_text, number_of, read_bar
+from nbdist.output.progress import BAR_SIGNS, Bar, clock_text, number_of, read_bar
 from nbdist.output.rank_transcript import FAILED, RankTranscript
 from nbdist.output.screen import Line, Screen
 from nbdist.output.transcript import Transcript
@@ -100,8 +100,11 @@ def bars_of(said: RankTranscript) -> RankBars | None:
 def _read(item: object, said: RankTranscript, *, is_last: bool) -> Bar | None:
     if not isinstance(item, Line):
         return None
+    if not is_last:
+        # There may be thousands of these, and reading one takes a while.
+        return read_bar(item.text) if any(sign in item.text for sign in BAR_SIGNS) else None
     piece = said.pieces[-1]
-    is_edited = is_last and isinstance(piece, Screen) and piece.is_edited
+    is_edited = isinstance(piece, Screen) and piece.is_edited
     return read_bar(item.text, is_edited=is_edited)
 
 

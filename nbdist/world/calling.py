@@ -65,7 +65,7 @@ def outcome(session: Session, running: RunningTask) -> CellResult[Any]:
                 if not isinstance(output, RankError):
                     _write(lines.receive(rank, output, now), bars)
             _write(lines.due(now), bars)
-            if session.config.show:
+            if session.config.show and bars.is_due(now):
                 bars.show(merged_line(running.transcript), now)
             if (asks := next_to_ask(running)) is not None:
                 _write(lines.flush(), bars)

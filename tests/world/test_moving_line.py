@@ -21,6 +21,13 @@ class Terminal(io.StringIO):
         return [line.text for line in screen.tail(9)]
 
 
+class Tee:
+    """What people put in the place of stdout: it can write, and nothing else."""
+
+    def write(self, text: str) -> int:
+        raise AssertionError(text)
+
+
 def test_in_a_terminal() -> None:
     """It is one line however often it changes, and gone without a trace where others come."""
     terminal = Terminal()
@@ -28,6 +35,7 @@ def test_in_a_terminal() -> None:
     line.clear()
     assert terminal.getvalue() == ""
     line.show("[0-1] long 10%", 0.0)
+    assert line.is_due(REDRAW_SECONDS)
     line.show("[0-1] 20%", REDRAW_SECONDS)
     assert terminal.shown == ["[0-1] 20%"]
     line.clear()
@@ -45,6 +53,7 @@ def test_not_too_often() -> None:
     line.show("10%", 0.0)
     line.show("20%", REDRAW_SECONDS / 2)
     assert terminal.shown == ["10%"]
+    assert not line.is_due(REDRAW_SECONDS / 2)
     line.clear()
     line.show("30%", REDRAW_SECONDS / 2)
     assert terminal.shown == ["30%"]
@@ -53,7 +62,9 @@ def test_not_too_often() -> None:
 def test_in_a_log() -> None:
     """Nothing is written where nothing can be written over."""
     log = io.StringIO()
-    line = MovingLine(log)
-    line.show("10%", 0.0)
-    line.clear()
+    for stream in (log, Tee()):
+        line = MovingLine(stream)  # type: ignore[arg-type]
+        assert not line.is_due(0.0)
+        line.show("10%", 0.0)
+        line.clear()
     assert log.getvalue() == ""
