@@ -7,13 +7,14 @@ the receiver gets the value as it is now, all of it, whatever it has done with t
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
 from nbdist.wire.payload import Packed, Payload, packing, size_of
-from nbdist.wire.shared_memory import Buffer, Segment, Steps, open_segment
+from nbdist.wire.shared_memory import Buffer, Segment, Steps
 
 KEPT_FROM = 16 << 20
 """Bytes of a shipment whose memory is kept: less is copied in some milliseconds."""
@@ -23,8 +24,10 @@ SMALLEST = 1 << 12
 
 MOST_SEGMENTS = 16
 
-COMPARED_AT_ONCE = 1 << 18
-"""Bytes that are in a processor's cache when they are compared."""
+COMPARED_AT_ONCE = 1 << 20
+"""Bytes: they are in a processor's cache when they are compared."""
+
+_memcmp = ctypes.CDLL(None).memcmp
 
 Place = tuple[Segment, int]
 """A segment, and which of its frames."""
@@ -122,7 +125,6 @@ class _Finder:
         self._by_size: dict[int, list[Place]] = {}
         for place in dict.fromkeys(place for kept in known for place in kept.places):
             self._by_size.setdefault(place[0].ref.sizes[place[1]], []).append(place)
-        self._opened: dict[Segment, list[memoryview]] = {}
 
     def find(self, frame: Buffer) -> Place | None:
         """Return where this frame lies."""
@@ -130,20 +132,26 @@ class _Finder:
         places = self._by_size.get(view.nbytes, []) if view.nbytes >= SMALLEST else []
         # In the order in which they were: as a rule the first one is it.
         for place in places:
-            if _is_equal(view, self._view(place)):
+            if _is_equal(view, place):
                 places.remove(place)
                 return place
         return None
 
-    def _view(self, place: Place) -> memoryview:
-        segment, index = place
-        if segment not in self._opened:
-            self._opened[segment] = open_segment(segment.ref)
-        return self._opened[segment][index]
+
+def _is_equal(view: memoryview, place: Place) -> bool:
+    """Compare them to the last byte, some at a time: Stop comes between two pieces."""
+    segment, number = place
+    at = 0
+    for piece in segment.pieces(number, COMPARED_AT_ONCE):
+        if not _is_same(view[at : at + piece.nbytes], piece):
+            return False
+        at += piece.nbytes
+    return True
 
 
-def _is_equal(one: memoryview, other: memoryview) -> bool:
-    """Compare them to the last byte: Python compares copies 20 times as fast as views."""
-    pieces = range(0, one.nbytes, COMPARED_AT_ONCE)
-    spans = (slice(start, start + COMPARED_AT_ONCE) for start in pieces)
-    return all(bytes(one[span]) == bytes(other[span]) for span in spans)
+def _is_same(one: memoryview, other: memoryview) -> bool:
+    if one.readonly:  # whose address ctypes does not tell
+        return bytes(one) == bytes(other)
+    # Python compares two views a byte at a time, 0.2 GB/s.
+    memory = [(ctypes.c_char * view.nbytes).from_buffer(view) for view in (one, other)]
+    return not _memcmp(*map(ctypes.byref, memory), ctypes.c_size_t(one.nbytes))

@@ -100,8 +100,9 @@ def test_not_from_too_many_places(monkeypatch: pytest.MonkeyPatch):
     close(*parts, again)
 
 
-def test_a_change_anywhere_is_seen():
-    """Frames are compared to the last byte."""
+def test_a_change_anywhere_is_seen(monkeypatch: pytest.MonkeyPatch):
+    """Frames are compared to the last byte, a piece at a time."""
+    monkeypatch.setattr(module, "COMPARED_AT_ONCE", 1 << 18)
     first = ship([b"", frame(1, 300_000), frame(2)])
     assert first.kept is not None
     for place in (0, 262_143, 262_144, 299_999):

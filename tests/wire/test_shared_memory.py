@@ -39,6 +39,15 @@ def test_a_step_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     steps.made.close()
 
 
+def test_a_frame_in_pieces() -> None:
+    """Its owner reads it without a mapping of it."""
+    with Segment.holding(FRAMES) as segment:
+        pieces = [bytes(piece) for piece in segment.pieces(2, 2000)]
+        assert [len(piece) for piece in pieces] == [2000, 2000, 1000]
+        assert b"".join(pieces) == FRAMES[2]
+        assert [*segment.pieces(1, 10)] == []
+
+
 def test_the_rest_is_not_wanted() -> None:
     """What was begun is gone at once."""
     before = {*os.listdir("/proc/self/fd")}

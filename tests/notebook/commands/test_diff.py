@@ -82,3 +82,19 @@ def test_agreement_and_plain_values(three: Notebook):
 def test_what_cannot_be_compared(three: Notebook, line: str, said: str):
     """One line says why."""
     assert three.run(f"%dist_diff {line}").error.startswith(said)
+
+
+def test_sharded_tensors(three: Notebook):
+    """Each rank has another part of them by design; what is replicated is compared."""
+    three.run(
+        "%%distributed\nfrom torch.distributed.tensor import Replicate, Shard, distribute_tensor\n"
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "mesh = init_device_mesh('cpu', (world_size,))\n"
+        "parts = [distribute_tensor(torch.arange(6.0), mesh, [place]) for place in "
+        "(Shard(0), Replicate())]\n"
+        "wrapped = torch.nn.parallel.DistributedDataParallel(model[1])"
+    )
+    assert three.run("%dist_diff parts").text == (
+        "parts: 2 parts, 48 B · ranks 0-2 agree · 1 part not compared: sharded, or of unknown kind"
+    )
+    assert three.run("%dist_diff wrapped").text == "wrapped: 2 parts, 804 B · ranks 0-2 agree"
