@@ -103,8 +103,14 @@ class Debugger(InterruptiblePdb):
             super().user_call(frame, arguments)
 
     def user_exception(self, frame: FrameType, info: Any) -> None:
-        """Stop where one is raised; not in IPython, where a statement that has awaited ends."""
-        if not is_around(frame):
+        """Stop where one is raised; by one IPython learns that a statement which awaits has ended.
+
+        Then the next statement of the cell is the next to stop at.
+        """
+        if is_around(frame):
+            self._is_between = True
+            self.set_step()
+        else:
             super().user_exception(frame, info)
             forget_in(frame)
 

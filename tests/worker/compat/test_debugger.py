@@ -45,6 +45,16 @@ def test_statements_of_a_cell_are_lines(debug: Callable[..., str]) -> None:
     assert debug("print('through')") == "[0-1] through\n"
 
 
+def test_statements_that_await(debug: Callable[..., str]) -> None:
+    """They are lines too."""
+    source = "import asyncio\nbreakpoint()\nawait asyncio.sleep(0.01)\nx = 5\nx + 1"
+    said = debug(source, "n", "n", "n", "-r all c")
+    stops = [line.split("---> ")[1] for line in said.splitlines() if "[0] ----> " in line]
+    assert stops == ["4 x = 5", "5 x + 1"]
+    assert "[0] 6" in said
+    assert "StopIteration" not in said
+
+
 def test_torchs_own_breakpoint(debug: Callable[..., str]) -> None:
     """`torch.distributed.breakpoint` stops on one rank, and the others wait for it."""
     said = debug("dist.breakpoint(1)\nprint('after')", "up", "c")
