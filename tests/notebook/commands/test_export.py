@@ -168,6 +168,7 @@ def test_what_a_script_is_for() -> None:
 
 def test_what_cannot_be(kernel: Notebook, folder: Path) -> None:
     """Each mistake gets one line, and what is there stays, unless it is said otherwise."""
+    kernel.run("%dist_restart -n 2")
     assert "`%dist_export train.py`" in kernel.run("%dist_export").error
     assert "ends in .py" in kernel.run("%dist_export train").error
     assert "there is no folder nowhere" in kernel.run("%dist_export nowhere/x.py").error
@@ -176,7 +177,6 @@ def test_what_cannot_be(kernel: Notebook, folder: Path) -> None:
         "`%dist_export --force mine.py` writes over it" in kernel.run("%dist_export mine.py").error
     )
     assert (folder / "mine.py").read_text() == "mine"
-    kernel.run("%dist_restart -n 2")
     assert "no `%%distributed` cell has succeeded" in kernel.run("%dist_export new.py").error
     kernel.run("%%distributed\nx = 1")
     assert kernel.run("%dist_export --force mine.py").errors == []
