@@ -87,3 +87,26 @@ def test_out_of_memory(world: World) -> None:
     assert "OutOfMemoryError" in str(error)
     world.clean()
     world.execute(SUM)
+
+
+def test_an_error_says_what_the_memory_is_used_for(world: World) -> None:
+    """By name, of the rank that failed, with its GPU's used of total; and so it can be asked."""
+    source = (
+        "weights = torch.ones(1000, 1000)\ndef step():\n    batch = torch.ones(500, 1000)\n"
+        "    torch.empty(1 << 50)\nif rank == 1: step()"
+    )
+    with pytest.raises(RuntimeError) as caught:
+        world.execute(source)
+    said = caught.value.__notes__[0]
+    assert "weights (1000, 1000) float32" in said
+    assert "batch in step(), line 4 (500, 1000) float32" in said
+    used = [*world.call("memory")]
+    assert [rank for rank, each in enumerate(used) if each.kept] == [1]
+    assert all(any(held.name == "weights" for held in each.held) for each in used)
+    if lab.DEVICE == "cuda":
+        assert "GPU " in said
+        for each in used:
+            assert each.gpu is not None
+            assert 0 < each.gpu.tensors <= each.gpu.peak.size <= each.gpu.used <= each.gpu.total
+    world.clean()
+    assert not any(each.kept for each in world.call("memory"))
