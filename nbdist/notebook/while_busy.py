@@ -12,6 +12,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from nbdist.notebook.subshells import is_in_subshell
 from nbdist.wire.questions import Completions
 
 if TYPE_CHECKING:
@@ -62,10 +63,12 @@ class WhileBusy:
         loop.add_callback(lambda: stream.on_recv(receive, copy=False))
 
     def _begin_cell(self) -> None:
-        self._runs_cell = True
+        if not is_in_subshell(self._shell):
+            self._runs_cell = True
 
     def _end_cell(self) -> None:
-        self._runs_cell = False
+        if not is_in_subshell(self._shell):
+            self._runs_cell = False
 
     # --- in the thread that receives ----------------------------------------------------------
 

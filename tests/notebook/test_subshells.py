@@ -54,6 +54,16 @@ class Subshell:
         raise AssertionError(f"not done after {WAIT} s: {code}")
 
 
+def matches(notebook: Notebook, code: str) -> list[str]:
+    """What a front end offers to complete it with."""
+    request = notebook.client.complete(code)
+    while True:
+        reply = notebook.client.get_shell_msg(timeout=WAIT)
+        if reply["parent_header"]["msg_id"] == request:
+            found: list[str] = reply["content"]["matches"]
+            return found
+
+
 @pytest.mark.skipif(not HAS_SUBSHELLS, reason="ipykernel 6 has no subshells")
 def test_beside_a_cell(kernel: Notebook, tmp_path: Path) -> None:
     """Status and stacks answer, others are refused; the cell's own output is whole."""
@@ -74,12 +84,14 @@ def test_beside_a_cell(kernel: Notebook, tmp_path: Path) -> None:
     assert said.startswith("2 workers on ")
     assert " · running a cell" in said.splitlines()[0]
     for _ in range(30):
-        assert "── ranks 0-1 same" in subshell.run("%dist_stack")
+        assert "running a cell\n── rank" in subshell.run("%dist_stack")
     assert "no lines" in subshell.run("%dist_log") or "files: " in subshell.run("%dist_log")
     refused = subshell.run("%dist_memory")
     assert refused.startswith("`%dist_memory` cannot run in a subshell")
     assert "`%dist_stack`, `%dist_status`" in refused
     assert subshell.run("%%distributed\n1").startswith("`%%distributed` cannot run")
+    # That cells have ended beside it does not make who types wait for it.
+    assert "number" in matches(kernel, "%%distributed\nnumb")
     gate.touch()
     again = kernel.run("%dist_output --all")
     # All that arrived while the others looked is the cell's.
