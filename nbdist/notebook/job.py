@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from nbdist.errors import CellTimedOut, Interrupted, JobLost, JobRuns, NbdistError, WorkerError
-from nbdist.notebook.stops import counted_stops
+from nbdist.notebook.stops import counted_stops, held_stops
 from nbdist.output.wording import ranks_text, seconds_text
 from nbdist.words import one_line
 from nbdist.world.following import TICK
@@ -51,7 +51,7 @@ class Job:
         self._name = name
         self._place = place
         self._result: CellResult[Any] | None = None
-        self._error: NbdistError | Interrupted | None = None
+        self._error: BaseException | None = None
         self._ended = threading.Event()
         self._is_stepping = False
         self._was_waited_for = self._was_drawn_between = False
@@ -175,6 +175,13 @@ class Job:
         self._is_stepping = True
         self._was_drawn_between |= in_its_cell
         try:
+            with held_stops():
+                self._take_step(longest, in_its_cell=in_its_cell)
+        finally:
+            self._is_stepping = False
+
+    def _take_step(self, longest: float, *, in_its_cell: bool) -> None:
+        try:
             with self._place.within(in_its_cell):
                 self._running = self._steps.send(longest)
         except StopIteration as end:
@@ -183,8 +190,10 @@ class Job:
         except (NbdistError, Interrupted) as error:
             self._error = error
             self._ended.set()
-        finally:
-            self._is_stepping = False
+        except BaseException as error:  # a fault of ours; there are no more steps all the same
+            self._error = error
+            self._ended.set()
+            raise
 
     def lose(self, why: str) -> None:
         """Take no more steps: its workers are gone."""

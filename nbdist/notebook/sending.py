@@ -16,6 +16,8 @@ from nbdist.notebook.job import CellPlace, Job
 from nbdist.words import count
 
 if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
     from nbdist.notebook.command import Line
     from nbdist.notebook.job import Steps
     from nbdist.notebook.options import Magic
@@ -46,6 +48,11 @@ def send(line: Line, steps: Steps) -> None:
     name, here = options.out or "", getattr(options, "local", False)
     if name and not name.isidentifier():
         raise UsageError(f"`-o {name}`: a name for the result, such as `-o result`.")
+    if here and _awaits(pool.shell, line.cell):
+        raise UsageError(
+            "`--local`: the cell awaits something, and the notebook's event loop is busy with the "
+            "cell itself; nothing has run. Run it here in a cell of its own."
+        )
     running = next(steps)
     if options.no_wait:
         told = f"`{name}.wait()` waits for it, " if name else ""
@@ -64,6 +71,15 @@ def send(line: Line, steps: Steps) -> None:
             raise
     if raised is not None:
         raise FailedHere(raised, len(running.task.ranks))
+
+
+def _awaits(shell: InteractiveShell, cell: str) -> bool:
+    """Say whether the cell has a top-level `await`; False for what is no Python."""
+    try:
+        transformed = shell.transform_cell(cell)
+    except SyntaxError:
+        return False
+    return bool(shell.should_run_async(cell, transformed_cell=transformed))
 
 
 def _run_here(line: Line, running: RunningTask) -> BaseException | None:

@@ -50,8 +50,19 @@ def counted_stops() -> Iterator[Stops]:
 
 
 @contextmanager
+def held_stops() -> Iterator[None]:
+    """Have a Stop that comes inside come once this has been left."""
+    try:
+        with counted_stops() as stops:
+            yield
+    finally:
+        if stops.count:
+            signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
 def raised_stops() -> Iterator[None]:
-    """Have Stop raise KeyboardInterrupt again inside `counted_stops`."""
+    """Have Stop raise KeyboardInterrupt again inside `counted_stops` and `held_stops`."""
     counts = isinstance(getattr(signal.getsignal(signal.SIGINT), "__self__", None), Stops)
     if not counts or threading.current_thread() is not threading.main_thread():
         yield

@@ -86,6 +86,17 @@ def test_it_goes_on_while_a_cell_asks_for_it(notebook: Notebook) -> None:
     assert notebook.value("job.result().rank(0)") == "last"
 
 
+def test_stop_while_a_cell_asks_for_it(notebook: Notebook) -> None:
+    """It stops that cell, whatever it is about, and not the one that nobody waits for."""
+    begin(notebook, "import time; time.sleep(600)")
+    press = "import os, signal, threading\n"
+    press += "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+    (stopped,) = notebook.run(f"{press}while not job.done(): pass").errors
+    assert stopped["ename"] == "KeyboardInterrupt"
+    assert notebook.value("job.done(), job.running.stops") == (False, 0)
+    assert notebook.run("%dist_interrupt").errors == []
+
+
 def test_what_it_raises(notebook: Notebook) -> None:
     """`wait` and `result` raise it, its panel and `%dist_why` show it."""
     display_id = begin(notebook, "if rank: raise ValueError('bad shard')")

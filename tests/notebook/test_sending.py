@@ -89,6 +89,13 @@ def test_a_cell_that_runs_here_too(two: Notebook) -> None:
     assert body(two.run("%%distributed\ny")) == ["── rank 0 ──", "0", "── rank 1 ──", "1"]
 
 
+def test_a_cell_that_awaits_cannot_run_here(two: Notebook) -> None:
+    """It is refused before it is sent."""
+    said = two.run("%%distributed --local\nimport asyncio\nawait asyncio.sleep(0); sent = 1").error
+    assert said.startswith("UsageError: `--local`: the cell awaits something")
+    assert body(two.run("%%distributed\n'sent' in globals()"))[-1] == "False"
+
+
 def test_a_cell_that_fails_here(two: Notebook) -> None:
     """The error is shown as any of the notebook, and fails the cell."""
     ran = two.run("%%distributed --local\nworld_size")

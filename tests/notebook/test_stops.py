@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from nbdist.notebook.stops import IdleStop, counted_stops
+from nbdist.notebook.stops import IdleStop, counted_stops, held_stops, raised_stops
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +36,37 @@ def test_stops_are_counted():
     assert stops.count == 2
     with pytest.raises(KeyboardInterrupt):
         press()
+
+
+def test_a_stop_comes_later():
+    """What is inside is done first; who counts around it counts one."""
+    done: list[int] = []
+
+    def hold() -> None:
+        with held_stops():
+            press()
+            done.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        hold()
+    with counted_stops() as stops:
+        with held_stops():
+            press()
+            assert stops.count == 0
+        done.append(2)
+    assert (stops.count, done) == (1, [1, 2])
+
+
+def test_a_stop_while_somebody_types():
+    """It raises at once, also where others are counted; elsewhere nothing is changed."""
+    with counted_stops() as stops:
+        with pytest.raises(KeyboardInterrupt), raised_stops():
+            press()
+        press()
+    assert stops.count == 1
+    before = signal.getsignal(signal.SIGINT)
+    with raised_stops():
+        assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_kernel_that_ignores_it_between_cells():
