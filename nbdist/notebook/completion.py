@@ -101,13 +101,14 @@ class Completion:
         code: str,
         cursor_pos: int,
         detail_level: int = 0,
-        omit_sections: Any = (),
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Stand around `do_inspect`."""
         magic = self._magic(code, cursor_pos)
         if magic is None:
             return self._described(code, cursor_pos) or original(
-                code, cursor_pos, detail_level, omit_sections
+                code, cursor_pos, detail_level, *args, **kwargs
             )
         text = as_comment(code)
         root = token_at_cursor(text, cursor_pos).partition(".")[0]
@@ -117,7 +118,7 @@ class Completion:
                 plain = f"{told.data.get('text/plain', '').rstrip()}\n{'Rank:':<11}{told.rank}"
                 data = {**told.data, "text/plain": plain}
                 return {"status": "ok", "found": True, "data": data, "metadata": {}}
-        return original(text, cursor_pos, detail_level, omit_sections)
+        return original(text, cursor_pos, detail_level, *args, **kwargs)
 
     def is_of_workers(self, code: str, cursor: int) -> bool:
         """Say whether a question there is answered without the notebook's kernel."""

@@ -63,20 +63,24 @@ def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Com
     from nbdist.notebook.wrapping import Wrapped
 
     completion, auto = Completion(pools, commands), AutoCells(shell, pools.auto)
-    wrapped = [
-        Wrapped(shell, "showtraceback", Border(pools, commands).show_traceback),
-        Wrapped(shell, "debugger", RanksDebugger(pools).debug),
-    ]
     kernel: Any = getattr(shell, "kernel", None)
+    wanted: list[tuple[object, str, Any]] = [
+        (shell, "showtraceback", Border(pools, commands).show_traceback),
+        (shell, "debugger", RanksDebugger(pools).debug),
+    ]
     if kernel is not None:
-        wrapped += [
-            Wrapped(kernel, "do_complete", completion.complete),
-            Wrapped(kernel, "do_inspect", completion.inspect),
-            Wrapped(kernel, "do_execute", auto.do_execute),
+        wanted += [
+            (kernel, "do_complete", completion.complete),
+            (kernel, "do_inspect", completion.inspect),
+            (kernel, "do_execute", auto.do_execute),
         ]
     else:
-        wrapped.append(Wrapped(shell, "run_cell", auto.run_cell))
-        wrapped.append(Wrapped(shell.Completer, "completions", completion.completions))
+        wanted += [
+            (shell, "run_cell", auto.run_cell),
+            (shell.Completer, "completions", completion.completions),
+        ]
+    # Not every kernel is an ipykernel.
+    wrapped = [Wrapped(*each) for each in wanted if hasattr(each[0], each[1])]
     stack = ExitStack()
     while_busy = WhileBusy(shell, completion)
     if while_busy.is_possible:
