@@ -109,6 +109,23 @@ def test_stop_at_a_prompt(pair: Notebook) -> None:
         ]  # fmt: skip
 
 
+def test_stop_while_a_step_takes_long(pair: Notebook) -> None:
+    """It ends the cell too, and does not lead into the debugger again."""
+
+    def stop(outcome: Outcome) -> None:
+        shown = [each["data"]["text/plain"] for each in (*outcome.displays, *outcome.updates)]
+        if any("begun" in text for text in shown) and not stopped:
+            stopped.append("")
+            pair.manager.interrupt_kernel()
+
+    stopped: list[str] = []
+    cell = "%%rank 0\nimport time\ndef long():\n    print('be' + 'gun')\n    time.sleep(600)\n"
+    said = pair.run(f"{cell}breakpoint()\nlong()", meanwhile=stop, typed=["n"])
+    assert said.error == "KeyboardInterrupt: rank 0 has stopped; all variables are kept."
+    assert len(said.prompts) == 1
+    assert "BdbQuit" not in said.panel["text/plain"]
+
+
 def test_leaving_the_debugger_fails_the_rank(pair: Notebook) -> None:
     """In one line; who waits for it is freed."""
     said = pair.run("%%distributed\nif rank: breakpoint()\ndist.barrier()", typed=["q"])

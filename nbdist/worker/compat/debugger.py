@@ -103,14 +103,15 @@ class Debugger(InterruptiblePdb):
             super().user_call(frame, arguments)
 
     def user_exception(self, frame: FrameType, info: Any) -> None:
-        """Stop where one is raised; by one IPython learns that a statement which awaits has ended.
+        """Stop where one is raised, but for Stop's own.
 
-        Then the next statement of the cell is the next to stop at.
+        By one IPython learns that a statement which awaits has ended: then the next one of the
+        cell is the next to stop at.
         """
         if is_around(frame):
             self._is_between = True
             self.set_step()
-        else:
+        elif not issubclass(info[0], KeyboardInterrupt):
             super().user_exception(frame, info)
             forget_in(frame)
 
