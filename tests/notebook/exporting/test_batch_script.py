@@ -6,12 +6,15 @@ import ast
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as some
 from IPython.core.inputtransformer2 import TransformerManager
 
 from nbdist.config import Patience
 from nbdist.notebook.exporting.batch_script import BatchScript, Composer
 from nbdist.notebook.exporting.origins import Origins
 from nbdist.notebook.exporting.script_text import Setting
+from nbdist.notebook.shipping.free_names import names_used
 from nbdist.notebook.shipping.plan import version_now
 from nbdist.output.events import Display, Done, Failure
 from nbdist.wire.identity import Identity
@@ -269,3 +272,44 @@ def test_display() -> None:
     lab.ran("display(1)")
     assert "\n\n\ndef display(*values):\n" in lab.script().text
     assert lab.script().lost == ()
+
+
+STEPS = some.lists(
+    some.one_of(
+        some.tuples(some.sampled_from(["n1", "n2"]), some.integers(0, 9)),
+        some.tuples(
+            some.sampled_from(["w1", "w2", "n1"]),
+            some.sampled_from(["n1 + n2", "w1 * 2 + n2", "w1 - w2", "sum(n3) + w2", "f(n1)"]),
+        ),
+    ),
+    max_size=12,
+)
+"""A number is bound by the notebook, an expression by a cell on the workers."""
+
+
+@given(STEPS)
+def test_the_script_leads_to_the_same_values(steps: list[tuple[str, int | str]]) -> None:
+    """Whatever the notebook and its cells have bound, in whatever order, also the same names."""
+    lab = Lab(n1=1, n2=2, n3=[3])
+    lab.cells = ["def f(x):\n    return x + n2"]
+    exec(lab.cells[0], lab.namespace)
+    lab.namespace["f"].__module__ = "__main__"
+    workers: dict[str, Any] = {"w1": 10, "w2": 20}
+    lab.ran("w1, w2 = 10, 20", made="w1 w2")
+    owned = {"w1", "w2"}
+    for name, value in steps:
+        if isinstance(value, int):
+            lab.namespace[name] = value
+            owned.discard(name)
+            continue
+        used = names_used(f"{value}, n2" if "f(" in value else value)
+        sent = sorted((used - owned) & lab.namespace.keys())
+        workers |= {each: lab.namespace[each] for each in sent}
+        exec(lab.cells[0], workers)  # where it is, it looks up names in the workers
+        exec(f"{name} = {value}", workers)
+        lab.ran(f"{name} = {value}", *sent, made=name, needs={"f": {"n2"}})
+        owned.add(name)
+    text = lab.script().text.partition('init_process_group("gloo")\n')[2]
+    there: dict[str, Any] = {}
+    exec(text.replace("dist.destroy_process_group()", ""), there)
+    assert (there["w1"], there["w2"]) == (workers["w1"], workers["w2"]), text
