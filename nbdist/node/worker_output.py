@@ -64,10 +64,9 @@ class WorkerOutput:
     @property
     def last_line(self) -> str:
         """The last one that has something in it, as much as people read of it."""
-        for text in reversed(self._last):
-            if line := next((each for each in reversed(text.splitlines()) if each.strip()), ""):
-                return line[:LONGEST_LINE]
-        return ""
+        end = "".join(self._last)[-LONGEST_LAST:]  # what was read may be a part of a line
+        line = next((each for each in reversed(end.splitlines()) if each.strip()), "")
+        return line[:LONGEST_LINE]
 
     @property
     def write_ends(self) -> tuple[int, int]:

@@ -279,3 +279,23 @@ def test_what_a_worker_says_is_handed_on_in_order(tmp_path: Path) -> None:
     assert (output.up.is_set(), output.ready.is_set()) == (True, False)
     assert output.last_lines == ("abe\ufffd",)
     assert (tmp_path / "stdout.log").read_text() == "ab\ufffd"
+
+
+def test_the_last_line(tmp_path: Path) -> None:
+    """Whole, however it was read; of a bar its last state; nothing of empty lines."""
+    bar, long = ("\r10%|#", "\r20%|##"), "x" * 100_000
+
+    async def main() -> list[str]:
+        output = WorkerOutput(TOKEN, WorkerLog(tmp_path), lambda item: None)
+        seen = [output.last_line]
+        for texts in (("first\n", "lo", "ss", " 0.5\n", "\n \n"), bar, ("\n", long)):
+            for text in texts:
+                output.pass_on(Text("stdout", text))
+            seen.append(output.last_line)
+        output.close_write_ends()
+        output.close()
+        return seen
+
+    *seen, last = asyncio.run(main())
+    assert seen == ["", "loss 0.5", "20%|##"]
+    assert 0 < len(last) < len(long)

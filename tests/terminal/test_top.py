@@ -26,7 +26,6 @@ def world(new_world: NewWorld) -> Iterator[World]:
 @pytest.mark.parametrize("has_rich", [True, False])
 def test_in_a_terminal(world: World, has_rich: bool) -> None:  # noqa: FBT001
     """Another screen, drawn again; Ctrl-C ends it, and the terminal is as it was."""
-    assert world.pids
     hide = "" if has_rich else "import sys; sys.modules['rich.live'] = None; "
     command = f"{hide}from nbdist.terminal.top import show_top; show_top(0.5)"
     shown = pexpect.spawn(
@@ -35,8 +34,8 @@ def test_in_a_terminal(world: World, has_rich: bool) -> None:  # noqa: FBT001
     try:
         shown.expect_exact("\x1b[?1049h")
         for _ in range(2):
-            shown.expect_exact("1 worker · gloo")
             shown.expect("rank.*state")
+            shown.expect_exact(str(world.pids[0]))
         shown.sendintr()
         shown.expect_exact(OFF[-8:])
         shown.expect(pexpect.EOF)
@@ -49,7 +48,7 @@ def test_into_a_file(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     """Whole lines one after the other, without codes."""
     show_top(0.5, looks=2)
     text = capsys.readouterr().out
-    assert text.count("1 worker · gloo") == 2
+    assert text.count("1 worker · gloo") >= 2
     assert text.count(f" {world.pids[0]} ") == 2
     assert "\x1b" not in text
     assert os.linesep in text
