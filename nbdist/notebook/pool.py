@@ -18,6 +18,7 @@ from nbdist.notebook.page import Page
 from nbdist.notebook.routine import Routine
 from nbdist.notebook.shipping.free_names import names_bound
 from nbdist.notebook.stops import IdleStop
+from nbdist.notebook.subshells import is_in_subshell
 from nbdist.notebook.why import Why, idle_end, why_died
 from nbdist.words import count, name_ranks
 from nbdist.world.recovery import healing_text
@@ -258,6 +259,8 @@ class Pool:
 
     def show_background(self) -> None:
         """Show what a cell that nobody waits for has said, as part of the cell that runs now."""
+        if is_in_subshell(self.shell):
+            return  # another thread, which draws nothing
         if (ended := self.background.show()) is not None:
             self.ended.again(ended.running.transcript)
             self.show_late()

@@ -11,6 +11,7 @@ from queue import Empty
 import pytest
 
 from tests.notebook.front_end import WAIT, Notebook
+from tests.notebook.test_subshells import HAS_SUBSHELLS, Subshell
 
 pytestmark = pytest.mark.shared_world
 
@@ -223,6 +224,17 @@ def test_what_a_rank_wants_typed(notebook: Notebook) -> None:
         if typed:
             assert notebook.value("[*job.result()]") == ["nobody", "Ada"]
             begin(notebook, "name = input('name? ') if rank else 'nobody'; name")
+
+
+@pytest.mark.skipif(not HAS_SUBSHELLS, reason="ipykernel 6 has no subshells")
+def test_beside_the_notebooks_cells(notebook: Notebook) -> None:
+    """Another thread waits for it and stops it; the main one takes its steps."""
+    begin(notebook, "import time; time.sleep(0.6); rank")
+    subshell = Subshell(notebook)
+    assert subshell.run("job.wait(); job.done()") == "True"
+    begin(notebook, SLEEPS)
+    said = subshell.run("job.interrupt(); job.wait()")
+    assert said == "ranks 0-1 have stopped; all variables are kept."
 
 
 def test_it_cannot_be_sent_to_the_workers(notebook: Notebook) -> None:
