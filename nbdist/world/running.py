@@ -377,10 +377,9 @@ class RunningTask:
 
     def received(self, rank: int) -> Mapping[str, Shipped]:
         """Return what of `shipped` this rank has, as far as is known."""
-        error, done = self.transcript[rank].error, self.transcript[rank].done
+        error = self.transcript[rank].error
         was_refused = isinstance(error, Failure) and error.name == NAME_PROBLEM
-        was_stopped = done is not None and not done.received
-        return {} if was_refused or was_stopped else self.shipped
+        return {} if was_refused else self.shipped
 
     def let_go(self) -> None:
         """Keep no memory of what was shipped: a task is kept for longer than its names."""

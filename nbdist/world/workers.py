@@ -354,7 +354,8 @@ class Workers:
         if running is not None and not _is_of(running, rank, task_id, output):
             running = None
         if isinstance(output, Done):
-            self.names.finished(rank, output, running.received(rank) if running else {})
+            received = running.received(rank) if running and output.received else {}
+            self.names.finished(rank, output, received)
         if isinstance(output, Moved):
             if running is not None:
                 running.moved[rank] = output

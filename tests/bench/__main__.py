@@ -18,7 +18,7 @@ from tests.bench.lab import Lab
 from tests.bench.looking import look
 from tests.bench.notebook import CellFailed
 from tests.bench.page import flood
-from tests.bench.shipping import ship
+from tests.bench.shipping import differ, ship
 from tests.bench.starting import load, memory, ranks32, restart, start
 from tests.bench.training import training
 
@@ -36,6 +36,7 @@ ROWS: dict[str, Callable[[Lab], Iterator[Figure]]] = {
     "firstline": firstline,
     "ranks32": ranks32,
     "ship": ship,
+    "differ": differ,
     "draw": draw,
     "giants": giants,
     "faults": faults,

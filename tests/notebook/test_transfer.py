@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -158,3 +159,27 @@ def test_one_entry_of_a_big_dict(slow: Notebook):
     assert slow.run(total).text.splitlines()[1:] == ["── ranks 0-1 (same) ──", "3000005.0"]
     slow.run("%%distributed\ndel data")
     assert slow.value("held() - before") == 0
+
+
+ARRIVES_SLOWLY = """
+class Slow:
+    value = 5
+    def __init__(self, flag): self.flag = flag
+    def __setstate__(self, state):
+        import os, time
+        self.__dict__.update(state)
+        time.sleep(0 if os.path.exists(self.flag) else 30)
+late = Slow({flag!r})
+"""
+
+
+def test_stop_while_it_arrives(slow: Notebook, tmp_path: Path):
+    """The ranks have not bound it, and the next cell takes it along again."""
+    flag = tmp_path / "flag"
+    slow.run(ARRIVES_SLOWLY.format(flag=str(flag)))
+    use = "%%distributed\nprint(late.value)"
+    stopped = slow.run(use, stop_at(slow, "2 ranks · "))
+    assert "KeyboardInterrupt: ranks 0-1 have stopped" in stopped.error
+    assert "False" in slow.run("%%distributed\nprint('late' in globals())").text
+    flag.touch()
+    assert slow.run(use).text.splitlines()[1:] == ["── ranks 0-1 (same) ──", "5"]

@@ -41,11 +41,14 @@ def test_a_change_anywhere(make):
     size = ROW * ROWS // 2 + 3 * ROW + 77
     whole = torch.arange(1, size + 1, dtype=torch.float64)
     seen = {make(whole), make(-whole), make(whole.flip(0))}
+    swapped = whole.clone()
+    swapped[[0, 1]] = whole[[1, 0]]
+    seen.add(make(swapped))
     for place in (0, 1, ROW // 2, ROW * ROWS // 2, size - 1):
         changed = whole.clone()
         changed[place] += 1
         seen.add(make(changed))
-    assert len(seen) == 8
+    assert len(seen) == 9
 
 
 @pytest.mark.parametrize(
