@@ -302,7 +302,12 @@ def _live_body(shown: Panel, room: _LiveRoom) -> str:
     parts = [_live_block(block, room) for block in shown.blocks if block.group.has_failed]
     if shown.bars:
         parts.append(bars_html(shown.bars))
-    parts += [_live_block(block, room) for block in shown.blocks if not block.group.has_failed]
+    others = [block for block in shown.blocks if not block.group.has_failed]
+    # Lines go on coming, and would move what stands beside them.
+    if all(any(isinstance(item, Shown) for item in block.items) for block in others):
+        parts += [_live_tiles(blocks, room) for blocks in tiled(others)]
+    else:
+        parts += [_live_block(block, room) for block in others]
     parts.append(_more(shown.more))
     # A row for each distinct last line: which ranks are there, and the line.
     rows = (
@@ -318,10 +323,17 @@ def _more(ranks: tuple[int, ...]) -> str:
     return line(dim(more_ranks(ranks))) if ranks else ""
 
 
-def _live_block(block: Block, room: _LiveRoom) -> str:
+def _live_tiles(blocks: list[Block], room: _LiveRoom) -> str:
+    if len(blocks) == 1:
+        return _live_block(blocks[0], room)
+    style = [tile_style(block, len(blocks)) for block in blocks]
+    return tiles_html(map(_live_block, blocks, [room] * len(blocks), style))
+
+
+def _live_block(block: Block, room: _LiveRoom, style: str = "") -> str:
     body = "".join(_live_item(item, block, room) for item in block.items)
     title = line(_title(block))
-    return barred(title + body + _live_error(block, room), _COLOURS[block.group.state])
+    return barred(title + body + _live_error(block, room), _COLOURS[block.group.state], style)
 
 
 def _live_item(item: Item, block: Block, room: _LiveRoom) -> str:

@@ -7,7 +7,7 @@ import pytest
 from nbdist.output.events import Display, Failure, Output, Skipped
 from nbdist.output.final import final_layout
 from nbdist.output.tiles import is_tile, tile_style, tiled, tiles_html
-from tests.output.lab import figure, final_html, make, out
+from tests.output.lab import Panel, figure, final_html, live_html, make, out
 
 TABLE = {"text/html": "<table><tr><td>{}</td></tr></table>", "text/plain": "   loss\n0  0.{}"}
 
@@ -69,3 +69,19 @@ def test_html() -> None:
     assert "flex" not in final_html(make(3, lambda rank: [figure("same")]))
     (block, *_) = final_layout(make(2, lambda rank: [table(rank)])).blocks
     assert tile_style(block, 2) in tiles_html([tile_style(block, 2)])
+
+
+def test_live() -> None:
+    """Figures stand side by side as soon as they are there; lines, of which more come, do not."""
+
+    def one_figure(rank: int) -> Output:
+        return figure(f"rank {rank}")
+
+    def one_line(rank: int) -> Output:
+        return out(f"{rank}\n")
+
+    for said, count in ((one_figure, 1), (table, 1), (one_line, 0)):
+        transcript = make(3, lambda rank, said=said: [said(rank)], finished=False)
+        html = live_html(transcript, 1.0)
+        assert html.count("flex-wrap:wrap") == count
+        Panel(html)
