@@ -33,7 +33,9 @@ class Runs:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"garbage", pickle.dumps(Runs()), pickle.dumps(WORKER), pickle.dumps("look")]
+    "data",
+    [b"", b"garbage", pickle.dumps(Runs()), pickle.dumps(WORKER), pickle.dumps("look")],
+    ids=["nothing", "garbage", "runs", "worker", "look"],
 )
 def test_other_bytes_are_refused(data: bytes) -> None:
     """And nothing of them runs."""
