@@ -311,7 +311,7 @@ def bring(
             if progress and running.moved:
                 progress.at(*running.bytes_moved)
     check_end(pool, world, running)
-    found = dict(zip(task.ranks, running.result(), strict=True))
+    found = {**running.result().values}
     world.session.let_go(running)
     return found
 

@@ -56,7 +56,7 @@ class Comparison:
                 continue
             left -= part.size
             ranks, paths = found.setdefault(same[0], ([], []))
-            ranks += [rank for rank in apart if rank not in ranks]
+            ranks[:] = sorted({*ranks, *apart})
             paths.append(path)
         return found
 

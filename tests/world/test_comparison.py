@@ -39,6 +39,15 @@ def test_one_differs():
     assert found.head(1) == "model: 1 part, 64 B · 1 of 1 differs"
 
 
+def test_each_rank_is_asked_once():
+    """In their order, whatever part they differ in."""
+    looked = {
+        rank: Looked({"a": part("a" if rank < 2 else "b"), "b": part("x" if rank != 1 else "y")})
+        for rank in range(3)
+    }
+    assert Comparison("x", looked).to_compare() == {0: ([1, 2], ["a", "b"])}
+
+
 def test_bits_alone():
     """Zeros' signs and kinds of NaN are no difference."""
     found = compared(part("a"), part("a"), part("b"))

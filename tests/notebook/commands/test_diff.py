@@ -84,6 +84,19 @@ def test_what_cannot_be_compared(three: Notebook, line: str, said: str):
     assert three.run(f"%dist_diff {line}").error.startswith(said)
 
 
+def test_several_ranks_differ_in_several_parts(three: Notebook):
+    """Each distance is that of its own rank."""
+    three.run("%%distributed\nboth = {'a': torch.zeros(2), 'b': torch.zeros(3)}\n"
+              "both['a'] += 8.0 * (rank == 2)\nboth['b'] += rank")  # fmt: skip
+    assert [
+        " ".join(row.split()) for row in three.run("%dist_diff both").text.splitlines()[2:]
+    ] == [
+        "['a'] float32 (2,) ranks 0-1 agree, rank 2 differs by at most 8.0e0 (2 of 2)",
+        "['b'] float32 (3,) compared with rank 0, rank 1 differs by at most 1.0e0 (3 of 3), "
+        "rank 2 differs by at most 2.0e0 (3 of 3)",
+    ]
+
+
 def test_sharded_tensors(three: Notebook):
     """Each rank has another part of them by design; what is replicated is compared."""
     three.run(
