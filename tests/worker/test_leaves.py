@@ -64,7 +64,7 @@ def paths(value: object) -> list[str]:
         (pd.DataFrame({"a": [1], "b": ["x"]}, index=[7]), ["['a']", "['b'][0]", "index"]),
         (pd.Series([1]), ["", "index"]),
     ],
-    ids=repr,
+    ids=lambda each: type(each).__name__,
 )
 def test_paths(value: object, found: list[str]):
     """Each leaf is where code would look for it."""
