@@ -41,7 +41,6 @@ TORCHRUNX = """
 import torch
 import torch.nn as nn
 import nbdist
-from nbdist.notebook.command import find_commands
 
 
 def train(model: nn.Module, num_steps: int = 5) -> nn.Module:
@@ -86,7 +85,6 @@ STAGES = """
 import os
 import psutil
 import nbdist
-from nbdist.notebook.command import find_commands
 
 BIG = 100 * 2**20
 me = psutil.Process()
@@ -131,7 +129,6 @@ FAILING = """
 import os
 import threading
 import nbdist
-from nbdist.notebook.command import find_commands
 
 class BadShard(ValueError):
     pass
@@ -199,7 +196,6 @@ def test_error_in_a_script(tmp_path: Path) -> None:
 
 SLOW = """
 import nbdist
-from nbdist.notebook.command import find_commands
 from nbdist.world import workers
 workers.QUIET_SECONDS = 0.0
 with nbdist.World(2, fork=False) as world:
@@ -238,7 +234,6 @@ def test_a_long_start_in_a_terminal(tmp_path: Path) -> None:
 
 TYPED = """
 import nbdist
-from nbdist.notebook.command import find_commands
 
 def f(x: int, name: str = "") -> list[float]:
     return [float(x)]
