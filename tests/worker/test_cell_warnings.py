@@ -24,7 +24,7 @@ def careless():
 
 careless()
 scheduler.step()
-warnings.warn_explicit("from elsewhere", DeprecationWarning, "elsewhere.py", 7)
+warnings.warn_explicit("from elsewhere", UserWarning, "elsewhere.py", 7)
 """
 
 
@@ -51,7 +51,7 @@ def test_warnings_name_the_cells_line(world: World) -> None:
     assert lines[:2] == ["Cell In[7], line 9: UserWarning: not like this", "  careless()"]
     assert lines[2].startswith("Cell In[7], line 10: UserWarning: Detected call of `lr_scheduler")
     assert lines[3] == "  scheduler.step()"
-    assert lines[4].startswith("Cell In[7], line 11: DeprecationWarning: from elsewhere")
+    assert lines[4].startswith("Cell In[7], line 11: UserWarning: from elsewhere")
     assert lines[5].endswith("(elsewhere.py:7)")
 
 
