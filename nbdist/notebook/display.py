@@ -177,7 +177,7 @@ class PanelDisplay:
 
     def end_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         note = " · ".join(self._notes)
-        self._draw_panel(final_layout(transcript, logs, note))
+        self._draw_panel(final_layout(transcript, logs, note, time.monotonic()))
 
     def _draw_panel(self, shown: Panel) -> None:
         self._draw(panel_html(shown), panel_text(shown))
@@ -253,15 +253,16 @@ class PlainDisplay:
         self._bars.clear()
         if self._lines is not None:
             self._write(self._lines.finish(time.monotonic()))
-        shown = final_layout(transcript, logs)
+        shown = final_layout(transcript, logs, now=time.monotonic())
         self._write(failures_text(shown, colours=self._colours))
         self._write(save_figures(transcript, logs, draws=self._draws))
-        done = "" if shown.states else f"✓ {len(transcript.ranks)}"
+        is_silent = transcript.is_finished and not shown.states
+        done = f"✓ {len(transcript.ranks)}" if is_silent else ""
         self.say(" · ".join(filter(None, [head_text(shown), done, *self._notes])))
         sys.stdout.flush()
 
     def again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
-        self.say(panel_text(final_layout(transcript, logs)))
+        self.say(panel_text(final_layout(transcript, logs, now=time.monotonic())))
         self._write(save_figures(transcript, logs, draws=self._draws))
 
     can_change = False

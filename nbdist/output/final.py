@@ -41,12 +41,15 @@ _SHORT = 8
 _SLOWER, _SLOWER_SHARE = 0.5, 0.2
 
 
-def final_layout(transcript: Transcript, logs: Logs = None, note: str = "") -> Panel:
+def final_layout(
+    transcript: Transcript, logs: Logs = None, note: str = "", now: float | None = None
+) -> Panel:
     """Lay out a finished cell, failed ranks first.
 
-    `logs` gives the name of a rank's log file; `note` is a line at the end.
+    `logs` gives the name of a rank's log file; `note` is a line at the end.  One that has been
+    broken off has lasted until `now`.
     """
-    ranks, seconds = ranks_text(transcript.ranks), seconds_text(transcript.elapsed())
+    ranks, seconds = ranks_text(transcript.ranks), seconds_text(transcript.elapsed(now))
     if transcript.is_silent and not transcript.failed:
         return Panel(ranks, seconds, pace=_pace(transcript), note=note)
     groups = transcript.groups(failed_first=True)

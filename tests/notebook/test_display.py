@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import time
 
 import pytest
 
@@ -67,6 +68,17 @@ def test_plain_failures(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     PlainDisplay(colours=True).end(transcript, {})
     assert "\x1b[31m-----" in capsys.readouterr().out
+
+
+def test_plain_lines_of_a_cell_that_is_broken_off(capsys: pytest.CaptureFixture[str]) -> None:
+    """The last line says how long it has run, and that no rank has done it."""
+    transcript = Transcript(range(2))
+    transcript.start(time.monotonic() - 700.0)
+    PlainDisplay().end(transcript, {})
+    assert capsys.readouterr().out.startswith("2 ranks · 11 min 40 s\n")
+    transcript.receive(0, Text("stdout", "a\n"), 1.0)
+    PlainDisplay().again(transcript, {})
+    assert capsys.readouterr().out.startswith("2 ranks · 11 min 40 s · ● 2\n")
 
 
 def test_plain_lines_again(capsys: pytest.CaptureFixture[str]) -> None:
