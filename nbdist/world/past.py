@@ -114,9 +114,9 @@ class Past:
         same = (each.text == task.source for each in self._tasks.values() if each.kind == "cell")
         return task.key in self._tasks or any(same)
 
-    def shipped_before(self, task: int) -> Mapping[str, Shipped]:
-        """Return what each name of the notebook was when it last went along, up to this task."""
-        return {each.name: each.shipped for each in self.sent if each.task <= task}
+    def sent_before(self, task: int) -> Mapping[str, Sent]:
+        """Return how each name of the notebook last went along, up to this task."""
+        return {each.name: each for each in self.sent if each.task <= task}
 
     def _note_gathered(self, work: Work) -> None:
         """Note what went home; `nbdist.world.gathering` makes such tasks."""

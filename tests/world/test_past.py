@@ -127,8 +127,8 @@ def test_names_that_went_along() -> None:
     assert past.sent[0].shipped.kept is None
     past.add(ended(Source(""), shipped={"lr": new}))
     past.add(ended(Call("gather", {"expressions": ("loss",)})))
-    assert past.shipped_before(1) == {"lr": LR}
-    assert past.shipped_before(2) == {"lr": new}
+    assert {name: each.shipped for name, each in past.sent_before(1).items()} == {"lr": LR}
+    assert {name: each.shipped for name, each in past.sent_before(2).items()} == {"lr": new}
     assert [each.kind for each in past.tasks] == ["cell", "push"]
     assert [*past.gathered] == ["loss"]
 

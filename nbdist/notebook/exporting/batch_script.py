@@ -29,8 +29,8 @@ from nbdist.notebook.shipping.plan import WORKERS_OWN
 from nbdist.wire.definitions import SYSTEM_NAMES
 from nbdist.wire.identity import is_atomic
 from nbdist.words import count
-from nbdist.world.names import Shipped, list_names
-from nbdist.world.past import Past, PastTask
+from nbdist.world.names import list_names
+from nbdist.world.past import Past, PastTask, Sent
 
 _ALWAYS_THERE = (frozenset(dir(builtins)) | {"__file__", "__name__", "__doc__", "DATA", "Path"}) - {
     *("display", "get_ipython"),  # IPython's
@@ -77,7 +77,8 @@ class Composer:
         self._files: dict[str, File] = {}
         self._groups: tuple[tuple[str, ...], list[list[str]]] = (), []
         self._lost: list[str] = []
-        self._given: dict[str, object] = {}  # names of the notebook: the version that is written
+        self._given: dict[str, Sent | None] = {}  # names of the notebook that are written
+        self._rebound: set[str] = set()  # of these, those that cells have bound since
         self._known: set[str] = {*WORKERS_OWN, "torch", "dist", "os"}
         self._needs: set[str] = set()
         self._sections = self._translated(transform)
@@ -88,7 +89,7 @@ class Composer:
         self._hoist_imports()
         bound: set[str] = set()
         for section in self._sections:
-            sent = self._past.shipped_before(section.task.last)
+            sent = self._past.sent_before(section.task.last)
             for name in self._in_need(section.code.text, sent):
                 self._give(name, sent[name], section, bound)
             for name in self._not_seen(section.code.text, sent):
@@ -96,6 +97,7 @@ class Composer:
                 self._given[name] = None
                 self._write(name, section, bound)
             bound |= names_bound(section.code.text)
+            self._rebound |= names_bound(section.code.text)
         body = [self._text_of(section) for section in self._sections]
         self._say_what_is_missing(body)
         self._lost += _left_out(self._past)
@@ -159,7 +161,7 @@ class Composer:
 
     # --- names of the notebook ------------------------------------------------------------
 
-    def _in_need(self, text: str, sent: Mapping[str, Shipped]) -> list[str]:
+    def _in_need(self, text: str, sent: Mapping[str, Sent]) -> list[str]:
         """List names of the notebook that code uses, and before each those that it needs."""
         found: dict[str, None] = {}
         waiting = [(name, False) for name in sorted(names_used(text), reverse=True)]
@@ -171,10 +173,12 @@ class Composer:
             elif name in sent and name not in seen and self._is_users(name):
                 seen.add(name)
                 waiting.append((name, True))
-                waiting += [(need, False) for need in sorted(sent[name].needs, reverse=True)]
+                waiting += [
+                    (need, False) for need in sorted(sent[name].shipped.needs, reverse=True)
+                ]
         return [*found]
 
-    def _not_seen(self, text: str, sent: Mapping[str, Shipped]) -> list[str]:
+    def _not_seen(self, text: str, sent: Mapping[str, Sent]) -> list[str]:
         """List names of the notebook that code uses though no task is known to have brought them.
 
         A set-up cell has brought them along to new workers.
@@ -187,22 +191,23 @@ class Composer:
     def _is_users(self, name: str) -> bool:
         return not SYSTEM_NAMES.fullmatch(name) and name not in WORKERS_OWN
 
-    def _give(self, name: str, shipped: Shipped, section: _Section, bound: set[str]) -> None:
+    def _give(self, name: str, sent: Sent, section: _Section, bound: set[str]) -> None:
         """Have a name of the notebook there for this cell, as it was sent to it."""
-        if self._given.get(name, self) in (shipped.version, None):
-            self._given[name] = shipped.version
+        version, known = sent.shipped.version, self._given.get(name, sent)
+        is_new, self._given[name] = name not in self._given, sent
+        # What cells have bound since is theirs, until the notebook's is sent again.
+        is_same = known is None or (known.shipped.version == version and name not in self._rebound)
+        if not is_new and (is_same or known is sent):
             return
-        is_new = name not in self._given
-        self._given[name] = shipped.version
-        if (text := _text_of(shipped.version)) is not None:
+        if (text := _text_of(version)) is not None:
             self._place(name, Written(f"{name} = {text}"), section, bound)
             return
         if name not in self._namespace:
             self._lost.append(f"`{name}` was sent to the workers and is gone from the notebook")
             return
-        if not is_new:
+        if known is not None and known.shipped.version != version:
             self._lost.append(f"`{name}` was sent in several versions: the script has the last")
-        elif self._version_of(name) != shipped.version:
+        elif self._version_of(name) != version:
             self._lost.append(f"`{name}` has changed since it was sent: the script has it as it is")
         self._write(name, section, bound)
 
@@ -228,8 +233,12 @@ class Composer:
         self._place(name, origin, section, bound)
 
     def _write_file(self, name: str, section: _Section, bound: set[str]) -> None:
-        if any(name in file.names for file in self._files.values()):
-            return
+        for known in self._files.values():
+            if name in known.names:
+                if name in self._rebound:
+                    again = Written(known.code, known.needs, known.needs)
+                    self._place(name, again, section, bound)
+                return
         values = {
             each: self._namespace[each]
             for each in {name: None, **dict.fromkeys(each.name for each in self._past.sent)}
@@ -271,6 +280,7 @@ class Composer:
 
     def _place(self, name: str, written: Written, section: _Section, bound: set[str]) -> None:
         """Write it at the top, or before this cell where earlier ones make what it takes."""
+        self._rebound.discard(name)
         there = self._imports.names | _ALWAYS_THERE | self._known
         is_late = name in bound | self._known or (written.first - there) & self._own
         if is_late or (written.first & set(self._late)):
@@ -301,8 +311,7 @@ class Composer:
                 self._needs.add(name)
             else:
                 self._lost.append(f"`{name}` is used and not there: {self._why_missing(name)}")
-        done = set(there - self._own)
-        later = self._own - done
+        later = self._own - self._known - self._imports.names - _ALWAYS_THERE
         for section in self._sections:
             early = names_used(section.code.text) & later
             early -= names_bound(section.code.text) | names_bound("\n".join(section.before))

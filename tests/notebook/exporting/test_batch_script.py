@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
@@ -179,6 +180,19 @@ def test_a_name_that_cells_have_bound_meanwhile() -> None:
     lab.ran("z = x")
     assert "# --- In [2] ---\ny = x" in lab.body()
     assert "# --- In [4] ---\nx = 5\nz = x" in lab.body()
+
+
+def test_a_value_that_is_sent_again() -> None:
+    """Also where it is the same: a cell has bound the name meanwhile."""
+    lab = Lab(x=numpy.ones(3), y=1)
+    lab.ran("a = x, y", "x", "y")
+    lab.ran("x = y = 0", made="x y")
+    lab.ran("b = x, y", "x", "y")
+    script = lab.script()
+    assert script.text.count('x = np.load(DATA / "x.npy")\n') == 2
+    assert 'x = np.load(DATA / "x.npy")\ny = 1\nb = x, y' in script.text
+    assert len(script.files) == 1
+    assert script.lost == ()
 
 
 def test_what_a_class_of_the_notebook_takes_from_cells() -> None:
