@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from IPython.display import clear_output, display, update_display
 
-from nbdist.notebook.cell_text import cell_magic
+from nbdist.notebook.border.cell_text import cell_magic
 from nbdist.notebook.figures import can_draw, save_figures
 from nbdist.output.bars import merged_line
 from nbdist.output.final import final_layout

@@ -55,11 +55,11 @@ def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Com
     A terminal's shell has no kernel.
     """
     from nbdist.notebook.auto_mode import AutoCells
-    from nbdist.notebook.border import Border
-    from nbdist.notebook.completion import Completion
+    from nbdist.notebook.border.completion import Completion
+    from nbdist.notebook.border.first_line import transform_first_lines
+    from nbdist.notebook.border.name_errors import Border
+    from nbdist.notebook.border.while_busy import WhileBusy
     from nbdist.notebook.debugging import RanksDebugger
-    from nbdist.notebook.first_line import transform_first_lines
-    from nbdist.notebook.while_busy import WhileBusy
     from nbdist.notebook.wrapping import Wrapped
 
     completion, auto = Completion(pools, commands), AutoCells(shell, pools.auto)

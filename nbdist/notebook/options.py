@@ -12,8 +12,8 @@ from IPython.core.magic_arguments import argument, argument_group, parse_argstri
 
 from nbdist.config import OPTIONS, Option, WorldConfig, read_environ, read_restarts, unquoted
 from nbdist.errors import UsageError, WorldChanged
-from nbdist.notebook.flags import flags_of
-from nbdist.notebook.habits import in_our_words, meant_by
+from nbdist.notebook.border.flags import flags_of
+from nbdist.notebook.border.habits import in_our_words, meant_by
 
 if TYPE_CHECKING:
     from nbdist.world.world import World

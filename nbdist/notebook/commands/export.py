@@ -11,15 +11,14 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.errors import NbdistError, UsageError
 from nbdist.notebook.command import Line, command
-from nbdist.notebook.exporting.batch_script import BatchScript, Composer
-from nbdist.notebook.exporting.origins import Origins
-from nbdist.notebook.exporting.script_text import Setting
 from nbdist.notebook.shipping.plan import version_now
 from nbdist.notebook.tables import Shown, block
 from nbdist.words import count
 from nbdist.world.spec import given_environ
 
 if TYPE_CHECKING:
+    from nbdist.notebook.exporting.batch_script import BatchScript
+    from nbdist.notebook.exporting.script_text import Setting
     from nbdist.world.world import World
 
 LARGE = 1_000_000
@@ -37,6 +36,10 @@ def dist_export(line: Line) -> Shown:
     and small values of the notebook that the cells use stand in it, others lie in train_data.
     It says what it could not carry over.
     """
+    # For this command alone; it takes a tenth of what %load_ext takes.
+    from nbdist.notebook.exporting.batch_script import Composer
+    from nbdist.notebook.exporting.origins import Origins
+
     path = _path(line.options.file)
     world, shell = line.world, line.pool.shell
     folder = path.with_name(f"{path.stem}_data")
@@ -86,6 +89,8 @@ def _check_free(path: Path, folder: Path) -> None:
 
 def setting_of(world: World, stem: str) -> Setting:
     """Say for what a script is: as many ranks and the group that the world has, or would have."""
+    from nbdist.notebook.exporting.script_text import Setting
+
     session = world.session
     backend = "none" if session.spec.backend is None else session.config.backend or ""
     words = []

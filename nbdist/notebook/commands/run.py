@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError
+from nbdist.notebook.border.flags import Argument, flags_of
+from nbdist.notebook.border.habits import our_flag
 from nbdist.notebook.cells import attempt_steps, prepare, run_options
 from nbdist.notebook.command import Line, command
-from nbdist.notebook.flags import Argument, flags_of
-from nbdist.notebook.habits import our_flag
 from nbdist.notebook.options import Magic, ranks_option, restarts_option, world_options
 from nbdist.notebook.sending import send, sending_options
 from nbdist.world.scripts import find_script

@@ -18,7 +18,7 @@ from nbdist.wire.questions import Completions
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nbdist.notebook.completion import Completion
+    from nbdist.notebook.border.completion import Completion
 
 SIGNATURE, HEADER, CONTENT = 0, 1, 4
 """Places in a message of Jupyter's protocol, behind whom it comes from."""

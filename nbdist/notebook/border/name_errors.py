@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError as IPythonUsageError
 
 from nbdist.config import DEFAULT_POOL
-from nbdist.notebook.habits import hint_on_magic
+from nbdist.notebook.border.habits import hint_on_magic
 from nbdist.words import name_ranks
 
 if TYPE_CHECKING:

@@ -1,10 +1,10 @@
-"""Tests of `nbdist.notebook.cell_text`: whose a cell is while it is typed."""
+"""Tests of `nbdist.notebook.border.cell_text`: whose a cell is while it is typed."""
 
 from __future__ import annotations
 
 import pytest
 
-from nbdist.notebook.cell_text import as_comment, cell_magic, line_magic, root_at
+from nbdist.notebook.border.cell_text import as_comment, cell_magic, line_magic, root_at
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, get_args
 
 from nbdist.config import OnFailure
 from nbdist.errors import NbdistError
-from nbdist.notebook.flags import Argument, arguments_of
+from nbdist.notebook.border.flags import Argument, arguments_of
 from nbdist.wire.questions import Candidate, Completions
 from nbdist.world.snapshot_store import SnapshotStore, root_folder
 from nbdist.world.spec import default_log_dir

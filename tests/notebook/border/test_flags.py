@@ -1,9 +1,9 @@
-"""Tests of `nbdist.notebook.flags`: what a magic's options and arguments are."""
+"""Tests of `nbdist.notebook.border.flags`: what a magic's options and arguments are."""
 
 from __future__ import annotations
 
+from nbdist.notebook.border.flags import Argument, arguments_of, flags_of
 from nbdist.notebook.command import find_commands
-from nbdist.notebook.flags import Argument, arguments_of, flags_of
 
 COMMANDS = {each.name: each.run for each in find_commands()}
 

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.completion`: workers' names while somebody types."""
+"""Tests of `nbdist.notebook.border.completion`: workers' names while somebody types."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.notebook.completion import workers_cell
+from nbdist.notebook.border.completion import workers_cell
 from nbdist.output.ansi import strip
 from tests.notebook.front_end import Notebook
 

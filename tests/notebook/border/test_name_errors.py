@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.border`: a plain cell that uses a name of the workers."""
+"""Tests of `nbdist.notebook.border.name_errors`: a plain cell that uses a name of the workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.choices`: what can stand in a magic's line."""
+"""Tests of `nbdist.notebook.border.choices`: what can stand in a magic's line."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.notebook.choices import Choices, spot_in
+from nbdist.notebook.border.choices import Choices, spot_in
+from nbdist.notebook.border.flags import arguments_of
 from nbdist.notebook.command import find_commands
-from nbdist.notebook.flags import arguments_of
 from nbdist.notebook.pool import Pools
 from nbdist.output.events import Done
 from nbdist.world.states import State

@@ -1,10 +1,10 @@
-"""Tests of `nbdist.notebook.first_line`: what may stand above a magic and in its line."""
+"""Tests of `nbdist.notebook.border.first_line`: what may stand above a magic and in its line."""
 
 from __future__ import annotations
 
 import pytest
 
-from nbdist.notebook.first_line import transform_first_lines
+from nbdist.notebook.border.first_line import transform_first_lines
 
 
 @pytest.mark.parametrize(

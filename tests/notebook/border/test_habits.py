@@ -1,12 +1,19 @@
-"""Tests of `nbdist.notebook.habits`: what people type who come from elsewhere."""
+"""Tests of `nbdist.notebook.border.habits`: what people type who come from elsewhere."""
 
 from __future__ import annotations
 
 import pytest
 
+from nbdist.notebook.border.flags import flags_of
+from nbdist.notebook.border.habits import (
+    MAGICS,
+    SAME,
+    hint_on_magic,
+    in_our_words,
+    meant_by,
+    our_flag,
+)
 from nbdist.notebook.command import find_commands
-from nbdist.notebook.flags import flags_of
-from nbdist.notebook.habits import MAGICS, SAME, hint_on_magic, in_our_words, meant_by, our_flag
 
 COMMANDS = {each.name: each for each in find_commands()}
 FLAGS = flags_of(COMMANDS["distributed"].run)

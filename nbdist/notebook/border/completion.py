@@ -17,7 +17,7 @@ from IPython.utils.tokenutil import token_at_cursor
 
 from nbdist.errors import NbdistError
 from nbdist.notebook.auto_mode import is_plain
-from nbdist.notebook.cell_text import (
+from nbdist.notebook.border.cell_text import (
     CELL_MAGICS,
     MagicLine,
     as_comment,
@@ -25,7 +25,7 @@ from nbdist.notebook.cell_text import (
     line_magic,
     root_at,
 )
-from nbdist.notebook.choices import Choices
+from nbdist.notebook.border.choices import Choices
 from nbdist.topology import parse_ranks
 from nbdist.wire.questions import Candidate, Complete, Completions, Description, Inspect, Question
 
