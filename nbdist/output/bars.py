@@ -5,6 +5,7 @@ Of bars in bars the innermost has the row, those around it stand before its name
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -24,6 +25,9 @@ _MOST_AROUND, _MOST_BESIDE = 3, 4
 _LONGEST_NAME = 40
 # A rank is behind that is so far from the first, in parts of the whole and of the way so far.
 _BEHIND, _BEHIND_SHARE = 0.02, 0.05
+# Bars that began so many seconds apart, or such a part of their time, are not the same.
+_BEGAN_APART, _BEGAN_APART_SHARE = 2.0, 0.25
+_NUMBERS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,16 @@ class RankBars:
         """What it is for: `epoch 3/10, step`."""
         names = [f"{bar.name} {bar.amount}".strip() for bar in self.around]
         return ", ".join(filter(None, [*names, self.bar.name]))
+
+    @property
+    def outer(self) -> Bar:
+        """The outermost."""
+        return self.around[0] if self.around else self.bar
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers in its name: of `epoch 3` the 3."""
+        return tuple(map(int, _NUMBERS.findall(self.outer.name)))
 
     @property
     def overall(self) -> float:
@@ -115,7 +129,7 @@ def bar_table(transcript: Transcript) -> BarTable | None:
         return None
     ranks, rows, summary = tuple(bars.rank for bars in found), found, ""
     if len(found) > MOST_ROWS:
-        rows = sorted(found, key=lambda bars: (bars.overall, bars.rank))[:SLOWEST_ROWS]
+        rows = sorted(found, key=lambda bars: (_way(bars), bars.rank))[:SLOWEST_ROWS]
         summary = _summary(found)
     said = fold_ranks({bars.rank: bars.line for bars in found if bars.line})
     beside = [(line, tuple(of)) for line, of in said.items()][:_MOST_BESIDE]
@@ -125,20 +139,51 @@ def bar_table(transcript: Transcript) -> BarTable | None:
 
 
 def slowest_of(found: Sequence[RankBars]) -> int | None:
-    """Find the rank that is clearly behind the first, None where none is."""
-    if len(found) < 2:
+    """Find the rank that is clearly behind the first, None where none is, or nobody can tell."""
+    if len(found) < 2 or not _are_comparable(found):
         return None
-    low = min(found, key=lambda bars: bars.overall)
-    behind = max(bars.overall for bars in found) - low.overall
-    far = behind >= _BEHIND and behind > _BEHIND_SHARE * (low.overall + behind)
+    low, high = min(found, key=_way), max(found, key=_way)
+    if low.numbers != high.numbers:
+        return low.rank
+    behind = high.overall - low.overall
+    far = behind >= _BEHIND and behind > _BEHIND_SHARE * high.overall
     return low.rank if far else None
 
 
+def _way(bars: RankBars) -> tuple[tuple[int, ...], float]:
+    """Give what orders ranks: `epoch 2` at 20 % is further than `epoch 1` at 80 %."""
+    return bars.numbers, bars.overall
+
+
+def _are_comparable(found: Sequence[RankBars]) -> bool:
+    """Say whether all are at the same bar but for numbers in its name.
+
+    Bars of one name that began at other times are not the same: each epoch can have its own.
+    """
+    if len({_NUMBERS.sub("#", bars.outer.name) for bars in found}) > 1:
+        return False
+    if len({bars.numbers for bars in found}) > 1:
+        return True
+    elapsed = [
+        bars.outer.elapsed
+        for bars in found
+        if bars.outer.elapsed is not None and not bars.outer.is_finished
+    ]
+    apart = max(elapsed, default=0.0) - min(elapsed, default=0.0)
+    return apart <= max(_BEGAN_APART, _BEGAN_APART_SHARE * max(elapsed, default=0.0))
+
+
 def behind_text(rank: int, found: Sequence[RankBars]) -> str:
-    """Say `rank 2 is 20 % behind`: of the way of the first so much is still before it."""
-    first = max(bars.overall for bars in found)
-    own = next(bars.overall for bars in found if bars.rank == rank)
-    return f"rank {rank} is {100 * (first - own) / first:.0f} % behind"
+    """Say `rank 2 is 20 % behind`: of the way of the first so much is still before it.
+
+    Ranks in other epochs are behind by nobody knows how much.
+    """
+    high = max(found, key=_way)
+    own = next(bars for bars in found if bars.rank == rank)
+    if own.numbers != high.numbers:
+        return f"rank {rank} is behind"
+    share = (high.overall - own.overall) / high.overall
+    return f"rank {rank} is {100 * share:.0f} % behind"
 
 
 def merged_line(transcript: Transcript) -> str:

@@ -28,6 +28,11 @@ def bar(done: int, total: int = 100, name: str = "train") -> Text:
     return Text("stderr", "\r" + tqdm.format_meter(done, total, done / 10 + 1, prefix=name))
 
 
+def at(done: int, elapsed: float) -> Text:
+    """What it writes so many seconds after it began."""
+    return Text("stderr", "\r" + tqdm.format_meter(done, 100, elapsed, prefix="train"))
+
+
 def running(*positions: int) -> Transcript:
     return make(len(positions), lambda rank: [bar(positions[rank])], finished=False)
 
@@ -98,6 +103,22 @@ def test_slowest() -> None:
         # 15 of the 62 that the first has done.
         assert table.behind == ("rank 2 is 24 % behind" if slowest else "")
         assert table.ranks == tuple(range(len(positions)))
+
+
+def test_behind_in_bars_with_numbers() -> None:
+    """Who is in an earlier epoch is behind, though its bar is further; nobody knows how far."""
+    bars = [bar(20, name="epoch 2"), bar(75, name="epoch 1"), bar(40, name="epoch 1")]
+    table = bar_table(make(3, lambda rank: [bars[rank]], finished=False))
+    assert table is not None
+    assert (table.slowest, table.behind) == (2, "rank 2 is behind")
+
+
+@pytest.mark.parametrize("other", [bar(80, name="test"), at(80, 60.0)], ids=["name", "begun"])
+def test_other_bars_are_not_compared(other: Text) -> None:
+    """Those of another name, and of the same name that began at another time: another epoch's."""
+    table = bar_table(make(2, lambda rank: [[at(20, 3.0), other][rank]], finished=False))
+    assert table is not None
+    assert (table.slowest, table.behind) == (None, "")
 
 
 def test_behind_in_epochs() -> None:
