@@ -17,9 +17,10 @@ def write_metadata(project: Path, folder: Path) -> Path:
     made.mkdir()
     head = f"Metadata-Version: 2.1\nName: {about['name']}\nVersion: {about['version']}\n"
     (made / "METADATA").write_text(head, encoding="utf-8")
+    groups = {"console_scripts": about["scripts"], **about["entry-points"]}
     sections = [
         f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in entries.items())
-        for group, entries in about["entry-points"].items()
+        for group, entries in groups.items()
     ]
     (made / "entry_points.txt").write_text("\n".join(sections), encoding="utf-8")
     return made

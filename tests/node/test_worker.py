@@ -189,7 +189,10 @@ def test_what_it_waits_for(bench: Bench) -> None:
 
         watched.begin("print('before')\nx = input('x? ')\nimport getpass\ny = getpass.getpass()")
         await until(asked)
-        assert [output for _, output in watched.shown] == [Text("stdout", "before\n"), *asked()]
+        *said, last = [output for _, output in watched.shown]
+        assert last == asked()[0]
+        # A pipe may be read in the middle of what print() writes.
+        assert "".join(each.text for each in said if isinstance(each, Text)) == "before\n"
         assert watched.worker.asks
         assert (await watched.worker.locate()).asks
         watched.worker.enter(InputReply(asked()[0].number, "ada"))
