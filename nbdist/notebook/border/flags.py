@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 
@@ -18,10 +19,11 @@ class Argument:
     takes_many: bool = False
 
 
-def arguments_of(magic: Callable[..., Any]) -> list[Argument]:
-    """List them in the order in which the help has them."""
+@cache
+def arguments_of(magic: Callable[..., Any]) -> tuple[Argument, ...]:
+    """List them in the order in which the help has them; read once, as each cell asks."""
     added: list[Any] = getattr(magic, "decorators", [])
-    return [_argument(each.args, each.kwds) for each in reversed(added) if _is_argument(each)]
+    return tuple(_argument(each.args, each.kwds) for each in reversed(added) if _is_argument(each))
 
 
 def flags_of(magic: Callable[..., Any]) -> dict[str, Argument]:

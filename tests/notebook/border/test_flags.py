@@ -31,5 +31,5 @@ def test_arguments_without_a_flag() -> None:
     name, variables = (each for each in arguments_of(COMMANDS["dist_snapshot"]) if not each.flags)
     assert (name.dest, name.takes_many) == ("name", False)
     assert (variables.dest, variables.takes_many) == ("variables", True)
-    assert arguments_of(lambda line: None) == []
+    assert arguments_of(lambda line: None) == ()
     assert isinstance(name, Argument)
