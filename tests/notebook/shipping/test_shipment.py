@@ -117,7 +117,8 @@ def _make(node: Node, holds: list[Any], made: list[Any], point: Any) -> Any:
         case "dict":
             return {f"k{number}": value for number, value in enumerate(holds)}
         case "tuple":
-            return tuple(holds)
+            # With something in it that can change: who has the same of what cannot does not matter.
+            return (*holds, [])
         case "point":
             return point(holds[0] if holds else None, node.seed)
         case "tensor":
