@@ -147,19 +147,14 @@ class Link:
         self.check_process()
         self._up = 0
         yield from self._wait_for_hello(tick)
-        answer: Future[Reply] = Future()
-        number = next(self._numbers)
-        self._answers[number] = answer
-        self._send(Ask(number, request))
-        if self._lost is not None:
+        answer = self.ask(request)
+        if self._lost is not None:  # it may have ended before there was an answer to fail
             raise self._lost
         try:
             yield from self._until_done(answer, timeout, tick)
             return answer.result()
         except FutureTimeoutError:
             raise self._lost_now() from None
-        finally:
-            self._answers.pop(number, None)
 
     def ask(self, request: Request) -> Future[Reply]:
         """Ask an agent that has said hello, from any thread; wait for the reply with a bound."""
