@@ -176,9 +176,8 @@ class Session(Workers):
 
     def let_go(self, running: RunningTask) -> None:
         """Have workers release the values that it fetched, which have been read."""
-        lent = (rank for rank, payload in running.payloads().items() if payload.segment)
-        if ranks := tuple(lent):
-            self.link.let_go(running.task.id, ranks)
+        payloads = running.payloads().items()
+        self.let_go_of(running.task, (rank for rank, payload in payloads if payload.segment))
 
     def let_go_of(self, task: Task, ranks: Iterable[int]) -> None:
         """The same, of values that were lent inside of what these ranks returned."""
@@ -280,11 +279,9 @@ class Session(Workers):
 
     def look(self, request: Request) -> Any:
         """Ask the same from any thread, which takes in nothing of what ranks have said."""
-        link = self._link
-        if not self.state.has_workers or link is None or not link.is_up:
-            return ()
+        asked = self._asked(request)
         try:
-            return link.ask(request).result(LOOK_TIMEOUT)
+            return () if asked is None else asked.result(LOOK_TIMEOUT)
         except (AgentLost, FutureTimeoutError):
             return ()
 
@@ -293,7 +290,11 @@ class Session(Workers):
 
         What comes of it is None where no rank has answered in time; wait for it with a bound.
         """
+        return self._asked(Consult(tuple(ranks), question))
+
+    def _asked(self, request: Request) -> Future[Reply] | None:
+        """Ask the agent, from any thread; None without workers."""
         link = self._link
         if not self.state.has_workers or link is None or not link.is_up:
             return None
-        return link.ask(Consult(tuple(ranks), question))
+        return link.ask(request)
