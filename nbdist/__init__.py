@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from nbdist.errors import NbdistError, UsageError, WorkerDied, WorkerError
     from nbdist.notebook.job import Job
+    from nbdist.world.attaching import attach
     from nbdist.world.result import CellResult
     from nbdist.world.stages import distributed, run
     from nbdist.world.world import World
@@ -46,6 +47,7 @@ __all__ = [
     "WorkerError",
     "World",
     "__version__",
+    "attach",
     "distributed",
     "run",
 ]
@@ -54,6 +56,7 @@ _MODULES = {
     "CellResult": "nbdist.world.result",
     "Job": "nbdist.notebook.job",
     "World": "nbdist.world.world",
+    "attach": "nbdist.world.attaching",
     "distributed": "nbdist.world.stages",
     "run": "nbdist.world.stages",
 }

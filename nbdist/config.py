@@ -6,14 +6,29 @@
 
 from __future__ import annotations
 
+import os
 import re
-import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from inspect import Signature
 from typing import Any, Concatenate, Literal, ParamSpec, TypedDict, TypeVar, Unpack, get_args
 
 from nbdist.errors import UsageError
+from nbdist.hosts import parse_hosts, read_hosts
+from nbdist.launching import FOR_SOME, check_room, check_taken, launcher_for, launcher_here, newer
+from nbdist.launching import LOCAL as LOCAL
+from nbdist.readers import (
+    number_of_seconds,
+    read_address,
+    read_endpoint,
+    read_environ,
+    read_memory,
+    read_name,
+    read_patterns,
+    read_salloc,
+    read_wrap,
+    whole_number,
+)
 from nbdist.topology import parse_backend, parse_layout, parse_workers
 
 P = ParamSpec("P")
@@ -32,59 +47,8 @@ CONTROL_TIMEOUT = 4.5
 """Seconds from Stop until control is given back, though ranks may still be leaving: with what
 else there is to do it is 5 s at most.  Their agent goes on with them meanwhile."""
 
-_NAME_LIMIT = 200
-_PART_LIMIT = 100
-
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 """In the names of variables whose values are not shown."""
-
-
-# --- reading values: from a flag's text, or an argument of Python -----------------------------
-
-
-def whole_number(
-    flag: str, what: str, least: int = 1, most: int = 999_999_999
-) -> Callable[[Any], int]:
-    """Make a reader of a flag's whole numbers, also for argparse's `type`.
-
-    It raises UsageError with what the number is: `--tail x`: a number, such as `--tail 1`.
-    """
-
-    def read(value: object) -> int:
-        text = unquoted(str(value))
-        is_number = text.isascii() and text.isdigit() and len(text) <= len(str(most))
-        if not is_number or not least <= int(text) <= most:
-            raise UsageError(f"`{flag} {text}`: {what}.")
-        return int(text)
-
-    return read
-
-
-def unquoted(text: str) -> str:
-    """Strip the quotes around a text, which IPython leaves there."""
-    is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
-    return text[1:-1] if is_quoted else text
-
-
-read_restarts = whole_number(
-    "--max-restarts", "a number of attempts after the first, such as 3, or 0", least=0
-)
-
-
-def number_of_seconds(flag: str) -> Callable[[Any], float]:
-    """Make a reader of a flag's seconds, also for argparse's `type`; it raises UsageError."""
-
-    def read(value: Any) -> float:
-        text = unquoted(value) if isinstance(value, str) else value
-        try:
-            seconds = float(text)
-        except ValueError:
-            seconds = 0.0
-        if not 0 < seconds < float("inf"):
-            raise UsageError(f"`{flag} {text}`: a number of seconds, such as 30 or 0.5.")
-        return seconds
-
-    return read
 
 
 def read_policy(text: str) -> OnFailure:
@@ -95,42 +59,11 @@ def read_policy(text: str) -> OnFailure:
     raise UsageError(f"`--on-failure {text}`: there are heal (the default), restart-all and stop.")
 
 
-def read_name(name: str) -> str:
-    """Read the value of `--name`, which can be a folder below the log folder, and stays there."""
-    parts: Sequence[str] = name.split("/")
-    bad = any(part in ("", ".", "..") or len(part) > _PART_LIMIT for part in parts)
-    if bad or not name.isprintable() or len(name) > _NAME_LIMIT:
-        raise UsageError(
-            f"`--name {name}`: it names a folder below the log folder, such as `exp` or `exp/run1`."
-        )
-    return name
-
-
-def read_wrap(text: str) -> str:
-    """Read the value of `--wrap`, which a shell could read."""
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise UsageError(f"`--wrap {text}`: {str(error).lower()}.") from None
-    if not words:
-        raise UsageError('`--wrap ""`: a command and its arguments, such as `--wrap "nice -n 5"`.')
-    return text
-
-
-def read_environ(given: Mapping[str, object] | Iterable[str] | None) -> dict[str, str]:
-    """Read the variables of `env`, or of all `--env`, each `NAME=VALUE`."""
-    if given is None or isinstance(given, Mapping):
-        return {str(name): str(value) for name, value in (given or {}).items()}
-    found = {}
-    for text in given:
-        name, sign, value = text.partition("=")
-        if not sign or not name.isidentifier() or not name.isascii():
-            raise UsageError(f"`--env {name}`: a name and its value, such as `--env SEED=1`.")
-        found[name] = unquoted(value)
-    return found
-
-
 # --- the options ------------------------------------------------------------------------------
+
+
+LAUNCHERS = "nbdist.launchers"
+"""The entry points of launchers for other machines."""
 
 
 @dataclass(frozen=True)
@@ -180,13 +113,15 @@ class Patience:
     After `hang_timeout` seconds a running cell says who waits for whom; with `aborts`, collectives
     that can never end are aborted, else that is for Stop.  After `timeout` seconds it is stopped,
     None for never.  `control_timeout` seconds after Stop control is given back, though ranks may
-    still be leaving; None where nobody waits for it.
+    still be leaving; None where nobody waits for it.  With `holds_stop` the first Stop does not
+    interrupt them: what they do is done by all or by none.
     """
 
     hang_timeout: float = HANG_TIMEOUT
     aborts: bool = True
     timeout: float | None = None
     control_timeout: float | None = CONTROL_TIMEOUT
+    holds_stop: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -203,8 +138,9 @@ class WorldConfig:
     ))
     _: KW_ONLY
     layout: str | None = field(default=None, metadata=_as(
-        "-j", "nodes and workers on each instead of -n: 2x4; 4 is one node. On one machine the"
-        " nodes are simulated", lambda text: str(parse_layout(text)), metavar="NODESxN",
+        "-j", "nodes and workers on each instead of -n: 2x4; 4 is one node; 1:2x4 begins with one"
+        " of two; beside -n for fewer of them. On one machine the nodes are simulated",
+        lambda text: str(parse_layout(text)), metavar="[MIN:]NODESxN",
     ))
     backend: str | None = field(default=None, metadata=_as(
         "--backend", "gloo, nccl, cpu:gloo,cuda:nccl, or none for no group; by default nccl for"
@@ -249,9 +185,45 @@ class WorldConfig:
         whole_number("--cpus", "a number of cores for each worker, such as 4", most=9999),
         metavar="N",
     ))
-    launcher: str = field(default="local", metadata=_as(
-        "--launcher", "how agents are started, a name of the entry points nbdist.launchers",
+    launcher: str | None = field(default=None, metadata=_as(
+        "--launcher", "how agents are started, a name of the entry points nbdist.launchers; by"
+        " default local, with --hosts ssh, with --salloc and in an allocation of Slurm's slurm",
         metavar="NAME",
+    ))
+    hosts: str | None = field(default=None, metadata=_as(
+        "--hosts", "machines that ssh reaches, and for how many workers each has room:"
+        " a:4,user@b:2", read_hosts, metavar="HOSTS",
+    ))
+    salloc: str | None = field(default=None, metadata=_as(
+        "--salloc", "the options of Slurm's salloc for an allocation of one's own: '-p gpu"
+        " --gpus-per-node=4'", read_salloc, metavar="OPTIONS",
+    ))
+    memory: str | None = field(default=None, metadata=_as(
+        "--memory", "memory for each worker, asked of Slurm or Ray: 16G", read_memory,
+        metavar="SIZE",
+    ))
+    copy_env: str | None = field(default=None, metadata=_as(
+        "--copy-env", "which variables of the notebook's environment go along to other machines:"
+        " 'HF_*,WANDB_*'", read_patterns, metavar="NAMES",
+    ))
+    address: str | None = field(default=None, metadata=_as(
+        "--address", "this machine's address, or network interface, at which the others reach it",
+        read_address, metavar="ADDRESS",
+    ))
+    detach: bool = field(default=False, metadata=_as(
+        "--detach", "keep the workers when the notebook's kernel ends; %dist_attach finds them",
+        bool, at_once=True,
+    ))
+    sync_code: bool = field(default=False, metadata=_as(
+        "--sync-code", "send the notebook's folder to machines that lack it, and what changes"
+        " there", bool,
+    ))
+    rdzv_backend: str | None = field(default=None, metadata=_as(
+        "--rdzv-backend", "one of torch's rendezvous backends, in whose store ranks meet: c10d,"
+        " static, etcd-v2", metavar="NAME",
+    ))
+    rdzv_endpoint: str | None = field(default=None, metadata=_as(
+        "--rdzv-endpoint", "where that one listens: HOST:PORT", read_endpoint, metavar="ENDPOINT",
     ))
     fork: bool = field(default=True, metadata=_as(
         "--no-fork", "start each worker as a new interpreter instead of forking it from one that"
@@ -285,12 +257,30 @@ class WorldConfig:
             given = getattr(self, each.name)
             if given is not each.default:
                 object.__setattr__(self, each.name, OPTIONS[each.name].read(given))
-        if self.layout and self.n != "auto":
-            size = parse_layout(self.layout).world_size
+        self._check_size()
+        self._check_machines()
+
+    def _check_size(self) -> None:
+        """Raise UsageError where `-n` and `-j` contradict one another."""
+        if not self.layout or self.n == "auto":
+            return
+        size = parse_layout(self.layout).world_size
+        if not isinstance(self.n, int) or self.n >= size:
             raise UsageError(
-                f"`-n {self.n} -j {self.layout}`: one of both. `-j {self.layout}` is nodes and "
-                f"workers on each, `-n {size}` as many workers on one node."
+                f"`-n {self.n} -j {self.layout}`: `-j {self.layout}` is nodes and workers on each, "
+                f"{size} in all; `-n` beside it is for fewer of them, alone as many on one node."
             )
+
+    def _check_machines(self) -> None:
+        """Raise UsageError where launcher, hosts and layout contradict one another."""
+        said = {name: OPTIONS[name].again(self.__dict__[name]) for name in OPTIONS
+                if name in FOR_SOME and self.__dict__[name]}  # fmt: skip
+        check_taken(self.launched_by, said)
+        if self.hosts:
+            layout = parse_layout(self.layout) if self.layout else None
+            typed = f"-j {self.layout}" if self.layout else f"-n {self.n}"
+            workers = self.n if isinstance(self.n, int) else None
+            check_room(typed, workers, layout, parse_hosts(self.hosts))
 
     def __repr__(self) -> str:
         usual = WorldConfig().__dict__
@@ -305,18 +295,42 @@ class WorldConfig:
         return "" if self.pool == DEFAULT_POOL else self.pool
 
     @property
+    def launched_by(self) -> str:
+        """The launcher that was named, that the options are for, or that of this place."""
+        return self.launcher or launcher_for(self.__dict__, launcher_here(os.environ))
+
+    @property
+    def machines(self) -> tuple[object, ...]:
+        """What agents have to be started anew for, where it changes."""
+        if self.launched_by == LOCAL:
+            return (LOCAL,)
+        return tuple(getattr(self, name) for name, option in OPTIONS.items() if not option.at_once)
+
+    @property
     def patience(self) -> Patience:
         """What holds for its cells."""
         return Patience(self.hang_timeout, self.free)
 
     def but(self, n: int | str | None = None, **changes: Unpack[Changes]) -> WorldConfig:
-        """Make another that differs in these; of `n` and `layout` the newer holds, `env` grows."""
-        new: dict[str, Any] = {**changes} if n is None else {**changes, "n": n}
+        """Make another that differs in these; `env` grows.
+
+        Of `n` and `layout` the newer holds, and of a launcher and what others take.
+        """
+        new: dict[str, Any] = {**newer(changes, vars(self), launcher_here(os.environ)), **changes}
+        if n is not None:
+            new["n"] = n
         if "layout" in new or "n" in new:
             new = {"n": "auto", "layout": None, **new}
         if "env" in new:
             new["env"] = {**self.env, **read_environ(new["env"])}
         return replace(self, **new)
+
+    def of_size(self, size: int) -> WorldConfig:
+        """Make another of so many workers, seated by the layout as far as it has room for them."""
+        room = parse_layout(self.layout).world_size if self.layout else 0
+        if size > room:
+            return self.but(n=size)
+        return replace(self, n="auto" if size == room else size)
 
 
 class Changes(TypedDict, total=False):
@@ -334,7 +348,16 @@ class Changes(TypedDict, total=False):
     python: str | None
     wrap: str | None
     cpus: int | None
-    launcher: str
+    launcher: str | None
+    hosts: str | None
+    salloc: str | None
+    memory: str | None
+    copy_env: str | None
+    address: str | None
+    detach: bool
+    sync_code: bool
+    rdzv_backend: str | None
+    rdzv_endpoint: str | None
     fork: bool
     on_failure: OnFailure
     hang_timeout: float

@@ -21,6 +21,7 @@ Each line names what happened, indented under what also catches it:
         * :exc:`WorldBroken`: the workers share no group any more
         * :exc:`WorldStuck`: ranks did not stop when they were asked to
     * :exc:`StartError`: a worker, or an agent, could not start
+    * :exc:`CodeNotSent`
     * :exc:`NotScaled`: there are as many workers as before `%dist_scale`
     * :exc:`WorkerError`: the code raised on some ranks
         * :exc:`WorkerDied`: the process of a rank ended
@@ -273,10 +274,23 @@ class StartError(NbdistError):
         self.host = host
         self.command = command
         self.log_lines = tuple(log_lines[-START_LOG_LINES:])
+        if not command:  # nothing has run that could have left lines
+            super().__init__(f"the workers could not start: {why.rstrip('.')}.")
+            return
         who = "the agent" if rank is None else f"rank {rank}"
         said = "its last lines:" if self.log_lines else "it left no output."
         first = f"{who} on {host} could not start: {why}. Started with `{command}`; {said}"
         super().__init__("\n".join([first, *(f"    {line}" for line in self.log_lines)]))
+
+
+class CodeNotSent(NbdistError):
+    """The notebook's folder could not be brought to a node; nothing has run."""
+
+    def __init__(self, host: str, why: str) -> None:
+        """`host` is "" where the notebook's machine itself is the reason."""
+        self.host = host
+        where = f" to {host}" if host else ""
+        super().__init__(f"`--sync-code` could not bring the notebook's folder{where}: {why}.")
 
 
 class NotScaled(NbdistError):
@@ -317,10 +331,15 @@ class WorkerError(NbdistError):
         ran: int,
         seconds: float,
         cause: tuple[str, str],
+        who: str = "",
     ) -> None:
-        """`ran` ranks ran the cell; `cause` is the exception's class name and message."""
+        """`ran` ranks ran the cell; `cause` is the exception's class name and message.
+
+        `who` names the rank, with its host where there are several.
+        """
         self._keep(rank, host, pid, errors)
-        super().__init__(f"{_failed(self.errors, ran)} {_raised(rank, seconds, cause)}")
+        who = who or f"rank {rank}"
+        super().__init__(f"{_failed(self.errors, ran)} {_raised(who, seconds, cause)}")
 
     def show(self, *lines: str) -> None:
         """Have Python and IPython show these lines under the error."""
@@ -467,10 +486,10 @@ def _failed(errors: Mapping[int, RankFailure], ran: int) -> str:
     return f"{len(errors)} of {count(ran, 'rank')} failed ({format_ranks(errors)});"
 
 
-def _raised(rank: int, seconds: float, cause: tuple[str, str]) -> str:
+def _raised(who: str, seconds: float, cause: tuple[str, str]) -> str:
     name, message = cause[0], one_line(cause[1])
     said = f"{name}: {message}" if message else name
-    return f"first: rank {rank} after {seconds:.1f} s: {said}"
+    return f"first: {who} after {seconds:.1f} s: {said}"
 
 
 def _there_are(world_size: int) -> str:

@@ -99,6 +99,12 @@ def runtime(folder: Path) -> str:
     return f"sockets of {folder.name}"
 
 
+def state_folder() -> str:
+    """Find where the user keeps what outlives a run."""
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return str(Path(state).expanduser() / "nbdist")
+
+
 # --- removing ---------------------------------------------------------------------------
 
 
@@ -109,6 +115,19 @@ def is_ours(folder: Path, what: str) -> bool:
         if marker is not None:
             os.close(marker)
             return True
+    return False
+
+
+def is_abandoned(folder: Path, what: str) -> bool:
+    """Say whether it is one of ours that no process uses any more."""
+    with suppress(OSError, Untrusted), _opened(folder) as at:
+        marker = _proof(at, what)
+        if marker is not None:
+            try:
+                fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            finally:
+                os.close(marker)
     return False
 
 

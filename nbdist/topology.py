@@ -1,10 +1,9 @@
-"""How many workers, on which nodes and GPUs, with which backend, and which of their ranks.
+"""How many workers, on how many nodes and which GPUs, with which backend, and which of their ranks.
 
 The text of `-n`, `-j`, `--gpus`, `--backend` and `-r` becomes values here, or an error of
 `nbdist.errors` that shows the right forms.  Runs in the notebook kernel, which must not
-initialise CUDA: GPUs are counted from what the driver shows in files.  Where each rank sits
-is worked out in notebook and agent alike; on one machine the nodes of `-j 2x4` are simulated:
-each rank finds in its environment what torchrun would put there on that node.
+initialise CUDA: GPUs are counted from what the driver shows in files.  Where each rank sits,
+`nbdist.seats` works out.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 _WORKERS_WORDS: Mapping[str, WorkerCount] = {"auto": "auto", "gpu": "gpu", "cpu": "cpu"}
 _WORKERS_FORMS = "Use `-n 4`, `-n auto`, `-n gpu` or `-n cpu`."
 _SIZE_FORMS = "`%dist_scale 4` is how many there shall be, `+2` and `-1` how many more or fewer."
-_LAYOUT_FORMS = "Use `-j 4` or `-j 2x4` (2 nodes with 4 workers each)."
+_LAYOUT_FORMS = "Use `-j 4`, `-j 2x4` (2 nodes with 4 workers each), or `-j 1:2x4` (1 node to 2)."
 _BACKEND_FORMS = f'Use `--backend gloo`, `nccl`, `"{GPU_BACKEND}"` or `none`.'
 _GPUS_FORM = "Use numbers with commas, `--gpus 0,1,3` or `0-3`."
 
 # A limit on digits, because int() has one too and would raise beyond it.
-_LAYOUT = re.compile(r"(?:([0-9]{1,6})x)?([0-9]{1,6})")
+_LAYOUT = re.compile(r"(?:(?:([0-9]{1,6}):)?([0-9]{1,6})x)?([0-9]{1,6})")
 _NUMBER = re.compile(r"[0-9]{1,6}")
 _SIZE = re.compile(r"([+-]?)([0-9]{1,6})")
 _SPAN = re.compile(r"([0-9]{1,6})-([0-9]{1,6})")
@@ -127,18 +126,23 @@ def check_start(
     return None
 
 
-# --- on which nodes -------------------------------------------------------------------
+# --- on how many nodes ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Layout:
-    """`nodes` nodes with `per_node` workers each: `2x4`."""
+    """At most `nodes` nodes with `per_node` workers each: `2x4`; `1:2x4` begins with one.
+
+    `least` is with how many nodes it begins, 0 for all.
+    """
 
     nodes: int
     per_node: int
+    least: int = 0
 
     def __str__(self) -> str:
-        return f"{self.nodes}x{self.per_node}"
+        least = f"{self.least}:" if self.least else ""
+        return f"{least}{self.nodes}x{self.per_node}"
 
     @property
     def world_size(self) -> int:
@@ -147,52 +151,17 @@ class Layout:
 
 
 def parse_layout(text: str) -> Layout:
-    """Read the value of `-j`: `4` workers on one node, `2x4` on two."""
+    """Read the value of `-j`: `4` workers on one node, `2x4` on two, `1:2x4` on one or two."""
     found = _LAYOUT.fullmatch(text.replace(" ", ""))
     if not found:
         raise BadTopology("-j", text, "that is not nodes and workers", _LAYOUT_FORMS)
-    layout = Layout(nodes=int(found[1] or 1), per_node=int(found[2]))
-    if layout.world_size < 1:
+    nodes, per_node = int(found[2] or 1), int(found[3])
+    least = nodes if found[1] is None else int(found[1])
+    if nodes < 1 or per_node < 1 or least < 1:
         raise BadTopology("-j", text, "it takes at least one node and one worker", _LAYOUT_FORMS)
-    return layout
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """Where a rank is: torchrun's LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE."""
-
-    local_rank: int
-    local_world_size: int
-    node: int
-    nodes: int
-
-
-def seat_of(rank: int, world_size: int, per_node: int) -> Seat:
-    """Find the seat of a rank on nodes that are filled one after the other.
-
-    `per_node` is 0 for one node that has them all; the last node has what is left.
-    """
-    per_node = per_node or world_size
-    node = rank // per_node
-    return Seat(
-        local_rank=rank % per_node,
-        local_world_size=min(per_node, world_size - node * per_node),
-        node=node,
-        nodes=-(-world_size // per_node),
-    )
-
-
-def gpus_of(seat: Seat, gpus: Sequence[str], per_node: int) -> tuple[str, ...]:
-    """Choose what CUDA shows a rank of the GPUs; its own is LOCAL_RANK modulo their number.
-
-    One node has all.  Simulated ones have a slice each, as CUDA_VISIBLE_DEVICES, so that
-    LOCAL_RANK is a valid index on each; where there are too few GPUs, slices overlap.
-    """
-    if seat.nodes == 1 or not gpus:
-        return tuple(gpus)
-    first = seat.node * per_node
-    seats = range(first, first + min(seat.local_world_size, len(gpus)))
-    return tuple(gpus[number % len(gpus)] for number in seats)
+    if least > nodes:
+        raise BadTopology("-j", text, f"{least} nodes are more than {nodes}", _LAYOUT_FORMS)
+    return Layout(nodes, per_node, least if least < nodes else 0)
 
 
 # --- backends -------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,9 +41,14 @@ MARK = f"NBDIST_TEST_RUN={uuid.uuid4().hex}"
 # open them once for the whole process (zmq's eventfds, asyncio's epoll).
 CLOSABLE = ("socket:", "pipe:", "anon_inode:[pidfd]", "/memfd:nbdist")
 
+# What lasts as long as the run once a test has asked for it; a module whose fixtures ask for it
+# by name says so with a LASTING of its own.
+LASTING = ("new_world", "sshd", "slurm", "etcd", "network")
 
 # Several run beside one another, a file each: the longest must not be the last to begin.
 LONGEST = (
+    "hosts/test_worlds.py",
+    "hosts/test_ray.py",
     "faults/test_nothing_left.py",
     "notebooks/test_notebooks.py",
     "notebook/commands/test_export.py",
@@ -74,6 +80,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", line)
     name, _, value = MARK.partition("=")
     os.environ[name] = value
+    # Tests are of this machine also in an allocation of Slurm's.
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        del os.environ[name]
     # A shell's background jobs ignore Ctrl-C, and so would all that the tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # A short path, because it holds unix sockets, and nobody else's folders beside ours.
@@ -111,7 +120,9 @@ class Traces:
 
     def left_since(self, before: Traces) -> list[str]:
         """One line for each thing that is here and was not before, and is ours."""
-        processes = (pid for pid in self.processes - before.processes if _is_ours(pid))
+        processes = (
+            pid for pid in self.processes - before.processes if _is_ours(pid) and not _is_spare(pid)
+        )
         new = self.shared_memory - before.shared_memory
         memory = (name for name in new if not _is_anothers(name) and _is_unused(name))
         return [
@@ -160,6 +171,11 @@ def _command(pid: str) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
     except OSError:
         return "ended just now"
+
+
+def _is_spare(pid: str) -> bool:
+    """Whether Ray keeps it for what may come, as long as its node is up; its actors are not."""
+    return "ray::IDLE" in (command := _command(pid)) or "workers/default_worker.py" in command
 
 
 def _waited(pid: str) -> float:
@@ -278,9 +294,12 @@ def nothing_is_left_by_the_module(
     request: pytest.FixtureRequest, nothing_is_left_by_all: set[str]
 ) -> Iterator[set[str]]:
     """What a module's fixtures leave behind is an error of its last test."""
-    items = (item for item in request.session.items if item.path == request.path)
-    if any("new_world" in item.fixturenames for item in items):  # type: ignore[attr-defined]
-        request.getfixturevalue("new_world")  # before anything is counted
+    items = [item for item in request.session.items if item.path == request.path]
+    for name in LASTING:
+        asked = name in getattr(request.module, "LASTING", ())
+        if asked or any(name in item.fixturenames for item in items):  # type: ignore[attr-defined]
+            with suppress(pytest.skip.Exception):  # the test that asks for it says so
+                request.getfixturevalue(name)  # before anything is counted
     before = Traces.now()
     yield nothing_is_left_by_all
     _complain(before, "the module", nothing_is_left_by_all)

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from nbdist import World
-from nbdist.config import OPTIONS, Changes, Patience, WorldConfig, unquoted, whole_number
+from nbdist.config import OPTIONS, Changes, Patience, WorldConfig
 from nbdist.errors import UsageError
 
 README = Path(__file__).parent.parent / "README.md"
@@ -20,7 +20,10 @@ README = Path(__file__).parent.parent / "README.md"
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        ({"n": 8, "layout": "2x4"}, "`-n 8 -j 2x4`: one of both."),
+        (
+            {"n": 8, "layout": "2x4"},
+            "`-n 8 -j 2x4`: `-j 2x4` is nodes and workers on each",
+        ),
         ({"wrap": ""}, '`--wrap ""`: a command and its arguments'),
         ({"wrap": "nice 'x"}, "`--wrap nice 'x`: no closing quotation."),
         ({"name": "../x"}, "`--name ../x`: it names a folder below the log folder"),
@@ -39,6 +42,11 @@ README = Path(__file__).parent.parent / "README.md"
         ({"hang_timeout": 0}, "`--hang-timeout 0`: a number of seconds, such as 30 or 0.5."),
         ({"hang_timeout": "nan"}, "`--hang-timeout nan`: a number of seconds, such as 30"),
         ({"hang_timeout": "soon"}, "`--hang-timeout soon`: a number of seconds, such as 30"),
+        ({"hosts": "a", "launcher": "local"}, "`--hosts a`: it is for `--launcher ssh`, and not"),
+        ({"launcher": "ssh"}, "`--launcher ssh`: on which machines?"),
+        ({"layout": "5:2x4"}, "`-j 5:2x4`: 5 nodes are more than 2. Use `-j 4`"),
+        ({"layout": "2x4", "hosts": "a"}, "`-j 2x4 --hosts a`: 2 nodes, but 1 host."),
+        ({"n": 7, "hosts": "a:4,b:2"}, "`-n 7 --hosts a:4,b:2`: the hosts have room for 6 w"),
         ({"cpus": 10_000}, "`--cpus 10000`: a number of cores for each worker, such as 4."),
     ],
 )
@@ -69,6 +77,37 @@ def test_a_restart_changes_what_it_says() -> None:
     assert WorldConfig(share_gpus=True).but(n=3).share_gpus
 
 
+def test_another_size_keeps_the_layout_that_has_room() -> None:
+    """Which of both holds, and which is forgotten."""
+    asked = WorldConfig(layout="1:2x2", debug=True)
+    assert asked.of_size(3) == WorldConfig(3, layout="1:2x2", debug=True)
+    assert asked.of_size(3).of_size(1).of_size(4) == asked
+    assert asked.of_size(3).of_size(5) == WorldConfig(5, debug=True)
+    assert asked.of_size(3).but(n=2) == WorldConfig(2, debug=True)
+    assert asked.of_size(3).but(layout="2x3") == WorldConfig(layout="2x3", debug=True)
+    assert WorldConfig(2).of_size(3) == WorldConfig(3)
+
+
+def test_of_launchers_and_their_options_the_newer_holds() -> None:
+    """What another launcher takes goes with it; what contradicts in one line is refused."""
+    here, ssh = WorldConfig(2), WorldConfig(2, hosts="a:2", copy_env="A")
+    assert ssh.but(launcher="local") == WorldConfig(2, launcher="local")
+    assert ssh.but(launcher="slurm") == WorldConfig(2, launcher="slurm", copy_env="A")
+    assert ssh.but(hosts="b:4", n=3) == WorldConfig(3, hosts="b:4", copy_env="A")
+    assert ssh.but(salloc="-p x") == WorldConfig(2, salloc="-p x", copy_env="A")
+    assert here.but(launcher="local").but(hosts="a") == WorldConfig(2, hosts="a")
+    with pytest.raises(UsageError, match="`--hosts b`: it is for `--launcher ssh`, and not for"):
+        ssh.but(hosts="b", launcher="slurm")
+
+
+def test_what_agents_are_started_anew_for() -> None:
+    """Elsewhere for all that does not hold at once; here for another launcher."""
+    assert WorldConfig(2).machines == WorldConfig(3, debug=True).machines
+    assert WorldConfig(2).machines != WorldConfig(2, hosts="a").machines
+    assert WorldConfig(hosts="a").machines != WorldConfig(hosts="a,b").machines
+    assert WorldConfig(hosts="a").machines == WorldConfig(hosts="a", free=False).machines
+
+
 def test_all_that_can_be_changed_is_typed() -> None:
     """As the fields are, each of them."""
     known = {field.name for field in fields(WorldConfig)}
@@ -97,17 +136,6 @@ def test_an_option_as_it_would_be_typed(name: str, value: object, typed: str) ->
     assert OPTIONS[name].again(value) == typed
 
 
-@pytest.mark.parametrize("text", ["x", "-1", "", "0", "1.5", "1e3", "٣", "9" * 5000, "²"])
-def test_whole_numbers(text: str) -> None:
-    """From the least on; quotes of IPython's are none of the number."""
-    read = whole_number("--tail", "a number, such as `--tail 1`")
-    with pytest.raises(UsageError) as found:
-        read(text)
-    assert str(found.value) == f"`--tail {text}`: a number, such as `--tail 1`."
-    assert (read('"12"'), read(7)) == (12, 7)
-    assert unquoted("'x") == "'x"
-
-
 def test_world_takes_the_fields_as_arguments() -> None:
     """`help(World)` and editors show each, with its help."""
     arguments = inspect.signature(World).parameters
@@ -131,7 +159,10 @@ def test_each_option_is_read() -> None:
     """One that nothing reads does not belong there."""
     package = README.parent / "nbdist"
     source = "\n".join(path.read_text() for path in package.rglob("*.py"))
-    in_patience = {"hang_timeout", "free"}
+    in_properties = {"hang_timeout", "free", "launcher"}
     unread = {name for name in OPTIONS if not re.search(rf"\bconfig\.{name}\b", source)}
-    assert unread == in_patience
+    assert unread == in_properties
     assert WorldConfig(hang_timeout=3, free=False).patience == Patience(3.0, aborts=False)
+    found = [WorldConfig(), WorldConfig(hosts="a"), WorldConfig(salloc="-p x")]
+    assert [config.launched_by for config in found] == ["local", "ssh", "slurm"]
+    assert WorldConfig(hosts="a", launcher="other").launched_by == "other"

@@ -29,6 +29,7 @@ OTHERS = {
     "set_custom_exc",
     "tcpi_bytes_acked",
     "tcpi_bytes_received",
+    "tcpi_unacked",
 }
 
 NAME = re.compile(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(\))?`")

@@ -50,6 +50,7 @@ EVERY_ERROR = [
     errors.WorldBroken("a rank did not answer"),
     errors.WorldStuck([1]),
     errors.StartError(1, "node1", "python -m x", "it exited with code 1", ["one", "two"]),
+    errors.CodeNotSent("node1", "/tmp: No space left on device"),
     errors.NotScaled(2, 4, "rank 2 could not start: it was killed by SIGKILL"),
     worker_error(),
     worker_died(),

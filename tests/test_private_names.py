@@ -17,7 +17,8 @@ LIBRARIES = {"torch", "IPython", "ipykernel", "jupyter_client", "traitlets"}
 """Those whose classes our own ones are made of."""
 
 SEAM = {
-    f"worker/compat/{name}.py" for name in ("torch", "models", "receives", "ipython", "debugger")
+    f"worker/compat/{name}.py"
+    for name in ("torch", "models", "receives", "ipython", "debugger", "jedi")
 }
 
 # Python's own whose documentation has them, in spite of the underscore.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nbdist.wire.messages import Received
-from nbdist.world.launchers import find_launcher
 from nbdist.world.link import Link
 from nbdist.world.world import World
 
@@ -45,6 +44,6 @@ class LastingLink(Link):
 
 def start_lasting_link() -> LastingLink:
     """An agent that any number of worlds can have one after the other."""
-    link = LastingLink(find_launcher("local"))
+    link = LastingLink()
     link.open()
     return link

@@ -1,6 +1,8 @@
 """The agent's process: `python -m nbdist.node RUNTIME_FOLDER NOTEBOOK_PID [--no-fork]`.
 
-Started by a launcher with a pipe as stdin, which ends when the notebook does.
+Started by the notebook with a pipe as stdin, which ends when the notebook does.  On another
+machine `python -m nbdist.node --ticket [--node NUMBER]`, by a launcher: the first line of its
+stdin says where the world's head is, and its end ends the agent.
 """
 
 from __future__ import annotations
@@ -8,28 +10,25 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from nbdist.node.fork_messages import start_fork_server
-from nbdist.node.guard import go_below_guard
-from nbdist.node.limits import raise_file_limit, word_lack
+from nbdist.node.first_steps import begin
 
 
 def main() -> None:
     """Start the fork server before anything else: its import of torch takes longest."""
-    runtime, notebook_pid = Path(sys.argv[1]), int(sys.argv[2])
-    has_fork_server = "--no-fork" not in sys.argv
-    raise_file_limit()
-    try:
-        go_below_guard(runtime, notebook_pid)
-        started = start_fork_server(runtime) if has_fork_server else None
-    except OSError as error:
-        sys.exit(f"nbdist: {word_lack(error.errno)}")
-    from nbdist.node.agent import run_agent
-    from nbdist.node.forker import Forker
-    from nbdist.node.processes import Children
+    if "--ticket" in sys.argv:
+        from nbdist.node.coming import come
 
-    children = Children()
-    forker = Forker(runtime, children, started) if has_fork_server else None
-    run_agent(runtime, notebook_pid, children, forker)
+        return come(sys.argv)
+    runtime, notebook_pid = Path(sys.argv[1]), int(sys.argv[2])
+    return serve(runtime, notebook_pid, has_fork_server="--no-fork" not in sys.argv)
+
+
+def serve(runtime: Path, notebook_pid: int, *, has_fork_server: bool) -> None:
+    """Serve the notebook that has this number."""
+    guard, fork_server = begin(runtime, notebook_pid, fork_server=has_fork_server)
+    from nbdist.node.agent import run_agent
+
+    run_agent(runtime, notebook_pid, fork_server, guard=guard)
 
 
 main()

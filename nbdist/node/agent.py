@@ -5,32 +5,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
-import signal
-import socket
-import sys
-import time
-from collections.abc import Coroutine, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
-import zmq
-from zmq.eventloop.zmqstream import ZMQStream
-
-from nbdist import __version__, folders
+from nbdist.node.fork_messages import ForkServerProcess
 from nbdist.node.forker import Forker
-from nbdist.node.guard import end_descendants
+from nbdist.node.forming import Forming
+from nbdist.node.guard import Guard
+from nbdist.node.head_end import Coming, HeadEnd
 from nbdist.node.inspect import consulted, stack_of, status_of
 from nbdist.node.outbox import Outbox
+from nbdist.node.part_calls import PartCalls
 from nbdist.node.proc import MemoryGauge
 from nbdist.node.processes import Children
+from nbdist.node.returns import Returns
+from nbdist.node.serving import Serving, run
 from nbdist.node.stopping import Stopping
+from nbdist.node.store_window import AskStore, StoreWindow
+from nbdist.node.tether import Tether
 from nbdist.node.usage_watch import UsageWatch
-from nbdist.node.window import Window
+from nbdist.node.window import Window, seen_here
 from nbdist.node.worker import Worker
 from nbdist.node.worker_group import WorkerGroup
+from nbdist.node.worker_logs import read_logs
 from nbdist.wire import control
+from nbdist.wire.carrying import Taken
+from nbdist.wire.many import NodeAnswer, NodeAsk, NodeDown, NodeUp
 from nbdist.wire.messages import (
     Abort,
     Aborted,
@@ -38,177 +39,210 @@ from nbdist.wire.messages import (
     Ask,
     Consult,
     Enter,
+    GetCode,
+    GetLogs,
     GetStacks,
     GetStatus,
     Heal,
-    Hello,
     Interrupt,
     Kill,
     Leave,
     LetGo,
     Locate,
     Located,
+    PutCode,
     Received,
     Reply,
+    Request,
     Run,
     Scale,
     StartWorld,
     StopWorld,
     Up,
-    down_from,
-    to_bytes,
 )
-from nbdist.wire.prctl import adopt_orphans
 from nbdist.wire.seen import WorldSeen
+from nbdist.wire.store_operations import Answer as StoreReply
+from nbdist.wire.store_operations import Operation
 
 log = logging.getLogger("nbdist.node")
 
 LET_GO_TIMEOUT = 1.0
 BIND_TIMEOUT = 60.0
 
-NOTEBOOK_NAME = "JPY_SESSION_NAME"
-"""Jupyter's server says here which notebook a kernel is for."""
 
-LINK_LINGER = 500
-"""Milliseconds that the last messages may take to reach the notebook."""
+class LinkEnd(Protocol):
+    """The link to who an agent works for: a notebook, or the head of several agents."""
 
+    @property
+    def notebook_pid(self) -> int:
+        """The notebook's process, 0 where it is not of this machine."""
 
-class _Left(Exception):
-    """Ends the agent's tasks."""
+    @property
+    def problem(self) -> str:
+        """Why the link has ended before its time, "" where nothing was wrong."""
+
+    async def open(self) -> None:
+        """Say hello, and leave when who is at the other end has ended."""
+
+    def send(self, message: Up) -> None:
+        """Send a message."""
+
+    async def close(self) -> None:
+        """End the link; what was sent has a moment to arrive."""
 
 
 class Agent:
-    """Does what the notebook calls for, one call at a time, and reports as things happen."""
+    """Does what the notebook calls for, one call at a time, and reports as things happen.
+
+    With `ask_store` its ranks meet in a store that this leads to, else in a file.
+    """
 
     def __init__(
-        self, runtime: Path, notebook_pid: int, children: Children, forker: Forker | None
+        self,
+        runtime: Path,
+        notebook_pid: int,
+        children: Children,
+        forker: Forker | None,
+        ask_store: AskStore | None = None,
+        coming: Coming | None = None,
+        guard: Guard | None = None,
     ) -> None:
+        """With `coming` it is one of several, and has a head in the notebook's place."""
         self._runtime = runtime
         self._children = children
         self._forker = forker
-        self._asked: asyncio.Queue[Ask] = asyncio.Queue()
-        self._gone = asyncio.Event()
+        self._serving = Serving(self._answer, self._send)
         self._gauge = MemoryGauge()
         self._outbox = Outbox(self._send)
-        self._workers = WorkerGroup(runtime, children, forker, self._outbox.add, self._send)
+        self._returns = Returns(self._outbox.add, self._send_head)
+        emit = self._returns.add if coming else self._outbox.add
+        if coming:
+            ask_store = self._ask_head
+        self._store = StoreWindow(runtime, ask_store) if ask_store else None
+        address = coming.way.own if coming else "127.0.0.1"
+        self._workers = WorkerGroup(
+            runtime, children, forker, emit, self._send, self._store, address
+        )
+        self._part = PartCalls(self._workers, address)
+        self._forming = Forming({0: self._workers})
         self._usage = UsageWatch(self._gauge, self._send)
-        self._notebook_pid = notebook_pid
         self._window = Window(runtime, self._seen)
         self._stopping = Stopping(self._abort_all, lambda places: self._send(Aborted(places)))
-        link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        link.linger = LINK_LINGER
-        link.sndhwm = link.rcvhwm = 0
-        link.connect(f"ipc://{runtime}/notebook.sock")
-        self._link = ZMQStream(link)
-        self._link.on_recv(self._receive)
+        leave = self._serving.leave
+        self._end: LinkEnd = (
+            HeadEnd(coming, self._workers.port, self._receive, leave)
+            if coming
+            else Tether(runtime, notebook_pid, guard, self._receive, leave)
+        )
 
     def __repr__(self) -> str:
         return f"<Agent {os.getpid()} ranks {sorted(self._workers.all)} {self._outbox}>"
 
     async def serve(self) -> None:
         """Work until the notebook leaves or ends, then leave nothing behind."""
+        asyncio.get_running_loop().set_exception_handler(self._serving.fail)
         self._children.attach()
         if self._forker:
             self._forker.attach(self._bind_workers)
         await self._window.open()
-        self._send(Hello(__version__, os.getpid(), socket.gethostname()))
+        if self._store:
+            await self._store.open()
+        await self._end.open()
         try:
-            # What one of them raises is a fault of ours, ends all, and goes to the agent's log.
-            async with asyncio.TaskGroup() as self._tasks:
-                self._tasks.create_task(self._answer_asked())
-                await self._gone.wait()
-                raise _Left
-        except* _Left:
-            pass
+            await self._serving.until_left()
         finally:
-            self._gone.set()
             await self._window.close()
             # First: it may be importing, and this process learns of its own children at once.
             if self._forker:
                 self._forker.close()
             await self._workers.stop(grace=0.0)
             self._workers.close()
+            if self._store:
+                await self._store.close()
             self._usage.close()
-            self._link.close()
+            self._returns.close()
+            await self._end.close()
             self._children.close()
 
-    def leave(self) -> None:
-        """End: the notebook is done with this agent, or has ended."""
-        self._gone.set()
+    @property
+    def problem(self) -> str:
+        """Why it has lost its head, "" for an agent that has not."""
+        return self._end.problem
 
-    def leave_at(self, end: int) -> None:
-        """Leave as soon as this descriptor turns readable."""
-        loop = asyncio.get_running_loop()
-
-        def leave() -> None:
-            loop.remove_reader(end)
-            self.leave()
-
-        loop.add_reader(end, leave)
-
-    def fail(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """End loudly, rather than go on half, after a fault of ours in a callback."""
-        loop.default_exception_handler(context)
-        self.leave()
+    @property
+    def _head(self) -> HeadEnd:
+        """For what only an agent with a head is asked, or does."""
+        assert isinstance(self._end, HeadEnd)
+        return self._end
 
     # --- messages ------------------------------------------------------------------------
 
     def _send(self, message: Up) -> None:
-        self._link.send(to_bytes(message))
+        self._end.send(message)
 
-    def _receive(self, frames: list[bytes]) -> None:
-        match down_from(frames[0]):
+    def _receive(self, message: NodeDown) -> None:
+        match message:
+            case NodeAsk() as of_part:
+                self._serving.do(self._report_part(of_part))
             case Run() as run:
                 self._run(run)
             case Ask(number, GetStatus()):
-                self._do(self._report_status(number))
+                self._serving.do(self._report_status(number))
             case Ask(number, GetStacks(ranks)):
-                self._do(self._report_stacks(number, ranks))
+                self._serving.do(self._report_stacks(number, ranks))
+            case Ask(number, GetLogs() as get):
+                self._serving.do(self._report_logs(number, get))
             case Ask(number, Consult() as consult):
-                self._do(self._report_answer(number, consult))
+                self._serving.do(self._report_answer(number, consult))
             case Ask() as ask:
-                self._asked.put_nowait(ask)
+                self._serving.call(ask)
             case Locate(ranks):
-                self._do(self._locate(ranks))
+                self._serving.do(self._locate(ranks))
             case Abort(ranks):
-                self._do(self._abort(ranks))
+                self._serving.do(self._abort(ranks))
+            case Taken() as taken:
+                self._returns.taken(taken)
             case Interrupt(ranks):
+                ranks = self._returns.stop(ranks)
                 for work in self._stopping.begin(self._workers.alive(ranks)):
-                    self._do(work)
+                    self._serving.do(work)
             case LetGo(task_id, ranks):
-                self._do(self._let_go(task_id, ranks))
+                self._serving.do(self._let_go(task_id, ranks))
             case Enter(rank, reply):
                 for worker in self._workers.alive([rank]):
                     worker.enter(reply)
             case Received():
                 self._outbox.acknowledge()
             case Leave():
-                self.leave()
+                self._serving.leave()
 
-    async def _answer_asked(self) -> None:
-        while True:
-            ask = await self._asked.get()
-            reply: Reply = None
-            match ask.request:
-                case StartWorld(spec):
-                    reply = await self._workers.start(spec)
-                case StopWorld(grace):
-                    await self._workers.stop(grace)
-                case Heal():
-                    reply = await self._workers.heal()
-                case Scale(spec):
-                    reply = await self._workers.scale(spec)
-                case Kill(ranks):
-                    for worker in self._workers.alive(ranks):
-                        worker.kill()
-            self._send(Answer(ask.id, reply))
+    async def _answer(self, request: Request) -> Reply:
+        match request:
+            case StartWorld(spec):
+                return await self._forming.start(spec)
+            case StopWorld(grace):
+                await self._forming.stop(grace)
+            case Heal():
+                return await self._forming.heal()
+            case Scale(spec, keep):
+                return await self._forming.scale(spec, keep)
+            case Kill(ranks):
+                for worker in self._workers.alive(ranks):
+                    worker.kill()
+            case GetCode() as get:
+                return await asyncio.to_thread(self._workers.code.look, get)
+            case PutCode() as put:
+                return await asyncio.to_thread(self._workers.code.take, put)
+        return None
 
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something beside the calls, until the notebook leaves."""
-        if self._gone.is_set():
-            work.close()
-        else:
-            self._tasks.create_task(work)
+    async def _ask_head(self, operation: Operation) -> StoreReply:
+        return await self._head.ask_store(operation)
+
+    async def _report_part(self, ask: NodeAsk) -> None:
+        self._send_head(NodeAnswer(ask.id, await self._part.answer(ask.request)))
+
+    def _send_head(self, message: NodeUp) -> None:
+        self._head.send(message)
 
     async def _locate(self, ranks: Sequence[int]) -> None:
         alive = self._workers.alive(ranks)
@@ -221,18 +255,17 @@ class Agent:
         self._send(Answer(number, await status_of(workers, self._gauge, self._usage)))
 
     async def _seen(self) -> WorldSeen:
-        notebook = os.environ.get(NOTEBOOK_NAME, "")
-        seen = WorldSeen(socket.gethostname(), self._notebook_pid, notebook, time.monotonic())
-        if (spec := self._workers.spec) is None:
-            return seen
         workers, fresh = tuple(self._workers.all.values()), self._usage.fresh_seconds
         rows = await status_of(workers, self._gauge, self._usage, fresh)
-        backend = spec.backend or "none"
-        return replace(seen, pool=spec.pool, name=spec.name, backend=backend, workers=rows)
+        return seen_here(self._end.notebook_pid, self._workers.spec, rows)
 
     async def _report_stacks(self, number: int, ranks: Sequence[int]) -> None:
         asked = [self._workers.all[rank] for rank in ranks if rank in self._workers.all]
         self._send(Answer(number, tuple(await asyncio.gather(*map(stack_of, asked)))))
+
+    async def _report_logs(self, number: int, get: GetLogs) -> None:
+        found = {rank: worker.log.folder for rank, worker in self._workers.all.items()}
+        self._send(Answer(number, await asyncio.to_thread(read_logs, found, get)))
 
     async def _report_answer(self, number: int, consult: Consult) -> None:
         alive = self._workers.alive(consult.ranks)
@@ -249,7 +282,7 @@ class Agent:
         workers = self._workers.all_alive()
         log.warning("the fork server has ended; %d workers are left", len(workers))
         for worker in workers:
-            self._do(self._bind(worker))
+            self._serving.do(self._bind(worker))
 
     async def _bind(self, worker: Worker) -> None:
         await worker.ask(control.Bind(os.getpid()), BIND_TIMEOUT)
@@ -264,38 +297,30 @@ class Agent:
     def _run(self, run: Run) -> None:
         self._outbox.begin(run.ranks)
         if not self._usage.is_on:
-            self._do(self._usage.watch(self._busy))
+            self._serving.do(self._usage.watch(self._busy))
         for rank in run.ranks:
             self._workers.all[rank].run(run)
 
 
-def run_agent(runtime: Path, notebook_pid: int, children: Children, forker: Forker | None) -> None:
-    """Run an agent until its notebook ends; returns with nothing left behind."""
-    logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
-    adopt_orphans()
-    # Until the end: what cleans up after dead agents finds that this one runs.
-    folders.join(runtime, folders.runtime(runtime))
-    try:
-        asyncio.run(_serve(runtime, notebook_pid, children, forker))
-    finally:
-        end_descendants()
-        shutil.rmtree(runtime, ignore_errors=True)
+def run_agent(
+    runtime: Path,
+    notebook_pid: int,
+    fork_server: ForkServerProcess | None,
+    *,
+    coming: Coming | None = None,
+    guard: Guard | None = None,
+) -> str:
+    """Run an agent until its world, or its head, ends; returns with nothing left behind.
 
+    What it returns is why it ended before that, else "".
+    """
+    children, problems = Children(), []
+    forker = Forker(runtime, children, fork_server) if fork_server else None
 
-async def _serve(
-    runtime: Path, notebook_pid: int, children: Children, forker: Forker | None
-) -> None:
-    agent = Agent(runtime, notebook_pid, children, forker)
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(agent.fail)
-    loop.add_signal_handler(signal.SIGTERM, agent.leave)
-    loop.add_signal_handler(signal.SIGINT, lambda: None)
-    # Either may come first; a pipe's other end can live on in a child of the notebook.
-    agent.leave_at(sys.stdin.fileno())
-    try:
-        notebook = os.pidfd_open(notebook_pid)
-    except ProcessLookupError:
-        agent.leave()
-    else:
-        agent.leave_at(notebook)
-    await agent.serve()
+    async def serve() -> None:
+        agent = Agent(runtime, notebook_pid, children, forker, coming=coming, guard=guard)
+        await agent.serve()
+        problems.append(agent.problem)
+
+    run(runtime, serve)
+    return "".join(problems)

@@ -9,8 +9,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from nbdist.node.faulthandler import frames_of, own_frames, with_code
 from nbdist.node.proc import FRESH_SECONDS, MemoryGauge, is_stopped
+from nbdist.node.stack_file import frames_of, own_frames, with_code
 from nbdist.wire import control
 from nbdist.wire.places import Collective, Place, Stack, StackFrame, WorkerStatus
 from nbdist.wire.questions import Completions, Description, Question
@@ -97,8 +97,10 @@ async def _status_of(worker: Worker) -> WorkerStatus:
         return found
     if found.state == "idle":
         collective = await _last_collective(worker)
-        # A process that answers is not stopped, and C code does not hold its GIL.
-        place = Place() if _has_answered(worker) else await _of_silent(worker)
+        if _has_answered(worker):  # C code does not hold its GIL, but it may be stopped by now
+            place = Place(is_stopped=is_stopped(worker.pid))
+        else:
+            place = await _of_silent(worker)
     else:
         place, collective = await asyncio.gather(_place(worker), _last_collective(worker))
     task = worker.task
@@ -121,7 +123,7 @@ async def _ask(worker: Worker, request: control.Request, timeout: float) -> cont
 
 
 async def place_from_outside(worker: Worker, timeout: float) -> tuple[Place, list[StackFrame]]:
-    """Return what the C code of a rank that cannot answer writes of it, from the innermost out."""
+    """Return what the memory of a rank that cannot answer says of it, from the innermost out."""
     task = worker.task
     number, source = (task.execution_count, task.source) if task else (None, "")
     frames = frames_of(await worker.stacks.sample(worker.pid, timeout), number, source)

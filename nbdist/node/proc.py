@@ -51,21 +51,11 @@ def is_stopped(pid: int) -> bool:
     return thread_state(pid) in "Tt"
 
 
-def catches(pid: int, number: int) -> bool:
-    """Say whether the process has a handler for the signal."""
-    return _has_signal(pid, "SigCgt", number)
-
-
 def ignores(pid: int, number: int) -> bool:
-    """Say whether the signal does nothing to the process."""
-    return _has_signal(pid, "SigIgn", number)
-
-
-def _has_signal(pid: int, mask: str, number: int) -> bool:
-    """Say whether it is in a set of signals, a bit each; no process that has ended has any."""
+    """Say whether the signal does nothing to the process; one that has ended ignores none."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as status:
-            found = next((line for line in status if line.startswith(f"{mask}:")), f"{mask}: 0")
+            found = next((line for line in status if line.startswith("SigIgn:")), "SigIgn: 0")
         return bool(int(found.split()[1], 16) >> (number - 1) & 1)
     except (OSError, ValueError):
         return False
@@ -91,16 +81,6 @@ def schedule(pid: int, tid: int | str) -> Schedule:
     except (OSError, ValueError):
         return Schedule()
     return Schedule(ran / 1e9, waited / 1e9, wakes)
-
-
-def cpu_seconds(pid: int) -> float:
-    """Read what all threads of a process have run so far (proc(5), stat); 0 of one that ended."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(") ")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError, ValueError):
-        return 0.0
 
 
 class OwnTime:

@@ -13,15 +13,16 @@ from nbdist import folders
 from nbdist.node.limits import Lack
 from nbdist.node.processes import ProcessSource
 from nbdist.node.worker import Worker
-from nbdist.topology import gpus_of
+from nbdist.wire.membership import Groups
 from nbdist.wire.start import WorkerStart, WorldSpec, over_file
 from nbdist.wire.worker_environ import torchrun_variables
 
+ASKS_ONCE = {"GLOO_ENABLE_STORE_V2_API": "1"}
+"""Has gloo ask a store for the addresses of all ranks at once, not for one after the other: for
+a group of 32 on 2 cores 64 questions instead of 2,080, and 90 ms instead of 350 (torch 2.13)."""
+
 KILL_STEP = 0.05
 """Seconds between two looks whether a worker that is being started has a process by now."""
-
-Groups = Mapping[str, tuple[int, ...]]
-"""The ranks of each group besides the world's own, by its name."""
 
 
 class HeldPort:
@@ -31,10 +32,11 @@ class HeldPort:
     torch's TCPStore does, rank 0 can listen on it, again and again.
     """
 
-    def __init__(self) -> None:
-        self._socket = socket.socket()
+    def __init__(self, address: str = "127.0.0.1") -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.socket(family)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind(("127.0.0.1", 0))
+        self._socket.bind((address, 0))
         self.number = int(self._socket.getsockname()[1])
 
     def __repr__(self) -> str:
@@ -49,23 +51,31 @@ class Rendezvous:
     """What the ranks of a world meet by: store, port, files, and the generation of their group.
 
     One after the other for all worlds that the agent starts, which are counted by `attempt`.
+    With `store_socket` the ranks ask there for what is else in a file.
     """
 
-    def __init__(self, runtime: Path) -> None:
+    def __init__(self, runtime: Path, store_socket: str = "", address: str = "127.0.0.1") -> None:
+        """`address` is that on which user code's own rank 0 can listen."""
+        self._store_socket = store_socket
         self.attempt = self.generation = 0
         self._sized_in = 0
         self._runtime = runtime
-        self._port = HeldPort()
+        self._port = HeldPort(address)
         self._store = -1
 
     def __repr__(self) -> str:
         return f"<Rendezvous world {self.attempt} generation {self.generation}>"
 
-    def begin_world(self) -> None:
+    @property
+    def port(self) -> int:
+        """The MASTER_PORT that is held here."""
+        return self._port.number
+
+    def begin_world(self, attempt: int) -> None:
         """Have a new store, and the first generation of a group."""
         self.make_folder()
         self._drop_store()
-        self.attempt += 1
+        self.attempt = attempt
         self.generation = self._sized_in = 1
         # A file without a name: the world must outlive the cleaning of /tmp.
         self._store = os.memfd_create(f"nbdist-store{self.attempt}")
@@ -82,9 +92,9 @@ class Rendezvous:
         else:
             folders.claim(self._runtime, folders.runtime(self._runtime))
 
-    def resize(self) -> None:
-        """Note that the world's group gets its size in this generation."""
-        self._sized_in = self.generation
+    def go_on(self, generation: int, sized_in: int) -> None:
+        """Have this generation of the group, which has its size since that one."""
+        self.generation, self._sized_in = generation, sized_in
 
     def close(self) -> None:
         """End; the workers have been stopped."""
@@ -122,15 +132,17 @@ class Rendezvous:
             generation=self.generation,
             environ=self.environ_of(spec, rank, log_folder),
             joins=joins,
-            gpus=gpus_of(seat, spec.gpus, spec.per_node),
+            gpus=spec.gpus_of(rank),
             sized_in=self._sized_in,
+            store_socket=self._store_socket,
         )
 
     def environ_of(self, spec: WorldSpec, rank: int, log_folder: Path | None) -> Mapping[str, str]:
         """Work out the rank's part of the environment."""
         in_logs = log_folder and str(log_folder / "error.json")
         error_file = in_logs or f"{self._name_of(rank)}.error.json"
-        return torchrun_variables(spec, rank, self._port.number, error_file)
+        variables = torchrun_variables(spec, rank, self._port.number, error_file)
+        return {**variables, **ASKS_ONCE} if self._store_socket else variables
 
     def _name_of(self, rank: int) -> str:
         return f"{self._runtime}/a{self.attempt}g{self.generation}r{rank}"

@@ -195,7 +195,7 @@ class Stopping:
 
 
 async def _place_of(rank: Worker) -> Place:
-    """Find where the rank is, from what its C code writes where it does not answer."""
+    """Find where the rank is, from its memory where it does not answer."""
     place = await rank.locate()
     if not place.holds_gil or place.is_stopped:
         return place

@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nbdist.node.faulthandler import StackFile
 from nbdist.node.kernel_client import KernelClient, TaskConnection
 from nbdist.node.kernel_messages import Message, as_shown, output_from
 from nbdist.node.limits import Lack, OomKills, lack_in
-from nbdist.node.proc import cpu_seconds, is_exiting, is_stopped
+from nbdist.node.proc import is_exiting, is_stopped
 from nbdist.node.processes import ProcessSource, WorkerProcess
+from nbdist.node.stack_file import StackFile
 from nbdist.node.worker_logs import WorkerLog
 from nbdist.node.worker_output import WorkerOutput
 from nbdist.output.events import Died, Done, Failure, InputRequest, Output, Text, Typed
@@ -26,7 +26,8 @@ from nbdist.wire import control
 from nbdist.wire.frames import BadFrame
 from nbdist.wire.messages import Run
 from nbdist.wire.places import Place, RankState, WorkerStatus
-from nbdist.wire.start import WorkerStart
+from nbdist.wire.prctl import cpu_seconds
+from nbdist.wire.start import WorkerStart, WorldSpec
 from nbdist.wire.task import Finished, InputReply, Task, unpack
 from nbdist.words import word_exit
 
@@ -105,6 +106,8 @@ class Worker:
         """
         self.process = process = await self._process_from(source)
         process.exited.add_done_callback(lambda _: self.output.ready.set())
+        if self._killed:  # before it had a process
+            process.kill()
         await self.output.ready.wait()
         if process.exited.done():
             if lack := lack_in(self.output.last_lines):
@@ -229,6 +232,23 @@ class Worker:
             device=self._start.device,
             cpu_seconds=cpu_seconds(self.pid),
             last_line=self.output.last_line,
+        )
+
+    # --- another number ------------------------------------------------------------------
+
+    def renumber(self, rank: int, log_folder: Path | None) -> None:
+        """Be this rank from now on, and write there."""
+        self.log.move(log_folder, self.rank)
+        self.rank = rank
+
+    def sit(self, world: WorldSpec) -> None:
+        """Take its seat in a world that has others, or more or fewer of them."""
+        seat = world.seat(self.rank)
+        self._start = replace(
+            self._start,
+            rank=self.rank,
+            local_rank=seat.local_rank,
+            local_world_size=seat.local_world_size,
         )
 
     # --- stop ----------------------------------------------------------------------------

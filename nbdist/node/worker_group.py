@@ -1,4 +1,7 @@
-"""The workers of one machine: started together, made whole together, ended together."""
+"""The workers of one machine: started together, made whole together, ended together.
+
+What they do together with those of other machines, `nbdist.node.forming` asks for.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,19 @@ import asyncio
 import shlex
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
+from nbdist.node.code_folder import CodeFolder
 from nbdist.node.forker import Forker, can_fork_with
 from nbdist.node.limits import lack_in, word_lack_of_files
 from nbdist.node.processes import Children, ProcessSource, Spawner
-from nbdist.node.rendezvous import CallOff, Groups, Rendezvous
+from nbdist.node.rendezvous import CallOff, Rendezvous
+from nbdist.node.store_window import StoreWindow
 from nbdist.node.worker import Emit, Worker
 from nbdist.node.worker_logs import RunFolder
 from nbdist.wire import control
-from nbdist.wire.messages import Healed, StartFailure, Starting, WorldStarted
+from nbdist.wire.membership import Formed, Groups, Held, Plan
+from nbdist.wire.messages import StartFailure, Starting, WorldStarted
 from nbdist.wire.start import WorldSpec
 
 START_TIMEOUT = 180.0
@@ -25,20 +30,14 @@ START_TIMEOUT = 180.0
 HEAL_TIMEOUT = 30.0
 """Seconds for survivors and new workers to meet."""
 
-HEAL_TRIES = 3
-"""As many times as further workers may die while that is under way."""
-
 ABORT_TIMEOUT = 1.0
 
 CHECK_TIMEOUT = 1.0
 """Seconds for a worker to say what its libraries lack; where it takes longer, it is not said."""
 
-LEAVE_GRACE = 0.5
-"""Seconds that ranks have to run their exit handlers when the world is to have fewer."""
-
 
 class WorkerGroup:
-    """All workers that an agent has; `all` has them by number.
+    """All workers that an agent has; `all` has them by number, `code` what they were sent to run.
 
     `emit` takes what they show, `report` how their start goes on.
     """
@@ -50,19 +49,28 @@ class WorkerGroup:
         forker: Forker | None,
         emit: Emit,
         report: Callable[[Starting], None],
+        store: StoreWindow | None = None,
+        address: str = "127.0.0.1",
     ) -> None:
         self.all: dict[int, Worker] = {}
+        self.code = CodeFolder()
         self._forker = forker
         self._emit = emit
         self._report = report
         self._spawner = Spawner(children)
-        self._rendezvous = Rendezvous(runtime)
+        self._store = store
+        self._rendezvous = Rendezvous(runtime, str(store.path) if store else "", address)
         self._spec: WorldSpec | None = None
         self._run: RunFolder | None = None
         self._logs: Path | None = None
 
     def __repr__(self) -> str:
         return f"<WorkerGroup {sorted(self.all)} {self._rendezvous}>"
+
+    @property
+    def port(self) -> int:
+        """The MASTER_PORT that is held on this machine."""
+        return self._rendezvous.port
 
     @property
     def spec(self) -> WorldSpec | None:
@@ -78,23 +86,36 @@ class WorkerGroup:
         """Return all whose process is there and ready."""
         return self.alive(self.all)
 
-    # --- start and stop -------------------------------------------------------------------
+    # --- start and end --------------------------------------------------------------------
 
-    async def start(self, spec: WorldSpec) -> WorldStarted | StartFailure:
-        """Start all ranks at once; when one fails, end the others."""
-        self._spec = spec
+    async def start_part(
+        self, spec: WorldSpec, ranks: Sequence[int], attempt: int
+    ) -> WorldStarted | StartFailure:
+        """Start these ranks at once; when one fails, or it is called off, end the others."""
+        self._spec = spec = self.code.moved(spec)
         if lack := word_lack_of_files(spec.world_size):
-            return _failure(spec, 0, lack, ())
-        self._rendezvous.begin_world()
-        self._logs = self._log_folder(spec)
-        self.all = {rank: self._worker(spec, rank) for rank in range(spec.world_size)}
+            return _failure(spec, ranks[0], lack, ())
+        self._begin(spec, attempt)
+        await self._make_folder()
+        self.all = {rank: self._worker(spec, rank) for rank in ranks}
         source = self._source(spec)
         if failed := await self._start_all(source):
             worker, why = failed
             lines = worker.output.last_lines or source.last_lines()
             await self.stop(grace=0.0)
             return _failure(spec, worker.rank, why, lines)
-        return WorldStarted(*self._whereabouts(), await self._lacks())
+        return WorldStarted(*self._whereabouts(), await self._lacks(ranks[0]))
+
+    def _begin(self, spec: WorldSpec, attempt: int) -> None:
+        """Have a store and a log folder for this start of the world."""
+        self._rendezvous.begin_world(attempt)
+        self._logs = self._log_folder(spec)
+
+    async def _make_folder(self) -> None:
+        """Have the runtime folder, and the store's socket there, also where they were removed."""
+        self._rendezvous.make_folder()
+        if self._store is not None:
+            await self._store.open()
 
     async def _start_all(self, source: ProcessSource) -> tuple[Worker, str] | None:
         """Return the first that could not be started, or was not ready in time, and why."""
@@ -112,73 +133,81 @@ class WorkerGroup:
         await worker.output.up.wait()
         self._report(Starting(sum(each.output.up.is_set() for each in self.all.values())))
 
-    async def _lacks(self) -> tuple[str, ...]:
+    async def _lacks(self, rank: int) -> tuple[str, ...]:
         """Say what the libraries of the workers lack; all have the same ones."""
-        answer = await self.all[0].ask(control.Check(), CHECK_TIMEOUT)
+        answer = await self.all[rank].ask(control.Check(), CHECK_TIMEOUT)
         return answer.sentences if isinstance(answer, control.Lacks) else ()
 
     async def stop(self, grace: float) -> None:
         """End all workers."""
-        await self._end_from(0, grace)
+        await self.end(tuple(self.all), grace)
 
-    async def _end_from(self, first: int, grace: float) -> None:
-        """End the ranks from this one on."""
-        leaving = [self.all.pop(rank) for rank in sorted(self.all) if rank >= first]
+    async def end(self, ranks: Sequence[int], grace: float) -> None:
+        """End these ranks: politely for `grace` seconds, then by force."""
+        leaving = [self.all.pop(rank) for rank in sorted(ranks) if rank in self.all]
         await asyncio.gather(*(worker.stop(grace) for worker in leaving))
+
+    async def renumber(self, became: Mapping[int, int]) -> None:
+        """Call each rank by another number; itself it learns of that with the next plan.
+
+        What it writes goes to a folder of that number, with those of all others beside it.
+        """
+        if self._run is not None:
+            self._logs = self._run.new_attempt(self._rendezvous.attempt)
+        self._have({became[rank]: worker for rank, worker in self.all.items()})
+        for rank, worker in self.all.items():
+            worker.renumber(rank, self._logs_of(rank))
+
+    def _have(self, workers: Mapping[int, Worker]) -> None:
+        """Have these, in the order of their numbers: what is said of all has that too."""
+        self.all = dict(sorted(workers.items()))
 
     def close(self) -> None:
         """Let go of what is kept from world to world; the workers have been stopped."""
         self._rendezvous.close()
+        self.code.close()
 
-    # --- heal and scale -------------------------------------------------------------------
+    # --- a new generation of the group ------------------------------------------------------
 
-    async def heal(self) -> Healed:
-        """Give all workers a group again, also where more of them die meanwhile."""
-        assert self._spec is not None
-        everybody = range(self._spec.world_size)
-        for _ in range(HEAL_TRIES):
-            problem = await self._form_anew(self._spec)
-            if not problem or len(self.alive(everybody)) == len(everybody):
-                break
-        return Healed(*self._whereabouts(), problem)
+    async def held(self) -> Held:
+        """Say which of its ranks live, and what groups they hold."""
+        alive = self.all_alive()
+        asked = (worker.ask(control.ListGroups(), HEAL_TIMEOUT) for worker in alive)
+        answers = zip(alive, await asyncio.gather(*asked), strict=True)
+        found = {each.rank: said for each, said in answers if self.alive([each.rank])}
+        return Held(
+            {r: said if isinstance(said, control.HeldGroups) else None for r, said in found.items()}
+        )
 
-    async def scale(self, spec: WorldSpec) -> Healed:
-        """Have as many workers as the spec says, or, where more cannot be had, as before."""
-        assert self._spec is not None
-        before, size = self._spec, self._spec.world_size
-        if spec.world_size > size and (
-            problem := word_lack_of_files(spec.world_size) or await self._prepare(size)
-        ):
-            return Healed(*self._whereabouts(), not_scaled=problem)
-        healed = await self._scale_to(spec, LEAVE_GRACE)
-        if not healed.problem or spec.world_size < size:
-            return healed
-        return replace(await self._scale_to(before, 0.0), not_scaled=healed.problem)
+    async def prepare(self, spec: WorldSpec, ranks: Sequence[int]) -> str:
+        """Have a source that can start these ranks; what keeps it from that, else ""."""
+        await self._make_folder()
+        if lack := word_lack_of_files(spec.world_size):
+            return lack
+        try:
+            await self._source(spec).prepare()
+        except ChildProcessError as error:
+            return f"rank {ranks[0]} could not start: {error}"
+        return ""
 
-    async def _scale_to(self, spec: WorldSpec, grace: float) -> Healed:
-        self._spec = spec
-        await self._end_from(spec.world_size, grace)
-        return await self.heal()
-
-    async def _form_anew(self, spec: WorldSpec) -> str:
-        """Start those that are missing, and form a new generation of the group; a problem or ""."""
-        everybody = range(spec.world_size)
-        missing = [rank for rank in everybody if not self.alive([rank])]
-        self._rendezvous.make_folder()
-        # Before the survivors wait for those that are to come.
-        if missing and (problem := await self._prepare(missing[0])):
-            return problem
-        self._rendezvous.generation += 1
-        survivors = self.alive(everybody)
-        ended = [self.all[rank] for rank in missing if rank in self.all]
-        await asyncio.gather(*(worker.stop(0.0) for worker in ended))
-        groups = groups_to_keep(await _held_by(survivors), spec.world_size)
-        if groups is None:
-            self._rendezvous.resize()
-        new = {rank: self._worker(spec, rank, groups or {}) for rank in missing}
-        self.all.update(new)
-        forms = {each: self._form(spec, each.rank, groups, missing) for each in survivors}
-        return await self._have_meet(forms, [*new.values()], self._source(spec))
+    async def form(self, plan: Plan, ranks: Sequence[int]) -> Formed:
+        """Start those of its ranks that are missing, and have the others meet them."""
+        self._spec = spec = self.code.moved(plan.spec)
+        if plan.attempt != self._rendezvous.attempt:
+            self._begin(spec, plan.attempt)
+        await self._make_folder()
+        self._rendezvous.go_on(plan.generation, plan.sized_in)
+        missing = [rank for rank in ranks if rank in plan.missing]
+        await self.end(missing, 0.0)
+        survivors = [self.all[rank] for rank in ranks if rank in self.all]
+        for worker in survivors:
+            worker.sit(spec)
+        new = {rank: self._worker(spec, rank, plan.groups or {}) for rank in missing}
+        self._have({**self.all, **new})
+        forms = {each: self._form(plan, each.rank) for each in survivors}
+        problem = await self._have_meet(forms, [*new.values()], self._source(spec))
+        alive = tuple(worker.rank for worker in self.alive(ranks))
+        return Formed(*self._whereabouts(), alive, problem)
 
     async def _have_meet(
         self,
@@ -195,15 +224,23 @@ class WorkerGroup:
             )
         return problem_in(starts, answers)
 
-    def _form(
-        self, spec: WorldSpec, rank: int, groups: Groups | None, newcomers: Sequence[int]
-    ) -> control.Request:
+    def _form(self, plan: Plan, rank: int) -> control.Request:
         """Ask for what makes a survivor's groups whole, or its world one of another size."""
-        generation = self._rendezvous.generation
-        if groups is not None:
-            return control.Regroup(generation, groups)
+        spec = plan.spec
         environ = self._rendezvous.environ_of(spec, rank, self._logs_of(rank))
-        return control.Resize(generation, spec.world_size, spec.threads, tuple(newcomers), environ)
+        if plan.groups is not None:
+            return control.Regroup(plan.generation, plan.groups, spec.seats, environ)
+        size, seats, threads = spec.world_size, spec.seats, spec.threads
+        return control.Resize(plan.generation, rank, size, seats, threads, plan.missing, environ)
+
+    async def call_off(self, generation: int) -> None:
+        """Have its ranks wait no longer for this generation: not all ranks will come."""
+        if generation != self._rendezvous.generation:
+            return
+        self._rendezvous.over_file.touch()
+        for worker in self.all.values():
+            if worker.state == "starting":  # it waits in C++
+                worker.kill()
 
     async def abort(self, ranks: Iterable[int]) -> bool:
         """Have these abort their collectives; say whether all have answered.
@@ -214,15 +251,6 @@ class WorkerGroup:
         return None not in await asyncio.gather(*asked)
 
     # --- what workers come from -----------------------------------------------------------
-
-    async def _prepare(self, rank: int) -> str:
-        """Have a source that can start this rank; what keeps it from that, else ""."""
-        assert self._spec is not None
-        try:
-            await self._source(self._spec).prepare()
-        except ChildProcessError as error:
-            return f"rank {rank} could not start: {error}"
-        return ""
 
     def _source(self, spec: WorldSpec) -> ProcessSource:
         if self._forker and spec.use_fork_server and can_fork_with(spec.environ):
@@ -240,29 +268,15 @@ class WorkerGroup:
     def _log_folder(self, spec: WorldSpec) -> Path | None:
         if self._run:
             self._run.close()
-        self._run = RunFolder(Path(spec.log_dir), spec.name) if spec.log_dir else None
+        # Machines can have one home folder, and each numbers its starts by itself.
+        name = spec.name if spec.node is None else f"{spec.name}/{socket.gethostname()}"
+        self._run = RunFolder(Path(spec.log_dir).expanduser(), name) if spec.log_dir else None
         return self._run.new_attempt(self._rendezvous.attempt - 1) if self._run else None
 
     def _whereabouts(self) -> tuple[dict[int, int], dict[int, str]]:
         """Return process and log folder of each rank."""
         pids = {rank: worker.pid for rank, worker in self.all.items()}
         return pids, {rank: str(worker.log.folder or "") for rank, worker in self.all.items()}
-
-
-async def _held_by(workers: Sequence[Worker]) -> list[control.HeldGroups]:
-    asked = (worker.ask(control.ListGroups(), HEAL_TIMEOUT) for worker in workers)
-    answers = await asyncio.gather(*asked)
-    return [answer for answer in answers if isinstance(answer, control.HeldGroups)]
-
-
-def groups_to_keep(held: Sequence[control.HeldGroups], world_size: int) -> Groups | None:
-    """Choose the groups to be made whole, with what was made from them: all that survivors hold.
-
-    None where the world's own is of another size, or there is none, and a new one is made.
-    """
-    if any(each.world_size != world_size for each in held):
-        return None
-    return {name: ranks for each in held for name, ranks in each.members.items()}
 
 
 def problem_in(starts: Iterable[str], answers: Iterable[control.Answer | None]) -> str:

@@ -8,13 +8,21 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from nbdist import folders
 from nbdist.output.events import StreamName
-from nbdist.wire.log_files import earlier_file, moved_line
+from nbdist.wire.log_files import (
+    LogPiece,
+    attempts_beside,
+    earlier_file,
+    file_of,
+    moved_line,
+    renumbered_line,
+)
+from nbdist.wire.messages import GetLogs
 
 log = logging.getLogger("nbdist.node")
 
@@ -41,15 +49,27 @@ class WorkerLog:
     """
 
     def __init__(self, folder: Path | None, limit: int = 0) -> None:
-        self.folder = folder
         self._limit = limit
         self._files: dict[StreamName, _File] = {}
+        self._open(folder)
+
+    def move(self, folder: Path | None, rank: int) -> None:
+        """Go on in another folder: what was this rank is another one from now on."""
+        before = self.folder
+        self.close()
+        self._open(folder)
+        if before is not None:
+            for stream in [*self._files]:
+                self.write(stream, renumbered_line(before / f"{stream}.log", rank))
+
+    def _open(self, folder: Path | None) -> None:
+        self.folder = folder
         if folder is None:
             return
         try:
             folders.make_private(folder)
             for stream in ("stdout", "stderr"):
-                self._files[stream] = _File(folder / f"{stream}.log", limit // 2)
+                self._files[stream] = _File(folder / f"{stream}.log", self._limit // 2)
         except OSError as error:
             self._give_up(error)
 
@@ -114,6 +134,35 @@ class _File:
     def close(self) -> None:
         with suppress(OSError):  # a network's file system can say here that it failed before
             os.close(self._fd)
+
+
+def read_logs(folders_of: Mapping[int, Path | None], get: GetLogs) -> tuple[LogPiece, ...]:
+    """Read the pieces that are asked for, of ranks with these folders."""
+    ranks = [rank for rank in get.ranks if rank in folders_of]
+    return tuple(
+        _piece(rank, folders_of[rank], stream, get) for rank in ranks for stream in get.streams
+    )
+
+
+def _piece(rank: int, folder: Path | None, stream: str, get: GetLogs) -> LogPiece:
+    if folder is None:
+        return LogPiece(rank, stream, "", 0, b"", has_earlier=False, attempts=())
+    file = file_of(folder, stream, get.attempt)
+    has_earlier = earlier_file(file).exists()
+    start, data = _before(earlier_file(file) if get.earlier else file, get.end, get.most)
+    return LogPiece(rank, stream, str(file), start, data, has_earlier, attempts_beside(folder))
+
+
+def _before(file: Path, end: int | None, most: int) -> tuple[int, bytes]:
+    """Read what stands before `end`, and say where it begins; nothing of a missing file."""
+    try:
+        with file.open("rb") as opened:
+            size = opened.seek(0, os.SEEK_END)
+            end = size if end is None else min(end, size)
+            start = opened.seek(max(0, end - most))
+            return start, opened.read(end - start)
+    except OSError:
+        return 0, b""
 
 
 class RunFolder:

@@ -6,7 +6,6 @@ to its end, and a `Job` a step at a time.
 
 from __future__ import annotations
 
-import ast
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,31 +16,35 @@ from nbdist.errors import (
     CellTimedOut,
     Interrupted,
     NbdistError,
-    UsageError,
     ValueGone,
     WorkerDied,
     WorldNotStarted,
+)
+from nbdist.notebook.cell_source import (
+    cell_id,
+    cell_key,
+    check_source,
+    execution_count,
+    in_notebook_lines,
 )
 from nbdist.notebook.options import at_once
 from nbdist.notebook.page import missed
 from nbdist.notebook.shipping.plan import plan
 from nbdist.notebook.stale import stale_texts
-from nbdist.notebook.stops import raised_stops
-from nbdist.notebook.transfer import Progress, moved
+from nbdist.notebook.stops import met_stops, raised_stops
+from nbdist.notebook.transfer import Progress, on_its_way_text, packed
 from nbdist.notebook.values import LastValues
 from nbdist.notebook.why import why_of
 from nbdist.topology import parse_ranks
 from nbdist.wire.task import Source
+from nbdist.world.all_or_none import binding
 from nbdist.world.asking import ask, next_to_ask
-from nbdist.world.names import list_names
-from nbdist.world.recovery import stop_text
+from nbdist.world.recovery import late_stop_text, stop_text
 from nbdist.world.usage import usage_text
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Generator
-
-    from IPython.core.interactiveshell import InteractiveShell
+    from collections.abc import Generator, Mapping
 
     from nbdist.config import Patience
     from nbdist.notebook.display import CellDisplay
@@ -49,9 +52,10 @@ if TYPE_CHECKING:
     from nbdist.notebook.pool import Pool
     from nbdist.notebook.shipping.shipment import Shipment
     from nbdist.wire.task import Task, Work
-    from nbdist.world.names import NameTable
+    from nbdist.world.names import NameTable, Shipped
     from nbdist.world.result import CellResult
-    from nbdist.world.running import News, RunningTask
+    from nbdist.world.running import RunningTask
+    from nbdist.world.sent import News
     from nbdist.world.world import World
 
 R = TypeVar("R")
@@ -90,7 +94,7 @@ def source_steps(
     task, world = prepare(pool, Source(source), ranks, display, options)
     how = RunOptions()
     if options:
-        setup = _cell_key(pool.shell, source) if options.setup else ""
+        setup = cell_key(pool.shell, source) if options.setup else ""
         how = run_options(world, options, setup)
     pack = partial(plan, python, ranks=task.ranks, hidden=pool.shell.user_ns_hidden)
     return (yield from attempt_steps(pool, world, task, pack, display, how))
@@ -111,7 +115,7 @@ def prepare(
         assert pool.last is not None
         missed(pool.last, pool.log_files()).on(pool.display())
     on = parse_ranks("all" if ranks is None else ranks, world.size)
-    count, key = _execution_count(pool.shell), _cell_id(pool.shell)
+    count, key = execution_count(pool.shell), cell_id(pool.shell)
     return world.task(work, ranks=on, execution_count=count, key=key), world
 
 
@@ -183,22 +187,17 @@ def _attempt(
     display: CellDisplay,
     how: RunOptions,
 ) -> Generator[RunningTask, float | None, RunningTask]:
-    for notice in shipment.notices if shipment else ():
-        display.note(notice)
     segment, shipped = None, None
-    if shipment and shipment.names:
-        steps = shipment.packing(alone=bool(how.setup))
-        what = f"shipping {list_names(shipment.names)}"
-        packing = moved(steps, shipment.bytes, display, what)
+    if packing := packed(shipment, display, alone=bool(how.setup)):
         task = replace(task, names=packing.payload)
         segment, shipped = packing.segment, packing.records
-        if packing.note:
-            display.note(packing.note)
     try:
         running = pool.last = world.session.submit(task, how.patience, shipped)
+        if world.session.code and (left := world.session.code.take_note()):
+            display.note(left)
         yield from follow_steps(pool, world, running, display)
         if how.setup and not running.error():
-            world.session.setup.keep(how.setup, task, segment)
+            world.session.keep_setup(how.setup, task, segment)
             segment = None
     finally:
         if segment:
@@ -220,7 +219,14 @@ def follow(pool: Pool, world: World, running: RunningTask, display: CellDisplay 
 def follow_steps(
     pool: Pool, world: World, running: RunningTask, display: CellDisplay | None
 ) -> Generator[RunningTask, float | None, None]:
-    """Do the same a step at a time."""
+    """Do the same a step at a time; a Stop is met, wherever in it one comes."""
+    with met_stops(partial(world.session.meet_stop, running)):
+        yield from _follow_steps(pool, world, running, display)
+
+
+def _follow_steps(
+    pool: Pool, world: World, running: RunningTask, display: CellDisplay | None
+) -> Generator[RunningTask, float | None, None]:
     following, longest = world.follow(running, answers=True), None
     is_here = True  # the cell that runs is the one whose output is shown
     is_job = running.patience.control_timeout is None
@@ -257,6 +263,8 @@ def _show_news(
     running: RunningTask, news: News, display: CellDisplay, *, is_attended: bool
 ) -> None:
     waits, asks = running.waits, running.prompts.text
+    if not waits and display.can_change:  # as lines below one another there would be too many
+        waits = on_its_way_text(*running.bytes_moved, running.age)
     if asks and not is_attended:
         waits = f"{asks} · asked for once a cell waits for this one"
     display.show(running.transcript, news, waits, usage_text(running.usage.values()))
@@ -280,12 +288,15 @@ def check_end(
 ) -> None:
     """Raise the one error of a cell that failed, which says what became of dead ranks."""
     world.session.take_replaced()
+    if running.unfinished and world.session.is_left():
+        find = f"`%dist_attach {world.session.name}` in the next one finds them"
+        raise Interrupted((), fate=f"the kernel ends, and the workers go on: {find}")
     if cause := running.transcript.root_cause():
         pool.failed, pool.failed_at = cause, time.monotonic()
     killed = running.killed_by_stop
     stopped = bool(running.stops) if stopped is None else stopped
     if stopped and not running.unfinished and (killed or not running.died):
-        fate = stop_text(world.session, killed) if killed else ""
+        fate = stop_text(world.session, killed) if killed else late_stop_text(running)
         raise Interrupted(running.task.ranks, killed, fate)
     if error := running.error():
         _keep_why(pool, running)
@@ -314,6 +325,23 @@ def bring(
     found = {**running.result().values}
     world.session.let_go(running)
     return found
+
+
+def bind(
+    pool: Pool,
+    world: World,
+    take: Task,
+    work: Work,
+    display: CellDisplay | None = None,
+    shipped: Mapping[str, Shipped] | None = None,
+) -> None:
+    """Have all ranks bind what they take with a task, or none; with a display that is shown."""
+    for running in binding(world.session, take, work, shipped):
+        if display:
+            pool.last = running
+        follow(pool, world, running, display)
+        display = None
+    check_end(pool, world, running)
 
 
 # --- its last values --------------------------------------------------------------------
@@ -349,64 +377,3 @@ def _keep_why(pool: Pool, running: RunningTask) -> None:
     """Keep the failure, if it is one, for `%dist_why`."""
     if error := running.error():
         pool.why = why_of(running, error, pool.log_files()) or pool.why
-
-
-# --- the source -------------------------------------------------------------------------
-
-
-class CellSyntaxError(UsageError):
-    """The cell is not Python; shown as IPython shows a syntax error, without a traceback."""
-
-    def __init__(self, error: SyntaxError, shown: list[str]) -> None:
-        super().__init__(f"{error.msg} (line {error.lineno} of the cell); nothing has run.")
-        self._shown = shown
-
-    def _render_traceback_(self) -> list[str]:
-        return [*self._shown, "Nothing has run on the workers."]
-
-
-def check_source(shell: InteractiveShell, first_line: str, cell: str) -> str:
-    """Give the cell as Python, magics transformed; raises when it is none, before anything runs."""
-    python: str = shell.transform_cell(in_notebook_lines(first_line, cell))
-    try:
-        module = compile(
-            python, "<cell>", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-        )
-    except SyntaxError as error:
-        shown = shell.SyntaxTB.structured_traceback(type(error), error, None)
-        raise CellSyntaxError(error, shown) from None
-    assert isinstance(module, ast.Module)
-    if not module.body:
-        name = first_line.split()[0] if first_line else "%%distributed"
-        raise UsageError(
-            f"`{name}`: the cell holds no code, so nothing has run. "
-            "`%dist_init -n 4` starts workers without a cell."
-        )
-    return python
-
-
-def in_notebook_lines(first_line: str, cell: str) -> str:
-    """Make the source to send: the magic's line as a comment, so that lines have their numbers.
-
-    Not where another cell magic comes next, which must be on the first line; nor where
-    `first_line` is "", as nobody has typed one.
-    """
-    is_whole = not first_line or cell.lstrip().startswith("%%")
-    return cell if is_whole else f"# {first_line}\n{cell}"
-
-
-def _execution_count(shell: InteractiveShell) -> int:
-    """Give the number of the cell that is running: IPython has stored its input already."""
-    inputs = shell.history_manager.input_hist_parsed  # type: ignore[union-attr]
-    return max(1, len(inputs) - 1)
-
-
-def _cell_key(shell: InteractiveShell, source: str) -> str:
-    """Identify a cell: by the front end's id of it, else by its source."""
-    return _cell_id(shell) or source
-
-
-def _cell_id(shell: InteractiveShell) -> str:
-    """Give the front end's id of the cell that is running; "" where it gives none."""
-    parent: Any = getattr(shell, "get_parent", dict)()  # a terminal's shell has none
-    return str(parent.get("metadata", {}).get("cellId") or "")

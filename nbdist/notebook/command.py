@@ -20,6 +20,7 @@ from nbdist.errors import Interrupted, WorldNotStarted
 from nbdist.notebook import commands
 from nbdist.notebook.cells import bring
 from nbdist.notebook.options import Magic, parse, pool_option, world_options
+from nbdist.notebook.stops import command_stops
 from nbdist.notebook.subshells import is_in_subshell, refusal
 from nbdist.notebook.tables import Shown
 from nbdist.topology import parse_ranks
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     import argparse
 
     from nbdist.notebook.display import CellDisplay
-    from nbdist.notebook.pool import Pool, Pools
+    from nbdist.notebook.pool import Pool
+    from nbdist.notebook.pools import Pools
     from nbdist.wire.messages import Request
     from nbdist.world.world import World
 
@@ -54,6 +56,7 @@ class Line:
         self.options: argparse.Namespace = parse(command.run, command.shown_name, ours)
         self.pool = pools.at(self.options.pool)
         self.pools = [self.pool] if self.options.pool else [*pools]
+        self.pool_of = pools.at
 
     def __repr__(self) -> str:
         return f"<Line {self.text}>"
@@ -136,7 +139,8 @@ class Command:
                 raise refusal(self.shown_name, [c.shown_name for c in find_commands() if c.looks])
             line = Line(self, pools, text, cell)
             try:
-                shown = self.run(line)
+                with command_stops():
+                    shown = self.run(line)
             except KeyboardInterrupt as stop:
                 raise _stopped(stop, line.pool.world) from None
             match shown:

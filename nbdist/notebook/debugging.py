@@ -11,7 +11,7 @@ from nbdist.errors import Interrupted, NbdistError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbdist.notebook.pool import Pools
+    from nbdist.notebook.pools import Pools
 
 
 class RanksDebugger:

@@ -27,7 +27,7 @@ from nbdist.world.moving_line import MovingLine
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nbdist.world.running import News
+    from nbdist.world.sent import News
 
 FIRST_DRAWING = 0.15
 """Seconds before anything is drawn, so that a fast cell does not flash."""

@@ -10,16 +10,15 @@ from weakref import WeakKeyDictionary
 
 from nbdist.notebook.requirements import check_libraries
 from nbdist.notebook.settings import NbDist
-from nbdist.world.launchers import find_launcher
 from nbdist.world.link import Link
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbdist.notebook.command import Command
-    from nbdist.notebook.pool import Pools
+    from nbdist.notebook.pools import Pools
 
 _loaded: WeakKeyDictionary[InteractiveShell, tuple[Pools, list[Command], ExitStack]]
 _loaded = WeakKeyDictionary()
@@ -35,7 +34,7 @@ def load(shell: InteractiveShell) -> None:
     link = prestart() if settings.prestart else None
     # The rest of the extension is imported while the agent starts.
     from nbdist.notebook.command import find_commands
-    from nbdist.notebook.pool import Pools
+    from nbdist.notebook.pools import Pools
 
     pools = Pools(shell, settings)
     pools.default.take_over(link)
@@ -73,6 +72,7 @@ def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Com
             (kernel, "do_complete", completion.complete),
             (kernel, "do_inspect", completion.inspect),
             (kernel, "do_execute", auto.do_execute),
+            (kernel, "do_shutdown", partial(_shut_down, pools)),
         ]
     else:
         wanted += [
@@ -95,9 +95,15 @@ def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Com
     return stack
 
 
+def _shut_down(pools: Pools, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Have no cell be stopped that is to go on; called in the kernel's control thread."""
+    pools.leave()
+    return original(*args, **kwargs)
+
+
 def prestart() -> Link:
     """Start an agent, which has its fork server import torch meanwhile."""
-    link = Link(find_launcher("local"))
+    link = Link()
     link.open()
     return link
 

@@ -8,10 +8,11 @@ from binascii import Error as BadBase64
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from nbdist.folders import open_private
+from nbdist.folders import make_private, open_private
 from nbdist.output.events import MimeBundle
 from nbdist.output.transcript import Transcript
 from nbdist.words import name_ranks
+from nbdist.world.spec import default_log_dir
 
 SUFFIXES = {
     "image/png": "png",
@@ -21,6 +22,9 @@ SUFFIXES = {
     "image/svg+xml": "svg",
 }
 
+
+FIGURES = "figures"
+"""In the log folder, where those of ranks on other machines go."""
 
 KITTY_TERMINALS = ("xterm-kitty", "xterm-ghostty")
 CHUNK = 4096
@@ -81,8 +85,13 @@ def _saved(suffix: str, image: bytes, log: str | None) -> str:
     if log is None:
         return "not saved, as there is no log folder (NBDIST_LOG_DIR)"
     digest = hashlib.blake2b(image, digest_size=6).hexdigest()
-    path = Path(log).with_name(f"figure-{digest}.{suffix}")
+    # `node1:/...` is a file of another machine's.
+    is_here = log.startswith("/")
+    folder = Path(log).parent if is_here else Path(default_log_dir(), FIGURES)
+    path = folder / f"figure-{digest}.{suffix}"
     try:
+        if not is_here:
+            make_private(folder)
         if not path.exists():
             with open(path, "wb", opener=open_private) as file:
                 file.write(image)

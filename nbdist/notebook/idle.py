@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import os
-import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+from nbdist.notebook.stops import is_main_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +54,7 @@ class IdleWatch:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             return
-        if link is None or threading.current_thread() is not threading.main_thread():
+        if link is None or not is_main_thread():
             return
         # A descriptor of our own, which stays ours when the link is closed.
         self._link, self._loop, self._asides = link, loop, os.dup(link.asides)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from nbdist.errors import CellTimedOut, Interrupted, JobLost, JobRuns, NbdistError, WorkerError
-from nbdist.notebook.stops import counted_stops, held_stops
+from nbdist.notebook.stops import counted_stops, held_stops, is_main_thread
 from nbdist.output.wording import ranks_text, seconds_text
 from nbdist.words import one_line
 from nbdist.world.following import TICK
@@ -169,8 +169,7 @@ class Job:
 
         With `in_its_cell` what is shown belongs to the cell that sent it.
         """
-        is_elsewhere = threading.current_thread() is not threading.main_thread()
-        if self._ended.is_set() or self._is_stepping or is_elsewhere:
+        if self._ended.is_set() or self._is_stepping or not is_main_thread():
             return
         self._is_stepping = True
         self._was_drawn_between |= in_its_cell
@@ -203,7 +202,7 @@ class Job:
             self._steps.close()
 
     def _wait_a_little(self, seconds: float) -> None:
-        if threading.current_thread() is threading.main_thread():
+        if is_main_thread():
             self.step(seconds)
         else:  # a subshell: the main thread takes the steps
             self._ended.wait(seconds)

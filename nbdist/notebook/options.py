@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError as IPythonUsageError
 from IPython.core.magic_arguments import argument, argument_group, parse_argstring
 
-from nbdist.config import OPTIONS, Option, WorldConfig, read_environ, read_restarts, unquoted
+from nbdist.config import OPTIONS, Option, WorldConfig
 from nbdist.errors import UsageError, WorldChanged
 from nbdist.notebook.border.flags import flags_of
 from nbdist.notebook.border.habits import in_our_words, meant_by
+from nbdist.readers import read_environ, read_restarts, unquoted
 
 if TYPE_CHECKING:
     from nbdist.world.world import World
@@ -26,7 +27,11 @@ QUOTED = re.compile(r"""(?<!\S)(--[\w-]+)(?:=|\s+)(\w+=)?(["'])(.*?)\3(?!\S)""")
 
 GROUPS = {
     "which workers": ("n", "layout", "gpus", "share_gpus", "cpus", "backend", "name"),
-    "how they are started": ("env", "env_file", "debug", "python", "wrap", "launcher", "fork"),
+    "how they are started": ("env", "env_file", "debug", "python", "wrap", "fork"),
+    "on which machines": (
+        *("launcher", "hosts", "salloc", "memory", "copy_env", "address", "detach", "sync_code"),
+        *("rdzv_backend", "rdzv_endpoint"),
+    ),
     "when something goes wrong": ("on_failure", "hang_timeout", "free"),
 }
 """The options of a world as the help of a magic has them; `--pool` is every magic's own."""
@@ -80,7 +85,10 @@ def check_same(world: World, options: argparse.Namespace) -> None:
         raise WorldChanged(world.size, size, world.session.config.other_pool)
     # What was chosen for it, where nothing had been said.
     session = world.session
-    chosen = {"backend": session.backend, "layout": session.layout, "name": session.name}
+    chosen = {"backend": session.backend, "name": session.name}
+    is_full = not isinstance(session.config.n, int)  # no fewer workers than `-j` has room for
+    chosen["layout"] = (is_full and session.config.layout) or session.layout
+    chosen["launcher"] = session.config.launched_by
     for name, wanted in asked.items():
         option, has = OPTIONS[name], chosen.get(name, getattr(session.config, name))
         if name == "env":

@@ -1,17 +1,17 @@
-"""The pools of a notebook: each a world, how that is kept alive, and its names."""
+"""A pool of a notebook: a world, how that is kept alive, and its names."""
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from nbdist.config import DEFAULT_POOL, WorldConfig
-from nbdist.errors import InChild, Interrupted, UsageError
+from nbdist.errors import Interrupted
+from nbdist.launching import LOCAL
 from nbdist.notebook.auto_mode import NOTE as AUTO_NOTE
 from nbdist.notebook.auto_mode import AutoMode
 from nbdist.notebook.background import Background
 from nbdist.notebook.display import make_display
-from nbdist.notebook.idle import IdleWatch, at_next_prompt
+from nbdist.notebook.idle import IdleWatch
 from nbdist.notebook.late import Ended
 from nbdist.notebook.options import check_same, given
 from nbdist.notebook.page import Page
@@ -21,16 +21,18 @@ from nbdist.notebook.stops import IdleStop
 from nbdist.notebook.subshells import is_in_subshell
 from nbdist.notebook.why import Why, idle_end, why_died
 from nbdist.words import count, name_ranks
-from nbdist.world.recovery import healing_text
+from nbdist.world.names import list_names
+from nbdist.world.recovery import healing_text, scaled_text
+from nbdist.world.renumbering import size_text
 from nbdist.world.states import State
 from nbdist.world.world import World
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from typing import Any
 
-    from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
+    from IPython.core.interactiveshell import InteractiveShell
 
     from nbdist.notebook.display import CellDisplay
     from nbdist.notebook.settings import NbDist
@@ -93,7 +95,7 @@ class Pool:
             return "no workers are running · `%%distributed -n 4` or `%dist_init -n 4` starts them"
         name = f" · {world.session.config.name}" if world.session.config.name else ""
         shape = "" if world.session.layout.startswith("1x") else f" as {world.session.layout}"
-        who = f"{self._title}{count(world.size, 'worker')}{shape} on {world.session.host}"
+        who = f"{self._title}{count(world.size, 'worker')}{shape} on {world.session.machines}"
         return f"{who} · {world.session.backend} · {world.state.value}{name}"
 
     @property
@@ -108,10 +110,14 @@ class Pool:
         return f"pool {self.name} · " if self.name != DEFAULT_POOL else ""
 
     def log_files(self) -> dict[int, str]:
-        """Name the log file of each rank that has one."""
+        """Name the log file of each rank that has one; of other machines as `node1:/...`."""
         if self.world is None:
             return {}
-        return {rank: f"{folder}/stdout.log" for rank, folder in self.world.logs.items() if folder}
+        session = self.world.session
+        logs = {rank: f"{folder}/stdout.log" for rank, folder in session.logs.items() if folder}
+        if not session.is_elsewhere:
+            return logs
+        return {rank: f"{session.machines.name(rank)}:{file}" for rank, file in logs.items()}
 
     def display(self) -> CellDisplay:
         """Make a display for what the cell that runs now has to show."""
@@ -134,6 +140,9 @@ class Pool:
         if (world := self.mended(display)) is not None:
             check_same(world, options)
             world.session.on_failure = options.on_failure or world.session.on_failure
+            if options.detach and not world.session.config.detach:
+                world.session.config = world.session.config.but(detach=True)
+                world.session.remember()
             return world
         world = self._new_world(options)
         self._start(world, display)
@@ -147,16 +156,25 @@ class Pool:
         if self.world is not None:
             _complete_shutdown(self.world)
             _wait_for_stop(self.world, display)
-            self._mend(self.world, display)
+            if self._mend(self.world, display):
+                self._size = self.world.size
         self.show_late()
         for text in self.ended.take_texts():
             display.note(text)
         if self.world is None or self.world.state is State.STOPPED:
             return None
         before, self._size = self._size, self.world.size
-        if before != self._size:
-            display.note(f"world {before} -> {self._size}")
+        moved = self.world.session.take_moved()
+        if before != self._size or moved:
+            display.note(size_text(before, self._size, moved))
         return self.world
+
+    def attach(self, world: World) -> None:
+        """Have a world that was there already, and not the agent that `%load_ext` started."""
+        link, self._link = self._link, None
+        self._started(world)
+        if link is not None:
+            link.close()
 
     def restart(
         self, options: argparse.Namespace, keep: Sequence[str], display: CellDisplay
@@ -191,20 +209,28 @@ class Pool:
         return had_workers
 
     def close(self) -> None:
-        """End at once all that this pool has started, since the notebook ends."""
+        """End at once all that this pool has started, since the notebook ends.
+
+        But not a world that outlives it.
+        """
         self.background.lose("the notebook has ended")
         self._idle.stop()
-        links = [self._link, self.world.session.detach_link() if self.world else None]
-        for link in links:
-            if link is not None:
-                link.close()
-        self._link = self.world = None
+        world, self.world = self.world, None
+        stays = world is not None and world.session.config.detach and world.state.has_workers
+        link = world.session.detach_link() if world is not None else None
+        if link is not None and stays:
+            link.detach()
+        elif link is not None:
+            link.close()
+        if self._link is not None:
+            self._link.close()
+        self._link = None
 
     def _new_world(self, options: argparse.Namespace) -> World:
         config = self.world.session.config if self.world else WorldConfig(pool=self.name)
         world = World(**vars(config.but(**given(options))))
         world.session.namespace = self.shell.user_ns  # an embedded shell's is not `__main__`'s
-        if self._link is not None and world.session.config.launcher == WorldConfig.launcher:
+        if self._link is not None and world.session.config.launched_by == LOCAL:
             world.session.adopt(self._link)
             self._link = None
         return world
@@ -284,20 +310,30 @@ class Pool:
         if world.session.lost is not None:
             display.note(str(world.session.lost))
 
-    def _mend(self, world: World, display: CellDisplay) -> None:
-        """Replace workers that died while no cell was running, and say so."""
+    def _mend(self, world: World, display: CellDisplay) -> bool:
+        """Replace workers that died while no cell was running, take in machines, and say so.
+
+        True where it was said how many workers there are now.
+        """
         world.session.receive_waiting()
         if not world.session.is_idle:
-            return
+            return False
+        machines, dead = world.session.machines, dict(world.session.dead)
+        came = list_names(world.session.have_come)
         world.session.heal()
-        dead = world.session.take_replaced()
+        has_grown = bool(came) and not world.session.have_come
+        if has_grown:
+            display.note(f"{came} came · {scaled_text(world.session)}")
+        dead = {rank: died for rank, died in dead.items() if rank not in world.session.dead}
+        dead |= world.session.take_replaced()
         for rank, died in dead.items():
-            self.why = why_died(rank, world.session.host, died, self.log_files().get(rank, ""))
+            self.why = why_died(rank, machines.name(rank), died, self.log_files().get(rank, ""))
             display.note(f"rank {rank} {idle_end(died)}")
         if dead:
             display.note(healing_text(world.session, dead).rstrip("."))
             if self.routine.hint:
                 display.note(self.routine.hint)
+        return has_grown
 
 
 def _complete_shutdown(world: World) -> None:
@@ -313,57 +349,3 @@ def _wait_for_stop(world: World, display: CellDisplay) -> None:
         late = name_ranks(running.unfinished)
         display.wait_for(f"waiting for {late} to end the cell that was stopped …")
         world.session.wait_for_stop()
-
-
-class Pools:
-    """Those that have been named so far, and the default one."""
-
-    def __init__(self, shell: InteractiveShell, settings: NbDist) -> None:
-        self._pid = os.getpid()
-        self.shell = shell
-        self.settings = settings
-        self.auto = AutoMode()
-        self._stop = IdleStop()
-        default = Pool(shell, settings, DEFAULT_POOL, self.auto, self._stop)
-        self._pools = {DEFAULT_POOL: default}
-
-    def __repr__(self) -> str:
-        return f"<Pools {[*self]}>"
-
-    def __iter__(self) -> Iterator[Pool]:
-        yield from self._pools.values()
-
-    @property
-    def default(self) -> Pool:
-        """The one of cells that name no pool."""
-        return self._pools[DEFAULT_POOL]
-
-    def at(self, name: str | None) -> Pool:
-        """Give the pool of this name, which may be new; UsageError for what is no name."""
-        if os.getpid() != self._pid:
-            raise InChild("`%%distributed` and nbdist's other magics")
-        name = name or DEFAULT_POOL
-        if not name.replace("-", "_").isidentifier():
-            raise UsageError(f"`--pool {name}`: a pool's name is a word, such as `--pool trainer`.")
-        if name not in self._pools:
-            self._pools[name] = Pool(self.shell, self.settings, name, self.auto, self._stop)
-        return self._pools[name]
-
-    def known(self, name: str | None) -> Pool | None:
-        """Give the pool of this name if there is one; from any thread, for who only looks."""
-        return self._pools.get(name or DEFAULT_POOL)
-
-    def notice_names(self, result: ExecutionResult) -> None:
-        """Count what a cell has bound as the notebook's; called by IPython after each."""
-        for pool in self:
-            pool.show_background()
-            at_next_prompt(self.shell, pool.watch_prompt)
-        raw_cell = getattr(result.info, "raw_cell", None)
-        if raw_cell:
-            for pool in self:
-                pool.notice_cell(raw_cell)
-
-    def close(self) -> None:
-        """End at once all that the notebook has started; called when it ends."""
-        for pool in self:
-            pool.close()

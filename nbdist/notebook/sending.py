@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic_arguments import argument
 
-from nbdist.config import number_of_seconds
 from nbdist.errors import FailedHere, NbdistError, UsageError
 from nbdist.notebook.cells import result_of, through
 from nbdist.notebook.job import CellPlace, Job
+from nbdist.readers import number_of_seconds
 from nbdist.words import count
 
 if TYPE_CHECKING:

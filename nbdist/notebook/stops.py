@@ -35,11 +35,55 @@ class Stops:
         self.count += 1
 
 
+class CommandStops(Stops):
+    """Those while a command of the notebook runs: met by who follows a task, else raised.
+
+    A KeyboardInterrupt that comes between any two lines of a loop ends the loop: its ranks would
+    run on, and what they had shown be lost.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meet: Callable[[], bool] | None = None
+
+    def take(self, number: int, frame: FrameType | None) -> None:
+        """Have it met; raise KeyboardInterrupt where nobody does."""
+        if self.meet is None or not self.meet():
+            signal.default_int_handler(number, frame)
+
+
+@contextmanager
+def command_stops() -> Iterator[None]:
+    """Have `met_stops` inside meet Stops, where these raise KeyboardInterrupt."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or not is_main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, CommandStops().take)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def met_stops(meet: Callable[[], bool]) -> Iterator[None]:
+    """Call this at each Stop inside, in its handler; False has it raised after all."""
+    stops = _in_use()
+    if not isinstance(stops, CommandStops):
+        yield
+        return
+    before, stops.meet = stops.meet, meet
+    try:
+        yield
+    finally:
+        stops.meet = before
+
+
 @contextmanager
 def counted_stops() -> Iterator[Stops]:
     """Count Stops instead of raising KeyboardInterrupt where one happens to come."""
     stops = Stops()
-    if threading.current_thread() is not threading.main_thread():
+    if not is_main_thread():
         yield stops
         return
     before = signal.signal(signal.SIGINT, stops.take)
@@ -63,8 +107,7 @@ def held_stops() -> Iterator[None]:
 @contextmanager
 def raised_stops() -> Iterator[None]:
     """Have Stop raise KeyboardInterrupt again inside `counted_stops` and `held_stops`."""
-    counts = isinstance(getattr(signal.getsignal(signal.SIGINT), "__self__", None), Stops)
-    if not counts or threading.current_thread() is not threading.main_thread():
+    if _in_use() is None or not is_main_thread():
         yield
         return
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -72,6 +115,17 @@ def raised_stops() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _in_use() -> Stops | None:
+    """Say who takes Stops now, if it is one of these."""
+    taker = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+    return taker if isinstance(taker, Stops) else None
+
+
+def is_main_thread() -> bool:
+    """Say whether signals are handled in this thread."""
+    return threading.current_thread() is threading.main_thread()
 
 
 class IdleStop:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 from nbdist.wire.shared_memory import Made, Steps
 from nbdist.words import size_text
+from nbdist.world.names import list_names
 
 if TYPE_CHECKING:
     from nbdist.notebook.display import CellDisplay
+    from nbdist.notebook.shipping.shipment import Packing, Shipment
 
 FIRST_SHOWN = 1.0
 """Seconds that a transfer has taken before anything is said of it."""
@@ -45,6 +47,27 @@ class Progress:
 def progress_text(what: str, done: int, total: int, seconds: float) -> str:
     """Write `shipping data: 1.2 GiB of 4 GiB · 1.1 GiB/s`."""
     return f"{what}: {size_text(done)} of {size_text(total)} · {size_text(done / seconds)}/s"
+
+
+def on_its_way_text(done: int, total: int, seconds: float) -> str:
+    """Write how far a task's big values are on their way between machines; "" for none."""
+    what = "big values are on their way"
+    return progress_text(what, done, total, seconds) if done < total else ""
+
+
+def packed(
+    shipment: Shipment | None, display: CellDisplay, *, alone: bool = False
+) -> Packing | None:
+    """Pack names that go to the workers, and say what there is to say of them; None for none."""
+    for notice in shipment.notices if shipment else ():
+        display.note(notice)
+    if not (shipment and shipment.names):
+        return None
+    what = f"shipping {list_names(shipment.names)}"
+    packing = moved(shipment.packing(alone=alone), shipment.bytes, display, what)
+    if packing.note:
+        display.note(packing.note)
+    return packing
 
 
 def moved(steps: Generator[int, None, Made], total: int, display: CellDisplay, what: str) -> Made:

@@ -105,12 +105,13 @@ IGNORES_STOP = "it did not listen to Stop"
 class Died:
     """The rank's process ended.
 
-    `exit_code` is negative for a signal, as in `subprocess`; `last_lines` is the end of all
+    `exit_code` is negative for a signal, as in `subprocess`, and None where its machine is lost,
+    and nothing more is known of it; `last_lines` is the end of all
     that it has written; `why` says why its agent has ended it, "" if it did not.  With
     `received_too_much` gloo did, for a message of more bytes than the rank's tensor holds.
     """
 
-    exit_code: int
+    exit_code: int | None
     time_ns: int
     pid: int = 0
     last_lines: tuple[str, ...] = ()
@@ -127,6 +128,8 @@ class Died:
         """How it ended, as a verb: `was killed by SIGKILL`."""
         if self.by_stop:
             return "did not listen to Stop and was killed"
+        if self.exit_code is None:
+            return "was lost"
         return word_exit(self.exit_code)
 
 

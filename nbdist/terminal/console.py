@@ -6,13 +6,16 @@ import argparse
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from nbdist import __version__
 from nbdist.errors import UsageError
+from nbdist.readers import read_memory
+from nbdist.terminal.listing import kill_world, show_worlds
 from nbdist.terminal.looking import Worlds
 from nbdist.terminal.picture import CpuMeter, as_lines
 from nbdist.terminal.top import show_top
+from nbdist.topology import parse_layout
 
 BETWEEN_LOOKS = 0.5
 """Seconds in which `nbdist status` counts processor time; longer than an answer is kept."""
@@ -24,9 +27,11 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.command == "top":
         show_top(options.seconds, options.times)
         return 0
-    if options.command in ("enable", "disable"):
-        return _configure(options)
-    return show_status()
+    try:
+        return COMMANDS[options.command](options)
+    except UsageError as error:
+        sys.stderr.write(f"nbdist: {error}\n")
+        return 2
 
 
 def _configure(options: argparse.Namespace) -> int:
@@ -34,13 +39,29 @@ def _configure(options: argparse.Namespace) -> int:
     # IPython and all magics are imported for these alone.
     from nbdist.terminal.enabling import disable, enable
 
-    try:
-        if options.command == "enable":
-            return enable(options.profile, is_sure=options.yes)
-        return disable(options.profile)
-    except UsageError as error:
-        sys.stderr.write(f"nbdist: {error}\n")
-        return 2
+    if options.command == "enable":
+        return enable(options.profile, is_sure=options.yes)
+    return disable(options.profile)
+
+
+def _join(options: argparse.Namespace) -> int:
+    """Do `nbdist join`."""
+    # ZeroMQ is imported for the key.
+    from nbdist.terminal.joining import join
+
+    return join(options.place, options.key_file, options.index)
+
+
+def _k8s(options: argparse.Namespace) -> int:
+    """Do `nbdist k8s`."""
+    from nbdist.terminal.kubernetes import Pods, manifest, place_asked
+
+    nodes = parse_layout(options.layout).nodes
+    memory = read_memory(options.memory) if options.memory else ""
+    pods = Pods(place_asked(options.place), nodes, options.image, options.name, options.secret,
+                options.gpus, options.cpus, memory)  # fmt: skip
+    sys.stdout.write(manifest(pods))
+    return 0
 
 
 def show_status() -> int:
@@ -58,6 +79,18 @@ def show_status() -> int:
     return 0 if found else 1
 
 
+COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "enable": _configure,
+    "disable": _configure,
+    "join": _join,
+    "k8s": _k8s,
+    "kill": lambda options: kill_world(options.name),
+    "ps": lambda _: show_worlds(),
+    "status": lambda _: show_status(),
+}
+"""What ends by itself; `top` goes on."""
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("nbdist", description="nbdist outside of notebooks.")
     parser.add_argument("--version", action="version", version=f"nbdist {__version__}")
@@ -68,6 +101,9 @@ def _parser() -> argparse.ArgumentParser:
         "-d", "--seconds", type=_seconds, default=2.0, help="between two looks (2; at least 0.5)"
     )
     top.add_argument("-n", "--times", type=int, default=0, help="look so many times, then end")
+    commands.add_parser("ps", help="all worlds, also those that no notebook has")
+    kill = commands.add_parser("kill", help="end a world, and all that belongs to it")
+    kill.add_argument("name", help="its --name, its pool, or its process, as ps shows them")
     for name, what in (
         ("enable", "have notebooks find the magics without %%load_ext nbdist"),
         ("disable", "take that back"),
@@ -76,7 +112,33 @@ def _parser() -> argparse.ArgumentParser:
         configuring.add_argument("--profile", default="default", help="of IPython (default)")
         if name == "enable":
             configuring.add_argument("-y", "--yes", action="store_true", help="do not ask")
+    _add_join(commands.add_parser("join", help="be a machine of a world that waits for it"))
+    _add_k8s(commands.add_parser("k8s", help="write what has a Kubernetes cluster join a world"))
     return parser
+
+
+def _add_join(joining: argparse.ArgumentParser) -> None:
+    joining.add_argument("place", metavar="HOST:PORT", help="as the notebook shows it")
+    joining.add_argument(
+        "--key-file",
+        metavar="FILE",
+        help="the world's key, - for stdin; by default that in the user's state folder",
+    )
+    # Not --node: torchrun takes that for a beginning of options of its own.
+    joining.add_argument("--index", metavar="N", type=int, help="its number, which orders machines")
+
+
+def _add_k8s(writing: argparse.ArgumentParser) -> None:
+    writing.add_argument("place", metavar="HOST:PORT", help="as the notebook shows it")
+    writing.add_argument(
+        "-j", "--layout", metavar="NODESxN", required=True, help="as the notebook has it: 2x4"
+    )
+    writing.add_argument("--image", required=True, help="which has nbdist and torch")
+    writing.add_argument("--name", default="nbdist", help="of job and service (nbdist)")
+    writing.add_argument("--secret", default="", help="which has the key (NAME-key)")
+    writing.add_argument("--gpus", type=int, default=0, help="of each node")
+    writing.add_argument("--cpus", type=int, default=0, help="of each node")
+    writing.add_argument("--memory", metavar="SIZE", help="of each node: 64G")
 
 
 def _seconds(text: str) -> float:

@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
-from nbdist import folders
 from nbdist.wire.frames import BadFrame, FrameCutter
-from nbdist.wire.seen import LOOK, MOST_BYTES, WINDOW, WorldSeen, seen_from, user_at
-from nbdist.world.launchers import PREFIX, places
+from nbdist.wire.seen import LOOK, MOST_BYTES, WINDOW, WorldSeen, connect_to, seen_from
+from nbdist.world.registry import runtime_folders
 
 ANSWER_TIMEOUT = 3.0
 READ_SIZE = 1 << 18
-
-AGENT = b"nbdist.node"
-"""In the command line of each agent, before its runtime folder."""
 
 
 class Look:
     """A connection to one world's window."""
 
     def __init__(self, folder: Path) -> None:
-        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket = connect_to(folder / WINDOW, ANSWER_TIMEOUT)
         self._cutter = FrameCutter(MOST_BYTES)
-        try:
-            self._socket.settimeout(ANSWER_TIMEOUT)
-            self._socket.connect(os.fsencode(folder / WINDOW))
-            if user_at(self._socket) != os.geteuid():
-                raise PermissionError(f"{folder / WINDOW} is another user's")
-        except BaseException:
-            self._socket.close()
-            raise
 
     def __repr__(self) -> str:
         return f"<Look {self._cutter}>"
@@ -65,14 +49,14 @@ class Worlds:
     def seen(self) -> list[WorldSeen]:
         """Look at each of them, in the order of their notebooks."""
         found = []
-        for folder in runtime_folders():
+        for folder in runtime_folders(WINDOW):
             try:
                 if folder not in self._looks:
                     self._looks[folder] = Look(folder)
                 found.append(self._looks[folder].seen())
             except (OSError, BadFrame):  # it has ended, or is about to
                 self._drop(folder)
-        for folder in self._looks.keys() - {*runtime_folders()}:
+        for folder in self._looks.keys() - {*runtime_folders(WINDOW)}:
             self._drop(folder)
         return sorted(found, key=lambda seen: (seen.notebook_pid, seen.pool))
 
@@ -84,33 +68,3 @@ class Worlds:
     def _drop(self, folder: Path) -> None:
         if (look := self._looks.pop(folder, None)) is not None:
             look.close()
-
-
-def runtime_folders() -> list[Path]:
-    """Find those of worlds that run; none that another user could have put there."""
-    candidates = {*_in_places(), *_of_agents()}
-    return sorted(folder for folder in candidates if _is_window_of_user(folder))
-
-
-def _is_window_of_user(folder: Path) -> bool:
-    with suppress(OSError):
-        folders.check_private(folder)
-        return (folder / WINDOW).is_socket()
-    return False
-
-
-def _in_places() -> Iterator[Path]:
-    """Look where this terminal's environment would have them."""
-    for place in (Path(f"/run/user/{os.geteuid()}"), *places()):
-        with suppress(OSError):
-            yield from place.glob(f"{PREFIX}*")
-
-
-def _of_agents() -> Iterator[Path]:
-    """Look at the processes of this user: a notebook can have another environment."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if process.stat().st_uid == os.geteuid():
-                words = (process / "cmdline").read_bytes().split(b"\0")
-                if AGENT in words[:-2]:
-                    yield Path(os.fsdecode(words[words.index(AGENT) + 1]))

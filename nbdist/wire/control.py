@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from nbdist.seats import Seats
 from nbdist.wire.frames import BadFrame, object_from
 from nbdist.wire.places import Collective, Place, StackFrame
 from nbdist.wire.questions import Completions, Description, Question
@@ -70,18 +71,25 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Regroup:
-    """Connect the world's group and all these groups anew, in place, as this generation."""
+    """Connect the world's group and all these groups anew, in place, as this generation.
+
+    `seats` and `environ` say where all sit now: ranks of a lost node sit on others.
+    """
 
     generation: int
     members: Mapping[str, tuple[int, ...]]
+    seats: Seats
+    environ: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """Join a group of another size, with these newcomers, and say in `environ` what follows."""
+    """Join a group of another size as this rank, with these newcomers; `environ` follows."""
 
     generation: int
+    rank: int
     world_size: int
+    seats: Seats
     threads: int
     newcomers: tuple[int, ...]
     environ: Mapping[str, str]
@@ -115,8 +123,9 @@ class Traced:
 
 @dataclass(frozen=True, slots=True)
 class HeldGroups:
-    """How many ranks share the world's group, 0 for none; the ranks of all others by name."""
+    """Which rank it is of how many of the world's group, 0 for none; those of others by name."""
 
+    rank: int
     world_size: int
     members: Mapping[str, tuple[int, ...]]
 

@@ -1,19 +1,26 @@
 """How nbdist starts interpreters of its own: agent, fork server, spawned workers.
 
 None of them looks into the notebook's folder for what it imports: `random.py` there is a
-file of the user's, and not Python's module.  It imports nothing but `os`, because the agent
+file of the user's, and not Python's module.  It imports next to nothing, because the agent
 has this before it starts the fork server.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 
 MODULE = ("-P", "-m")
 """Options before a module to run; with `-P` the working directory is not on `sys.path`."""
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+
+
+def agent_command(python: str, number: int = -1) -> list[str]:
+    """Return the command that runs an agent; `number` is the node's, where one is known."""
+    node = [] if number < 0 else ["--node", str(number)]
+    return [python or sys.executable, *MODULE, "nbdist.node", "--ticket", *node]
 
 
 def safe_path(environ: Mapping[str, str], folder: str) -> str:

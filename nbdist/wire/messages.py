@@ -10,22 +10,32 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from nbdist.output.events import Output
+from nbdist.output.events import Died, Output
+from nbdist.seats import Seats
+from nbdist.wire.code_tree import CodeFile, CodePart, Digest, Landmark
+from nbdist.wire.log_files import LogPiece
+from nbdist.wire.payload import SegmentRef
 from nbdist.wire.places import Place, Stack, Usage, WorkerStatus
 from nbdist.wire.questions import Completions, Description, Question
 from nbdist.wire.start import WorldSpec
-from nbdist.wire.task import InputReply
+from nbdist.wire.task import InputReply, Task
+from nbdist.wire.wanted import Wanted
 
 # --- calls to an agent, each answered by exactly one `Answer` ------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class StartWorld:
-    """Start all workers of `spec` and form their group; answered by `WorldStarted`."""
+    """Start all workers of `spec` and form their group; answered by `WorldStarted`.
+
+    A head needs to know what is `wanted` of other machines.
+    """
 
     spec: WorldSpec
+    wanted: Wanted | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,11 @@ class StopWorld:
 @dataclass(frozen=True, slots=True)
 class GetStatus:
     """Answered by a tuple of `WorkerStatus`."""
+
+
+@dataclass(frozen=True, slots=True)
+class GetRefused:
+    """Notebook to head: how many connections it refused; answered by a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +74,35 @@ class Consult:
 
 
 @dataclass(frozen=True, slots=True)
+class GetLogs:
+    """Read at most so many bytes before `end` (None: the last) of the log files of these ranks.
+
+    `attempt` is None for the files that are written now; with `earlier` of those that have what
+    was said before.  Answered by a tuple of `LogPiece`.
+    """
+
+    ranks: tuple[int, ...]
+    streams: tuple[str, ...]
+    most: int
+    end: int | None = None
+    attempt: int | None = None
+    earlier: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Heal:
     """Replace dead workers and form the group anew in all; answered by `Healed`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Have as many workers as this spec says, and a group of them; answered by `Healed`."""
+    """Have as many workers as this spec says, and a group of them; answered by `Healed`.
+
+    `keep` are the ranks that stay, which are the first of the new world, in this order.
+    """
 
     spec: WorldSpec
+    keep: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,26 +112,64 @@ class Kill:
     ranks: tuple[int, ...]
 
 
-Request = StartWorld | StopWorld | GetStatus | GetStacks | Consult | Heal | Scale | Kill
+@dataclass(frozen=True, slots=True)
+class GetCode:
+    """Say which of these files of the notebook's folder are missing; answered by `CodeHeld`."""
+
+    landmarks: tuple[Landmark, ...]
+    files: Mapping[str, CodeFile]
+
+
+@dataclass(frozen=True, slots=True)
+class PutCode:
+    """Take in what was missing; answered by `CodeHeld`."""
+
+    part: CodePart
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """Take in the machines that have come since the start; answered by `Healed`."""
+
+
+Request = (
+    StartWorld
+    | StopWorld
+    | GetStatus
+    | GetRefused
+    | GetStacks
+    | GetLogs
+    | Consult
+    | Heal
+    | Scale
+    | Grow
+    | Kill
+    | GetCode
+    | PutCode
+)
 
 
 @dataclass(frozen=True, slots=True)
 class WorldStarted:
     """All ranks are up and share a group; `logs` are their log folders ("" for none).
 
-    `lacks` says what is missing in the libraries that they have, a sentence each.
+    `lacks` says what is missing in the libraries that they have, a sentence each.  `hosts` has
+    the machine of each rank where there are several,
+    and `spec` is what the world became, where that depends on other machines.
     """
 
     pids: Mapping[int, int]
     logs: Mapping[int, str]
     lacks: tuple[str, ...] = ()
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    spec: WorldSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StartFailure:
-    """A rank could not start; nothing of the half-started world is left."""
+    """A rank, or with None an agent, could not start; nothing of the half-started world is left."""
 
-    rank: int
+    rank: int | None
     host: str
     command: str
     reason: str
@@ -107,24 +180,46 @@ class StartFailure:
 class Healed:
     """All ranks share a group again; `problem` says why they do not, "" when they do.
 
-    There are as many as `pids`.  `not_scaled` says why they are as many as before, "" when
-    they are as many as was asked for.
+    There are as many as `pids`, where `seats` says.  `not_scaled` says why they are as many as
+    before, "" when they are as many as was asked for.  `hosts` has the machine of each where
+    there are several, and `spec` is what the world became, as in `WorldStarted`.  `way_back` is
+    what has lost machines back that do not come by themselves.
     """
 
     pids: Mapping[int, int]
     logs: Mapping[int, str]
+    seats: Seats = ()
     problem: str = ""
     not_scaled: str = ""
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    spec: WorldSpec | None = None
+    way_back: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeHeld:
+    """What a node has of the notebook's folder: all but what has these digests.
+
+    Where it is the very same folder there (`is_shared`) nothing has to be sent.
+    """
+
+    host: str
+    lacks: tuple[Digest, ...] = ()
+    is_shared: bool = False
+    problem: str = ""
 
 
 Reply = (
     WorldStarted
     | StartFailure
     | Healed
+    | CodeHeld
     | tuple[WorkerStatus, ...]
     | tuple[Stack, ...]
+    | tuple[LogPiece, ...]
     | Completions
     | Description
+    | int
     | None
 )
 
@@ -142,11 +237,15 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Notebook to agent: pass the packed task on to those of its ranks that live there, at once."""
+    """Notebook to agent: pass the packed task on to those of its ranks that live there, at once.
+
+    `segments` is the shared memory that it refers to.
+    """
 
     id: str
     ranks: tuple[int, ...]
     task: bytes
+    segments: tuple[SegmentRef, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +286,19 @@ class Enter:
 
 
 @dataclass(frozen=True, slots=True)
+class Remember:
+    """Notebook to agent: what the next notebook has to know that takes the world over.
+
+    `options` are those of the world by the fields of `WorldConfig`, `patience` that of the task
+    which comes next, `setup` the set-up cells with their keys.
+    """
+
+    options: Mapping[str, Any]
+    patience: Mapping[str, Any] = field(default_factory=dict)
+    setup: tuple[tuple[str, Task], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Received:
     """Notebook to agent: one more batch of outputs has been taken in."""
 
@@ -206,6 +318,38 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class Attached:
+    """Agent to notebook, after the hello, where it takes a world over; `Outputs` follow.
+
+    `run` is the task that no notebook has seen to its end, None for none; it was sent at
+    `started`, monotonic, and ranks ended it at `ended`.  `bound` has by rank the names that
+    tasks have bound, with what they imported; `dead` are ranks that nobody has replaced.
+    Unless `is_whole` the group has to be formed anew; machines that `came` could have ranks.
+    Calls are numbered from `next_call` on, `forgotten` counts tasks that have ended before,
+    `since` is when the notebook before was gone.
+    """
+
+    memory: Remember
+    spec: WorldSpec | None
+    wanted: Wanted | None
+    pids: Mapping[int, int]
+    logs: Mapping[int, str]
+    hosts: Mapping[int, str]
+    came: tuple[str, ...]
+    lacks: tuple[str, ...]
+    is_whole: bool
+    dead: Mapping[int, Died]
+    bound: Mapping[int, Mapping[str, str | None]]
+    run: Run | None
+    started: float
+    started_ns: int
+    ended: Mapping[int, float]
+    next_call: int
+    forgotten: int
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """Agent to notebook: the reply to the `Ask` of this id."""
 
@@ -215,9 +359,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """Agent to notebook: of the workers that are being started so many are up by now."""
+    """Agent to notebook: of the workers that are being started so many are up by now.
+
+    `text` says which of several machines have come.
+    """
 
     up: int
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +380,13 @@ class Used:
     """Agent to notebook, every few seconds while a task runs: what its workers use, by rank."""
 
     usage: Mapping[int, Usage]
+
+
+@dataclass(frozen=True, slots=True)
+class Came:
+    """Agent to notebook: this machine has come, and there could be more ranks: `Grow`."""
+
+    host: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +406,8 @@ class Outputs:
     items: tuple[tuple[int, str, Output], ...]
 
 
-Down = Ask | Run | Locate | Abort | Interrupt | LetGo | Enter | Received | Leave
-Up = Hello | Answer | Outputs | Located | Aborted | Starting | Used
+Down = Ask | Run | Locate | Abort | Interrupt | LetGo | Enter | Remember | Received | Leave
+Up = Hello | Attached | Answer | Outputs | Located | Aborted | Starting | Used | Came
 
 
 def to_bytes(message: Down | Up) -> bytes:

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 RankState = Literal["starting", "idle", "busy", "dead"]
-
-STACK_SIGNAL = signal.SIGRTMAX - 6
-"""At this a worker's C code writes its stacks to `WorkerStart.stack_file`.
-
-Not SIGUSR2, which user code may want for itself.
-"""
 
 PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/|^.*/lib/python3\.\d+/(?=[^/]+)")
 """What stands before a library's own path."""
@@ -56,7 +49,8 @@ class Place:
     `line` of the cell, or of a script's `file` with its text in `code`, 0 where unknown;
     `operation` is the collective it waits for, "" if it
     does something else; `counts` has by group how many collectives it has begun, `moved` the
-    bytes that its connections have carried, `is_calm` whether none of gloo's threads has
+    bytes that its connections have carried, `in_flight` packets that it has sent and that have
+    yet to arrive; `is_calm` whether none of gloo's threads has
     anything to do; `unfinished` how many collectives seem to have begun and not ended.
     `holds_gil`: C code holds the GIL, so nothing more is known, unless the line is.
     `is_stopped`: by a signal such as SIGSTOP.  `begun` are a waiting or idle rank's last
@@ -69,6 +63,7 @@ class Place:
     operation: str = ""
     counts: Mapping[str, int] = field(default_factory=dict)
     moved: int = 0
+    in_flight: int = 0
     is_calm: bool = False
     unfinished: int = 0
     holds_gil: bool = False

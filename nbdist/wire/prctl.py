@@ -1,4 +1,4 @@
-"""What a process asks of the kernel about parents and children (prctl(2), proc(5)).
+"""What a process asks of the kernel about parents, children and their time (prctl(2), proc(5)).
 
 Runs in agents, guards, fork servers and workers.  It is also a script, with no package around
 it: `python -IS prctl.py COMMAND ...` becomes the command that wraps a worker (`--wrap`), which
@@ -42,6 +42,16 @@ def _parent_of(pid: int) -> int:
             return int(file.read().rpartition(b") ")[2].split()[1])
     except OSError:
         return 0  # it has ended
+
+
+def cpu_seconds(pid: int) -> float:
+    """Read what all threads of a process have run so far (proc(5), stat); 0 of one that ended."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(") ")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def _prctl(option: int, value: int) -> None:

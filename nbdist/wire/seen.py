@@ -6,10 +6,12 @@ that could change anything.  Each side makes nothing of the other's bytes but wh
 
 from __future__ import annotations
 
+import os
 import pickle
 import socket
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 
 from nbdist.wire.frames import framed, object_from
 from nbdist.wire.places import WorkerStatus
@@ -55,8 +57,36 @@ def seen_from(frame: bytes) -> WorldSeen:
     return seen
 
 
+def connect_to(path: Path, timeout: float) -> socket.socket:
+    """Connect to a socket of this user's; raises OSError where there is none.
+
+    Whatever is done with it takes `timeout` seconds at most.
+    """
+    end = socket.socket(socket.AF_UNIX)
+    try:
+        end.settimeout(timeout)
+        end.connect(os.fsencode(path))
+        if user_at(end) != os.geteuid():
+            raise PermissionError(f"{path} is another user's")
+    except BaseException:
+        end.close()
+        raise
+    return end
+
+
 def user_at(end: socket.socket) -> int:
     """Return the user whose process has the other end, as the kernel says (unix(7))."""
+    return _credentials(end)[1]
+
+
+def process_at(end: socket.socket) -> int:
+    """Return the process that has the other end, or listened there; 0 in another pid namespace."""
+    return _credentials(end)[0]
+
+
+def _credentials(end: socket.socket) -> tuple[int, int, int]:
     size = _CREDENTIALS.size
-    _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return int(user)
+    process, user, group = _CREDENTIALS.unpack(
+        end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    )
+    return int(process), int(user), int(group)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pickle import PickleBuffer
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 from nbdist.wire.cgroups import require_memory
 
@@ -51,21 +51,45 @@ class SegmentRef:
     sizes: tuple[int, ...]
 
 
-class Segment:
+class _Open:
+    """A descriptor that is closed once, at the latest when nothing refers to this object."""
+
+    _fd: int
+
+    def close(self) -> None:
+        """Let go of the memory; the kernel frees it when no process has it mapped."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # A segment that nothing refers to can never be closed: its memory would stay
+        # for as long as the process.
+        if not sys.is_finalizing():
+            self.close()
+
+
+class Segment(_Open):
     """Some frames in shared memory, for as long as this object is open.
 
     Processes that have mapped it keep what they mapped when it is closed.
     """
 
-    def __init__(self, fd: int, ref: SegmentRef) -> None:
-        """Takes the descriptor over; `holding` makes segments."""
+    def __init__(self, fd: int, sizes: tuple[int, ...]) -> None:
+        """Takes the descriptor over; `filling` makes segments."""
         self._fd = fd
-        self.ref = ref
-
-    @classmethod
-    def holding(cls, frames: Sequence[Buffer]) -> Segment:
-        """Make a new segment with a copy of the frames, as `filling` does, at once."""
-        return to_end(cls.filling(frames))
+        self.ref = SegmentRef(f"/proc/{os.getpid()}/fd/{fd}#{os.fstat(fd).st_ino}", sizes)
 
     @classmethod
     def filling(cls, frames: Sequence[Buffer]) -> Generator[int, None, Segment]:
@@ -76,24 +100,21 @@ class Segment:
         the machine is out of it all the same; nothing is left behind in any of these cases.
         """
         views = [memoryview(frame).cast("B") for frame in frames]
-        offsets, total = _layout([view.nbytes for view in views])
-        require_memory(total)
-        fd = os.memfd_create("nbdist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, total)
+        with Blank([view.nbytes for view in views]) as blank:
             copied = 0
-            for view, offset in zip(views, offsets, strict=True):
-                for done in _writing(fd, view, offset):
+            for view, offset in zip(views, blank.offsets, strict=True):
+                for done in blank.writing(view, offset):
                     yield copied + done
                 copied += view.nbytes
-            # No process can change or cut what others have mapped: cutting it would kill
-            # them with SIGBUS.
-            fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
-        except BaseException:
-            os.close(fd)
-            raise
-        path = f"/proc/{os.getpid()}/fd/{fd}#{os.fstat(fd).st_ino}"
-        return cls(fd, SegmentRef(path, tuple(view.nbytes for view in views)))
+            return blank.sealed()
+
+    @classmethod
+    def of_another(cls, ref: SegmentRef) -> Segment:
+        """Open another process's segment as one of this process's, for when that one lets go.
+
+        Raises `SegmentGone`.
+        """
+        return cls(open_file(ref), ref.sizes)
 
     @cached_property
     def _offsets(self) -> list[int]:
@@ -111,32 +132,46 @@ class Segment:
             yield memory[:read]
             at, left = at + read, left - read
 
-    def close(self) -> None:
-        """Let go of the memory; the kernel frees it when no process has it mapped."""
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            os.close(fd)
-
-    def __enter__(self) -> Segment:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        # A segment that nothing refers to can never be closed: its memory would stay
-        # for as long as the process.
-        if not sys.is_finalizing():
-            self.close()
-
     def __repr__(self) -> str:
         size = f"{sum(self.ref.sizes):,} bytes in {len(self.ref.sizes)} frames"
         return f"<Segment {size}, {'closed' if self._fd < 0 else self.ref.path}>"
+
+
+class Blank(_Open):
+    """Memory for frames of these sizes that is still being filled; close it where it is left so.
+
+    `offsets` say where each frame begins, `total` how many bytes it is.  Raises as
+    `Segment.filling` does.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._fd = -1
+        self.sizes = tuple(sizes)
+        self.offsets, self.total = _layout(self.sizes)
+        require_memory(self.total)
+        self._fd = os.memfd_create("nbdist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._fd, self.total)
+
+    def __repr__(self) -> str:
+        return f"<Blank of {self.total:,} bytes{', closed' if self._fd < 0 else ''}>"
+
+    def writing(self, view: memoryview, offset: int) -> Iterator[int]:
+        """Write these bytes there; yields how many are, every `PIECE` bytes."""
+        # Nine times as fast as copying into a mapping, which takes a page fault, and clears
+        # the page, for every 4 KiB (1 GiB: 0.33 s against 3.0 s; one memcpy of it 0.44 s).
+        done = 0
+        while done < view.nbytes:
+            # No signal ends a write to memory: Stop would wait for all of it.
+            done += os.pwrite(self._fd, view[done : done + PIECE], offset + done)
+            yield done
+
+    def sealed(self) -> Segment:
+        """Make the segment of it; nothing is written to it any more."""
+        # No process can change or cut what others have mapped: cutting it would kill
+        # them with SIGBUS.
+        fcntl.fcntl(self._fd, _F_ADD_SEALS, _SEALS)
+        fd, self._fd = self._fd, -1
+        return Segment(fd, self.sizes)
 
 
 def open_segment(ref: SegmentRef) -> list[memoryview]:
@@ -145,22 +180,46 @@ def open_segment(ref: SegmentRef) -> list[memoryview]:
     Pages are shared until they are written to.  The mapping lives as long as any of
     the views, and does not need the owner any more.  Raises `SegmentGone`.
     """
-    path, _, inode = ref.path.partition("#")
     offsets, total = _layout(ref.sizes)
+    fd = open_file(ref)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise SegmentGone(f"shared memory {ref.path} cannot be opened: {error}") from error
-    try:
-        found = os.fstat(fd)
-        # Descriptor numbers, and even process ids, are given out again.
-        if str(found.st_ino) != inode or found.st_size != total:
-            raise SegmentGone(f"shared memory {ref.path} is gone: its owner has closed it")
         mapping = mmap.mmap(fd, total, access=mmap.ACCESS_COPY)
     finally:
         os.close(fd)
     whole = memoryview(mapping)
     return [whole[offset : offset + size] for offset, size in zip(offsets, ref.sizes, strict=True)]
+
+
+def open_file(ref: SegmentRef) -> int:
+    """Open another process's segment, to be read as a file of `length_of(ref)` bytes.
+
+    Raises `SegmentGone`.
+    """
+    path, _, inode = ref.path.partition("#")
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise SegmentGone(f"shared memory {ref.path} cannot be opened: {error}") from error
+    found = os.fstat(fd)
+    # Descriptor numbers, and even process ids, are given out again.
+    if str(found.st_ino) != inode or found.st_size != length_of(ref):
+        os.close(fd)
+        raise SegmentGone(f"shared memory {ref.path} is gone: its owner has closed it")
+    return fd
+
+
+def is_there(ref: SegmentRef) -> bool:
+    """Say whether its owner has it open."""
+    path, _, inode = ref.path.partition("#")
+    try:
+        return str(os.stat(path).st_ino) == inode
+    except OSError:
+        return False
+
+
+def length_of(ref: SegmentRef) -> int:
+    """Return how many bytes it is, with what lies between its frames."""
+    return _layout(ref.sizes)[1]
 
 
 class Steps(Generic[Made]):
@@ -201,13 +260,3 @@ def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
         offsets.append(end)
         end += -(-size // ALIGNMENT) * ALIGNMENT
     return offsets, max(end, ALIGNMENT)  # An empty file cannot be mapped.
-
-
-def _writing(fd: int, view: memoryview, offset: int) -> Iterator[int]:
-    # Nine times as fast as copying into a mapping, which takes a page fault, and clears
-    # the page, for every 4 KiB (1 GiB: 0.33 s against 3.0 s; one memcpy of it 0.44 s).
-    done = 0
-    while done < view.nbytes:
-        # No signal ends a write to memory: Stop would wait for all of it.
-        done += os.pwrite(fd, view[done : done + PIECE], offset + done)
-        yield done

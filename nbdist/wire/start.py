@@ -10,8 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nbdist.topology import Seat, seat_of
+from nbdist.seats import Seat, Seats, gpus_of, ranks_on, seat_of
 from nbdist.wire.interpreter import MODULE
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStore:
+    """A store of torch's own rendezvous, `--rdzv-backend` and `--rdzv-endpoint`.
+
+    Ranks of one world have a `name` there that no other has.
+    """
+
+    backend: str
+    endpoint: str
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +33,17 @@ class WorldSpec:
     `environ` is the notebook's whole environment; `threads` is how many each rank may
     use for one operation; `backend` is None for no process group; `use_fork_server` forks
     the workers from a process that has torch imported, else each is spawned, with `wrap`
-    before its command.  `per_node` is 0 for one node, else how many ranks each has.
+    before its command.  `seats` has where each rank sits, () on one node, and `room` for how
+    many each simulated node has room.  `node` is the one that this spec is for, with its own
+    `gpus`; None on one machine, which has all ranks, whose nodes are simulated.
     A rank's log files have `log_limit` bytes for each stream, or with 0 no limit.
     `sys_path` and `argv` are the notebook's, for what cells run; with `own_path` the
     interpreter's own path follows after it; with `share_gpus` several ranks of nccl can
-    have one GPU.
+    have one GPU; of each node's those are used that `gpus_asked` numbers, "" for all; with
+    `sync_code` edited modules are imported anew before each task.
+    `interface` is that of the network by which gloo connects ranks, and at `master_addr` user
+    code's own rank 0 can listen; `master_port` 0 is one that the agent holds.
+    With `torch_store` the ranks meet there.
     """
 
     world_size: int
@@ -41,11 +59,19 @@ class WorldSpec:
     log_dir: str = ""
     log_limit: int = 0
     use_fork_server: bool = True
-    per_node: int = 0
+    seats: Seats = ()
+    room: tuple[int, ...] = ()
+    node: int | None = None
     wrap: tuple[str, ...] = ()
     own_path: bool = False
     share_gpus: bool = False
+    gpus_asked: str = ""
+    master_addr: str = "localhost"
+    master_port: int = 0
+    interface: str = "lo"
     argv: tuple[str, ...] = ("",)
+    sync_code: bool = False
+    torch_store: TorchStore | None = None
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -54,7 +80,18 @@ class WorldSpec:
 
     def seat(self, rank: int) -> Seat:
         """Return which node the rank is on, and where there."""
-        return seat_of(rank, self.world_size, self.per_node)
+        return seat_of(rank, self.world_size, self.seats)
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """The ranks of the node that this is for."""
+        if self.node is None:
+            return tuple(range(self.world_size))
+        return ranks_on(self.node, self.world_size, self.seats)
+
+    def gpus_of(self, rank: int) -> tuple[str, ...]:
+        """Choose what CUDA shows the rank: all of its node's."""
+        return gpus_of(rank, self.seats if self.node is None else (), self.gpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +99,9 @@ class WorkerStart:
     """What one worker process needs before its first import of user code.
 
     `token` marks the escape sequences for its agent in its stdout;
-    `store_path` is the file through which the ranks of this machine find one another, and
-    the names of `over_file` begin with `over_path`;
+    `store_path` is the file through which the ranks of this machine find one another, or
+    else `store_socket` is where they ask for a store of all machines; the names of
+    `over_file` begin with `over_path`;
     with `joins` it replaces a worker that has died, or is one more, and joins these groups,
     the ranks of each by its name, besides the world's own; `gpus` are those that
     it sees.  `sized_in` is the generation in which the world's group got its size.
@@ -82,6 +120,7 @@ class WorkerStart:
     joins: Mapping[str, tuple[int, ...]] | None = None
     gpus: tuple[str, ...] = ()
     sized_in: int = 1
+    store_socket: str = ""
 
     @property
     def device(self) -> str:
@@ -89,8 +128,13 @@ class WorkerStart:
         return f"cuda:{self.local_rank % len(self.gpus)}" if self.gpus else "cpu"
 
     @property
+    def log_folder(self) -> Path | None:
+        """Where the rank's log files are; torch's error file is beside them."""
+        return Path(self.environ["TORCHELASTIC_ERROR_FILE"]).parent if self.world.log_dir else None
+
+    @property
     def stack_file(self) -> str:
-        """Into which its C code writes stacks: at a signal, and when it crashes."""
+        """Into which it writes where its stack is, and its C code the stack when it crashes."""
         return self.connection_file.removesuffix(".json") + ".stack"
 
     @property

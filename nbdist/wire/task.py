@@ -9,13 +9,14 @@ for somebody to type; a mark in the worker's stdout says where either belongs.
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from nbdist.output.events import Done, InputRequest
+from nbdist.output.events import Done, Failure, InputRequest
 from nbdist.wire.frames import BadFrame, fits, object_from
-from nbdist.wire.payload import Payload
+from nbdist.wire.payload import Payload, Places, SegmentRef, moved, refs_in
 
 Kind = Literal["file", "module", "executable"]
 
@@ -33,7 +34,8 @@ class Script:
 
     `file` is where the notebook has found it ("" for a module that is no file), `root` the
     folder whose code counts as the script's own.  With `local_rank` it gets
-    `--local-rank=N` before all other arguments.
+    `--local-rank=N` before all other arguments.  `near` is where `file` lies below the notebook's
+    folder, which can have another place on other machines; "" outside of it.
     """
 
     kind: Kind
@@ -42,6 +44,7 @@ class Script:
     file: str = ""
     root: str = ""
     local_rank: bool = False
+    near: str = ""
 
     @property
     def op(self) -> str:
@@ -110,9 +113,34 @@ class Task:
         """The script, where it is one."""
         return self.work if isinstance(self.work, Script) else None
 
+    @property
+    def title(self) -> str:
+        """The first line of it that says something; a script's name, an op's."""
+        match self.work:
+            case Source(text):
+                lines = (line.strip() for line in text.splitlines())
+                return next((line for line in lines if line and not line.startswith("# %")), "")
+            case Script(name=name, args=args):
+                return " ".join([name, *args])
+            case Call(op):
+                return op
+
     def pack(self) -> bytes:
         """Pickle it for the workers."""
         return pickle.dumps(self, protocol=5)
+
+    @property
+    def segments(self) -> tuple[SegmentRef, ...]:
+        """The shared memory that has its big values."""
+        given = self.work.arguments if isinstance(self.work, Call) else None
+        return refs_in((self.names, given))
+
+    def moved(self, places: Places) -> Task:
+        """Return it for workers for whom that memory is in these places."""
+        work = self.work
+        if isinstance(work, Call):
+            work = replace(work, arguments=moved(work.arguments, places))
+        return replace(self, names=moved(self.names, places), work=work)
 
 
 def unpack(data: bytes) -> Task:
@@ -141,6 +169,11 @@ def down_from(data: bytes) -> Task | InputReply:
     """Return what a worker has been sent: a task, or what was typed for the one that it does."""
     received: Task | InputReply = pickle.loads(data)
     return received
+
+
+def failure_in_words(name: str, message: str) -> Failure:
+    """Give one from outside the cell's code, as one line."""
+    return Failure(name, message, (f"{name}: {message}",), time.time_ns())
 
 
 MOST_BYTES = 64 << 20

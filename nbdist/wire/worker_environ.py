@@ -33,7 +33,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from nbdist.topology import gpus_of
 from nbdist.wire.start import WorldSpec
 
 NBDIST_DECIDES = frozenset(
@@ -89,7 +88,7 @@ def torchrun_variables(
     `port` is one that nothing listens on yet; `error_file` is what `@record` writes to.
     """
     seat, size = spec.seat(rank), str(spec.world_size)
-    gpus = gpus_of(seat, spec.gpus, spec.per_node)
+    gpus = spec.gpus_of(rank)
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(seat.local_rank),
@@ -100,8 +99,8 @@ def torchrun_variables(
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": size,
         "ROLE_NAME": spec.pool,
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
+        "MASTER_ADDR": spec.master_addr,
+        "MASTER_PORT": str(spec.master_port or port),
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
@@ -111,7 +110,7 @@ def torchrun_variables(
         "PYTHON_EXEC": spec.python,
         "NBDIST_WORLD": spec.name,
         **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
-        "GLOO_SOCKET_IFNAME": spec.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "GLOO_SOCKET_IFNAME": spec.environ.get("GLOO_SOCKET_IFNAME", spec.interface),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": spec.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
         "TORCH_NCCL_ENABLE_MONITORING": spec.environ.get("TORCH_NCCL_ENABLE_MONITORING", "0"),
         "MPLBACKEND": spec.environ.get("MPLBACKEND", "module://matplotlib_inline.backend_inline"),

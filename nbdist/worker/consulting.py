@@ -7,14 +7,12 @@ most, and may run users' properties.  Else, and where they take long, `known_nam
 from __future__ import annotations
 
 import asyncio
-import sys
-from contextlib import suppress
 from dataclasses import replace
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from nbdist.wire.questions import Complete, Completions, Description, Inspect, Question
 from nbdist.worker import known_names
+from nbdist.worker.compat.jedi import import_jedi
 
 if TYPE_CHECKING:
     from nbdist.worker.kernel import WorkerKernel
@@ -70,16 +68,3 @@ class Consulting:
                 found = kernel.do_inspect(code, cursor, detail)
                 data = found["data"].items() if found.get("found") else ()
                 return Description({kind: text for kind, text in data if isinstance(text, str)})
-
-
-def import_jedi() -> None:
-    """Import what IPython completes with, if it is there.
-
-    It raises the limit of recursion when it is imported; users' code keeps the one it has.
-    """
-    if "jedi" in sys.modules:
-        return
-    limit = sys.getrecursionlimit()
-    with suppress(ImportError):
-        import_module("jedi")
-    sys.setrecursionlimit(limit)

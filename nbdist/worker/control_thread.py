@@ -84,7 +84,7 @@ class ControlThread:
                 return probe.last_collective() or control.Ok()
             case control.ListGroups():
                 members = {} if group is None else group.held()
-                return control.HeldGroups(self._scaling.world_size, members)
+                return control.HeldGroups(self._scaling.rank, self._scaling.world_size, members)
             case control.Check():
                 return control.Lacks((*torch.check(), *ipython.check()))
             case control.Bind(parent):
@@ -93,8 +93,8 @@ class ControlThread:
                 self._kernel.namespace.let_go(task_id)
             case control.Abort() if group is not None:
                 self._abort(group)
-            case control.Regroup(generation, members) if group is not None:
-                return self._meet(lambda: group.regroup(generation, members))
+            case control.Regroup() as regroup:
+                return self._meet(lambda: self._scaling.regroup(regroup))
             case control.Resize() as resize:
                 return self._meet(lambda: self._scaling.scale(resize))
         return control.Ok()

@@ -22,8 +22,10 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 from ipykernel.zmqshell import ZMQInteractiveShell
+from IPython.core.events import EventManager
+from IPython.core.interactiveshell import ExecutionResult
 
-from nbdist.wire.control import Resize
+from nbdist.wire.control import Regroup, Resize
 from nbdist.wire.start import WorkerStart
 from nbdist.wire.task import Attempt
 from nbdist.wire.worker_environ import sharing_variables
@@ -31,6 +33,7 @@ from nbdist.worker.compat import torch as seam
 from nbdist.worker.compat.debugger import Debugger
 from nbdist.worker.group.group import Group
 from nbdist.worker.namespace import Namespace
+from nbdist.worker.publishing import LargeOutputs
 
 WIDGET_BARS = frozenset({"tqdm.autonotebook", "tqdm.notebook"})
 """The modules of tqdm that choose widgets, or are made of them."""
@@ -53,10 +56,15 @@ def prepare_torch(start: WorkerStart) -> None:
     seam.read_debug_level()
     device = device_of(start)
     if device.type == "cuda":
-        if start.world.share_gpus:
-            version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # needs no CUDA
-            os.environ.update(sharing_variables(start.rank, version, os.environ))
+        share_gpu(start)
         torch.cuda.set_device(device)
+
+
+def share_gpu(start: WorkerStart) -> None:
+    """Have NCCL take several ranks on one GPU, if they are to share it."""
+    if start.world.share_gpus and start.gpus:
+        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # needs no CUDA
+        os.environ.update(sharing_variables(start.rank, version, os.environ))
 
 
 def take_place(start: WorkerStart, own_path: Sequence[str]) -> None:
@@ -99,14 +107,26 @@ class Scaling:
     On the control thread, while no task runs.
     """
 
-    def __init__(self, start: WorkerStart, namespace: Namespace, group: Group | None) -> None:
+    def __init__(
+        self,
+        start: WorkerStart,
+        namespace: Namespace,
+        group: Group | None,
+        large: LargeOutputs,
+    ) -> None:
         self._start = start
         self._namespace = namespace
         self._group = group
+        self._large = large
         self._loop = asyncio.get_event_loop()  # the main thread's, which makes this
 
     def __repr__(self) -> str:
         return f"<Scaling of rank {self._start.rank} in a world of {self.world_size}>"
+
+    @property
+    def rank(self) -> int:
+        """Which it is now."""
+        return self._start.rank
 
     @property
     def world_size(self) -> int:
@@ -123,23 +143,48 @@ class Scaling:
         before, after = self._start, _start_after(self._start, resize)
         if self._group is not None:
             self._group.resize(after, resize.newcomers)
-        self._start = after
-        change_environment(before.environ, after.environ)
-        self._namespace.change("world_size", after.world.world_size)
+        self._take(after)
+        if after.rank != before.rank:
+            share_gpu(after)
         # Threads are a matter of the thread that starts an operation.  What the loop is
         # given now it does before it takes the next cell.
         self._loop.call_soon_threadsafe(change_threads, before.world.threads, after.world.threads)
 
+    def regroup(self, regroup: Regroup) -> None:
+        """Connect all groups anew, then change what says where the ranks sit; raises as `scale`."""
+        if self._group is not None:
+            self._group.regroup(regroup.generation, regroup.members)
+        world = replace(self._start.world, seats=regroup.seats)
+        self._take(_seated(replace(self._start, world=world, environ=regroup.environ)))
+
+    def _take(self, after: WorkerStart) -> None:
+        before, self._start = self._start, after
+        # CUDA reads it once.
+        follows = {k: v for k, v in after.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
+        change_environment(before.environ, follows)
+        for name in ("rank", "local_rank", "world_size"):
+            self._namespace.change(name, ready_names(after)[name])
+        self._large.keep_in(after.log_folder)
+
 
 def _start_after(start: WorkerStart, resize: Resize) -> WorkerStart:
-    return replace(
-        start,
-        local_world_size=resize.world_size,
-        world=replace(start.world, world_size=resize.world_size, threads=resize.threads),
-        environ=resize.environ,
-        generation=resize.generation,
-        sized_in=resize.generation,
+    size, seats = resize.world_size, resize.seats
+    world = replace(start.world, world_size=size, seats=seats, threads=resize.threads)
+    return _seated(
+        replace(
+            start,
+            rank=resize.rank,
+            world=world,
+            environ=resize.environ,
+            generation=resize.generation,
+            sized_in=resize.generation,
+        )
     )
+
+
+def _seated(start: WorkerStart) -> WorkerStart:
+    seat = start.world.seat(start.rank)
+    return replace(start, local_rank=seat.local_rank, local_world_size=seat.local_world_size)
 
 
 def change_environment(before: Mapping[str, str], after: Mapping[str, str]) -> None:
@@ -174,6 +219,19 @@ def _reduce_cell_definition(_pickler: ForkingPickler, value: Any) -> Any:
     return NotImplemented
 
 
+class CellEvents(EventManager):
+    """IPython's events of a cell; Stop in what they call ends the cell, where IPython goes on."""
+
+    def trigger(self, event: str, *args: Any, **kwargs: Any) -> None:
+        """Call what is registered for this event, and show what it raises."""
+        for function in [*self.callbacks[event]]:
+            try:
+                function(*args, **kwargs)
+            except Exception:  # noqa: BLE001 (whatever it was, it is not the cell's)
+                sys.stdout.write(f"Error in callback {function} (for {event}):\n")
+                self.shell.showtraceback()
+
+
 class WorkerShell(ZMQInteractiveShell):
     """A shell by whose class's name no library (rich, fastprogress) takes widgets to be shown.
 
@@ -181,6 +239,23 @@ class WorkerShell(ZMQInteractiveShell):
     """
 
     ready: Mapping[str, Any] = MappingProxyType({})
+
+    def init_events(self) -> None:
+        """Have Stop end a cell at its events too; called by IPython at the start."""
+        super().init_events()  # type: ignore[no-untyped-call]
+        before, self.events = self.events, CellEvents(self, self.events.callbacks)
+        self.events.callbacks = before.callbacks
+
+    def run_cell(self, *args: Any, **kwargs: Any) -> ExecutionResult:
+        """Run it, and keep its result where IPython has kept no error.
+
+        Stop came before the first line of the cell, or after its last.  Where it has kept one,
+        the result may have another: of what kept IPython from showing that.
+        """
+        result: ExecutionResult = super().run_cell(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if self.last_execution_result is None or self.last_execution_result.success:
+            self.last_execution_result = result
+        return result
 
     @property
     def debugger_cls(self) -> type[Debugger]:

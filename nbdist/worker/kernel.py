@@ -25,7 +25,7 @@ from jupyter_client.session import Session
 from traitlets import Type, default
 
 from nbdist.output.events import MOVED, RECORD, Done
-from nbdist.wire.task import Call, Source, Task, Work
+from nbdist.wire.task import Call, Source, Task, Work, failure_in_words
 from nbdist.worker.breakpoints import is_debugger, leave_debugger, use_debugger
 from nbdist.worker.cell_times import CELL_TIMES
 from nbdist.worker.cell_warnings import show_cell_lines
@@ -46,8 +46,8 @@ from nbdist.worker.own_modules import OwnModules
 from nbdist.worker.publishing import MarkingSession
 from nbdist.worker.records import Records
 from nbdist.worker.streams import flush_streams, install
-from nbdist.worker.threads import keep_crashes
-from nbdist.worker.tracebacks import failure_in_words, failure_of, show_errors_our_way
+from nbdist.worker.threads import RUNS_CELLS, keep_crashes
+from nbdist.worker.tracebacks import failure_of, show_errors_our_way
 
 if TYPE_CHECKING:
     from nbdist.wire.payload import Payload
@@ -136,8 +136,9 @@ class WorkerKernel(LeavesChildren):
         """Do what comes before the work."""
         if self.group is not None:
             self.group.begin_task(task.id)
+        self.own_modules.keep_in_step()
         self.namespace.receive(task.names)
-        context.bound |= self.namespace.import_again(task.imports.get(int(self.ident), {}))
+        context.bound |= self.namespace.import_again(task.imports.get(context.rank, {}))
         if task.execution_count is not None:
             context.shell.execution_count = task.execution_count
         count_restarts(task.attempt)
@@ -163,12 +164,23 @@ class WorkerKernel(LeavesChildren):
         shell.last_execution_result = None
         self.peaks.begin()
         with context.noting(), CELL_TIMES:
-            reply = await self.do_execute(text, silent=False, allow_stdin=True)
+            reply = await self._execute(text)
         if reply["status"] == "ok":
             return None
         ran = shell.last_execution_result
         error: BaseException | None = ran and (ran.error_before_exec or ran.error_in_exec)
         return error or RuntimeError(reply["evalue"])
+
+    async def _execute(self, text: str) -> Any:
+        """Have ipykernel run a cell; return its reply."""
+        try:
+            return await self.do_execute(text, silent=False, allow_stdin=True)
+        except KeyboardInterrupt:
+            # Of a cell with an `await` ipykernel makes a task, which would begin all the same.
+            for task in asyncio.all_tasks():
+                if getattr(task.get_coro(), "__name__", "") == RUNS_CELLS:
+                    task.cancel()
+            raise
 
     def _brought(
         self, task: Task, context: Context, error: BaseException | None, value: Any, done: Done

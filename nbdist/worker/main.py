@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import sys
 import warnings
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -36,15 +36,19 @@ def run_worker(start: WorkerStart) -> None:
     prepare_torch(start)
     import_ops()
     app = make_app(start.connection_file, start.rank, start.token)
-    app.session.large = LargeOutputs(log_folder(start))
+    app.session.large = LargeOutputs(
+        start.log_folder, "" if start.world.node is None else socket.gethostname()
+    )
     app.kernel.namespace.start_with(ready_names(start))
     quieten()
-    write_stacks_to(start.stack_file, app.control_thread)
+    write_stacks_to(start.stack_file)
     pickle_cell_definitions_by_value()
+    app.kernel.own_modules.is_kept_in_step = start.world.sync_code
     group = Group(start) if start.world.backend is not None else None
     app.kernel.group = group
     leave_world_in_children(group.leave if group is not None else None)
-    ControlThread(app.kernel, group, Scaling(start, app.kernel.namespace, group))
+    scaling = Scaling(start, app.kernel.namespace, group, app.session.large)
+    ControlThread(app.kernel, group, scaling)
     tasks = Tasks(start.task_socket, app.kernel, app.session)
     app.kernel.ask = tasks.ask
     write_all(mark(start.token, "up"))
@@ -62,11 +66,6 @@ def run_worker(start: WorkerStart) -> None:
     atexit._run_exitfuncs()
     flush_c_streams()
     os._exit(0)
-
-
-def log_folder(start: WorkerStart) -> Path | None:
-    """Return where the rank's log files are; torch's error file is beside them."""
-    return Path(start.environ["TORCHELASTIC_ERROR_FILE"]).parent if start.world.log_dir else None
 
 
 def quieten() -> None:

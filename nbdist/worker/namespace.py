@@ -8,6 +8,7 @@ import time
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -37,6 +38,7 @@ class Namespace:
         self.ready: dict[str, Any] = {}
         self.say_moved: Callable[[int, int], None] = lambda done, total: None
         self._lent: dict[str, list[Segment]] = {}
+        self._taken: dict[str, dict[str, Any]] = {}
         self._identities: dict[str, Identity] = {}
 
     def start_with(self, names: Mapping[str, Any]) -> None:
@@ -69,8 +71,24 @@ class Namespace:
                 f"{type(error).__name__}: {error}"
             ) from error
 
+    def take(self, values: dict[str, Any], task_id: str) -> None:
+        """Keep what came with this task, for `bind_taken`, until `let_go` or the next `take`."""
+        self._taken = {task_id: values}
+
+    def bind_taken(self) -> frozenset[str]:
+        """Bind what was taken last; return the names."""
+        if not self._taken:
+            raise NameProblem("there is nothing to bind: this rank has taken no values")
+        _, values = self._taken.popitem()
+        self._names.update(values)
+        return frozenset(values)
+
     def let_go(self, task_id: str) -> None:
-        """Release what this task sent back, which has been read; also on the control thread."""
+        """Release what this task sent back, which has been read, or what it took.
+
+        Also on the control thread.
+        """
+        self._taken.pop(task_id, None)
         for segment in self._lent.pop(task_id, ()):
             segment.close()
 
@@ -151,8 +169,9 @@ class Namespace:
         """
         if value is None:
             return None
+        inner = tuple((each.ref.path, each.ref) for each in self._lent.get(task_id, ()))
         try:
-            return self.lend(value, task_id)
+            return replace(self.lend(value, task_id), within=inner)
         except Exception as error:  # a user's __reduce__ can raise anything
             path, kind, why, _ = blame("result", value, fails_in(self._names), error)
             what = f"what {title} returned"

@@ -37,6 +37,7 @@ class OwnModules(MetaPathFinder):
         self._begun: dict[str, int] = {}  # when, of those that have not been looked at
         self._sources: dict[str, Source] = {}
         self._is_reloading = False
+        self.is_kept_in_step = False
 
     def __repr__(self) -> str:
         return f"<OwnModules {[*self._sources]}>"
@@ -70,6 +71,17 @@ class OwnModules(MetaPathFinder):
                 source.told = edited
                 told.append(source.file)
         return tuple(told)
+
+    def keep_in_step(self) -> None:
+        """Import anew what was edited, in the order in which it was first imported.
+
+        A task of a world with `--sync-code` begins with that.
+        """
+        if self.is_kept_in_step:
+            self._take_new()
+            for name, edited in self._edited(time.time_ns()).items():
+                reload_here(name)
+                self._sources[name].imported = edited
 
     def _edited(self, before: int) -> dict[str, int]:
         """Name the modules that are not as their files are, with the times of these."""

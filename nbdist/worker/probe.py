@@ -42,8 +42,8 @@ POINT_TO_POINT = {inspect.unwrap(each).__code__ for each in (dist.send, dist.rec
 FUTEX = 202 if os.uname().machine == "x86_64" else 98
 LIBRARIES = (PACKAGES.pattern, "<frozen ", re.escape(os.path.dirname(os.path.dirname(__file__))))
 IN_LIBRARY = re.compile("|".join(LIBRARIES))
-TCP_INFO, TCP_INFO_BYTES = 11, struct.Struct("=120xQQ")
-"""`tcpi_bytes_acked` and `tcpi_bytes_received` of struct tcp_info (linux/tcp.h)."""
+TCP_INFO, TCP_INFO_FIELDS = 11, struct.Struct("=24xI92xQQ")
+"""`tcpi_unacked`, `tcpi_bytes_acked` and `tcpi_bytes_received` of tcp_info (linux/tcp.h)."""
 
 
 class Probe:
@@ -69,6 +69,7 @@ class Probe:
         begun = {number: each.begun for number, each in counts.items()}
         spot, operation = self._spot(shown), self._operation(frames, counts, nccl)
         is_idle = not spot.line and not spot.file
+        in_flight, moved = self._carried()
         since = self._group.task_began_ns if self._group is not None else 0
         return replace(
             spot,
@@ -79,7 +80,8 @@ class Probe:
             is_cleaning_up=handles_stop(self._ident),
             # Who is in the next one of the same name has moved on.
             counts=begun if self._nccl is None else {**begun, "nccl": nccl.number},
-            moved=self._moved(),
+            moved=moved,
+            in_flight=in_flight,
             is_calm=self._is_calm(),
             unfinished=sum(each.unfinished for each in counts.values()) + nccl.count,
         )
@@ -165,7 +167,7 @@ class Probe:
         """
         if self._group is None:
             return ""
-        if any(frame.f_code is AbortableStore.wait.__code__ for frame in frames):
+        if any(frame.f_code is AbortableStore.awaited.__code__ for frame in frames):
             return _called(frames) or "store" if self._group.waits_to_meet else ""
         if nccl.name:
             return nccl.name
@@ -197,15 +199,15 @@ class Probe:
         except OSError:
             return False
 
-    def _moved(self) -> int:
-        """Return bytes that gloo's connections have carried so far."""
-        if self._group is None:
-            return 0
-        total = 0
-        for connection in self._group.connections():
-            info = connection.getsockopt(6, TCP_INFO, TCP_INFO_BYTES.size)
-            total += sum(TCP_INFO_BYTES.unpack(info))
-        return total
+    def _carried(self) -> tuple[int, int]:
+        """Return packets of gloo's that have yet to arrive, and bytes carried so far."""
+        in_flight = moved = 0
+        for connection in self._group.connections() if self._group is not None else ():
+            info = connection.getsockopt(6, TCP_INFO, TCP_INFO_FIELDS.size)
+            unacked, acked, received = TCP_INFO_FIELDS.unpack(info)
+            in_flight += unacked
+            moved += acked + received
+        return in_flight, moved
 
     def _is_calm(self) -> bool:
         """Say whether none of gloo's threads has anything to do; the kernel's own often have.
@@ -219,7 +221,7 @@ class Probe:
 
 def _waits_for_ranks(frames: list[FrameType]) -> bool:
     inner = frames[0].f_code if frames else None
-    if any(frame.f_code is AbortableStore.wait.__code__ for frame in frames):
+    if any(frame.f_code is AbortableStore.awaited.__code__ for frame in frames):
         return True
     if inner is None or inner is wait.__code__:
         return inner is not None

@@ -58,13 +58,21 @@ _SUFFIXES = {"text/html": "html", "image/svg+xml": "svg", "image/png": "png.base
 
 
 class LargeOutputs:
-    """Replaces what is too large by a line that says where it is; `folder` None keeps nothing."""
+    """Replaces what is too large by a line that says where it is; `folder` None keeps nothing.
 
-    def __init__(self, folder: Path | None) -> None:
+    `host` is the machine's name where the notebook may be on another one.
+    """
+
+    def __init__(self, folder: Path | None, host: str = "") -> None:
+        self._host = f"{host}:" if host else ""
         self._folder = folder
         self._room = MOST_IN_FILES
         self._files = 0
         self._left = MOST_IN_A_TASK
+
+    def keep_in(self, folder: Path | None) -> None:
+        """Keep it there from now on."""
+        self._folder = folder
 
     def begin_task(self) -> None:
         """Allow as much to be shown again, by the next task."""
@@ -121,7 +129,7 @@ class LargeOutputs:
                 path, "w", encoding="utf-8", errors="surrogatepass", opener=open_private
             ) as file:
                 file.write(text)
-            return f": {path}"
+            return f": {self._host}{path}"
         return ""
 
 

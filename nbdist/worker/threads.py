@@ -1,7 +1,6 @@
-"""Stacks of this worker's threads: sampled from the control thread, or written by C code.
+"""Stacks of this worker's threads: sampled from the control thread, or written in a crash.
 
-Where C code holds the GIL, or crashes, Python's faulthandler writes them, in a signal handler,
-without the GIL.
+Where C code holds the GIL, the agent reads them (`nbdist.node.calls_in_memory`).
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ import asyncio
 import faulthandler
 import linecache
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO, Any
 
 from nbdist.wire.cell_sources import function_name
-from nbdist.wire.places import STACK_SIGNAL, StackFrame
+from nbdist.wire.places import StackFrame
+from nbdist.worker.compat.cpython import call_layout
 
 RUNS_CELLS = "run_cell_async"
 """IPython's coroutine in whose chain of awaits the cell is."""
@@ -88,19 +87,17 @@ def handles_stop(ident: int) -> bool:
 # --- without the GIL --------------------------------------------------------------------------
 
 
-def write_stacks_to(path: str, control: threading.Thread) -> None:
-    """Have crashes, and `STACK_SIGNAL`, append stacks to a new file.
+def write_stacks_to(path: str) -> None:
+    """Have crashes append stacks to a new file.
 
-    Its first line has what its reader needs to know: the main thread, as faulthandler names
-    it, and the number of the control thread, which is the one to be signalled where the main
-    thread must not be woken up.
+    Its first line says where the calls of this thread are, which is the main one; it is empty
+    where that is not known.
     """
     file = open(path, "ab", buffering=0)  # noqa: SIM115 (for as long as the process lives)
     _open.append(file)
-    main = threading.main_thread().ident or 0
-    file.write(b"%x %d\n" % (main, control.native_id or 0))
+    layout = call_layout()
+    file.write(layout.line() if layout is not None else b"\n")
     keep_crashes()
-    faulthandler.register(STACK_SIGNAL, file=file, all_threads=True, chain=False)
 
 
 def keep_crashes() -> None:

@@ -27,6 +27,7 @@ from typing import Any
 
 from nbdist.output.events import LEFT_DEBUGGER, Failure
 from nbdist.wire.cell_sources import cell_numbers
+from nbdist.wire.task import failure_in_words
 from nbdist.worker.breakpoints import LEFT
 from nbdist.worker.compat.ipython import around_errors, publish_error
 from nbdist.worker.group.gloo import connections_after
@@ -67,11 +68,6 @@ def failure_of(error: BaseException, said: Sequence[str] = ()) -> Failure:
     kinds = classes_of(type(error))
     more = kinds, connections_after(message), tuple(map(_sendable, said))
     return Failure(name, message, lines, time.time_ns(), *more)
-
-
-def failure_in_words(name: str, message: str) -> Failure:
-    """Give one from outside the cell's code, as one line."""
-    return Failure(name, message, (f"{name}: {message}",), time.time_ns())
 
 
 def message_of(error: BaseException) -> str:

@@ -13,7 +13,8 @@ from typing import TypeAlias
 from nbdist.wire.messages import Kill
 from nbdist.wire.places import Place
 from nbdist.world.hangs import ANSWER_TIMEOUT, differing
-from nbdist.world.running import News, RunningTask, Step
+from nbdist.world.running import RunningTask, Step
+from nbdist.world.sent import News
 from nbdist.world.states import Event, State
 from nbdist.world.workers import Workers
 
@@ -22,6 +23,9 @@ TICK = 0.25
 
 EAGER_SECONDS, EAGER_TICK = 0.2, 0.05
 """The same for the first moments, so that the first drawing comes when it is due."""
+
+LEAVE_SECONDS = 0.3
+"""In which a Stop turns out to be the begin of a restart of the kernel: Jupyter sends both."""
 
 LEFTOVERS_GRACE = 1.0
 """Seconds that GPUs have after a failed task to end the collectives that all have joined."""
@@ -36,13 +40,18 @@ def follow(workers: Workers, running: RunningTask) -> Following:
     Comes round every `TICK` seconds at least, with nothing if need be, so that a clock can
     move on; with `send(0.0)` at once, for whom has more to do.  The first Stop interrupts the
     ranks and goes on for `Patience.control_timeout` seconds at most; the second ends it at once,
-    with ranks unfinished.
+    with ranks unfinished.  So does the end of this process, where the workers outlive it: that
+    is not to stop them.
     """
     before, longest = running.stops_met, TICK
     while running.unfinished:
         with running.counting_stops():
             # Stop first: it may have come as the task was sent, or to the consumer.
-            if running.stops > running.stops_met:
+            is_stopped = running.stops > running.stops_met
+            is_first = is_stopped and not running.is_stopping
+            if workers.is_left(LEAVE_SECONDS if is_first else 0.0):
+                return
+            if is_stopped:
                 running.stops_met = running.stops
                 _meet_stop(workers, running, running.stops - before)
             if time.monotonic() >= running.give_up_at:
@@ -61,12 +70,17 @@ def follow(workers: Workers, running: RunningTask) -> Following:
 
 
 def interrupt(workers: Workers, running: RunningTask) -> None:
-    """Have the ranks that still run it leave it; again, with less patience."""
+    """Have the ranks that still run it leave it; again, with less patience.
+
+    Of a task that holds Stop, the first time, only wait for them.
+    """
     if not running.unfinished:
         return
+    waits = running.patience.holds_stop and not running.is_stopping
     workers.advance(Event.INTERRUPT)
     running.stop(time.monotonic())
-    workers.link.interrupt(running.unfinished)
+    if not waits:
+        workers.link.interrupt(running.unfinished)
 
 
 def finish(workers: Workers, running: RunningTask) -> None:

@@ -39,6 +39,12 @@ ALL_UNCHANGED = 1.0
 """Seconds after which nothing moves where all wait, and no thread has anything to do."""
 
 
+LONGEST_FLIGHT = 10.0
+"""Seconds in which what has been sent arrives, though its packets be lost; else no line is there.
+
+TCP sends a packet again after 0.2 s, and after twice as long each time.
+"""
+
 ABORTED = "Freed"
 """`Failure.name` of a rank whose collective was aborted."""
 
@@ -63,6 +69,7 @@ class Watch:
         self._before: dict[int, Place] = {}
         self._since: dict[int, float] = {}
         self._looks = 0
+        self._in_flight = 0
         self._was_soon = False
         self._next = started + min(hang_timeout, FIRST_LOOK)
         self._hurried: float | None = None
@@ -89,9 +96,10 @@ class Watch:
         """Look no more before the ranks have answered, or should have: they are being asked."""
         self._next = now + ANSWER_TIMEOUT
 
-    def take(self, places: Mapping[int, Place], now: float) -> None:
-        """Take in where ranks are."""
+    def take(self, places: Mapping[int, Place], now: float, in_flight: int = 0) -> None:
+        """Take in where ranks are; `in_flight` counts what all have sent, also who has finished."""
         self._before, self.places = self.places, dict(places)
+        self._in_flight = in_flight
         self._looks += 1
         for rank, place in places.items():
             if rank not in self._since or not _is_same(place, self._before.get(rank)):
@@ -112,7 +120,13 @@ class Watch:
         They have rested for `unchanged` seconds, where they cannot be seen to be calm.
         """
         ranks = tuple(unfinished)
-        return self._looks >= 2 and all(self._rests(rank, now, unchanged) for rank in ranks)
+        rest = self._looks >= 2 and all(self._rests(rank, now, unchanged) for rank in ranks)
+        return rest and not self._may_arrive(ranks, now)
+
+    def _may_arrive(self, ranks: Iterable[int], now: float) -> bool:
+        """Say whether something is on its way that may bring these on."""
+        since = max((self._since[rank] for rank in ranks), default=now)
+        return self._in_flight > 0 and now - since < LONGEST_FLIGHT
 
     def is_dead_end(self, ranks: Iterable[int], now: float, *, is_known: bool) -> bool:
         """Say whether these ranks, all there are, wait for one another, and none will come.

@@ -1,145 +1,28 @@
-"""What puts agents on machines, as the world sees it, and the folder of their sockets.
+"""What can put agents on machines, by name: this machine's own one, and what the head loads.
 
-Launchers are named by the entry-point group `nbdist.launchers`; the house's own live in
-`nbdist.launch`, others come with packages of their own.
+Launchers of other machines are entry points of the group `nbdist.launchers`; the house's own
+live in `nbdist.launch`, others come with packages of their own.  All run in the head's process.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import socket
-import tempfile
 from importlib.metadata import entry_points
-from pathlib import Path
-from typing import Protocol, cast
 
-from nbdist import folders
-from nbdist.errors import NoRuntimeFolder, UsageError
+from nbdist.config import LAUNCHERS, LOCAL
+from nbdist.errors import UsageError
 
-GROUP = "nbdist.launchers"
-
-PREFIX = "nbdist-"
-LAST_PLACES = ("/tmp", "/var/tmp")
-"""Where it goes when the environment names no place that can hold it."""
-LONGEST_NAME = "a123456g1234r123456.tasks"
-"""As long as any name of a socket in the folder."""
-SOCKET_PATH_LIMIT = 107
-"""Bytes (unix(7), without the zero at the end)."""
-ROOM = 1 << 18
-"""Bytes that a world's small files take, at most."""
+AGENT, HEAD = "nbdist.node", "nbdist.head"
+"""What is started on this machine: its agent, or the head of agents on several."""
 
 
-class AgentProcess(Protocol):
-    """The local end of an agent: a process whose life is tied to the agent's."""
-
-    pid: int
-    host: str
-    command: str
-
-    def fileno(self) -> int:
-        """Return a descriptor that turns readable when the agent has ended."""
-
-    def exit_code(self) -> int | None:
-        """Return how it ended; None while it runs."""
-
-    def last_lines(self) -> list[str]:
-        """Return the end of what it wrote to its log."""
-
-    def end(self, timeout: float) -> None:
-        """Have it end; by force, a step at a time, each `timeout` seconds after the one before.
-
-        `fileno` stays valid.
-        """
-
-    def close(self) -> None:
-        """Let go of all descriptors, after `end`."""
+def launcher_names() -> list[str]:
+    """List what `--launcher` can be."""
+    return sorted({LOCAL, *(point.name for point in entry_points(group=LAUNCHERS))})
 
 
-class Launcher(Protocol):
-    """Starts agents that connect to `runtime / "notebook.sock"`."""
-
-    def launch(self, runtime: Path, *, fork_server: bool) -> list[AgentProcess]:
-        """Start one process per machine.  Called by `nbdist.world.link.Link`."""
-
-
-def find_launcher(name: str) -> Launcher:
-    """Return the launcher of that name; UsageError with the names there are for none."""
-    found = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in found:
-        raise UsageError(f"`--launcher {name}`: there are only {', '.join(sorted(found))}.")
-    return cast("Launcher", found[name].load()())
-
-
-class RuntimeFolder:
-    """A new folder, mode 0700, in the first place that can hold one.
-
-    The notebook holds it as long as it lives, and so does the agent: `nbdist.folders`.
-    Raises NoRuntimeFolder with what is wrong with each place.
-    """
-
-    def __init__(self) -> None:
-        self.path = _make_folder()
-        self._claim = folders.claim(self.path, folders.runtime(self.path))
-
-    def __repr__(self) -> str:
-        return f"<RuntimeFolder {self.path}>"
-
-    def close(self) -> None:
-        """Remove it, which an agent that was killed could not, and let go of it."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._claim)
-
-
-def _make_folder() -> Path:
-    problems = {}
-    for parent in places():
-        try:
-            return _make_folder_in(parent)
-        except OSError as error:
-            problems[str(parent)] = error.strerror or str(error)
-    raise NoRuntimeFolder(problems)
-
-
-def places() -> list[Path]:
-    """Return where runtime folders may lie, in the order in which they are tried."""
-    asked = (os.environ.get(name, "") for name in ("XDG_RUNTIME_DIR", "TMPDIR"))
-    return [Path(place) for place in dict.fromkeys((*asked, *LAST_PLACES)) if place]
-
-
-def _make_folder_in(parent: Path) -> Path:
-    """Make it; OSError where it cannot hold a socket's path, or sockets, or is full."""
-    if not parent.is_absolute():
-        raise OSError("it is no absolute path")
-    # In bytes, as the kernel counts: a letter can be four.
-    longest = len(os.fsencode(parent / f"{PREFIX}12345678" / LONGEST_NAME))
-    if longest > SOCKET_PATH_LIMIT or not str(parent).isprintable():
-        raise OSError("its path is too long for a socket's, or has signs that it cannot have")
-    drop_dead_folders(parent)
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-    try:
-        _try_out(folder)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    return folder
-
-
-def _try_out(folder: Path) -> None:
-    """Raise OSError where there is no room for a world's files, or for no sockets."""
-    tried = folder / LONGEST_NAME
-    tried.write_bytes(bytes(ROOM))
-    tried.unlink()
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind(os.fsencode(tried))
-    tried.unlink()
-
-
-def drop_dead_folders(parent: Path) -> None:
-    """Remove folders whose notebook and agent were killed before they could.
-
-    Others begin with this name that are users' data, or a running world's from which a
-    cleaner of /tmp took files: these have no marker of ours, or it is held.
-    """
-    for folder in parent.glob(PREFIX + "*"):
-        folders.remove(folder, folders.runtime(folder), None)
+def module_of(launcher: str) -> str:
+    """Say what to start here for a launcher; UsageError, with those there are, for none."""
+    names = launcher_names()
+    if launcher not in names:
+        raise UsageError(f"`--launcher {launcher}`: there are only {', '.join(names)}.")
+    return AGENT if launcher == LOCAL else HEAD

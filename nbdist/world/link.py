@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -31,6 +31,8 @@ from nbdist.wire.messages import (
     Aborted,
     Answer,
     Ask,
+    Attached,
+    Came,
     Down,
     Enter,
     Hello,
@@ -41,6 +43,7 @@ from nbdist.wire.messages import (
     Located,
     Outputs,
     Received,
+    Remember,
     Reply,
     Request,
     Run,
@@ -50,8 +53,11 @@ from nbdist.wire.messages import (
     to_bytes,
     up_from,
 )
+from nbdist.wire.runtime_folder import JoinedFolder, RuntimeFolder
 from nbdist.wire.task import InputReply
-from nbdist.world.launchers import AgentProcess, Launcher, RuntimeFolder
+from nbdist.world.agent_process import AgentProcess
+from nbdist.world.attached_agent import AttachedAgent
+from nbdist.world.launchers import AGENT
 
 log = logging.getLogger("nbdist.world")
 
@@ -59,12 +65,15 @@ HELLO_TIMEOUT = 30.0
 CALL_TIMEOUT = 240.0
 """Longer than an agent takes for its slowest answer, a start; `AgentLost` comes at once."""
 LEAVE_TIMEOUT = 8.0
+DETACH_LINGER = 500
+"""Milliseconds that the last messages may take to reach an agent that stays."""
+
 TICK = 0.25
 SHORTEST_WAIT = 0.001
 """A queue's `get` with some microseconds can find them negative, and waits for ever."""
 
 Item = tuple[int, str, Output]
-Arrived = Item | Received | Located | Aborted | Used | AgentLost
+Arrived = Item | Received | Located | Aborted | Used | Came | AgentLost
 
 
 class Link:
@@ -74,18 +83,25 @@ class Link:
     something has come.
     """
 
-    def __init__(self, launcher: Launcher, *, fork_server: bool = True) -> None:
+    def __init__(
+        self,
+        module: str = AGENT,
+        *,
+        fork_server: bool = True,
+        folder: RuntimeFolder | JoinedFolder | None = None,
+    ) -> None:
         self.pid = os.getpid()
         self.arrived: deque[Arrived] = deque()
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._folder = RuntimeFolder()
+        self._is_woken = False
+        self._folder = folder or RuntimeFolder()
         self._runtime = self._folder.path
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.sndhwm = self._socket.rcvhwm = 0
         # Bound before the agent is started: no port is guessed, no connection retried.
-        self.address = f"ipc://{self._runtime}/notebook.sock"
+        self.address = f"ipc://{self._runtime}/{self._folder.socket}"
         self._socket.bind(self.address)
         self._wake, self._wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.asides, self._asides_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -93,15 +109,17 @@ class Link:
         self._answers: dict[int, Future[Reply]] = {}
         self._numbers = itertools.count(1)
         self._hello: Future[Hello] = Future()
+        self._attached: Future[Attached] = Future()
         self._lost: AgentLost | None = None
-        self._opened = self._closing = False
+        self._opened = self._closing = self._is_detached = self._is_remembered = False
         self.tells_all = False
-        self._up = 0
+        self._starting = Starting(0)
         self._launched = threading.Event()
         self._identity = b""
-        self.agents: list[AgentProcess] = []
-        self._launcher = f"{type(launcher).__name__}.launch"
-        self._launch = partial(launcher.launch, self._runtime, fork_server=fork_server)
+        self.agents: list[AgentProcess | AttachedAgent] = []
+        self.module = module
+        self._launch: Callable[[], AgentProcess | AttachedAgent]
+        self._launch = partial(AgentProcess, self._runtime, module, fork_server=fork_server)
         self._thread = threading.Thread(target=self._run, name="nbdist-link", daemon=True)
 
     def open(self) -> None:
@@ -139,13 +157,13 @@ class Link:
 
     def calling(
         self, request: Request, timeout: float = CALL_TIMEOUT, tick: float = TICK
-    ) -> Generator[int, None, Reply]:
+    ) -> Generator[Starting, None, Reply]:
         """Do the same, but come round every `tick` seconds; return the reply at the end.
 
-        What it yields is how many of the workers that are being started are up.
+        What it yields is how far the workers are that are being started.
         """
         self.check_process()
-        self._up = 0
+        self._starting = Starting(0)
         yield from self._wait_for_hello(tick)
         answer = self.ask(request)
         if self._lost is not None:  # it may have ended before there was an answer to fail
@@ -155,6 +173,19 @@ class Link:
             return answer.result()
         except FutureTimeoutError:
             raise self._lost_now() from None
+
+    def take_over(self, agent: AttachedAgent) -> Attached:
+        """Open it to an agent that is there; return what that says.  Raises as `call` does."""
+        self._launch = lambda: agent
+        self.open()
+        for _ in self._wait_for_hello(HELLO_TIMEOUT):
+            pass
+        try:
+            attached = self._attached.result(HELLO_TIMEOUT)
+        except FutureTimeoutError:
+            raise self._lost or self._lost_now() from None
+        self._numbers = itertools.count(attached.next_call)
+        return attached
 
     def ask(self, request: Request) -> Future[Reply]:
         """Ask an agent that has said hello, from any thread; wait for the reply with a bound."""
@@ -193,6 +224,11 @@ class Link:
         """Give this rank what was typed for it."""
         self._send(Enter(rank, reply))
 
+    def remember(self, memory: Remember) -> None:
+        """Have the agent keep this for the next notebook."""
+        self._is_remembered = True
+        self._send(memory)
+
     def wait(self, timeout: float) -> None:
         """Wait until something is in `arrived`, at most `timeout` seconds.
 
@@ -200,17 +236,24 @@ class Link:
         can be lost: its consumer removes it after taking it in.
         """
         deadline = time.monotonic() + timeout
-        while not self.arrived and (left := deadline - time.monotonic()) > 0:
+        while not (self.arrived or self._is_woken) and (left := deadline - time.monotonic()) > 0:
             with suppress(queue.Empty):
                 self._bell.get(timeout=max(left, SHORTEST_WAIT))
+        self._is_woken = False
+
+    def wake(self) -> None:
+        """Have `wait` end, now or the next time; may be called by a handler of signals."""
+        self._is_woken = True
+        self._bell.put(None)
 
     def received(self) -> None:
         """Say that one batch has been taken in.
 
         One may wait for the next message, down or up: the agent may have several under way.
+        But not where the next notebook is to be shown what this one has not seen.
         """
         self._waiting.append(Received())
-        if len(self._waiting) > 1:
+        if len(self._waiting) > 1 or self._is_remembered:
             self._wake_up()
 
     def close(self) -> None:
@@ -223,15 +266,30 @@ class Link:
             self._launched.wait(LEAVE_TIMEOUT)
         for agent in self.agents:
             agent.end(LEAVE_TIMEOUT)
+        self._end()
+        self._folder.close()
+
+    def detach(self) -> None:
+        """End the link alone: agents that outlive their notebook go on, and others end."""
+        if self._closing or os.getpid() != self.pid:
+            return
+        self._closing = self._is_detached = True
+        if self._opened:
+            self._launched.wait(LEAVE_TIMEOUT)
+        self._wake_up()
+        self._end()
+        self._folder.let_go()
+
+    def _end(self) -> None:
         if self._thread.is_alive():
             self._thread.join(LEAVE_TIMEOUT)
+        # First: what was said last is to come before the end.
+        self._socket.close(DETACH_LINGER if self._is_detached else 0)
+        self._context.term()
         for agent in self.agents:
             agent.close()
-        self._socket.close()
-        self._context.term()
         for end in (self._wake, self._wake_end, self.asides, self._asides_end):
             os.close(end)
-        self._folder.close()
 
     # --- the notebook's thread ----------------------------------------------------------
 
@@ -243,7 +301,7 @@ class Link:
         with suppress(BlockingIOError):  # full of wakes, so it will wake
             os.write(self._wake_end, b"x")
 
-    def _wait_for_hello(self, tick: float) -> Iterator[int]:
+    def _wait_for_hello(self, tick: float) -> Iterator[Starting]:
         try:
             yield from self._until_done(self._hello, HELLO_TIMEOUT, tick)
             hello = self._hello.result()
@@ -256,17 +314,17 @@ class Link:
         if hello.version != __version__:
             raise self._start_error(f"is nbdist {hello.version}, the notebook {__version__}")
 
-    def _until_done(self, future: Future[Any], timeout: float, tick: float) -> Iterator[int]:
+    def _until_done(self, future: Future[Any], timeout: float, tick: float) -> Iterator[Starting]:
         """Come round until it is done; FutureTimeoutError after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while wait([future], min(tick, deadline - time.monotonic())).not_done:
             if time.monotonic() >= deadline:
                 raise FutureTimeoutError
-            yield self._up
+            yield self._starting
 
     def _start_error(self, why: str) -> StartError:
         if not self.agents:
-            return StartError(None, os.uname().nodename, self._launcher, why)
+            return StartError(None, os.uname().nodename, self.module, why)
         agent = self.agents[0]
         return StartError(None, agent.host, agent.command, why, agent.last_lines())
 
@@ -278,7 +336,7 @@ class Link:
 
     def _run(self) -> None:
         try:
-            self.agents = self._launch()
+            self.agents = [self._launch()]
         except OSError as error:
             self._hello.set_exception(error)
             return
@@ -307,6 +365,8 @@ class Link:
                 with suppress(BlockingIOError):
                     os.read(self._wake, 4096)
             self._write()
+            if self._is_detached:
+                return
             for end in ends.keys() & ready.keys():
                 self._agent_ended(ends[end])
                 return
@@ -343,6 +403,8 @@ class Link:
             case Hello() as hello:
                 if not self._hello.done():
                     self._hello.set_result(hello)
+            case Attached() as attached:
+                self._attached.set_result(attached)
             case Answer(number, reply):
                 answer = self._answers.get(number)
                 if answer is not None:
@@ -350,10 +412,10 @@ class Link:
             case Outputs(items):
                 # What ends a batch is to be sent back.
                 self._arrive(*items, Received())
-            case Located() | Aborted() | Used() as news:
+            case Located() | Aborted() | Used() | Came() as news:
                 self._arrive(news)
-            case Starting(up):
-                self._up = up
+            case Starting() as starting:
+                self._starting = starting
 
     def _arrive(self, *items: Arrived) -> None:
         self.arrived.extend(items)
@@ -362,18 +424,19 @@ class Link:
             with suppress(BlockingIOError):  # full: it is readable
                 os.write(self._asides_end, b"x")
 
-    def _agent_ended(self, agent: AgentProcess) -> None:
+    def _agent_ended(self, agent: AgentProcess | AttachedAgent) -> None:
         """Take in its last messages; called in the link's thread, which ends then."""
         self._read()
         self._fail(agent)
 
-    def _fail(self, agent: AgentProcess) -> None:
+    def _fail(self, agent: AgentProcess | AttachedAgent) -> None:
         """Fail all calls that wait."""
         lost = AgentLost(agent.host, agent.exit_code())
         log.debug("agent ended: %s", lost)
         self._lost = lost
-        if not self._hello.done():
-            self._hello.set_exception(lost)
+        for first in (self._hello, self._attached):
+            if not first.done():
+                first.set_exception(lost)
         for answer in list(self._answers.values()):
             if not answer.done():
                 answer.set_exception(lost)

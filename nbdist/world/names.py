@@ -82,6 +82,13 @@ class NameTable:
 
     # --- what happened ------------------------------------------------------------------------
 
+    def found(self, bound: Mapping[int, Mapping[str, str | None]]) -> None:
+        """Note what tasks have bound on the ranks, with what they imported: it is theirs."""
+        self._ranks = {
+            rank: {name: Own(Identity(self._value(name)), whence) for name, whence in has.items()}
+            for rank, has in bound.items()
+        }
+
     def sent(self, records: Mapping[str, Shipped]) -> None:
         """Note that a task goes out with these: they are the notebook's, on all ranks."""
         for name, record in records.items():
@@ -141,11 +148,15 @@ class NameTable:
             had = self._ranks.get(rank, {})
             self._ranks[rank] = {**_losses([had]), **dict.fromkeys(made, Lost())}
 
-    def scaled(self, before: int, after: int) -> None:
-        """Note that there are more ranks, which lack what others have; or that the last ended."""
-        losses = _losses(self._ranks.values())
-        self._ranks = {rank: has for rank, has in self._ranks.items() if rank < after}
-        self._ranks |= {rank: {**losses} for rank in range(before, after)}
+    def renumbered(self, was: Mapping[int, int], after: int) -> None:
+        """Note that there are so many ranks now; `was` has those that stay by their new numbers.
+
+        The others are new, and lack what any rank has had.
+        """
+        losses, had = _losses(self._ranks.values()), self._ranks
+        self._ranks = {
+            rank: had.get(was[rank], {}) if rank in was else {**losses} for rank in range(after)
+        }
 
     def taken_over(self, ranks: Iterable[int], now: NameTable) -> None:
         """Take over what these ranks have `now`, who are other processes since this was copied."""

@@ -15,6 +15,7 @@ from typing import Literal
 from nbdist.output.rank_transcript import Piece, Shown
 from nbdist.wire.task import Call, Source, Task, Work
 from nbdist.world.names import Shipped
+from nbdist.world.renumbering import Renumbering
 from nbdist.world.running import RunningTask
 
 MOST_TASKS = 2_000
@@ -109,6 +110,14 @@ class Past:
             self._drop(next(iter(self._tasks)))
             self.forgotten += 1
 
+    def renumber(self, ranks: Renumbering) -> None:
+        """Have tasks follow the ranks that they ran on; what ran on none that is left is gone."""
+        for key, task in [*self._tasks.items()] if ranks.moved else ():
+            if on := ranks.of(task.ranks):
+                self._tasks[key] = replace(task, ranks=on)
+            else:
+                self._drop(key)
+
     def knows(self, task: Task) -> bool:
         """Say whether this cell has succeeded before, as a set-up cell has where a rank is new."""
         same = (each.text == task.source for each in self._tasks.values() if each.kind == "cell")
@@ -136,9 +145,9 @@ def _kind_of(running: RunningTask) -> Kind | None:
     task = running.task
     match task.work:
         case Source(text):
-            if text.strip():
-                return "cell"
-            return "push" if running.shipped else None
+            return "cell" if text.strip() else None
+        case Call("push.bind"):
+            return "push"
         case Call():
             return "call" if running.made else None
     return "script"

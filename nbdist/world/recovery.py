@@ -6,9 +6,10 @@ agent, take in whom it has now, advance the state, run the set-up cells in what 
 
 from __future__ import annotations
 
+import sys
 import time
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace as but
 
 from nbdist.errors import (
@@ -32,10 +33,13 @@ from nbdist.output.events import (
     Failure,
     RankError,
 )
-from nbdist.wire.messages import Heal, Healed, Kill, Scale
+from nbdist.wire.messages import Grow, Heal, Healed, Kill, Scale
 from nbdist.wire.task import Task
 from nbdist.words import name_ranks, one_line
 from nbdist.world.following import finish, follow
+from nbdist.world.missing_modules import missing_text
+from nbdist.world.names import list_names
+from nbdist.world.renumbering import size_text
 from nbdist.world.running import RunningTask
 from nbdist.world.spec import scaled
 from nbdist.world.states import Event, State
@@ -74,11 +78,21 @@ def end(workers: Workers, running: RunningTask) -> None:
     if running.died:
         running.fate = healing_text(workers, running.deaths)
     running.restart = _restart_text(workers, running)
+    running.lacking = _lacking_text(workers, running)
     running.let_go()
     is_again = workers.setup.is_replaying and workers.past.knows(running.task)
     if not (running.restart or is_again):
         workers.past.add(running)
     running.is_over = True
+
+
+def _lacking_text(workers: Workers, running: RunningTask) -> str:
+    """Say where a module lies that a rank on another machine has not found; "" for none."""
+    cause = running.transcript.root_cause()
+    if not workers.is_elsewhere or cause is None or isinstance(cause[1], Died):
+        return ""
+    host = workers.machines.name(cause[0])
+    return missing_text(cause[1].message, host, workers.folder, sys.path, workers.code)
 
 
 def heal(workers: Workers) -> None:
@@ -93,11 +107,20 @@ def heal(workers: Workers) -> None:
     if not workers.dead or workers.on_failure == "heal":
         # Workers in the place of the dead, and a group of all.
         replaced, _ = _regroup(workers, Event.HEAL, Heal(), HEAL_TIMEOUT)
-        replay(workers, replaced)
+        replay(workers, {*replaced, *workers.renumbering.new})
     elif workers.on_failure == "stop":
         workers.shutdown()
     else:
         _restart_all(workers)
+
+
+def grow(workers: Workers) -> None:
+    """Take in machines that have come since the start; nothing where there are none."""
+    if not workers.have_come or workers.state is not State.READY:
+        return
+    workers.have_come = {}
+    replaced, _ = _regroup(workers, Event.SCALE, Grow(), SCALE_TIMEOUT)
+    replay(workers, {*replaced, *workers.renumbering.new})
 
 
 def replace(workers: Workers, ranks: Iterable[int]) -> None:
@@ -112,17 +135,20 @@ def replace(workers: Workers, ranks: Iterable[int]) -> None:
         replay(workers, replaced)
 
 
-def scale(workers: Workers, size: int) -> None:
-    """Have so many workers; those that were there before keep what they have.
+def scale(workers: Workers, size: int, keep: Sequence[int]) -> None:
+    """Have so many workers; those that `keep` names stay, and keep what they have.
 
-    Raises NotScaled where there are as many as before, and WorldBroken where they do not meet.
+    They are the first of the new world, in this order.  Raises NotScaled where there are as
+    many as before, and WorldBroken where they do not meet.
     """
     before = workers.size
-    spec, workers.warning = scaled(workers.spec, workers.config, size)
-    replaced, why = _regroup(workers, Event.SCALE, Scale(spec), SCALE_TIMEOUT)
+    spec, workers.warning = scaled(workers.spec, workers.config, size, keep=keep)
+    replaced, why = _regroup(workers, Event.SCALE, Scale(spec, tuple(keep)), SCALE_TIMEOUT)
     if workers.lost is not None:
         raise workers.lost
-    replay(workers, {*replaced, *range(before, workers.size)})
+    if workers.is_elsewhere:  # where machines come and go, the size changes without being asked for
+        workers.config = workers.config.of_size(workers.size)
+    replay(workers, {*replaced, *workers.renumbering.new})
     if workers.state is State.BROKEN:
         raise WorldBroken(workers.problem)
     if why:
@@ -130,7 +156,7 @@ def scale(workers: Workers, size: int) -> None:
 
 
 def _regroup(
-    workers: Workers, event: Event, request: Heal | Scale, timeout: float
+    workers: Workers, event: Event, request: Heal | Scale | Grow, timeout: float
 ) -> tuple[tuple[int, ...], str]:
     """Have the agent form another group; the ranks that it has replaced, and why not more."""
     made = workers.running.made if workers.running and workers.running.died else frozenset()
@@ -230,11 +256,14 @@ def _death(workers: Workers) -> NbdistError:
         running.fate = healing_text(workers, running.deaths)
         if error := running.error():
             return error
-    rank, died = next(iter(dead.items()), (0, None))
-    if died is None:
-        return WorldBroken(workers.problem)
-    pid = workers.pids.get(rank, 0)
-    error = WorkerDied(rank, workers.host, pid, dead, 0, 0.0, died.exit_code, died.end)
+    return death(workers, dead) if dead else WorldBroken(workers.problem)
+
+
+def death(workers: Workers, dead: Mapping[int, Died]) -> WorkerDied:
+    """Return the error of ranks that died while no task ran, with what became of them."""
+    rank, died = next(iter(dead.items()))
+    host, pid = workers.machines.name(rank), died.pid or workers.pids.get(rank, 0)
+    error = WorkerDied(rank, host, pid, dead, 0, 0.0, died.exit_code, died.end)
     error.add(healing_text(workers, dead))
     return error
 
@@ -279,7 +308,12 @@ def healing_text(workers: Workers, dead: Iterable[int]) -> str:
             return f"All workers were ended, and could not be started anew: {workers.problem}"
         done = "All workers were started anew (`--on-failure restart-all`)"
         return f"{done}; their variables are lost.{workers.setup.problem}"
-    ranks = tuple(dead)
+    ranks, found = tuple(dead), workers.renumbering
+    if found.after < found.before:
+        size = size_text(found.before, found.after, found.moved)
+        said = f"No other machine has room for {name_ranks(ranks)}: {size}"
+        back = f" {workers.way_back}" if workers.way_back else ""
+        return f"{said}; the others keep their variables.{back}{workers.setup.problem}"
     said = replaced_text(ranks, workers.names.lacking(ranks))
     return f"{said}{_others_text(workers, ranks)}.{workers.setup.problem}"
 
@@ -305,10 +339,19 @@ def stop_text(workers: Workers, killed: Iterable[int]) -> str:
     return f"{said}{_others_text(workers, ranks)}.{workers.setup.problem}"
 
 
-def scaled_text(workers: Workers, before: int) -> str:
-    """Write `world 2 -> 4`, and what the new ranks lack."""
-    new = range(before, workers.size)
-    text = f"world {before} -> {workers.size}"
+def late_stop_text(running: RunningTask) -> str:
+    """Write `it came too late: ranks 0-1 have bound x`; "" where it did not."""
+    if not running.patience.holds_stop or running.unfinished or running.transcript.errors:
+        return ""
+    ranks, names = running.task.ranks, {*running.shipped, *running.made}
+    verb = "has" if len(ranks) == 1 else "have"
+    return f"it came too late: {name_ranks(ranks)} {verb} bound {list_names(names)}"
+
+
+def scaled_text(workers: Workers) -> str:
+    """Write `world 2 -> 4`, which ranks are others now, and what the new ones lack."""
+    found = workers.renumbering
+    new, text = found.new, size_text(found.before, found.after, found.moved)
     if not new:
         return text
     verb = "is" if len(new) == 1 else "are"

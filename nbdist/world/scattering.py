@@ -24,7 +24,7 @@ class Scatter:
         with closing(Scatter(session, "x", value)) as scatter:
             for copied in scatter.packing():
                 ...
-            session.run(scatter.task())
+            bind(session, *scatter.tasks())
 
     Raises UsageError for what cannot be cut, UnshippableName for what cannot travel.
     """
@@ -72,10 +72,11 @@ class Scatter:
                 self._memory.callback(segment.close)
             done += size_of(frames)
 
-    def task(self) -> Task:
-        """Have each rank bind its part."""
+    def tasks(self) -> tuple[Task, Call]:
+        """Have each rank take its part, then have all bind it: for `nbdist.world.all_or_none`."""
         arguments = {"name": self.name, "parts": self._payloads}
-        return self._session.task(Call("scatter", arguments), ranks=self.ranks)
+        take = self._session.task(Call("scatter.take", arguments), ranks=self.ranks)
+        return take, Call("scatter.bind")
 
     def close(self) -> None:
         """Release the memory that they travel in, which the ranks have mapped by then."""

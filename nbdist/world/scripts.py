@@ -22,7 +22,9 @@ def find_script(
     """Return the script that is meant; UsageError where there is none."""
     find = {"file": _find_file, "module": _find_module, "executable": _find_executable}[kind]
     file, root = find(name)
-    return Script(kind, name, tuple(map(str, args)), file, root, local_rank)
+    near = os.path.relpath(file) if file else ""
+    near = "" if near.startswith(os.pardir) else near
+    return Script(kind, name, tuple(map(str, args)), file, root, local_rank, near)
 
 
 def _find_file(name: str) -> tuple[str, str]:

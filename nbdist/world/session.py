@@ -6,6 +6,7 @@ over one task (`following`), and what is done about the group (`recovery`).
 
 from __future__ import annotations
 
+import operator
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,14 +17,18 @@ from dataclasses import replace
 from typing import Any, Unpack
 
 from nbdist import topology
-from nbdist.config import Changes, Patience, read_restarts
-from nbdist.errors import AgentLost, StartError, WorldNotStarted
+from nbdist.config import Changes, Patience
+from nbdist.errors import AgentLost, BadRanks, Interrupted, StartError, UsageError, WorldNotStarted
+from nbdist.readers import read_restarts
 from nbdist.wire.messages import Consult, Reply, Request
 from nbdist.wire.payload import open_payload, pack_frames
+from nbdist.wire.places import WorkerStatus
 from nbdist.wire.questions import Question
+from nbdist.wire.shared_memory import Segment
 from nbdist.wire.task import Attempt, Call, InputReply, Source, Task, Work
+from nbdist.words import format_ranks
 from nbdist.world import following, recovery
-from nbdist.world.launchers import find_launcher
+from nbdist.world.launchers import module_of
 from nbdist.world.names import Shipped
 from nbdist.world.prompts import NOBODY
 from nbdist.world.result import CellResult
@@ -56,9 +61,19 @@ class Session(Workers):
 
         `fields` are those of `Task`: `names`, `fetch`, `execution_count`, `key`.
         """
-        on = self.everyone if ranks is None else tuple(ranks)
+        on = self.everyone if ranks is None else self._checked(ranks)
         work = Source(work) if isinstance(work, str) else work
         return Task(uuid.uuid4().hex, on, work, **fields)
+
+    def _checked(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return ranks that were asked for; BadRanks for what is none."""
+        # Before the start it is not known yet how many there will be.
+        size = self.size if self.state.has_workers else None
+        for rank in ranks:
+            is_number = hasattr(rank, "__index__")  # numpy's too
+            if not is_number or rank < 0 or (size is not None and rank >= size):
+                raise BadRanks(str(ranks), self.size, f"{rank!r} is none of them, by its number")
+        return tuple(map(operator.index, ranks))
 
     def submit(
         self,
@@ -71,14 +86,28 @@ class Session(Workers):
         `shipped` is what its names are, where they are the notebook's.
 
         Raises what keeps it from running, with nothing sent: WorldNotStarted, WorldBusy,
-        WorkerDied, AgentLost.
+        WorkerDied, AgentLost, CodeNotSent.
         """
         self.receive_waiting()
         self.wait_for_stop()
+        before = self.everyone
         if self.is_idle:
             self.heal()
         self.check_ready()
-        return self.send(task, patience, shipped)
+        if self.code is not None:
+            for _ in self.code.bringing(self.link.calling):
+                pass
+        return self.send(self._of_those_there(task, before), patience, shipped)
+
+    def _of_those_there(self, task: Task, before: Sequence[int]) -> Task:
+        """Have a task for all ranks be for those that there are now, more or fewer."""
+        if task.ranks == self.everyone:
+            return task
+        if task.ranks == before:
+            return replace(task, ranks=self.everyone)
+        if missing := [rank for rank in task.ranks if rank >= self.size]:
+            raise BadRanks(format_ranks(task.ranks), self.size, f"there is no rank {missing[0]}")
+        return task
 
     def follow(self, running: RunningTask, *, answers: bool = False) -> following.Following:
         """Yield what its ranks have shown since the last time, until all have finished it.
@@ -103,9 +132,20 @@ class Session(Workers):
                 if not answers:
                     self.refuse(running, NOBODY)
         while not (running.unfinished or running.is_over or running.wants_control(before)):
-            with running.counting_stops():
+            with running.counting_stops(), running.raising_stops():
                 recovery.end(self, running)
             yield running.take_news()
+
+    def meet_stop(self, running: RunningTask) -> bool:
+        """Count a Stop, wherever it comes, and have `follow` come round; False: it is to be raised.
+
+        For a handler of signals.
+        """
+        if running.raises_stops:
+            return False
+        running.stops += 1
+        self.wake()
+        return True
 
     def reply(self, running: RunningTask, answers: Mapping[int, str | None]) -> None:
         """Give each of these ranks what was typed for it, None for the end of all input."""
@@ -149,7 +189,8 @@ class Session(Workers):
     def check(self, running: RunningTask) -> None:
         """Raise the error of a task that has been followed, or KeyboardInterrupt after Stop."""
         if running.stops:
-            raise KeyboardInterrupt
+            fate = recovery.late_stop_text(running)
+            raise Interrupted((), fate=fate) if fate else KeyboardInterrupt
         if error := running.error():
             raise error
 
@@ -174,6 +215,11 @@ class Session(Workers):
             self.interrupt()
             raise KeyboardInterrupt
 
+    def keep_setup(self, key: str, task: Task, segment: Segment | None) -> None:
+        """Run this cell in every new worker too; the segment with its names stays open for that."""
+        self.setup.keep(key, task, segment)
+        self.remember()
+
     def let_go(self, running: RunningTask) -> None:
         """Have workers release the values that it fetched, which have been read."""
         payloads = running.payloads().items()
@@ -192,8 +238,9 @@ class Session(Workers):
             raise error
 
     def heal(self) -> None:
-        """Do about deaths and broken collectives what `on_failure` says; nothing if all is well."""
+        """Do about deaths and broken collectives what `on_failure` says; take in who has come."""
         recovery.heal(self)
+        recovery.grow(self)
 
     def restart(
         self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Unpack[Changes]
@@ -203,16 +250,16 @@ class Session(Workers):
         # The notebook's environment, path and folder may have changed meanwhile.
         before, size = self.config, self.size
         after = before.but(n, **changes)
-        if is_moved := after.launcher != before.launcher:
-            find_launcher(after.launcher)  # UsageError, with all workers left as they are
+        if is_moved := after.machines != before.machines:
+            module_of(after.launched_by)  # UsageError, with all workers left as they are
         self.configure(after)
-        self.setup.scale(size, self.size)
         try:
             self.start_anew(agent_too=is_moved)
         except StartError:
-            self.setup.scale(self.size, size)
             self.configure(before)
             raise
+        # Only now: on other machines it is known late how many there are.
+        self.setup.scale(size, self.size)
         error = recovery.replay(self, self.everyone)
         self.give_back(kept)
         if error:
@@ -228,17 +275,28 @@ class Session(Workers):
         recovery.replace(self, ranks)
         self.give_back(kept)
 
-    def scale(self, n: int | str) -> None:
-        """Have as many workers as `n` says; nothing where there are."""
+    def scale(self, n: int | str | None = None, ranks: Sequence[int] | None = None) -> None:
+        """Have as many workers as `n` says, or only these ranks; nothing where there are."""
         self.receive_waiting()
         if self.is_idle:
             self.heal()
         if not self.state.has_workers:
             raise self.lost or WorldNotStarted("`%dist_scale`")
         self.check_ready()
-        size = topology.parse_size(n, self.size)
+        keep: Sequence[int]
+        if ranks is not None:
+            keep = topology.parse_ranks(",".join(map(str, ranks)), self.size)
+            size = len(keep)
+        elif n is not None:
+            size = topology.parse_size(n, self.size)
+            keep = range(min(size, self.size))
+        else:
+            raise UsageError(
+                "`%dist_scale` takes how many workers there shall be, such as 4 or +2, or the "
+                "ranks that stay: `%dist_scale -r 0,2-3`."
+            )
         if size != self.size:
-            recovery.scale(self, size)
+            recovery.scale(self, size, keep)
 
     def take(self, names: Sequence[str], ranks: Iterable[int]) -> Kept:
         """Fetch these names from these ranks, to outlive their workers; raises as `run` does."""
@@ -272,7 +330,7 @@ class Session(Workers):
         if not self.state.has_workers:
             return ()
         try:
-            return self.link.call(request)
+            return self._named(self.link.call(request))
         except AgentLost as lost:
             self.take_loss(lost)
             return ()
@@ -281,7 +339,7 @@ class Session(Workers):
         """Ask the same from any thread, which takes in nothing of what ranks have said."""
         asked = self._asked(request)
         try:
-            return () if asked is None else asked.result(LOOK_TIMEOUT)
+            return () if asked is None else self._named(asked.result(LOOK_TIMEOUT))
         except (AgentLost, FutureTimeoutError):
             return ()
 
@@ -291,6 +349,17 @@ class Session(Workers):
         What comes of it is None where no rank has answered in time; wait for it with a bound.
         """
         return self._asked(Consult(tuple(ranks), question))
+
+    def _named(self, reply: Reply) -> Any:
+        """Have the rows of a status name machines as all else does."""
+        if not isinstance(reply, tuple):
+            return reply
+        return tuple(
+            replace(row, host=self.machines.name(row.rank) or row.host)
+            if isinstance(row, WorkerStatus)
+            else row
+            for row in reply
+        )
 
     def _asked(self, request: Request) -> Future[Reply] | None:
         """Ask the agent, from any thread; None without workers."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from nbdist.wire.shared_memory import Segment
 from nbdist.wire.task import Attempt, Task
+from nbdist.world.renumbering import Renumbering
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,15 @@ class Setup:
         """What is to be run in a new worker, in order."""
         return [kept.task for kept in self._cells.values()]
 
+    @property
+    def kept(self) -> tuple[tuple[str, Task], ...]:
+        """The same, with their keys."""
+        return tuple((key, each.task) for key, each in self._cells.items())
+
+    def take_over(self, kept: Iterable[tuple[str, Task]]) -> None:
+        """Run these too, whose names the agent holds."""
+        self._cells |= {key: SetupCell(task, None) for key, task in kept}
+
     def keep(self, key: str, task: Task, segment: Segment | None) -> None:
         """Run this cell too from now on; in the place of the one with the same key."""
         old = self._cells.get(key)
@@ -48,6 +59,17 @@ class Setup:
             if kept.segment is not None:
                 kept.segment.close()
         self._cells.clear()
+
+    def renumber(self, ranks: Renumbering) -> None:
+        """Have cells follow the ranks that they ran on; those for all are for all there are."""
+        self.scale(ranks.before, ranks.after)
+        if not ranks.moved:
+            return  # as for a cell of ranks that there are none of now, but may be again
+        everyone = tuple(range(ranks.after))
+        for key, kept in [*self._cells.items()]:
+            if kept.task.ranks != everyone:
+                task = replace(kept.task, ranks=ranks.of(kept.task.ranks))
+                self._cells[key] = replace(kept, task=task)
 
     def scale(self, before: int, after: int) -> None:
         """Have cells that ran on all ranks of a world run on all of them when there are more."""

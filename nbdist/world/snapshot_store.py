@@ -25,7 +25,6 @@ from pathlib import Path
 from nbdist import __version__, folders
 from nbdist.errors import NbdistError, UsageError
 from nbdist.wire.ops import Mesh, Written
-from nbdist.world.spec import state_folder
 
 KEPT = 3
 """Snapshots of one name; older ones are removed when another has been written."""
@@ -96,7 +95,7 @@ def root_folder(log_dir: str | None) -> Path:
     chosen = os.environ.get("NBDIST_SNAPSHOT_DIR")
     if chosen:
         return Path(chosen).expanduser().absolute()
-    return Path(log_dir or state_folder(), "snapshots").expanduser().absolute()
+    return Path(log_dir or folders.state_folder(), "snapshots").expanduser().absolute()
 
 
 class SnapshotStore:

@@ -15,6 +15,7 @@ from nbdist.errors import UsageError
 from nbdist.wire.ops import Loaded, Mesh, Written
 from nbdist.wire.task import Call
 from nbdist.words import count, format_ranks, name_ranks
+from nbdist.world.all_or_none import commit
 from nbdist.world.session import Session
 from nbdist.world.snapshot_store import Snapshot, SnapshotStore
 
@@ -90,8 +91,12 @@ def restore(
         if damage:
             raise store.damaged(snapshot, damage)
         raise UsageError(f"The snapshot `{snapshot.key}` cannot be restored: {problem}.")
-    bound = _call(session, "bind", on, names=names and [*names], with_random=from_rank is None)
-    return Restored(snapshot, tuple(sorted(set().union(*bound.values()))), on)
+    wanted = {"names": names and [*names], "with_random": from_rank is None}
+    running = commit(session, Call("snapshot.bind", wanted))
+    session.wait(running)
+    session.check(running)
+    bound = running.result().values.values()
+    return Restored(snapshot, tuple(sorted(set().union(*bound))), on)
 
 
 def _call(session: Session, function: str, ranks: Sequence[int] | None, **arguments: Any) -> Any:

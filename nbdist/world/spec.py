@@ -14,12 +14,16 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-from nbdist import topology
-from nbdist.config import DEFAULT_POOL, WorldConfig
+from nbdist import folders, topology
+from nbdist.config import DEFAULT_POOL, LOCAL, WorldConfig
 from nbdist.errors import UsageError
+from nbdist.hosts import parse_hosts
+from nbdist.seats import Position, Seats, seat_more
 from nbdist.wire.start import WorldSpec
+from nbdist.wire.wanted import Wanted
 from nbdist.wire.worker_environ import NBDIST_DECIDES
 from nbdist.world.env_file import read_env_file
 
@@ -39,6 +43,8 @@ READ_AT_START = re.compile(
 """What an interpreter, or a library on import, reads once: too late for a fork of either."""
 
 DEFAULT_LOG_LIMIT = "200M"
+
+HOME_STATE = "~/.local/state"
 
 _SIZE = re.compile(r"([0-9]{1,9})\s*([MG])(?:i?B)?", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -84,6 +90,8 @@ def make_spec(
     here = here or Here.now()
     given = given_environ(config)
     environ = {**here.environ, **given}
+    if config.launched_by != LOCAL:
+        return _spec_elsewhere(config, run, here, given)
     visible = topology.visible_gpus(environ)
     gpus = visible if config.gpus is None else topology.parse_gpus(config.gpus, visible)
     layout = layout_of(config, len(gpus), here.cores)
@@ -92,7 +100,7 @@ def make_spec(
     wrap, is_foreign = shlex.split(config.wrap or ""), python != here.python
     is_read_at_start = any(map(READ_AT_START.fullmatch, given))
     spec = WorldSpec(
-        world_size=layout.world_size,
+        world_size=size_of(config) or layout.world_size,
         backend=None if backend == "none" else backend,
         environ=environ,
         cwd=here.cwd,
@@ -105,30 +113,116 @@ def make_spec(
         log_dir=default_log_dir() if config.log_dir is None else config.log_dir,
         log_limit=log_limit(here.environ),
         use_fork_server=config.fork and not (wrap or is_foreign or is_read_at_start),
-        per_node=layout.per_node if layout.nodes > 1 else 0,
+        room=(layout.per_node,) * layout.nodes if layout.nodes > 1 else (),
         wrap=tuple(wrap),
         own_path=is_foreign,
         share_gpus=config.share_gpus,
         argv=_argv(here.argv),
+        sync_code=config.sync_code,
     )
-    spec, warning = scaled(spec, config, layout.world_size, here.cores)
+    spec, warning = scaled(spec, config, spec.world_size, here.cores)
     return spec, backend, warning
 
 
+def _spec_elsewhere(
+    config: WorldConfig, run: str, here: Here, given: Mapping[str, str]
+) -> tuple[WorldSpec, str, str]:
+    """Work out what is known of a world on other machines before they have come.
+
+    Its size, seats, backend and environment follow then, and each node's own GPUs and cores.
+    """
+    backend = config.backend or "gloo"
+    spec = WorldSpec(
+        world_size=size_of(config) or 1,
+        backend=None if backend == "none" else backend,
+        environ={},
+        cwd=here.cwd,
+        sys_path=_sys_path(given.get("PYTHONPATH", ""), here, is_foreign=True),
+        threads=config.cpus or 0,
+        python="",
+        name=config.name or run or run_name(config.pool),
+        pool=config.pool,
+        log_dir=_log_dir_elsewhere() if config.log_dir is None else config.log_dir,
+        log_limit=log_limit(here.environ),
+        use_fork_server=config.fork and not any(map(READ_AT_START.fullmatch, given)),
+        own_path=True,
+        share_gpus=config.share_gpus,
+        gpus_asked=config.gpus or "",
+        argv=_argv(here.argv),
+        sync_code=config.sync_code,
+    )
+    return spec, backend, ""
+
+
 def scaled(
-    spec: WorldSpec, config: WorldConfig, size: int, cores: int | None = None
+    spec: WorldSpec,
+    config: WorldConfig,
+    size: int,
+    cores: int | None = None,
+    keep: Sequence[int] | None = None,
 ) -> tuple[WorldSpec, str]:
     """Work out the spec of as many workers, otherwise the same, and a warning or "".
 
-    Raises NotEnoughGpus.
+    The ranks that `keep` names, or all, keep their seats; on other machines these are found
+    there.  Raises NotEnoughGpus, and UsageError where hosts have no room.
     """
+    if config.launched_by != LOCAL:
+        config.but(n=size)
+        return replace(spec, world_size=size), ""
     cores = topology.usable_cores() if cores is None else cores
     devices = spec.environ.get("CUDA_VISIBLE_DEVICES")
     warning = topology.check_start(
         size, len(spec.gpus), cores, spec.backend or "none", devices, share_gpus=spec.share_gpus
     )
     threads = _threads(spec.environ, config.cpus or max(1, cores // size))
-    return replace(spec, world_size=size, threads=threads), warning or ""
+    room = spec.room
+    while room and sum(room) < size:  # as many simulated nodes as it takes
+        room = (*room, room[-1])
+    seats = seat_more(_seats_of(spec, keep), room, size)
+    spec = replace(spec, world_size=size, threads=threads, room=room, seats=seats)
+    return spec, warning or ""
+
+
+def _seats_of(spec: WorldSpec, keep: Sequence[int] | None) -> Seats:
+    """List the seats of those that stay: with GPUs each keeps its own, and so LOCAL_RANK."""
+    if keep is None or [*keep] == [*range(len(keep))] or not (spec.seats or spec.gpus):
+        return spec.seats
+    return tuple(spec.seats[rank] if spec.seats else Position(0, rank) for rank in keep)
+
+
+def make_wanted(config: WorldConfig, run: str = "", here: Here | None = None) -> Wanted:
+    """Work out what a launcher of other machines needs; UsageError for what cannot be."""
+    here = here or Here.now()
+    layout = None if config.layout is None else topology.parse_layout(config.layout)
+    workers = topology.parse_workers(str(config.n))
+    hosts = parse_hosts(config.hosts) if config.hosts else ()
+    per_node: topology.WorkerCount = "auto" if isinstance(workers, int) else workers
+    environ = {**_copied(config.copy_env or "", here.environ), **given_environ(config)}
+    return Wanted(
+        launcher=config.launched_by,
+        hosts=hosts,
+        min_nodes=(layout.least or layout.nodes) if layout else len(hosts) or 1,
+        max_nodes=layout.nodes if layout else len(hosts) or None,
+        per_node=layout.per_node if layout else per_node,
+        workers=workers if isinstance(workers, int) else None,
+        backend=config.backend,
+        environ=environ,
+        name=config.name or run or run_name(config.pool),
+        pool=config.pool,
+        cwd=here.cwd,
+        python=config.python or here.python,  # a path on the other machines
+        wrap=tuple(shlex.split(config.wrap or "")),
+        fork=config.fork and not any(map(READ_AT_START.fullmatch, environ)),
+        gpus=config.gpus,
+        cpus=config.cpus,
+        memory=config.memory,
+        salloc=config.salloc,
+        address=config.address,
+        rdzv_backend=config.rdzv_backend,
+        rdzv_endpoint=config.rdzv_endpoint,
+        detach=config.detach,
+        sync_code=config.sync_code,
+    )
 
 
 def given_environ(config: WorldConfig) -> dict[str, str]:
@@ -146,6 +240,23 @@ def layout_of(config: WorldConfig, gpus: int, cores: int) -> topology.Layout:
         return topology.parse_layout(config.layout)
     workers = topology.parse_workers(str(config.n))
     return topology.Layout(1, topology.resolve(workers, gpus, cores))
+
+
+def size_of(config: WorldConfig) -> int | None:
+    """Read how many workers are asked for; None where that depends on the machines."""
+    if isinstance(config.n, int):
+        return config.n
+    return topology.parse_layout(config.layout).world_size if config.layout else None
+
+
+def _copied(patterns: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Choose the variables with such names, but for those that say which rank a worker is."""
+    wanted = [pattern.strip() for pattern in patterns.split(",")]
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in NBDIST_DECIDES and any(fnmatchcase(name, each) for each in wanted)
+    }
 
 
 def find_python(text: str | None, environ: Mapping[str, str]) -> str:
@@ -174,7 +285,13 @@ def default_log_dir() -> str:
     """Choose `$NBDIST_LOG_DIR` (empty for no log files), else the user's state folder."""
     if "NBDIST_LOG_DIR" in os.environ:
         return os.environ["NBDIST_LOG_DIR"]
-    return state_folder()
+    return folders.state_folder()
+
+
+def _log_dir_elsewhere() -> str:
+    """Choose the same for machines where the user's home folder may be another."""
+    given = "NBDIST_LOG_DIR" in os.environ or os.environ.get("XDG_STATE_HOME")
+    return default_log_dir() if given else f"{HOME_STATE}/nbdist"
 
 
 def log_limit(environ: Mapping[str, str]) -> int:
@@ -187,12 +304,6 @@ def log_limit(environ: Mapping[str, str]) -> int:
             f"{DEFAULT_LOG_LIMIT}, 2G, or 0 for all."
         )
     return int(found[1]) << (30 if found[2] in "gG" else 20) if found else 0
-
-
-def state_folder() -> str:
-    """Find where the user keeps what outlives a run."""
-    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return str(Path(state).expanduser() / "nbdist")
 
 
 def _check_names(environ: Mapping[str, str], option: str) -> None:

@@ -9,7 +9,7 @@ from nbdist.words import size_text
 from nbdist.world.hangs import doing_of
 from nbdist.world.usage import gpu_memory_text
 
-HEADINGS = ("rank", "state", "pid", "device", "memory")
+HEADINGS = ("rank", "host", "state", "pid", "device", "memory")
 MORE_HEADINGS = ("cpu", "gpu", "where", "last collective", "last line")
 """Shown where any rank has an entry."""
 
@@ -21,7 +21,8 @@ def rows(
 ) -> list[tuple[str, ...]]:
     """Lay out headings, and a row per rank; nothing where there are none.
 
-    `cpu` is per cent of a core by rank, `lines` what each rank has written last.
+    Hosts are named where there are several.  `cpu` is per cent of a core by rank, `lines` what
+    each rank has written last.
     """
     if not workers:
         return []
@@ -29,10 +30,11 @@ def rows(
         (*HEADINGS, *MORE_HEADINGS),
         *(_row(each, (cpu or {}).get(each.rank), (lines or {}).get(each.rank)) for each in workers),
     ]
+    has_several = len({each.host for each in workers}) > 1
     shown = [
         index
-        for index, column in enumerate(zip(*table, strict=True))
-        if index < len(HEADINGS) or any(column[1:])
+        for index, (heading, *entries) in enumerate(zip(*table, strict=True))
+        if (has_several if heading == "host" else heading in HEADINGS or any(entries))
     ]
     return [tuple(line[index] for index in shown) for line in table]
 
@@ -42,6 +44,7 @@ def _row(worker: WorkerStatus, cpu: float | None, line: str | None) -> tuple[str
     done = "done" if collective and collective.is_done else "not done"
     return (
         str(worker.rank),
+        worker.host,
         f"busy {worker.busy_seconds:.0f} s" if worker.state == "busy" else worker.state,
         str(worker.pid),
         worker.device,

@@ -7,13 +7,17 @@ from collections.abc import Sequence
 from nbdist.errors import BadRanks, UsageError, WorkerError
 from nbdist.output.events import NAME_PROBLEM, Failure
 from nbdist.wire.task import Call
+from nbdist.world.all_or_none import bind
 from nbdist.world.session import Session
 
 
 def sync(
     session: Session, names: Sequence[str], source: int, ranks: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Copy them; the ranks that have got them.  All ranks take part, as in any collective."""
+    """Copy them to all ranks that are to have them, or to none; the ranks that have got them.
+
+    All ranks take part, as in any collective.
+    """
     if not names:
         raise UsageError("`%dist_sync`: which names? `%dist_sync model opt --from 0`.")
     if bad := [name for name in names if not name.isidentifier()]:
@@ -27,13 +31,13 @@ def sync(
         if not 0 <= rank < session.size:
             raise BadRanks(str(rank), session.size, f"there is no rank {rank}")
     to = None if ranks is None else tuple(rank for rank in ranks if rank != source)
-    arguments = {"wanted": tuple(dict.fromkeys(names)), "source": source, "to": to}
-    running = session.submit(session.task(Call("sync", arguments)))
-    session.wait(running)
+    wanted = tuple(dict.fromkeys(names))
+    take = Call("sync.take", {"wanted": wanted, "source": source, "to": to})
     try:
-        session.check(running)
+        running = bind(session, session.task(take), Call("sync.bind", {"wanted": wanted}))
     except WorkerError:
-        for rank, failure in running.transcript.errors.items():
+        assert session.running is not None
+        for rank, failure in session.running.transcript.errors.items():
             if isinstance(failure, Failure) and failure.name == NAME_PROBLEM:
                 raise UsageError(f"`%dist_sync`, rank {rank}: {failure.message}") from None
         raise

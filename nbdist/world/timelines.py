@@ -61,11 +61,10 @@ class Timeline:
     """A cell on all ranks that ran it.
 
     `straggler` is the rank that others waited for, None where none stands out; `met` counts
-    the collectives that more than one rank began; `begun_ns` is the first rank's begin.
+    the collectives that more than one rank began.
     """
 
     rows: tuple[Row, ...]
-    begun_ns: int
     met: int
     straggler: Row | None
     operations: tuple[Operation, ...]
@@ -105,7 +104,6 @@ def timeline_of(times: Mapping[int, RankTimes]) -> Timeline | None:
     longest = max(row.seconds for row in rows)
     return Timeline(
         rows,
-        origin,
         len(meetings),
         most if most.awaited >= max(LEAST, LEAST_SHARE * longest) else None,
         _operations(each.met for each in times.values()),

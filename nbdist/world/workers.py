@@ -1,47 +1,46 @@
-"""The workers of a world: their start and end, what there is of them, what comes up from them."""
+"""The workers of a world: their start and end, and what comes up from them."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nbdist import topology
-from nbdist.config import OnFailure, Patience, WorldConfig
-from nbdist.errors import AgentLost, StartError, WorldNotStarted
+from nbdist.config import Patience
+from nbdist.errors import AgentLost, StartError
 from nbdist.output.events import Died, Done, InputRequest, Moved, Record, Visible
 from nbdist.wire.messages import (
     Aborted,
-    Healed,
+    Attached,
+    Came,
     Located,
     Received,
+    Remember,
     Run,
     StartFailure,
+    Starting,
     StartWorld,
     StopWorld,
     Used,
     WorldStarted,
 )
 from nbdist.wire.places import Place
-from nbdist.wire.start import WorldSpec
 from nbdist.wire.task import InputReply, Task
 from nbdist.words import count
-from nbdist.world.launchers import find_launcher
-from nbdist.world.link import Link
+from nbdist.world.launchers import module_of
+from nbdist.world.link import CALL_TIMEOUT, Link
 from nbdist.world.names import NameTable, Shipped
 from nbdist.world.past import Past
 from nbdist.world.prompts import NOBODY
 from nbdist.world.records import hand_over, wanted_level
-from nbdist.world.running import Crew, RunningTask
-from nbdist.world.setup import Setup
-from nbdist.world.spec import make_spec, scaled
-from nbdist.world.states import Event, State, next_state
+from nbdist.world.running import RunningTask
+from nbdist.world.standing import Standing
+from nbdist.world.states import Event, State
 
-LATE_KEPT = 1000
-"""Outputs of threads that outlived their task; all text is in the log files too."""
+COMING_TIMEOUT = 86_400.0
+"""Seconds for other machines to come, on whose queues it depends; their head waits less long."""
 
 STOP_GRACE = 2.0
 """Seconds that idle workers have to run their exit handlers."""
@@ -55,127 +54,8 @@ QUIET_SECONDS = 2.0
 """Of a start, before anything is said of it."""
 
 
-class Workers:
-    """What there is of a world's workers; `following` and `recovery` act on them.
-
-    `state` changes through `advance` alone.  `late` has what ranks have shown outside of
-    tasks, `problem` why they share no group, `lacks` what is missing in their libraries.
-    `names` says who has which, `past` what has run since the start, `dead` which ranks have
-    died, `replaced` where others are now.
-    """
-
-    def __init__(self, config: WorldConfig) -> None:
-        self.state = State.STOPPED
-        self.namespace: dict[str, Any] = sys.modules["__main__"].__dict__
-        self.pids: Mapping[int, int] = {}
-        self.logs: Mapping[int, str] = {}
-        self.lacks: tuple[str, ...] = ()
-        self.name = self.host = self.problem = ""
-        self.late: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)
-        self.names = NameTable(self.namespace)
-        self.dead: dict[int, Died] = {}
-        self.replaced: dict[int, Died] = {}
-        self.setup = Setup()
-        self.past = Past()
-        self.lost: AgentLost | None = None
-        self.running: RunningTask | None = None
-        self._link: Link | None = None
-        self.config: WorldConfig
-        self.configure(config)
-
-    # --- what there is --------------------------------------------------------------------
-
-    @property
-    def layout(self) -> str:
-        """`1x4`; simulated nodes and workers on each, `2x4`."""
-        seat = self.spec.seat(0)
-        return f"{seat.nodes}x{seat.local_world_size}"
-
-    @property
-    def crew(self) -> Crew:
-        """The workers as they are now."""
-        heals = self.on_failure == "heal"
-        return Crew(self.size, self.backend, self.host, self.pids, self.namespace, heals)
-
-    @property
-    def has_group(self) -> bool:
-        """Whether there is a group whose collectives can be aborted."""
-        return self.spec.backend is not None
-
-    @property
-    def everyone(self) -> tuple[int, ...]:
-        """All ranks."""
-        return tuple(range(self.size))
-
-    def resolve(self, n: int | str) -> int:
-        """Say how many workers `n` means here."""
-        workers = topology.parse_workers(str(n))
-        return topology.resolve(workers, len(self.spec.gpus), topology.usable_cores())
-
-    @property
-    def unfinished(self) -> tuple[int, ...]:
-        """The ranks that have something of a task left to do."""
-        return () if self.running is None else self.running.unfinished
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no rank has anything of a task left to do."""
-        return not self.unfinished
-
-    @property
-    def link(self) -> Link:
-        """The connection to the agents of a world that has workers."""
-        if self._link is None:
-            raise WorldNotStarted("This")
-        self._link.check_process()
-        return self._link
-
-    @property
-    def on_failure(self) -> OnFailure:
-        """What the death of a worker leads to."""
-        return self.config.on_failure
-
-    @on_failure.setter
-    def on_failure(self, policy: OnFailure) -> None:
-        self.config = self.config.but(on_failure=policy)
-
-    # --- what changes ---------------------------------------------------------------------
-
-    def advance(self, event: Event) -> None:
-        """Go to another state: there is no other door."""
-        self.state = next_state(self.state, event)
-
-    def configure(self, config: WorldConfig) -> None:
-        """Work out the spec of the workers; UsageError for what cannot be."""
-        spec, self.backend, self.warning = make_spec(config, self.name)
-        self.spec: WorldSpec = spec
-        self.size, self.name = spec.world_size, spec.name
-        self.config = config
-
-    def take_healed(self, healed: Healed) -> None:
-        """Take in what the agent says of the workers there are now, more or fewer."""
-        self.pids, self.logs, self.problem = healed.pids, healed.logs, healed.problem
-        before, after = self.size, len(healed.pids)
-        if before != after:
-            self.spec, _ = scaled(self.spec, self.config, after)
-            self.config, self.size = self.config.but(n=after), after
-            self.names.scaled(before, after)
-            self.setup.scale(before, after)
-        # One that was to be added may have died instead.
-        self.dead = {rank: died for rank, died in self.dead.items() if rank < after}
-
-    def replace_dead(self, made: Collection[str]) -> tuple[int, ...]:
-        """Note that they were replaced, and lack what the cell in which they died `made`."""
-        ranks = tuple(self.dead)
-        self.names.replaced(ranks, made)
-        self.replaced |= self.dead
-        self.dead = {}
-        return ranks
-
-    def take_replaced(self) -> dict[int, Died]:
-        """Return the ranks that have died and been replaced since this was last asked, and how."""
-        replaced, self.replaced = self.replaced, {}
-        return replaced
+class Workers(Standing):
+    """The workers of a world; `following` and `recovery` act on them."""
 
     def send(
         self,
@@ -187,7 +67,8 @@ class Workers:
         imports = self.names.take_lost_imports(task.ranks)
         task = replace(task, log_level=wanted_level(), imports=imports)
         running = RunningTask(task, patience or self.config.patience, self.crew, shipped)
-        link, packed = self.link, Run(task.id, task.ranks, task.pack())
+        link, packed = self.link, Run(task.id, task.ranks, task.pack(), task.segments)
+        self.remember(running.patience)
         self.advance(Event.TASK)
         self.running = running
         self.names.sent(running.shipped)
@@ -197,19 +78,26 @@ class Workers:
 
     # --- start and end --------------------------------------------------------------------
 
-    def starting(self) -> Iterator[int]:
-        """Start them, unless they are there; says now and then how many are up so far."""
+    def starting(self) -> Iterator[Starting]:
+        """Start them, unless they are there; says now and then how far they are."""
         if self.state not in (State.STOPPED, State.LOST):
             return
         self.advance(Event.START)
-        self.lost, self.dead, self.replaced = None, {}, {}
+        self.lost, self.dead, self.replaced, self._renumbered = None, {}, {}, None
+        self.have_come = {}
         self.names, self.past = NameTable(self.namespace), Past()
         try:
             if self._link is None or not self._link.is_up:
-                launcher = find_launcher(self.config.launcher)
-                self._link = Link(launcher, fork_server=self.spec.use_fork_server)
+                module = module_of(self.config.launched_by)
+                self._link = Link(module, fork_server=self.spec.use_fork_server)
                 self._link.open()
-            started = yield from self._link.calling(StartWorld(self.spec))
+            self._remembered = Remember({})
+            self.remember()
+            if self.code is not None:
+                yield from self.code.bringing(self._link.calling, anew=True)
+            timeout = CALL_TIMEOUT if self.wanted is None else COMING_TIMEOUT
+            request = StartWorld(self.spec, self.wanted)
+            started = yield from self._link.calling(request, timeout)
         except BaseException:  # Stop too: whatever has been started is ended
             self.advance(Event.START_FAILED)
             self.close_link()
@@ -222,7 +110,10 @@ class Workers:
             )
         assert isinstance(started, WorldStarted)
         self.pids, self.logs, self.lacks = started.pids, started.logs, started.lacks
-        self.host = self._link.agents[0].host
+        self._become(started.spec)
+        self._place(started.hosts, self._link.agents[0].host)
+        if self.code is not None and self.is_elsewhere:  # now that it is known who shares it
+            yield from self.code.bringing(self._link.calling, anew=True)
         self.advance(Event.STARTED)
 
     def starting_texts(self) -> Iterator[str]:
@@ -231,10 +122,13 @@ class Workers:
         Comes round without a word now and then, with "".
         """
         said, begun = "", time.monotonic()
-        for up in self.starting():
-            ready = f"{up} ready" if up < self.size else "forming their group"
+        for far in self.starting():
+            ready = f"{far.up} ready" if far.up < self.size else "forming their group"
             text = f"starting {count(self.size, 'worker')}: {ready}"
-            is_due = time.monotonic() - begun >= QUIET_SECONDS and text != said
+            if far.text:  # how many there will be, machines that come decide
+                text = f"starting: {far.text}" + (f" · {far.up} ready" if far.up else "")
+            is_quiet = time.monotonic() - begun < QUIET_SECONDS and not far.text
+            is_due = text != said and not is_quiet
             if is_due:
                 said = text
             yield text if is_due else ""
@@ -272,6 +166,27 @@ class Workers:
         except (AgentLost, StartError):
             self.close_link()
 
+    def attach(self, link: Link, there: Attached, namespace: dict[str, Any]) -> None:
+        """Take over the workers at the other end of this link, as they are."""
+        self._link, self.namespace = link, namespace
+        self.names = NameTable(namespace)
+        self.names.found(there.bound)
+        self.pids, self.logs, self.lacks = there.pids, there.logs, there.lacks
+        self.dead = dict(there.dead)
+        self.have_come = dict.fromkeys(there.came)
+        self.past.forgotten = there.forgotten
+        self.setup.take_over(there.memory.setup)
+        self._place(there.hosts, link.agents[0].host)
+        self.advance(Event.START)
+        self.advance(Event.STARTED)
+        if there.run is not None:
+            self.running = RunningTask.found(there, self.crew)
+            self.advance(Event.TASK)
+        if there.dead:
+            self.advance(Event.RANK_DIED)
+        if not there.is_whole:
+            self.advance(Event.ABORTED)
+
     def adopt(self, link: Link) -> None:
         """Have the agent at the other end of this link start the workers."""
         self._link = link
@@ -303,6 +218,11 @@ class Workers:
         self.link.wait(timeout)
         self.receive_waiting()
 
+    def wake(self) -> None:
+        """Have `receive` wait no longer; may be called by a handler of signals."""
+        if self._link is not None:
+            self._link.wake()
+
     def receive_waiting(self) -> None:
         """Take in all that has arrived so far."""
         while self._link is not None and self._link.arrived:
@@ -317,6 +237,8 @@ class Workers:
                         self.running.take_places(places, time.monotonic())
                 case Aborted(places):
                     self._take_aborted(places)
+                case Came(host):
+                    self.have_come[host] = None
                 case Used(usage):
                     if self.running is not None:
                         self.running.usage = usage
@@ -345,7 +267,7 @@ class Workers:
 
     def _take(self, rank: int, task_id: str, output: Any) -> None:
         if isinstance(output, Record):
-            hand_over(output)
+            hand_over(replace(output, host=self.machines.name(rank) or output.host))
             return
         if isinstance(output, Died):
             self.dead[rank] = output

@@ -14,7 +14,7 @@ from nbdist.wire.ops import Cleaned
 from nbdist.wire.payload import Payload, pack_names
 from nbdist.wire.places import Stack, WorkerStatus
 from nbdist.wire.task import Call, Task, Work
-from nbdist.world import calling, gathering, snapshots, syncing
+from nbdist.world import all_or_none, calling, gathering, snapshots, syncing
 from nbdist.world.following import Following
 from nbdist.world.parts import Joining
 from nbdist.world.result import CellResult
@@ -49,6 +49,13 @@ class World:
         Args:
         """
         self.session = Session(config)
+
+    @classmethod
+    def of(cls, session: Session) -> World:
+        """Make one of a session that has workers already."""
+        world = cls.__new__(cls)
+        world.session = session
+        return world
 
     def __repr__(self) -> str:
         return repr(self.session).replace("Session", "World", 1)
@@ -156,7 +163,7 @@ class World:
         try:
             result = calling.outcome(session, session.submit(task))
             if setup:
-                session.setup.keep(source, task, segment)
+                session.keep_setup(source, task, segment)
                 segment = None
         finally:
             if segment is not None:
@@ -248,6 +255,8 @@ class World:
     ) -> None:
         """Bind a name on each rank to its own part of a value: tensor, array, list, table.
 
+        On all of them or on none, also where Ctrl-C comes in the middle.
+
         Args:
             name: what the parts are called there.
             value: as long as there are elements; where parts cannot be equal, the first ones
@@ -261,7 +270,7 @@ class World:
         with closing(Scatter(self.session, name, value, ranks, dim)) as scatter:
             for _ in scatter.packing():
                 pass
-            self.session.run(scatter.task())
+            all_or_none.bind(self.session, *scatter.tasks())
 
     def task(
         self,
@@ -297,6 +306,19 @@ class World:
         """
         return self.session.follow(running, answers=answers)
 
+    def catch_up(self) -> CellResult[Any] | None:
+        """Wait for what ran when it was attached to; None where nothing did.
+
+        What it has said meanwhile is written as by `execute`.  Raises as that does.
+        """
+        running = self.session.running
+        if running is None or running.is_over:
+            return None
+        try:
+            return calling.outcome(self.session, running)
+        finally:
+            self.session.let_go(running)
+
     def interrupt(self) -> None:
         """Send SIGINT to the ranks that run a task; does nothing when none does."""
         self.session.interrupt()
@@ -311,10 +333,12 @@ class World:
         """
         self.session.replace(ranks, keep)
 
-    def scale(self, n: int | str) -> None:
-        """Have more workers, or fewer: 3, or "+2", or "-1".
+    def scale(self, n: int | str | None = None, *, ranks: Sequence[int] | None = None) -> None:
+        """Have more workers, or fewer: 3, or "+2", or "-1"; or only these ranks.
 
-        The others keep process, variables and rank, and all share a group of the new size.
+        The others keep process and variables, and all share a group of the new size.  They
+        keep their ranks too, but where one before them was ended: with `ranks=[0, 2, 3]` rank
+        2 is rank 1 from then on, and 3 is 2; where there are GPUs, each keeps its own.
         DDP modules on the world's group go on in it; what was made with other groups (FSDP2,
         DeviceMesh, `new_group`) raises at its next use.  New ranks run the set-up cells;
         `sync` copies to them.  When more cannot be had, the world is as before.
@@ -324,7 +348,7 @@ class World:
             NotScaled: a new rank did not start.
             WorldBroken: the ranks do not meet; `restart` is the way out.
         """
-        self.session.scale(n)
+        self.session.scale(n, ranks)
 
     def sync(
         self, names: Sequence[str], source: int = 0, ranks: Sequence[int] | None = None

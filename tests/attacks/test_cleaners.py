@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.errors import WorkerDied
-from nbdist.world.launchers import RuntimeFolder
+from nbdist.wire.runtime_folder import RuntimeFolder
 from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world
@@ -92,7 +92,7 @@ def test_an_empty_or_a_missing_folder_costs_nothing(world: World) -> None:
 
 KILLED = """
 import os, signal
-from nbdist.world.launchers import RuntimeFolder
+from nbdist.wire.runtime_folder import RuntimeFolder
 
 folder = RuntimeFolder()
 print(folder.path, flush=True)

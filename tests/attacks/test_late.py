@@ -14,36 +14,40 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.shared_world
 
+TOLD = (
+    "import asyncio, os, subprocess, threading, time\n"
+    "def be_told():\n"
+    "    while not os.path.exists(sign): time.sleep(0.02)\n"
+    "begin = lambda say: threading.Thread(target=say).start()\n"
+)
+"""What ranks say late they say when the test makes this file, after the end of their cell."""
+
 LATER = {
-    "thread": (
-        "import threading\n"
-        "def say(): print('said late by', rank)\n"
-        "_ = threading.Timer(0.4, say).start()"
-    ),
+    "thread": "def say(): be_told(); print('said late by', rank)\nbegin(say)",
     "asyncio task": (
-        "import asyncio\n"
-        "async def say():\n    await asyncio.sleep(0.4)\n    print('said late by', rank)\n"
+        "async def say():\n"
+        "    await asyncio.to_thread(be_told)\n"
+        "    print('said late by', rank)\n"
         "task = asyncio.ensure_future(say()); None"
     ),
     "child": (
-        "import subprocess\n"
-        "child = subprocess.Popen(['sh', '-c', f'sleep 0.4; echo said late by {rank}'])"
+        "say = f'until [ -e {sign} ]; do sleep 0.02; done; echo said late by {rank}'\n"
+        "child = subprocess.Popen(['sh', '-c', say])"
     ),
     "child, to stderr": (
-        "import subprocess\n"
-        "child = subprocess.Popen(['sh', '-c', f'sleep 0.4; echo said late by {rank} >&2'])"
+        "say = f'until [ -e {sign} ]; do sleep 0.02; done; echo said late by {rank} >&2'\n"
+        "child = subprocess.Popen(['sh', '-c', say])"
     ),
     "thread that shows an error": (
-        "import threading\n"
         "def say():\n"
+        "    be_told()\n"
         "    try: raise ValueError(f'said late by {rank}')\n"
         "    except ValueError: get_ipython().showtraceback()\n"
-        "_ = threading.Timer(0.4, say).start()"
+        "begin(say)"
     ),
     "thread that displays": (
-        "import threading\n"
-        "def say(): display({'text/plain': f'said late by {rank}'}, raw=True)\n"
-        "_ = threading.Timer(0.4, say).start()"
+        "def say(): be_told(); display({'text/plain': f'said late by {rank}'}, raw=True)\n"
+        "begin(say)"
     ),
 }
 
@@ -55,23 +59,29 @@ def notebook() -> Iterator[Notebook]:
     started.close()
 
 
-def shown_since(notebook: Notebook, wanted: str) -> dict[str, Any]:
-    """The display that has this text, which appears while no cell runs."""
+def shown_since(notebook: Notebook, *wanted: str) -> dict[str, Any]:
+    """The display that has these texts, which appears while no cell runs."""
     deadline = time.monotonic() + WAIT
     while True:
         message = notebook.client.get_iopub_msg(timeout=deadline - time.monotonic())
         if message["msg_type"] in ("display_data", "update_display_data"):
             content: dict[str, Any] = message["content"]
-            if wanted in content["data"]["text/plain"]:
+            if all(each in content["data"]["text/plain"] for each in wanted):
                 return content
 
 
 @pytest.mark.parametrize("later", LATER)
-def test_late_output_is_shown_under_its_cell(notebook: Notebook, later: str) -> None:
+def test_late_output_is_shown_under_its_cell(
+    notebook: Notebook, later: str, tmp_path: Path
+) -> None:
     """While no cell runs, in the place of the cell's own output, which stays."""
-    outcome = notebook.run(f"%%distributed\nprint('said in time')\n{LATER[later]}")
+    sign = tmp_path / "sign"
+    cell = f"{TOLD}sign = {str(sign)!r}\nprint('said in time')\n{LATER[later]}"
+    outcome = notebook.run(f"%%distributed\n{cell}")
     assert outcome.errors == []
-    said = shown_since(notebook, "said late by 1")
+    sign.touch()
+    # Of all ranks: what came after this would be in the cell of another test.
+    said = shown_since(notebook, "said late by 0", "said late by 1")
     assert said["transient"] == outcome.displays[0]["transient"]
     assert "said in time" in said["data"]["text/plain"]
     assert notebook.run("%%distributed\npass").errors == []
@@ -89,12 +99,13 @@ def test_late_output_of_a_rank_that_is_done_before_others(notebook: Notebook) ->
 def test_late_output_comes_with_the_next_cell(notebook: Notebook, tmp_path: Path) -> None:
     """Where nothing can be drawn again, as in a terminal, the next cell says so first."""
     notebook.run('%config NbDist.display = "plain"')
-    done = tmp_path / "done"
+    sign, done = tmp_path / "sign", tmp_path / "done"
+    say = f"until [ -e {sign} ]; do sleep 0.02; done; echo said late; sleep 0.3; touch {done}"
     try:
         notebook.run(
-            "%%rank 1\nimport subprocess\nchild = subprocess.Popen("
-            f"['sh', '-c', 'sleep 0.3; echo said late; sleep 0.3; touch {done}'])"
+            f"%%rank 1\nimport subprocess\nchild = subprocess.Popen(['sh', '-c', {say!r}])"
         )
+        sign.touch()
         wait_until(done.exists, "the child has said it")
         said = "".join(notebook.run("%%distributed\npass").streams)
         assert said.startswith("rank 1 said after its last cell: said late\n")
@@ -107,14 +118,14 @@ def test_flood_after_a_cell(notebook: Notebook) -> None:
     notebook.run(
         "%%distributed\nimport threading\nover = threading.Event()\n"
         "def talk():\n    while not over.wait(0.001): print('talks')\n"
-        "threading.Thread(target=talk).start()"
+        "talker = threading.Thread(target=talk)\ntalker.start()"
     )
     drawn, until = 0, time.monotonic() + 2.0
     while time.monotonic() < until:
         shown_since(notebook, "talks")
         drawn += 1
     assert drawn <= 12
-    outcome = notebook.run("%%distributed\nover.set()")
+    outcome = notebook.run("%%distributed\nover.set()\ntalker.join()")
     assert outcome.errors == []
 
 
@@ -126,10 +137,11 @@ def test_display_is_updated_by_a_later_cell(notebook: Notebook) -> None:
     assert "before" in first.text
     notebook.run("%%distributed\nprint('between')")
     later = notebook.run("%%distributed\nh.update({'text/plain': 'after'}, raw=True)\nprint('x')")
-    (update,) = [
-        each for each in later.updates if each["transient"] == first.displays[0]["transient"]
-    ]
-    assert "after" in update["data"]["text/plain"]
-    assert "before" not in update["data"]["text/plain"]
-    own = [each for each in later.displays if "x" in each["data"]["text/plain"]]
-    assert len(own) == 1
+    # Each may be drawn several times: rank by rank, and while the cell runs.
+    (own,) = later.displays
+    last = {each["transient"]["display_id"]: each["data"] for each in (own, *later.updates)}
+    (earlier,) = first.displays
+    changed = last[earlier["transient"]["display_id"]]["text/plain"]
+    assert "after" in changed
+    assert "before" not in changed
+    assert "x" in last[own["transient"]["display_id"]]["text/plain"]

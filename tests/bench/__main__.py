@@ -16,6 +16,7 @@ from tests.bench.giants import giants
 from tests.bench.harness import Figure, header, line, marked_busy, to_json
 from tests.bench.lab import Lab
 from tests.bench.looking import look
+from tests.bench.many import carry, hosts, many
 from tests.bench.notebook import CellFailed
 from tests.bench.page import flood
 from tests.bench.shipping import differ, ship
@@ -44,6 +45,9 @@ ROWS: dict[str, Callable[[Lab], Iterator[Figure]]] = {
     "timeline": timeline,
     "look": look,
     "page": flood,
+    "many": many,
+    "hosts": hosts,
+    "carry": carry,
 }
 
 

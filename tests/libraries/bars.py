@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from nbdist import World
 from nbdist.output.bars import BarTable, bar_table, merged_line
@@ -12,6 +14,16 @@ from nbdist.output.final import final_layout
 from nbdist.output.layout import live_layout
 from nbdist.output.text import panel_text
 from nbdist.wire.task import Source
+
+UNTIL_SEEN = """
+def until_seen(name, folder={folder!r}):
+    'Wait until somebody has seen the bar of this name on all ranks, in the middle.'
+    import os, time
+    give_up_at = time.monotonic() + 60
+    while not os.path.exists(os.path.join(folder, 'seen ' + name.encode().hex())):
+        assert time.monotonic() < give_up_at, f'nobody has seen {{name!r}} in the middle'
+        time.sleep(0.01)
+"""
 
 
 @dataclass(frozen=True)
@@ -30,23 +42,42 @@ class Drawn:
     def ranks(self) -> set[tuple[int, ...]]:
         return {table.ranks for table in self.tables}
 
-    def is_seen_moving(self, name: str) -> bool:
-        """Whether the bar of this name was a row in the middle, somewhere between 0 and 1."""
-        rows = (row for table in self.tables for row in table.rows if row.name == name)
-        return any(0 < (row.bar.fraction or 0) < 1 for row in rows)
+    def stays(self, bar: str) -> bool:
+        """Whether a bar that begins so has stayed of both ranks: a line of each, or one of both.
+
+        Their rates can be the same, and so all of their lines.
+        """
+        assert re.search(r"^── ranks 0-1 \(same( but for bars)?\) ──$", self.final, re.MULTILINE)
+        ranks = re.findall(rf"^(rank \d  |){re.escape(bar)}", self.final, re.MULTILINE)
+        return ranks in ([""], ["rank 0  ", "rank 1  "])
 
 
-def drawn(world: World, source: str, folder: Mapping[str, str] | None = None) -> Drawn:
-    """Run a cell as a notebook does; names are put before it as texts."""
-    given = "".join(f"{name} = {text!r}\n" for name, text in (folder or {}).items())
-    running = world.submit(world.task(Source(given + source)))
+def drawn(world: World, folder: Path, source: str, ranks: Sequence[int] = (0, 1)) -> Drawn:
+    """Run a cell as a notebook does, which has bars on these ranks.
+
+    It can wait in the middle of one `until_seen(name)`: until that one was in the table with a
+    row for each of them, somewhere between 0 and 1.
+    """
+    helped = UNTIL_SEEN.format(folder=str(folder)) + source
+    running = world.submit(world.task(Source(helped)))
     found = Drawn([], [], "")
     for _ in world.follow(running):
         if table := bar_table(running.transcript):
             found.tables.append(table)
             found.lines.append(merged_line(running.transcript))
             assert "\n── rank" in panel_text(live_layout(running.transcript, time.monotonic()))
-    running.result()
+            for name in moving(table, ranks):
+                (folder / f"seen {name.encode().hex()}").touch()
+    world.session.check(running)
     final = panel_text(final_layout(running.transcript))
     world.session.let_go(running)
     return Drawn(found.tables, found.lines, final)
+
+
+def moving(table: BarTable, ranks: Sequence[int]) -> set[str]:
+    """The name of the bar that all of these ranks are in the middle of, where it is one."""
+    rows = {row.rank: row for row in table.rows}
+    if any(rank not in rows or not 0 < (rows[rank].bar.fraction or 0) < 1 for rank in ranks):
+        return set()
+    names = {rows[rank].name for rank in ranks}
+    return names if len(names) == 1 else set()

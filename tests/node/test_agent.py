@@ -49,23 +49,34 @@ ENDED_IN = 10.0
 both_sources = pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
 
 
+WITH_GRACE = """
+import runpy
+from nbdist.node import guard
+
+guard.AGENT_GRACE = {}
+runpy.run_module("nbdist.node", run_name="__main__")
+"""
+
+
 class Notebook:
     """The notebook's end of a link, with an agent at the other; `life` is its process."""
 
-    def __init__(self, *, fork: bool) -> None:
+    def __init__(self, *, fork: bool, grace: float | None = None) -> None:
+        """`grace` is how long a guard waits for an agent that is to leave."""
         self.runtime = Path(tempfile.mkdtemp(prefix="nbdist-", dir=os.environ["XDG_RUNTIME_DIR"]))
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.bind(f"ipc://{self.runtime}/notebook.sock")
         self.life = subprocess.Popen(["sleep", "1000"])
-        command = [sys.executable, "-m", "nbdist.node", str(self.runtime), str(self.life.pid)]
+        program = ["-m", "nbdist.node"] if grace is None else ["-c", WITH_GRACE.format(grace)]
+        command = [sys.executable, *program, str(self.runtime), str(self.life.pid)]
         self.agent = subprocess.Popen(
             command if fork else [*command, "--no-fork"],
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
-        self._identity, first = self._receive()
+        self._identity, first = self.receive()
         (agent,) = psutil.Process(self.agent.pid).children()  # the other one is its guard
         assert first == Hello(__version__, agent.pid, os.uname().nodename)
         self.outputs: list[tuple[int, str, Any]] = []
@@ -74,14 +85,29 @@ class Notebook:
     def send(self, message: Down) -> None:
         self._socket.send_multipart([self._identity, to_bytes(message)])
 
-    def _receive(self) -> tuple[bytes, Up]:
+    @property
+    def workers(self) -> list[psutil.Process]:
+        """All that the agent has started."""
+        (agent,) = psutil.Process(self.agent.pid).children()
+        return agent.children(recursive=True)
+
+    def bind(self, name: str) -> None:
+        """Wait for an agent at another socket too."""
+        self._socket.bind(f"ipc://{self.runtime}/{name}")
+
+    def receive_anew(self) -> Up:
+        """The first message of an agent that has connected anew."""
+        self._identity, message = self.receive()
+        return message
+
+    def receive(self) -> tuple[bytes, Up]:
         assert self._socket.poll(SOON * 1000), "the agent says nothing"
         identity, frame = self._socket.recv_multipart()
         return identity, up_from(frame)
 
     def take_one(self) -> Answer | None:
         """The next message; outputs are kept and acknowledged."""
-        _, message = self._receive()
+        _, message = self.receive()
         match message:
             case Outputs(items):
                 self.outputs.extend(items)

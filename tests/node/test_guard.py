@@ -16,17 +16,33 @@ from nbdist.node.guard import end_group
 SOON = 20.0
 
 AGENT = """
-import os, subprocess, sys
+import os, signal, subprocess, sys
 from pathlib import Path
 from nbdist.node import guard
 
 guard.AGENT_GRACE = 0.2
-guard.go_below_guard(Path(sys.argv[1]), int(sys.argv[2]))
+above = guard.go_below_guard(Path(sys.argv[1]), int(sys.argv[2]))
 # Neither its parent nor its session leads to it.
 command = "setsid sleep 1000 > /dev/null & echo $!"
 shell = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE)
 print(os.getpid(), shell.communicate()[0].decode(), flush=True)
-sys.stdin.read()
+if sys.stdin.readline():
+    above.tell(stays=False)
+    above.tell(stays=True)
+    print("stays", flush=True)
+    signal.pause()
+"""
+
+SLOW = """
+import os, sys, time
+from pathlib import Path
+from nbdist.node import guard
+
+guard.AGENT_GRACE, guard.AGENT_GRACES = 1.0, int(sys.argv[1])
+guard.go_below_guard(Path(sys.argv[2]), None)
+while time.process_time() < 1.5:
+    pass
+sys.exit(3)
 """
 
 
@@ -87,6 +103,40 @@ def test_the_agent_hangs(
     """One that has not ended some seconds after its notebook is killed; nothing is left."""
     processes.agent.suspend()
     end(processes)
+    assert processes.guard.wait(SOON) == -signal.SIGKILL
+    assert not processes.orphan.is_running()
+    assert not runtime.exists()
+    runtime.mkdir()
+
+
+@pytest.mark.parametrize(("graces", "ends"), [(1000, 3), (1, -signal.SIGKILL)])
+def test_the_agent_is_slow(runtime: Path, graces: int, ends: int) -> None:
+    """One that works on when its notebook has ended, as it imports still, has longer; not ever."""
+    command = [sys.executable, "-c", SLOW, str(graces), str(runtime)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as guard:
+        assert guard.stdin is not None
+        guard.stdin.close()
+        assert guard.wait(2 * SOON) == ends
+    assert not runtime.exists()
+    runtime.mkdir()
+
+
+@pytest.mark.parametrize("end", [Processes.close_stdin, Processes.end_notebook])
+def test_the_agent_stays(
+    processes: Processes, runtime: Path, end: Callable[[Processes], None]
+) -> None:
+    """One that has said so outlives its notebook, whatever it does; killed, it leaves nothing."""
+    assert processes.guard.stdin is not None
+    assert processes.guard.stdout is not None
+    processes.guard.stdin.write(b"stay\n")
+    processes.guard.stdin.flush()
+    lines = [processes.guard.stdout.readline() for _ in range(2)]
+    assert lines == [b"\n", b"stays\n"]
+    processes.agent.suspend()
+    end(processes)
+    with pytest.raises(subprocess.TimeoutExpired):
+        processes.guard.wait(1.0)
+    processes.agent.kill()
     assert processes.guard.wait(SOON) == -signal.SIGKILL
     assert not processes.orphan.is_running()
     assert not runtime.exists()

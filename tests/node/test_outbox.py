@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from nbdist.node.outbox import BATCH_SECONDS, BATCHES_UNDER_WAY, TEXT_KEPT, Outbox
+from nbdist.node.backlog import TEXT_KEPT
+from nbdist.node.outbox import BATCH_SECONDS, BATCHES_UNDER_WAY, Outbox
 from nbdist.output.events import Display, Done, Failure, Output, Skipped, Text, Update
-from nbdist.wire.messages import Outputs
+from nbdist.wire.messages import Outputs, to_bytes, up_from
 from tests.waiting import until
 
 
@@ -49,6 +50,11 @@ class Notebook:
             self.outbox.acknowledge()
             acknowledged += 1
             await until(lambda: "<Outbox 0 items" in repr(self.outbox))
+
+
+def another(text: str) -> str:
+    """Give an equal text that is another object, as each rank's messages have their own."""
+    return text.encode().decode()
 
 
 def run(test: Callable[[Notebook], Coroutine[Any, Any, None]]) -> None:
@@ -196,6 +202,27 @@ def test_displays_are_never_skipped():
             if isinstance(output, Display)
         ]
         assert shown == ["0", "1", "2", "3", "4"]
+
+    run(test)
+
+
+def test_what_ranks_show_alike_is_sent_once():
+    """Equal lines and figures of eight ranks take the room of one rank's; others take theirs."""
+    lines, figure, own = "loss 0.1\n" * 1000, "iVBORw0K" * 10000, "0123456789" * 1000
+
+    async def test(notebook: Notebook) -> None:
+        for rank in range(8):
+            notebook.say(another(lines), rank)
+            notebook.outbox.add(rank, "cell", Display({"image/png": another(figure)}, {}))
+            notebook.say(f"{rank}{own}", rank, "stderr")
+        await notebook.wait_for(1)
+        (batch,) = notebook.batches
+        frame = to_bytes(batch)
+        once = len(lines) + len(figure)
+        assert once + 8 * len(own) < len(frame) < 1.1 * (once + 8 * len(own))
+        assert up_from(frame) == batch
+        assert [rank for rank, _, _ in batch.items] == [rank for rank in range(8) for _ in range(3)]
+        assert notebook.text(3) == f"{lines}3{own}"
 
     run(test)
 

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from nbdist.node.processes import Spawner, WorkerProcess
@@ -19,14 +20,19 @@ from tests.node.sources import SOON, TOKEN, Source, run, worker_start
 from tests.waiting import until
 
 
-def test_a_held_port_is_for_user_code() -> None:
+@pytest.mark.parametrize(
+    ("address", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)]
+)
+def test_a_held_port_is_for_user_code(address: str, family: socket.AddressFamily) -> None:
     """No other program is given it; one that says SO_REUSEADDR can listen there, twice too."""
-    port = HeldPort()
+    if address not in {each.address for on in psutil.net_if_addrs().values() for each in on}:
+        pytest.skip(f"this machine has no {address}")
+    port = HeldPort(address)
     try:
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(("127.0.0.1", port.number))
+        with socket.socket(family) as other, pytest.raises(OSError, match="in use"):
+            other.bind((address, port.number))
         for _ in range(2):
-            with socket.create_server(("127.0.0.1", port.number)):
+            with socket.create_server((address, port.number), family=family):
                 pass
         assert repr(port) == f"<HeldPort {port.number}>"
     finally:

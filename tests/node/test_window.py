@@ -10,7 +10,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from nbdist.node.window import FRESH, MOST_LOOKING, Window
+from nbdist.node.listener import MOST_CALLING
+from nbdist.node.window import FRESH, Window
 from nbdist.wire.frames import FrameCutter
 from nbdist.wire.seen import LOOK, WINDOW, WorldSeen, seen_from
 
@@ -112,7 +113,7 @@ def test_who_comes_when_there_are_many(folder: Path) -> None:
     """Is sent away at once, and has a place when another leaves."""
 
     async def test(lab: Lab) -> None:
-        many = [await lab.connect() for _ in range(MOST_LOOKING)]
+        many = [await lab.connect() for _ in range(MOST_CALLING)]
         await asyncio.gather(*map(look, many))
         assert await is_sent_away(await lab.connect())
         many.pop()[1].close()

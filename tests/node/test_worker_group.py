@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -17,13 +18,14 @@ import pytest
 
 from nbdist import folders
 from nbdist.node import worker_group
-from nbdist.node.worker_group import Groups, WorkerGroup, groups_to_keep, problem_in
-from nbdist.wire.control import Answer, Failed, HeldGroups, Ok
+from nbdist.node.worker_group import WorkerGroup, problem_in
+from nbdist.wire.control import Answer, Failed, Ok
 from nbdist.wire.messages import StartFailure
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.faults.test_policies import SUM
 from tests.node.sources import Source, run, worker_start
+from tests.waiting import until
 
 pytestmark = pytest.mark.shared_world(4)
 
@@ -43,7 +45,7 @@ def started_with(runtime: Path, program: Path | str, size: int = 3) -> tuple[Sta
         spec = worker_start(runtime).world
         spec = replace(spec, world_size=size, python=str(program))
         try:
-            failure = await group.start(spec)
+            failure = await group.start_part(spec, range(size), 1)
         finally:
             group.close()
         assert isinstance(failure, StartFailure)
@@ -103,6 +105,28 @@ def test_more_than_can_be(runtime: Path) -> None:
     assert list(runtime.iterdir()) == []
 
 
+def test_a_start_that_is_called_off(runtime: Path, program: Program) -> None:
+    """Ranks of another machine will not come: those that wait for them are ended."""
+    spec = replace(worker_start(runtime).world, world_size=2, python=str(program("sleep 600")))
+
+    async def test(source: Source) -> None:
+        group = WorkerGroup(runtime, source.children, None, lambda *_: None, lambda _: None)
+        start = asyncio.ensure_future(group.start_part(spec, (0, 1), 1))
+        try:
+            await until(lambda: len(group.all) == 2)
+            await group.call_off(2)
+            assert not start.done()
+            await group.call_off(1)
+            failure = await asyncio.wait_for(start, 5.0)
+        finally:
+            group.close()
+        assert isinstance(failure, StartFailure)
+        assert failure.reason == "it was killed by SIGKILL"
+        assert group.all == {}
+
+    run("spawn", runtime, test)
+
+
 def test_a_runtime_folder_that_was_removed(runtime: Path) -> None:
     """It is made again, private and ours; another's of that name is not taken."""
     folder = runtime / "nbdist-gone"
@@ -115,22 +139,6 @@ def test_a_runtime_folder_that_was_removed(runtime: Path) -> None:
 
 
 # --- what is decided --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("held", "kept"),
-    [
-        ([], {}),
-        ([HeldGroups(3, {"a": (0, 1)}), HeldGroups(3, {"b": (1, 2)})], {"a": (0, 1), "b": (1, 2)}),
-        ([HeldGroups(3, {"a": (0, 1)}), HeldGroups(2, {"a": (0, 1)})], None),
-        ([HeldGroups(0, {})], None),
-    ],
-)
-def test_groups_are_kept_where_all_have_a_world_of_that_size(
-    held: list[HeldGroups], kept: Groups | None
-) -> None:
-    """Those of any survivor; a world of another size gets new ones."""
-    assert groups_to_keep(held, 3) == kept
 
 
 @pytest.mark.parametrize(
@@ -232,3 +240,10 @@ def test_a_new_rank_dies_before_it_is_ready(world: World) -> None:
     assert len(killed) == 1
     assert world.pids[1] not in killed
     assert world.gather("globals().get('kept')") == [0, None, 2, 3]
+
+
+def test_ranks_stay_in_order(world: World) -> None:
+    """Also of a world in which one was replaced: what is said of all has its row in its place."""
+    end(world, 1)
+    world.session.heal()
+    assert [row.rank for row in world.status()] == [0, 1, 2, 3]

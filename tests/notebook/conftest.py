@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from nbdist.notebook.command import find_commands
-from nbdist.notebook.pool import Pools
+from nbdist.notebook.pools import Pools
 from nbdist.notebook.settings import NbDist
 from tests.notebook.front_end import Notebook
 

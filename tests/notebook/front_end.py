@@ -52,7 +52,7 @@ class Outcome:
     @property
     def text(self) -> str:
         """The text of the panel."""
-        assert self.errors == []
+        assert self.errors == [], self.errors
         return self.panel["text/plain"]
 
     @property
@@ -83,7 +83,8 @@ class Notebook:
             client.start_channels()
             client.wait_for_ready(timeout=WAIT)
             for source in first:
-                assert self.run(source).errors == []
+                outcome = self.run(source)
+                assert outcome.errors == [], outcome.errors
         except BaseException:
             self.close()
             raise

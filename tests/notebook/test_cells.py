@@ -1,51 +1,80 @@
-"""Tests of `nbdist.notebook.cells`: a source is checked and numbered before anything is sent."""
+"""Tests of `nbdist.notebook.cells`: a cell is checked, sent, followed, and run again."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Generator
 
 import pytest
-from IPython.core.inputtransformer2 import TransformerManager
-from IPython.core.ultratb import SyntaxTB
 
-from nbdist.errors import UsageError
-from nbdist.notebook.cells import CellSyntaxError, check_source, in_notebook_lines
+from nbdist.notebook.cells import through
+from tests.notebook.front_end import Notebook, body
 
-
-@pytest.fixture
-def shell() -> Any:
-    """What transforms cells and words syntax errors in any shell of IPython."""
-    shell = TransformerManager()
-    shell.SyntaxTB = SyntaxTB(theme_name="nocolor") if _has_themes() else SyntaxTB("NoColor")
-    return shell
+pytestmark = pytest.mark.shared_world
 
 
-def _has_themes() -> bool:
-    return "theme_name" in SyntaxTB.__init__.__code__.co_varnames
+def test_all_steps_are_taken() -> None:
+    """What they lead to is what the last of them returns."""
+    taken = []
+
+    def steps() -> Generator[None, None, str]:
+        for number in range(3):
+            taken.append(number)
+            yield
+        return "the end"
+
+    assert (through(steps()), taken) == ("the end", [0, 1, 2])
 
 
-def test_lines_have_the_notebooks_numbers():
-    """The magic's line is a comment; another cell magic has to stay first."""
-    assert in_notebook_lines("%%rank 0", "a\nb") == "# %%rank 0\na\nb"
-    assert in_notebook_lines("%%rank 0", "%%time\na") == "%%time\na"
+def test_nothing_of_what_is_no_python_runs(notebook: Notebook) -> None:
+    """The next cell finds the workers as they were; what it shows is shown."""
+    (error,) = notebook.run("%%distributed\nseen = 1\nx = = 2").errors
+    assert error["evalue"].endswith("(line 3 of the cell); nothing has run.")
+    assert body(notebook.run("%%rank 0\nprint('seen' in globals())"))[-1] == "False"
 
 
-def test_magics_are_python_afterwards(shell: Any):
-    """What is planned by is what will run."""
-    python = check_source(shell, "%%distributed", "!ls\nawait x")
-    assert python.splitlines() == ["# %%distributed", "get_ipython().system('ls')", "await x"]
+def test_one_is_run_again(notebook: Notebook) -> None:
+    """As often as it says, and no more once it has gone well."""
+    tries = "tries = globals().get('tries', 0) + 1\nif tries < 3: raise ValueError(tries)"
+    assert notebook.run(f"%%distributed --max-restarts 3\n{tries}").errors == []
+    assert body(notebook.run("%%rank 0\nprint(tries)"))[-1] == "3"
 
 
-def test_a_syntax_error_is_found_first(shell: Any):
-    """With its line in the cell; it is shown as IPython shows it, and that nothing has run."""
-    with pytest.raises(CellSyntaxError, match=r"\(line 3 of the cell\); nothing") as found:
-        check_source(shell, "%%distributed -n 2", "a = 1\nb = = 2")
-    *shown, last = found.value._render_traceback_()
-    assert "b = = 2" in "\n".join(shown)
-    assert last == "Nothing has run on the workers."
+PRESS = """
+import os, pathlib, signal, sys, tempfile
+FOLLOWING = ("world/following.py", "world/session.py", "world/running.py", "world/workers.py",
+             "notebook/cells.py", "notebook/display.py", "/contextlib.py")
+def stop_at(number):
+    '''Press Stop at this line of those that follow a cell, once its ranks have begun.'''
+    left = iter(range(number, 0, -1))
+    def trace(frame, event, arg):
+        if not frame.f_code.co_filename.endswith(FOLLOWING):
+            return None
+        if event == "line" and all(map(os.path.exists, begun)) and next(left, None) is None:
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+        return trace
+    with tempfile.TemporaryDirectory() as folder:
+        begun = [os.path.join(folder, name) for name in "01"]
+        sys.settrace(trace)
+        get_ipython().run_cell_magic("distributed", "", f'''
+import time
+from pathlib import Path
+print("begun")
+Path({folder!r}, str(rank)).touch()
+time.sleep(600)
+''')
+"""
+"""Makes `stop_at`.  In a trace function's frame a signal is met as if it came at the line."""
 
 
-def test_comments_alone_are_a_mistake(shell: Any):
-    """They would start workers for nothing."""
-    with pytest.raises(UsageError, match="`%%distributed`: the cell holds no code"):
-        check_source(shell, "%%distributed -n 2", "# later")
+def test_stop_at_any_line_that_follows_it(fresh: Callable[..., Notebook]) -> None:
+    """All ranks stop, what they have shown is there, and all of them can go on."""
+    notebook = fresh("%load_ext nbdist", "%%distributed -n 2\nimport time", PRESS)
+    for number in range(0, 140, 3):
+        stopped = notebook.run(f"stop_at({number})")
+        assert stopped.error.endswith("ranks 0-1 have stopped; all variables are kept."), number
+        text = stopped.panel["text/plain"]
+        assert {"begun", "KeyboardInterrupt: ", "✗ 2"} == {
+            each for each in ("begun", "KeyboardInterrupt: ", "✗ 2") if each in text
+        }, number
+    assert body(notebook.run("%%distributed\nprint(rank)"))[-1] == "1"

@@ -11,7 +11,7 @@ from nbdist.errors import UsageError, WorldNotStarted
 from nbdist.notebook import commands
 from nbdist.notebook.command import find_commands
 from nbdist.notebook.options import GROUPS
-from nbdist.notebook.pool import Pools
+from nbdist.notebook.pools import Pools
 
 README = Path(__file__).parent.parent.parent / "README.md"
 ROW = re.compile(r"^\| `(%%?\w+)", re.MULTILINE)

@@ -11,7 +11,7 @@ from nbdist.notebook.display import NOTHING, PanelDisplay, PlainDisplay, is_of_m
 from nbdist.output.ansi import strip
 from nbdist.output.events import Display, Done, Failure, Output, Text
 from nbdist.output.transcript import Transcript
-from nbdist.world.running import News
+from nbdist.world.sent import News
 
 
 def took(*outputs: Output) -> tuple[Transcript, News]:

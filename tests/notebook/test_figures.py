@@ -89,3 +89,12 @@ def test_what_kitty_draws(logs: dict[int, str]):
     assert heads == ("f=100,a=T,q=2,m=1", "q=2,m=0")
     assert base64.b64decode("".join(texts)) == image
     assert max(map(len, texts)) == CHUNK
+
+
+def test_figures_of_other_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are saved here, as their log folder is there."""
+    monkeypatch.setenv("NBDIST_LOG_DIR", str(tmp_path))
+    (said,) = save_figures(cell(png(b"one")), {0: "node1:/logs/0/stdout.log"})
+    path = Path(said.removeprefix("figure of rank 0: "))
+    assert path.parent == tmp_path / "figures"
+    assert path.read_bytes() == b"one"

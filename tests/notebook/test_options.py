@@ -59,11 +59,20 @@ def test_all_options() -> None:
         **{"wrap": "nice -n 5", "cpus": 2, "launcher": "local", "fork": False},
         **{"on_failure": "stop", "hang_timeout": 0.5, "free": False},
     }
-    assert given(options("-j 2x1")) == {"layout": "2x1"}
+    elsewhere = options(
+        "-j 1:2x1 --hosts a:1,b --salloc '-p x' --memory 2g --copy-env 'HF_*,A' --address eth0"
+        " --detach --sync-code --rdzv-backend etcd-v2 --rdzv-endpoint a:2379"
+    )
+    assert given(elsewhere) == {
+        **{"layout": "1:2x1", "hosts": "a:1,b", "salloc": "-p x", "memory": "2G"},
+        **{"copy_env": "HF_*,A", "address": "eth0", "detach": True, "sync_code": True},
+        **{"rdzv_backend": "etcd-v2", "rdzv_endpoint": "a:2379"},
+    }
     assert said.pool == "trainer"
     assert at_once(said) == {"on_failure": "stop", "hang_timeout": 0.5, "free": False}
     only_in_python = {name for name, option in OPTIONS.items() if not option.flag}
-    assert given(said).keys() == OPTIONS.keys() - only_in_python - {"pool", "layout"}
+    all_given = given(said).keys() | given(elsewhere).keys()
+    assert all_given == OPTIONS.keys() - only_in_python - {"pool"}
 
 
 def test_all_options_are_in_a_group() -> None:

@@ -10,7 +10,14 @@ from functools import partial
 
 import pytest
 
-from nbdist.notebook.stops import IdleStop, counted_stops, held_stops, raised_stops
+from nbdist.notebook.stops import (
+    IdleStop,
+    command_stops,
+    counted_stops,
+    held_stops,
+    met_stops,
+    raised_stops,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +74,40 @@ def test_a_stop_while_somebody_types():
     before = signal.getsignal(signal.SIGINT)
     with raised_stops():
         assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_stops_of_a_command():
+    """They are met by who can, innermost first, and raised else; also where somebody types."""
+    met: list[int] = []
+
+    def meet(number: int, *, takes: bool = True) -> bool:
+        met.append(number)
+        return takes
+
+    with met_stops(partial(meet, 0)), pytest.raises(KeyboardInterrupt):
+        press()  # no command runs
+    with command_stops():
+        with pytest.raises(KeyboardInterrupt):
+            press()
+        with met_stops(partial(meet, 1)):
+            press()
+            with command_stops(), met_stops(partial(meet, 2)):
+                press()
+            with pytest.raises(KeyboardInterrupt), raised_stops():
+                press()
+            with pytest.raises(KeyboardInterrupt), met_stops(partial(meet, 3, takes=False)):
+                press()
+        with pytest.raises(KeyboardInterrupt):
+            press()
+    assert met == [1, 2, 3]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_command_where_stop_is_somebody_elses():
+    """Who counts them goes on counting."""
+    with counted_stops() as stops, command_stops(), met_stops(fail):
+        press()
+    assert stops.count == 1
 
 
 def test_a_kernel_that_ignores_it_between_cells():

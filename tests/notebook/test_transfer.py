@@ -11,7 +11,7 @@ import pytest
 
 from nbdist.notebook import transfer
 from nbdist.notebook.display import PlainDisplay
-from nbdist.notebook.transfer import moved, progress_text
+from nbdist.notebook.transfer import moved, on_its_way_text, progress_text
 from tests.notebook.front_end import Notebook, Outcome
 
 pytestmark = pytest.mark.shared_world
@@ -30,6 +30,13 @@ def test_progress_text():
     """How much of how much, and how fast."""
     text = progress_text("gathering x", 3 << 29, 2 << 30, 2.0)
     assert text == "gathering x: 1.5 GiB of 2 GiB · 768 MiB/s"
+
+
+def test_between_machines():
+    """A line as long as something is under way."""
+    text = on_its_way_text(1 << 20, 3 << 20, 2.0)
+    assert text == "big values are on their way: 1 MiB of 3 MiB · 512 KiB/s"
+    assert on_its_way_text(3 << 20, 3 << 20, 2.0) == on_its_way_text(0, 0, 2.0) == ""
 
 
 def test_nothing_is_said_at_first(capsys: pytest.CaptureFixture[str]):
@@ -77,6 +84,34 @@ def held():
     return sum('memfd:nbdist' in link for link in links)
 """
 
+STOPS = """
+import os, signal, threading, time
+from nbdist.notebook.extension import _loaded
+publisher = get_ipython().display_pub
+
+def stop_at(text):
+    'Has Stop come when this is about to be shown: while it is so.'
+    def press(message):
+        if text in message['content']['data'].get('text/plain', ''):
+            publisher.unregister_hook(press)
+            signal.raise_signal(signal.SIGINT)
+        return message
+    publisher.register_hook(press)
+
+def stop_late(folder):
+    'Has Stop come when rank 0 has bound what it was sent and rank 1 is at it, which then ends.'
+    ((pools, *_),) = _loaded.values()
+    session = pools.default.world.session
+    def press():
+        while not (os.path.exists(folder + '/binds') and session.unfinished == (1,)):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        while not session.running.is_stopping:
+            time.sleep(0.01)
+        open(folder + '/open', 'w').close()
+    threading.Thread(target=press).start()
+"""
+
 THERE = f"""%%distributed -n 2
 {HELD}
 import nbdist.wire.shared_memory, nbdist.worker.namespace
@@ -90,7 +125,7 @@ theirs = np.ones(5_000_000)
 @pytest.fixture(scope="module")
 def slow() -> Iterator[Notebook]:
     """A notebook and two workers that copy a little at a time, and say so at once."""
-    notebook = Notebook("%load_ext nbdist", SLOWLY, HELD, THERE)
+    notebook = Notebook("%load_ext nbdist", SLOWLY, HELD, STOPS, THERE)
     yield notebook
     notebook.close()
 
@@ -123,7 +158,8 @@ def test_stop_in_the_middle(slow: Notebook, line: str, what: str):
     slow.run("%%distributed\nnew = 'as it was'" if "gather" not in line else "pass")
     if "distributed" in line:
         slow.run("new = np.arange(5_000_001.)")
-    stopped = slow.run(line, stop_at(slow, what))
+    slow.run(f"stop_at({what!r})")
+    stopped = slow.run(line)
     assert "KeyboardInterrupt: ranks 0-1 have stopped" in stopped.error
     assert slow.value("bool(new.sum() > 1e9), held()") == (True, 0)
     slow.run("%dist_gather type(globals().get('new')).__name__,held() --as there")
@@ -138,6 +174,46 @@ def test_stop_in_the_middle(slow: Notebook, line: str, what: str):
         assert sum(slow.value("there")) >= 5_000_000
     else:
         assert slow.value("[float(each.sum()) for each in new]") == [5e6, 5e6]
+
+
+OLD = """%%distributed
+class Old:
+    def __del__(self):
+        import os, time
+        if rank:
+            open({folder!r} + '/binds', 'w').close()
+            while not os.path.exists({folder!r} + '/open'): time.sleep(0.01)
+new = Old()
+"""
+
+
+@pytest.mark.parametrize("line", ["%dist_push new", "%dist_scatter new"])
+def test_stop_when_it_is_being_bound(slow: Notebook, line: str, tmp_path: Path):
+    """It comes too late: it waits until all ranks have it, and says so."""
+    slow.run("new = [1, 2]")
+    slow.run(OLD.format(folder=str(tmp_path)))
+    slow.run(f"stop_late({str(tmp_path)!r})")
+    assert "Stopped. It came too late: ranks 0-1 have bound new." in slow.run(line).error
+    slow.run("%dist_gather type(new).__name__ --as there")
+    assert slow.value("there") == ["list", "list"]
+
+
+BAD_ON_ONE = """
+class BadOnOne:
+    def __setstate__(self, state):
+        import os
+        if os.environ['RANK'] == '1': raise ValueError('not here')
+new = BadOnOne(); new.state = 1
+"""
+
+
+def test_a_rank_that_cannot_have_it(slow: Notebook):
+    """The other one has not bound it either."""
+    slow.run("%%distributed\nnew = 'as it was'")
+    slow.run(BAD_ON_ONE)
+    assert "1 of 2 ranks failed (1)" in slow.run("%dist_push new").error
+    slow.run("%dist_gather new --as there")
+    assert slow.value("there") == ["as it was"] * 2
 
 
 def test_a_name_that_a_cell_has_deleted(slow: Notebook):

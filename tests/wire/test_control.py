@@ -18,15 +18,15 @@ REQUESTS: list[control.Request] = [
     control.Locate(briefly=True),
     control.Trace(),
     control.Abort(),
-    control.Regroup(2, {"a": (0, 1)}),
-    control.Resize(3, 4, 1, (2, 3), {"WORLD_SIZE": "4"}),
+    control.Regroup(2, {"a": (0, 1)}, (), {"LOCAL_WORLD_SIZE": "4"}),
+    control.Resize(3, 1, 4, (), 1, (2, 3), {"WORLD_SIZE": "4"}),
 ]
 
 ANSWERS: list[control.Answer] = [
     PLACE,
     control.Traced(PLACE, (StackFrame("Cell In[1]", 3, "<module>"),)),
     Collective("all_reduce", 3, is_done=False),
-    control.HeldGroups(2, {"a": (0, 1)}),
+    control.HeldGroups(1, 2, {"a": (0, 1)}),
     control.Lacks(("torch has no x",)),
     control.Failed("too late", unfit=False),
     control.Ok(),

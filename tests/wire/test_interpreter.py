@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.wire.interpreter import MODULE, safe_environ, safe_path
+from nbdist.wire.interpreter import MODULE, agent_command, safe_environ, safe_path
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -56,3 +56,9 @@ def test_a_module_in_the_folder_is_not_imported(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert not done.stdout.startswith(str(tmp_path))
+
+
+def test_the_command_of_an_agent() -> None:
+    """With the number of its node where that is known."""
+    assert agent_command("/venv/python", 3)[-2:] == ["--node", "3"]
+    assert agent_command("") == [sys.executable, "-P", "-m", "nbdist.node", "--ticket"]

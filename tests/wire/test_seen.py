@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+from pathlib import Path
 
 import pytest
 
 from nbdist.wire.frames import BadFrame, FrameCutter
 from nbdist.wire.places import Collective, Gpu, Place, WorkerStatus
-from nbdist.wire.seen import MOST_BYTES, WorldSeen, seen_from, to_answer, user_at
+from nbdist.wire.seen import MOST_BYTES, WorldSeen, connect_to, seen_from, to_answer, user_at
 
 WORKER = WorkerStatus(
     *(0, 100, "here", "busy", 1.5, 2**20, "cuda:0", Place(line=3), "x = 1"),
@@ -48,3 +49,18 @@ def test_who_is_there():
     one, other = socket.socketpair()
     with one, other:
         assert user_at(one) == user_at(other) == os.geteuid()
+
+
+def test_a_socket_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is connected to; one that somebody else listens at is not, nor one that is not there."""
+    path = tmp_path / "x.sock"
+    with pytest.raises(FileNotFoundError):
+        connect_to(path, 1.0)
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(str(path))
+        door.listen()
+        with connect_to(path, 1.0) as end:
+            assert (end.gettimeout(), user_at(end)) == (1.0, os.geteuid())
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        with pytest.raises(PermissionError, match="another user's"):
+            connect_to(path, 1.0)

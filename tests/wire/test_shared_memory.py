@@ -14,9 +14,13 @@ import pytest
 from nbdist.wire import shared_memory
 from nbdist.wire.shared_memory import (
     ALIGNMENT,
+    Blank,
     Segment,
     SegmentGone,
     Steps,
+    is_there,
+    length_of,
+    open_file,
     open_segment,
     to_end,
 )
@@ -26,7 +30,7 @@ FRAMES = [b"first", b"", bytearray(b"x" * 5000), memoryview(b"last")]
 
 def test_frames_come_back_as_they_were_in_order() -> None:
     """What is put into a segment is what comes out of it, empty frames included."""
-    with Segment.holding(FRAMES) as segment:
+    with to_end(Segment.filling(FRAMES)) as segment:
         assert [bytes(view) for view in open_segment(segment.ref)] == [bytes(f) for f in FRAMES]
 
 
@@ -41,7 +45,7 @@ def test_a_step_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_frame_in_pieces() -> None:
     """Its owner reads it without a mapping of it."""
-    with Segment.holding(FRAMES) as segment:
+    with to_end(Segment.filling(FRAMES)) as segment:
         pieces = [bytes(piece) for piece in segment.pieces(2, 2000)]
         assert [len(piece) for piece in pieces] == [2000, 2000, 1000]
         assert b"".join(pieces) == FRAMES[2]
@@ -62,7 +66,7 @@ def test_the_rest_is_not_wanted() -> None:
 
 def test_a_segment_without_frames_can_be_opened() -> None:
     """No frames at all are no error."""
-    with Segment.holding([]) as segment:
+    with to_end(Segment.filling([])) as segment:
         assert open_segment(segment.ref) == []
 
 
@@ -70,7 +74,7 @@ def test_frames_are_aligned() -> None:
     """Every frame begins where vector instructions like it."""
     import ctypes
 
-    with Segment.holding([b"a" * 3, b"b" * 65, b"c"]) as segment:
+    with to_end(Segment.filling([b"a" * 3, b"b" * 65, b"c"])) as segment:
         views = open_segment(segment.ref)
         assert [
             ctypes.addressof(ctypes.c_char.from_buffer(view)) % ALIGNMENT for view in views
@@ -79,7 +83,7 @@ def test_frames_are_aligned() -> None:
 
 def test_another_process_reads_it() -> None:
     """Any process of the same user opens a segment by its reference alone."""
-    with Segment.holding([b"hello " * 20_000]) as segment:
+    with to_end(Segment.filling([b"hello " * 20_000])) as segment:
         source = (
             "from nbdist.wire.shared_memory import *\n"
             f"view, = open_segment({segment.ref!r})\n"
@@ -95,7 +99,7 @@ def test_another_process_reads_it() -> None:
 
 def test_who_maps_it_writes_to_a_copy_of_its_own() -> None:
     """Views are writable, and nobody else sees what is written."""
-    with Segment.holding([b"abc"]) as segment:
+    with to_end(Segment.filling([b"abc"])) as segment:
         (mine,), (other,) = open_segment(segment.ref), open_segment(segment.ref)
         mine[0:1] = b"X"
         assert (bytes(mine), bytes(other)) == (b"Xbc", b"abc")
@@ -103,7 +107,7 @@ def test_who_maps_it_writes_to_a_copy_of_its_own() -> None:
 
 def test_views_outlive_the_segment() -> None:
     """Closing a segment takes nothing from those who have mapped it."""
-    segment = Segment.holding([b"a" * 100_000])
+    segment = to_end(Segment.filling([b"a" * 100_000]))
     (view,) = open_segment(segment.ref)
     segment.close()
     gc.collect()
@@ -112,7 +116,7 @@ def test_views_outlive_the_segment() -> None:
 
 def test_nobody_can_cut_or_change_what_others_have_mapped() -> None:
     """The memory is sealed: a shorter file would kill its readers with SIGBUS."""
-    with Segment.holding([b"abc"]) as segment:
+    with to_end(Segment.filling([b"abc"])) as segment:
         path = segment.ref.path.partition("#")[0]
         fd = os.open(path, os.O_RDWR)
         try:
@@ -126,7 +130,7 @@ def test_nobody_can_cut_or_change_what_others_have_mapped() -> None:
 
 def test_a_closed_segment_cannot_be_opened() -> None:
     """A reference that comes too late is an error that says so."""
-    segment = Segment.holding([b"abc"])
+    segment = to_end(Segment.filling([b"abc"]))
     segment.close()
     with pytest.raises(SegmentGone, match=f"{segment.ref.path}.*(gone|cannot be opened)"):
         open_segment(segment.ref)
@@ -135,18 +139,29 @@ def test_a_closed_segment_cannot_be_opened() -> None:
 
 def test_a_later_segment_is_not_taken_for_an_earlier_one() -> None:
     """The descriptor is given out again; the reference does not follow it."""
-    first = Segment.holding([b"old"])
+    first = to_end(Segment.filling([b"old"]))
     first.close()
-    with Segment.holding([b"new"]) as second:
+    with to_end(Segment.filling([b"new"])) as second:
         assert second.ref.path.partition("#")[0] == first.ref.path.partition("#")[0]
         with pytest.raises(SegmentGone, match="its owner has closed it"):
             open_segment(first.ref)
 
 
+def test_one_that_is_held_on_to_outlives_its_owner() -> None:
+    """By a reference of its own; one that is gone already is not to be had."""
+    first = to_end(Segment.filling(FRAMES))
+    with Segment.of_another(first.ref) as other:
+        first.close()
+        assert other.ref.path != first.ref.path
+        assert [bytes(view) for view in open_segment(other.ref)] == [*map(bytes, FRAMES)]
+        with pytest.raises(SegmentGone):
+            Segment.of_another(first.ref)
+
+
 def test_a_reference_of_another_size_is_refused() -> None:
     """Nothing is mapped that is not as long as it says."""
     with (
-        Segment.holding([b"abc"]) as segment,
+        to_end(Segment.filling([b"abc"])) as segment,
         pytest.raises(SegmentGone),
     ):
         open_segment(replace(segment.ref, sizes=(10_000,)))
@@ -156,7 +171,7 @@ def test_the_memory_of_a_dead_owner_is_gone() -> None:
     """Nothing of a killed process stays in memory, and its reference says what happened."""
     source = (
         "import os, signal\nfrom nbdist.wire.shared_memory import *\n"
-        "s = Segment.holding([b'abc'])\nprint(s.ref.path, flush=True)\n"
+        "s = to_end(Segment.filling([b'abc']))\nprint(s.ref.path, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     shown = subprocess.run(
@@ -170,15 +185,41 @@ def test_the_memory_of_a_dead_owner_is_gone() -> None:
 
 def test_a_forgotten_segment_closes_itself(traces_left: Callable[[], list[str]]) -> None:
     """A segment that nobody refers to gives its descriptor back."""
-    Segment.holding([b"abc"])
+    to_end(Segment.filling([b"abc"]))
     gc.collect()
     assert traces_left() == []
 
 
 def test_closing_twice_closes_nobody_elses_descriptor() -> None:
     """The second close does nothing, though the number may be somebody else's by then."""
-    segment = Segment.holding([b"abc"])
+    segment = to_end(Segment.filling([b"abc"]))
     segment.close()
-    with Segment.holding([b"def"]) as other:
+    with to_end(Segment.filling([b"def"])) as other:
         segment.close()
         assert bytes(open_segment(other.ref)[0]) == b"def"
+
+
+def test_it_is_filled_from_outside() -> None:
+    """In whatever order; left half-filled it is gone with its owner's descriptor."""
+    before = {*os.listdir("/proc/self/fd")}
+    with Blank([3, 100]) as blank:
+        assert (blank.offsets, blank.total) == ([0, ALIGNMENT], 3 * ALIGNMENT)
+        assert [*blank.writing(memoryview(b"b" * 100), ALIGNMENT)] == [100]
+        assert [*blank.writing(memoryview(b"abc"), 0)] == [3]
+        with blank.sealed() as segment:
+            assert [bytes(view) for view in open_segment(segment.ref)] == [b"abc", b"b" * 100]
+    with Blank([3]) as blank:
+        assert {*os.listdir("/proc/self/fd")} != before
+    assert {*os.listdir("/proc/self/fd")} == before
+
+
+def test_whether_it_is_there() -> None:
+    """For as long as its owner has it open, and not for another one in its place."""
+    with to_end(Segment.filling(FRAMES)) as segment:
+        ref = segment.ref
+        assert is_there(ref)
+        assert not is_there(replace(ref, path=f"{ref.path}1"))
+        fd = open_file(ref)
+        assert os.fstat(fd).st_size == length_of(ref)
+        os.close(fd)
+    assert not is_there(ref)

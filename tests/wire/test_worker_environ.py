@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nbdist.seats import fill
 from nbdist.wire.start import WorldSpec
 from nbdist.wire.worker_environ import (
     NBDIST_DECIDES,
@@ -11,7 +12,16 @@ from nbdist.wire.worker_environ import (
 )
 
 SPEC = WorldSpec(
-    4, "gloo", {"MPLBACKEND": "agg"}, "/", (), 3, "/bin/py", ("4", "5", "6"), "run", per_node=2
+    4,
+    "gloo",
+    {"MPLBACKEND": "agg"},
+    "/",
+    (),
+    3,
+    "/bin/py",
+    ("4", "5", "6"),
+    "run",
+    seats=fill((2, 2)),
 )
 
 

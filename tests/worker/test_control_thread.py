@@ -58,10 +58,10 @@ def test_without_a_group(new_world: NewWorld) -> None:
     with new_world(1, backend="none"):
         alone = Asker(0)
         try:
-            assert alone.ask(control.ListGroups()) == control.HeldGroups(1, {})
+            assert alone.ask(control.ListGroups()) == control.HeldGroups(0, 1, {})
             assert alone.ask(control.LastCollective()) == control.Ok()
             assert alone.ask(control.Abort()) == control.Ok()
-            assert alone.ask(control.Regroup(2, {})) == control.Ok()
+            assert alone.ask(control.Regroup(2, {}, (), {})) == control.Ok()
         finally:
             alone.close()
 
@@ -110,7 +110,7 @@ def test_collectives_and_groups(world: World, rank1: Asker) -> None:
     fresh = Asker(1)
     try:
         assert fresh.ask(control.LastCollective()) == control.Ok()
-        assert fresh.ask(control.ListGroups()) == control.HeldGroups(2, {})
+        assert fresh.ask(control.ListGroups()) == control.HeldGroups(1, 2, {})
         world.execute("pair = dist.new_group([0, 1])\ndist.all_reduce(torch.ones(1))")
         last = fresh.ask(control.LastCollective())
         assert isinstance(last, Collective)

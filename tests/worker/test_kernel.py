@@ -135,6 +135,59 @@ def test_syntax_error(world: World) -> None:
     assert "SyntaxError" in str(ran.error)
 
 
+STOPPED = {
+    "among IPython's lines": (
+        "class Stop:\n"
+        "    def visit(self, _):\n"
+        "        shell.ast_transformers.remove(self)\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "shell.ast_transformers.append(Stop())"
+    ),
+    "in a callback": (
+        "def stop():\n"
+        "    shell.events.unregister('pre_execute', stop)\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "shell.events.register('pre_execute', stop)"
+    ),
+    "when its task has been made": (
+        "import asyncio\n"
+        "whole = asyncio.ensure_future\n"
+        "def stop(work):\n"
+        "    task = whole(work)\n"
+        "    if getattr(work, '__name__', '') == 'run_cell_async':\n"
+        "        asyncio.ensure_future = whole\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "    return task\n"
+        "asyncio.ensure_future = stop"
+    ),
+}
+"""What interrupts the next cell before any of its own code has begun."""
+
+
+@pytest.mark.parametrize("where", STOPPED)
+def test_stop_before_the_first_line(world: World, where: str) -> None:
+    """The cell ends with KeyboardInterrupt, and nothing of it runs, wherever Stop came."""
+    run_well(world, f"import signal\nbegun, shell = False, get_ipython()\n{STOPPED[where]}")
+    awaits = "await asyncio.sleep(0)" if "asyncio" in STOPPED[where] else ""
+    ran = run(world, f"begun = True\n{awaits}")
+    assert {ran.failure(rank).name for rank in range(world.size)} == {"KeyboardInterrupt"}
+    assert world.gather("begun") == [False] * world.size
+
+
+def test_stop_after_the_last_line(world: World) -> None:
+    """It ends the cell with KeyboardInterrupt as long as IPython has not done with it."""
+    ran = run(
+        world,
+        "import signal\nhistory = get_ipython().history_manager\n"
+        "def stop(_):\n"
+        "    del history.store_output\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "history.store_output = stop\ndone = True",
+    )
+    assert {ran.failure(rank).name for rank in range(world.size)} == {"KeyboardInterrupt"}
+    assert world.gather("done") == [True] * world.size
+
+
 def test_what_people_at_a_terminal_have(world: World) -> None:
     """Start-up files are the notebook's; what is typed is kept by no file of IPython's."""
     assert world.gather("'started_up' in globals()") == [False, False]

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.wire.start import WorkerStart, WorldSpec
-from nbdist.worker.main import log_folder
 from tests.worlds import NewWorld
 
 LAST = """
@@ -46,11 +44,3 @@ def test_nobody_sits_at_a_terminal(new_world: NewWorld) -> None:
         running = world.submit(world.task("warnings.warn('To exit: use quit', stacklevel=1)"))
         world.session.wait(running)
         assert running.transcript[0].line_count == 0
-
-
-@pytest.mark.parametrize(("log_dir", "folder"), [("", None), ("/logs", Path("/logs/run/0"))])
-def test_where_the_log_files_are(log_dir: str, folder: Path | None) -> None:
-    """Beside torch's error file, which has a place also where there are none."""
-    spec = WorldSpec(1, None, {}, "/", (), 1, "python", log_dir=log_dir)
-    environ = {"TORCHELASTIC_ERROR_FILE": "/logs/run/0/error.json"}
-    assert log_folder(WorkerStart(0, 0, 1, spec, "", "", "", "", 1, environ)) == folder

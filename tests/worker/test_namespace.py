@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.wire.payload import INLINE_LIMIT, Payload, open_payload, pack_frames
+from nbdist.wire.payload import INLINE_LIMIT, Payload, open_payload, pack_frames, refs_in
 from nbdist.wire.pickling import pickle, unpickle
 from nbdist.worker.namespace import NameProblem, Namespace
 
@@ -261,6 +261,16 @@ def test_what_is_big_is_lent(names: dict[str, Any], namespace: Namespace) -> Non
     assert not any(map(is_lent, lent.values()))
 
 
+def test_what_an_op_lends_within_what_it_returns(namespace: Namespace) -> None:
+    """It is said beside it, for whoever passes that on without reading it."""
+    lent = namespace.lend(bytes(INLINE_LIMIT), "a")
+    returned = namespace.pack([lent], "a", "gather")
+    assert returned is not None
+    assert refs_in(returned) == refs_in(lent)
+    assert opened(returned) == [lent]
+    namespace.let_go("a")
+
+
 def test_what_an_op_returned(namespace: Namespace) -> None:
     """None is nothing; of what cannot be sent the part is named, and whose result it is."""
     assert namespace.pack(None, "a", "train") is None
@@ -272,3 +282,18 @@ def test_what_an_op_returned(namespace: Namespace) -> None:
         with pytest.raises(NameProblem) as caught:
             namespace.pack(value, "a", "train")
         assert str(caught.value).startswith(said)
+
+
+def test_what_is_taken(names: dict[str, Any], namespace: Namespace) -> None:
+    """It is bound when that is said, once, and not where it has been let go or taken anew."""
+    namespace.take({"x": 1, "y": 2}, "first")
+    assert "x" not in names
+    assert namespace.bind_taken() == {"x", "y"}
+    assert (names["x"], names["y"]) == (1, 2)
+    namespace.take({"x": 3}, "second")
+    namespace.let_go("first")
+    namespace.take({"x": 4}, "third")
+    namespace.let_go("third")
+    with pytest.raises(NameProblem, match="nothing to bind"):
+        namespace.bind_taken()
+    assert names["x"] == 1

@@ -108,3 +108,20 @@ def test_what_is_not_the_users(own: OwnModules, module: Edited) -> None:
     assert repr(own) == "<OwnModules ['edited_by_test']>"
     module.path.unlink()
     assert told(own, time.time_ns()) == ()
+
+
+def test_what_is_kept_in_step_is_imported_anew(own: OwnModules, module: Edited) -> None:
+    """Before a task, once for each edit; without being told so, nothing is."""
+    edited = importlib.import_module("edited_by_test")
+    before = edited.value
+    assert told(own, module.now + SECOND) == ()
+    module.write()
+    own.keep_in_step()
+    assert edited.value == before
+    own.is_kept_in_step = True
+    own.keep_in_step()
+    assert edited.value == module.now
+    edited.value = "mine"
+    own.keep_in_step()
+    assert edited.value == "mine"
+    assert told(own, module.now + SECOND) == ()

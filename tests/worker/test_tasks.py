@@ -243,3 +243,25 @@ def test_interrupt_before_the_cell_begins(world: World) -> None:
     world.session.wait(running)
     assert {error.name for error in running.transcript.errors.values()} == {"KeyboardInterrupt"}
     assert world.gather("(kept, 'begun' in globals())") == [(0, False), (1, False)]
+
+
+ONCE_BEFORE_A_CELL = """
+import time
+def once(*_):
+    get_ipython().events.unregister({event!r}, once)
+    open({called!r} + str(rank), "w").close()
+    time.sleep(60)
+get_ipython().events.register({event!r}, once)
+"""
+
+
+@pytest.mark.parametrize("event", ["pre_execute", "pre_run_cell"])
+def test_interrupt_in_what_comes_before_the_cell(world: World, event: str, tmp_path: Path) -> None:
+    """Stop ends the cell, not only a callback such as `%autoreload`'s, that loads modules."""
+    world.execute(ONCE_BEFORE_A_CELL.format(event=event, called=f"{tmp_path}/"))
+    running = world.submit(world.task("begun = True\nwhile True: time.sleep(0.01)"))
+    wait_until(lambda: len(os.listdir(tmp_path)) == 2, "the callbacks run")
+    world.interrupt()
+    world.session.wait(running)
+    assert {error.name for error in running.transcript.errors.values()} == {"KeyboardInterrupt"}
+    assert world.gather("'begun' in globals()") == [False, False]

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from nbdist.wire.places import STACK_SIGNAL, StackFrame
+from nbdist.wire.call_layout import CallLayout
+from nbdist.wire.places import StackFrame
 from nbdist.worker.threads import awaited, described, frames_of, handles_stop
 
 
@@ -94,10 +95,10 @@ def test_cleaning_up_after_stop() -> None:
             assert handles_stop(ident) == handles, code
 
 
-HANGS = """
-import sys, threading
+CRASHES = """
+import sys
 from nbdist.worker.threads import write_stacks_to
-write_stacks_to(sys.argv[1], threading.current_thread())
+write_stacks_to(sys.argv[1])
 def stuck():
     print("ready", flush=True)
     sys.stdin.read()
@@ -105,19 +106,18 @@ stuck()
 """
 
 
-def test_stacks_without_the_gil(tmp_path: Path) -> None:
-    """At a signal, and when the process crashes, they are appended to the file."""
+def test_the_stack_of_a_crash(tmp_path: Path) -> None:
+    """It is appended to the file, whose first line says where calls are."""
     path = tmp_path / "rank0.stack"
-    command = [sys.executable, "-c", HANGS, str(path)]
+    command = [sys.executable, "-c", CRASHES, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        head = path.read_text().split()
-        assert int(head[1]) == process.pid
-        os.kill(process.pid, STACK_SIGNAL)
+        head = path.read_bytes()
+        assert CallLayout.read(head).line() == head
         os.kill(process.pid, signal.SIGSEGV)
         process.wait(10)
     found = path.read_text()
-    assert found.startswith(" ".join(head))
-    assert found.count("in stuck") == 2
+    assert found.startswith(head.decode())
+    assert found.count("in stuck") == 1
     assert "Fatal Python error: Segmentation fault" in found

@@ -10,7 +10,6 @@ from nbdist.errors import WorkerError
 from nbdist.output.events import Failure
 from nbdist.worker.tracebacks import (
     MOST_CHARACTERS,
-    failure_in_words,
     failure_of,
     in_few_words,
     message_of,
@@ -162,12 +161,6 @@ def test_a_failure_of_connections() -> None:
     """It says that those to other ranks have ended."""
     gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
     assert failure_of(caught(f"raise RuntimeError({gloo!r})")).connections == "ended"
-
-
-def test_a_failure_outside_the_cell() -> None:
-    """One line, with no calls."""
-    failure = failure_in_words("NameProblem", "`net` cannot be rebuilt")
-    assert failure.traceback == ("NameProblem: `net` cannot be rebuilt",)
 
 
 def test_messages() -> None:

@@ -153,3 +153,32 @@ def test_a_second_stop_where_nobody_waits(world: World, tmp_path: Path) -> None:
     assert (running.stops, running.unfinished) == (2, ())
     assert "KeyboardInterrupt" in str(running.error())
     assert world.gather("kept") == [0, 1]
+
+
+@pytest.mark.parametrize("stops", [1, 2])
+def test_a_task_that_holds_stop(world: World, tmp_path: Path, stops: int) -> None:
+    """The first one waits for it to end, the second gives control back; neither interrupts."""
+    waits = "from pathlib import Path; import time\nPath(str(rank)).touch()\n"
+    waits += "while not Path('open').exists(): time.sleep(0.01)\nheld = True"
+    running = world.submit(world.task(waits), Patience(holds_stop=True))
+    for _ in world.follow(running):
+        with running.counting_stops():
+            if have_begun(tmp_path) and running.stops < stops:
+                raise KeyboardInterrupt
+            if running.is_stopping and stops == 1:
+                (tmp_path / "open").touch()
+    assert running.unfinished == (() if stops == 1 else (0, 1))
+    (tmp_path / "open").touch()
+    assert world.gather("held") == [True, True]
+
+
+def test_a_task_that_holds_stop_for_ever(world: World, tmp_path: Path) -> None:
+    """It is interrupted when it is stopped again later."""
+    running = world.submit(world.task(SLEEPS), Patience(holds_stop=True, control_timeout=0.1))
+    for _ in world.follow(running):
+        with running.counting_stops():
+            if have_begun(tmp_path) and not running.stops:
+                raise KeyboardInterrupt
+    assert (running.unfinished, world.state) == ((0, 1), State.STUCK)
+    world.interrupt()
+    assert world.gather("kept") == [0, 1]

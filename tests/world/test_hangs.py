@@ -12,6 +12,7 @@ from nbdist.wire.places import Begun, Place
 from nbdist.world.hangs import (
     ALL_UNCHANGED,
     FIRST_LOOK,
+    LONGEST_FLIGHT,
     LOOK_EVERY,
     SOON,
     UNCHANGED,
@@ -94,6 +95,18 @@ def test_threads_that_are_always_at_work() -> None:
     assert not watch(busy, busy).never((0,), SOON)
     assert watch(busy, busy, busy, every=UNCHANGED).never((0,), 2 * UNCHANGED)
     assert watch(busy, {0: WAITS}).never((0,), SOON)
+
+
+def test_what_is_on_its_way() -> None:
+    """It may bring on who waits, for as long as lost packets are sent again."""
+    found = watch({0: WAITS}, {0: WAITS})
+    assert found.never((0,), SOON)
+    found.take({0: WAITS}, 2 * SOON, in_flight=1)
+    assert not found.never((0,), 2 * SOON)
+    found.take({0: WAITS}, LONGEST_FLIGHT, in_flight=1)
+    assert found.never((0,), LONGEST_FLIGHT)
+    found.take({0: WAITS}, LONGEST_FLIGHT + SOON)
+    assert found.never((0,), LONGEST_FLIGHT + SOON)
 
 
 def test_when_to_look() -> None:

@@ -1,125 +1,17 @@
-"""Tests of `nbdist.world.launchers`: the folders of worlds' sockets, and when they are removed."""
+"""Tests of `nbdist.world.launchers`: what is started here for which launcher."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
-
 import pytest
 
-from nbdist.errors import NoRuntimeFolder, NotScaled
-from nbdist.folders import MARKER
-from nbdist.world.launchers import RuntimeFolder
-from nbdist.world.world import World
+from nbdist.errors import UsageError
+from nbdist.world.launchers import AGENT, HEAD, launcher_names, module_of
 
 
-@pytest.fixture
-def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Short enough for a unix socket's path."""
-    with tempfile.TemporaryDirectory(prefix="nbt-", dir="/tmp") as folder:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
-        yield Path(folder)
-
-
-def test_what_a_killed_agent_left_goes_and_nothing_else(parent: Path) -> None:
-    """What is held stays, whatever a cleaner took; so do copies, renamed ones and data."""
-    held, cleaned, killed, moved = (RuntimeFolder() for _ in range(4))
-    left = killed.path
-    (cleaned.path / MARKER).unlink()
-    copy, data = parent / "nbdist-copy", parent / "nbdist-data"
-    shutil.copytree(left, copy)
-    renamed = moved.path.rename(parent / "nbdist-mine")
-    for each in (killed, moved):  # as the kernel does at a process's end
-        os.close(each._claim)
-    data.mkdir()
-    (data / "lock").write_text("")
-    for folder in (held.path, cleaned.path, left, renamed, copy, data):
-        os.utime(folder, (1, 1))
-    new = RuntimeFolder()
-    assert {*parent.iterdir()} == {held.path, cleaned.path, renamed, copy, data, new.path}
-    for each in (held, cleaned, new):
-        each.close()
-    assert {*parent.iterdir()} == {renamed, copy, data}
-
-
-@pytest.mark.parametrize("umask", [0, 0o077])
-def test_only_this_user_can_open_it(parent: Path, umask: int) -> None:
-    """Whatever the umask."""
-    before = os.umask(umask)
-    try:
-        folder = RuntimeFolder()
-    finally:
-        os.umask(before)
-    assert folder.path.stat().st_mode & 0o077 == 0
-    folder.close()
-    assert not [*parent.iterdir()]
-
-
-@pytest.mark.parametrize("variable", ["XDG_RUNTIME_DIR", "TMPDIR"])
-@pytest.mark.parametrize("name", ["x" * 150, "長" * 40, "長" * 25, "run", "line\nbreak", "\udcff"])
-def test_places_that_cannot_hold_sockets(
-    parent: Path, monkeypatch: pytest.MonkeyPatch, variable: str, name: str
-) -> None:
-    """A path that is too long, in bytes, or relative, or of other signs: there is another place."""
-    monkeypatch.delenv("XDG_RUNTIME_DIR")
-    folder = parent / name
-    folder.mkdir()
-    monkeypatch.setenv(variable, name if name == "run" else str(folder))
-    monkeypatch.chdir(parent)
-    made = RuntimeFolder()
-    made.close()
-    assert made.path.parent == Path("/tmp")
-    assert not [*folder.iterdir()]
-
-
-@pytest.fixture
-def small(parent: Path) -> Iterator[Path]:
-    """A file system with room for little; needs root."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(parent)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
-    yield parent
-    subprocess.run(["umount", str(parent)], check=True)
-
-
-def fill(folder: Path) -> Path:
-    """A file in it that leaves no room for another."""
-    found = folder / "big"
-    with suppress(OSError), found.open("wb", buffering=0) as file:
-        while file.write(b"x" * 512):
-            pass
-    return found
-
-
-def test_a_full_place(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is passed over; and where nothing else is left, named."""
-    fill(small)
-    for variable in ("XDG_RUNTIME_DIR", "TMPDIR"):
-        monkeypatch.setenv(variable, str(small))
-    made = RuntimeFolder()
-    made.close()
-    assert made.path.parent == Path("/tmp")
-    monkeypatch.setattr("nbdist.world.launchers.LAST_PLACES", ())
-    with pytest.raises(NoRuntimeFolder) as found:
-        RuntimeFolder()
-    assert f"({small}: No space left on device)" in str(found.value)
-    assert "\n" not in str(found.value)
-    assert [each.name for each in small.iterdir()] == ["big"]
-
-
-def test_a_place_that_gets_full(small: Path) -> None:
-    """Who cannot start says where there is no room; with room again it can."""
-    with World(1, log_dir="") as world:
-        world.start()
-        file = fill(small)
-        with pytest.raises(NotScaled, match=f"No space left on device in {small}/nbdist-"):
-            world.scale(2)
-        assert world.gather("rank") == [0]
-        file.unlink()
-        world.scale(2)
-        assert world.gather("rank") == [0, 1]
+def test_what_is_started_here() -> None:
+    """This machine's agent, or the head of those of others; the names there are for none."""
+    assert module_of("local") == AGENT
+    assert module_of("ssh") == HEAD
+    assert {"local", "ssh"} <= {*launcher_names()}
+    with pytest.raises(UsageError, match=r"`--launcher shh`: there are only .*local.*ssh"):
+        module_of("shh")

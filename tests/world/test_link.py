@@ -17,7 +17,6 @@ from nbdist import __version__
 from nbdist.errors import AgentLost, StartError
 from nbdist.output.events import Text
 from nbdist.wire.messages import Answer, GetStatus, Hello, Outputs, to_bytes
-from nbdist.world.launchers import find_launcher
 from nbdist.world.link import Link
 from nbdist.world.world import World
 from tests.waiting import wait_until
@@ -96,7 +95,7 @@ def test_strangers_who_come_first() -> None:
 @contextmanager
 def opened(*strangers: list[bytes]) -> Iterator[Link]:
     """A link of the test's own, to an agent without a fork server."""
-    link = Link(find_launcher("local"), fork_server=False)
+    link = Link(fork_server=False)
     try:
         for frames in strangers:
             send(link.address, zmq.DEALER, frames)
@@ -118,14 +117,14 @@ def test_an_agent_that_answers_no_more(caplog: pytest.LogCaptureFixture) -> None
         with pytest.raises(AgentLost):
             link.call(GetStatus(), timeout=0.2)
         calling = link.calling(GetStatus(), tick=0.05)
-        assert next(calling) == 0  # it has come round, and no worker is up
+        assert next(calling).up == 0  # it has come round, and no worker is up
         asked = link.ask(GetStatus())
         agent.kill()
         with pytest.raises(AgentLost, match="was killed by SIGKILL") as caught:
             list(calling)
         link.wait(SOON)
         assert [*link.arrived] == [caught.value]
-        assert repr(link).startswith("<Link lost [<LocalAgent")
+        assert repr(link).startswith("<Link lost [<AgentProcess")
         assert not link.is_up
         with pytest.raises(AgentLost):
             link.call(GetStatus())
@@ -135,7 +134,7 @@ def test_an_agent_that_answers_no_more(caplog: pytest.LogCaptureFixture) -> None
 
 def test_a_link_that_was_never_opened() -> None:
     """It leaves nothing, and nobody is waited for."""
-    link = Link(find_launcher("local"))
+    link = Link()
     folder = Path(link.address.removeprefix("ipc://")).parent
     assert folder.is_dir()
     link.close()

@@ -225,12 +225,12 @@ def test_new_ranks_lack_what_any_other_has(table: NameTable) -> None:
     ship(table, "x")
     bind(table, 0, "a", "both")
     bind(table, 1, "b", both="numpy", np="numpy")
-    table.scaled(2, 3)
+    table.renumbered({0: 0, 1: 1}, 3)
     assert table.lacking([2]) == "a, b and both"
     assert table.lacking([0, 1]) == ""
     assert table.take_lost_imports([2]) == {2: {"np": "numpy"}}
     assert table.ranks_that_have("x") == {0, 1}
-    table.scaled(3, 1)
+    table.renumbered({0: 0}, 1)
     assert table.owners().keys() == {"x", "a", "both"}
     assert table.lacking([1, 2]) == ""
 

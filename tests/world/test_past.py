@@ -12,11 +12,13 @@ from nbdist.output.events import Display, Done, Failure
 from nbdist.wire.identity import Identity
 from nbdist.wire.task import Call, Script, Source, Task, Work
 from nbdist.world import past as module
+from nbdist.world.machines import Machines
 from nbdist.world.names import Shipped
 from nbdist.world.past import Past
-from nbdist.world.running import Crew, RunningTask
+from nbdist.world.running import RunningTask
+from nbdist.world.sent import Crew
 
-CREW = Crew(2, "gloo", "here", {0: 100, 1: 101}, {}, heals=True)
+CREW = Crew(2, "gloo", Machines.one("here", 2), {0: 100, 1: 101}, {}, heals=True)
 LR = Shipped(("float", "0.1"), Identity(0.1))
 
 
@@ -125,7 +127,7 @@ def test_names_that_went_along() -> None:
     kept: Any = object()  # memory, which is not to be held for longer than the name
     past.add(ended(Source("pass"), shipped={"lr": replace(LR, kept=kept)}))
     assert past.sent[0].shipped.kept is None
-    past.add(ended(Source(""), shipped={"lr": new}))
+    past.add(ended(Call("push.bind"), shipped={"lr": new}))
     past.add(ended(Call("gather", {"expressions": ("loss",)})))
     assert {name: each.shipped for name, each in past.sent_before(1).items()} == {"lr": LR}
     assert {name: each.shipped for name, each in past.sent_before(2).items()} == {"lr": new}

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.running`: what is known of a task, and what is to be done next."""
+"""Tests of `nbdist.world.running`: what is to be done next about a task."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import time
 import pytest
 
 from nbdist.config import CONTROL_TIMEOUT, Patience
-from nbdist.errors import AgentLost, CellTimedOut, WorkerDied, WorldStuck
+from nbdist.errors import CellTimedOut, WorkerDied, WorldStuck
 from nbdist.output.events import Died, Done, Failure, InputRequest, Text
 from nbdist.wire.places import Place
 from nbdist.wire.task import Source, Task
-from nbdist.world.running import Crew, RunningTask, Step
+from nbdist.world.machines import Machines
+from nbdist.world.running import RunningTask, Step
+from nbdist.world.sent import Crew
 
 WAITS = Place(line=1, operation="barrier", is_calm=True)
 DEATH = Died(-9, time.time_ns())
@@ -21,7 +23,14 @@ def running(
     *, ranks: int = 2, backend: str = "gloo", heals: bool = True, patience: Patience | None = None
 ) -> RunningTask:
     """A task on all ranks of a world, with nothing shown so far."""
-    crew = Crew(ranks, backend, "here", {rank: 100 + rank for rank in range(ranks)}, {}, heals)
+    crew = Crew(
+        ranks,
+        backend,
+        Machines.one("here", ranks),
+        {rank: 100 + rank for rank in range(ranks)},
+        {},
+        heals,
+    )
     task = Task("id", tuple(range(ranks)), Source("dist.barrier()"))
     return RunningTask(task, patience or Patience(), crew)
 
@@ -113,17 +122,6 @@ def test_it_takes_too_long(backend: str) -> None:
     assert "after 500 s, as `--timeout` says: rank 0 waits in barrier" in str(task.error())
 
 
-def test_an_error_of_its_own_before_it_takes_too_long() -> None:
-    """It is the cause, not that the others were stopped."""
-    task = running(patience=Patience(timeout=1.0))
-    task.receive(0, Failure("ValueError", "bad shard", (), 1))
-    task.receive(0, Done("error", 0.1))
-    task.time_out()
-    task.receive(1, Failure("KeyboardInterrupt", "", (), 2))
-    task.receive(1, Done("error", 0.1))
-    assert "ValueError: bad shard" in str(task.error())
-
-
 def test_where_nobody_waits_for_control() -> None:
     """Stop goes on until the ranks have ended, however often it comes."""
     task, other = running(patience=Patience(control_timeout=None)), running()
@@ -143,11 +141,3 @@ def test_a_stop_is_counted() -> None:
     with pytest.raises(ValueError, match="drawn"), task.counting_stops():
         raise ValueError("drawn")
     assert task.stops == 1
-
-
-def test_the_agent_is_lost() -> None:
-    """All ranks have ended with it, and that is the error."""
-    task, lost = running(), AgentLost("here", -9)
-    task.take_loss(lost)
-    assert task.unfinished == ()
-    assert task.error() is lost

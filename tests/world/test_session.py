@@ -9,14 +9,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.errors import UsageError, WorkerError
+from nbdist.errors import BadRanks, UsageError, WorkerError
 from nbdist.wire.identity import Identity
 from nbdist.wire.payload import pack_names
-from nbdist.world.launchers import GROUP
 from nbdist.world.names import Shipped
 from nbdist.world.session import Session
 from nbdist.world.states import State
 from nbdist.world.world import World
+from tests.head.launchers import install
 
 pytestmark = pytest.mark.shared_world
 
@@ -93,36 +93,32 @@ def test_what_a_failed_task_has_bound(session: Session) -> None:
     assert "made" in session.names.bound(0)
 
 
-LAUNCHER = """
-from nbdist.launch.local import LocalAgent
-class Other:
-    def launch(self, runtime, *, fork_server):
-        agent = LocalAgent(runtime, fork_server=fork_server)
-        agent.host = "elsewhere"
-        return [agent]
-"""
-
-
-def test_another_launcher_starts_another_agent(
+def test_another_launcher_starts_other_agents(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that there is not is refused in a line, and leaves the workers as they are."""
-    (tmp_path / "other_launcher.py").write_text(LAUNCHER)
-    metadata = tmp_path / "other_launcher-1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Name: other_launcher\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text(f"[{GROUP}]\nother = other_launcher:Other\n")
+    install(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     session.run(session.task("x = 7"))
     before, agent = session.pids, session.link.agents[0]
-    with pytest.raises(UsageError, match="`--launcher nowhere`: there are only local, other"):
+    with pytest.raises(
+        UsageError, match=r"`--launcher nowhere`: there are only here, .*local, .*ssh"
+    ):
         session.restart(launcher="nowhere", n=2)
-    assert (session.pids, session.size, session.config.launcher) == (before, 1, "local")
-    session.restart(keep=["x"], launcher="other")
-    assert (session.host, session.link.agents[0].host) == ("elsewhere", "elsewhere")
+    assert (session.pids, session.size, session.config.launched_by) == (before, 1, "local")
+    session.restart(keep=["x"], launcher="here")
+    assert "nbdist.head" in session.link.agents[0].command
     assert not psutil.pid_exists(agent.pid)
     assert list(session.run(session.task(fetch=("x",)))) == [7]
     session.restart()
-    assert session.host == "elsewhere"
+    assert "nbdist.head" in session.link.agents[0].command
     session.restart(launcher="local")
-    assert session.host == agent.host
+    assert "nbdist.node" in session.link.agents[0].command
+
+
+@pytest.mark.parametrize("ranks", ["0", [7], [-1], ["0"]])
+def test_ranks_that_there_are_not(session: Session, ranks: list[int]) -> None:
+    """They are refused in a line, and nothing is sent."""
+    with pytest.raises(BadRanks, match="selects no ranks"):
+        session.task("x = 1", ranks=ranks)

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from nbdist.errors import WorkerDied, WorkerError
-from nbdist.wire.shared_memory import Segment
+from nbdist.wire.shared_memory import Segment, to_end
 from nbdist.wire.task import Attempt, Source, Task
 from nbdist.world.setup import Setup
 from nbdist.world.states import State
@@ -49,7 +49,7 @@ def test_cells_are_kept_in_order() -> None:
 def test_names_stay_for_as_long_as_their_cell() -> None:
     """Memory that holds them is released when it is replaced, or forgotten."""
     setup = Setup()
-    first, second, other = (Segment.holding([b"x"]) for _ in range(3))
+    first, second, other = (to_end(Segment.filling([b"x"])) for _ in range(3))
     for key, segment in (("a", first), ("b", other), ("b", None), ("a", second)):
         setup.keep(key, Task(key, (0,)), segment)
     assert ["closed" in repr(each) for each in (first, second, other)] == [True, False, True]

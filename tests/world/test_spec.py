@@ -12,9 +12,10 @@ import pytest
 from nbdist import topology
 from nbdist.config import WorldConfig
 from nbdist.errors import NotEnoughGpus, UsageError
+from nbdist.seats import fill
 from nbdist.wire.start import WorldSpec
 from nbdist.wire.worker_environ import NBDIST_SETS, torchrun_variables
-from nbdist.world.spec import Here, make_spec, scaled
+from nbdist.world.spec import Here, make_spec, make_wanted, scaled
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +82,8 @@ def test_threads_are_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> No
 def test_nodes_are_in_the_spec() -> None:
     """`-j` is so many ranks on each node; one node is none in particular."""
     spec = spec_of(layout="2x1")
-    assert (spec.world_size, spec.per_node) == (2, 1)
-    assert spec_of(layout="1x2").per_node == 0
+    assert (spec.world_size, spec.seats) == (2, ((0, 0), (1, 0)))
+    assert spec_of(layout="1x2").seats == ()
 
 
 @pytest.mark.parametrize(
@@ -175,3 +176,57 @@ def test_what_another_interpreter_takes_after() -> None:
 def test_arguments_of_a_kernel_are_jupyters(argv: tuple[str, ...]) -> None:
     """`parse_args()` in a cell would end at them."""
     assert make_spec(WorldConfig(1), "run", replace(HERE, argv=argv))[0].argv == argv[:1]
+
+
+def test_simulated_nodes_are_scaled_as_they_were() -> None:
+    """Fewer ranks leave room that later ones take; more than there is room for get new nodes."""
+    config = WorldConfig(layout="2x2")
+    spec = make_spec(config, "run", HERE)[0]
+    assert spec.seats == fill((2, 2))
+    one = scaled(spec, config, 1, 8)[0]
+    assert (one.seat(0).nodes, one.seat(0).local_world_size) == (1, 1)
+    assert scaled(one, config, 3, 8)[0].seats == fill((2, 2), 3)
+    assert scaled(one, config, 5, 8)[0].seats == fill((2, 2, 2), 5)
+    assert make_spec(WorldConfig(3, layout="2x2"), "run", HERE)[0].seats == fill((2, 2), 3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "nodes", "per_node", "workers"),
+    [
+        ({"hosts": "a,b:4"}, (2, 2), "auto", None),
+        ({"layout": "1:2x4", "launcher": "slurm"}, (1, 2), 4, None),
+        ({"layout": "2x4", "launcher": "slurm"}, (2, 2), 4, None),
+        ({"n": 6, "hosts": "a:4,b:2"}, (2, 2), "auto", 6),
+        ({"n": 3, "layout": "2x2", "hosts": "a:4,b:2"}, (2, 2), 2, 3),
+        ({"n": "gpu", "launcher": "slurm"}, (1, None), "gpu", None),
+    ],
+)
+def test_nodes_of_other_machines(
+    asked: dict[str, object], nodes: object, per_node: object, workers: object
+) -> None:
+    """How many, and how many workers on each, or in all."""
+    wanted = make_wanted(WorldConfig(**asked), "run", HERE)  # type: ignore[arg-type]
+    assert ((wanted.min_nodes, wanted.max_nodes), wanted.per_node) == (nodes, per_node)
+    assert (wanted.workers, wanted.name) == (workers, "run")
+
+
+def test_which_environment_goes_along() -> None:
+    """What was given, and of the notebook's what was named; never what says who a rank is."""
+    environ = {"HF_HOME": "/hf", "HF_TOKEN": "x", "SECRET": "y", "RANK": "0", "LANG": "C"}
+    here = replace(HERE, environ=environ)
+    config = WorldConfig(1, hosts="a", copy_env="HF_*, LANG,RA*", env={"A": "1", "LANG": "de"})
+    wanted = make_wanted(config, "run", here)
+    assert wanted.environ == {"HF_HOME": "/hf", "HF_TOKEN": "x", "A": "1", "LANG": "de"}
+
+
+def test_a_world_elsewhere_is_not_judged_by_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be more GPUs; for how many workers hosts have room is known, where it was said."""
+    monkeypatch.setattr(topology, "installed_gpus", lambda: 0)
+    config = WorldConfig(hosts="a:4,b:2", gpus="0,1", env={"LD_LIBRARY_PATH": "/x"})
+    spec, _, said = make_spec(config, "run", HERE)
+    assert (spec.gpus, spec.gpus_asked, spec.use_fork_server, said) == ((), "0,1", False, "")
+    assert not make_wanted(config, "run", HERE).fork
+    there = replace(spec, backend="nccl", seats=fill((4, 2)), world_size=6)
+    assert scaled(there, config, 5) == (replace(there, world_size=5), "")
+    with pytest.raises(UsageError, match="`-n 7 --hosts a:4,b:2`: the hosts have room for 6 w"):
+        scaled(there, config, 7)

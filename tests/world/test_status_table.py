@@ -19,6 +19,13 @@ def test_columns_that_say_nothing_are_left_out():
     ]
 
 
+def test_hosts_are_named_where_there_are_several() -> None:
+    """Beside the ranks."""
+    headings, first, second = rows([IDLE, replace(IDLE, rank=1, host="there")])
+    assert headings[:3] == ("rank", "host", "state")
+    assert (first[1], second[1]) == ("here", "there")
+
+
 def test_a_rank_in_a_cell():
     """Since when, in which line, and its last collective."""
     place, last = Place(line=7, operation="all_reduce"), Collective("all_reduce", 3, is_done=False)

@@ -6,20 +6,21 @@ Pure but for what it looks up in the pools; `completion` asks it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, get_args
 
 from nbdist.config import OnFailure
 from nbdist.errors import NbdistError
 from nbdist.notebook.border.flags import Argument, arguments_of
 from nbdist.wire.questions import Candidate, Completions
+from nbdist.world.launchers import launcher_names
 from nbdist.world.snapshot_store import SnapshotStore, root_folder
 from nbdist.world.spec import default_log_dir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from nbdist.notebook.pool import Pool, Pools
+    from nbdist.notebook.pool import Pool
+    from nbdist.notebook.pools import Pools
 
 WORDS = {
     "backend": ("gloo", "nccl", "cpu:gloo,cuda:nccl", "none"),
@@ -91,7 +92,7 @@ class Choices:
         if dest == "pool":
             return [each.name for each in self._pools]
         if dest == "launcher":
-            return [each.name for each in entry_points(group="nbdist.launchers")]
+            return launcher_names()
         if dest in RANKS:
             size = pool.world.size if pool and pool.world and pool.has_workers else 0
             return ["all"] * (dest == "ranks") + [*map(str, range(size))]

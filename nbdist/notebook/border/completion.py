@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from nbdist.notebook.command import Command
-    from nbdist.notebook.pool import Pool, Pools
+    from nbdist.notebook.pool import Pool
+    from nbdist.notebook.pools import Pools
 
 TIMEOUT = 0.9
 """Seconds that the workers have: JupyterLab waits for one."""

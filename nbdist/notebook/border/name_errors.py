@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from nbdist.notebook.command import Command
-    from nbdist.notebook.pool import Pool, Pools
+    from nbdist.notebook.pool import Pool
+    from nbdist.notebook.pools import Pools
 
 READY = frozenset({"rank", "world_size", "local_rank", "device"})
 """Names that every worker has from its start."""

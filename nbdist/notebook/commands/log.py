@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from IPython.core.magic_arguments import argument
 
-from nbdist.config import whole_number
 from nbdist.errors import UsageError
 from nbdist.notebook.command import Line, command
+from nbdist.notebook.log_reading import FAR_BLOCK, last_lines, last_lines_there
 from nbdist.notebook.options import ranks_option
 from nbdist.notebook.tables import Shown, block
-from nbdist.output.ansi import strip
-from nbdist.wire.log_files import MOVED, earlier_file
-from nbdist.words import format_ranks, name_ranks
+from nbdist.readers import whole_number
+from nbdist.wire.log_files import LogPiece, attempts_beside, file_of
+from nbdist.wire.messages import GetLogs
+from nbdist.words import format_ranks
+from nbdist.world.machines import Machines
 from nbdist.world.spec import default_log_dir
-
-BLOCK = 1 << 16
-LONGEST = 1 << 14
-"""Bytes of a line that are shown; of longer ones the last."""
 
 TAIL = whole_number("--tail", "a number, such as `--tail 1`")
 ATTEMPT = whole_number("--attempt", "a number, such as `--attempt 1`", least=0)
 
 STREAMS = ("stdout", "stderr")
+
+LINE_BYTES = 256
+"""Of each line that is asked for, at first, where another machine has the file."""
+
+NO_FILES = (
+    "These workers have no log files: NBDIST_LOG_DIR is empty, or they could not be "
+    "written. Set it, then `%dist_restart`; `%dist_output` has the last cell's lines."
+)
 
 
 @dataclass(frozen=True)
@@ -55,21 +60,23 @@ def dist_log(line: Line) -> Shown:
 
     All that ranks have written since they were started is there, whatever was shown of it.
     """
-    options = line.options
-    pattern, most = _pattern(options.grep), options.tail
-    attempt, folders = _folders(line)
-    streams = [s for s in STREAMS if getattr(options, s)] or [*STREAMS]
-    tails = [
-        Tail(rank, stream, tuple(last_lines(folder / f"{stream}.log", most, pattern)))
-        for rank, folder in folders.items()
-        for stream in streams
-    ]
-    parts = [each for group in grouped(tails) for each in _group(group)]
+    options, world = line.options, line.pool.world
+    pattern = _pattern(options.grep)
+    streams = tuple(s for s in STREAMS if getattr(options, s)) or STREAMS
+    if world is None:
+        raise UsageError(
+            "There are no workers whose log to show; the files of earlier runs are in "
+            f"{default_log_dir() or 'no folder: NBDIST_LOG_DIR is empty'}."
+        )
+    machines = world.session.machines
+    if world.session.is_elsewhere:
+        tails, files = _there(line, machines, streams, pattern)
+    else:
+        tails, files = _here(line, world.logs, streams, pattern)
+    parts = [each for group in grouped(tails) for each in _group(group, machines)]
     if not parts:
         parts = ["no lines" + (f" with {options.grep}" if pattern else "")]
-    which = format_ranks(folders)
-    parts.append(f"files: {attempt}/[{which}]/[{','.join(streams)}].log")
-    return block("\n".join(parts))
+    return block("\n".join([*parts, *files]))
 
 
 def grouped(tails: list[Tail]) -> list[list[Tail]]:
@@ -81,85 +88,82 @@ def grouped(tails: list[Tail]) -> list[list[Tail]]:
     return [*found.values()]
 
 
-def _group(group: list[Tail]) -> list[str]:
+def _group(group: list[Tail], machines: Machines) -> list[str]:
     """Write a header with the ranks, and their lines."""
     first = group[0]
     same = " (same)" if len(group) > 1 else ""
     stderr = " · stderr" if first.stream == "stderr" else ""
-    return [f"── {name_ranks(tail.rank for tail in group)}{same}{stderr} ──", *first.lines]
+    return [f"── {machines.who(tail.rank for tail in group)}{same}{stderr} ──", *first.lines]
 
 
-def last_lines(file: Path, most: int, pattern: re.Pattern[str] | None = None) -> list[str]:
-    """Read the last lines of a file, or the last that hold the pattern; none of a missing file.
-
-    Read from its end, and not further than needed.
-    """
-    found: list[str] = []
-    for line in _through_both(file):
-        text = strip(line.decode("utf-8", "replace")).rstrip("\r")
-        # What a progress bar has overwritten was never seen either.
-        text = text.rpartition("\r")[2]
-        if pattern is None or pattern.search(text):
-            found.append(text)
-            if len(found) == most:
-                break
-    return found[::-1]
+# --- files on this machine ------------------------------------------------------------------
 
 
-def _through_both(file: Path) -> Iterator[bytes]:
-    """Read lines from the last to the first, also of the file with earlier ones."""
-    earlier = earlier_file(file)
-    goes_on, moved = earlier.exists(), MOVED.encode()
-    yield from (line for line in _backwards(file) if not (goes_on and line.startswith(moved)))
-    yield from _backwards(earlier)
+def _here(
+    line: Line, logs: Mapping[int, str], streams: Sequence[str], pattern: re.Pattern[str] | None
+) -> tuple[list[Tail], list[str]]:
+    """Read the files of this machine, also of ranks that have ended; and name them."""
+    attempt, most = line.options.attempt, line.options.tail
+    folders = {rank: Path(logs[rank]) for rank in line.ranks if logs.get(rank)}
+    if not folders:
+        raise UsageError(NO_FILES)
+    first = file_of(next(iter(folders.values())), streams[0], attempt).parent.parent
+    if not first.is_dir():
+        raise _no_attempt(attempt, attempts_beside(next(iter(folders.values()))))
+    tails = [
+        Tail(rank, stream, tuple(last_lines(file_of(folder, stream, attempt), most, pattern)))
+        for rank, folder in folders.items()
+        for stream in streams
+    ]
+    return tails, [_files_text(first, folders, streams)]
 
 
-def _backwards(file: Path) -> Iterator[bytes]:
-    """Read lines from the last to the first, long ones cut at their beginning."""
-    try:
-        opened = file.open("rb")
-    except FileNotFoundError:
-        return
-    with opened:
-        position, rest = opened.seek(0, os.SEEK_END), b""
-        is_last = True
-        while position > 0:
-            size = min(BLOCK, position)
-            position = opened.seek(position - size)
-            first, *lines = (opened.read(size) + rest).split(b"\n")
-            if is_last and lines and not lines[-1]:
-                lines.pop()  # the file ends with a newline
-            is_last = False
-            yield from reversed(lines)
-            rest = first[-LONGEST:]
-        if rest or not is_last:
-            yield rest
+# --- files on other machines ------------------------------------------------------------------
 
 
-def _folders(line: Line) -> tuple[Path, dict[int, Path]]:
-    """Find the attempt's folder, and in it that of each rank; UsageError where there are none."""
-    world, attempt = line.pool.world, line.options.attempt
-    if world is None:
-        raise UsageError(
-            "There are no workers whose log to show; the files of earlier runs are in "
-            f"{default_log_dir() or 'no folder: NBDIST_LOG_DIR is empty'}."
-        )
-    logs = {rank: Path(world.logs[rank]) for rank in line.ranks if world.logs.get(rank)}
-    if not logs:
-        raise UsageError(
-            "These workers have no log files: NBDIST_LOG_DIR is empty, or they could not be "
-            "written. Set it, then `%dist_restart`; `%dist_output` has the last cell's lines."
-        )
-    folder = next(iter(logs.values())).parent
-    if attempt is None:
-        return folder, logs
-    other = folder.parent / f"attempt_{attempt}"
-    if not other.is_dir():
-        there = sorted(int(each.name[8:]) for each in folder.parent.glob("attempt_*"))
-        raise UsageError(
-            f"`--attempt {attempt}`: there are {format_ranks(there)}, the last is now."
-        )
-    return other, {rank: other / str(rank) for rank in line.ranks}
+def _there(
+    line: Line, machines: Machines, streams: tuple[str, ...], pattern: re.Pattern[str] | None
+) -> tuple[list[Tail], list[str]]:
+    """Have the agents of all machines read theirs; and name them."""
+    attempt, most = line.options.attempt, line.options.tail
+
+    def ask(get: GetLogs) -> tuple[LogPiece, ...]:
+        found: tuple[LogPiece, ...] = line.look(line.pool, get)
+        return found
+
+    first = GetLogs(line.ranks, streams, min(FAR_BLOCK, most * LINE_BYTES), attempt=attempt)
+    found = ask(first)
+    pieces = [piece for piece in found if piece.file]
+    if found and not pieces:
+        raise UsageError(NO_FILES)
+    if attempt is not None and pieces and all(attempt not in each.attempts for each in pieces):
+        raise _no_attempt(attempt, {number for each in pieces for number in each.attempts})
+    tails = [
+        Tail(each.rank, each.stream, tuple(last_lines_there(each, first, ask, most, pattern)))
+        for each in pieces
+    ]
+    folders: dict[tuple[str, Path], list[int]] = {}
+    for each in pieces:
+        place = machines.name(each.rank), Path(each.file).parent.parent
+        folders.setdefault(place, []).append(each.rank)
+    files = [
+        _files_text(folder, ranks, streams, f"{host}:") for (host, folder), ranks in folders.items()
+    ]
+    if lost := set(line.ranks) - {each.rank for each in found}:
+        files.append(f"no answer for {machines.who(lost)}")
+    return tails, files
+
+
+# --- what both say ----------------------------------------------------------------------------
+
+
+def _files_text(attempt: Path, ranks: Iterable[int], streams: Sequence[str], host: str = "") -> str:
+    return f"files: {host}{attempt}/[{format_ranks(ranks)}]/[{','.join(streams)}].log"
+
+
+def _no_attempt(asked: int, there: Collection[int]) -> UsageError:
+    are = f"there are {format_ranks(there)}, the last is now"
+    return UsageError(f"`--attempt {asked}`: {are}.")
 
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:

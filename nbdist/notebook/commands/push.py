@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
+from contextlib import nullcontext
 
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError
-from nbdist.notebook.cells import attempt_steps, through
+from nbdist.notebook.cells import bind
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import ranks_option
 from nbdist.notebook.shipping.plan import push
+from nbdist.notebook.transfer import packed
+from nbdist.wire.task import Call
 
 
 @command(argument("names", nargs="+", help="names of the notebook"), ranks_option)
@@ -20,5 +22,8 @@ def dist_push(line: Line) -> None:
     missing = [name for name in names if name not in pool.shell.user_ns]
     if missing:
         raise UsageError(f"`%dist_push`: the notebook has no {', '.join(missing)}.")
-    pack = partial(push, names, ranks=line.ranks)
-    through(attempt_steps(pool, world, world.task(ranks=line.ranks), pack, line.display))
+    packing = packed(push(names, world.session.names, line.ranks), line.display)
+    assert packing is not None
+    with packing.segment or nullcontext():
+        take = world.task(Call("push.take", {"packed": packing.payload}), ranks=line.ranks)
+        bind(pool, world, take, Call("push.bind"), line.display, packing.records)

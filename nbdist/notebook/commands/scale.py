@@ -1,31 +1,41 @@
-"""More workers or fewer."""
+"""More workers or fewer, or some of them."""
 
 from __future__ import annotations
 
 from IPython.core.magic_arguments import argument
 
+from nbdist.errors import UsageError
 from nbdist.notebook.command import Line, command
 from nbdist.topology import parse_size
 from nbdist.words import count
 from nbdist.world.recovery import scaled_text
 
 
-@command(argument("size", help="how many workers: 4; or how many more or fewer: +2, -1"))
+@command(
+    argument("size", nargs="?", help="how many workers: 4; or how many more or fewer: +2, -1"),
+    argument("-r", "--ranks", help="or which stay, whatever their ranks then: 0,2-3"),
+)
 def dist_scale(line: Line) -> str:
-    """Have more workers, or fewer, while the others keep their variables and ranks.
+    """Have more workers, or fewer, while the others keep their variables.
 
+    They keep their ranks too, but after one that has left with `-r`.
     DDP models go on with as many ranks as there are then; FSDP2 models, meshes and
     subgroups have to be made anew.  New ranks run the `--setup` cells.
     """
-    world, size = line.world, line.options.size
+    world, size, ranks = line.world, line.options.size, line.options.ranks
     before = world.size
-    line.display.wait_for(f"world {before} -> {parse_size(size, before)} …")
+    if size is not None and ranks is not None:
+        raise UsageError("`%dist_scale`: how many workers there shall be, or which: not both.")
+    keep = None if ranks is None else line.ranks
+    if size is not None or keep:
+        after = len(keep) if keep else parse_size(size, before)
+        line.display.wait_for(f"world {before} -> {after} …")
     try:
-        world.scale(size)
+        world.scale(size, ranks=keep)
     finally:
         world.session.take_replaced()
     if world.size == before:
         return f"there are {count(before, 'worker')} already"
     if world.session.warning:
         line.display.note(world.session.warning)
-    return scaled_text(world.session, before)
+    return scaled_text(world.session)

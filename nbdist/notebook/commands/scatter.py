@@ -7,7 +7,7 @@ from contextlib import closing
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError
-from nbdist.notebook.cells import bring
+from nbdist.notebook.cells import bind
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import ranks_option
 from nbdist.notebook.transfer import moved
@@ -34,5 +34,5 @@ def dist_scatter(line: Line) -> str:
     made = Scatter(world.session, target, value, line.ranks, line.options.dim)
     with closing(made) as scatter:
         moved(scatter.packing(), scatter.bytes, line.display, f"scattering {name}")
-        bring(line.pool, world, scatter.task())
+        bind(line.pool, world, *scatter.tasks())
         return str(scatter)

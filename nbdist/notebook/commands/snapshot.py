@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from IPython.core.magic_arguments import argument
 
-from nbdist.config import whole_number
 from nbdist.errors import NbdistError, UsageError
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import ranks_option
 from nbdist.notebook.tables import Shown, block
+from nbdist.readers import whole_number
 from nbdist.words import aligned, count, name_ranks, one_line
 from nbdist.world.names import list_names
 from nbdist.world.snapshot_store import Snapshot, SnapshotStore, root_folder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from html import escape
 
@@ -30,6 +30,9 @@ from nbdist.world.hangs import doing_of
 
 OPEN_LINES = 60
 
+Who = Callable[[Iterable[int]], str]
+"""Names ranks, and their machines where there are several."""
+
 
 @command(ranks_option, looks=True)
 def dist_stack(line: Line) -> Shown:
@@ -40,7 +43,8 @@ def dist_stack(line: Line) -> Shown:
     stacks = line.look(line.pool, GetStacks(line.ranks)) if line.pool.world is not None else ()
     # Read after the stacks: asking for them is how a lost agent is noticed.
     head = line.pool.headline
-    return Shown(stacks_html(head, stacks), stacks_text(head, stacks))
+    who = line.pool.world.session.machines.who if line.pool.world is not None else name_ranks
+    return Shown(stacks_html(head, stacks, who), stacks_text(head, stacks, who))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,26 +83,26 @@ def grouped(stacks: Iterable[Stack]) -> list[StackGroup]:
     return [StackGroup(tuple(stack.rank for stack in same), same[0]) for same in found.values()]
 
 
-def stacks_text(head: str, stacks: Iterable[Stack]) -> str:
+def stacks_text(head: str, stacks: Iterable[Stack], who: Who = name_ranks) -> str:
     """Write a header for each group, and its calls."""
     parts = [head]
     for group in grouped(stacks):
-        parts.append(f"── {_who(group)} · {group.title} ──")
+        parts.append(f"── {_who(group, who)} · {group.title} ──")
         parts.extend(group.lines)
     return "\n".join(parts)
 
 
-def stacks_html(head: str, stacks: Iterable[Stack]) -> str:
+def stacks_html(head: str, stacks: Iterable[Stack], who: Who = name_ranks) -> str:
     """Draw each group behind its header, open as long as that is not too much."""
     parts, shown = [line(bold(head))], 0
     for index, group in enumerate(grouped(stacks)):
         shown += len(group.lines)
-        parts.append(_block(group, is_open=index == 0 or shown <= OPEN_LINES))
+        parts.append(_block(group, _who(group, who), is_open=index == 0 or shown <= OPEN_LINES))
     return panel(*parts)
 
 
-def _block(group: StackGroup, *, is_open: bool) -> str:
-    title = f"{bold(_who(group))} {dim(group.title)}"
+def _block(group: StackGroup, whose: str, *, is_open: bool) -> str:
+    title = f"{bold(whose)} {dim(group.title)}"
     if not group.lines:
         return barred(title, _colour(group.stack))
     body = escape("\n".join(group.lines), quote=False)
@@ -106,9 +110,9 @@ def _block(group: StackGroup, *, is_open: bool) -> str:
     return details(title, box, _colour(group.stack), is_open=is_open)
 
 
-def _who(group: StackGroup) -> str:
+def _who(group: StackGroup, who: Who) -> str:
     """Write `ranks 0-2,3 same`."""
-    return name_ranks(group.ranks) + (" same" if len(group.ranks) > 1 else "")
+    return who(group.ranks) + (" same" if len(group.ranks) > 1 else "")
 
 
 def _colour(stack: Stack) -> str:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from IPython.core.magic_arguments import argument
 
-from nbdist.config import number_of_seconds
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.moving_picture import MovingPicture
 from nbdist.notebook.tables import Shown, below, block, table
-from nbdist.wire.messages import GetStatus
+from nbdist.readers import number_of_seconds
+from nbdist.wire.messages import GetRefused, GetStatus
 from nbdist.world.status_table import rows
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ STATE_COLOURS = {"idle": "#2aa44f", "busy": "#1f77e0", "dead": "#d03030", "start
 
 
 @command(
-    argument("-v", "--verbose", action="store_true", help="also who owns which name"),
+    argument("-v", "--verbose", action="store_true", help="also whose names are, who was refused"),
     argument(
         *("-f", "--follow"),
         metavar="SECONDS",
@@ -61,7 +61,11 @@ def _status_of(line: Line, pool: Pool) -> Shown:
     if not line.options.verbose:
         return shown
     owners = pool.world.session.names.owners() if pool.world is not None else {}
-    return below([shown, block(owners_text(owners))])
+    said = owners_text(owners)
+    if pool.world is not None and pool.world.session.is_elsewhere:
+        refused = line.look(pool, GetRefused()) or "none"
+        said += f"\nconnections refused, which had not this world's keys: {refused}"
+    return below([shown, block(said)])
 
 
 def owners_text(owners: Mapping[str, tuple[str, frozenset[int]]]) -> str:

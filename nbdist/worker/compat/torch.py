@@ -206,7 +206,8 @@ def renew(backend: Any, store: Any, rank: int, size: int, number: int, timeout: 
     store.set(f"handle{number}/{rank}", backend.get_reconfigure_handle())
     options = c10d.ReconfigureOptions()  # type: ignore[attr-defined]
     options.uuid, options.timeout = number, timeout
-    options.handles = [store.get(f"handle{number}/{each}").decode() for each in range(size)]
+    handles = store.multi_get([f"handle{number}/{each}" for each in range(size)])
+    options.handles = [each.decode() for each in handles]
     backend.reconfigure(options).wait()
 
 

@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -72,7 +73,8 @@ class Gloo:
     """Makes gloo backends, connects them anew, and ends their connections."""
 
     def __init__(self) -> None:
-        self._device, self._port = _make_device()
+        self._device, self._port, self._is_local = _make_device()
+        self._opened: set[int] = set()  # inodes of sockets
         self._next: Meeting | None = None
         self._has_left = False
         # Of every backend that can be renewed, for life; it leads to where they meet just then.
@@ -97,7 +99,7 @@ class Gloo:
     def renew(self, backend: Any, meeting: Meeting, rank: int, size: int) -> None:
         """Connect one anew that can be renewed; RuntimeError where the others do not come."""
         timeout = timedelta(seconds=meeting.timeout)
-        with self._store.at(meeting):
+        with self._store.at(meeting), self._noting_opened():
             seam.renew(backend, self._store, rank, size, meeting.number, timeout)
 
     def _make(
@@ -128,27 +130,55 @@ class Gloo:
         renewable = self.renews or enable_reconfigure
         options = seam.gloo_options(self._device, THREADS, timeout, renewable=renewable)
         if not renewable or enable_reconfigure:
-            self._init(backend, _abortable(meeting), rank, size, options)
+            with self._noting_opened():
+                self._init(backend, _abortable(meeting), rank, size, options)
             return
         with self._store.at(meeting):
             self._init(backend, self._store, rank, size, options)
         self.renew(backend, meeting, rank, size)
+
+    @contextmanager
+    def _noting_opened(self) -> Iterator[None]:
+        """Note which connections are opened meanwhile, where they lead to other machines.
+
+        Those are gloo's, but for one that another thread opens in these milliseconds.
+        """
+        if self._is_local:
+            yield
+            return
+        before = {*_sockets()}
+        self._opened &= {inode for _, inode in before}
+        try:
+            yield
+        finally:
+            for fd, inode in {*_sockets()} - before:
+                with suppress(OSError), _borrowed(fd, inode) as found:
+                    if found.getpeername() and found.getsockname()[1] != self._port:
+                        self._opened.add(inode)
 
     # --- abort ------------------------------------------------------------------------------
 
     def abort(self) -> int:
         """End all waits by ending all connections; how many there were.  From any thread.
 
-        One end of each connection is enough, the one that accepted it.
+        One end of each connection is enough, the one that accepted it; but that may have been
+        lost with its machine.
         """
         self._store.abort()
         ended = 0
-        for connection in self.connections():
+        for connection in chain(self.connections(), self._to_other_machines()):
             with suppress(OSError):  # the other rank was quicker
                 connection.shutdown(socket.SHUT_RDWR)
                 ended += 1
         abort_receives()
         return ended
+
+    def _to_other_machines(self) -> Iterator[socket.socket]:
+        """Find those that this rank has opened, each valid until the next is asked for."""
+        for fd, inode in _sockets() if self._opened else ():
+            if inode in self._opened:
+                with suppress(OSError), _borrowed(fd, inode) as found:
+                    yield found
 
     def leave(self) -> None:
         """Hold none of the rank's sockets, and make backends as torch does: in a forked child."""
@@ -184,8 +214,8 @@ def _abortable(meeting: Meeting) -> Any:
     return AbortableStore(meeting.store, meeting.timeout, meeting.over)
 
 
-def _make_device() -> tuple[Any, int]:
-    """Make a device of gloo's, as torch would, and find the port on which it listens."""
+def _make_device() -> tuple[Any, int, bool]:
+    """Make a device of gloo's, as torch would: also its port, and whether it is this machine's."""
     before = set(_sockets())
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     try:
@@ -198,7 +228,8 @@ def _make_device() -> tuple[Any, int]:
     for fd, inode in set(_sockets()) - before:
         with suppress(OSError), _borrowed(fd, inode) as found:
             if _listens(found):
-                return device, int(found.getsockname()[1])
+                address, port = found.getsockname()[:2]
+                return device, int(port), address.startswith("127.") or address == "::1"
     raise RuntimeError("gloo's listening socket was not found")
 
 

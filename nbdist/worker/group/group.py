@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 from nbdist.wire.start import WorkerStart, over_file
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group import nccl
+from nbdist.worker.group.agent_store import AgentStore, Connections
 from nbdist.worker.group.ddp import forget_broken_off_steps, move_models
 from nbdist.worker.group.default import DefaultGroup
 from nbdist.worker.group.gloo import COLLECTIVE_TIMEOUT, Gloo
@@ -55,8 +56,11 @@ class Group:
 
     def __init__(self, start: WorkerStart) -> None:
         self._start = start
-        self._store = seam.FileStore(start.store_path, start.world.world_size)
-        self._store.set_timeout(timedelta(seconds=FORM_TIMEOUT))
+        self._rendezvous = _rendezvous_of(start)
+        asks = start.store_socket and not self._rendezvous
+        self._agent = Connections(start.store_socket) if asks else None
+        self._stores: dict[str, AgentStore] = {}
+        self._file: Any = None if self._agent else _file_store(start)
         # The same in all generations: `new_group` meets there.
         self._meeting = AbortableStore(self._store_of(0, WORLD), FORM_TIMEOUT)
         self._stand_ins: list[Any] = []
@@ -81,11 +85,15 @@ class Group:
     def end(self) -> None:
         """Shut all of it down, at the end of the worker."""
         self._default.end()
+        if self._agent is not None:
+            self._agent.close()
 
     def leave(self) -> None:
         """Have no part in it: in a forked child."""
         self._default.leave()
         self._gloo.leave()
+        if self._agent is not None:
+            self._agent.leave()
         self._names.begin_task("")
 
     # --- what there is ------------------------------------------------------------------------
@@ -128,10 +136,11 @@ class Group:
     def form(self) -> None:
         """Join the world's group, waiting until every rank has.
 
-        The ranks meet in a file that only this user can open: no port, and the store
-        outlives rank 0.  Each generation of the group has keys of its own.
+        The ranks of one machine meet in a file that only this user can open: no port, and
+        the store outlives rank 0.  Each generation of the group has keys of its own.
         """
         generation, joins = self._start.generation, self._start.joins
+        self._meet(generation, self._start.world.world_size)
         if joins is not None:
             self._store_of(generation, ARRIVED).set(str(self._start.rank), "")
         self._form_default(Meeting(self._store_of(generation, WORLD), generation))
@@ -144,8 +153,10 @@ class Group:
         if start.sized_in > 1:
             # Its name is in the store's keys, and a mesh of the size before must not find it.
             self._names.begin_task(f"sized{start.sized_in}")
-        # Threads of nccl's look into the store, and must never wait for the GIL.
-        store = self._store_of(0, WORLD) if self.uses_nccl else self._meeting
+        # Threads of nccl's look into the store, and must never wait for the GIL where there is a
+        # store that needs none.
+        needs_none = self.uses_nccl and self._agent is None
+        store = self._store_of(0, WORLD) if needs_none else self._meeting
         is_first = start.generation == 1
         # torch puts prefixes of its own before; survivors of a death meet without them.
         self._gloo.next_meets_in(meeting)
@@ -180,6 +191,7 @@ class Group:
         newcomers have started, nothing happens to it: as long it can be called off.
         """
         over = over_file(start.over_path, start.generation)
+        self._meet(start.generation, start.world.world_size)
         arrivals = AbortableStore(self._store_of(start.generation, ARRIVED), FORM_TIMEOUT, over)
         arrivals.wait([str(rank) for rank in newcomers])
         # From here on the group before is gone, whether the ranks meet or not.
@@ -222,6 +234,7 @@ class Group:
             raise RuntimeError(f"the group was formed anew {most} times, which is all torch takes")
         # First, so that what is made anew here can be waited for, and aborted.
         self._start_over()
+        self._meet(generation, self._start.world.world_size)
         self._connect(self._world, generation)
         self._renew_nccl(generation)
         self._connect_others(generation, held)
@@ -311,6 +324,14 @@ class Group:
 
     # --- where ranks meet ---------------------------------------------------------------------
 
+    def _meet(self, generation: int, size: int) -> None:
+        """Have the store of this generation, where each has its own; also what is made later."""
+        if self._rendezvous is not None:
+            self._file = self._rendezvous.meet(generation, size)
+            # To connect a backend anew, torch has ranks compare and set.
+            self._gloo.renews = self._gloo.renews and self._rendezvous.compares
+            self._meeting.lead_to(self._store_of(0, WORLD))
+
     def _rank_in(self, side: Side) -> int:
         return side.members.index(self._start.rank)
 
@@ -320,4 +341,24 @@ class Group:
         return Meeting(self._store_of(generation, name), generation, over)
 
     def _store_of(self, generation: int, name: str) -> Any:
-        return seam.PrefixStore(f"generation{generation}/{name}", self._store)
+        prefix = f"generation{generation}/{name}"
+        if self._agent is not None:
+            new = AgentStore(self._agent, prefix, FORM_TIMEOUT)
+            # C++ that has a store keeps alive what it is there, and not what it is in Python.
+            return self._stores.setdefault(prefix, new)
+        return seam.PrefixStore(prefix, self._file)
+
+
+def _rendezvous_of(start: WorkerStart) -> Any:
+    if start.world.torch_store is None:
+        return None
+    # Here, as few worlds have one, and the import takes its time.
+    from nbdist.worker.group.torch_rendezvous import TorchRendezvous
+
+    return TorchRendezvous(start.world.torch_store, start.rank)
+
+
+def _file_store(start: WorkerStart) -> Any:
+    store = seam.FileStore(start.store_path, start.world.world_size)
+    store.set_timeout(timedelta(seconds=FORM_TIMEOUT))
+    return store

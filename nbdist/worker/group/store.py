@@ -21,7 +21,8 @@ from typing import Any
 
 from torch.distributed import DistStoreError
 
-from nbdist.worker.compat.torch import Store
+from nbdist.worker.compat.torch import PrefixStore, Store
+from nbdist.worker.group.agent_store import AgentStore
 
 FIRST_STEP, LONGEST_STEP = 0.001, 0.02
 """Seconds between two polls: as short as the others are quick, but no burden for long."""
@@ -76,6 +77,10 @@ class AbortableStore(Store):
         """Allow waits again, after `abort`."""
         self._aborted.clear()
 
+    def lead_to(self, store: Any) -> None:
+        """Pass all on to this store from now on."""
+        self._store = store
+
     @contextmanager
     def at(self, meeting: Meeting) -> Iterator[None]:
         """Pass all on to the store of this meeting meanwhile; one thread at a time."""
@@ -100,29 +105,71 @@ class AbortableStore(Store):
 
     def get(self, key: str) -> bytes:
         """Wait for the value and return it."""
-        self.wait([key])
-        value: bytes = self._store.get(key)
-        return value
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Wait for all values and return them."""
+        return self.awaited(keys, None, values=True)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there; DistStoreError when they do not come in time."""
-        allowed = self._timeout if timeout is None else timeout
-        # torch's kNoTimeout is 0.
-        end = time.monotonic() + (allowed.total_seconds() or math.inf)
-        step, self._awaited = FIRST_STEP, keys
+        self.awaited(keys, timeout, values=False)
+
+    def awaited(
+        self, keys: Sequence[str], timeout: timedelta | None, *, values: bool
+    ) -> list[bytes]:
+        """Wait for them, and return their `values`; whoever waits is seen in this function."""
+        allowed, store = self._timeout if timeout is None else timeout, self._store
+        self._awaited = keys
         try:
-            while not self._store.check(keys):
-                # Not a RuntimeError, as the end of a wait is: torch waits again after some.
-                if self._aborted.wait(step) or (self._over is not None and self._over.exists()):
-                    raise ConnectionResetError(ABORTED)
-                if time.monotonic() > end:
-                    raise DistStoreError(f"wait timeout: {', '.join(keys)} did not come")
-                step = min(1.5 * step, LONGEST_STEP)
+            if isinstance(store, AgentStore):
+                if values:
+                    return store.awaited(keys, allowed, self._look)
+                store.wait_for(keys, allowed, self._look)
+                return []
+            if not _waits_itself(store):
+                self._poll(keys, allowed)
+                return self._values(keys) if values else []
+            if values:
+                return [*store.multi_get(keys)]
+            store.wait(keys, allowed)
+            return []
         finally:
             self._awaited = ()
 
+    def _values(self, keys: Sequence[str]) -> list[bytes]:
+        if self._store.has_extended_api():
+            return [*self._store.multi_get(keys)]
+        return [self._store.get(key) for key in keys]
+
+    def _poll(self, keys: Sequence[str], allowed: timedelta) -> None:
+        # torch's kNoTimeout is 0.
+        end, step = time.monotonic() + (allowed.total_seconds() or math.inf), FIRST_STEP
+        while not self._store.check(keys):
+            self._aborted.wait(step)
+            self._look()
+            if time.monotonic() > end:
+                raise DistStoreError(f"wait timeout: {', '.join(keys)} did not come")
+            step = min(1.5 * step, LONGEST_STEP)
+
+    def _look(self) -> None:
+        """End the wait where it has been aborted, or called off."""
+        # Not a RuntimeError, as the end of a wait is: torch waits again after some.
+        if self._aborted.is_set() or (self._over is not None and self._over.exists()):
+            raise ConnectionResetError(ABORTED)
+
     def set(self, key: str, value: Any) -> None:
         self._store.set(key, value)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self._store.set(key, value)
+
+    def append(self, key: str, value: Any) -> None:
+        self._store.append(key, value)
+
+    def has_extended_api(self) -> bool:
+        return bool(self._store.has_extended_api())
 
     def add(self, key: str, value: int) -> int:
         return int(self._store.add(key, value))
@@ -148,3 +195,10 @@ class AbortableStore(Store):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
+
+
+def _waits_itself(store: Any) -> bool:
+    """Say whether it leads to an agent, by way of one of these: they are aborted together."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, AbortableStore) and store.has_extended_api()

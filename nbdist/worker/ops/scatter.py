@@ -11,8 +11,12 @@ if TYPE_CHECKING:
     from nbdist.worker.op import Context
 
 
-def scatter(context: Context, name: str, parts: Mapping[int, Payload]) -> None:
-    """Bind the name to this rank's part; those of others are not even opened."""
+def take(context: Context, name: str, parts: Mapping[int, Payload]) -> None:
+    """Take this rank's part, for `bind`; those of others are not even opened."""
     part = context.open(parts[context.rank])
-    context.names[name] = part
-    context.bound.add(name)
+    context.namespace.take({name: part}, context.task_id)
+
+
+def bind(context: Context) -> None:
+    """Bind the name to the part, which is the rank's own from now on."""
+    context.bound |= context.namespace.bind_taken()

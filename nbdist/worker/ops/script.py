@@ -9,13 +9,14 @@ import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import time
 from bdb import BdbQuit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import decode_source
 from types import CodeType, FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,7 @@ def script(context: Context, program: Script) -> None:
     """Run it to its end; raises what ended it, which has been shown, or ScriptProblem."""
     first = (f"--local-rank={os.environ.get('LOCAL_RANK', '0')}",) if program.local_rank else ()
     args = (*first, *program.args)
+    program = _as_it_is_here(program)
     _running.append(program)
     try:
         if program.kind == "executable":
@@ -61,6 +63,20 @@ def script(context: Context, program: Script) -> None:
                 _run_python(context.shell, program, args)
     finally:
         _running.clear()
+
+
+def _as_it_is_here(program: Script) -> Script:
+    """Return it with its place on this machine; ScriptProblem where it has none."""
+    if not program.file or os.path.exists(program.file):
+        return program
+    if program.near and os.path.exists(program.near):
+        file = os.path.abspath(program.near)
+        root = file.removesuffix(program.file.removeprefix(program.root)) if program.root else ""
+        return replace(program, file=file, root=root)
+    raise ScriptProblem(
+        f"{program.name} could not be run: {socket.gethostname()} has no {program.file}. "
+        "`%dist_restart --sync-code` sends the notebook's folder to machines that lack it."
+    )
 
 
 # --- what runs now, for other threads ----------------------------------------------------

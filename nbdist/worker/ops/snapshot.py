@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -78,6 +79,8 @@ def write(
     frames = pickle(contents, namespace, back_to_device=True, reduce=writer.reduce).frames
     shards = pickle(writer.shards, namespace, back_to_device=True).frames
     first = len(frames).to_bytes(COUNT_BYTES, "little")
+    if problem := _lacks(folder):
+        return Written(problem)
     try:
         size, digest = write_frames(Path(folder, file_name(own_rank())), [first, *frames, *shards])
     except OSError as error:
@@ -86,6 +89,17 @@ def write(
     version, meshes = str(torch.__version__), (*writer.meshes,)
     written = (*(name for name in wanted[own_rank()] if name in values),)
     return Written("", written, (*also,), left_out, size, digest, version, meshes)
+
+
+def _lacks(folder: str) -> str:
+    """Say that this machine does not have the folder, which the notebook's has; "" if it does."""
+    if os.path.isdir(folder):
+        return ""
+    return (
+        f"{socket.gethostname()} does not have the folder {os.path.dirname(folder)}, and snapshots "
+        "of several machines lie in one that all of them share: set NBDIST_SNAPSHOT_DIR to such "
+        "a folder"
+    )
 
 
 def file_name(rank: int) -> str:
@@ -181,6 +195,8 @@ def load(
     """
     of_rank, size, digest = parts[own_rank()]
     _loaded.clear()
+    if problem := _lacks(folder):
+        return Loaded(problem)
     try:
         contents, shards = _pair(read_frames(Path(folder, file_name(of_rank)), size, digest))
         if everyones:

@@ -23,12 +23,11 @@ DEFINITIONS = (types.FunctionType, type, types.ModuleType)
 """What goes along where the names use it; data that they use has to be named."""
 
 
-def sync(context: Context, wanted: Sequence[str], source: int, to: Sequence[int] | None) -> None:
-    """Copy names from the rank `source` to those in `to`, or that lack any; all ranks call it.
+def take(context: Context, wanted: Sequence[str], source: int, to: Sequence[int] | None) -> None:
+    """Take copies of names of the rank `source`, for `bind`; all ranks call it.
 
-    One pickle, so that what is shared stays shared; the contents of tensors beside it.
-    Raises NameProblem on the rank that has the problem, with nothing bound anywhere when
-    it is the source.
+    Those in `to` take them, or that lack any.  One pickle, so that what is shared stays shared;
+    the contents of tensors beside it.  Raises NameProblem on the rank that has the problem.
     """
     names, rank = context.names, dist.get_rank()
     is_source = rank == source
@@ -37,15 +36,23 @@ def sync(context: Context, wanted: Sequence[str], source: int, to: Sequence[int]
     is_wanted, is_impossible = _any(wants), _any(is_source and bool(missing))
     if is_impossible and is_source:
         raise NameProblem(f"there is no `{', '.join(missing)}` here; nothing was copied")
-    if is_impossible or not is_wanted:
-        return
-    frames = _send(names, wanted, source) if is_source else _receive(source)
-    if is_source:
-        context.bound |= {*wanted}  # what others have a copy of is the workers' own here too
-    elif wants:
-        context.bound |= _bind(names, wanted, frames)
-    # Ranks that had the model already have its buckets in another order than those new to it.
-    begin_models_anew()
+    taken = {}
+    if is_wanted and not is_impossible:
+        frames = _send(names, wanted, source) if is_source else _receive(source)
+        if is_source:
+            taken = {name: names[name] for name in wanted}
+        elif wants:
+            taken = _rebuilt(names, wanted, frames)
+    context.namespace.take(taken, context.task_id)
+
+
+def bind(context: Context, wanted: Sequence[str]) -> None:
+    """Bind what was taken; what others have a copy of is the workers' own at the source too."""
+    new = context.namespace.bind_taken()
+    context.bound |= new & {*wanted}
+    if _any(bool(new)):
+        # Ranks that had the model have its buckets in another order than those new to it.
+        begin_models_anew()
 
 
 def give_back(context: Context, packed: Payload) -> None:
@@ -99,19 +106,20 @@ def _receive(source: int) -> Sequence[Buffer]:
     return frames
 
 
-def _bind(names: dict[str, Any], wanted: Sequence[str], frames: Sequence[Buffer]) -> frozenset[str]:
+def _rebuilt(
+    names: dict[str, Any], wanted: Sequence[str], frames: Sequence[Buffer]
+) -> dict[str, Any]:
     if not frames:
-        return frozenset()  # the source says why
+        return {}  # the source says why
     try:
         values = unpickle(frames, names)
     except Exception as error:  # a user's class can raise anything while it is rebuilt
         raise NameProblem(
-            f"`{', '.join(wanted)}` could not be rebuilt: {type(error).__name__}: {error}"
+            f"`{', '.join(wanted)}` could not be rebuilt: {type(error).__name__}: {error}; "
+            "nothing was copied"
         ) from error
     # What goes along only with them must not take the place of what is there.
-    new = {name: value for name, value in values.items() if name not in names}
-    names.update({**new, **{name: values[name] for name in wanted}})
-    return frozenset(wanted)
+    return {name: value for name, value in values.items() if name in wanted or name not in names}
 
 
 # --- collectives ------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from nbdist.notebook.border.choices import Choices, spot_in
 from nbdist.notebook.border.flags import arguments_of
 from nbdist.notebook.command import find_commands
-from nbdist.notebook.pool import Pools
+from nbdist.notebook.pools import Pools
 from nbdist.output.events import Done
 from nbdist.world.states import State
 from nbdist.world.world import World

@@ -29,9 +29,12 @@ def train_for(net, steps=3):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """A notebook with two workers; `net` is something else here."""
-    folder = str(tmp_path_factory.mktemp("snapshots"))
     first = ("%load_ext nbdist", "here_only = 'text'", ON_WORKERS)
-    notebook = Notebook(*first, env={"NBDIST_SNAPSHOT_DIR": folder})
+    # A cache of its own: the notebooks of other tests write what jedi has read in place, and who
+    # reads one of those files meanwhile completes nothing.
+    folders = {name: str(tmp_path_factory.mktemp(name)) for name in ("snapshots", "cache")}
+    env = {"NBDIST_SNAPSHOT_DIR": folders["snapshots"], "XDG_CACHE_HOME": folders["cache"]}
+    notebook = Notebook(*first, env=env)
     notebook.run("%%rank 1\nnet_of_one = 1")
     notebook.run("net = 3j")
     notebook.run("%%distributed\nnet = Net()")

@@ -7,7 +7,7 @@ import pytest
 from nbdist.errors import UsageError
 from nbdist.notebook.command import Line
 from nbdist.notebook.commands.distributed import distributed, rank
-from nbdist.notebook.pool import Pools
+from nbdist.notebook.pools import Pools
 
 
 @pytest.mark.parametrize(

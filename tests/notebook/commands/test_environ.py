@@ -102,7 +102,10 @@ def test_a_cell_that_says_otherwise_does_not_run(given: Notebook, options: str, 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("%dist_restart -n 8 -j 2x4", "`-n 8 -j 2x4`: one of both."),
+        (
+            "%dist_restart -n 8 -j 2x4",
+            "`-n 8 -j 2x4`: `-j 2x4` is nodes and workers on each",
+        ),
         ("%dist_restart -j 0x4", "`-j 0x4`: it takes at least one node and one worker. Use `-j 4`"),
         ("%dist_restart --env A", "`--env A`: a name and its value, such as `--env SEED=1`."),
         ("%dist_restart --env RANK=1", "RANK tells a worker who it is, and cannot be set."),

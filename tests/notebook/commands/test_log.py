@@ -1,4 +1,4 @@
-"""Tests of `%dist_log`, and of the workers' log records, in a real notebook kernel."""
+"""Tests of `%dist_log` (`nbdist.notebook.commands.log`), and of log records, in a real kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.notebook.commands.log import BLOCK, LONGEST, last_lines
 from tests.notebook.front_end import Notebook
 
 pytestmark = pytest.mark.shared_world
@@ -110,43 +109,3 @@ def test_records_reach_handlers_in_the_notebook(notebook: Notebook) -> None:
     assert notebook.run(cell).text.startswith("2 ranks")
     assert notebook.value("sorted(seen)") == [(0, "epoch 0"), (1, "epoch 1")]
     notebook.run("logging.getLogger('nbdist').handlers.clear()")
-
-
-# --- reading from the end -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "lines"),
-    [
-        ("", []),
-        ("a", ["a"]),
-        ("a\n", ["a"]),
-        ("a\n\n", ["a", ""]),
-        ("\na\nb", ["", "a", "b"]),
-        ("0%\r50%\r100%\nend\r\n", ["100%", "end"]),
-        ("\x1b[31mred\x1b[0m é\n", ["red é"]),
-    ],
-)
-def test_last_lines(tmp_path: Path, text: str, lines: list[str]) -> None:
-    """Lines as they were seen, whatever the end of the file."""
-    file = tmp_path / "stdout.log"
-    file.write_text(text, newline="")
-    assert last_lines(file, 9) == lines
-    assert last_lines(file, 1) == lines[-1:]
-
-
-def test_last_lines_of_a_big_file(tmp_path: Path) -> None:
-    """Lines that lie across blocks are whole; endless ones are cut."""
-    file = tmp_path / "stdout.log"
-    numbers = [f"line {number} " + "x" * (number % 97) for number in range(9000)]
-    file.write_text("\n".join(numbers) + "\n")
-    assert file.stat().st_size > 3 * BLOCK
-    assert last_lines(file, 10_000) == numbers
-    assert last_lines(file, 3, re.compile(r"line \d00 ")) == [
-        line for line in numbers if re.search(r"line [789]00 ", line)
-    ]
-    file.write_text("y" * 5 * BLOCK + "\nz")
-    long, short = last_lines(file, 9)
-    assert short == "z"
-    assert LONGEST <= len(long) <= LONGEST + BLOCK
-    assert last_lines(tmp_path / "nowhere", 9) == []

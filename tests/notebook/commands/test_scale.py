@@ -30,6 +30,20 @@ def test_the_size_is_told_here_and_in_the_next_cell(notebook: Notebook) -> None:
     assert "world 3 -> 4" in notebook.run("%%distributed\npass").text
 
 
+def test_the_first_rank_leaves(notebook: Notebook) -> None:
+    """The other keeps its variables, and is the first now: here, in the next cell, in status."""
+    notebook.run("number = 41\n%dist_scale 3")
+    notebook.run("%%distributed\nwas = rank + number - 41")
+    moved = "world 3 -> 2 · ranks 1-2 are now ranks 0-1"
+    assert notebook.run("%dist_scale -r 1-2").text == moved
+    said = notebook.run("%%distributed\nprint(rank, was, number)").text
+    assert moved in said
+    assert "0 1 41" in said
+    assert "1 2 41" in said
+    assert "->" not in notebook.run("%%distributed\nprint(rank)").text
+    assert notebook.run("%dist_scale -r 0,1").text == "there are 2 workers already"
+
+
 def test_names_of_the_notebook_come_to_new_ranks(notebook: Notebook) -> None:
     """What was shipped before is shipped to them with the next cell that uses it."""
     notebook.run("number = 41")
@@ -55,7 +69,9 @@ def test_names_of_the_workers_are_copied(notebook: Notebook) -> None:
 
 
 CANNOT = {
-    "%dist_scale": "size",
+    "%dist_scale": "or the ranks that stay: `%dist_scale -r 0,2-3`",
+    "%dist_scale 1 -r 0": "not both",
+    "%dist_scale -r 5": "there is no rank 5",
     "%dist_scale 0": "it takes at least one worker",
     "%dist_scale -2": "it takes at least one worker. There are 2",
     "%dist_scale many": "that is not a number of workers",

@@ -20,9 +20,11 @@ from nbdist.notebook.shipping.plan import version_now
 from nbdist.output.events import Display, Done, Failure
 from nbdist.wire.identity import Identity
 from nbdist.wire.task import Call, Script, Source, Task, Work
+from nbdist.world.machines import Machines
 from nbdist.world.names import NameTable, Shipped
 from nbdist.world.past import Past
-from nbdist.world.running import Crew, RunningTask
+from nbdist.world.running import RunningTask
+from nbdist.world.sent import Crew
 
 
 class Lab:
@@ -58,7 +60,7 @@ class Lab:
             for name in names
         }
         task = Task("id", ranks, work, execution_count=self._count, key=key)
-        crew = Crew(2, "gloo", "here", {}, {}, heals=True)
+        crew = Crew(2, "gloo", Machines.one("here", 2), {}, {}, heals=True)
         running = RunningTask(task, Patience(), crew, shipped)
         for rank in ranks:
             if shows:

@@ -9,7 +9,7 @@ from nbdist.wire.payload import Payload, pack_frames
 from nbdist.wire.pickling import pickle
 from nbdist.worker.namespace import Namespace
 from nbdist.worker.op import Context
-from nbdist.worker.ops.scatter import scatter
+from nbdist.worker.ops.scatter import bind, take
 
 
 def test_its_own_part():
@@ -20,6 +20,8 @@ def test_its_own_part():
     names["rank"] = 0
     context = Context(SimpleNamespace(user_ns=names), namespace, None)
     mine, _ = pack_frames(pickle([3, 4], {}).frames)
-    scatter(context, "x", {0: Payload((b"not for this one",)), 1: mine})
+    take(context, "x", {0: Payload((b"not for this one",)), 1: mine})
+    assert (names, context.bound) == ({"rank": 0}, set())
+    bind(context)
     assert names == {"rank": 0, "x": [3, 4]}
     assert context.bound == {"x"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.errors import WorkerDied, WorkerError
+from nbdist.errors import UsageError, WorkerDied, WorkerError
 from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world(3)
@@ -19,10 +19,11 @@ def world(world: World) -> World:
 
 
 def copy(world: World, *names: str, source: int, to: tuple[int, ...] | None = None) -> None:
-    """Call the op on all ranks; none has anything to say, as torch has of memory."""
-    world.call("sync", wanted=names, source=source, to=to)
-    assert world.session.running is not None
-    assert [track.line_count for track in world.session.running.transcript] == [0, 0, 0]
+    """Call the ops on all ranks; none has anything to say, as torch has of memory."""
+    for op, more in (("sync.take", {"source": source, "to": to}), ("sync.bind", {})):
+        world.call(op, wanted=names, **more)
+        assert world.session.running is not None
+        assert [track.line_count for track in world.session.running.transcript] == [0, 0, 0]
 
 
 def bound(world: World) -> list[frozenset[str]]:
@@ -109,7 +110,7 @@ def test_what_cannot_be_copied(world: World, source: str, said: str) -> None:
 
 
 def test_what_cannot_be_rebuilt(world: World) -> None:
-    """Ranks where it cannot say so; the others have got it."""
+    """Ranks where it cannot say so; no rank has got it, and the group is whole."""
     world.execute(
         "def made(number):\n"
         "    if rank == 2: raise ValueError('not here')\n"
@@ -120,7 +121,11 @@ def test_what_cannot_be_rebuilt(world: World) -> None:
     said = r"\(2\); first: rank 2 after .* `odd` could not be rebuilt: ValueError: not here"
     with pytest.raises(WorkerError, match=said):
         copy(world, "odd", source=0)
-    assert world.gather("globals().get('odd')", ranks=[1, 2]) == [5, None]
+    assert world.gather("globals().get('odd')", ranks=[1, 2]) == [None, None]
+    with pytest.raises(UsageError, match="`odd` could not be rebuilt"):
+        world.sync(["odd"])
+    assert world.gather("globals().get('odd')", ranks=[1, 2]) == [None, None]
+    assert world.sync(["made"], ranks=[1]) == (1,)
 
 
 def test_a_rank_that_dies_while_names_are_copied(world: World) -> None:

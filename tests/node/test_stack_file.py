@@ -1,4 +1,4 @@
-"""Tests of `nbdist.node.faulthandler`: stacks that a real process's C code has written."""
+"""Tests of `nbdist.node.stack_file`: stacks of real processes, which cannot tell them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.node.faulthandler import StackFile, calls_of, frames_of, own_frames, with_code
+from nbdist.node.stack_file import StackFile, crash_calls, frames_of, own_frames, with_code
+from nbdist.wire.call_layout import CallLayout
 from nbdist.wire.places import StackFrame
 
 SOON = 20.0
@@ -24,11 +25,14 @@ from nbdist.worker.threads import write_stacks_to
 def inner(end):
     {deed}
 
-control = threading.Thread(target=time.sleep, args=(1000,), daemon=True)
-control.start()
-write_stacks_to(sys.argv[1], control)
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+write_stacks_to(sys.argv[1])
 inner(print("ready", flush=True))
 """
+
+"""Handles no signal, in any thread: to look at it need not run anything there, and so cannot
+crash it."""
 
 HOLDS_THE_GIL = 're.match("(a+)+$", "a" * 60 + "b")'
 
@@ -52,7 +56,6 @@ def program(folder: Path, deed: str) -> Iterator[tuple[subprocess.Popen[bytes], 
 @pytest.mark.parametrize("deed", ["time.sleep(1000)", HOLDS_THE_GIL])
 def test_sample(tmp_path: Path, deed: str) -> None:
     """The main thread's calls, innermost first, also where C code holds the GIL."""
-
     file = str(tmp_path / "program.py")
 
     async def twice(stacks: StackFile, pid: int) -> list[tuple[tuple[str, int, str], ...]]:
@@ -67,12 +70,12 @@ def test_sample(tmp_path: Path, deed: str) -> None:
             assert calls[-1][2] == "_run_module_as_main"
 
 
-def test_a_process_that_would_be_ended_by_the_signal(tmp_path: Path) -> None:
-    """It is not sent; and neither is it to one that is no more."""
+def test_a_process_without_python(tmp_path: Path) -> None:
+    """It has no calls there; and neither has one that is no more."""
     stacks = tmp_path / "stacks"
-    stacks.write_bytes(b"1 1\n")
+    stacks.write_bytes(CallLayout(1 << 46, 1 << 45, 1 << 44, *range(13)).line())
     with subprocess.Popen(["sleep", "1000"]) as process:
-        assert asyncio.run(StackFile(str(stacks)).sample(process.pid, SOON)) == ()
+        assert asyncio.run(StackFile(str(stacks)).sample(process.pid, 0.1)) == ()
         assert process.poll() is None
         process.kill()
     assert asyncio.run(StackFile(str(stacks)).sample(process.pid, SOON)) == ()
@@ -96,14 +99,14 @@ def test_no_file(tmp_path: Path) -> None:
     stacks.remove()
 
 
-def test_calls_of_a_thread() -> None:
-    """Of several threads the one that is meant; a line that cannot be known is 0."""
-    text = (
-        'Thread 0x00007f01 (most recent call first):\n  File "a.py", line 1 in f\n'
-        'Current thread 0x00007f02 (most recent call first):\n  File "b.py", line ??? in g\n'
+def test_crash_calls() -> None:
+    """Those that stand under the line for it; a line that cannot be known is 0."""
+    calls = '  File "a.py", line 1 in f\n  File "b.py", line ??? in g\n'
+    assert crash_calls(f"Aborted\n\nStack (most recent call first):\n{calls}") == (
+        ("a.py", 1, "f"),
+        ("b.py", 0, "g"),
     )
-    assert calls_of(text, "7f01") == (("a.py", 1, "f"),)
-    assert calls_of(text, "7f02") == (("b.py", 0, "g"),)
+    assert crash_calls(calls) == ()
 
 
 def test_frames_of_a_cell() -> None:

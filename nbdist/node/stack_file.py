@@ -1,12 +1,12 @@
-"""What faulthandler has written of a worker, and how to have it write.
+"""The Python stack of a worker that cannot tell it: that C code holds up, or that has crashed.
 
-Runs in the agent; reads the file that `nbdist.worker.threads` has made.
+Runs in the agent; reads the worker's memory, and the file that `nbdist.worker.threads` has
+made, into which faulthandler writes when it crashes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import linecache
 import os
 import re
@@ -16,24 +16,23 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from nbdist.node.proc import catches, thread_state
+from nbdist.node.calls_in_memory import Call, Torn, calls_in
+from nbdist.wire.call_layout import CallLayout
 from nbdist.wire.cell_sources import function_name
-from nbdist.wire.places import STACK_SIGNAL, StackFrame
+from nbdist.wire.places import StackFrame
 from nbdist.wire.task import Task
 
-TGKILL = 234 if os.uname().machine == "x86_64" else 131
-"""Its number: glibc has a function for it only since 2.30."""
-
 READ_EVERY = 0.005
+
+LOCKED_TIMEOUT = 1.0
+"""Seconds for the kernel to give what it has been asked for: nothing of a process's memory can be
+read while it is at work on that, as where it pins much of it for a GPU."""
 
 MOST_BYTES = 1 << 20
 """Of a dump; a worker's user can write into the file too."""
 
-THREAD = re.compile(r"^(?:Current t|T)hread 0x(\w+).*:$")
 CRASH, CRASHED = "Fatal Python error: ", "Stack (most recent call first):"
 FRAME = re.compile(r'^  File "(.*)", line (\d{1,9}|\?\?\?) in (.*)$')
-ENDS = (" in _run_module_as_main\n", "  ...\n")
-"""A worker's outermost call, or a stack too deep to be written in full."""
 
 CRASHES = frozenset(
     -number
@@ -49,37 +48,44 @@ OURS = (
 )
 """Parts of the files that run cells, and wait for the next one."""
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
 
 class StackFile:
-    """The file of one worker."""
+    """The file of one worker, which leads to its calls too."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
-        self._head = b""
-        self._busy = asyncio.Lock()
+        self._reading: asyncio.Future[tuple[Call, ...]] | None = None
 
     def __repr__(self) -> str:
         return f"<StackFile {self._path}>"
 
-    async def sample(self, pid: int, timeout: float) -> tuple[tuple[str, int, str], ...]:
+    async def sample(self, pid: int, timeout: float) -> tuple[Call, ...]:
         """Return the main thread's calls now, as file, line and function, from the innermost out.
 
-        Nothing where the worker's C code does not write them within `timeout` seconds.
+        Nothing where they cannot be read, or change all the time for `timeout` seconds.
         """
-        async with self._busy:
+        loop = asyncio.get_running_loop()
+        if self._reading is None or self._reading.done():
+            deadline = time.monotonic() + timeout
             try:
-                main, control = self._read_head()
-                if not catches(pid, STACK_SIGNAL):  # it would end the process
-                    return ()
-                os.truncate(self._path, len(self._head))
-                # One that sleeps would be woken up: C code need not take that well.  One that
-                # runs would change what is read, unless it is the one that writes.
-                _signal(pid, control if thread_state(pid) in "SD" else pid)
-            except (OSError, ValueError, ctypes.ArgumentError):
-                return ()  # it has ended, or a cell has written into the file
-            return calls_of(await self._read_all(timeout), main)
+                self._reading = loop.run_in_executor(None, self._calls, pid, deadline)
+            except RuntimeError:  # no further thread can be started
+                return ()
+        await asyncio.wait([self._reading], timeout=timeout + LOCKED_TIMEOUT)
+        return self._reading.result() if self._reading.done() else ()
+
+    def _calls(self, pid: int, deadline: float) -> tuple[Call, ...]:
+        """Read them as often as it takes, in a thread of its own."""
+        try:
+            with self._path.open("rb") as file, open(f"/proc/{pid}/mem", "rb", 0) as memory:
+                layout = CallLayout.read(file.readline(MOST_BYTES))
+                while not (calls := _whole(memory.fileno(), layout)):
+                    if time.monotonic() > deadline:
+                        return ()
+                    time.sleep(READ_EVERY)
+        except (OSError, ValueError):
+            return ()  # it has ended, may not be read, or a cell has written into the file
+        return tuple((file, line, function_name(name)) for file, line, name in calls)
 
     def crash_text(self, exit_code: int, task: Task | None) -> str:
         """Return the Python stack of a worker that has crashed, "" of one that ended otherwise."""
@@ -88,7 +94,7 @@ class StackFile:
         if exit_code not in CRASHES or not start:
             return ""
         number, source = (task.execution_count, task.source) if task else (None, "")
-        frames = with_code(own_frames(frames_of(calls_of(dump, CRASHED), number, source)))
+        frames = with_code(own_frames(frames_of(crash_calls(dump), number, source)))
         calls = [line for frame in frames for line in frame.lines] or ["  no Python code"]
         return "\n".join([f"{start}{dump.splitlines()[0]}, in", *calls, ""])
 
@@ -96,56 +102,37 @@ class StackFile:
         """Remove the file: the worker has ended."""
         self._path.unlink(missing_ok=True)
 
-    def _read_head(self) -> tuple[str, int]:
-        """Read faulthandler's name of the main thread, and the number of the control thread."""
-        if not self._head:
-            with self._path.open("rb") as file:
-                self._head = file.readline(MOST_BYTES)
-        main, control = self._head.split()
-        return main.decode(), int(control)
-
-    async def _read_all(self, timeout: float) -> str:
-        """Read the stacks once they are complete, or what there is of them."""
-        text, deadline = "", time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            if (text := self._read()).endswith(ENDS):
-                break
-            await asyncio.sleep(READ_EVERY)
-        return text
-
     def _read(self) -> str:
         with suppress(OSError), self._path.open("rb") as file:
-            file.seek(max(len(self._head), file.seek(0, os.SEEK_END) - MOST_BYTES))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_BYTES))
             return file.read(MOST_BYTES).decode(errors="replace")
         return ""
 
 
-def calls_of(text: str, thread: str) -> tuple[tuple[str, int, str], ...]:
-    """Return the calls of a thread, or of the one that `CRASHED`: file, line, function."""
-    calls: list[tuple[str, int, str]] = []
-    current = ""
-    for line in text.splitlines():
-        if line == CRASHED:
-            current = CRASHED
-        elif found := THREAD.match(line):
-            current = found[1].lstrip("0")
-        elif (found := FRAME.match(line)) and current == thread:
-            number = int(found[2]) if found[2].isdigit() else 0
-            calls.append((found[1], number, function_name(found[3])))
-    return tuple(calls)
+def _whole(memory: int, layout: CallLayout) -> tuple[Call, ...]:
+    """Read calls once; none where they were changing."""
+    with suppress(Torn, OSError):
+        return calls_in(memory, layout)
+    return ()
 
 
-def frames_of(
-    calls: tuple[tuple[str, int, str], ...], number: int | None, source: str
-) -> list[StackFrame]:
+def crash_calls(dump: str) -> tuple[Call, ...]:
+    """Return the calls of the thread that has crashed."""
+    _, _, calls = dump.partition(CRASHED)
+    found = filter(None, map(FRAME.match, calls.splitlines()))
+    return tuple(
+        (each[1], int(each[2]) if each[2].isdigit() else 0, function_name(each[3]))
+        for each in found
+    )
+
+
+def frames_of(calls: tuple[Call, ...], number: int | None, source: str) -> list[StackFrame]:
     """Return the calls with the running cell under its name; other cells' numbers are not known."""
     cell = next((file for file, _, _ in reversed(calls) if CELL_FILE.search(file)), "")
     return [_frame(call, cell, number, source.splitlines()) for call in calls]
 
 
-def _frame(
-    call: tuple[str, int, str], cell: str, number: int | None, lines: list[str]
-) -> StackFrame:
+def _frame(call: Call, cell: str, number: int | None, lines: list[str]) -> StackFrame:
     file, line, function = call
     if file == cell:
         code = lines[line - 1].strip() if 0 < line <= len(lines) else ""
@@ -183,9 +170,3 @@ def with_code(frames: Iterable[StackFrame]) -> tuple[StackFrame, ...]:
             code = linecache.getline(frame.file, frame.line).strip()
         found.append(StackFrame(frame.file, frame.line, frame.function, code))
     return tuple(found)
-
-
-def _signal(pid: int, tid: int) -> None:
-    """Signal one thread."""
-    if _libc.syscall(TGKILL, pid, tid, int(STACK_SIGNAL)):
-        raise OSError(ctypes.get_errno(), "tgkill")

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.launch.local`: an agent whose life hangs on a pipe of this process."""
+"""Tests of `nbdist.world.agent_process`: an agent whose life hangs on a pipe of this process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from nbdist.launch.local import LocalAgent, LocalLauncher
-from nbdist.world.launchers import RuntimeFolder, find_launcher
+from nbdist.wire.runtime_folder import RuntimeFolder
+from nbdist.world.agent_process import AgentProcess
 from tests.waiting import wait_until
 
 END_TIMEOUT = 20.0
@@ -25,17 +25,12 @@ def runtime() -> Iterator[RuntimeFolder]:
     folder.close()
 
 
-def test_it_is_the_local_launcher() -> None:
-    """What `--launcher local` names."""
-    assert isinstance(find_launcher("local"), LocalLauncher)
-
-
 def test_an_agent_ends_with_its_stdin(runtime: RuntimeFolder) -> None:
     """It has a session of its own, which Stop does not reach, and says when it has ended."""
-    agent = LocalAgent(runtime.path, fork_server=False)
+    agent = AgentProcess(runtime.path, fork_server=False)
     assert os.getsid(agent.pid) == agent.pid
     assert agent.exit_code() is None
-    assert repr(agent) == f"<LocalAgent {agent.pid} exit code None>"
+    assert repr(agent) == f"<AgentProcess {agent.pid} exit code None>"
     assert agent.command.endswith(f"-m nbdist.node {runtime.path} {os.getpid()} --no-fork")
     agent.end(END_TIMEOUT)
     assert select.select([agent], [], [], 0)[0] == [agent]
@@ -48,7 +43,7 @@ def test_an_agent_that_cannot_start(
 ) -> None:
     """Its last lines say why."""
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
-    (agent,) = LocalLauncher().launch(runtime.path, fork_server=False)
+    agent = AgentProcess(runtime.path, fork_server=False)
     assert select.select([agent], [], [], END_TIMEOUT)[0] == [agent]
     assert agent.exit_code() == 1
     assert any("PYTHONHOME" in line for line in agent.last_lines())
@@ -58,7 +53,7 @@ def test_an_agent_that_cannot_start(
 
 def test_an_agent_that_hangs_is_killed(runtime: RuntimeFolder) -> None:
     """After the seconds it has for it; its guard then ends what it has left, and itself."""
-    agent = LocalAgent(runtime.path, fork_server=True)
+    agent = AgentProcess(runtime.path, fork_server=True)
     guard = psutil.Process(agent.pid)
     wait_until(lambda: len(guard.children(recursive=True)) == 2, "the agent has a fork server")
     (hanging,) = guard.children()
@@ -73,7 +68,7 @@ def test_an_agent_that_hangs_is_killed(runtime: RuntimeFolder) -> None:
 
 def test_a_guard_that_hangs_is_killed_after_its_agent(runtime: RuntimeFolder) -> None:
     """It is stopped here, and can neither see the agent end nor pass SIGTERM on to it."""
-    agent = LocalAgent(runtime.path, fork_server=False)
+    agent = AgentProcess(runtime.path, fork_server=False)
     guard = psutil.Process(agent.pid)
     wait_until(guard.children, "the guard has forked the agent")
     (hanging,) = guard.children()

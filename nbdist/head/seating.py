@@ -1,0 +1,121 @@
+"""On which machines the ranks of a world sit, once it is known which have come; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Protocol
+
+from nbdist import topology
+from nbdist.errors import BadTopology
+from nbdist.seats import Position, reseat, shrink
+from nbdist.wire.many import NodeFacts
+from nbdist.wire.start import WorldSpec
+from nbdist.wire.wanted import Wanted
+from nbdist.words import count
+
+
+class Machine(Protocol):
+    """A node, as far as seats depend on it."""
+
+    number: int
+    facts: NodeFacts
+
+
+class NoSeats(ValueError):
+    """There are not enough of them; the message says how many there are where."""
+
+
+def room_of(wanted: Wanted, nodes: Sequence[Machine]) -> dict[int, int]:
+    """Say for how many workers each node has room."""
+    return {node.number: _room(wanted, node) for node in nodes}
+
+
+def _gpus(wanted: Wanted, node: Machine) -> tuple[str, ...]:
+    """List its GPUs that are to be used; raises NoSeats where one of them is not there."""
+    try:
+        gpus = node.facts.gpus
+        return topology.parse_gpus(wanted.gpus, gpus) if wanted.gpus else gpus
+    except BadTopology as error:
+        raise NoSeats(f"{node.facts.name}: {error}") from None
+
+
+def _room(wanted: Wanted, node: Machine) -> int:
+    slots = wanted.hosts[node.number].slots if node.number < len(wanted.hosts) else None
+    if slots is not None:
+        return slots
+    return topology.resolve(wanted.per_node, len(_gpus(wanted, node)), node.facts.cores)
+
+
+def seated(spec: WorldSpec, wanted: Wanted, nodes: Sequence[Machine]) -> WorldSpec:
+    """Seat the ranks of a new world on the nodes that have come; raises NoSeats."""
+    room = room_of(wanted, nodes)
+    # A host may have room for more than it is to have: ranks of lost ones find it there.
+    most = wanted.per_node if isinstance(wanted.per_node, int) else max(room.values())
+    free = [
+        Position(node, at)
+        for node, number in sorted(room.items())[: wanted.max_nodes]
+        for at in range(min(number, most))
+    ]
+    size = len(free) if wanted.workers is None else wanted.workers
+    if size > len(free):
+        there = ", ".join(f"{node.facts.name} has {room[node.number]}" for node in nodes)
+        raise NoSeats(f"{count(size, 'worker')} asked for, but room for {len(free)}: {there}")
+    gpus = all(_gpus(wanted, node) for node in nodes)
+    backend = spec.backend
+    if wanted.backend is None:
+        backend = topology.default_backend(int(gpus))
+    seats = tuple(free[:size])
+    spec = replace(spec, world_size=size, seats=seats, backend=backend, environ=wanted.environ)
+    return led_by_first(spec, nodes)
+
+
+def led_by_first(spec: WorldSpec, nodes: Sequence[Machine]) -> WorldSpec:
+    """Have MASTER_ADDR be the machine of rank 0."""
+    first = next(node for node in nodes if node.number == spec.seats[0].node)
+    return replace(spec, master_addr=first.facts.address, master_port=first.facts.port)
+
+
+def without(
+    spec: WorldSpec, wanted: Wanted, nodes: Sequence[Machine]
+) -> tuple[WorldSpec, tuple[int, ...]]:
+    """Seat the ranks of lost nodes on those that are there, or leave them out: also who stays.
+
+    There they all sit where there is room for all, else none of them does; () where no node
+    is left.
+    """
+    lost = {seat.node for seat in spec.seats} - {node.number for node in nodes}
+    everyone = tuple(range(spec.world_size))
+    if not lost:
+        return spec, everyone
+    seats = reseat(spec.seats, lost, room_of(wanted, nodes))
+    keep = everyone
+    if seats is None:
+        keep, seats = shrink(spec.seats, lost)
+    if not keep:
+        return spec, ()
+    return led_by_first(replace(spec, world_size=len(keep), seats=seats), nodes), keep
+
+
+def full_size(wanted: Wanted, nodes: Sequence[Machine]) -> int:
+    """Count the ranks that a world is to have, as far as these nodes have room for them."""
+    room = room_of(wanted, nodes)
+    most = wanted.per_node if isinstance(wanted.per_node, int) else max(room.values())
+    there = sum(min(number, most) for _, number in sorted(room.items())[: wanted.max_nodes])
+    return there if wanted.workers is None else min(there, wanted.workers)
+
+
+def resized(spec: WorldSpec, size: int, keep: Sequence[int], room: Mapping[int, int]) -> WorldSpec:
+    """Seat the ranks that stay, in this order, and more where there is room; raises NoSeats."""
+    seats = tuple(spec.seats[rank] for rank in keep)
+    free = (
+        position
+        for node, number in sorted(room.items())
+        for position in (Position(node, at) for at in range(number))
+        if position not in seats
+    )
+    new = tuple(islice(free, size - len(seats)))
+    if len(seats) + len(new) < size:
+        raise NoSeats(f"{count(len(seats) + len(new), 'worker')} have room on these machines")
+    return replace(spec, world_size=size, seats=(*seats, *new))

@@ -1,0 +1,335 @@
+"""`--launcher slurm`: one agent on each node of an allocation, by a single `srun`.
+
+Inside an allocation it is that one, found by its SLURM_JOB_ID.  `--salloc "-p gpu"` asks for one
+of the world's own, which ends with the world: `salloc` runs the `srun`, which ends when its stdin
+does, also where the head was killed.  Neither ssh between nodes nor a shared folder is needed.
+
+An agent is the only task on its node: single ranks could not be started again inside a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nbdist.launch.launcher import AgentCommand, Launched, LaunchError, agent_command
+from nbdist.wire.ticket import Ticket
+from nbdist.wire.wanted import Wanted
+from nbdist.words import count
+
+ASK_TIMEOUT = 10.0
+"""Seconds for Slurm's controller to say something of an allocation."""
+
+QUEUE_TIMEOUT = 86_000.0
+"""Seconds that an allocation may wait in Slurm's queue; Stop ends the wait."""
+
+CARRIED = frozenset(
+    ("PATH", "LD_LIBRARY_PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ")
+)
+"""What goes from this environment to the nodes, whose own Slurm would replace by all of it."""
+
+OF_SLURM = frozenset(("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CLUSTER_NAME", "SLURM_JWT"))
+"""What Slurm's commands need.  What else an allocation or a step has set asks for tasks,
+memory or nodes of its own: `srun` would start four agents instead of two."""
+
+OF_ALLOCATION = (
+    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+    *("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_CORE", "SLURM_NTASKS_PER_SOCKET"),
+    *("SLURM_CPUS_PER_TASK", "SLURM_CPUS_PER_GPU", "SLURM_GPUS_PER_TASK", "SLURM_DISTRIBUTION"),
+    *("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE", "SLURM_THREADS_PER_CORE"),
+)
+"""What `salloc` sets of that kind for the command it runs."""
+
+OF_TASK = (
+    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
+    *("SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_NUM_TASKS"),
+    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEPID", "SLURM_STEP_ID", "SLURM_GTIDS"),
+)
+"""What would tell a library in a worker, Lightning first, that its rank is the node's number."""
+
+# An agent's number is in a variable of its own: the first node's task is the first.
+NUMBERED = f'number=$SLURM_PROCID; unset {" ".join(OF_TASK)}; exec "$@" --node "$number"'
+IN_ALLOCATION = (
+    'srun --jobid="$SLURM_JOB_ID" --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES"'
+)
+
+GRANTED = "Granted job allocation"
+
+_SIZE = re.compile(r"([0-9]{1,9})([KMGT]?)", re.IGNORECASE)
+_SPAN = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
+_SAID = re.compile(r"(?:salloc|srun): (?:error: )?(.+)")
+_PENDING = re.compile(r"Pending job allocation ([0-9]+)")
+_REFUSED = re.compile(r"salloc: (error|unrecognized|invalid|option)")
+_ENDED = re.compile(
+    r"has expired|Invalid job id|Expired or invalid job|Force Terminated|been revoked|CANCELLED"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An allocation, as Slurm describes it."""
+
+    number: str
+    state: str
+    nodes: int
+    names: str
+
+
+class SlurmLauncher:
+    """`--launcher slurm`."""
+
+    def launch(self, wanted: Wanted, ticket: Ticket, folder: Path) -> Launched:
+        """Start an agent on each node of the allocation, or of a new one."""
+        needed = ("salloc", "srun") if wanted.salloc else ("scontrol", "srun")
+        if missing := [name for name in needed if shutil.which(name) is None]:
+            raise LaunchError(
+                f"there is no `{missing[0]}` on this machine. Begin the notebook where Slurm's "
+                "commands are, or use `--hosts` for ssh"
+            )
+        environ = step_environ(os.environ)
+        if wanted.salloc is not None:
+            command = salloc_command(wanted)
+            process = SlurmCommand(command, ticket, folder, environ, f"`--salloc {wanted.salloc}`")
+            nodes = nodes_asked(wanted)[0]
+            return Launched([process], nodes, arrive_timeout=QUEUE_TIMEOUT, news=process.word_wait)
+        job = find_job(os.environ)
+        nodes = nodes_of(job, wanted)
+        names = _ask("scontrol", "show", "hostnames", job.names).split()
+        process = SlurmCommand(
+            srun_command(job.number, nodes, wanted),
+            ticket,
+            folder,
+            environ,
+            f"allocation {job.number}",
+        )
+        return Launched([process], nodes, names[:nodes])
+
+
+class SlurmCommand(AgentCommand):
+    """A `srun`, or the `salloc` that runs it; `of` says of which allocation, for messages."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        ticket: Ticket,
+        folder: Path,
+        environ: Mapping[str, str],
+        of: str,
+    ) -> None:
+        super().__init__("", command, ticket, folder, environ)
+        self._of = of
+
+    def complaint(self) -> str:
+        """Say in a line what Slurm has said."""
+        return word_complaint(self._of, self.last_lines())
+
+    def word_wait(self) -> str:
+        """Say in which queue it waits, "" where it does not."""
+        return word_queue(self.last_lines())
+
+    def end(self, timeout: float) -> None:
+        """Have it end; a `salloc` that waits in the queue, which reads no stdin, by SIGTERM."""
+        is_granted = any(GRANTED in line for line in self.last_lines())
+        if self.command.startswith("salloc") and not is_granted and self.exit_code() is None:
+            self._process.terminate()
+        super().end(timeout)
+
+
+# --- commands -----------------------------------------------------------------------------
+
+
+def srun_command(job: str, nodes: int, wanted: Wanted) -> list[str]:
+    """Return the command that starts an agent on each of so many nodes of an allocation."""
+    number = f"{nodes}"
+    return [
+        *("srun", f"--jobid={job}", f"--nodes={number}", f"--ntasks={number}"),
+        *_step_options(wanted),
+        *_agents(wanted),
+    ]
+
+
+def salloc_command(wanted: Wanted) -> list[str]:
+    """Return the command that waits for an allocation, and starts its agents.
+
+    The user's own options come last, and so win, but for the number of nodes.
+    """
+    least, most = nodes_asked(wanted)
+    nodes = f"--nodes={least}" if least == most else f"--nodes={least}-{most}"
+    unset = [word for name in OF_ALLOCATION for word in ("-u", name)]
+    return [
+        *("salloc", f"--job-name={wanted.name}", *_resources(wanted)),
+        *(*_split(wanted.salloc or ""), nodes),
+        *("env", *unset, "sh", "-c", f'exec {IN_ALLOCATION} "$@"', "sh"),
+        *_step_options(wanted),
+        *_agents(wanted),
+    ]
+
+
+def _step_options(wanted: Wanted) -> list[str]:
+    """Return what makes a step of one task on each node, which has all that the job has there.
+
+    It shares that with other steps, outlives the death of single agents, and is bound to no core.
+    """
+    memory = _memory(wanted) or "0"
+    return [
+        *("--ntasks-per-node=1", "--overlap", "--kill-on-bad-exit=0", "--wait=0"),
+        *(f"--mem={memory}", "--mpi=none", "--cpu-bind=none", "--quiet", "--chdir=/"),
+        f"--job-name={wanted.name}",
+    ]
+
+
+def _agents(wanted: Wanted) -> list[str]:
+    return ["sh", "-c", NUMBERED, "sh", *wanted.wrap, *agent_command(wanted.python)]
+
+
+def _resources(wanted: Wanted) -> list[str]:
+    """Return what `--cpus` and `--memory`, which are for each worker, mean to salloc."""
+    per_node, options = wanted.per_node, []
+    least, most = nodes_asked(wanted)
+    if isinstance(per_node, int) and least < most:
+        # With a number of tasks Slurm grants no node that these do not need.
+        options.append(f"--mincpus={per_node * (wanted.cpus or 1)}")
+    elif isinstance(per_node, int):
+        options.append(f"--ntasks-per-node={per_node}")
+    if wanted.cpus is not None:
+        options.append(f"--cpus-per-task={wanted.cpus}")
+    if memory := _memory(wanted):
+        options.append(f"--mem={memory}")
+    elif wanted.memory:
+        options.append(f"--mem-per-gpu={wanted.memory}")
+    return options
+
+
+def _memory(wanted: Wanted) -> str:
+    """Return the memory of all workers of a node, "" where it is not known or not said."""
+    if wanted.memory is None:
+        return ""
+    found = _SIZE.fullmatch(wanted.memory.strip().removesuffix("B").removesuffix("i"))
+    if found is None:
+        raise LaunchError(f"`--memory {wanted.memory}`: a size such as 16G or 500M")
+    if not isinstance(wanted.per_node, int):
+        return ""
+    return f"{int(found[1]) * wanted.per_node}{found[2].upper() or 'M'}"
+
+
+def _split(text: str) -> list[str]:
+    try:
+        options = shlex.split(text)
+    except ValueError as error:
+        raise LaunchError(f"`--salloc {text}`: {error}") from None
+    if "--no-shell" in options:
+        raise LaunchError(f"`--salloc {text}`: with --no-shell it would outlive the world")
+    return options
+
+
+def nodes_asked(wanted: Wanted) -> tuple[int, int]:
+    """Return how many nodes a new allocation has, at least and at most: by `-j`, or salloc's -N."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("-N", "--nodes", default="")
+    try:
+        text = parser.parse_known_args(_split(wanted.salloc or ""))[0].nodes
+    except argparse.ArgumentError as error:
+        raise LaunchError(f"`--salloc {wanted.salloc}`: {error}") from None
+    found = _SPAN.fullmatch(text) if text else None
+    of_layout = (wanted.min_nodes, wanted.max_nodes or wanted.min_nodes)
+    if found is None:
+        return of_layout
+    asked = (int(found[1]), int(found[2] or found[1]))
+    if wanted.max_nodes is not None and asked != of_layout:
+        raise LaunchError(
+            f"`--salloc {wanted.salloc}`: -N {text} are not the nodes of `-j`; leave one out"
+        )
+    return asked
+
+
+def step_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what Slurm's commands have, and hand on to the nodes."""
+    return {name: value for name, value in environ.items() if name in CARRIED | OF_SLURM}
+
+
+# --- allocations --------------------------------------------------------------------------
+
+
+def find_job(environ: Mapping[str, str]) -> Job:
+    """Look at the allocation that this process is in; LaunchError for none, or one that ended."""
+    number = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
+    if not number:
+        raise LaunchError(
+            "`--launcher slurm`: the notebook is in no allocation of Slurm's. Begin it in one, or "
+            'have one made for its workers: `--salloc "-p gpu --gpus-per-node=4"`'
+        )
+    try:
+        job = read_job(number, _ask("scontrol", "show", "--oneliner", "job", number))
+    except LaunchError as error:
+        if not _ENDED.search(str(error)):
+            raise
+        raise _refuse(number) from None
+    if job.state != "RUNNING":
+        raise _refuse(number, job.state)
+    return job
+
+
+def read_job(number: str, text: str) -> Job:
+    """Read what `scontrol show --oneliner job` has said."""
+    found = dict(word.partition("=")[::2] for word in text.split())
+    nodes = found.get("NumNodes", "0").partition("-")[0]
+    return Job(number, found.get("JobState", ""), int(nodes), found.get("NodeList", ""))
+
+
+def nodes_of(job: Job, wanted: Wanted) -> int:
+    """Return on how many nodes of an allocation there are agents; LaunchError for too few."""
+    if job.nodes < wanted.min_nodes:
+        raise LaunchError(
+            f"allocation {job.number} has {count(job.nodes, 'node')} ({job.names}), and "
+            f"{wanted.min_nodes} are asked for"
+        )
+    return min(job.nodes, wanted.max_nodes or job.nodes)
+
+
+def word_complaint(of: str, lines: Sequence[str]) -> str:
+    """Say in a line why Slurm ended or refused an allocation or a step, "" if it was not Slurm."""
+    refused = [line for line in lines if _REFUSED.match(line)]
+    if not refused and any(_ENDED.search(line) for line in lines):
+        return f"the allocation of {of} has ended" if of[0] == "`" else f"{of} has ended"
+    said = [found[1].strip() for line in refused or lines if (found := _SAID.fullmatch(line))]
+    return f"{of}: Slurm says: {'; '.join(said)}" if said else ""
+
+
+def word_queue(lines: Sequence[str]) -> str:
+    """Say that salloc waits for an allocation, "" where it has it."""
+    found = [pending for line in lines if (pending := _PENDING.search(line))]
+    is_granted = any(GRANTED in line for line in lines)
+    return f"job {found[-1][1]} waits in Slurm's queue" if found and not is_granted else ""
+
+
+def _refuse(number: str, state: str = "") -> LaunchError:
+    is_said = f" ({state})" if state else ""
+    return LaunchError(
+        f"allocation {number} has ended{is_said}. Begin the notebook in a new one; "
+        "`--launcher local` is for this machine, `--salloc` asks for an allocation"
+    )
+
+
+def _ask(*command: str) -> str:
+    """Return what one of Slurm's commands prints; LaunchError with its complaint."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=ASK_TIMEOUT,
+            env={**step_environ(os.environ)},
+        )
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"Slurm has not answered `{command[0]}` in {ASK_TIMEOUT:.0f} s") from None
+    if done.returncode:
+        raise LaunchError(f"`{shlex.join(command)}`: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,297 @@
+"""The end of the link to the head of a world, of an agent on one of several machines.
+
+How it comes there: a ticket on stdin, the first address of it that can be reached, and a
+CurveZMQ connection, which is made once.  When that is lost, or stdin ends, the agent leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import importlib.metadata
+import itertools
+import os
+import select
+import selectors
+import signal
+import socket
+import stat
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+import zmq
+from zmq.eventloop.zmqstream import ZMQStream
+from zmq.utils.monitor import parse_monitor_message
+
+from nbdist import __version__
+from nbdist.topology import usable_cores, visible_gpus
+from nbdist.wire.carrying import Dropped, Piece, Receiving
+from nbdist.wire.many import (
+    NodeDown,
+    NodeFacts,
+    NodeHello,
+    NodeUp,
+    StoreAnswer,
+    StoreAsk,
+    node_down_from,
+    node_frames,
+)
+from nbdist.wire.messages import Leave, Run
+from nbdist.wire.store_operations import Answer, Operation
+from nbdist.wire.task import unpack
+from nbdist.wire.ticket import (
+    LONGEST_TICKET,
+    BadTicket,
+    Ticket,
+    come_with,
+    endpoint,
+    ticket_from,
+)
+
+TICKET_TIMEOUT = 60.0
+"""Seconds for the ticket to come; a person may have to type it."""
+
+REACH_TIMEOUT = 5.0
+"""Seconds for one of the head's addresses to answer."""
+
+ORDER_GRACE = 0.2
+"""Seconds more for one that comes before the quickest in order."""
+
+LINK_LINGER = 500
+"""Milliseconds that the last messages may take to reach the head."""
+
+
+class NoWay(OSError):
+    """No address of the head can be reached; the message names each with its port, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The address of the head that was reached, and the own one that leads there."""
+
+    address: str
+    own: str
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """How an agent comes to its head, and which node it is, -1 where it was not told."""
+
+    ticket: Ticket
+    way: Way
+    number: int
+
+
+def read_ticket() -> Ticket:
+    """Read the line from stdin, without anything after it; raises BadTicket."""
+    line, end = b"", time.monotonic() + TICKET_TIMEOUT
+    while not line.endswith(b"\n"):
+        left = max(0.0, end - time.monotonic())
+        if not select.select([sys.stdin.fileno()], [], [], left)[0]:
+            raise BadTicket(f"no ticket came on stdin within {TICKET_TIMEOUT:.0f} s")
+        byte = os.read(sys.stdin.fileno(), 1)
+        if not byte or len(line) > LONGEST_TICKET:
+            raise BadTicket("stdin has ended before there was a ticket on it")
+        line += byte
+    return ticket_from(line)
+
+
+def find_way(ticket: Ticket) -> Way:
+    """Connect to all addresses at once, and take the first, in their order, that answers.
+
+    An earlier one has `ORDER_GRACE` seconds more than the quickest: on the head's own machine
+    all answer, also those by which no other can be reached.  Raises NoWay after
+    `REACH_TIMEOUT` seconds, or as soon as all have refused.
+    """
+    problems: dict[str, str] = {}
+    ways: dict[str, Way] = {}
+    with selectors.DefaultSelector() as waiting:
+        tried = [each for each in ticket.addresses if _begin(each, ticket.port, waiting, problems)]
+        end = time.monotonic() + REACH_TIMEOUT
+        try:
+            while waiting.get_map() and (left := end - time.monotonic()) > 0:
+                for key, _ in waiting.select(left):
+                    waiting.unregister(key.fileobj)
+                    _take(key.data, ways, problems)
+                if ways:
+                    end = min(end, time.monotonic() + ORDER_GRACE)
+        finally:
+            for key in waiting.get_map().values():
+                key.data[0].close()
+    for address in tried:
+        if address in ways:
+            return ways[address]
+        problems.setdefault(address, f"no answer within {REACH_TIMEOUT:.0f} s")
+    said = "; ".join(f"{name}:{ticket.port}: {why}" for name, why in problems.items())
+    raise NoWay(f"{socket.gethostname()} cannot reach the notebook's machine at {said}")
+
+
+def _take(tried: tuple[socket.socket, str], ways: dict[str, Way], problems: dict[str, str]) -> None:
+    """Note what became of one attempt."""
+    attempt, address = tried
+    with attempt:
+        code = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            problems[address] = os.strerror(code)
+        else:
+            ways[address] = Way(address, attempt.getsockname()[0])
+
+
+def _begin(
+    address: str, port: int, waiting: selectors.BaseSelector, problems: dict[str, str]
+) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    attempt = socket.socket(family, socket.SOCK_STREAM)
+    attempt.settimeout(0.0)
+    code = attempt.connect_ex((address, port))
+    if code not in (0, errno.EINPROGRESS):
+        problems[address] = os.strerror(code)
+        attempt.close()
+        return False
+    waiting.register(attempt, selectors.EVENT_WRITE, (attempt, address))
+    return True
+
+
+def facts_of(coming: Coming, port: int, environ: Mapping[str, str]) -> NodeFacts:
+    """Look at this machine."""
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = ""
+    return NodeFacts(
+        name=socket.gethostname(),
+        number=coming.number,
+        address=coming.way.own,
+        port=port,
+        cores=usable_cores(),
+        gpus=visible_gpus(environ),
+        python=sys.executable,
+        python_version=".".join(map(str, sys.version_info[:3])),
+        torch=torch,
+    )
+
+
+def interface_of(address: str) -> str:
+    """Name the network interface that has this address, "" for none."""
+    for name, found in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in found):
+            return name
+    return ""
+
+
+class HeadEnd:
+    """Sends typed messages to the head, and hands on those that come from there.
+
+    `problem` says why the link has ended before the head did, "" where nothing was wrong.
+    """
+
+    notebook_pid = 0
+    """None of this machine."""
+
+    def __init__(
+        self,
+        coming: Coming,
+        port: int,
+        receive: Callable[[NodeDown], None],
+        leave: Callable[[], None],
+    ) -> None:
+        """`port` is the MASTER_PORT that is held here."""
+        self._coming = coming
+        self._port = port
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._hand_on, self._leave = receive, leave
+        self._memory = Receiving()
+        self._has_come = self._is_dismissed = False
+        self.problem = ""
+        link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        link.linger = LINK_LINGER
+        come_with(link, coming.ticket)
+        monitor: Any = link.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_CLOSED
+        )
+        self._watch = ZMQStream(monitor)
+        link.connect(endpoint(coming.way.address, coming.ticket.port))
+        self._link = ZMQStream(link)
+        self._link.on_recv(self._receive, copy=False)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._link.closed() else "open"
+        return f"<HeadEnd {self._coming.way.address} {state}>"
+
+    async def open(self) -> None:
+        """Say who this is, and where; leave when the link is lost, stdin ends, or at a SIGTERM."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._leave)
+        loop.add_signal_handler(signal.SIGINT, lambda: None)
+        self._watch.on_recv(self._note)
+        if stat.S_ISFIFO(mode := os.fstat(sys.stdin.fileno()).st_mode) or stat.S_ISSOCK(mode):
+            loop.add_reader(sys.stdin.fileno(), self._leave)
+        facts = facts_of(self._coming, self._port, os.environ)
+        self.send(NodeHello(__version__, os.getpid(), facts))
+
+    def send(self, message: NodeUp) -> None:
+        """Send a message."""
+        self._link.send_multipart(node_frames(message), copy=False)
+
+    async def ask_store(self, operation: Operation) -> Answer:
+        """Return what the head's store answers; ConnectionError where the head is gone."""
+        number = next(self._numbers)
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        try:
+            self.send(StoreAsk(number, operation))
+            return await answer
+        finally:
+            del self._answers[number]
+
+    def _note(self, frames: list[bytes]) -> None:
+        if parse_monitor_message(frames)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._has_come = True
+            return
+        if not self._is_dismissed:
+            place = endpoint(self._coming.way.address, self._coming.ticket.port)
+            at = place.removeprefix("tcp://")
+            lost = f"the connection to the world at {at} was lost, and the workers here were ended"
+            refused = f"{at} does not take this key: a world that has ended had it, or another one"
+            self.problem = self.problem or (lost if self._has_come else refused)
+        self._leave()
+
+    async def close(self) -> None:
+        """End the link; what was sent has `LINK_LINGER` to arrive."""
+        self._link.socket.disable_monitor()
+        self._watch.close()
+        self._link.close()
+        self._memory.close()
+
+    def _receive(self, frames: list[zmq.Frame]) -> None:
+        if not (frame := frames[0].bytes):  # it is a beat
+            return
+        match node_down_from(frame, *(each.buffer for each in frames[1:])):
+            case StoreAnswer(number, answer):
+                asked = self._answers.get(number)
+                if asked is not None and not asked.done():
+                    asked.set_result(answer)
+            case Piece() as piece:
+                if taken := self._memory.take(piece):
+                    self.send(taken)
+            case Dropped(paths):
+                self._memory.drop(paths)
+            case Run() as run:
+                self._hand_on(self._with_memory_of_here(run))
+            case message:
+                self._is_dismissed = self._is_dismissed or isinstance(message, Leave)
+                self._hand_on(message)
+
+    def _with_memory_of_here(self, run: Run) -> Run:
+        """Have a task refer to what has come here of the notebook's memory, before it."""
+        if places := self._memory.places(run.segments):
+            return replace(run, task=unpack(run.task).moved(places).pack())
+        return run

@@ -1,0 +1,146 @@
+"""What reads the value of one flag: from its text, or from what Python gives; pure."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from nbdist.errors import UsageError
+
+_NAME_LIMIT = 200
+_PART_LIMIT = 100
+_BYTES = re.compile(r"([0-9]{1,6})([MGT])(?:i?B)?", re.IGNORECASE)
+_PATTERN = re.compile(r"[A-Za-z0-9_*?]+")
+_ADDRESS = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]{0,100}")
+_ENDPOINT = re.compile(r"(?:[A-Za-z0-9_.-]{1,250}|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
+
+
+def whole_number(
+    flag: str, what: str, least: int = 1, most: int = 999_999_999
+) -> Callable[[Any], int]:
+    """Make a reader of a flag's whole numbers, also for argparse's `type`.
+
+    It raises UsageError with what the number is: `--tail x`: a number, such as `--tail 1`.
+    """
+
+    def read(value: object) -> int:
+        text = unquoted(str(value))
+        is_number = text.isascii() and text.isdigit() and len(text) <= len(str(most))
+        if not is_number or not least <= int(text) <= most:
+            raise UsageError(f"`{flag} {text}`: {what}.")
+        return int(text)
+
+    return read
+
+
+def unquoted(text: str) -> str:
+    """Strip the quotes around a text, which IPython leaves there."""
+    is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
+    return text[1:-1] if is_quoted else text
+
+
+read_restarts = whole_number(
+    "--max-restarts", "a number of attempts after the first, such as 3, or 0", least=0
+)
+
+
+def number_of_seconds(flag: str) -> Callable[[Any], float]:
+    """Make a reader of a flag's seconds, also for argparse's `type`; it raises UsageError."""
+
+    def read(value: Any) -> float:
+        text = unquoted(value) if isinstance(value, str) else value
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = 0.0
+        if not 0 < seconds < float("inf"):
+            raise UsageError(f"`{flag} {text}`: a number of seconds, such as 30 or 0.5.")
+        return seconds
+
+    return read
+
+
+def read_name(name: str) -> str:
+    """Read the value of `--name`, which can be a folder below the log folder, and stays there."""
+    parts: Sequence[str] = name.split("/")
+    bad = any(part in ("", ".", "..") or len(part) > _PART_LIMIT for part in parts)
+    if bad or not name.isprintable() or len(name) > _NAME_LIMIT:
+        raise UsageError(
+            f"`--name {name}`: it names a folder below the log folder, such as `exp` or `exp/run1`."
+        )
+    return name
+
+
+def read_environ(given: Mapping[str, object] | Iterable[str] | None) -> dict[str, str]:
+    """Read the variables of `env`, or of all `--env`, each `NAME=VALUE`."""
+    if given is None or isinstance(given, Mapping):
+        return {str(name): str(value) for name, value in (given or {}).items()}
+    found = {}
+    for text in given:
+        name, sign, value = text.partition("=")
+        if not sign or not name.isidentifier() or not name.isascii():
+            raise UsageError(f"`--env {name}`: a name and its value, such as `--env SEED=1`.")
+        found[name] = unquoted(value)
+    return found
+
+
+def read_words(flag: str, form: str) -> Callable[[str], str]:
+    """Make a reader of what a shell could read: a command, or its options."""
+
+    def read(text: str) -> str:
+        try:
+            words = shlex.split(text)
+        except ValueError as error:
+            raise UsageError(f"`{flag} {text}`: {str(error).lower()}.") from None
+        if not words:
+            raise UsageError(f'`{flag} ""`: {form}.')
+        return text
+
+    return read
+
+
+read_wrap = read_words("--wrap", 'a command and its arguments, such as `--wrap "nice -n 5"`')
+
+read_salloc = read_words("--salloc", 'options of salloc, such as `--salloc "-p gpu -t 2:00:00"`')
+
+
+def read_memory(text: object) -> str:
+    """Read the value of `--memory`; in the form of Slurm and Kubernetes, `16G`."""
+    found = _BYTES.fullmatch(str(text).replace(" ", ""))
+    if not found or not int(found[1]):
+        raise UsageError(f"`--memory {text}`: memory for each worker, such as 16G or 500M.")
+    return f"{int(found[1])}{found[2].upper()}"
+
+
+def read_patterns(text: str | Iterable[str]) -> str:
+    """Read the value of `--copy-env`: names of variables, with `*` and `?`."""
+    text = text if isinstance(text, str) else ",".join(text)
+    patterns = [each.strip() for each in text.split(",")]
+    if not all(map(_PATTERN.fullmatch, patterns)):
+        raise UsageError(
+            f"`--copy-env {text}`: names of variables, such as `--copy-env 'HF_*,WANDB_*'`."
+        )
+    return ",".join(patterns)
+
+
+def read_address(text: str) -> str:
+    """Read the value of `--address`: an address, a name, or a network interface's."""
+    bare = text.strip()
+    if bare[:1] + bare[-1:] == "[]":
+        bare = bare[1:-1]
+    if not _ADDRESS.fullmatch(bare):
+        raise UsageError(
+            f"`--address {text}`: an address of this machine or a network interface, such as "
+            "10.0.0.1 or eth0; the port is found."
+        )
+    return bare
+
+
+def read_endpoint(text: str) -> str:
+    """Read the value of `--rdzv-endpoint`."""
+    found = _ENDPOINT.fullmatch(text)
+    if not found or not 0 < int(found[1]) < 1 << 16:
+        raise UsageError(f"`--rdzv-endpoint {text}`: HOST:PORT, such as etcd.example.org:2379.")
+    return text

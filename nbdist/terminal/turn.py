@@ -1,0 +1,95 @@
+"""One of several processes on a node works, the others wait and end as it did.
+
+They meet in a file of this machine, which the one that works holds locked while it does.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from nbdist import folders
+from nbdist.errors import UsageError
+
+LEADER_TIMEOUT = 60.0
+"""Seconds for the process that works to begin: each imports Python's modules over a network."""
+
+STEP = 0.1
+
+RUNNING = "running"
+
+
+class Turn:
+    """The file in which processes of the same `key` meet; `ended` is said by the one that works."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def begin(self) -> None:
+        """Be the one that works."""
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        self._write(RUNNING)
+
+    def ended(self, code: int) -> None:
+        """Have the others end with this exit code."""
+        self._write(str(code))
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def outcome(self, since: float) -> int:
+        """Wait until the one that works has ended; return its exit code, 1 where it was killed.
+
+        What has been written before that time, in seconds since 1970, was an earlier one's.
+        Raises UsageError where none begins.
+        """
+        deadline = time.monotonic() + LEADER_TIMEOUT
+        while not self._has_begun(since):
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"no process with local rank 0 came here within {LEADER_TIMEOUT:.0f} s: the "
+                    "command is to run at least once on each node, by itself or with LOCAL_RANK 0."
+                )
+            time.sleep(STEP)
+        fcntl.flock(self._fd, fcntl.LOCK_SH)
+        code = self._read()
+        return int(code) if code.isdigit() else 1
+
+    def _has_begun(self, since: float) -> bool:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        return bool(self._read()) and os.fstat(self._fd).st_mtime >= since
+
+    def _write(self, text: str) -> None:
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, text.encode(), 0)
+
+    def _read(self) -> str:
+        return os.pread(self._fd, 16, 0).decode()
+
+
+@contextmanager
+def turn_of(key: str) -> Iterator[Turn]:
+    """Open the file of this key, which the last of those that did so removes."""
+    folder = Path(tempfile.gettempdir()) / f"nbdist-join-{os.geteuid()}"
+    try:
+        folders.make_private(folder)
+        folders.check_private(folder)
+        fd = folders.open_private(folder / key, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be used: {error.strerror or error}.") from None
+    try:
+        yield Turn(fd)
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        with suppress(OSError):  # another one still waits there
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (folder / key).unlink()
+            folder.rmdir()
+        os.close(fd)

@@ -1,0 +1,270 @@
+"""Segments of shared memory on their way to another machine, a piece at a time.
+
+On one machine a process that is given a `SegmentRef` opens the memory where it lies.  On
+another it cannot: so the head and the agents carry the memory over the link between them, once
+for all ranks of a node, put it into a segment of their own there, and pass on what refers to it
+with the `SegmentRef` that is good there (`nbdist.wire.payload.moved`).  Both ways, with one
+`Sending` and one `Receiving` at each end of a link; neither does any I/O but on memory.
+
+How long a segment is kept, as on one machine:
+
+- What goes down is the notebook's, and is on a node for as long as the notebook has it open:
+  until the task has ended, or for as long as it keeps what it ships.  The head looks after that
+  (`nbdist.wire.shared_memory.is_there`), and says `Dropped`.
+- What comes up is a rank's, until the notebook has read it (`LetGo`) or the rank gets its next
+  task.  The head's copy goes by the same two, and with the world.
+- What is under way is dropped with its link, and where nobody waits for it any more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from nbdist.errors import NotEnoughMemory
+from nbdist.wire.shared_memory import (
+    Blank,
+    Segment,
+    SegmentRef,
+    length_of,
+    open_file,
+)
+
+PIECE = 1 << 20
+"""Bytes in a message: other messages wait no longer than for some of them."""
+
+FIRST_WINDOW = 4
+MOST_WINDOW = 16
+"""Pieces that may be under way, unacknowledged."""
+
+MOST_DELAY = 0.25
+"""Seconds that a piece may wait for others on the link; beyond it fewer are sent at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some bytes of the segment that the sender knows by this reference, from `offset` on."""
+
+    ref: SegmentRef
+    offset: int
+    data: bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The answer to each piece: the receiver has the segment of this path up to `end`.
+
+    It has none of it, and wants none, with a `problem`.
+    """
+
+    path: str
+    end: int
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Sender to receiver: what has come of these segments, or all of them, is used no more."""
+
+    paths: tuple[str, ...]
+
+
+@dataclass
+class _Transfer:
+    """A segment that is being sent, as far as `sent`; the descriptor is its own.
+
+    The receiver has said that it has it up to `taken`.
+    """
+
+    ref: SegmentRef
+    fd: int
+    total: int
+    sent: int = 0
+    taken: int = 0
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class Sending:
+    """What is sent over one link: one segment after the other, some pieces at a time.
+
+        sending.add(ref)
+        while piece := sending.next(now):
+            link.send(piece)
+
+    and so again after each `Taken`, with which `taken` is called.  At `most` so many pieces are
+    under way.
+    """
+
+    def __init__(self, most: int = MOST_WINDOW) -> None:
+        self.most = most
+        self._window = FIRST_WINDOW
+        self._transfers: dict[str, _Transfer] = {}
+        self._under_way: deque[tuple[str, float]] = deque()  # and when it was sent
+        self._least_delay = float("inf")
+        self.there: set[str] = set()
+        """The paths of the segments that the receiver has, all of each."""
+
+    def __repr__(self) -> str:
+        left = sum(each.total - each.sent for each in self._transfers.values())
+        return f"<Sending {left:,} bytes, {len(self._under_way)} of {self._window} under way>"
+
+    def add(self, ref: SegmentRef) -> bool:
+        """Send this one too, unless it is there; say whether it is not there yet.
+
+        Raises SegmentGone.
+        """
+        if ref.path in self.there:
+            return False
+        if ref.path not in self._transfers:
+            self._transfers[ref.path] = _Transfer(ref, open_file(ref), length_of(ref))
+        return True
+
+    def next(self, now: float) -> Piece | None:
+        """Return what is to be sent next; None where that has to wait, or there is nothing."""
+        if len(self._under_way) >= min(self._window, self.most):
+            return None
+        for transfer in self._transfers.values():
+            if transfer.sent < transfer.total:
+                size = min(PIECE, transfer.total - transfer.sent)
+                piece = Piece(
+                    transfer.ref, transfer.sent, os.pread(transfer.fd, size, transfer.sent)
+                )
+                transfer.sent += len(piece.data)
+                self._under_way.append((transfer.ref.path, now))
+                return piece
+        return None
+
+    def taken(self, taken: Taken, now: float) -> bool:
+        """Note an answer; say whether it is the last of its segment, which is there or refused."""
+        path, end = taken.path, taken.end
+        if taken.problem:  # to what was sent of it after that there is no answer
+            self._under_way = deque(each for each in self._under_way if each[0] != path)
+        elif self._under_way:
+            self._adapt(now - self._under_way.popleft()[1])
+        transfer = self._transfers.get(path)
+        if transfer is None:
+            return False
+        transfer.taken = end
+        if end < transfer.total and not taken.problem:
+            return False
+        del self._transfers[path]
+        transfer.close()
+        if not taken.problem:
+            self.there.add(path)
+        return True
+
+    def left(self, path: str) -> int:
+        """Count the bytes of one that the receiver does not have yet."""
+        transfer = self._transfers.get(path)
+        return transfer.total - transfer.taken if transfer else 0
+
+    def forget(self, path: str) -> None:
+        """Note that the receiver lets go of this one by itself."""
+        self.there.discard(path)
+
+    def drop(self, paths: Iterable[str]) -> Dropped | None:
+        """Send these no more, or take them back; what to tell the receiver, None for nothing."""
+        known = tuple(path for path in paths if path in self._transfers or path in self.there)
+        for path in known:
+            self.there.discard(path)
+            if transfer := self._transfers.pop(path, None):
+                transfer.close()
+        return Dropped(known) if known else None
+
+    def close(self) -> None:
+        """Send nothing more."""
+        for transfer in self._transfers.values():
+            transfer.close()
+        self._transfers.clear()
+        self._under_way.clear()
+
+    def _adapt(self, delay: float) -> None:
+        """Send more at a time while that makes no piece wait for the others; fewer if it does.
+
+        What waits on the link is in the way of Stop.
+        """
+        self._least_delay = min(self._least_delay, delay)
+        waited = delay - self._least_delay
+        step = 1 if waited < MOST_DELAY else -1
+        self._window = min(max(1, self._window + step), self.most)
+
+
+class Receiving:
+    """What comes over one link, put into segments of this process."""
+
+    def __init__(self) -> None:
+        self._blanks: dict[str, tuple[Blank, int]] = {}  # and how far each is filled
+        self._segments: dict[str, Segment] = {}
+
+    def __repr__(self) -> str:
+        return f"<Receiving {len(self._blanks)} segments, has {len(self._segments)}>"
+
+    def take(self, piece: Piece) -> Taken | None:
+        """Put it where it belongs; the answer, None for a piece of what is wanted no more."""
+        path, total = piece.ref.path, length_of(piece.ref)
+        if path in self._segments:
+            return Taken(path, total)
+        if piece.offset == 0:
+            self._forget([path])
+        elif path not in self._blanks:
+            return None
+        try:
+            return Taken(path, self._fill(piece))
+        except NotEnoughMemory as error:
+            problem = str(error)
+        except OSError as error:  # the machine is out of it all the same
+            problem = f"{total:,} bytes of shared memory could not be filled: {error.strerror}"
+        self._forget([path])
+        return Taken(path, 0, problem)
+
+    def _fill(self, piece: Piece) -> int:
+        path = piece.ref.path
+        if path not in self._blanks:
+            self._blanks[path] = Blank(piece.ref.sizes), 0
+        blank, filled = self._blanks[path]
+        end = piece.offset + len(piece.data)
+        if piece.offset != filled or not filled < end <= blank.total:
+            raise OSError(0, f"bytes {piece.offset:,}-{end:,} came after {filled:,}")
+        for _ in blank.writing(memoryview(piece.data), piece.offset):
+            pass
+        if end == blank.total:
+            del self._blanks[path]
+            self._segments[path] = blank.sealed()
+        else:
+            self._blanks[path] = blank, end
+        return end
+
+    def ref(self, path: str) -> SegmentRef | None:
+        """Return where the segment of this path can be opened here; None where it is not whole."""
+        return self._segments[path].ref if path in self._segments else None
+
+    def places(self, refs: Iterable[SegmentRef]) -> dict[str, SegmentRef]:
+        """Return for those of these that have come where they can be opened here."""
+        found = {ref.path: self.ref(ref.path) for ref in refs}
+        return {path: ref for path, ref in found.items() if ref is not None}
+
+    def drop(self, paths: Iterable[str]) -> None:
+        """Let go of these, whole or not; whoever has mapped one keeps that."""
+        paths = tuple(paths)
+        self._forget(paths)
+        for path in paths:
+            if segment := self._segments.pop(path, None):
+                segment.close()
+
+    def abandon(self) -> None:
+        """Let go of all that is not whole: nothing more comes."""
+        self._forget([*self._blanks])
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.abandon()
+        self.drop([*self._segments])
+
+    def _forget(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            if begun := self._blanks.pop(path, None):
+                begun[0].close()

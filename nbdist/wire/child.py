@@ -1,0 +1,76 @@
+"""A process that was started to connect to this one: with a log, and a stdin whose end ends it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+LAST_BYTES = 4096
+
+
+class Child:
+    """A command that runs here, in a session of its own; `host` is where its work is done."""
+
+    def __init__(
+        self, host: str, command: Sequence[str], log: Path, environ: Mapping[str, str] | None
+    ) -> None:
+        """Raises OSError where it cannot be started."""
+        self.host = host
+        self.command = shlex.join(command)
+        self._log = log.open("w+b")
+        try:
+            # A session of its own: Stop signals the notebook's whole process group.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=self._log,
+                stderr=self._log,
+                env=environ,
+                start_new_session=True,
+            )
+        except OSError:
+            self._log.close()
+            raise
+        self.pid = self._process.pid
+        self._pidfd = os.pidfd_open(self.pid)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.pid} exit code {self.exit_code()}>"
+
+    def fileno(self) -> int:
+        """Return a descriptor that turns readable when it has ended."""
+        return self._pidfd
+
+    def exit_code(self) -> int | None:
+        """Return how it ended; None while it runs."""
+        return self._process.poll()
+
+    def last_lines(self) -> list[str]:
+        """Return the end of what it wrote to its log."""
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - LAST_BYTES))
+        return self._log.read().decode(errors="replace").splitlines()
+
+    def close(self) -> None:
+        """Let go of all descriptors; of stdin too, after which most of them end."""
+        self._end_stdin()
+        if self._process.poll() is None:
+            # It outlives this process, and is not to be taken for forgotten.
+            self._process.returncode = 0
+        os.close(self._pidfd)
+        self._log.close()
+
+    def _end_stdin(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has not read all of it
+            self._process.stdin.close()
+
+    def _ends_in(self, timeout: float) -> bool:
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return False
+        return True

@@ -1,0 +1,200 @@
+"""What crosses between the head of a world and its agents besides what any agent is told.
+
+An agent takes the head for its notebook: `nbdist.wire.messages`.  What there is more is what
+several machines have to agree on.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from nbdist.wire.carrying import Dropped, Piece, Taken
+from nbdist.wire.membership import Formed, Held, Plan
+from nbdist.wire.messages import Down, Reply, StartFailure, Up, WorldStarted
+from nbdist.wire.start import WorldSpec
+from nbdist.wire.store_operations import Answer as StoreReply
+from nbdist.wire.store_operations import Operation
+
+# --- who comes ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """A machine that has come into a world, as its agent sees it.
+
+    `number` orders the nodes where what has started the agent knows one, else -1; `address` is
+    that by which it has reached the head, and others can reach it; on `port` nothing listens,
+    and nothing else will; `gpus` are named as CUDA_VISIBLE_DEVICES names them.
+    """
+
+    name: str
+    number: int
+    address: str
+    port: int
+    cores: int
+    gpus: tuple[str, ...]
+    python: str
+    python_version: str
+    torch: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHello:
+    """Agent to head, once, first."""
+
+    version: str
+    pid: int
+    facts: NodeFacts
+
+
+# --- what is asked of an agent, each answered by a `NodeAnswer` ---------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GetClock:
+    """Answered by the time there, in nanoseconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A port of another machine, on which nothing listens, but which answers all the same."""
+
+    name: str
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Can these be reached from there?  Answered by which one cannot and why, "" for none."""
+
+    targets: tuple[Target, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartPart:
+    """Start these ranks of a world; answered by `WorldStarted`, or `StartFailure`."""
+
+    spec: WorldSpec
+    ranks: tuple[int, ...]
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class GetHeld:
+    """Which ranks live, and what do they hold?  Answered by `Held`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Have what can start these ranks; answered by what keeps it from that, else ""."""
+
+    spec: WorldSpec
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Form the next generation of the group, with these ranks; answered by `Formed`."""
+
+    plan: Plan
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallOff:
+    """Have ranks wait no longer for this generation; at once, whatever else is under way."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndRanks:
+    """End these ranks: politely for `grace` seconds, then by force."""
+
+    ranks: tuple[int, ...]
+    grace: float
+
+
+@dataclass(frozen=True, slots=True)
+class Renumber:
+    """Call each of these ranks by another number."""
+
+    became: Mapping[int, int]
+
+
+PartRequest = (
+    GetClock | Reach | StartPart | GetHeld | Prepare | Form | CallOff | EndRanks | Renumber
+)
+PartReply = WorldStarted | StartFailure | Held | Formed | str | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAsk:
+    """Head to agent: do this and answer under the same id."""
+
+    id: int
+    request: PartRequest
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAnswer:
+    """Agent to head: the reply to the `NodeAsk` of this id."""
+
+    id: int
+    reply: PartReply
+
+
+# --- the store in which ranks of all nodes meet, which the head has ------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAsk:
+    """Agent to head: a rank asks the store; answered under the same id."""
+
+    id: int
+    operation: Operation
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAnswer:
+    """Head to agent: what the rank that asks is to be told."""
+
+    id: int
+    answer: StoreReply
+
+
+NodeDown = Down | NodeAsk | StoreAnswer | Piece | Taken | Dropped
+NodeUp = Up | NodeHello | NodeAnswer | StoreAsk | Piece | Taken | Dropped
+AnyReply = Reply | PartReply
+
+
+def node_bytes(message: NodeDown | NodeUp) -> bytes:
+    """Pack the message into one frame."""
+    return pickle.dumps(message, protocol=5)
+
+
+def node_frames(message: NodeDown | NodeUp) -> list[bytes | memoryview]:
+    """Pack the message; the bytes of a `Piece` are a frame of their own, which is not copied."""
+    if isinstance(message, Piece):
+        return [node_bytes(replace(message, data=b"")), message.data]
+    return [node_bytes(message)]
+
+
+def node_up_from(frame: bytes, data: memoryview | None = None) -> NodeUp:
+    """Unpack what an agent has sent to its head."""
+    message: NodeUp = pickle.loads(frame)
+    return message if data is None else _with(message, data)
+
+
+def node_down_from(frame: bytes, data: memoryview | None = None) -> NodeDown:
+    """Unpack what a head has sent to this agent."""
+    message: NodeDown = pickle.loads(frame)
+    return message if data is None else _with(message, data)
+
+
+def _with(message: object, data: memoryview) -> Piece:
+    assert isinstance(message, Piece)
+    return replace(message, data=data)

@@ -1,0 +1,190 @@
+"""Finds the worlds of this user on this machine, and asks at their doors whose they are."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from nbdist import __version__, folders
+from nbdist.config import DEFAULT_POOL
+from nbdist.errors import UsageError
+from nbdist.wire.at_door import DOOR, LONGEST_LINE, Held, Said, Who, from_line, to_line
+from nbdist.wire.frames import BadFrame
+from nbdist.wire.runtime_folder import PREFIX, places
+from nbdist.wire.seen import connect_to, process_at
+from nbdist.world.launchers import AGENT, HEAD
+
+ANSWER_TIMEOUT = 15.0
+"""Seconds; a world that is only slow, on a busy machine, is not to be missing from the list."""
+
+AGENTS = (AGENT.encode(), HEAD.encode())
+"""In the command line of whatever serves a notebook, before its runtime folder."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A world that runs: its folder, the process that serves its notebook, and whose it is."""
+
+    folder: Path
+    agent: int
+    held: Held
+
+    @property
+    def name(self) -> str:
+        """What it is called, in messages too: its name, and its pool where that has one."""
+        pool = "" if self.held.pool == DEFAULT_POOL else f" (pool {self.held.pool})"
+        return f"`{self.held.name}`{pool}"
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether no notebook has it."""
+        return not self.held.notebook
+
+    def is_called(self, name: str) -> bool:
+        """Say whether this is its name, its pool's, or the number of its process."""
+        return name in (self.held.name, self.held.pool, str(self.agent))
+
+
+class Asking:
+    """A connection to a world's door; raises OSError where there is none that is this user's."""
+
+    def __init__(self, folder: Path, timeout: float = ANSWER_TIMEOUT) -> None:
+        self._socket = connect_to(folder / DOOR, timeout)
+        self.process = process_at(self._socket)
+
+    def __repr__(self) -> str:
+        return f"<Asking process {self.process}>"
+
+    def ask(self, question: Said) -> Said:
+        """Ask, and return the answer; raises OSError, and BadFrame for what is none."""
+        self.put(question)
+        return self.answer()
+
+    def put(self, question: Said) -> None:
+        """Ask; raises OSError."""
+        self._socket.sendall(to_line(question))
+
+    def answer(self, timeout: float | None = None) -> Said:
+        """Wait for the answer, with a time of its own if need be; raises as `ask` does."""
+        if timeout is not None:
+            self._socket.settimeout(max(0.0, timeout))
+        line = b""
+        while not line.endswith(b"\n"):
+            data = self._socket.recv(LONGEST_LINE)
+            if not data or len(line) > LONGEST_LINE:
+                raise ConnectionResetError("it has closed the connection")
+            line += data
+        return from_line(line)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._socket.close()
+
+
+def worlds() -> list[Found]:
+    """Find all that have workers, in the order of their names.
+
+    All are asked before the first answer is waited for: together they have `ANSWER_TIMEOUT`,
+    however many of them do not answer.
+    """
+    found, deadline = [], time.monotonic() + ANSWER_TIMEOUT
+    with ExitStack() as stack:
+        asked = [*_ask_all(stack)]
+        for folder, asking in asked:
+            with suppress(OSError, BadFrame):  # it has ended, or is about to
+                held = asking.answer(deadline - time.monotonic())
+                if isinstance(held, Held) and held.name and held.workers:
+                    found.append(Found(folder, asking.process, held))
+    return sorted(found, key=lambda each: (each.held.name, each.agent))
+
+
+def _ask_all(stack: ExitStack) -> Iterator[tuple[Path, Asking]]:
+    for folder in runtime_folders(DOOR):
+        with suppress(OSError):  # it has ended
+            asking = stack.enter_context(closing(Asking(folder)))
+            asking.put(Who())
+            yield folder, asking
+
+
+def to_attach(found: Sequence[Found], name: str | None) -> Found:
+    """Choose the world of that name, or the only one that nobody has; UsageError for none."""
+    free = [each for each in found if each.is_detached]
+    asked = f"`%dist_attach {name or ''}".rstrip() + "`"
+    if name is None:
+        if len(free) > 1:
+            raise UsageError(f"{asked}: there are {_listed(free)}. `%dist_attach NAME` takes one.")
+        if not free:
+            raise UsageError(f"{asked}: no world of yours on this machine is without a notebook.")
+        return _checked(free[0], asked)
+    called = [each for each in found if each.is_called(name)]
+    chosen = [each for each in called if each.is_detached] or called
+    if not chosen:
+        there = f"there {'is' if len(found) == 1 else 'are'} {_listed(found)}" if found else "none"
+        raise UsageError(
+            f"{asked}: no world of yours on this machine is called so ({there}). "
+            "`nbdist ps` in a terminal lists them."
+        )
+    if len(chosen) > 1:
+        raise UsageError(
+            f"{asked}: there are {len(chosen)} of that name, {_listed(chosen)}. "
+            f"The number of its process stands for one: `%dist_attach {chosen[0].agent}`."
+        )
+    return _checked(chosen[0], asked)
+
+
+def _checked(found: Found, asked: str) -> Found:
+    held = found.held
+    if held.version != __version__:
+        raise UsageError(
+            f"{asked}: world {found.name} is of nbdist {held.version}, and this is {__version__}. "
+            f"`nbdist kill {held.name}` in a terminal ends it."
+        )
+    if held.notebook:
+        whose = f"the notebook of process {held.notebook} has it, which is there still"
+        remedy = "`%unload_ext nbdist` there lets go of it" if held.detach else "It ends with that"
+        if held.notebook == os.getpid():
+            whose, remedy = "this notebook has it", "Its cells run there"
+        raise UsageError(f"{asked}: world {found.name} cannot be had: {whose}. {remedy}.")
+    return found
+
+
+def _listed(found: Sequence[Found]) -> str:
+    return ", ".join(f"{each.name} (process {each.agent})" for each in found)
+
+
+# --- where they are ---------------------------------------------------------------------
+
+
+def runtime_folders(socket_name: str) -> list[Path]:
+    """Find those of worlds that have this socket; none that another user could have put there."""
+    candidates = {*_in_places(), *_of_agents()}
+    return sorted(folder for folder in candidates if _is_of_user(folder, socket_name))
+
+
+def _is_of_user(folder: Path, socket_name: str) -> bool:
+    with suppress(OSError):
+        folders.check_private(folder)
+        return (folder / socket_name).is_socket()
+    return False
+
+
+def _in_places() -> Iterator[Path]:
+    """Look where this process's environment would have them."""
+    for place in (Path(f"/run/user/{os.geteuid()}"), *places()):
+        with suppress(OSError):
+            yield from place.glob(f"{PREFIX}*")
+
+
+def _of_agents() -> Iterator[Path]:
+    """Look at the processes of this user: a notebook can have another environment."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if process.stat().st_uid == os.geteuid():
+                words = (process / "cmdline").read_bytes().split(b"\0")
+                for agent in AGENTS:
+                    if agent in words[:-2]:
+                        yield Path(os.fsdecode(words[words.index(agent) + 1]))

@@ -1,0 +1,281 @@
+"""A task that ranks have been given: what they have said of it, and what became of it.
+
+No I/O: `nbdist.world.running` has what is to be done about it while it runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from nbdist.config import CONTROL_TIMEOUT, Patience
+from nbdist.errors import (
+    AgentLost,
+    CellTimedOut,
+    NbdistError,
+    RanksFreed,
+    WorkerDied,
+    WorkerError,
+    WorldStuck,
+)
+from nbdist.output.events import NAME_PROBLEM, Died, Done, Failure, Moved, Output, RankError
+from nbdist.output.transcript import Transcript, follows
+from nbdist.wire.messages import Attached
+from nbdist.wire.payload import Payload, as_read, open_payload
+from nbdist.wire.pickling import unpickle
+from nbdist.wire.places import Place, Usage
+from nbdist.wire.task import Task, unpack
+from nbdist.words import name_ranks
+from nbdist.world.hangs import Watch, never_meet, waits_text
+from nbdist.world.machines import Machines
+from nbdist.world.names import Shipped
+from nbdist.world.prompts import Prompts
+from nbdist.world.raised import as_raised
+from nbdist.world.result import CellResult
+
+News = list[tuple[int, Output]]
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """The workers at the time when the task was sent: how many, where, and what they share.
+
+    `heals` says whether the policy for deaths is to replace the dead, `namespace` is where
+    what they send back finds its classes.
+    """
+
+    size: int
+    backend: str
+    machines: Machines
+    pids: Mapping[int, int]
+    namespace: dict[str, Any]
+    heals: bool
+
+    @property
+    def has_group(self) -> bool:
+        """Whether there is a group whose collectives can be aborted."""
+        return self.backend != "none"
+
+    @property
+    def runs_ahead(self) -> bool:
+        """With nccl a rank can have finished the task before its collectives have ended."""
+        return "nccl" in self.backend
+
+
+class SentTask:
+    """A task from the time when it was sent: what its ranks have said, and where they are.
+
+    `transcript` has all that they have shown so far, `shipped` says what its names are.  When it
+    is over, `fate` says what was done about ranks that died, and `restart` why it is to be run
+    again, "" where it is not.  `shows_value`: a rank has shown what its last line gave.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        patience: Patience,
+        crew: Crew,
+        shipped: Mapping[str, Shipped] | None = None,
+        started: tuple[float, int] | None = None,
+        ended: Mapping[int, float] | None = None,
+    ) -> None:
+        """Take note of a task that is being sent.
+
+        Or was `started` earlier, by the monotonic clock and by that on the wall, by another
+        notebook; these ranks have `ended` it before anybody could see that.
+        """
+        self.task = task
+        self.shipped: Mapping[str, Shipped] = shipped or {}
+        self.patience = patience
+        self.transcript = Transcript(task.ranks)
+        self.prompts = Prompts()
+        self.crew = crew
+        self.aborted: dict[int, Place] = {}
+        self.places: dict[int, Place] = {}
+        self.moved: dict[int, Moved] = {}
+        self.usage: Mapping[int, Usage] = {}
+        self.stops = 0
+        self.stops_met = 0  # of these, so many have been acted on
+        self.raises_stops = False  # one that comes now ends what is being done
+        self.give_up_at = float("inf")
+        self.is_stopping = self.is_over = self.shows_value = False
+        self.lost: AgentLost | None = None
+        self.fate = self.restart = self.why_died = self.differing = self.lacking = ""
+        self.timed_out: str | None = None  # where its ranks were
+        self._why_aborted = ""
+        self._news: News = []
+        self._has_met_death = False
+        self._started, self._started_ns = started or (time.monotonic(), time.time_ns())
+        self._ended = dict(ended or {})
+        self._watch = Watch(self._started, patience.hang_timeout)
+        self.transcript.start(self._started)
+
+    @classmethod
+    def found(cls, there: Attached, crew: Crew) -> Self:
+        """Make the task that ranks were given by another notebook, as it was then."""
+        assert there.run is not None
+        patience = Patience(**there.memory.patience)
+        if patience.control_timeout is None:  # somebody waits for it now
+            patience = replace(patience, control_timeout=CONTROL_TIMEOUT)
+        started, task = (there.started, there.started_ns), unpack(there.run.task)
+        return cls(task, patience, crew, started=started, ended=there.ended)
+
+    # --- what is known --------------------------------------------------------------------
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """The ranks that still run it."""
+        return tuple(track.rank for track in self.transcript if track.finished is None)
+
+    @property
+    def bytes_moved(self) -> tuple[int, int]:
+        """How many bytes of how many its ranks have packed, as far as they have said."""
+        moved = self.moved.values()
+        return sum(each.done for each in moved), sum(each.total for each in moved)
+
+    @property
+    def age(self) -> float:
+        """Seconds since it was sent, without those in which a rank waited for somebody to type."""
+        now = time.monotonic()
+        return now - self._started - self.prompts.seconds(now)
+
+    def seconds_until(self, time_ns: int) -> float:
+        """Count from when it was sent to a time on the clock."""
+        return max(0.0, (time_ns - self._started_ns) / 1e9)
+
+    @property
+    def deaths(self) -> dict[int, Died]:
+        """The ranks whose processes have ended, and how."""
+        errors = self.transcript.errors.items()
+        return {rank: error for rank, error in errors if isinstance(error, Died)}
+
+    @property
+    def died(self) -> bool:
+        """Whether the process of any rank ended."""
+        return bool(self.deaths)
+
+    @property
+    def killed_by_stop(self) -> tuple[int, ...]:
+        """The ranks that Stop did not end; none where others have died for another reason."""
+        deaths = self.deaths
+        return tuple(deaths) if all(died.by_stop for died in deaths.values()) else ()
+
+    @property
+    def waits(self) -> str:
+        """Which ranks wait in which collective, and where the others are; "" if none waits.
+
+        Nor where one waits for somebody to type, for whom all others may wait.
+        """
+        if self.prompts.ranks:
+            return ""
+        unfinished = self.unfinished
+        places = {rank: self._watch.places.get(rank, Place()) for rank in unfinished}
+        waiting = any(place.operation for place in places.values())
+        others = set(range(self.crew.size)) - set(self.task.ranks)
+        # Who waits in a cell for some ranks may wait for those that do not run it.
+        if not waiting or (self.age < self.patience.hang_timeout and not others):
+            return ""
+        done = set(self.task.ranks) - set(unfinished)
+        finished = f" · {name_ranks(done)} finished" if done else ""
+        absent = f" · not in this cell: {name_ranks(others)}" if others else ""
+        verdict = " · these never meet" if never_meet(places) else ""
+        return waits_text(places, self.task.source) + finished + absent + verdict
+
+    @property
+    def doing(self) -> str:
+        """Where those are that have not finished, as far as is known."""
+        places = {rank: self._watch.places.get(rank) for rank in self.unfinished}
+        known = {rank: place for rank, place in places.items() if place is not None}
+        return waits_text(known, self.task.source)
+
+    # --- what became of it ----------------------------------------------------------------
+
+    def received(self, rank: int) -> Mapping[str, Shipped]:
+        """Return what of `shipped` this rank has, as far as is known."""
+        error = self.transcript[rank].error
+        was_refused = isinstance(error, Failure) and error.name == NAME_PROBLEM
+        return {} if was_refused else self.shipped
+
+    def let_go(self) -> None:
+        """Keep no memory of what was shipped: a task is kept for longer than its names."""
+        self.shipped = {name: replace(each, kept=None) for name, each in self.shipped.items()}
+
+    @property
+    def made(self) -> frozenset[str]:
+        """Names that it bound on any rank, without what it imported."""
+        return frozenset().union(*(done.made for done in self._done().values()))
+
+    def result(self) -> CellResult[Any]:
+        """Return what has become of it so far; does not raise for failed ranks."""
+        values = {
+            rank: self._value(done) for rank, done in self._done().items() if done.status == "ok"
+        }
+        seconds = self.transcript.elapsed(time.monotonic())
+        errors = self.transcript.errors
+        return CellResult(
+            self.task, self.transcript, seconds, errors, values, self.crew.machines.by_rank
+        )
+
+    def error(self) -> NbdistError | None:
+        """Return the one error that a failed or unfinished task raises; None when all went well."""
+        if self.lost is not None:
+            return self.lost
+        cause = self.transcript.root_cause()
+        if self.timed_out is not None and (cause is None or _is_of_stop(cause[1])):
+            late, killed = self.unfinished, self.killed_by_stop
+            return CellTimedOut(self.patience.timeout or 0.0, self.timed_out, late, killed)
+        if self.unfinished:
+            return WorldStuck(self.unfinished, self.doing)
+        if cause is None:
+            return None
+        rank, first = cause
+        host, pid = self.crew.machines.name(rank), self.crew.pids.get(rank, 0)
+        errors, ran = self.transcript.errors, len(self.task.ranks)
+        own = {rank: error for rank, error in errors.items() if not follows(error)}
+        seconds = self.seconds_until(first.time_ns)
+        if isinstance(first, Died):
+            code, end = first.exit_code, first.end
+            died = WorkerDied(rank, host, pid, errors, ran, seconds, code, end)
+            if first.why and not first.by_stop:
+                died.add(f"{first.why}.")
+            for said in filter(None, (self.why_died, self.fate)):
+                died.add(said)
+            return died
+        if not own and self.aborted and not self.is_stopping:
+            return RanksFreed(rank, host, pid, errors, self._why_aborted)
+        error = WorkerError(
+            *(rank, host, pid, own or errors, ran, seconds),
+            cause=(first.name, first.message),
+            who=self.crew.machines.who([rank]),
+        )
+        if self.aborted:
+            error.add(f"{waits_text(self.aborted)}: freed; all variables are kept.")
+        if self.differing:
+            error.add(f"Before that: {self.differing}.")
+        if self.lacking:
+            error.add(self.lacking)
+        return as_raised(error, first.kinds)
+
+    def payloads(self) -> dict[int, Payload]:
+        """Return the values that were fetched, as they came."""
+        fetched = {rank: done.values for rank, done in self._done().items()}
+        return {rank: each for rank, each in fetched.items() if isinstance(each, Payload)}
+
+    def _done(self) -> dict[int, Done]:
+        return {track.rank: track.done for track in self.transcript if track.done is not None}
+
+    def _value(self, done: Done) -> Any:
+        if not isinstance(done.values, Payload):
+            return None
+        values = unpickle(open_payload(done.values), self.crew.namespace)
+        values = as_read(values, done.values)
+        if not self.task.fetch:
+            return values
+        return values[self.task.fetch[0]] if len(self.task.fetch) == 1 else values
+
+
+def _is_of_stop(error: RankError) -> bool:
+    """Say whether it is what Stop leads to."""
+    return error.by_stop if isinstance(error, Died) else follows(error)

@@ -1,0 +1,199 @@
+"""Many simulated machines in a few processes: agents whose workers answer tasks, and print.
+
+Links, keys, messages and the outbox are nbdist's own, as is the head that they come to; only the
+workers are none: no kernel runs, and no torch.  `--launcher simulated`, after `install`, starts
+them by `python -m tests.bench.simulated FIRST COUNT`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nbdist.launch.launcher import AgentCommand, Launched
+from nbdist.node.head_end import Coming, HeadEnd, find_way, read_ticket
+from nbdist.node.outbox import Outbox
+from nbdist.output.events import Done, Failure, Output, Text
+from nbdist.wire.control import HeldGroups
+from nbdist.wire.many import (
+    Form,
+    GetClock,
+    GetHeld,
+    NodeAnswer,
+    NodeAsk,
+    NodeDown,
+    PartReply,
+    StartPart,
+)
+from nbdist.wire.membership import Formed, Held
+from nbdist.wire.messages import (
+    Answer,
+    Ask,
+    GetStatus,
+    Leave,
+    Locate,
+    Located,
+    Received,
+    Run,
+    Up,
+    WorldStarted,
+)
+from nbdist.wire.places import Place, WorkerStatus
+from nbdist.wire.task import Source, Task, unpack
+from nbdist.wire.ticket import Ticket
+from nbdist.wire.wanted import Wanted
+
+PROCESSES = 4
+FIRST_PID = 1 << 22
+"""Beyond all that there are on a usual machine."""
+
+ROOT = Path(__file__).parents[2]
+
+
+def install(folder: Path) -> None:
+    """Have the launcher in a folder that is on a path, as packages have theirs."""
+    metadata = folder / "simulated-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: simulated\nVersion: 1\n")
+    place = "tests.bench.simulated:SimulatedLauncher"
+    (metadata / "entry_points.txt").write_text(f"[nbdist.launchers]\nsimulated = {place}\n")
+
+
+class SimulatedLauncher:
+    """`--launcher simulated`: as many machines as the layout says."""
+
+    def launch(self, wanted: Wanted, ticket: Ticket, folder: Path) -> Launched:
+        """Start them, some in each process."""
+        nodes = wanted.max_nodes or 1
+        starts = sorted({nodes * each // PROCESSES for each in range(PROCESSES + 1)})
+        processes = [
+            AgentCommand(f"simulated{first}", _command(first, end), ticket, folder)
+            for first, end in itertools.pairwise(starts)
+        ]
+        return Launched(processes, nodes, [f"node{number}" for number in range(nodes)])
+
+
+def _command(first: int, end: int) -> list[str]:
+    return [sys.executable, "-m", "tests.bench.simulated", str(first), str(end - first)]
+
+
+class SimulatedWorkers:
+    """Ranks that do what a task's source says, one after the other, as soon as it comes."""
+
+    def __init__(self, send: Callable[[Up], None]) -> None:
+        self.ranks: tuple[int, ...] = ()
+        self._outbox = Outbox(send)
+
+    def __repr__(self) -> str:
+        return f"<SimulatedWorkers {self.ranks} {self._outbox}>"
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """A process for each rank, which there is not."""
+        return {rank: FIRST_PID + rank for rank in self.ranks}
+
+    def run(self, run: Run) -> None:
+        """Do the task on each rank."""
+        self._outbox.begin(run.ranks)
+        task = unpack(run.task)
+        for rank in run.ranks:
+            for output in _outputs_of(task, rank):
+                self._outbox.add(rank, run.id, output)
+
+    def received(self) -> None:
+        """Note that the notebook has taken in one batch."""
+        self._outbox.acknowledge()
+
+    def status(self) -> tuple[WorkerStatus, ...]:
+        """A row for each rank."""
+        return tuple(
+            WorkerStatus(rank, pid, "simulated", "idle", 0.0, 0, "cpu", 0.0, "")
+            for rank, pid in self.pids.items()
+        )
+
+
+def _outputs_of(task: Task, rank: int) -> Iterable[Output]:
+    """What a worker would have its agent pass on."""
+    began = time.perf_counter()
+    said: list[str] = []
+
+    def tell(*values: object) -> None:
+        said.append(" ".join(map(str, values)) + "\n")
+
+    names: dict[str, Any] = {"rank": rank, "print": tell, "__builtins__": builtins}
+    before = {*names}
+    failure = None
+    try:
+        if isinstance(task.work, Source):
+            exec(task.work.text, names)
+    except Exception as error:  # noqa: BLE001 (the cell's)
+        name, lines = type(error).__name__, (f"{type(error).__name__}: {error}",)
+        failure = Failure(name, str(error), lines, time.time_ns())
+    if said:
+        yield Text("stdout", "".join(said))
+    if failure is not None:
+        yield failure
+    seconds = time.perf_counter() - began
+    yield Done("error" if failure else "ok", seconds, frozenset(names.keys() - before))
+
+
+class SimulatedAgent:
+    """The agent of one machine, with its own link to the head."""
+
+    def __init__(self, coming: Coming, leave: Callable[[], None]) -> None:
+        self._leave = leave
+        self.end = HeadEnd(coming, 1, self._receive, leave)
+        self._workers = SimulatedWorkers(self.end.send)
+
+    def _receive(self, message: NodeDown) -> None:
+        match message:
+            case Run() as run:
+                self._workers.run(run)
+            case Received():
+                self._workers.received()
+            case Locate(ranks):
+                self.end.send(Located({rank: Place() for rank in ranks}))
+            case Ask(number, request):
+                rows = self._workers.status() if isinstance(request, GetStatus) else None
+                self.end.send(Answer(number, rows))
+            case NodeAsk(number, part_request):
+                self.end.send(NodeAnswer(number, self._reply(part_request)))
+            case Leave():
+                self._leave()
+
+    def _reply(self, request: object) -> PartReply:
+        workers = self._workers
+        match request:
+            case GetClock():
+                return time.time_ns()
+            case StartPart(_, ranks):
+                workers.ranks = ranks
+                return WorldStarted(workers.pids, dict.fromkeys(ranks, ""))
+            case GetHeld():
+                return Held(dict.fromkeys(workers.ranks, HeldGroups()))
+            case Form(_, ranks):
+                workers.ranks = ranks
+                return Formed(workers.pids, dict.fromkeys(ranks, ""), ranks)
+        return None
+
+
+async def _serve(ticket: Ticket, numbers: Sequence[int]) -> None:
+    gone = asyncio.Event()
+    way = find_way(ticket)
+    agents = [SimulatedAgent(Coming(ticket, way, number), gone.set) for number in numbers]
+    for agent in agents:
+        await agent.end.open()
+    await gone.wait()
+    for agent in agents:
+        await agent.end.close()
+
+
+if __name__ == "__main__":
+    FIRST, COUNT = map(int, sys.argv[1:])
+    asyncio.run(_serve(read_ticket(), range(FIRST, FIRST + COUNT)))

@@ -1,0 +1,152 @@
+"""Tests of `nbdist.head.gate`: who is let in, who is refused, and who has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import zmq
+
+from nbdist.head.gate import Gate
+from nbdist.wire.many import NodeUp, node_bytes
+from nbdist.wire.messages import Leave, Starting, down_from
+from nbdist.wire.ticket import KeyPair, Ticket, come_with, endpoint
+
+SOON = 20.0
+PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def connect(ticket: Ticket) -> zmq.Socket[bytes]:
+    """A socket of an agent that has this ticket."""
+    link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    link.linger = 0
+    come_with(link, ticket)
+    link.connect(endpoint("127.0.0.1", ticket.port))
+    return link
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    """Wait for something that the gate notices."""
+    async with asyncio.timeout(SOON):
+        while not is_so():  # noqa: ASYNC110 (there is no event where a thread of libzmq acts)
+            await asyncio.sleep(0.01)
+
+
+def test_nobody_comes_but_where_it_listens() -> None:
+    """At one address, or two, on the same port."""
+
+    async def open_one() -> list[bool]:
+        gate = Gate(lambda _, __: None, lambda _: None)
+        gate.open("127.0.0.1", "127.0.0.3")
+        try:
+            return [reaches(f"127.0.0.{number}", gate.port) for number in (1, 2, 3)]
+        finally:
+            await gate.close()
+
+    assert asyncio.run(open_one()) == [True, False, True]
+
+
+def reaches(address: str, port: int) -> bool:
+    """Whether somebody listens there."""
+    try:
+        socket.create_connection((address, port), SOON).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def test_the_kernel_chooses_the_port() -> None:
+    """Among those that every user can have."""
+
+    async def open_one() -> int:
+        gate = Gate(lambda _, __: None, lambda _: None)
+        gate.open()
+        try:
+            return gate.port
+        finally:
+            await gate.close()
+
+    first, last = map(int, PORTS.read_text().split())
+    assert first <= asyncio.run(open_one()) <= last
+
+
+def test_one_gate_after_another() -> None:
+    """Agents come in at each: nothing that is left of one before stands in the way."""
+
+    async def come_once() -> None:
+        said: list[NodeUp] = []
+        gate = Gate(lambda _, message: said.append(message), lambda _: None)
+        gate.open()
+        with connect(gate.ticket(("127.0.0.1",), fork=True)) as link:
+            try:
+                link.send(node_bytes(Starting(3)))
+                await until(lambda: said)
+            finally:
+                await gate.close()
+
+    async def come_and_come() -> None:
+        for _ in range(4):
+            await come_once()
+
+    asyncio.run(come_and_come())
+
+
+def test_agents_come_and_go() -> None:
+    """What one sends arrives, it gets what is sent to it, and its end is noticed."""
+
+    async def come_and_go() -> None:
+        said: list[tuple[bytes, NodeUp]] = []
+        lost: list[bytes] = []
+        gate = Gate(lambda identity, message: said.append((identity, message)), lost.append)
+        gate.open()
+        link = connect(gate.ticket(("127.0.0.1",), fork=True))
+        try:
+            link.send(node_bytes(Starting(3)))
+            await until(lambda: said)
+            identity, message = said[0]
+            assert message == Starting(3)
+            gate.send(identity, Leave())
+            await asyncio.to_thread(link.poll, SOON * 1000)
+            frames = [link.recv()]
+            while not frames[-1]:  # signs of life
+                await asyncio.to_thread(link.poll, SOON * 1000)
+                frames.append(link.recv())
+            assert down_from(frames[-1]) == Leave()
+            assert (lost, gate.refused) == ([], 0)
+            link.close()
+            await until(lambda: lost)
+            assert lost == [identity]
+        finally:
+            link.close()
+            await gate.close()
+
+    asyncio.run(come_and_go())
+
+
+def test_strangers_are_refused_and_counted() -> None:
+    """One without the world's keys, and one that speaks no ZeroMQ: nothing of theirs arrives."""
+
+    async def come() -> None:
+        said: list[NodeUp] = []
+        gate = Gate(lambda _, message: said.append(message), lambda _: None)
+        gate.open()
+        ticket = gate.ticket(("127.0.0.1",), fork=True)
+        links = [
+            connect(replace(ticket, keys=KeyPair.new())),
+            connect(replace(ticket, server_key=KeyPair.new().public)),
+        ]
+        try:
+            for link in links:
+                link.send(node_bytes(Starting(1)))
+            await until(lambda: gate.refused >= len(links))
+            assert said == []
+            assert "2 refused" in repr(gate) or gate.refused > 2
+        finally:
+            for link in links:
+                link.close()
+            await gate.close()
+
+    asyncio.run(come())

@@ -1,0 +1,172 @@
+"""Several hosts on one machine: network namespaces with real daemons in them.
+
+Everything is started when a test first asks for it, and ends with the run.  Where this is not root,
+or something is not installed, the tests that ask for it are skipped and say why.
+
+What a test can ask for:
+
+- `hosts`: a list of three `tests.hosts.network.Host`s: node1, node2, node3.  After the test all
+  trouble is undone (`Host.mend`), and what is left on any host is an error of the test:
+  processes, TCP ports that listen, `nbdist-*` folders, shared memory.  A module marked
+  `shared_world` is looked at after its last test only.
+- `network`: the same with the switch.  `network.address` and `network.address6` are those of this
+  machine, where the tests run: it is the notebook's.  `network.folder` is a folder of all hosts.
+- `sshd`: real ones, and aliases: `sshd.ssh("node1", "hostname")`; `sshd.environ` for a program that
+  calls `ssh`.  See `tests.hosts.sshd` for aliases that are refused, over IPv6, and so on.
+- `slurm`: `slurm.environ`, `slurm.run("srun", ...)`, `slurm.allocate("-N2")`, `slurm.cancel(job)`.
+- `etcd`: `etcd.address`.
+- `cluster`: a Ray, of the module; `cluster.address`, `cluster.actors(host)`
+- `path`: this process calls the `ssh` of `sshd`
+- `launch(hosts="node1:2,node2:2", ...)` -> a started `World`, ended after the test
+
+A host:
+
+- `name address address6 environ folder`
+- `run("line of sh")` or `run(["command", "word"])` -> CompletedProcess with text; `popen(...)`,
+  ended by `network.end(process)`; `argv(...)`, the command line that does it; `path("/tmp")`, how a
+  file of the host's is reached from here
+- `processes()` -> pid: command line; `listening()` -> ports; `left()` -> what a test has left
+- `link_down() link_up() slow(delay=0.05, loss=0.01) fast() limit(100) block_port(80) block_port()
+  block_port_of(address, 80) set_clock(3600) set_names({}) mend()`
+- `kill_all()`: what a reset of its power does to processes
+
+A host shares programs, this repository, `/run` and the processor with all others, and nothing else:
+its `/tmp`, `/dev/shm`, `/etc` and home folder are its own.  `hosts[0].run("python ...")` is the
+Python that runs the tests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from nbdist.world.world import World
+from tests.hosts import etcd as etcds
+from tests.hosts import network as networks
+from tests.hosts import ray_cluster as rays
+from tests.hosts import slurm as slurms
+from tests.hosts import sshd as sshds
+from tests.hosts.etcd import Etcd
+from tests.hosts.network import Host, Network
+from tests.hosts.ray_cluster import RayCluster
+from tests.hosts.slurm import Slurm
+from tests.hosts.sshd import Sshd
+from tests.hosts.worlds import new_world
+
+NAMES = ("node1", "node2", "node3")
+
+# As long as a node needs to end its workers politely.
+LEAK_TIMEOUT = 8.0
+POLL_SECONDS = 0.05
+
+
+@pytest.fixture(scope="session")
+def network(nothing_is_left_by_all: set[str]) -> Iterator[Network]:
+    """Three hosts and this machine at one switch."""
+    if reason := networks.missing():
+        pytest.skip(reason)
+    network = Network(NAMES)
+    yield network
+    network.close()
+
+
+@pytest.fixture(scope="session")
+def sshd(network: Network) -> Iterator[Sshd]:
+    """A real sshd on each host."""
+    if reason := sshds.missing():
+        pytest.skip(reason)
+    sshd = Sshd(network)
+    yield sshd
+    sshd.close()
+
+
+@pytest.fixture(scope="session")
+def path(sshd: Sshd) -> Iterator[None]:
+    """Have the ssh of a user who knows the hosts, in this process and what it starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", sshd.environ["PATH"])
+        yield
+
+
+@pytest.fixture(scope="session")
+def slurm(network: Network) -> Iterator[Slurm]:
+    """A real Slurm over the hosts."""
+    if reason := slurms.missing():
+        pytest.skip(reason)
+    slurm = Slurm(network)
+    yield slurm
+    slurm.close()
+
+
+@pytest.fixture(scope="session")
+def etcd(network: Network) -> Iterator[Etcd]:
+    """A real etcd on the first host."""
+    if reason := etcds.missing():
+        pytest.skip(reason)
+    etcd = Etcd(network)
+    yield etcd
+    etcd.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(network: Network) -> Iterator[RayCluster]:
+    """A real Ray, with a node on each of the first two hosts."""
+    if reason := rays.missing():
+        pytest.skip(reason)
+    cluster = RayCluster(network)
+    try:
+        cluster.start()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_ADDRESS", cluster.address)
+            yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.fixture(scope="module")
+def hosts_of_module(network: Network) -> Iterator[list[Host]]:
+    """The hosts, for a fixture of a module, after which nothing may be left on them."""
+    yield network.hosts
+    complain(network, "the module")
+
+
+@pytest.fixture
+def hosts(request: pytest.FixtureRequest, hosts_of_module: list[Host]) -> Iterator[list[Host]]:
+    """The hosts, on which nothing may be left by the test, and which are well again after it."""
+    network: Network = request.getfixturevalue("network")
+    yield hosts_of_module
+    for host in network.everything:
+        host.mend()
+    if not request.node.get_closest_marker("shared_world"):
+        complain(network, "the test")
+
+
+@pytest.fixture
+def launch(hosts: list[Host], path: None) -> Iterator[Callable[..., World]]:
+    """Makes worlds of a test's own, as `tests.hosts.worlds.new_world`, and ends them."""
+    made: list[World] = []
+
+    def launch(*args: Any, **options: Any) -> World:
+        made.append(new_world(*args, **options))
+        return made[-1]
+
+    yield launch
+    for world in made:
+        world.shutdown()
+
+
+def complain(network: Network, where: str, timeout: float = LEAK_TIMEOUT) -> None:
+    """Fails unless all that is no daemon's has gone from all hosts, after some seconds at most.
+
+    What is still there is ended, so that the next test is not blamed for it.
+    """
+    deadline = time.monotonic() + timeout
+    while left := network.left():
+        if time.monotonic() > deadline:
+            network.clean()
+            lines = "".join(f"  {line}\n" for line in left)
+            pytest.fail(f"left on hosts by {where}:\n{lines}", pytrace=False)
+        time.sleep(POLL_SECONDS)

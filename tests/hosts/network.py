@@ -1,0 +1,495 @@
+"""Hosts that are network namespaces of this machine, and the switch that they are plugged into.
+
+Needs root.  A host has its own addresses, name, `/etc`, `/tmp`, `/dev/shm` and home folder;
+programs, this repository and `/run` are everybody's.  The tests' own process stands at the switch,
+with an address there: it is the notebook's machine.
+
+A process per host holds the namespaces, and ends when its stdin does: when this process ends,
+however it does, the hosts go with it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import pwd
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from tests.hosts import slow_link
+
+ROOT = Path(__file__).parents[2]
+HOME = Path(pwd.getpwuid(os.getuid()).pw_dir)
+NAMESPACES = ("--net", "--uts", "--mount", "--ipc")
+
+COMMAND_TIMEOUT = 30.0
+END_TIMEOUT = 5.0
+POLL_SECONDS = 0.02
+
+TOOLS = ("ip", "tc", "nft", "nsenter", "unshare", "setpriv")
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+# In the mounts of all processes of a host, with the number of the process that made it.
+OF_RUN = re.compile(r"/nbh-([0-9]+)-")
+
+# The kernel's number for a TCP socket that listens, in /proc/net/tcp.
+LISTENS = "0A"
+
+CLOCK = Path(__file__).with_name("clock.c")
+
+
+def missing() -> str | None:
+    """Why there can be no hosts here, or None."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if absent := [tool for tool in TOOLS if not shutil.which(tool)]:
+        return f"not installed: {', '.join(absent)} (apt-get install iproute2 nftables util-linux)"
+    tried = subprocess.run(["unshare", *NAMESPACES, "true"], capture_output=True, text=True)
+    return f"no namespaces: {tried.stderr.strip()}" if tried.returncode else None
+
+
+def sh(*command: str) -> str:
+    """What a command of this machine prints; AssertionError with its complaint if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}{done.stdout}"
+    return done.stdout
+
+
+def wait_for(fact: Callable[[], object], what: str, timeout: float = COMMAND_TIMEOUT) -> None:
+    """Return when something is true; AssertionError with what was waited for if it never is."""
+    deadline = time.monotonic() + timeout
+    while not fact():
+        assert time.monotonic() < deadline, f"after {timeout:.0f} s: {what}"
+        time.sleep(POLL_SECONDS)
+
+
+def end(process: subprocess.Popen[bytes], sign: signal.Signals = signal.SIGTERM) -> None:
+    """End it and what it has started, politely and then not, and wait for it."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, sign)
+    try:
+        process.wait(END_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(END_TIMEOUT)
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream:
+            stream.close()
+
+
+class Host:
+    """A host of the network, with two addresses that all others reach."""
+
+    def __init__(self, network: Network, name: str, number: int) -> None:
+        self.name = name
+        self.address = str(network.subnet[number])
+        self.address6 = str(network.subnet6[number])
+        self.folder = network.folder / name
+        """Its own, of this machine: its `/etc`, `/tmp` and home folder are in there."""
+        self.environ = {
+            "PATH": f"{Path(sys.executable).parent}:{PATH}",
+            "HOME": str(HOME),
+            "LANG": "C.UTF-8",
+            "NBDIST_TEST_RUN": os.environ.get("NBDIST_TEST_RUN", ""),
+        }
+        """What `run` and `popen` start with, and nothing else."""
+        self._network = network
+        self._port = f"{network.prefix}p{number}"  # the switch's end of its cable
+        self._lasting: set[int] = set()
+        self._lasting_ports: set[int] = set()
+        self._delayed: subprocess.Popen[bytes] | None = None
+        self._holder = self._hold()
+        self._plug_in()
+
+    def __repr__(self) -> str:
+        return f"<Host {self.name} {self.address}>"
+
+    # --- making -------------------------------------------------------------------------
+
+    def _hold(self) -> subprocess.Popen[bytes]:
+        self.folder.mkdir()
+        sh("cp", "-a", "/etc", str(self.folder / "etc"))
+        script = "\n".join(
+            [
+                "set -e",
+                "mount --make-rprivate /",
+                f"hostname {self.name}",
+                *_covering(Path("/tmp"), self.folder / "tmp"),
+                *_covering(HOME, self.folder / "home"),
+                f"mount --bind {self.folder}/etc /etc",
+                "mount -t tmpfs tmpfs /dev/shm",
+                "ip link set lo up",
+                "echo ready",
+                "exec cat",
+            ]
+        )
+        holder = subprocess.Popen(
+            ["unshare", *NAMESPACES, "sh", "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"ready\n", f"{self.name} could not be made"
+        self._lasting.add(holder.pid)
+        return holder
+
+    def _plug_in(self) -> None:
+        cable = f"{self._port}h"
+        sh("ip", "link", "add", self._port, "type", "veth", "peer", "name", cable)
+        sh("ip", "link", "set", cable, "netns", str(self._holder.pid))
+        sh("ip", "link", "set", self._port, "master", self._network.prefix, "up")
+        self.run(f"ip link set {cable} name eth0 && ip link set eth0 up")
+        self._give_addresses()
+
+    def _give_addresses(self) -> None:
+        self.run(f"ip addr replace {self.address}/24 dev eth0")
+        self.run(f"ip -6 addr replace {self.address6}/64 dev eth0 nodad")
+
+    # --- processes ----------------------------------------------------------------------
+
+    def argv(
+        self, command: str | Sequence[str], environ: Mapping[str, str] | None = None
+    ) -> list[str]:
+        """The command line of this machine that runs a command, or a line of sh, on the host."""
+        words = ["sh", "-c", command] if isinstance(command, str) else command
+        variables = [
+            f"{name}={value}" for name, value in {**self.environ, **(environ or {})}.items()
+        ]
+        entered = ["nsenter", "--target", str(self._holder.pid), *NAMESPACES]
+        return [*entered, "env", "-i", f"--chdir={HOME}", *variables, *words]
+
+    def run(
+        self,
+        command: str | Sequence[str],
+        *,
+        environ: Mapping[str, str] | None = None,
+        timeout: float = COMMAND_TIMEOUT,
+        check: bool = True,
+        stdin: str = "",
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command, or a line of sh, on the host; `stdout` and `stderr` are text.
+
+        AssertionError with what it said where it fails, unless `check` is False.
+        """
+        done = subprocess.run(
+            self.argv(command, environ),
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        if check:
+            assert done.returncode == 0, f"{self.name}: {command}: {done.stderr}{done.stdout}"
+        return done
+
+    def popen(
+        self,
+        command: str | Sequence[str],
+        *,
+        environ: Mapping[str, str] | None = None,
+        **options: object,
+    ) -> subprocess.Popen[bytes]:
+        """Start one on the host, in a session of its own; `options` are those of Popen.
+
+        It is killed when this process ends; the test ends it before (`network.end`).
+        """
+        options = {"stdin": subprocess.DEVNULL, "start_new_session": True, **options}
+        command = ["setpriv", "--pdeathsig", "KILL", *self.argv(command, environ)]
+        return subprocess.Popen(command, **options)  # type: ignore[call-overload, no-any-return]
+
+    def processes(self) -> dict[int, str]:
+        """The command line of every process on the host, by its id, daemons included."""
+        network = os.stat(f"/proc/{self._holder.pid}/ns/net").st_ino
+        found = {}
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+            with suppress(OSError):
+                if os.stat(f"/proc/{pid}/ns/net").st_ino == network:
+                    found[pid] = _command(pid)
+        return found
+
+    def listening(self) -> set[int]:
+        """The TCP ports that something listens on, whatever the address, daemons' included."""
+        ports = set()
+        for table in ("tcp", "tcp6"):
+            lines = Path(f"/proc/{self._holder.pid}/net/{table}").read_text().splitlines()[1:]
+            rows = map(str.split, lines)
+            ports.update(int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == LISTENS)
+        return ports
+
+    def path(self, path: str) -> Path:
+        """The path under which this machine sees a file of the host's."""
+        return Path(f"/proc/{self._holder.pid}/root{path}")
+
+    def lasts(self, process: int, *ports: int) -> None:
+        """Say of a daemon, and of the ports it listens on, that no test leaves it behind."""
+        self._lasting.add(process)
+        self._lasting_ports.update(ports)
+
+    def left(self) -> list[str]:
+        """One line for each thing here that is no daemon's: what a test has left behind."""
+        processes = self.processes()
+        strays = [pid for pid in processes if not self._is_lasting(pid)]
+        folders = self.path("/tmp").glob("nbdist-*")
+        return [
+            *(f"{self.name}: process {pid}: {processes[pid]}" for pid in strays),
+            *(f"{self.name}: port {port}" for port in self.listening() - self._lasting_ports),
+            *(f"{self.name}: folder {path.name}" for path in folders),
+            *(f"{self.name}: /dev/shm/{name}" for name in os.listdir(self.path("/dev/shm"))),
+        ]
+
+    def _is_lasting(self, pid: int) -> bool:
+        """Whether it is a daemon, a thing that a daemon keeps besides itself, or has ended."""
+        try:
+            state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[:2]
+        except OSError:
+            return True
+        return state == "Z" or pid in self._lasting or int(parent) in self._network.keepers
+
+    # --- trouble ------------------------------------------------------------------------
+
+    def link_down(self) -> None:
+        """Pull the cable."""
+        sh("ip", "link", "set", self._port, "down")
+
+    def link_up(self) -> None:
+        """Plug it in again."""
+        sh("ip", "link", "set", self._port, "up")
+        # With the carrier the kernel takes its IPv6 routes away.
+        self._give_addresses()
+
+    def slow(self, *, delay: float = 0.05, loss: float = 0.01) -> None:
+        """Have each frame of its cable take so many seconds, in both directions, or get lost.
+
+        By a program of ours between the host and the switch: this works where the kernel has no
+        netem.  `loss` is a fraction.
+        """
+        self.fast()
+        near, far = f"{self._port}a", f"{self._port}b"
+        sh("ip", "link", "add", near, "type", "veth", "peer", "name", far)
+        sh("ip", "link", "set", near, "up")
+        sh("ip", "link", "set", self._port, "nomaster")
+        sh("ip", "link", "set", far, "master", self._network.prefix, "up")
+        self._delayed = subprocess.Popen(
+            [
+                *("setpriv", "--pdeathsig", "KILL", sys.executable, slow_link.__file__),
+                *(self._port, near, str(delay), str(loss)),
+            ],
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._delayed.stdout is not None
+        assert self._delayed.stdout.readline() == b"ready\n", "the slow link did not come up"
+
+    def fast(self) -> None:
+        """Undo `slow`."""
+        if self._delayed is not None:
+            end(self._delayed)
+            self._delayed = None
+            sh("ip", "link", "delete", f"{self._port}a")
+            sh("ip", "link", "set", self._port, "master", self._network.prefix)
+
+    def limit(self, megabits: int) -> None:
+        """Have its cable carry so many million bits a second, in each direction."""
+        self.no_limit()
+        shape = ("root", "tbf", "rate", f"{megabits}mbit", "burst", "256kb", "latency", "50ms")
+        sh("tc", "qdisc", "add", "dev", self._port, *shape)
+        self.run(["tc", "qdisc", "add", "dev", "eth0", *shape])
+
+    def no_limit(self) -> None:
+        """Undo `limit`."""
+        self.run("tc qdisc del dev eth0 root", check=False)
+        subprocess.run(["tc", "qdisc", "del", "dev", self._port, "root"], capture_output=True)
+
+    def block_port(self, port: int | None = None) -> None:
+        """Drop what others send to a TCP port of this host, or to any, as a silent firewall."""
+        what = f"tcp dport {port}" if port else "meta l4proto tcp tcp flags syn / syn,ack"
+        self.run(["nft", "add table inet nbt"])
+        self.run(["nft", "add chain inet nbt in { type filter hook input priority 0 ; }"])
+        self.run(["nft", f"add rule inet nbt in iifname eth0 {what} drop"])
+
+    def block_from(self, address: str) -> None:
+        """Drop what comes from another host, until `mend`; that host goes on sending it."""
+        family = "ip6" if ":" in address else "ip"
+        self.run(["nft", "add table inet nbt"])
+        self.run(["nft", "add chain inet nbt in { type filter hook input priority 0 ; }"])
+        self.run(["nft", f"add rule inet nbt in {family} saddr {address} drop"])
+
+    def block_port_of(self, address: str, port: int) -> None:
+        """Drop what this host sends to a TCP port of another machine."""
+        family = "ip6" if ":" in address else "ip"
+        self.run(["nft", "add table inet nbt"])
+        self.run(["nft", "add chain inet nbt out { type filter hook output priority 0 ; }"])
+        self.run(["nft", f"add rule inet nbt out {family} daddr {address} tcp dport {port} drop"])
+
+    def set_clock(self, ahead: float) -> None:
+        """Have what is started on the host from now on see another time: so many seconds later.
+
+        The kernel has one clock for all namespaces; a library that the loader puts into every
+        program adds the seconds.  Needs gcc.
+        """
+        library = self.folder / "etc" / "clock.so"
+        if not library.exists():
+            sh("gcc", "-O1", "-shared", "-fPIC", "-o", str(library), str(CLOCK))
+        (self.folder / "etc" / "clock.ahead").write_text(repr(ahead))
+        (self.folder / "etc" / "ld.so.preload").write_text("/etc/clock.so\n")
+
+    def set_names(self, names: Mapping[str, str]) -> None:
+        """Have the host know these names, and localhost: name -> address."""
+        lines = [f"{address} {name}\n" for name, address in names.items()]
+        local = "127.0.0.1 localhost\n::1 localhost ip6-localhost\n"
+        (self.folder / "etc" / "hosts").write_text(local + "".join(lines))
+
+    def mend(self) -> None:
+        """Undo all of the above."""
+        self.fast()
+        self.no_limit()
+        (self.folder / "etc" / "ld.so.preload").unlink(missing_ok=True)
+        self.link_up()
+        self.run(["nft", "flush ruleset"])
+        self.set_names({host.name: host.address for host in self._network.everything})
+
+    # --- ending -------------------------------------------------------------------------
+
+    def kill_all(self, but: Sequence[int] = ()) -> None:
+        """Kill every process of the host that is no daemon, as a reset of its power does."""
+        for pid in self.processes():
+            if pid not in but and not self._is_lasting(pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End all that is on it, and the host."""
+        self.fast()
+        for pid in self.processes():
+            if pid != self._holder.pid:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        end(self._holder, signal.SIGKILL)
+        # The kernel takes the namespace apart when it finds time to, and the cable with it.
+        subprocess.run(["ip", "link", "delete", self._port], capture_output=True)
+
+
+class Network:
+    """Hosts at a switch, and this machine at it too."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        _remove_abandoned()
+        self.prefix = f"nb{os.getpid()}"
+        self.folder = Path(tempfile.mkdtemp(prefix=f"nbh-{os.getpid()}-", dir="/run"))
+        """Of this machine and of all hosts: what they are to share."""
+        self.keepers: set[int] = set()
+        """Daemons whose children last as long as they do."""
+        self.subnet, self.subnet6 = _free_subnets()
+        self.address, self.address6 = str(self.subnet[254]), str(self.subnet6[254])
+        """This machine's."""
+        self.folder.chmod(0o755)
+        self._switch_on()
+        self.everything: list[Host] = []
+        self.hosts: list[Host] = []
+        for name in names:
+            self.hosts.append(self.add(name))
+
+    def add(self, name: str) -> Host:
+        """One more host, which is not among `hosts`."""
+        host = Host(self, name, len(self.everything) + 1)
+        self.everything.append(host)
+        for each in self.everything:
+            each.set_names({other.name: other.address for other in self.everything})
+        return host
+
+    def _switch_on(self) -> None:
+        kind = ("type", "bridge", "forward_delay", "0", "mcast_snooping", "0")
+        sh("ip", "link", "add", self.prefix, *kind)
+        sh("ip", "link", "set", self.prefix, "up")
+        sh("ip", "addr", "add", f"{self.address}/24", "dev", self.prefix)
+        sh("ip", "-6", "addr", "add", f"{self.address6}/64", "dev", self.prefix, "nodad")
+
+    def left(self) -> list[str]:
+        """One line for each thing on any host that a test has left behind."""
+        return [line for host in self.everything for line in host.left()]
+
+    def clean(self) -> None:
+        """End and remove all that `left` tells."""
+        for host in self.everything:
+            host.kill_all()
+            places = [host.path("/tmp"), host.path("/dev/shm")]
+            for path in [path for place in places for path in place.glob("*")]:
+                if path.is_dir() and path.name.startswith("nbdist-"):
+                    shutil.rmtree(path, ignore_errors=True)
+                elif path.parent.name == "shm":
+                    path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """End all hosts, and take the switch away."""
+        for host in self.everything:
+            host.close()
+        sh("ip", "link", "delete", self.prefix)
+        shutil.rmtree(self.folder)
+
+
+def _covering(folder: Path, ours: Path) -> Iterator[str]:
+    """Lines of sh that put a folder of the host's own in the place of this machine's.
+
+    What Python and this repository need of it is still there.
+    """
+    ours.mkdir(mode=0o1777 if folder == Path("/tmp") else 0o700)
+    needed = {ROOT, Path(sys.prefix), Path(sys.base_prefix), *map(Path, filter(None, sys.path))}
+    if any(folder.is_relative_to(path) for path in needed):
+        return
+    inside = sorted(path for path in needed if path.is_relative_to(folder) and path.exists())
+    kept: list[Path] = []
+    for path in inside:
+        if any(path.is_relative_to(other) for other in kept):
+            continue
+        kept.append(path)
+        place = ours / path.relative_to(folder)
+        if path.is_dir():
+            yield f"mkdir -p '{place}'"
+            yield f"mount --bind '{path}' '{place}'"
+    yield f"mount --rbind '{ours}' '{folder}'"
+
+
+def _command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+
+
+def _free_subnets() -> tuple[ipaddress.IPv4Network, ipaddress.IPv6Network]:
+    """Two that nothing on this machine has an address in."""
+    links = json.loads(sh("ip", "-json", "addr"))
+    taken = [
+        ipaddress.ip_interface(f"{each['local']}/{each['prefixlen']}").network
+        for link in links
+        for each in link["addr_info"]
+    ]
+    for number in range(os.getpid(), os.getpid() + 1000):
+        subnet = ipaddress.IPv4Network(f"10.{128 + (number >> 8) % 64}.{number % 256}.0/24")
+        if not any(subnet.overlaps(other) for other in taken if other.version == 4):
+            return subnet, ipaddress.IPv6Network(f"fd6e:{number % 0xFFFF:x}::/64")
+    raise AssertionError("this machine has an address in every network")
+
+
+def _remove_abandoned() -> None:
+    """End and remove what runs that were killed have left: processes, switches, folders."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            of_run = OF_RUN.search(Path(f"/proc/{pid}/mountinfo").read_text())
+            if of_run and not Path(f"/proc/{of_run[1]}").exists():
+                os.kill(int(pid), signal.SIGKILL)
+    for link in json.loads(sh("ip", "-json", "link")):
+        name = link["ifname"]
+        if name[:2] == "nb" and name[2:].isdigit() and not Path(f"/proc/{name[2:]}").exists():
+            # Another run that begins just now may be quicker.
+            subprocess.run(["ip", "link", "delete", name], capture_output=True)
+    for folder in Path("/run").glob("nbh-*-*"):
+        if not Path(f"/proc/{folder.name.split('-')[1]}").exists():
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,140 @@
+"""Big values between this machine and two hosts, over ssh: and what can go wrong half-way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from nbdist.errors import WorkerError
+from nbdist.wire.payload import pack_names
+from nbdist.world.world import World
+from tests.hosts.memory import LIMIT, MIB, SIZE, begun, nothing_is_left, stop
+from tests.hosts.network import Host
+from tests.hosts.worlds import new_world
+
+# What the memory is that a tensor lies in: the inode, and how much of it counts for this process.
+MEMORY = """
+import re
+def memory_of(tensor):
+    at, inode = tensor.data_ptr(), None
+    for line in open("/proc/self/smaps"):
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) \\S+ \\S+ \\S+ (\\d+) +(.*)", line):
+            first, last = int(found[1], 16), int(found[2], 16)
+            inode = int(found[3]) if first <= at < last and "memfd:nbdist " in found[4] else None
+        elif inode is not None and line.startswith("Pss:"):
+            return inode, int(line.split()[1]) << 10
+"""
+
+
+@pytest.fixture(scope="module")
+def shared(hosts_of_module: list[Host], path: None) -> Iterator[World]:
+    """One for all tests that leave it as it was."""
+    with new_world() as world:
+        yield world
+
+
+@pytest.fixture
+def world(shared: World, hosts_of_module: list[Host]) -> Iterator[World]:
+    """The same, after which no big value may be left on a host."""
+    yield shared
+    shared.execute("for name in ('big', 'mine', 'part'): globals().pop(name, None)")
+    nothing_is_left(hosts_of_module)
+
+
+def test_a_big_name(world: World) -> None:
+    """It arrives as it was, once on each host, whose ranks share it; and comes back so."""
+    big = torch.arange(SIZE // 8)
+    world.execute(MEMORY + "total, at = int(big.sum()), memory_of(big)", names={"big": big})
+    assert world.gather("total") == [int(big.sum())] * 4
+    inodes, sizes = zip(*world.gather("at"), strict=True)
+    assert inodes[0] == inodes[1] != inodes[2] == inodes[3]
+    assert sizes == pytest.approx([SIZE // 2] * 4, rel=0.1)
+    assert all(torch.equal(each, big) for each in world.gather("big"))
+
+
+def test_parts_of_a_big_value(world: World) -> None:
+    """Each rank gets its own, and gives it back."""
+    world.scatter("part", torch.arange(4 * MIB))
+    world.execute("part += rank")
+    found = world.gather("part", join="cat")
+    assert torch.equal(found, torch.arange(4 * MIB) + torch.arange(4).repeat_interleave(MIB))
+
+
+def test_values_from_host_to_host(world: World) -> None:
+    """Copied through the group; and compared by what one rank lends to those of another host."""
+    world.execute("import torch\nmine = torch.full((1 << 20,), float(rank))")
+    (lent,) = world.call("diff.lend", [3], expression="mine", paths=("",)).values.values()
+    found = world.call("diff.compare", [0], expression="mine", packed=lent.packed)
+    assert found.rank(0)[""].most == 3.0
+    world.sync(["mine"], source=3, ranks=range(3))
+    world.execute("same = bool((mine == 3).all())")
+    assert world.gather("same") == [True] * 4
+
+
+def test_what_a_function_returns(world: World) -> None:
+    """Its argument goes there as a name does."""
+    given = torch.arange(MIB)
+    result = world.run(lambda x: x * 2, given)
+    assert all(torch.equal(result.rank(rank), given * 2) for rank in range(4))
+
+
+def test_how_far_it_is(world: World, hosts_of_module: list[Host]) -> None:
+    """The notebook is told while it is on its way, and when it is there on all hosts."""
+    hosts_of_module[1].limit(2 * LIMIT)
+    payload, segment = pack_names({"big": torch.ones(SIZE // 4)}, {})
+    assert segment is not None
+    with segment:
+        running = world.session.submit(world.session.task("total = big.sum()", names=payload))
+        seen = [running.bytes_moved for _ in world.session.follow(running)]
+    hosts_of_module[1].no_limit()
+    done, total = zip(*(far for far in dict.fromkeys(seen) if far[1]), strict=True)
+    assert len(done) > 3
+    assert [*done] == sorted(done)
+    assert {*total} == {done[-1]}
+    assert done[-1] == pytest.approx(2 * SIZE, rel=0.01)
+
+
+def test_stop_before_it_is_there(world: World, hosts_of_module: list[Host]) -> None:
+    """No rank gets the task, what has come is let go, and the next cell runs."""
+    hosts_of_module[1].limit(LIMIT)
+    watch = begun(hosts_of_module, stop)
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        world.execute("ran = True", names={"big": torch.ones(SIZE // 4)})
+    assert time.monotonic() - started < 6.0
+    watch.join()
+    nothing_is_left(hosts_of_module)
+    hosts_of_module[1].no_limit()
+    world.execute("has = 'big' in globals() or 'ran' in globals()")
+    assert world.gather("has") == [False] * 4
+
+
+def test_stop_before_it_is_back(world: World, hosts_of_module: list[Host]) -> None:
+    """The value stays with its rank."""
+    world.execute(f"import torch\nmine = torch.ones({SIZE // 4})")
+    hosts_of_module[1].limit(LIMIT)
+    watch = begun(hosts_of_module, stop)
+    with pytest.raises(KeyboardInterrupt):
+        world.gather("mine", ranks=[2])
+    watch.join()
+    hosts_of_module[1].no_limit()
+    assert torch.equal(world.gather("mine[:9]", rank=2), torch.ones(9))
+
+
+def test_no_room_on_one_host(world: World, hosts_of_module: list[Host]) -> None:
+    """One line names it and the size; no rank has run anything."""
+    second = hosts_of_module[1]
+    full = "MemTotal: 1048576 kB\nMemAvailable: 40960 kB\nSwapFree: 0 kB\n"
+    second.path("/root/meminfo").write_text(full)
+    # The agents see it: they are in the host's own mount namespace.
+    second.run("mount --bind /root/meminfo /proc/meminfo")
+    try:
+        with pytest.raises(WorkerError, match=r"rank 2 on node2.*: node2: 0\.07 GB to be sent"):
+            world.execute("ran = True", names={"big": torch.ones(SIZE // 4)})
+    finally:
+        second.run("umount /proc/meminfo")
+    world.execute("ran = 'ran' in globals()")
+    assert world.gather("ran") == [False] * 4

@@ -1,0 +1,86 @@
+"""Files, modules, logs and names of hosts, of a world over ssh on hosts that share no folder."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nbdist.errors import WorkerError
+from nbdist.notebook.log_reading import last_lines_there
+from nbdist.wire.messages import GetLogs
+from nbdist.world.world import World
+from tests.hosts.network import Host
+from tests.hosts.sshd import Sshd
+
+pytestmark = pytest.mark.shared_world(2)
+
+MINE = "def answer():\n    return {}\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The notebook's, with a module."""
+    folder = tmp_path_factory.mktemp("nb")
+    (folder / "mine.py").write_text(MINE.format(1))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def started(sshd: Sshd, hosts_of_module: list[Host], folder: Path) -> Iterator[World]:
+    """Two ranks, each on a host of its own, with code that follows the notebook's."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PATH", sshd.environ["PATH"])
+        patched.chdir(folder)
+        patched.setattr(sys, "path", ["", *sys.path])
+        with World(2, hosts="node1:1,node2:1", sync_code=True, name="logs") as world:
+            yield world
+
+
+def test_code_follows_the_notebook(world: World, folder: Path) -> None:
+    """Modules are there, in the working folder, and edited ones are imported anew."""
+    world.execute("import os, mine; where = os.getcwd()")
+    assert world.gather("mine.answer()") == [1, 1]
+    assert all("/nbdist-code-" in where for where in world.gather("where"))
+    (folder / "mine.py").write_text(MINE.format(2))
+    (folder / "new.py").write_text("import mine\nbig = 10 * mine.answer()\n")
+    world.execute("from new import big")
+    assert world.gather("big, mine.answer()") == [(20, 2)] * 2
+
+
+def test_hosts_are_named(world: World) -> None:
+    """In results, errors and status, and by the loggers."""
+    result = world.run(socket.gethostname)
+    assert result.index(hostname="node2", local_rank=0) == result.rank(1) == "node2"
+    with pytest.raises(WorkerError, match="first: rank 1 on node2 after"):
+        world.execute("assert rank == 0", ranks=[1])
+    assert [row.host for row in world.status()] == ["node1", "node2"]
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("nbdist.node2.0")
+    logger.addHandler(handler)
+    try:
+        world.execute("import logging; logging.warning('from %d', rank)")
+        assert [record.getMessage() for record in records] == ["from 1"]
+    finally:
+        logger.removeHandler(handler)
+
+
+def test_logs_of_all_hosts_are_read(world: World) -> None:
+    """Each host has its own files; what they hold is asked for through the link."""
+    world.execute("for i in range(3000): print('line', i, 'of', rank)")
+    get = GetLogs((0, 1), ("stdout",), 100)
+    pieces = world.session.ask(get)
+    assert [piece.data.splitlines()[-1] for piece in pieces] == [
+        b"line 2999 of 0",
+        b"line 2999 of 1",
+    ]
+    assert ["/node1/" in pieces[0].file, "/node2/" in pieces[1].file] == [True, True]
+    found = last_lines_there(pieces[1], get, world.session.ask, 5000, re.compile("line [0-4] of"))
+    assert found == [f"line {number} of 1" for number in range(5)]

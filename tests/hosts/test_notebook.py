@@ -1,0 +1,83 @@
+"""A notebook whose workers are on other hosts: what its magics say of them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.network import Host
+from tests.hosts.sshd import Sshd
+from tests.notebook.front_end import Notebook
+
+pytestmark = pytest.mark.shared_world
+
+LOGS = "/tmp/nbt-logs"
+"""Which each host has for itself."""
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """The notebook's, with a module of the user's."""
+    with tempfile.TemporaryDirectory(prefix="nbt-") as folder:
+        Path(folder, "mine.py").write_text("x = 1\n")
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def notebook(sshd: Sshd, hosts_of_module: list[Host], folder: Path) -> Iterator[Notebook]:
+    """One with two workers, each on a host of its own."""
+    environ = {**sshd.environ, "NBDIST_LOG_DIR": LOGS}
+    notebook = Notebook(f"%cd -q {folder}", "%load_ext nbdist", env=environ)
+    cell = "%%distributed --hosts node1:1,node2:1 --name logs\nprint('hello from', rank)"
+    assert notebook.run(cell).errors == []
+    yield notebook
+    notebook.close()
+
+
+def test_status_and_stacks_name_hosts(notebook: Notebook) -> None:
+    """In the head line, and for each rank."""
+    lines = notebook.run("%dist_status").text.splitlines()
+    assert lines[0].startswith("2 workers as 2x1 on node1 and node2 · gloo · ready")
+    assert lines[1].split()[:3] == ["rank", "host", "state"]
+    assert [line.split()[:2] for line in lines[2:4]] == [["0", "node1"], ["1", "node2"]]
+    assert "── ranks 0 on node1, 1 on node2 same · idle ──" in notebook.run("%dist_stack").text
+
+
+def test_who_was_refused(notebook: Notebook) -> None:
+    """Strangers are counted; that the count is right is in `tests/hosts/test_security.py`."""
+    assert notebook.run("%dist_status -v").text.splitlines()[-1] == (
+        "connections refused, which had not this world's keys: none"
+    )
+
+
+def test_logs_of_all_hosts(notebook: Notebook) -> None:
+    """With the host of each rank, and where the files are there."""
+    lines = notebook.run("%dist_log --tail 3 --grep hello").text.splitlines()
+    said = ["── rank 0 on node1 ──", "hello from 0", "── rank 1 on node2 ──", "hello from 1"]
+    assert lines[:4] == said
+    assert lines[4:] == [
+        f"files: node1:{LOGS}/logs/node1/attempt_0/[0]/[stdout,stderr].log",
+        f"files: node2:{LOGS}/logs/node2/attempt_0/[1]/[stdout,stderr].log",
+    ]
+    error = notebook.run("%dist_log --attempt 7").error
+    assert "`--attempt 7`: there are 0, the last is now." in error
+
+
+def test_a_module_that_hosts_do_not_have(notebook: Notebook) -> None:
+    """One line says where it lies, and which option sends it; so does `%dist_why` name the host."""
+    error = notebook.run("%%distributed -r 1\nimport mine").error
+    assert "rank 1 on node2 after" in error
+    assert "`mine.py` lies in the notebook's folder, which node2 does not have: " in error
+    assert "rank 1 on node2 (pid " in notebook.run("%dist_why").text
+
+
+def test_a_large_output_lies_on_its_host(notebook: Notebook) -> None:
+    """The line in its place names the host as well as the file."""
+    cell = (
+        "%%distributed -r 1\nfrom IPython.display import HTML, display\n"
+        "display(HTML('x' * 10_000_001))"
+    )
+    assert "node2:/" in notebook.run(cell).text

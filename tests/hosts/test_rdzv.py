@@ -1,0 +1,59 @@
+"""Worlds whose ranks meet in a store of torch's own rendezvous: etcd 3.4, and c10d over ssh."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch._C._distributed_c10d import PrefixStore
+
+from nbdist.errors import WorkerDied
+from nbdist.wire.start import TorchStore
+from nbdist.worker.group.torch_rendezvous import TorchRendezvous
+from nbdist.world.world import World
+from tests.hosts.etcd import Etcd
+from tests.hosts.network import Host
+from tests.hosts.worlds import check_whole
+
+RDZV_PORT = 29417
+
+KILL = """
+import os, signal, torch.distributed as dist
+if rank == {rank}:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
+def test_ranks_meet_in_etcd(etcd: Etcd, backend: str) -> None:
+    """They have one store, in each generation another, and who is new has the newest."""
+    pytest.importorskip("etcd", reason="no python-etcd (pip install python-etcd)")
+    where = TorchStore(backend, etcd.address, f"world-{backend}-{time.time_ns()}")
+    ranks = [TorchRendezvous(where, rank) for rank in range(2)]
+    for generation in (1, 2):
+        with ThreadPoolExecutor() as pool:
+            meets = [pool.submit(each.meet, generation, 2) for each in ranks]
+        one, other = (PrefixStore("a", each.result()) for each in meets)
+        assert not one.check(["key"])
+        one.set("key", str(generation))
+        assert other.get("key") == b"%d" % generation
+        assert other.add("count", 2) == 2
+        assert not any(each.compares for each in ranks)
+        ranks[1] = TorchRendezvous(where, 1)
+
+
+def test_c10d_over_hosts(launch: Callable[..., World], hosts: list[Host]) -> None:
+    """Its store is on a rank of the host that is named; killed ranks are replaced all the same."""
+    endpoint = f"{hosts[0].address}:{RDZV_PORT}"
+    world = launch(rdzv_backend="c10d", rdzv_endpoint=endpoint)
+    assert RDZV_PORT in hosts[0].listening()
+    assert RDZV_PORT not in hosts[1].listening()
+    world.execute("kept = rank")
+    for rank in (0, 3):
+        with pytest.raises(WorkerDied):
+            world.execute(KILL.format(rank=rank))
+        check_whole(world)
+    assert world.gather("globals().get('kept')") == [None, 1, 2, None]

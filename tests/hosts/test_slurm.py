@@ -1,0 +1,229 @@
+"""Worlds in a real Slurm: in an allocation, in one of their own, and when Slurm says no.
+
+The tests' machine is one from which jobs are submitted, and is itself in no allocation's nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from nbdist.errors import StartError, WorkerDied
+from nbdist.wire.prctl import children_of
+from nbdist.world.states import State
+from nbdist.world.world import World
+from tests.hosts.network import Host
+from tests.hosts.slurm import GPUS, Slurm
+from tests.hosts.worlds import check_whole
+from tests.waiting import wait_until
+
+
+def make_world(layout: str = "2x1", **options: object) -> World:
+    return World(layout=layout, log_dir="", show=False, **options)
+
+
+@contextmanager
+def stop_when(is_due: Callable[[], bool]) -> Iterator[None]:
+    """Have Stop come as soon as it is due."""
+    over = threading.Event()
+
+    def press() -> None:
+        wait_until(lambda: over.is_set() or is_due(), "it is time to stop")
+        if not over.is_set():
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def slurm_here(slurm: Slurm) -> Iterator[Slurm]:
+    """Its commands work on this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in slurm.environ.items():
+            patch.setenv(name, value)
+        yield slurm
+
+
+@pytest.fixture
+def job(slurm_here: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """This process is in an allocation of two nodes."""
+    with slurm_here.inside("-N2", f"--gpus-per-node={GPUS}", "--ntasks-per-node=4") as job:
+        # So it is in such a shell, and srun would start four agents on each node.
+        monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
+        monkeypatch.setenv("SLURM_NTASKS", "8")
+        yield job
+
+
+@pytest.fixture
+def world(job: int, hosts: list[Host]) -> Iterator[World]:
+    """One worker on each node, found without an option."""
+    with make_world() as world:
+        yield world
+
+
+def test_a_world_in_an_allocation(world: World, job: int, slurm_here: Slurm) -> None:
+    """Found without an option, and a step of its name, whose ranks are not Slurm's."""
+    world.execute("import os, socket\nplace = socket.gethostname(), os.environ['SLURM_JOB_ID']")
+    assert world.gather("place") == [("node1", str(job)), ("node2", str(job))]
+    assert [row.host for row in world.status()] == ["node1", "node2"]
+    # By these Lightning would take the node's number for the rank.
+    world.execute("told = {'SLURM_NTASKS', 'SLURM_PROCID', 'SLURM_NODEID'} & {*os.environ}")
+    assert world.gather("told") == [set(), set()]
+    steps = slurm_here.run("squeue", "--steps", "--noheader", "--format=%j", f"--jobs={job}")
+    assert world.session.spec.name in steps.stdout.split()
+
+
+NOTEBOOK = """
+import time
+from nbdist import World
+world = World(layout="2x1", salloc="-p main", log_dir="", show=False)
+world.start()
+print("up", flush=True)
+world.execute("import time; time.sleep(600)")
+"""
+
+
+def test_a_notebook_that_is_killed(slurm_here: Slurm, hosts: list[Host]) -> None:
+    """Its allocation ends, and all that was in it."""
+    command = [sys.executable, "-c", NOTEBOOK]
+    notebook = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert notebook.stdout is not None
+    with notebook.stdout:
+        assert notebook.stdout.readline() == "up\n"
+    assert len(slurm_here.jobs()) == 1
+    notebook.kill()
+    notebook.wait()
+    wait_until(lambda: not slurm_here.jobs(), "the allocation has ended")
+
+
+def test_an_allocation_that_ends(world: World, job: int, slurm_here: Slurm) -> None:
+    """In mid-cell: the cell says why, and so does the next start."""
+
+    def cancel() -> None:
+        wait_until(lambda: world.state is State.RUNNING, "the cell runs")
+        slurm_here.cancel(job)
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    with pytest.raises(WorkerDied, match=f"allocation {job} has ended"):
+        world.execute("import time; time.sleep(600)")
+    thread.join()
+    with pytest.raises(StartError, match=f"allocation {job} has ended") as found:
+        make_world().start()
+    assert "\n" not in str(found.value)
+
+
+def test_an_allocation_of_its_own(slurm_here: Slurm, hosts: list[Host]) -> None:
+    """`--salloc` waits for one of that name, which ends with the world."""
+    with make_world(salloc=f"--gpus-per-node={GPUS} --mem=500", name="mine", cpus=2) as world:
+        shown = slurm_here.run("squeue", "--noheader", "--format=%j %D %C").stdout
+        assert shown.split() == ["mine", "2", "4"]
+        world.execute("import os\ngpus = os.environ.get('CUDA_VISIBLE_DEVICES')")
+        assert world.size == 2
+    wait_until(lambda: not slurm_here.jobs(), "the allocation has ended")
+
+
+@pytest.mark.parametrize(("taken", "nodes"), [("", 2), ("-N2", 1)])
+def test_a_range_of_nodes(slurm_here: Slurm, hosts: list[Host], taken: str, nodes: int) -> None:
+    """As many as are free: who comes after the first is taken in before the next cell."""
+    others = [slurm_here.allocate(taken, "--exclusive")] if taken else []
+    with make_world("1:2x1", salloc="-p main", name="range") as world:
+        shown = slurm_here.run("squeue", "--noheader", "--name=range", "--format=%D").stdout
+        assert shown.split() == [str(nodes)]
+        wait_until(lambda: has_ranks(world, nodes), "all are there")
+        check_whole(world, nodes)
+    for job in others:
+        slurm_here.cancel(job)
+
+
+def has_ranks(world: World, number: int) -> bool:
+    """Whether there are so many, once who has come is taken in."""
+    world.execute("pass")
+    return world.size == number
+
+
+def test_a_head_that_is_killed(slurm_here: Slurm, hosts: list[Host]) -> None:
+    """Its allocation ends, and all that was in it."""
+    with make_world(salloc="-p main") as world:
+        (head,) = children_of(world.session.link.agents[0].pid)
+        os.kill(head, signal.SIGKILL)
+        wait_until(lambda: not slurm_here.jobs(), "the allocation has ended")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            {"salloc": "-p nope"},
+            "`--salloc -p nope`: Slurm says: invalid partition specified: nope; Job submit/allocate"
+            " failed: Invalid partition name specified.",
+        ),
+        ({"salloc": "--bogus"}, "`--salloc --bogus`: Slurm says: unrecognized option '--bogus'."),
+        (
+            {"salloc": "--gpus-per-node=9"},
+            "`--salloc --gpus-per-node=9`: Slurm says: Job submit/allocate failed: Requested node "
+            "configuration is not available.",
+        ),
+        ({"launcher": "slurm"}, "`--launcher slurm`: the notebook is in no allocation of Slurm's."),
+    ],
+)
+def test_what_slurm_refuses(
+    options: dict[str, str], told: str, slurm_here: Slurm, hosts: list[Host]
+) -> None:
+    """In one line."""
+    with pytest.raises(StartError) as found:
+        make_world(**options).start()
+    assert str(found.value).startswith(f"the workers could not start: {told}")
+    assert "\n" not in str(found.value)
+
+
+def test_too_few_nodes(job: int, hosts: list[Host]) -> None:
+    """In one line."""
+    with pytest.raises(StartError, match=f"allocation {job} has 2 nodes .*, and 3 are asked for"):
+        make_world("3x1").start()
+
+
+def test_no_srun(job: int, hosts: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line."""
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "/nowhere")
+        with pytest.raises(StartError, match="there is no `scontrol` on this machine"):
+            make_world().start()
+
+
+@pytest.fixture
+def all_taken(slurm_here: Slurm) -> Iterator[int]:
+    """Somebody else's allocation has all nodes."""
+    job = slurm_here.allocate("-N3", "--exclusive")
+    yield job
+    slurm_here.cancel(job)
+
+
+def test_a_wait_in_the_queue(all_taken: int, slurm_here: Slurm, hosts: list[Host]) -> None:
+    """Nothing is left in the queue when it is stopped; otherwise it ends with the others' job."""
+    with stop_when(lambda: len(slurm_here.jobs()) == 2), pytest.raises(KeyboardInterrupt):
+        make_world(salloc="-p main").start()
+    wait_until(lambda: slurm_here.jobs() == [all_taken], "it is in the queue no more")
+
+    world = make_world(salloc="-p main")
+    said = False
+    for text in world.session.starting_texts():
+        if "waits in Slurm's queue" in text and not said:
+            said = True
+            slurm_here.cancel(all_taken)
+    with world:
+        assert said
+        assert world.size == 2

@@ -1,0 +1,49 @@
+"""Worlds on the hosts, over ssh, and what their cells run."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+from nbdist.world.world import World
+from tests.hosts.network import Host
+
+TRAIN = """
+import os, socket, time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+torch.manual_seed(0)
+model = DDP(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loss = model(torch.full((2, 4), float(rank))).sum()
+loss.backward()
+optimizer.step()
+weight = model.module.weight.detach().sum()
+where = socket.gethostname()
+"""
+
+SUM = "import torch, torch.distributed as dist\ntotal = torch.ones(1)\ndist.all_reduce(total)"
+
+
+def new_world(hosts: str | None = "node1:2,node2:2", **options: Any) -> World:
+    """Workers on these hosts, or where else the options say."""
+    world = World(hosts=hosts, log_dir="", show=False, **options)
+    world.start()
+    return world
+
+
+def agent_on(host: Host) -> int:
+    """The process of the agent there, 0 for none; what stands above it has its command line."""
+    agents = {pid for pid, line in host.processes().items() if "nbdist.node --ticket" in line}
+    above = set()
+    for pid in agents:
+        with suppress(psutil.NoSuchProcess):
+            above.add(psutil.Process(pid).ppid())
+    return max(agents - above, default=0)
+
+
+def check_whole(world: World, size: int = 4) -> None:
+    """The group of all ranks works."""
+    world.execute(SUM)
+    assert [float(each) for each in world.gather("total")] == [float(size)] * size

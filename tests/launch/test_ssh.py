@@ -1,0 +1,26 @@
+"""Tests of `nbdist.launch.ssh`: the command; that it reaches hosts is in `tests/hosts`."""
+
+from __future__ import annotations
+
+import sys
+
+from nbdist.hosts import parse_hosts
+from nbdist.launch.ssh import ssh_command
+from nbdist.wire.wanted import Wanted
+
+
+def test_the_command() -> None:
+    """OpenSSH decides how the host is reached, nothing is asked, and no secret is in it."""
+    host = parse_hosts("root@b:2")[0]
+    wanted = Wanted(launcher="ssh", python="/venv/bin/python", wrap=("nice", "-n", "5"))
+    command = ssh_command(host.destination, 1, wanted)
+    assert command[:2] == ["ssh", "-T"]
+    assert "BatchMode=yes" in command
+    assert command[-3:-1] == ["--", "root@b"]
+    run = "nice -n 5 /venv/bin/python -P -m nbdist.node --ticket --node 1"
+    assert command[-1] == f"exec {run}"
+
+
+def test_the_interpreter_is_the_notebooks_by_default() -> None:
+    """Clusters have one path for it on all nodes."""
+    assert f"exec {sys.executable} " in ssh_command("b", 0, Wanted(launcher="ssh"))[-1]

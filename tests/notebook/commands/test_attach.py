@@ -1,0 +1,136 @@
+"""Tests of `nbdist.notebook.commands.attach`: real kernels that go, and those after them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nbdist.terminal.listing import kill_world
+from nbdist.world.registry import Found, worlds
+from tests.notebook.front_end import Notebook, Outcome, body
+from tests.waiting import wait_until
+
+LOOP = """%%distributed
+import os, time
+step = 0
+while True:
+    total = torch.ones(1) * step
+    dist.all_reduce(total)
+    if step < 3:
+        print("step", step, total.item())
+    step += 1
+    time.sleep(0.01)
+    # Together: a rank that looked for itself could leave the other in a collective.
+    is_open = torch.tensor(float(os.path.exists(GATE)))
+    dist.all_reduce(is_open)
+    if is_open:
+        break
+print("trained")
+"""
+
+STEPS = ["step 0 0.0", "step 1 2.0", "step 2 4.0"]
+
+
+def named(name: str) -> list[Found]:
+    return [each for each in worlds() if each.held.name == name]
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What the test's world is called; it is ended if it is there still."""
+    name = f"{request.node.name}-{os.getpid()}"  # others run the same tests on this machine
+    yield name
+    for _ in named(name):
+        kill_world(name)
+
+
+def begin(notebook: Notebook, name: str, gate: Path) -> None:
+    """Have two workers that outlive the notebook run a loop until the gate is there."""
+    first = f"%%distributed -n 2 --detach --name {name}\nGATE = {str(gate)!r}\nx = rank"
+    assert notebook.run(first).errors == []
+    notebook.client.execute(LOOP)
+    wait_until(lambda: named(name)[0].held.state == "busy", "it runs")
+
+
+def kill(notebook: Notebook, name: str) -> None:
+    os.kill(notebook.process.pid, signal.SIGKILL)
+    wait_until(lambda: named(name)[0].is_detached, "its notebook is gone")
+
+
+def test_killed_in_mid_cell(fresh: Callable[..., Notebook], name: str, tmp_path: Path) -> None:
+    """The next kernel shows what was missed and the rest, and works on as if nothing had been."""
+    gate = tmp_path / "gate"
+    first = fresh("%load_ext nbdist")
+    begin(first, name, gate)
+    kill(first, name)
+    second = fresh("%load_ext nbdist", "x = 'mine'")
+    other = fresh("%load_ext nbdist")
+
+    def open_gate(outcome: Outcome) -> None:
+        if outcome.updates:  # it is followed live
+            # Only one notebook at a time has it.
+            if not gate.exists():
+                refused = other.run(f"%dist_attach {name}")
+                assert f"the notebook of process {second.process.pid} has it" in refused.error
+            gate.touch()
+
+    shown = second.run(f"%dist_attach {name}", open_gate)
+    assert f"attached to {name}" in shown.text.splitlines()[-1]
+    assert shown.text.splitlines()[-1].endswith("import os, time")
+    assert body(shown)[1:-1] == [*STEPS, "trained"]
+    # Names that the workers have belong to them.
+    assert body(second.run("%%distributed\nprint(x, world_size)"))[1::2] == ["0 2", "1 2"]
+    assert second.run("%dist_gather step").errors == []
+    assert second.value("step[0] == step[1] > 3") is True
+    assert name in second.run("%dist_status").text
+    assert second.run("%dist_restart -r 1").errors == []
+    assert "rank 1" in second.run("%%distributed\nprint(x)").error
+    assert "this notebook has it" in second.run(f"%dist_attach {name}").error
+    assert second.run("%dist_shutdown").text == "workers ended"
+    assert named(name) == []
+
+
+def test_restarted_by_its_manager(
+    fresh: Callable[..., Notebook], name: str, tmp_path: Path
+) -> None:
+    """As from the menu: the kernel ends in order, and the workers stay; Stop stops what they do."""
+    notebook = fresh("%load_ext nbdist")
+    begin(notebook, name, tmp_path / "gate")
+    notebook.manager.restart_kernel(now=False)
+    notebook.client.wait_for_ready(timeout=40)
+    assert notebook.run("%load_ext nbdist").errors == []
+    pressed = []
+
+    def stop(outcome: Outcome) -> None:
+        if outcome.updates and not pressed:
+            pressed.append(1)
+            notebook.manager.interrupt_kernel()
+
+    stopped = notebook.run(f"%dist_attach {name}", stop)
+    (error,) = stopped.errors
+    assert error["ename"] in ("Interrupted", "KeyboardInterrupt")
+    again = notebook.run(f"%dist_attach {name}")
+    assert "this notebook has it" in again.error
+    assert body(notebook.run("%%distributed\nprint(step > 0)"))[-1] == "True"
+    assert kill_world(name) == 0
+    assert "SIGTERM" not in notebook.run("%%distributed\npass").error
+    assert named(name) == []
+
+
+def test_a_kernel_that_has_workers_already(fresh: Callable[..., Notebook], name: str) -> None:
+    """Is told so; `%unload_ext` lets go of a world, which a pool of its own takes in."""
+    line = f"%dist_init -n 1 --backend none --detach --pool trainer --name {name}"
+    notebook = fresh("%load_ext nbdist", line, "%unload_ext nbdist", "%load_ext nbdist")
+    wait_until(lambda: named(name)[0].is_detached, "it is let go of")
+    assert notebook.run("%dist_init -n 1 --backend none --pool trainer").errors == []
+    refused = notebook.run(f"%dist_attach {name}").error
+    assert "this notebook has workers already" in refused
+    assert "`%dist_shutdown --pool trainer`" in refused
+    assert notebook.run("%dist_shutdown --pool trainer").errors == []
+    assert "no cell has run meanwhile" in notebook.run(f"%dist_attach {name}").text
+    assert body(notebook.run("%%distributed --pool trainer\nprint('here')"))[-1] == "here"
+    assert "is called so" in notebook.run("%dist_attach nowhere").error

@@ -1,0 +1,51 @@
+"""Tests of `nbdist.notebook.cell_source`: it is checked and numbered before anything is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from IPython.core.inputtransformer2 import TransformerManager
+from IPython.core.ultratb import SyntaxTB
+
+from nbdist.errors import UsageError
+from nbdist.notebook.cell_source import CellSyntaxError, check_source, in_notebook_lines
+
+
+@pytest.fixture
+def shell() -> Any:
+    """What transforms cells and words syntax errors in any shell of IPython."""
+    shell = TransformerManager()
+    shell.SyntaxTB = SyntaxTB(theme_name="nocolor") if _has_themes() else SyntaxTB("NoColor")
+    return shell
+
+
+def _has_themes() -> bool:
+    return "theme_name" in SyntaxTB.__init__.__code__.co_varnames
+
+
+def test_lines_have_the_notebooks_numbers():
+    """The magic's line is a comment; another cell magic has to stay first."""
+    assert in_notebook_lines("%%rank 0", "a\nb") == "# %%rank 0\na\nb"
+    assert in_notebook_lines("%%rank 0", "%%time\na") == "%%time\na"
+
+
+def test_magics_are_python_afterwards(shell: Any):
+    """What is planned by is what will run."""
+    python = check_source(shell, "%%distributed", "!ls\nawait x")
+    assert python.splitlines() == ["# %%distributed", "get_ipython().system('ls')", "await x"]
+
+
+def test_a_syntax_error_is_found_first(shell: Any):
+    """With its line in the cell; it is shown as IPython shows it, and that nothing has run."""
+    with pytest.raises(CellSyntaxError, match=r"\(line 3 of the cell\); nothing") as found:
+        check_source(shell, "%%distributed -n 2", "a = 1\nb = = 2")
+    *shown, last = found.value._render_traceback_()
+    assert "b = = 2" in "\n".join(shown)
+    assert last == "Nothing has run on the workers."
+
+
+def test_comments_alone_are_a_mistake(shell: Any):
+    """They would start workers for nothing."""
+    with pytest.raises(UsageError, match="`%%distributed`: the cell holds no code"):
+        check_source(shell, "%%distributed -n 2", "# later")

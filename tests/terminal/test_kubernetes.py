@@ -1,0 +1,78 @@
+"""Tests of `nbdist.terminal.kubernetes`: manifests, checked against the API's own schemas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from nbdist.errors import UsageError
+from nbdist.terminal.console import main
+from nbdist.terminal.kubernetes import Pods, documents_of, manifest, place_asked
+from nbdist.wire.offers import Place
+
+PODS = Pods(
+    Place("10.0.0.1", 4321), 2, "registry.example.org/lab:1.0", gpus=4, cpus=16, memory="64G"
+)
+IN_IPV6 = Pods(Place("fd00::1", 4321), 1, "no", "y", secret="my-key")
+
+
+def parsed(pods: Pods) -> list[dict[str, Any]]:
+    return [*yaml.safe_load_all(manifest(pods))]
+
+
+@pytest.mark.parametrize("pods", [PODS, IN_IPV6])
+def test_yaml_says_what_is_meant(pods: Pods) -> None:
+    """Also where a name would be a truth value."""
+    assert parsed(pods) == documents_of(pods)
+
+
+@pytest.mark.parametrize("pods", [PODS, IN_IPV6])
+def test_the_api_takes_it(pods: Pods) -> None:
+    """By the schemas of Kubernetes, with nothing unknown in it."""
+    checker = pytest.importorskip("kubernetes_validate", reason="it has the schemas")
+    for document in parsed(pods):
+        checker.validate(document, checker.latest_version(), strict=True)
+    broken = parsed(pods)[1]
+    broken["spec"]["completionsMode"] = "Indexed"
+    with pytest.raises(checker.ValidationError):
+        checker.validate(broken, checker.latest_version(), strict=True)
+
+
+def test_pods_are_numbered_and_get_the_key_as_a_file() -> None:
+    """The key stands nowhere: a secret has it, which the first lines make."""
+    job = parsed(PODS)[1]["spec"]
+    assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 2, 2)
+    pod = job["template"]["spec"]
+    container = pod["containers"][0]
+    key = "/var/run/secrets/nbdist/key"
+    assert container["command"] == ["nbdist", "join", "10.0.0.1:4321", "--key-file", key]
+    assert container["resources"]["limits"] == {
+        **{"nvidia.com/gpu": "4", "cpu": "16", "memory": "64Gi"}
+    }
+    assert pod["volumes"][0]["secret"] == {"secretName": "nbdist-key", "defaultMode": 0o440}
+    first = manifest(PODS).splitlines()[1]
+    assert first.startswith("#   kubectl create secret generic nbdist-key --from-file=key=/")
+    assert first.endswith("/nbdist/joins/10.0.0.1-4321.key")
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """It writes the manifest, or one line of what is wrong."""
+    words = ["k8s", "10.0.0.1:4321", "-j", "2x4", "--image", "lab", "--gpus", "4"]
+    assert main([*words, "--memory", "64G"]) == 0
+    assert capsys.readouterr().out == manifest(
+        Pods(Place("10.0.0.1", 4321), 2, "lab", gpus=4, memory="64G")
+    )
+    assert main([*words, "--name", "My World"]) == 2
+    said = capsys.readouterr().err
+    assert said == "nbdist: `--name My World`: small letters, digits and `-`, such as `my-world`.\n"
+    assert main(["k8s", "somewhere", *words[2:]]) == 2
+    said = capsys.readouterr().err
+    assert said == "nbdist: `nbdist k8s somewhere`: it is HOST:PORT, as the notebook shows it.\n"
+
+
+def test_bad_places() -> None:
+    """Are told in one line."""
+    with pytest.raises(UsageError, match="an IPv6 address stands in brackets"):
+        place_asked("fd00::1:4321")

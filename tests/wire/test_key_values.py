@@ -1,0 +1,196 @@
+"""Tests of `nbdist.wire.key_values`: what torch's own stores do, and who is answered when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from torch._C._distributed_c10d import FileStore, HashStore, Store
+
+from nbdist.wire.key_values import HostedStore, KeyValues
+from nbdist.wire.store_operations import (
+    Add,
+    Answer,
+    Append,
+    CompareSet,
+    Count,
+    Delete,
+    Get,
+    Operation,
+    Refused,
+    Set,
+    Wait,
+)
+from tests.waiting import SOON, until
+
+
+def done(values: KeyValues, operation: Operation) -> Answer:
+    """The one answer, to the one who asks."""
+    ((asker, answer),) = values.take("me", operation)
+    assert asker == "me"
+    return answer
+
+
+# --- the same as torch's stores ---------------------------------------------------------------
+
+
+def in_torch(store: Store, operation: Operation) -> object:
+    """What a store of torch's returns for the operation."""
+    match operation:
+        case Set(values):
+            for key, value in values.items():
+                store.set(key, value.decode())
+        case Get(keys):
+            return tuple(store.get(key) for key in keys)
+        case Wait(keys):
+            return store.check([*keys])
+        case Add(key, amount):
+            return store.add(key, amount)
+        case CompareSet(key, expected, desired):
+            return store.compare_set(key, expected.decode(), desired.decode())
+        case Append(key, value):
+            store.append(key, value.decode())
+        case Delete(key):
+            return store.delete_key(key)
+    return None
+
+
+@pytest.mark.parametrize("kind", ["file", "hash"])
+def test_the_same_as_a_store_of_torch(tmp_path: Path, kind: str) -> None:
+    """Each operation in turn, on keys that are there and keys that are not."""
+    store: Store = FileStore(str(tmp_path / "store"), 1) if kind == "file" else HashStore()
+    values = KeyValues()
+    operations: list[Operation] = [
+        Wait(("a",)),
+        Set({"a": b"1"}),
+        Wait(("a",)),
+        Wait(("a", "b")),
+        Get(("a",), 1.0),
+        Add("a", 2),
+        Add("new", -5),
+        Get(("a", "new"), 1.0),
+        CompareSet("a", b"other", b"x"),
+        CompareSet("a", b"3", b"x"),
+        CompareSet("a", b"", b"y"),
+        CompareSet("gone", b"expected", b"x"),
+        Wait(("gone",)),
+        CompareSet("gone", b"", b"first"),
+        CompareSet("gone", b"", b"second"),
+        Get(("gone",), 1.0),
+        Delete("gone"),
+        Wait(("gone",)),
+    ]
+    if kind == "hash":
+        operations += [
+            Delete("gone"),
+            Append("a", b"yz"),
+            Append("other", b"o"),
+            Get(("a", "other"), 1.0),
+        ]
+    for number, operation in enumerate(operations):
+        answer = done(values, operation)
+        assert answer == in_torch(store, operation), f"{number}: {operation}"
+
+
+def test_what_holds_no_number() -> None:
+    """Nothing is added to it, and it stays."""
+    values = KeyValues()
+    done(values, Set({"key": b"text"}))
+    answer = done(values, Add("key", 1))
+    assert answer == Refused("key holds b'text', to which no number can be added")
+    assert done(values, Get(("key",), 0)) == (b"text",)
+    assert done(values, Count()) == 1
+
+
+# --- waits -------------------------------------------------------------------------------------
+
+
+def test_a_wait_is_answered_when_its_keys_are_there() -> None:
+    """All of them, by whatever brings the last one, to all who wait for it."""
+    values = KeyValues()
+    assert [*values.take("a", Wait(("1", "2"), 9.0))] == []
+    assert [*values.take("b", Get(("2",), 9.0))] == []
+    assert [*values.take("c", Set({"1": b"x"}))] == [("c", None)]
+    assert repr(values) == "<KeyValues 1 keys, 2 wait>"
+    assert [*values.take("c", Add("2", 3))] == [("c", 3), ("a", True), ("b", (b"3",))]
+    assert [*values.take("c", Set({"1": b"x", "2": b"y"}))] == [("c", None)]
+    assert repr(values) == "<KeyValues 2 keys, 0 wait>"
+
+
+@pytest.mark.parametrize(
+    "operation", [CompareSet("key", b"", b"v"), Append("key", b"v"), Set({"key": b"v"})]
+)
+def test_whatever_brings_a_key(operation: Operation) -> None:
+    """It ends waits."""
+    values = KeyValues()
+    assert [*values.take("a", Get(("key",), 9.0))] == []
+    assert ("a", (b"v",)) in [*values.take("b", operation)]
+
+
+def test_a_key_that_is_deleted_while_another_is_waited_for() -> None:
+    """The wait goes on for it."""
+    values = KeyValues()
+    done(values, Set({"1": b""}))
+    assert [*values.take("a", Wait(("1", "2"), 9.0))] == []
+    assert done(values, Delete("1")) is True
+    assert done(values, Set({"2": b""})) is None
+    assert [*values.take("me", Set({"1": b""}))] == [("me", None), ("a", True)]
+
+
+def test_who_gives_up() -> None:
+    """It is answered that the keys have not come, and not again when they do."""
+    values = KeyValues()
+    assert [*values.take("a", Wait(("1",), 9.0)), *values.take("b", Get(("1",), 9.0))] == []
+    assert (values.give_up("a"), values.give_up("b"), values.give_up("c")) == (False, None, None)
+    assert done(values, Set({"1": b""})) is None
+
+
+# --- many at once ------------------------------------------------------------------------------
+
+
+def on_loop(test: Callable[[HostedStore], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(SOON):
+            await test(HostedStore())
+
+    asyncio.run(main())
+
+
+def test_many_wait_at_once() -> None:
+    """Each is answered with the values as they come."""
+
+    async def test(store: HostedStore) -> None:
+        waits = [asyncio.create_task(store.ask(Get((str(n),), SOON))) for n in range(100)]
+        await until(lambda: "100 wait" in repr(store))
+        await store.ask(Set({str(n): b"%d" % n for n in range(100)}))
+        assert await asyncio.gather(*waits) == [(b"%d" % n,) for n in range(100)]
+
+    on_loop(test)
+
+
+def test_a_wait_has_an_end() -> None:
+    """After its seconds, at once where it has none; one who is cancelled waits no more."""
+
+    async def test(store: HostedStore) -> None:
+        assert await store.ask(Wait(("key",), 0.02)) is False
+        assert await store.ask(Get(("key",), 0.0)) is None
+        gone = asyncio.create_task(store.ask(Get(("key",), SOON)))
+        await until(lambda: "1 wait" in repr(store))
+        gone.cancel()
+        await asyncio.wait({gone})
+        assert repr(store) == "<HostedStore <KeyValues 0 keys, 0 wait>>"
+
+    on_loop(test)
+
+
+def test_a_new_world() -> None:
+    """It finds no keys of the one before."""
+
+    async def test(store: HostedStore) -> None:
+        await store.ask(Set({"key": b""}))
+        store.begin_world()
+        assert await store.ask(Wait(("key",))) is False
+
+    on_loop(test)

@@ -1,0 +1,48 @@
+"""Tests of `nbdist.wire.many`: what the head and its agents say to one another."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbdist.wire.carrying import Piece
+from nbdist.wire.many import (
+    CallOff,
+    NodeAnswer,
+    NodeAsk,
+    NodeFacts,
+    NodeHello,
+    StoreAnswer,
+    StoreAsk,
+    node_bytes,
+    node_down_from,
+    node_frames,
+    node_up_from,
+)
+from nbdist.wire.shared_memory import SegmentRef
+from nbdist.wire.store_operations import Add
+
+FACTS = NodeFacts("a", 0, "10.0.0.1", 4000, 2, ("0",), "/python", "3.11.7", "2.13.0")
+
+
+@pytest.mark.parametrize(
+    "message", [NodeHello("0.1.0", 7, FACTS), NodeAnswer(1, "no room"), StoreAsk(2, Add("k", 1))]
+)
+def test_what_goes_up(message: NodeHello | NodeAnswer | StoreAsk) -> None:
+    """It arrives as it was."""
+    assert node_up_from(node_bytes(message)) == message
+
+
+@pytest.mark.parametrize("message", [NodeAsk(1, CallOff(3)), StoreAnswer(2, 5)])
+def test_what_goes_down(message: NodeAsk | StoreAnswer) -> None:
+    """So does this."""
+    assert node_down_from(node_bytes(message)) == message
+
+
+def test_bytes_of_a_big_value() -> None:
+    """They have a frame of their own, and arrive with what they are of."""
+    piece = Piece(SegmentRef("/proc/1/fd/2#3", (9,)), 4, b"bytes")
+    frame, data = node_frames(piece)
+    assert data is piece.data
+    assert node_up_from(bytes(frame), memoryview(data)) == piece
+    assert node_down_from(bytes(frame), memoryview(data)) == piece
+    assert node_frames(NodeAnswer(1, "x")) == [node_bytes(NodeAnswer(1, "x"))]

@@ -1,0 +1,110 @@
+"""Tests of `nbdist.wire.offers`: where `nbdist join` finds the key of a world."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from nbdist.wire.offers import (
+    Place,
+    drop_dead_offers,
+    find_offer,
+    offers_folder,
+    place_from,
+    place_of,
+    read_key_file,
+    write_offer,
+)
+from nbdist.wire.ticket import BadTicket, KeyPair, Ticket
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's state folder is the test's own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def ticket(*addresses: str, port: int = 4321) -> Ticket:
+    return Ticket(addresses, port, KeyPair.new().public, KeyPair.new())
+
+
+def test_a_key_is_found_by_the_place_that_is_shown() -> None:
+    """Also by another name or address of it, where the port tells which; only the user can."""
+    one = ticket("10.0.0.1", "fd00::1")
+    path = write_offer(one)
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    places = ["10.0.0.1:4321", "[fd00::1]:4321", "lab.example.org:4321"]
+    assert [find_offer(place_from(text)) for text in places] == [one] * 3
+    assert find_offer(place_from("10.0.0.1:4322")) is None
+    other = ticket("10.0.0.2")
+    write_offer(other)
+    assert find_offer(place_from("10.0.0.2:4321")) == other
+    assert find_offer(place_from("lab.example.org:4321")) is None
+
+
+def test_a_world_at_an_old_ones_place_has_its_own_key() -> None:
+    """The file is written anew, whole or not at all."""
+    write_offer(ticket("10.0.0.1"))
+    new = ticket("10.0.0.1")
+    path = write_offer(new)
+    assert find_offer(place_of(new)) == new
+    assert list(offers_folder().iterdir()) == [path]
+
+
+def test_keys_of_dead_worlds_are_removed() -> None:
+    """Those of this machine where nobody listens any more; who knows of another's."""
+    with socket.create_server(("127.0.0.1", 0)) as world:
+        port = world.getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as dead:
+            gone = dead.getsockname()[1]
+        kept = [write_offer(ticket("127.0.0.1", port=port)), write_offer(ticket("203.0.113.7"))]
+        write_offer(ticket("127.0.0.1", port=gone))
+        drop_dead_offers()
+        assert sorted(offers_folder().iterdir()) == sorted(kept)
+
+
+def test_a_key_that_others_can_read_is_none(tmp_path: Path) -> None:
+    """It is refused with what to do; what is no key, too."""
+    path = write_offer(ticket("10.0.0.1"))
+    path.chmod(0o644)
+    with pytest.raises(PermissionError, match=r"others can read .*: `chmod 600 "):
+        read_key_file(path)
+    assert find_offer(Place("10.0.0.1", 4321)) is None
+    path.chmod(0o600)
+    path.write_text("{}")
+    with pytest.raises(BadTicket, match="no ticket of a world"):
+        read_key_file(path)
+    assert find_offer(Place("10.0.0.1", 4321)) is None
+    os.mkfifo(pipe := tmp_path / "pipe", 0o600)
+    with pytest.raises(BadTicket, match="no ticket of a world"):
+        read_key_file(pipe)  # nobody writes there
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "it is HOST:PORT"),
+        ("a", "it is HOST:PORT"),
+        ("a:", "it is HOST:PORT"),
+        (":1", "it is HOST:PORT"),
+        ("a:x", "it is HOST:PORT"),
+        ("a:123456", "it is HOST:PORT"),
+        ("a:0", "there is no port 0"),
+        ("a:70000", "there is no port 70000"),
+        ("fd00::1:4321", "an IPv6 address stands in brackets"),
+    ],
+)
+def test_what_is_no_place(text: str, why: str) -> None:
+    """And why."""
+    with pytest.raises(ValueError, match=why):
+        place_from(text)
+
+
+@pytest.mark.parametrize("text", ["a.example.org:1", "10.0.0.1:65535", "[fe80::1%eth0]:4321"])
+def test_a_place_is_written_as_it_is_read(text: str) -> None:
+    """IPv6 in brackets."""
+    assert str(place_from(text)) == text

@@ -1,0 +1,57 @@
+"""Tests of `nbdist.world.attached_agent`: an agent of which this process is not the parent."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nbdist import __version__
+from nbdist.wire.at_door import Admitted, Held
+from nbdist.world.attached_agent import AttachedAgent
+from nbdist.world.registry import Found
+
+HELD = Held(__version__, "vm", "default", "exp", 2, "ready", "", 0, 0, 0, detach=True, guard=1)
+GUARDED = "sleep 1000 & echo $!; wait $!; %s"
+
+
+class Line:
+    """Stands for the connection to the door, which ends with the agent's hold."""
+
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def guard() -> Iterator[subprocess.Popen[str]]:
+    """A process that ends after the one that it has started."""
+    with subprocess.Popen(["sh", "-c", GUARDED % ""], stdout=subprocess.PIPE, text=True) as found:
+        yield found
+        found.kill()
+
+
+def test_its_end(guard: subprocess.Popen[str], tmp_path: Path) -> None:
+    """It is there while the guard is; it is ended by a signal where it does not end by itself."""
+    assert guard.stdout is not None
+    pid, line = int(guard.stdout.readline()), Line()
+    (tmp_path / "agent.log").write_text("one\ntwo\n")
+    found = Found(tmp_path, pid, HELD)
+    agent = AttachedAgent(found, line, Admitted(pid, guard.pid))  # type: ignore[arg-type]
+    assert (agent.host, agent.pid, agent.exit_code()) == ("vm", pid, None)
+    assert agent.last_lines() == ["one", "two"]
+    assert select.select([agent.fileno()], [], [], 0)[0] == []
+    agent.end(0.1)
+    assert select.select([agent.fileno()], [], [], 0)[0] == [agent.fileno()]
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+    agent.close()
+    assert line.is_closed
+    (tmp_path / "agent.log").unlink()
+    assert agent.last_lines() == []

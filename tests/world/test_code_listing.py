@@ -1,0 +1,154 @@
+"""Tests of `nbdist.world.code_listing`: which files go along, and how changes are found."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from nbdist.wire.code_tree import digest_of
+from nbdist.world.code_listing import FULL_FOLDER, LARGEST, CodeListing
+
+LONG_AGO = 1_600_000_000 * 10**9
+
+
+def write(folder: Path, files: dict[str, str | bytes]) -> None:
+    """Files that were written long ago."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.utime(path, ns=(LONG_AGO, LONG_AGO))
+
+
+def listed(folder: Path) -> CodeListing:
+    """A listing that has looked once."""
+    listing = CodeListing(folder)
+    listing.look()
+    return listing
+
+
+def test_code_goes_along_and_the_rest_stays(tmp_path: Path) -> None:
+    """Caches, environments, notebooks, checkpoints and large files."""
+    write(tmp_path, {"mine.py": "x = 1", "pkg/__init__.py": "", "pkg/deep/part.py": "y = 2"})
+    write(tmp_path, {"config": "a: 1", "venv/pyvenv": "", "big": bytes(LARGEST + 1)})
+    for name in (".git/HEAD", "__pycache__/mine.cpython-311.pyc", "nb.ipynb", "checkpoints/a.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "pyvenv.cfg").write_text("")
+    (tmp_path / "model.pt").write_bytes(b"12345")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "round").symlink_to(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    listing = listed(tmp_path)
+    assert {*listing.files} == {
+        *("mine.py", "pkg/__init__.py", "pkg/deep/part.py", "config", "venv/pyvenv"),
+    }
+    assert listing.files["mine.py"].digest == digest_of(b"x = 1")
+    assert {*listing.left_out.sizes} == {"big", "model.pt", "checkpoints/"}
+    said = str(listing.left_out)
+    assert said.startswith("`--sync-code` leaves out big (1 MiB), model.pt (5 B) and checkpoints/")
+    assert said.endswith("`!big` in .nbdistignore sends it along.")
+
+
+def test_a_program_stays_one(tmp_path: Path) -> None:
+    """What can be executed here can be there."""
+    write(tmp_path, {"run": "#!/bin/sh", "data": "x"})
+    (tmp_path / "run").chmod(0o755)
+    files = listed(tmp_path).files
+    assert (files["run"].is_program, files["data"].is_program) == (True, False)
+
+
+def test_a_linked_file_is_as_any_other(tmp_path: Path) -> None:
+    """It travels as what it leads to."""
+    outside = tmp_path / "outside.py"
+    outside.write_text("z = 3")
+    folder = tmp_path / "nb"
+    folder.mkdir()
+    (folder / "lib.py").symlink_to(outside)
+    assert listed(folder).files["lib.py"].digest == digest_of(b"z = 3")
+
+
+def test_the_ignore_file_has_the_last_word(tmp_path: Path) -> None:
+    """The later of two lines; a folder that is asked for comes with all that is in it."""
+    write(
+        tmp_path, {"a.py": "1", "b.py": "2", "secret/key": "3", "weights/big": bytes(LARGEST + 1)}
+    )
+    write(tmp_path, {"weights/old": "x", "checkpoints/best": "4", "checkpoints/last": "5"})
+    rules = "# mine\n*.py\n!b.py\nsecret/\n!weights/\nweights/old\n!checkpoints/best\n"
+    (tmp_path / ".nbdistignore").write_text(rules)
+    found = listed(tmp_path).files
+    wanted = {"b.py", "weights/big", "checkpoints/best", "checkpoints/last", ".nbdistignore"}
+    assert {*found} == wanted
+
+
+def test_what_git_ignores_stays(tmp_path: Path) -> None:
+    """Also folders; but for what the ignore file asks for.  New files go along unasked."""
+    git = ["git", "-C", str(tmp_path), "-c", "safe.directory=*"]
+    if subprocess.run([*git, "init", "-q"], capture_output=True).returncode:
+        pytest.skip("there is no git")
+    write(tmp_path, {"a.py": "1", "local.py": "2", "out/x": "3", "wanted.py": "4"})
+    (tmp_path / ".gitignore").write_text("local.py\nout/\nwanted.py\n")
+    (tmp_path / ".nbdistignore").write_text("!wanted.py\n")
+    listing = listed(tmp_path)
+    assert {*listing.files} == {"a.py", "wanted.py", ".gitignore", ".nbdistignore"}
+    assert listing.why_not("local.py") == "git or nbdist ignores it"
+    (tmp_path / ".gitignore").write_text("out/\n")
+    assert listing.look()
+    assert "local.py" in listing.files
+
+
+def test_a_folder_full_of_data_stays(tmp_path: Path) -> None:
+    """But for its modules."""
+    (tmp_path / "data").mkdir()
+    for number in range(FULL_FOLDER + 1):
+        (tmp_path / "data" / f"{number}.jpg").touch()
+    write(tmp_path, {"data/load.py": "1"})
+    listing = listed(tmp_path)
+    assert {*listing.files} == {"data/load.py"}
+    assert "data/" in listing.left_out.sizes
+
+
+def test_changes_are_found(tmp_path: Path) -> None:
+    """New, edited, renamed, removed; of the same size, and in folders that are new."""
+    write(tmp_path, {"a.py": "x = 1", "sub/b.py": "y = 1"})
+    listing = listed(tmp_path)
+    assert not listing.look()
+    write(tmp_path, {"a.py": "x = 2"})
+    assert listing.look()
+    assert listing.files["a.py"].digest == digest_of(b"x = 2")
+    write(tmp_path, {"sub/c.py": "z = 1"})
+    assert listing.look()
+    (tmp_path / "sub" / "c.py").rename(tmp_path / "d.py")
+    assert listing.look()
+    assert {*listing.files} == {"a.py", "sub/b.py", "d.py"}
+    (tmp_path / "new").mkdir()
+    assert not listing.look()
+    write(tmp_path, {"new/e.py": "1"})
+    assert listing.look()
+    (tmp_path / "a.py").unlink()
+    assert listing.look()
+    assert {*listing.files} == {"sub/b.py", "d.py", "new/e.py"}
+    assert not listing.look()
+
+
+def test_two_changes_in_one_moment(tmp_path: Path) -> None:
+    """A file that has only just changed is read again, as its times may not show the next."""
+    write(tmp_path, {"old.py": "x = 1"})
+    (tmp_path / "new.py").write_text("x = 1")
+    listing = listed(tmp_path)
+    assert listing._changed() == ["new.py"]
+    os.utime(tmp_path / "new.py", ns=(LONG_AGO, LONG_AGO))
+    assert not listing.look()
+    assert listing._changed() == []
+
+
+def test_what_cannot_be_read_stays(tmp_path: Path) -> None:
+    """A folder without its contents, and one that is gone."""
+    listing = listed(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(FileNotFoundError):
+        listing.look()
