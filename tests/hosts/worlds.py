@@ -7,8 +7,11 @@ from typing import Any
 
 import psutil
 
+from nbdist.wire.interpreter import agent_command
 from nbdist.world.world import World
 from tests.hosts.network import Host
+
+AGENT_ARGUMENTS = agent_command("")[1:]
 
 TRAIN = """
 import os, socket, time, torch, torch.distributed as dist
@@ -34,13 +37,19 @@ def new_world(hosts: str | None = "node1:2,node2:2", **options: Any) -> World:
 
 
 def agent_on(host: Host) -> int:
-    """The process of the agent there, 0 for none; what stands above it has its command line."""
-    agents = {pid for pid, line in host.processes().items() if "nbdist.node --ticket" in line}
-    above = set()
+    """The process of the agent there, 0 for none.
+
+    Not what stands above it and names its command (a shell, srun, what Ray's actor has between),
+    which there is for a while before the agent; nor a child that has not become another program.
+    """
+    agents = {
+        pid for pid, line in host.processes().items() if line.split()[1:5] == AGENT_ARGUMENTS
+    }
     for pid in agents:
         with suppress(psutil.NoSuchProcess):
-            above.add(psutil.Process(pid).ppid())
-    return max(agents - above, default=0)
+            if psutil.Process(pid).ppid() not in agents:
+                return pid
+    return 0
 
 
 def check_whole(world: World, size: int = 4) -> None:
