@@ -7,22 +7,25 @@ folders.  What is only ending gets some seconds.
 
 from __future__ import annotations
 
+import compileall
 import gc
 import io
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+import nbdist
 from nbdist.wire.messages import GetStatus
 from nbdist.world.states import State
 from nbdist.world.world import World
@@ -92,6 +95,19 @@ def pytest_configure(config: pytest.Config) -> None:
         folder.mkdir(mode=0o700)
         os.environ[name] = str(folder)
     config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
+    # As the wheel that a user installs is: hundreds of processes are to read it and not to compile.
+    if not hasattr(config, "workerinput"):
+        compileall.compile_dir(Path(nbdist.__file__).parent, quiet=2, workers=0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Whoever is the first to rewrite a test's asserts leaves that to the others beside it."""
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+    try:
+        return (yield)
+    finally:
+        sys.dont_write_bytecode = before
 
 
 @dataclass(frozen=True)
