@@ -16,8 +16,6 @@ from tests.gpu import __main__ as command
 from tests.gpu.metadata import write_metadata
 from tests.gpu.report import Report
 
-pytestmark = pytest.mark.timeout(120)
-
 COMMAND = [sys.executable, "-m", "tests.gpu"]
 
 

@@ -19,7 +19,7 @@ from tests.notebooks.test_notebooks import (
     text,
 )
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 
 ON_HOSTS = "--hosts node1:2,node2:2"
 

@@ -42,9 +42,7 @@ def agent_on(host: Host) -> int:
     Not what stands above it and names its command (a shell, srun, what Ray's actor has between),
     which there is for a while before the agent; nor a child that has not become another program.
     """
-    agents = {
-        pid for pid, line in host.processes().items() if line.split()[1:5] == AGENT_ARGUMENTS
-    }
+    agents = {pid for pid, line in host.processes().items() if line.split()[1:5] == AGENT_ARGUMENTS}
     for pid in agents:
         with suppress(psutil.NoSuchProcess):
             if psutil.Process(pid).ppid() not in agents:

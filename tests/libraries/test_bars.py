@@ -10,7 +10,7 @@ import pytest
 from nbdist import World
 from tests.libraries.bars import drawn
 
-pytestmark = [pytest.mark.shared_world(2), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.shared_world(2)
 
 
 def test_tqdm(world: World, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.notebook.front_end import Notebook, Outcome, body
 
-pytestmark = [pytest.mark.shared_world, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.shared_world
 
 WORKS = "%%distributed\nt = torch.ones(8)\ndist.all_reduce(t)\nassert t[0] == world_size, t"
 

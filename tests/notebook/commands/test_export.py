@@ -17,10 +17,10 @@ from nbdist.notebook.commands.export import setting_of
 from nbdist.world.world import World
 from tests.notebook.front_end import Notebook
 
-pytestmark = [pytest.mark.shared_world, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.shared_world, pytest.mark.timeout(300)]
 
 QUICKSTART = Path(__file__).parents[3] / "notebooks" / "01-quickstart.ipynb"
-RUN_TIMEOUT = 100
+RUN_TIMEOUT = 200
 
 ACCURACY = """\
 %%distributed
