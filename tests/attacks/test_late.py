@@ -100,7 +100,7 @@ def test_late_output_comes_with_the_next_cell(notebook: Notebook, tmp_path: Path
     """Where nothing can be drawn again, as in a terminal, the next cell says so first."""
     notebook.run('%config NbDist.display = "plain"')
     sign, done = tmp_path / "sign", tmp_path / "done"
-    say = f"until [ -e {sign} ]; do sleep 0.02; done; echo said late; sleep 0.3; touch {done}"
+    say = f"until [ -e {sign} ]; do sleep 0.02; done; echo said late; sleep 1; touch {done}"
     try:
         notebook.run(
             f"%%rank 1\nimport subprocess\nchild = subprocess.Popen(['sh', '-c', {say!r}])"

@@ -22,7 +22,7 @@ def notebook() -> Iterator[Notebook]:
 
 def test_a_pool_waits_for_its_own_alone(notebook: Notebook) -> None:
     """A cell of the other one runs at once; one of this pool after it, with what it has bound."""
-    notebook.run("%%distributed --no-wait -o first\nimport time; time.sleep(1); late = 1")
+    notebook.run("%%distributed --no-wait -o first\nimport time; time.sleep(3); late = 1")
     other = notebook.run("%%distributed --pool other\n'late' in globals()")
     assert body(other)[-1] == "False"
     assert other.text.startswith("rank 0 · ")

@@ -25,7 +25,7 @@ def test_rank_that_dies(notebook: Notebook) -> None:
     notebook.run("%%distributed\nkept = weights")
     outcome = notebook.run("%%distributed\nimport os\nif rank == 2: os._exit(3)")
     assert "rank 2 on " in outcome.error
-    assert "exited with code 3 0." in outcome.error
+    assert re.search(r"exited with code 3 \d+\.\d", outcome.error)
     said = r"Rank 2 was replaced and has lost its variables \(.+\); the others keep theirs"
     assert re.search(said, outcome.error)
     assert notebook.run(shipped).errors == []  # to the new rank too
@@ -41,7 +41,7 @@ def test_rank_that_dies_while_idle(notebook: Notebook) -> None:
     """It is told under the last cell, with no cell run, and a new rank is in its place."""
     last = notebook.client.execute(
         "%%rank 1\nimport os, signal, threading\nkept = 1\n"
-        "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()"
+        "threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGKILL)).start()"
     )
     said = (
         r"rank 1 was killed by SIGKILL while no cell was running · rank 1 was replaced and has "
@@ -55,7 +55,7 @@ def test_rank_that_dies_while_idle(notebook: Notebook) -> None:
             shown = message["content"]["data"]["text/plain"]
             sys.stdout.write(f"{shown}\n")
             assert message["parent_header"]["msg_id"] == last
-    sys.stdout.write(f"told {time.monotonic() - started - 0.5:.2f} s after the death\n")
+    sys.stdout.write(f"told {time.monotonic() - started - 1.5:.2f} s after the death\n")
     outcome = notebook.run("%%distributed\ndist.barrier()")
     assert "rank 1" not in outcome.text
 
@@ -66,7 +66,7 @@ def test_death_while_idle_that_the_event_loop_did_not_see(notebook: Notebook) ->
         "import os, signal, time\n"
         "get_ipython().run_cell_magic('rank', '1', 'import os; pid = os.getpid()')\n"
         "get_ipython().run_line_magic('dist_gather', 'pid -r 1')\n"
-        "os.kill(pid[0], signal.SIGKILL); time.sleep(0.5)\n"
+        "os.kill(pid[0], signal.SIGKILL); time.sleep(2)\n"
         "get_ipython().run_cell_magic('distributed', '', 'dist.barrier()')"
     )
     assert outcome.errors == []
@@ -175,7 +175,7 @@ def test_why_of_an_exception(notebook: Notebook) -> None:
     why = notebook.run("%dist_why")
     first, *lines = why.text.splitlines()
     assert re.match(r"\d\d:\d\d:\d\d · rank 1 on ", first)
-    assert f" (pid {pid}) · 0." in first
+    assert f" (pid {pid}) · " in first
     assert first.endswith(f"s into Cell In[{number}] · ValueError: bad shard")
     assert f"Cell In[{number}], line 3" in why.text
     assert lines[-1].startswith("ranks 0,2-3: Freed: waited in barrier (cell line 4) and was freed")
@@ -219,7 +219,7 @@ def test_why_of_a_death_while_idle(notebook: Notebook) -> None:
     notebook.run(
         "%%rank 1\nimport os, threading\n"
         "def end():\n    print('farewell')\n    os._exit(7)\n"
-        "threading.Timer(0.3, end).start()"
+        "threading.Timer(1.5, end).start()"
     )
     deadline = time.monotonic() + WAIT
     why = [""]
@@ -297,7 +297,7 @@ def test_rank_that_raises_while_others_wait(notebook: Notebook) -> None:
     outcome = notebook.run(
         "%%distributed\nkept = rank\nif rank == 1: raise ValueError('bad shard')\ndist.barrier()"
     )
-    assert "1 of 4 ranks failed (1); first: rank 1 after 0." in outcome.error
+    assert "1 of 4 ranks failed (1); first: rank 1 after " in outcome.error
     freed = "ValueError: bad shard. Ranks 0,2-3 wait in barrier, line 4: freed; all variables"
     assert freed in outcome.error
     shown = (*outcome.displays, *outcome.updates)[-1]["data"]["text/plain"]
@@ -331,8 +331,8 @@ def test_stop_of_a_local_cell(notebook: Notebook) -> None:
     """It stops the notebook's own code; the workers go on with what they do."""
     notebook.run(
         "%%distributed\nimport threading, time\nkept = rank\n"
-        "ticks = []\nthreading.Thread(target=lambda: [ticks.append(time.sleep(0.1)) for _ in"
-        " range(20)]).start()"
+        "ticks = []\nticking = threading.Thread(target=lambda: [ticks.append(time.sleep(0.1)) for _"
+        " in range(20)])\nticking.start()"
     )
     notebook.run(
         "import os, signal, threading, time\n"
@@ -340,7 +340,7 @@ def test_stop_of_a_local_cell(notebook: Notebook) -> None:
     )
     outcome = notebook.run("time.sleep(60)")
     assert [error["ename"] for error in outcome.errors] == ["KeyboardInterrupt"]
-    assert notebook.run("%%distributed\ntime.sleep(2); assert len(ticks) == 20").errors == []
+    assert notebook.run("%%distributed\nticking.join(); assert len(ticks) == 20").errors == []
 
 
 def test_interrupt_when_nothing_runs(notebook: Notebook) -> None:

@@ -167,7 +167,7 @@ def test_terminal_is_live_at_its_prompt(tmp_path: Path) -> None:
         terminal.child.expect_exact("sent to 2 ranks")
         for said in ("step 3", "✗ ZeroDivisionError", "2 of 2 ranks failed (0-1); first: rank "):
             terminal.child.expect_exact(said)
-        kill = "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()"
+        kill = "threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGKILL)).start()"
         terminal.begin("%%distributed -r 1", "import os, signal, threading", kill)
         terminal.child.expect_exact("rank 1 was killed by SIGKILL while no cell was running")
         terminal.child.expect_exact("rank 1 was replaced and has lost its variables")
@@ -276,7 +276,7 @@ def test_nbclient_saves_what_nobody_waited_for(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("NBDIST_LOG_DIR", "")
     sent = "%%distributed -n 2 --no-wait -o job\nimport time\nfor i in range(4):\n    "
     sent += "print('step', i); time.sleep(0.2)\n"
-    cells = (sent, "import time; time.sleep(1.5)", "None", f"{sent}time.sleep(600)")
+    cells = (sent, "import time; time.sleep(3)", "None", f"{sent}time.sleep(600)")
     notebook = a_notebook("%load_ext nbdist", *cells, "job.done()", "time.sleep(0.5)")
     NotebookClient(notebook, timeout=WAIT).execute()
     (ended,) = notebook.cells[1].outputs
@@ -287,7 +287,7 @@ def test_nbclient_saves_what_nobody_waited_for(monkeypatch: pytest.MonkeyPatch) 
 
     def rest(cell: nbformat.NotebookNode, cell_index: int) -> None:
         if cell_index == 4:  # it ends while no cell runs
-            time.sleep(1.5)
+            time.sleep(3)
 
     client.on_cell_start = rest
     client.execute()

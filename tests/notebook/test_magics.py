@@ -39,7 +39,7 @@ def test_first_cell_starts_the_workers_and_later_ones_reuse_them(
 
 def test_silent_cell_is_one_line(notebook: Notebook) -> None:
     """A cell that shows nothing says how many ranks ran it and how long."""
-    assert notebook.run("%%distributed\nx = 1").text.startswith("4 ranks · 0.")
+    assert re.match(r"4 ranks · \d+\.\d", notebook.run("%%distributed\nx = 1").text)
 
 
 def test_equal_output_is_shown_once(notebook: Notebook) -> None:
@@ -128,7 +128,7 @@ def test_line_numbers_are_the_notebooks(notebook: Notebook) -> None:
     notebook.run("%%distributed\ndef fail():\n    raise ValueError('bad shard')")
     outcome = notebook.run("%%distributed\nx = 1\nif rank == 2:\n    fail()")
     number = outcome.reply["execution_count"]
-    assert outcome.error.startswith("WorkerError: 1 of 4 ranks failed (2); first: rank 2 after 0.")
+    assert outcome.error.startswith("WorkerError: 1 of 4 ranks failed (2); first: rank 2 after ")
     assert outcome.error.endswith("s: ValueError: bad shard")
     text = outcome.panel["text/plain"]
     assert f"Cell In[{number}], line 4" in text
@@ -468,7 +468,7 @@ def test_error_that_a_library_shows(notebook: Notebook) -> None:
     )
     outcome = notebook.run("%%distributed\nif rank == 1: raise ValueError('bad shard')")
     notebook.run("%%distributed\nshell._showtraceback = before")
-    assert outcome.error.startswith("WorkerError: 1 of 4 ranks failed (1); first: rank 1 after 0.")
+    assert outcome.error.startswith("WorkerError: 1 of 4 ranks failed (1); first: rank 1 after ")
     assert outcome.error.endswith("s: ValueError: bad shard")
     assert "shown by a library" in outcome.panel["text/plain"]
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -79,12 +80,15 @@ def begin() -> Iterator[Callable[[str], Script]]:
         os.kill(each.agent, signal.SIGTERM)
 
 
-LOOP = "print('begun')\\nfor i in range(12): time.sleep(0.1)\\nprint('ended', x)\\ny = 2 * x"
+LOOP = "i = 0; print('begun')\\nwhile not __import__('os').path.exists('%s'): time.sleep(0.1)"
+LOOP += "\\nprint('ended', x)\\ny = 2 * x"
 
 
-def test_it_goes_on(begin: Callable[[str], Script], capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_goes_on(
+    begin: Callable[[str], Script], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its task comes to its end, variables and set-up cells are there, ranks can be replaced."""
-    script = begin(f'world.submit(world.task("{LOOP}"))')
+    script = begin(f'world.submit(world.task("{LOOP % (tmp_path / "seen")}"))')
     with pytest.raises(UsageError, match=f"the notebook of process {script.process.pid} has it"):
         attach(NAME)
     script.kill()
@@ -92,6 +96,7 @@ def test_it_goes_on(begin: Callable[[str], Script], capsys: pytest.CaptureFixtur
         assert world.state is State.RUNNING
         with pytest.raises(UsageError, match="this notebook has it"):
             attach(NAME)
+        (tmp_path / "seen").touch()
         assert world.catch_up() is not None
         assert capsys.readouterr().out.splitlines() == ["[0-1] begun", "[0] ended 0", "[1] ended 1"]
         assert world.catch_up() is None

@@ -365,7 +365,7 @@ def test_one_rank_raises(world: World) -> None:
     assert ran.error.rank == 1
     assert ran.error.pid == world.pids[1]
     assert [*ran.error.errors] == [1]
-    assert f"1 of {world.size} ranks failed (1); first: rank 1 after 0." in str(ran.error)
+    assert f"1 of {world.size} ranks failed (1); first: rank 1 after " in str(ran.error)
     assert str(ran.error).endswith("KeyError: 'lost'")
     traceback = ran.traceback(1)
     assert "raise KeyError('lost')  # here" in traceback
@@ -375,7 +375,7 @@ def test_one_rank_raises(world: World) -> None:
 
 def test_all_raise_and_the_earliest_is_the_cause(world: World) -> None:
     """The rank that failed first is named first, whatever its number."""
-    ran = run(world, "import time\ntime.sleep(0.2 * (world_size - 1 - rank))\nraise OSError(rank)")
+    ran = run(world, "import time\ntime.sleep(0.4 * (world_size - 1 - rank))\nraise OSError(rank)")
     assert isinstance(ran.error, WorkerError)
     assert ran.error.rank == world.size - 1
     assert len(ran.error.errors) == world.size
@@ -403,7 +403,7 @@ def test_caught_by_its_own_type(world: World, source: str, kind: type[Exception]
     error = caught.value
     assert isinstance(error, WorkerError)
     assert (error.rank, type(error).__name__) == (1, "WorkerError")
-    assert str(error).startswith(f"1 of {world.size} ranks failed (1); first: rank 1 after 0.")
+    assert str(error).startswith(f"1 of {world.size} ranks failed (1); first: rank 1 after ")
     assert kind.__name__ in str(error)
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again)) == (WorkerError, str(error))
