@@ -192,10 +192,12 @@ def _attempt(
         task = replace(task, names=packing.payload)
         segment, shipped = packing.segment, packing.records
     try:
-        running = pool.last = world.session.submit(task, how.patience, shipped)
-        if world.session.code and (left := world.session.code.take_note()):
-            display.note(left)
-        yield from follow_steps(pool, world, running, display)
+        # Ranks may run it before it is followed: a Stop meanwhile is met as one that comes later.
+        with met_stops(partial(world.session.meet_stop_of, task)):
+            running = pool.last = world.session.submit(task, how.patience, shipped)
+            if world.session.code and (left := world.session.code.take_note()):
+                display.note(left)
+            yield from follow_steps(pool, world, running, display)
         if how.setup and not running.error():
             world.session.keep_setup(how.setup, task, segment)
             segment = None
@@ -315,12 +317,13 @@ def bring(
     With a display how far that is on its way, where it takes long; `what` says what it is.
     """
     pool.background.wait(pool.display())
-    running = world.submit(task)
     progress = Progress(display, what) if display else None
-    for _ in follow_steps(pool, world, running, None):
-        with running.counting_stops():
-            if progress and running.moved:
-                progress.at(*running.bytes_moved)
+    with met_stops(partial(world.session.meet_stop_of, task)):
+        running = world.submit(task)
+        for _ in follow_steps(pool, world, running, None):
+            with running.counting_stops():
+                if progress and running.moved:
+                    progress.at(*running.bytes_moved)
     check_end(pool, world, running)
     found = {**running.result().values}
     world.session.let_go(running)

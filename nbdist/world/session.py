@@ -147,6 +147,12 @@ class Session(Workers):
         self.wake()
         return True
 
+    def meet_stop_of(self, task: Task) -> bool:
+        """The same of a task that is about to be sent; before it is, a Stop is to be raised."""
+        if self.running is None or self.running.task.id != task.id:
+            return False
+        return self.meet_stop(self.running)
+
     def reply(self, running: RunningTask, answers: Mapping[int, str | None]) -> None:
         """Give each of these ranks what was typed for it, None for the end of all input."""
         for rank, text in answers.items():

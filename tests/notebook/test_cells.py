@@ -40,21 +40,24 @@ def test_one_is_run_again(notebook: Notebook) -> None:
 
 
 PRESS = """
-import os, pathlib, signal, sys, tempfile
+import os, pathlib, signal, sys, tempfile, time
 FOLLOWING = ("world/following.py", "world/session.py", "world/running.py", "world/workers.py",
              "notebook/cells.py", "notebook/display.py", "/contextlib.py")
 def stop_at(number):
     '''Press Stop at this line of those that follow a cell, once its ranks have begun.'''
-    left = iter(range(number, 0, -1))
+    left, deadline = iter(range(number, 0, -1)), time.monotonic() + 30
     def trace(frame, event, arg):
         if not frame.f_code.co_filename.endswith(FOLLOWING):
             return None
-        if event == "line" and all(map(os.path.exists, begun)) and next(left, None) is None:
+        sent = event == "return" and frame.f_code.co_name == "send"
+        while sent and not have_begun() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if event == "line" and have_begun() and next(left, None) is None:
             sys.settrace(None)
             signal.raise_signal(signal.SIGINT)
         return trace
     with tempfile.TemporaryDirectory() as folder:
-        begun = [os.path.join(folder, name) for name in "01"]
+        have_begun = lambda: all(os.path.exists(os.path.join(folder, name)) for name in "01")
         sys.settrace(trace)
         get_ipython().run_cell_magic("distributed", "", f'''
 import time
