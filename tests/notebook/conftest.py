@@ -20,6 +20,16 @@ def kernel() -> Iterator[Notebook]:
     notebook.close()
 
 
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables of a notebook in which is completed what is no magic.
+
+    The notebooks of other tests write what jedi has read in place, and who reads one of those
+    files meanwhile completes nothing.
+    """
+    return {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+
+
 @pytest.fixture
 def notebook(kernel: Notebook) -> Notebook:
     """The notebook with four workers; those of the tests before, if they are in order."""

@@ -21,8 +21,9 @@ WAIT = 20.0
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Notebook]:
-    notebook = Notebook("%load_ext nbdist", "%%distributed -n 2\nimport pathlib, time\nmine = 1")
+def two(own_cache: dict[str, str]) -> Iterator[Notebook]:
+    first = "%%distributed -n 2\nimport pathlib, time\nmine = 1"
+    notebook = Notebook("%load_ext nbdist", first, env=own_cache)
     yield notebook
     notebook.close()
 

@@ -12,9 +12,10 @@ from tests.notebook.front_end import Notebook
 
 
 @pytest.fixture(scope="module")
-def auto() -> Iterator[Notebook]:
+def auto(own_cache: dict[str, str]) -> Iterator[Notebook]:
     """With two workers, and auto mode on."""
-    notebook = Notebook("%load_ext nbdist", "%dist_init -n 2", "here = 'notebook'")
+    first = ("%load_ext nbdist", "%dist_init -n 2", "here = 'notebook'")
+    notebook = Notebook(*first, env=own_cache)
     assert "auto mode is on" in notebook.run("%dist_auto on").text
     yield notebook
     notebook.close()
