@@ -20,9 +20,9 @@ def test_an_agent_that_cannot_start(launchers: None) -> None:
     """Which one, its command, how it ended and what it wrote; and nothing of the others is left."""
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     world = World(layout="2x1", launcher="here", log_dir="", python="/bin/false")
-    with pytest.raises(StartError, match=r"the agent on node0 .*exited with code 1") as caught:
+    either = r"the agent on node([01]) .*exited with code 1.*`/bin/false .*--ticket --node \1`"
+    with pytest.raises(StartError, match=either):
         world.start()
-    assert "/bin/false -P -m nbdist.node --ticket" in str(caught.value)
     world.shutdown()
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
