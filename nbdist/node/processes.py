@@ -20,9 +20,13 @@ from typing import BinaryIO, Protocol
 
 from nbdist.node.guard import await_end, end_group
 from nbdist.node.limits import word_lack
+from nbdist.node.proc import OwnTime
 from nbdist.wire import prctl
 from nbdist.wire.interpreter import safe_environ
 from nbdist.wire.start import WorkerStart, WorldSpec
+
+LONGEST_EXIT, EXIT_STEP = 10.0, 0.05
+"""Seconds, however long it waited for a processor; less than a notebook waits for its agent."""
 
 OnExit = Callable[[int], None]
 
@@ -125,6 +129,16 @@ class WorkerProcess:
         if not self.exited.done():
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
+
+    async def exit_within(self, seconds: float) -> None:
+        """Wait for its end, at most so many seconds of its own (`OwnTime`), and `LONGEST_EXIT`."""
+        loop, own = asyncio.get_running_loop(), OwnTime(self.pid)
+        end = loop.time() + max(seconds, LONGEST_EXIT)
+        while not self.exited.done():
+            left = min(seconds - own.seconds(), end - loop.time())
+            if left <= 0:
+                break
+            await asyncio.wait([self.exited], timeout=max(left, EXIT_STEP))
 
     def set_exited(self, exit_code: int) -> None:
         """Note its end; called once by the source that started it."""

@@ -254,15 +254,15 @@ class Worker:
     # --- stop ----------------------------------------------------------------------------
 
     async def stop(self, grace: float) -> None:
-        """End the worker: politely for `grace` seconds, then by SIGKILL; free all it held."""
+        """End the worker: politely for `grace` own seconds, then by SIGKILL; free all."""
         self._is_ending = True
-        if self.process is not None:
-            self.process.exited.remove_done_callback(self._ended)
+        if (process := self.process) is not None:
+            process.exited.remove_done_callback(self._ended)
             if grace > 0 and self.state == "idle":
                 self._kernel.shut_down()
-                await asyncio.wait([self.process.exited], timeout=grace)
-            self.process.kill()
-            await asyncio.wait([self.process.exited], timeout=KILL_TIMEOUT)
+                await process.exit_within(grace)
+            process.kill()
+            await asyncio.wait([process.exited], timeout=KILL_TIMEOUT)
         for timer in (self._counting, self._losing):
             if timer is not None:
                 timer.cancel()
