@@ -13,6 +13,7 @@ import pytest
 
 import nbdist
 from nbdist.notebook.command import find_commands
+from tests.waiting import SOON
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,7 +33,7 @@ def run_script(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=SOON,
         stdin=subprocess.DEVNULL,
     )
 
@@ -220,7 +221,7 @@ def test_a_long_start_in_a_terminal(tmp_path: Path) -> None:
         ["train.py"],
         cwd=tmp_path,
         env={**environment(), "PYTHONPATH": path},
-        timeout=40,
+        timeout=SOON,
         encoding="utf-8",
     )
     try:
@@ -285,7 +286,7 @@ def test_types(tmp_path: Path) -> None:
         env=environment(MYPYPATH=str(ROOT)),
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=SOON,
     )
     found = re.findall(r"^typed\.py:(\d+): (.+)$", done.stdout, re.M)
     found = [line for line in found if "defined in" not in line[1]]

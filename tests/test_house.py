@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import SOON
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "nbdist"
 
@@ -350,7 +352,7 @@ def test_the_top_level():
         pytest.skip("not in a git checkout, so there is no list of the repository's files")
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listing = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+        command, cwd=ROOT, capture_output=True, text=True, timeout=SOON, check=True
     ).stdout
     names = {line.partition("/")[0] for line in listing.splitlines()}
     assert {name for name in names if not name.startswith(".")} == TOP_LEVEL
@@ -382,7 +384,7 @@ def probe(*modules: str) -> dict[str, object]:
         [sys.executable, "-c", PROBE, *modules],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=SOON,
         stdin=subprocess.DEVNULL,
         cwd=ROOT,
     )

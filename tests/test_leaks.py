@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import SOON
+
 LEAKY = """
 import os, socket, subprocess, sys, threading
 from multiprocessing import shared_memory
@@ -101,7 +103,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
             env=environ,
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=SOON,
             stdin=subprocess.DEVNULL,
         )
     finally:

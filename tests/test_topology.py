@@ -9,6 +9,7 @@ import pytest
 
 from nbdist import topology
 from nbdist.errors import BadRanks, BadTopology, NotEnoughGpus
+from tests.waiting import SOON
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,9 @@ def test_usable_cores():
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
         "from nbdist.topology import usable_cores; print(usable_cores())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON
+    )
     assert done.stdout == "1\n", done.stderr
 
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-SOON = 30.0
+SOON = 60
 """Seconds in which all comes that comes at all, also where other programs have the processors."""
 
 STEP = 0.01

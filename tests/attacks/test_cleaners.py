@@ -17,6 +17,7 @@ import pytest
 from nbdist.errors import WorkerDied
 from nbdist.wire.runtime_folder import RuntimeFolder
 from nbdist.world.world import World
+from tests.waiting import SOON
 
 pytestmark = pytest.mark.shared_world
 
@@ -108,7 +109,7 @@ def test_only_what_dead_worlds_left_is_removed(parent: Path) -> None:
     for name in ("lock", "results.csv"):
         (data / name).write_text("mine")
     command = [sys.executable, "-c", KILLED]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=40)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SOON)
     assert done.returncode == -signal.SIGKILL, done.stderr
     left = Path(done.stdout.decode().strip())
     assert left.is_dir()

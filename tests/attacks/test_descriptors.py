@@ -11,12 +11,10 @@ from nbdist.output.screen import Screen
 from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.world import World
+from tests.waiting import SOON
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
-
-WAIT = 30.0
-"""Seconds after which a cell is taken to hang."""
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +36,11 @@ def ran(world: World, source: str) -> RunningTask:
     """A cell that has ended; one that does not is ended."""
     running = world.submit(world.task(source))
     for _ in world.follow(running):
-        if running.age > WAIT:
+        if running.age > SOON:
             world.interrupt()
             for _ in world.follow(running):
                 pass
-            pytest.fail(f"still running after {WAIT} s: {source}")
+            pytest.fail(f"still running after {SOON} s: {source}")
     return running
 
 

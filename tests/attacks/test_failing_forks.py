@@ -14,11 +14,10 @@ import pytest
 
 from nbdist import World
 from nbdist.errors import NotScaled, StartError, WorldBroken
-from tests.waiting import wait_until
+from tests.waiting import SOON, wait_until
 
 pytestmark = pytest.mark.shared_world
 
-WAIT = 30.0
 GROUPS = Path("/sys/fs/cgroup/pids")
 if not GROUPS.exists():
     GROUPS = Path("/sys/fs/cgroup")
@@ -56,7 +55,7 @@ def kill_fork_server(world: World) -> None:
         if "nbdist.node.fork_server" in process.cmdline() and process.pid not in workers
     )
     fork_server.kill()
-    fork_server.wait(WAIT)
+    fork_server.wait(SOON)
 
 
 def test_the_fork_server_is_killed(world: World) -> None:

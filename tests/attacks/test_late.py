@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.notebook.front_end import WAIT, Notebook
-from tests.waiting import wait_until
+from tests.notebook.front_end import Notebook
+from tests.waiting import SOON, wait_until
 
 pytestmark = pytest.mark.shared_world
 
@@ -61,7 +61,7 @@ def notebook() -> Iterator[Notebook]:
 
 def shown_since(notebook: Notebook, *wanted: str) -> dict[str, Any]:
     """The display that has these texts, which appears while no cell runs."""
-    deadline = time.monotonic() + WAIT
+    deadline = time.monotonic() + SOON
     while True:
         message = notebook.client.get_iopub_msg(timeout=deadline - time.monotonic())
         if message["msg_type"] in ("display_data", "update_display_data"):

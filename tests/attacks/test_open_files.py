@@ -12,6 +12,7 @@ import pytest
 
 from nbdist import World
 from nbdist.errors import WorkerError
+from tests.waiting import SOON
 
 pytestmark = pytest.mark.shared_world
 
@@ -57,7 +58,7 @@ def under_limit(soft: int, hard: int, source: str) -> subprocess.CompletedProces
         preexec_fn=limit,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=SOON,
         check=False,
     )
 

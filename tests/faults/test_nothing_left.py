@@ -17,12 +17,11 @@ from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import start_new_kernel
 from jupyter_core.utils import ensure_event_loop
 
-from tests.waiting import wait_until
+from tests.waiting import SOON, wait_until
 
 # jupyter_client's blocking calls run on a loop that lives as long as the process.
 ensure_event_loop()
 
-WAIT = 30.0
 
 STARTED = "%%distributed -n 2\nimport subprocess; child = subprocess.Popen(['sleep', '1000'])"
 MOMENTS = {
@@ -49,7 +48,7 @@ class Notebook:
         (self.fork_server,) = self.agent.children()
 
     def run(self, source: str) -> None:
-        reply = self.client.execute_interactive(source, timeout=WAIT, output_hook=lambda _: None)
+        reply = self.client.execute_interactive(source, timeout=SOON, output_hook=lambda _: None)
         assert reply["content"]["status"] == "ok", reply
 
     def begin(self, source: str) -> None:
@@ -183,7 +182,7 @@ def test_nothing_is_left_after_the_fork_server(
     """The fork server is killed, its workers live on; whoever dies next, nothing stays behind."""
     workers = notebook.workers
     kill_fork_server(notebook)
-    notebook.fork_server.wait(WAIT)
+    notebook.fork_server.wait(SOON)
     assert notebook.workers == workers
     death(notebook)
 

@@ -18,10 +18,11 @@ import pytest
 from jupyter_client.blocking import BlockingKernelClient
 from jupyter_core.utils import ensure_event_loop
 
+from tests.waiting import SOON
+
 # jupyter_client's blocking calls run on a loop that lives as long as the process.
 ensure_event_loop()
 
-WAIT = 40.0
 
 MOMENTS = {
     "idle": "%%distributed\npass",
@@ -62,13 +63,13 @@ class Server:
         self._client.load_connection_file(str(self._runtime / f"kernel-{kernel}.json"))
         # Without the heartbeat, by which a kernel is dead that is busy for a second.
         self._client.start_channels(hb=False)
-        self._client.wait_for_ready(timeout=WAIT)
+        self._client.wait_for_ready(timeout=SOON)
         self.run("%load_ext nbdist")
         self.run("%%distributed -n 2\nimport subprocess; subprocess.Popen(['sleep', '1000'])")
 
     def run(self, source: str) -> None:
         """A cell, until it has ended."""
-        reply = self._client.execute_interactive(source, timeout=WAIT, output_hook=lambda _: None)
+        reply = self._client.execute_interactive(source, timeout=SOON, output_hook=lambda _: None)
         assert reply["content"]["status"] == "ok", reply
 
     def begin(self, source: str) -> None:
@@ -80,18 +81,18 @@ class Server:
         self._client.stop_channels()
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(WAIT)
+        self.process.wait(SOON)
 
     def _ask(self, path: str, body: dict[str, Any]) -> Any:
         """Ask until the server listens, which it writes down somewhat earlier."""
-        deadline = time.monotonic() + WAIT
+        deadline = time.monotonic() + SOON
         while True:
             assert self.process.poll() is None, "the server did not start"
             try:
                 request = urllib.request.Request(
                     f"{self._url()}api/{path}", json.dumps(body).encode(), method="POST"
                 )
-                with urllib.request.urlopen(request, timeout=WAIT) as answer:
+                with urllib.request.urlopen(request, timeout=SOON) as answer:
                     return json.load(answer)
             except (urllib.error.URLError, StopIteration, json.JSONDecodeError):
                 assert time.monotonic() < deadline, "the server does not listen"
@@ -119,4 +120,4 @@ def test_nothing_is_left(server: Server, end: signal.Signals, moment: str) -> No
     """No process, socket or folder; the guard in `tests/conftest.py` does the counting."""
     server.begin(MOMENTS[moment])
     server.process.send_signal(end)
-    server.process.wait(WAIT)
+    server.process.wait(SOON)

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from nbdist.head.addresses import addresses, listened_at
+from tests.waiting import SOON
 
 LOOK = "from nbdist.head.addresses import addresses; print(*addresses(None))"
 
@@ -49,7 +50,7 @@ def test_the_one_by_which_packets_leave_is_first() -> None:
     machine = ["unshare", "--net", "sh", "-c", f"{MACHINE} exec {sys.executable} -c '{LOOK}'"]
     if os.geteuid():
         pytest.skip("network namespaces need root")
-    shown = subprocess.run(machine, capture_output=True, text=True, timeout=30)
+    shown = subprocess.run(machine, capture_output=True, text=True, timeout=SOON)
     if "Operation not permitted" in shown.stderr:
         pytest.skip("no network namespaces here")
     assert shown.stdout.split()[:2] == ["10.1.2.3", "172.17.0.1"], shown.stderr

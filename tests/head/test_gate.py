@@ -14,8 +14,8 @@ from nbdist.head.gate import Gate
 from nbdist.wire.many import NodeUp, node_bytes
 from nbdist.wire.messages import Leave, Starting, down_from
 from nbdist.wire.ticket import KeyPair, Ticket, come_with, endpoint
+from tests.waiting import SOON
 
-SOON = 20.0
 PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 

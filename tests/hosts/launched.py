@@ -22,7 +22,7 @@ from tests.waiting import wait_until
 
 NAMES = ("ssh", "slurm", "join", "ray")
 
-JOIN_TIMEOUT = 30.0
+JOIN_TIMEOUT = 60.0
 INVITATION = re.compile(r"`nbdist join (\S+)`")
 
 AT_THE_START = (

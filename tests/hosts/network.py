@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 HOME = Path(pwd.getpwuid(os.getuid()).pw_dir)
 NAMESPACES = ("--net", "--uts", "--mount", "--ipc")
 
-COMMAND_TIMEOUT = 30.0
+COMMAND_TIMEOUT = 60.0
 END_TIMEOUT = 5.0
 POLL_SECONDS = 0.02
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.network import Host, Network, end, wait_for
+from tests.waiting import SOON
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "srun", "salloc", "scancel")
 CONTROLLER_PORT, NODE_PORT = 6817, 6818
@@ -85,7 +86,7 @@ class Slurm:
         """What one of Slurm's commands does on this machine, outside of any allocation."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         done = subprocess.run(
-            words, env=kept | self.environ, capture_output=True, text=True, timeout=30
+            words, env=kept | self.environ, capture_output=True, text=True, timeout=SOON
         )
         assert not check or done.returncode == 0, f"{words}: {done.stderr}{done.stdout}"
         return done

@@ -14,6 +14,7 @@ import subprocess
 from pathlib import Path
 
 from tests.hosts.network import Host, Network, end, sh, wait_for
+from tests.waiting import SOON
 
 SSHD = "/usr/sbin/sshd"
 # Where sshd locks the part of itself in that talks to strangers; packages make it at boot.
@@ -91,7 +92,7 @@ class Sshd:
     def ssh(self, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         """What `ssh *words` does on this machine."""
         command = [str(self.path / "ssh"), *words]
-        return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=30)
+        return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=SOON)
 
     def close(self) -> None:
         for process in self._processes:

@@ -15,6 +15,7 @@ from nbdist.errors import AgentLost, WorkerError
 from nbdist.world.world import World
 from tests.hosts.network import Host, wait_for
 from tests.hosts.worlds import check_whole
+from tests.waiting import SOON
 
 Launch = Callable[..., World]
 
@@ -74,7 +75,7 @@ def test_looking_from_a_terminal(launch: Launch) -> None:
     """`nbdist status` on the notebook's machine knows the ranks of all."""
     launch(hosts="node1:1,node2:1", name="far")
     command = [sys.executable, "-m", "nbdist.terminal", "status"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=SOON).stdout
     _, found, ours = shown.partition("far")
     assert found
     # Other tests may have worlds of their own.

@@ -26,10 +26,9 @@ from nbdist.world.world import World
 from tests.hosts.network import Host, Network, wait_for
 from tests.hosts.ray_cluster import RayCluster
 from tests.hosts.worlds import agent_on, check_whole, new_world
+from tests.waiting import SOON
 
 pytestmark = [pytest.mark.shared_world, pytest.mark.timeout(180)]
-
-SOON = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +71,9 @@ print(names, groups)
 
 def shown() -> str:
     """The names of living actors and placement groups."""
-    done = subprocess.run([sys.executable, "-c", SHOWN], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", SHOWN], capture_output=True, text=True, timeout=SOON
+    )
     assert not done.returncode, done.stderr
     return done.stdout.strip()
 
@@ -172,7 +173,7 @@ put(b"CLUSTER_METADATA", json.dumps(found).encode(), overwrite=True, **place)
 
 def test_a_cluster_with_another_python(cluster: RayCluster) -> None:
     """Is refused in a line with both versions; no test can come after it."""
-    subprocess.run([sys.executable, "-c", OTHER], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", OTHER], check=True, timeout=SOON)
     with pytest.raises(StartError, match=r"Python: 3\.9\.1 .*Python: 3\.1") as it:
         new_world(None, layout="2x1", launcher="ray")
     assert len(str(it.value).splitlines()) == 1

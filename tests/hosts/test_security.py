@@ -276,7 +276,7 @@ def test_a_scan_of_a_local_world(world: World, hosts: list[Host]) -> None:
         assert notebook.stdout is not None
         assert notebook.stdout.readline() == b"ready\n"
         new = listening() - before
-        scan = stranger.run([sys.executable, "-c", SCAN, host.address], timeout=50)
+        scan = stranger.run([sys.executable, "-c", SCAN, host.address], timeout=SOON)
         notebook.communicate()
     found = set(scan.stdout.split())
     assert found

@@ -17,7 +17,7 @@ import pytest
 from nbdist.wire.offers import SUFFIX, read_key_file
 from nbdist.wire.ticket import KeyPair
 from nbdist.world.world import World
-from tests.waiting import wait_until
+from tests.waiting import SOON, wait_until
 
 COMMAND = (sys.executable, "-m", "nbdist.terminal", "join")
 
@@ -103,7 +103,7 @@ def test_machines_come_by_themselves(
     world.shutdown()
     assert [each.wait(30) for each in joined] == [0, 0]
     assert list(offers.iterdir()) == []
-    stale = subprocess.run([*COMMAND, place], capture_output=True, text=True, timeout=30)
+    stale = subprocess.run([*COMMAND, place], capture_output=True, text=True, timeout=SOON)
     assert stale.stderr.startswith(f"nbdist: `nbdist join {place}`: no world waits there (Conn")
 
 
@@ -124,7 +124,7 @@ def test_only_who_has_the_key_comes(world: World, offers: Path) -> None:
             input=old.to_line().decode(),
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=SOON,
         )
         assert refused.returncode == 1
         assert f"{place} does not take this key" in refused.stderr.splitlines()[-1]

@@ -15,8 +15,8 @@ from nbdist.launch.launcher import AgentCommand, LaunchError, find_launcher
 from nbdist.launch.ssh import SshLauncher
 from nbdist.wire.ticket import KeyPair, Ticket
 from tests.head.launchers import install
+from tests.waiting import SOON
 
-SOON = 20.0
 TICKET = Ticket(("127.0.0.1",), 1, "x" * 40, KeyPair.new())
 
 

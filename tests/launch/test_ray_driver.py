@@ -14,9 +14,8 @@ import pytest
 
 from nbdist.launch import ray_driver
 from nbdist.launch.ray_driver import Agent, current, probe, word_busy
-from tests.waiting import wait_until
+from tests.waiting import SOON, wait_until
 
-SOON = 20.0
 NOTHING = "/nowhere/python"
 
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from tests.waiting import SOON
+
 INSTALL_TIMEOUT = 1800.0
 """Seconds for one installation: torch's CUDA build is 3 GB to fetch."""
 
@@ -59,7 +61,7 @@ class Environment:
     def versions(self) -> dict[str, str]:
         """Of all that is installed, and of Python."""
         command = [str(self.python), "-c", VERSIONS]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        said = subprocess.run(command, capture_output=True, text=True, timeout=SOON, check=True)
         return dict(json.loads(said.stdout))
 
     def run(self, command: Sequence[str], timeout: float) -> None:

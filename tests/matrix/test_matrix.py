@@ -11,6 +11,7 @@ import pytest
 from tests.matrix.rows import COLAB, OLDEST_TORCH, ROWS, Row
 from tests.matrix.table import Result, load, table
 from tests.matrix.verdicts import COLUMNS, Verdict, read
+from tests.waiting import SOON
 
 CORE = Path(__file__).parent / "test_core.py"
 
@@ -70,7 +71,7 @@ def test_what_the_suite_said(tmp_path: Path) -> None:
     """The worst of a capability's tests counts; what is degraded or failed is noted in words."""
     (tmp_path / "test_it.py").write_text(SUITE)
     command = [sys.executable, "-m", "pytest", "-q", "--junitxml=report.xml", "test_it.py"]
-    subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL, timeout=50)
+    subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL, timeout=SOON)
     verdicts, notes = read(tmp_path / "report.xml")
     assert {name: verdict for name, verdict in verdicts.items() if verdict != Verdict.NOT_RUN} == {
         "start": Verdict.PASSED,

@@ -18,7 +18,6 @@ from nbdist.wire.prctl import adopt_orphans
 from nbdist.wire.start import WorkerStart, WorldSpec
 from tests.waiting import until
 
-SOON = 20.0
 TOKEN = "0123456789abcdef"
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 

@@ -41,9 +41,8 @@ from nbdist.wire.messages import (
 )
 from nbdist.wire.start import WorldSpec
 from nbdist.wire.task import Source, Task
-from tests.waiting import wait_until
+from tests.waiting import SOON, wait_until
 
-SOON = 30.0
 ENDED_IN = 10.0
 
 both_sources = pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])

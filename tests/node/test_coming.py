@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from nbdist.wire.ticket import KeyPair, Ticket
+from tests.waiting import SOON
 
-SOON = 30.0
 NOWHERE = Ticket(("127.0.0.1",), 1, KeyPair.new().public, KeyPair.new(), fork=False)
 
 

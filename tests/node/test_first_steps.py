@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SOON = 30.0
+from tests.waiting import SOON
 
 BEGIN = """
 import os, resource, sys

@@ -23,7 +23,8 @@ from nbdist.node.fork_messages import (
     to_frame,
 )
 from nbdist.wire.frames import FrameCutter
-from tests.node.sources import SOON, worker_start
+from tests.node.sources import worker_start
+from tests.waiting import SOON
 
 
 class Agent:

@@ -12,8 +12,8 @@ import pytest
 
 from nbdist.node import forker
 from nbdist.node.processes import WorkerProcess
-from tests.node.sources import SOON, Source, run, worker_start
-from tests.waiting import until
+from tests.node.sources import Source, run, worker_start
+from tests.waiting import SOON, until
 
 
 def test_fork_server_that_is_killed(runtime: Path) -> None:

@@ -12,8 +12,7 @@ import psutil
 import pytest
 
 from nbdist.node.guard import end_group
-
-SOON = 20.0
+from tests.waiting import SOON
 
 AGENT = """
 import os, signal, subprocess, sys

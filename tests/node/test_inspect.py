@@ -17,11 +17,11 @@ from nbdist.wire.places import Place, Stack, WorkerStatus
 from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.world import World
+from tests.waiting import SOON
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
 
-SOON = 10.0
 
 HOLD = "ctypes.PyDLL(None).read(gate, ctypes.create_string_buffer(1), 1)"
 """Waits, with the GIL, until somebody writes a byte into the gate."""

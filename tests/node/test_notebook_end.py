@@ -12,8 +12,7 @@ import zmq
 from nbdist import __version__
 from nbdist.node.notebook_end import NOTEBOOK_SOCKET, NotebookEnd
 from nbdist.wire.messages import Answer, Ask, Down, GetStatus, Hello, Received, to_bytes, up_from
-
-SOON = 20
+from tests.waiting import SOON
 
 
 def test_messages_go_both_ways(runtime: Path) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.node.sources import SOON, Source, run, worker_start
-from tests.waiting import until
+from tests.node.sources import Source, run, worker_start
+from tests.waiting import SOON, until
 
 both_sources = pytest.mark.parametrize("kind", ["fork", "spawn"])
 

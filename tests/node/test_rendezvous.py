@@ -16,8 +16,8 @@ from nbdist.node.processes import Spawner, WorkerProcess
 from nbdist.node.rendezvous import CallOff, HeldPort
 from nbdist.node.worker import Worker
 from nbdist.wire.marks import mark
-from tests.node.sources import SOON, TOKEN, Source, run, worker_start
-from tests.waiting import until
+from tests.node.sources import TOKEN, Source, run, worker_start
+from tests.waiting import SOON, until
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ import pytest
 from nbdist.node.stack_file import StackFile, crash_calls, frames_of, own_frames, with_code
 from nbdist.wire.call_layout import CallLayout
 from nbdist.wire.places import StackFrame
-
-SOON = 20.0
+from tests.waiting import SOON
 
 PROGRAM = """
 import os, re, signal, sys, threading, time

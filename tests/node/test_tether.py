@@ -21,8 +21,8 @@ from nbdist.wire.messages import (
     StopWorld,
     WorldStarted,
 )
-from tests.node.test_agent import ENDED_IN, SOON, Notebook, close_stdin, end_notebook
-from tests.waiting import wait_until
+from tests.node.test_agent import ENDED_IN, Notebook, close_stdin, end_notebook
+from tests.waiting import SOON, wait_until
 
 
 class Caller:

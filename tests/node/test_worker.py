@@ -22,8 +22,8 @@ from nbdist.wire.prctl import adopt_orphans
 from nbdist.wire.task import InputReply, Task
 from nbdist.wire.task import Source as SourceText
 from tests.faults.spinning import spinning
-from tests.node.sources import SOON, Source, worker_start
-from tests.waiting import until
+from tests.node.sources import Source, worker_start
+from tests.waiting import SOON, until
 
 GRACE = 30.0
 

@@ -16,11 +16,10 @@ from jupyter_core.utils import ensure_event_loop
 
 from nbdist.notebook.display import NOTHING
 from nbdist.output.ansi import strip
+from tests.waiting import SOON
 
 # jupyter_client's blocking calls run on a loop that lives as long as the process.
 ensure_event_loop()
-
-WAIT = 40.0
 
 
 @dataclass
@@ -81,7 +80,7 @@ class Notebook:
         self.client = client
         try:
             client.start_channels()
-            client.wait_for_ready(timeout=WAIT)
+            client.wait_for_ready(timeout=SOON)
             for source in first:
                 outcome = self.run(source)
                 assert outcome.errors == [], outcome.errors
@@ -102,13 +101,13 @@ class Notebook:
         lines = iter(typed)
         # After an error ipykernel 6 would abort the next cell where that comes at once.
         request = self.client.execute(source, stop_on_error=False)
-        outcome, deadline = Outcome(), time.monotonic() + WAIT
+        outcome, deadline = Outcome(), time.monotonic() + SOON
         while True:
             self._type(outcome, lines)
             try:
                 message = self.client.get_iopub_msg(timeout=0.02 if typed else 0.2)
             except Empty:
-                assert time.monotonic() < deadline, f"not done after {WAIT} s: {source}"
+                assert time.monotonic() < deadline, f"not done after {SOON} s: {source}"
                 continue
             if message["parent_header"].get("msg_id") != request:
                 continue
@@ -118,7 +117,7 @@ class Notebook:
             self._take(outcome, kind, content)
             if meanwhile is not None:
                 meanwhile(outcome)
-        while (reply := self.client.get_shell_msg(timeout=WAIT))["parent_header"]["msg_id"] != (
+        while (reply := self.client.get_shell_msg(timeout=SOON))["parent_header"]["msg_id"] != (
             request
         ):
             pass

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.notebook.front_end import Notebook, body
+from tests.waiting import SOON
 
 pytestmark = pytest.mark.shared_world
 
@@ -38,7 +39,7 @@ def test_stop_while_idle_is_for_all(notebook: Notebook) -> None:
         notebook.run(f"%%distributed --no-wait --pool {pool} -o {pool}\n{sleep}")
     begun = 0
     while begun < 4:  # of each the cell's end and a line, at least
-        message = notebook.client.get_iopub_msg(timeout=40)
+        message = notebook.client.get_iopub_msg(timeout=SOON)
         begun += message["msg_type"] == "update_display_data"
     notebook.manager.interrupt_kernel()
     for pool in ("default", "other"):

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from nbdist.output.ansi import strip
-from tests.notebook.front_end import WAIT, Notebook, Outcome, body
+from tests.notebook.front_end import Notebook, Outcome, body
+from tests.waiting import SOON
 
 pytestmark = pytest.mark.shared_world
 
@@ -47,7 +48,7 @@ def test_rank_that_dies_while_idle(notebook: Notebook) -> None:
         r"rank 1 was killed by SIGKILL while no cell was running · rank 1 was replaced and has "
         r"lost its variables \(.+\); the others keep theirs"
     )
-    started, deadline = time.monotonic(), time.monotonic() + WAIT
+    started, deadline = time.monotonic(), time.monotonic() + SOON
     shown = ""
     while not re.fullmatch(said, shown):
         message = notebook.client.get_iopub_msg(timeout=deadline - time.monotonic())
@@ -78,7 +79,7 @@ def test_agent_that_dies_while_idle(notebook: Notebook) -> None:
     """It is told under the last cell."""
     notebook.run("%%distributed\npass")
     _agent(notebook).kill()
-    shown, deadline = "", time.monotonic() + WAIT
+    shown, deadline = "", time.monotonic() + SOON
     while "was killed by SIGKILL, and its workers ended with it" not in shown:
         message = notebook.client.get_iopub_msg(timeout=deadline - time.monotonic())
         if message["msg_type"] in ("display_data", "update_display_data"):
@@ -221,7 +222,7 @@ def test_why_of_a_death_while_idle(notebook: Notebook) -> None:
         "def end():\n    print('farewell')\n    os._exit(7)\n"
         "threading.Timer(1.5, end).start()"
     )
-    deadline = time.monotonic() + WAIT
+    deadline = time.monotonic() + SOON
     why = [""]
     while not why[0].endswith("the process exited with code 7 while no cell was running"):
         assert time.monotonic() < deadline
@@ -313,9 +314,9 @@ def test_stop_of_a_gather(notebook: Notebook) -> None:
         "        import time; time.sleep(600)\nslow = Slow()"
     )
     request = notebook.client.execute("%dist_gather slow.value --as v")
-    deadline = time.monotonic() + WAIT
+    deadline = time.monotonic() + SOON
     while time.monotonic() < deadline:
-        message = notebook.client.get_iopub_msg(timeout=WAIT)
+        message = notebook.client.get_iopub_msg(timeout=SOON)
         if message["parent_header"].get("msg_id") == request and message["msg_type"] == "error":
             break
         if message["msg_type"] == "execute_input":

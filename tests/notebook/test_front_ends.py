@@ -19,10 +19,10 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_notebook
 
+from tests.waiting import SOON
+
 # jupyter_client's blocking calls run on a loop that lives as long as the process.
 ensure_event_loop()
-
-WAIT = 40
 
 
 class Terminal:
@@ -43,7 +43,7 @@ class Terminal:
                 "PYTHONFAULTHANDLER": "1",
             },
             encoding="utf-8",
-            timeout=WAIT,
+            timeout=SOON,
         )
         self.prompts = 1
         self.wait_for_prompt()
@@ -56,7 +56,7 @@ class Terminal:
         except pexpect.TIMEOUT:
             self.child.kill(signal.SIGABRT)  # faulthandler writes where all threads are
             said, stacks = self.child.before, self.child.read()
-            raise AssertionError(f"no prompt after {WAIT} s, only {said!r}\n{stacks}") from None
+            raise AssertionError(f"no prompt after {SOON} s, only {said!r}\n{stacks}") from None
         return str(self.child.before)
 
     def begin(self, *lines: str) -> None:
@@ -238,7 +238,7 @@ def test_nbclient_stops_at_a_failed_cell(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("NBDIST_LOG_DIR", "")
     notebook = a_notebook(*CELLS, "%%distributed\nif rank: raise ValueError('bad')", "after = 1")
     with pytest.raises(CellExecutionError, match="ValueError: bad"):
-        NotebookClient(notebook, timeout=WAIT).execute()
+        NotebookClient(notebook, timeout=SOON).execute()
     *_, failed, after = notebook.cells
     assert after.outputs == []
     assert after.execution_count is None
@@ -253,7 +253,7 @@ def test_nbclient_can_type_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for asks in ("name = input('name? ')", "breakpoint()\nx = 1"):
         notebook = a_notebook("%load_ext nbdist", f"%%distributed -n 2\n{asks}")
         with pytest.raises(CellExecutionError, match=r"nobody can type here.*`breakpoint\(\)`"):
-            NotebookClient(notebook, timeout=WAIT).execute()
+            NotebookClient(notebook, timeout=SOON).execute()
 
 
 def test_nbclient_saves_one_display_per_cell(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,7 @@ def test_nbclient_saves_one_display_per_cell(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("NBDIST_LOG_DIR", "")
     slow = "%%distributed\nimport time\nprint('start')\ntime.sleep(0.6)\nprint('end')"
     notebook = a_notebook(*CELLS, slow)
-    NotebookClient(notebook, timeout=WAIT).execute()
+    NotebookClient(notebook, timeout=SOON).execute()
     for cell in (notebook.cells[1], notebook.cells[-1]):
         (output,) = cell.outputs
         assert output.output_type == "display_data"
@@ -278,12 +278,12 @@ def test_nbclient_saves_what_nobody_waited_for(monkeypatch: pytest.MonkeyPatch) 
     sent += "print('step', i); time.sleep(0.2)\n"
     cells = (sent, "import time; time.sleep(3)", "None", f"{sent}time.sleep(600)")
     notebook = a_notebook("%load_ext nbdist", *cells, "job.done()", "time.sleep(0.5)")
-    NotebookClient(notebook, timeout=WAIT).execute()
+    NotebookClient(notebook, timeout=SOON).execute()
     (ended,) = notebook.cells[1].outputs
     assert ended.data["text/plain"].endswith("step 0\nstep 1\nstep 2\nstep 3")
     assert " · ✓ 2" in ended.data["text/plain"]
     waited = a_notebook("%load_ext nbdist", sent, "job.wait()", sent, "None")
-    client = NotebookClient(waited, timeout=WAIT)
+    client = NotebookClient(waited, timeout=SOON)
 
     def rest(cell: nbformat.NotebookNode, cell_index: int) -> None:
         if cell_index == 4:  # it ends while no cell runs

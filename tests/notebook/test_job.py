@@ -12,8 +12,9 @@ from queue import Empty
 
 import pytest
 
-from tests.notebook.front_end import WAIT, Notebook
+from tests.notebook.front_end import Notebook
 from tests.notebook.test_subshells import HAS_SUBSHELLS, Subshell
+from tests.waiting import SOON
 
 pytestmark = pytest.mark.shared_world
 
@@ -46,7 +47,7 @@ def begin(notebook: Notebook, source: str, options: str = "") -> str:
 def idle_until(notebook: Notebook, display_id: str, said: str) -> list[tuple[str, str]]:
     """Run no cell until this is shown there: what was, with the cell that it belongs to."""
     found: list[tuple[str, str]] = []
-    deadline = time.monotonic() + WAIT
+    deadline = time.monotonic() + SOON
     while not found or said not in found[-1][0]:
         assert time.monotonic() < deadline, f"{said!r} is not in {found}"
         try:
@@ -221,13 +222,13 @@ def test_what_a_rank_wants_typed(notebook: Notebook) -> None:
     client = notebook.client
     for typed, said in (("Ada", ""), (None, "KeyboardInterrupt")):
         sent = client.execute("job.wait()", allow_stdin=True, stop_on_error=False)
-        asked = client.get_stdin_msg(timeout=WAIT)["content"]
+        asked = client.get_stdin_msg(timeout=SOON)["content"]
         assert asked["prompt"] == "[rank 1] name? "
         if typed:
             client.input(typed)
         else:
             notebook.manager.interrupt_kernel()
-        reply = client.get_shell_msg(timeout=WAIT)
+        reply = client.get_shell_msg(timeout=SOON)
         assert reply["parent_header"]["msg_id"] == sent
         assert reply["content"].get("ename", "").replace("Interrupted", "KeyboardInterrupt") == said
         if typed:

@@ -14,7 +14,8 @@ import pytest
 
 from nbdist.notebook.command import find_commands
 from nbdist.output.ansi import strip
-from tests.notebook.front_end import WAIT, Notebook, Outcome, body
+from tests.notebook.front_end import Notebook, Outcome, body
+from tests.waiting import SOON
 
 pytestmark = pytest.mark.shared_world
 
@@ -413,7 +414,7 @@ def test_start_that_fails(fresh: Callable[..., Notebook]) -> None:
 
 def test_completion_of_magics(notebook: Notebook) -> None:
     """`%dist_<TAB>` lists all of them."""
-    reply = notebook.client.complete("%dist_", 6, reply=True, timeout=WAIT)
+    reply = notebook.client.complete("%dist_", 6, reply=True, timeout=SOON)
     assert sorted(reply["content"]["matches"]) == [x for x in MAGICS if x.startswith("%dist_")]
 
 

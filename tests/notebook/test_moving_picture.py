@@ -11,6 +11,7 @@ import pytest
 from nbdist.notebook.display import PlainDisplay
 from nbdist.notebook.moving_picture import MovingPicture
 from nbdist.notebook.tables import block
+from tests.waiting import SOON
 
 SCRIPT = """
 from nbdist.notebook.display import PlainDisplay
@@ -30,7 +31,7 @@ def test_in_a_terminal():
         *(sys.executable, ["-c", SCRIPT]),
         dimensions=(20, 40),
         encoding="utf-8",
-        timeout=30,
+        timeout=SOON,
         env=env,
     )
     shown.expect(pexpect.EOF)

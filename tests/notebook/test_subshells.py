@@ -13,7 +13,8 @@ import ipykernel
 import pytest
 
 from nbdist.notebook.subshells import is_in_subshell, refusal
-from tests.notebook.front_end import WAIT, Notebook
+from tests.notebook.front_end import Notebook
+from tests.waiting import SOON
 
 pytestmark = pytest.mark.shared_world
 
@@ -27,7 +28,7 @@ class Subshell:
         self._client = notebook.client
         request = self._client.session.msg("create_subshell_request", {})
         self._client.control_channel.send(request)
-        reply = self._client.get_control_msg(timeout=WAIT)
+        reply = self._client.get_control_msg(timeout=SOON)
         self._id = reply["content"]["subshell_id"]
 
     def run(self, code: str) -> str:
@@ -36,7 +37,7 @@ class Subshell:
         request = self._client.session.msg("execute_request", {**content, "user_expressions": {}})
         request["header"]["subshell_id"] = self._id
         self._client.shell_channel.send(request)
-        shown, deadline = [], time.monotonic() + WAIT
+        shown, deadline = [], time.monotonic() + SOON
         while time.monotonic() < deadline:
             try:
                 message = self._client.get_iopub_msg(timeout=0.2)
@@ -51,14 +52,14 @@ class Subshell:
                     shown.append(text)
                 case {"execution_state": "idle"}:
                     return "\n".join(shown)
-        raise AssertionError(f"not done after {WAIT} s: {code}")
+        raise AssertionError(f"not done after {SOON} s: {code}")
 
 
 def matches(notebook: Notebook, code: str) -> list[str]:
     """What a front end offers to complete it with."""
     request = notebook.client.complete(code)
     while True:
-        reply = notebook.client.get_shell_msg(timeout=WAIT)
+        reply = notebook.client.get_shell_msg(timeout=SOON)
         if reply["parent_header"]["msg_id"] == request:
             found: list[str] = reply["content"]["matches"]
             return found

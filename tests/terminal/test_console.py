@@ -12,6 +12,7 @@ import pytest
 from nbdist import __version__
 from nbdist.terminal.console import main
 from nbdist.world.world import World
+from tests.waiting import SOON
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
@@ -26,7 +27,7 @@ def world(new_world: NewWorld) -> Iterator[World]:
 def nbdist(*words: str) -> subprocess.CompletedProcess[str]:
     """Run it as a command of its own."""
     command = [sys.executable, "-m", "nbdist.terminal", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=50)
+    return subprocess.run(command, capture_output=True, text=True, timeout=SOON)
 
 
 def test_status(world: World) -> None:

@@ -11,6 +11,7 @@ import pytest
 from nbdist.notebook.command import find_commands
 from nbdist.terminal.console import main
 from tests.notebook.front_end import Notebook
+from tests.waiting import SOON
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def test_a_notebook_without_load_ext(profile: Path, capsys: pytest.CaptureFixtur
     try:
         assert "── ranks 0-1" in notebook.run("%%distributed -n 2\nworld_size").text
         notebook.manager.restart_kernel(now=True)
-        notebook.client.wait_for_ready(timeout=40)
+        notebook.client.wait_for_ready(timeout=SOON)
         assert notebook.run("%dist_status").text.startswith("no workers are running")
     finally:
         notebook.close()

@@ -12,6 +12,7 @@ import pytest
 from nbdist.terminal.top import OFF, rich_picture, show_top
 from nbdist.world.world import World
 from tests.terminal.test_picture import SEEN
+from tests.waiting import SOON
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
@@ -29,7 +30,7 @@ def test_in_a_terminal(world: World, has_rich: bool) -> None:  # noqa: FBT001
     hide = "" if has_rich else "import sys; sys.modules['rich.live'] = None; "
     command = f"{hide}from nbdist.terminal.top import show_top; show_top(0.5)"
     shown = pexpect.spawn(
-        sys.executable, ["-c", command], dimensions=(30, 120), encoding="utf-8", timeout=30
+        sys.executable, ["-c", command], dimensions=(30, 120), encoding="utf-8", timeout=SOON
     )
     try:
         shown.expect_exact("\x1b[?1049h")

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-REPLY_TIMEOUT = 30.0
+REPLY_TIMEOUT = 60.0
 
 
 class Notebook(types.ModuleType):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.wire.interpreter import MODULE, agent_command, safe_environ, safe_path
+from tests.waiting import SOON
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -52,7 +53,7 @@ def test_a_module_in_the_folder_is_not_imported(tmp_path: Path) -> None:
         env=safe_environ(environ, str(tmp_path)),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=SOON,
     )
     assert done.returncode == 0, done.stderr
     assert not done.stdout.startswith(str(tmp_path))

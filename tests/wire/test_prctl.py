@@ -11,9 +11,7 @@ from pathlib import Path
 import psutil
 
 from nbdist.wire import prctl
-from tests.waiting import wait_until
-
-SOON = 20.0
+from tests.waiting import SOON, wait_until
 
 PARENT = """
 import subprocess, sys

@@ -24,6 +24,7 @@ from nbdist.wire.shared_memory import (
     open_segment,
     to_end,
 )
+from tests.waiting import SOON
 
 FRAMES = [b"first", b"", bytearray(b"x" * 5000), memoryview(b"last")]
 
@@ -91,7 +92,7 @@ def test_another_process_reads_it() -> None:
             "print(bytes(view[:11]).decode(), view.nbytes)"
         )
         shown = subprocess.run(
-            [sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=30
+            [sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=SOON
         )
         assert shown.stdout == "HELLO hello 120000\n"
         assert bytes(open_segment(segment.ref)[0][:5]) == b"hello", "it wrote to its own copy"
@@ -175,7 +176,7 @@ def test_the_memory_of_a_dead_owner_is_gone() -> None:
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     shown = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=SOON
     )
     from nbdist.wire.shared_memory import SegmentRef
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from nbdist.wire.pickling import Pickled, pickle, unpickle
+from tests.waiting import SOON
 
 torch = pytest.importorskip("torch")
 
@@ -251,7 +252,7 @@ def test_the_receiver_imports_torch_when_a_tensor_comes() -> None:
         f"print(unpickle({frames!r})['x'].sum().item())"
     )
     shown = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=50, check=True
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=SOON, check=True
     )
     assert shown.stdout == "3.0\n"
 

@@ -10,11 +10,11 @@ import pytest
 
 from nbdist.wire.questions import Complete, Completions, Description, Inspect, Question
 from nbdist.world.world import World
+from tests.waiting import SOON
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
 
-SOON = 10.0
 
 SLOW = """
 import pathlib, time

@@ -18,12 +18,10 @@ from nbdist.wire.places import Collective, Place
 from nbdist.world.hangs import ABORTED
 from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.waiting import wait_until
+from tests.waiting import SOON, wait_until
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
-
-SOON = 10.0
 
 
 class Asker:

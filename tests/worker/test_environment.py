@@ -13,6 +13,7 @@ import torch
 from nbdist.wire.task import Attempt
 from nbdist.worker.environment import change_environment, change_threads, count_restarts
 from nbdist.world.world import World
+from tests.waiting import SOON
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
@@ -93,5 +94,5 @@ def test_bars_are_text() -> None:
     """Also those that would be widgets in a process that has loaded ipykernel."""
     pytest.importorskip("tqdm")
     command = [sys.executable, "-c", BARS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SOON, check=False)
     assert done.stdout.split() == ["True", "True", "True", "1"], done.stderr

@@ -13,13 +13,13 @@ import psutil
 import pytest
 
 from nbdist.worker.process import PLENTY, RESERVE, Interrupts
-from tests.waiting import wait_until
+from tests.waiting import SOON, wait_until
 
 
 def run(code: str) -> list[str]:
     """The words that a process of its own prints which runs this code."""
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SOON, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 

@@ -13,9 +13,9 @@ import pytest
 
 from nbdist.node.worker_output import Merger
 from nbdist.output.events import Text
+from tests.waiting import SOON
 
 TOKEN = "0123456789abcdef"
-WAIT = 20.0
 
 PROLOGUE = f"""
 import os, sys, threading
@@ -32,7 +32,7 @@ def process(source: str) -> Iterator[subprocess.Popen[bytes]]:
         yield child
         assert child.stderr is not None
         said = child.stderr.read()
-        assert child.wait(WAIT) == 0, said.decode()
+        assert child.wait(SOON) == 0, said.decode()
 
 
 def run(source: str, pause: float = 0.0) -> list[Text]:

@@ -15,11 +15,11 @@ import pytest
 from nbdist.config import Patience
 from nbdist.world.states import State
 from nbdist.world.world import World
+from tests.waiting import SOON
 
 pytestmark = pytest.mark.shared_world
 
 N = 2
-SOON = 20.0
 
 SLEEPS = "from pathlib import Path; import os, time\nPath(os.environ['RANK']).touch()\n"
 SLEEPS += "time.sleep(600)\n"

@@ -19,7 +19,7 @@ from nbdist.output.events import Text
 from nbdist.wire.messages import Answer, GetStatus, Hello, Outputs, to_bytes
 from nbdist.world.link import Link
 from nbdist.world.world import World
-from tests.waiting import wait_until
+from tests.waiting import SOON, wait_until
 
 pytestmark = pytest.mark.shared_world
 
@@ -33,8 +33,6 @@ SENT: dict[str, list[bytes]] = {
     "outputs": [to_bytes(Outputs(((7, "", Text("stdout", "from nobody")),)))],
     "outputs that are none": [to_bytes(Outputs((3,)))],  # type: ignore[arg-type]
 }
-
-SOON = 10.0
 
 
 def send(address: str, kind: int, frames: list[bytes]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from nbdist.errors import UsageError, WorkerDied, WorkerError, WorldNotStarted
 from nbdist.world.snapshot_store import KEPT, Snapshot
 from nbdist.world.world import World
+from tests.waiting import SOON
 
 pytestmark = [pytest.mark.shared_world(2), pytest.mark.usefixtures("empty_snapshot_folder")]
 
@@ -171,7 +172,7 @@ with World(2, log_dir="") as world:
 def test_the_notebook_killed_while_ranks_write(world: World, tmp_path: Path) -> None:
     """What it left is no snapshot, and goes with the next one."""
     command = [sys.executable, "-c", KILLED]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=40)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SOON)
     assert done.returncode == -9, done.stderr
     left = entries(tmp_path / "a")
     assert len(left) == 3

@@ -16,10 +16,10 @@ import pytest
 import nbdist
 from nbdist.errors import StartError, UsageError, WorkerDied, WorkerError
 from nbdist.world.world import World
+from tests.waiting import SOON
 
 pytestmark = pytest.mark.shared_world
 
-SOON = 20.0
 ENVIRON = "__import__('os').environ"
 
 

@@ -16,7 +16,7 @@ from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world
 
-TORCHRUN_TIMEOUT = 50.0
+TORCHRUN_TIMEOUT = 100.0
 DUMP = """
 import json, os, sys
 with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as file:

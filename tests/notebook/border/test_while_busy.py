@@ -12,12 +12,11 @@ import ipykernel
 import pytest
 
 from tests.notebook.front_end import Notebook, Outcome
+from tests.waiting import SOON
 
 pytestmark = pytest.mark.skipif(
     int(ipykernel.__version__.split(".")[0]) < 7, reason="ipykernel 6 has one thread for requests"
 )
-
-WAIT = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 
 
 def reply_to(notebook: Notebook, request: str) -> dict[str, Any]:
-    deadline = time.monotonic() + WAIT
+    deadline = time.monotonic() + SOON
     while time.monotonic() < deadline:
         try:
             reply = notebook.client.get_shell_msg(timeout=1)
@@ -57,7 +56,7 @@ def reply_to(notebook: Notebook, request: str) -> dict[str, Any]:
         if reply["parent_header"]["msg_id"] == request:
             content: dict[str, Any] = reply["content"]
             return content
-    raise AssertionError(f"no reply within {WAIT} s")
+    raise AssertionError(f"no reply within {SOON} s")
 
 
 def ask_meanwhile(notebook: Notebook, cell: str, gate: Gate, ask: Callable[[], str]) -> Any:
@@ -78,12 +77,12 @@ def ask_meanwhile(notebook: Notebook, cell: str, gate: Gate, ask: Callable[[], s
 def begun(notebook: Notebook, gate: Gate) -> str:
     """A cell that runs, and waits for the gate."""
     request: str = notebook.client.execute("print('begun', flush=True)\n" + gate.wait)
-    deadline = time.monotonic() + WAIT
+    deadline = time.monotonic() + SOON
     while time.monotonic() < deadline:
-        said = notebook.client.get_iopub_msg(timeout=WAIT)
+        said = notebook.client.get_iopub_msg(timeout=SOON)
         if said["parent_header"].get("msg_id") == request and said["msg_type"] == "stream":
             return request
-    raise AssertionError(f"not begun within {WAIT} s")
+    raise AssertionError(f"not begun within {SOON} s")
 
 
 @pytest.mark.parametrize("first", ["%%distributed\n", "print('here')\n"])
@@ -123,9 +122,9 @@ def test_the_state_that_front_ends_show(two: Notebook, gate: Gate) -> None:
     client: Any = two.client
     cell = begun(two, gate)
     request = client.complete("%%distributed\nmin")
-    states, deadline = [], time.monotonic() + WAIT
+    states, deadline = [], time.monotonic() + SOON
     while states != ["idle", "busy"] and time.monotonic() < deadline:
-        said = client.get_iopub_msg(timeout=WAIT)
+        said = client.get_iopub_msg(timeout=SOON)
         if said["parent_header"].get("msg_id") == request and said["msg_type"] == "status":
             states.append(said["content"]["execution_state"])
     assert states == ["idle", "busy"]
@@ -151,7 +150,7 @@ def test_everything_else_waits_for_the_cell(two: Notebook, gate: Gate) -> None:
         client.get_shell_msg(timeout=0.3)
     assert (
         "mine"
-        in client.complete("%%distributed\nmin", reply=True, timeout=WAIT)["content"]["matches"]
+        in client.complete("%%distributed\nmin", reply=True, timeout=SOON)["content"]["matches"]
     )
 
 

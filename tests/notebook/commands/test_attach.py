@@ -12,7 +12,7 @@ import pytest
 from nbdist.terminal.listing import kill_world
 from nbdist.world.registry import Found, worlds
 from tests.notebook.front_end import Notebook, Outcome, body
-from tests.waiting import wait_until
+from tests.waiting import SOON, wait_until
 
 LOOP = """%%distributed
 import os, time
@@ -101,7 +101,7 @@ def test_restarted_by_its_manager(
     notebook = fresh("%load_ext nbdist")
     begin(notebook, name, tmp_path / "gate")
     notebook.manager.restart_kernel(now=False)
-    notebook.client.wait_for_ready(timeout=40)
+    notebook.client.wait_for_ready(timeout=SOON)
     assert notebook.run("%load_ext nbdist").errors == []
     pressed = []
 

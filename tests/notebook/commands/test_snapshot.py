@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.notebook.front_end import WAIT, Notebook, body
-from tests.waiting import wait_until
+from tests.notebook.front_end import Notebook, body
+from tests.waiting import SOON, wait_until
 
 pytestmark = pytest.mark.shared_world
 
@@ -151,7 +151,7 @@ def test_stop(notebook: Notebook, folder: Path) -> None:
     request = notebook.client.execute("%dist_snapshot slow slow")
     wait_until(lambda: [*folder.glob("slow/.part-*")], "a part is being written")
     notebook.process.send_signal(signal.SIGINT)
-    while (reply := notebook.client.get_shell_msg(timeout=WAIT))["parent_header"]["msg_id"] != (
+    while (reply := notebook.client.get_shell_msg(timeout=SOON))["parent_header"]["msg_id"] != (
         request
     ):
         pass

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.notebook.exporting.import_block import ImportBlock, Imported, imported_by
+from tests.waiting import SOON
 
 SOURCE = """
 import torch, numpy as np
@@ -37,7 +38,7 @@ def test_it_is_as_ruff_wants_it(tmp_path: Path) -> None:
     file = tmp_path / "x.py"
     file.write_text(f"{block.lines()}\n\n{shown}\n")
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "I,E,F", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SOON, check=False)
     assert done.returncode == 0, done.stdout
     assert block.lines().startswith("from __future__ import annotations\n\nimport os\n")
     assert "import numpy as np\nimport torch\n" in block.lines()
