@@ -54,12 +54,13 @@ def _join(options: argparse.Namespace) -> int:
 
 def _k8s(options: argparse.Namespace) -> int:
     """Do `nbdist k8s`."""
-    from nbdist.terminal.kubernetes import Pods, manifest, place_asked
+    from nbdist.terminal.kubernetes import Pods, manifest, mount_asked, place_asked
 
     nodes = parse_layout(options.layout).nodes
     memory = read_memory(options.memory) if options.memory else ""
+    mounts = tuple(map(mount_asked, options.mount))
     pods = Pods(place_asked(options.place), nodes, options.image, options.name, options.secret,
-                options.gpus, options.cpus, memory)  # fmt: skip
+                options.gpus, options.cpus, memory, mounts)  # fmt: skip
     sys.stdout.write(manifest(pods))
     return 0
 
@@ -139,6 +140,10 @@ def _add_k8s(writing: argparse.ArgumentParser) -> None:
     writing.add_argument("--gpus", type=int, default=0, help="of each node")
     writing.add_argument("--cpus", type=int, default=0, help="of each node")
     writing.add_argument("--memory", metavar="SIZE", help="of each node: 64G")
+    writing.add_argument(
+        "--mount", metavar="CLAIM:/PATH", action="append", default=[],
+        help="a PersistentVolumeClaim, and where each node has it; with :ro to read alone",
+    )  # fmt: skip
 
 
 def _seconds(text: str) -> float:

@@ -7,6 +7,7 @@ gives them names.  The key is a Secret that the manifest refers to and does not 
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,10 +18,21 @@ from nbdist.wire.offers import Place, offer_file, place_from
 
 KEY_FOLDER = "/var/run/secrets/nbdist"
 KEY = "key"
+MEMORY_FOLDER = "/dev/shm"
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?")
+_MOUNT = re.compile(r"(?P<claim>[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?):(?P<path>/[^:]+)(?P<ro>:ro)?")
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9/._-]*")
 _TRUE_OR_NULL = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "n"})
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A PersistentVolumeClaim that each pod has at a path."""
+
+    claim: str
+    path: str
+    read_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +47,22 @@ class Pods:
     gpus: int = 0
     cpus: int = 0
     memory: str = ""
+    mounts: tuple[Mount, ...] = ()
 
     def check(self) -> None:
-        """Raise UsageError for names that Kubernetes does not take."""
+        """Raise UsageError for names that Kubernetes does not take, and two mounts at one path."""
         for option, name in (("--name", self.name), ("--secret", self.secret)):
             if name and not _NAME.fullmatch(name):
                 raise UsageError(
                     f"`{option} {name}`: small letters, digits and `-`, such as `my-world`."
                 )
+        taken = {KEY_FOLDER, MEMORY_FOLDER}
+        for mount in self.mounts:
+            if mount.path in taken:
+                raise UsageError(
+                    f"`--mount {mount.claim}:{mount.path}`: something is there already."
+                )
+            taken.add(mount.path)
 
 
 def place_asked(text: str) -> Place:
@@ -51,6 +71,15 @@ def place_asked(text: str) -> Place:
         return place_from(text)
     except ValueError as why:
         raise UsageError(f"`nbdist k8s {text}`: {why}.") from None
+
+
+def mount_asked(text: str) -> Mount:
+    """Read `CLAIM:/PATH`, or `CLAIM:/PATH:ro` for what pods only read; raises UsageError."""
+    if (found := _MOUNT.fullmatch(text)) is None:
+        raise UsageError(
+            f"`--mount {text}`: CLAIM:/PATH, such as `datasets:/data` or `datasets:/data:ro`."
+        )
+    return Mount(found["claim"], posixpath.normpath(found["path"]), bool(found["ro"]))
 
 
 def manifest(pods: Pods) -> str:
@@ -97,30 +126,35 @@ def documents_of(pods: Pods) -> list[dict[str, Any]]:
 
 
 def _pod(pods: Pods) -> dict[str, Any]:
+    volumes = [*_volumes(pods)]
     key_file = f"{KEY_FOLDER}/{KEY}"
     container = {
         "name": "agent",
         "image": pods.image,
         "command": ["nbdist", "join", str(pods.place), "--key-file", key_file],
         **_resources(pods),
-        "volumeMounts": [
-            {"name": "key", "mountPath": KEY_FOLDER, "readOnly": True},
-            {"name": "shm", "mountPath": "/dev/shm"},
-        ],
+        "volumeMounts": [{"name": volume["name"], **at} for volume, at in volumes],
     }
-    secret = {"secretName": pods.secret or f"{pods.name}-key", "defaultMode": 0o440}
     return {
         "subdomain": pods.name,
         "restartPolicy": "Never",
         # As long as an agent takes to end its workers.
         "terminationGracePeriodSeconds": 30,
         "containers": [container],
-        "volumes": [
-            {"name": "key", "secret": secret},
-            # A container has 64 MB there otherwise, which tensors are lent through.
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},
-        ],
+        "volumes": [volume for volume, _ in volumes],
     }
+
+
+def _volumes(pods: Pods) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield each with where the container has it."""
+    secret = {"secretName": pods.secret or f"{pods.name}-key", "defaultMode": 0o440}
+    yield {"name": "key", "secret": secret}, {"mountPath": KEY_FOLDER, "readOnly": True}
+    # A container has 64 MB there otherwise, which tensors are lent through.
+    memory = {"name": "shm", "emptyDir": {"medium": "Memory"}}
+    yield memory, {"mountPath": MEMORY_FOLDER}
+    for number, mount in enumerate(pods.mounts):
+        claim = {"name": f"mount-{number}", "persistentVolumeClaim": {"claimName": mount.claim}}
+        yield claim, {"mountPath": mount.path, "readOnly": mount.read_only}
 
 
 def _resources(pods: Pods) -> dict[str, Any]:

@@ -9,11 +9,17 @@ import yaml
 
 from nbdist.errors import UsageError
 from nbdist.terminal.console import main
-from nbdist.terminal.kubernetes import Pods, documents_of, manifest, place_asked
+from nbdist.terminal.kubernetes import Mount, Pods, documents_of, manifest, mount_asked, place_asked
 from nbdist.wire.offers import Place
 
 PODS = Pods(
-    Place("10.0.0.1", 4321), 2, "registry.example.org/lab:1.0", gpus=4, cpus=16, memory="64G"
+    Place("10.0.0.1", 4321),
+    2,
+    "registry.example.org/lab:1.0",
+    gpus=4,
+    cpus=16,
+    memory="64G",
+    mounts=(Mount("datasets", "/data", read_only=True), Mount("runs.2026", "/home/me")),
 )
 IN_IPV6 = Pods(Place("fd00::1", 4321), 1, "no", "y", secret="my-key")
 
@@ -52,6 +58,14 @@ def test_pods_are_numbered_and_get_the_key_as_a_file() -> None:
         **{"nvidia.com/gpu": "4", "cpu": "16", "memory": "64Gi"}
     }
     assert pod["volumes"][0]["secret"] == {"secretName": "nbdist-key", "defaultMode": 0o440}
+    mounted = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    claims = {
+        mounted[each["name"]]: each["persistentVolumeClaim"]["claimName"]
+        for each in pod["volumes"]
+        if "persistentVolumeClaim" in each
+    }
+    assert claims == {"/data": "datasets", "/home/me": "runs.2026"}
+    assert [each["readOnly"] for each in container["volumeMounts"][2:]] == [True, False]
     first = manifest(PODS).splitlines()[1]
     assert first.startswith("#   kubectl create secret generic nbdist-key --from-file=key=/")
     assert first.endswith("/nbdist/joins/10.0.0.1-4321.key")
@@ -70,6 +84,24 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["k8s", "somewhere", *words[2:]]) == 2
     said = capsys.readouterr().err
     assert said == "nbdist: `nbdist k8s somewhere`: it is HOST:PORT, as the notebook shows it.\n"
+
+
+def test_mounts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Any number of them, each at a path of its own."""
+    words = ["k8s", "10.0.0.1:4321", "-j", "1x1", "--image", "lab"]
+    assert main([*words, "--mount", "datasets:/data/:ro", "--mount", "runs:/runs"]) == 0
+    mounts = (Mount("datasets", "/data", read_only=True), Mount("runs", "/runs"))
+    asked = Pods(Place("10.0.0.1", 4321), 1, "lab", mounts=mounts)
+    assert capsys.readouterr().out == manifest(asked)
+    assert main([*words, "--mount", "a:/data", "--mount", "b:/data"]) == 2
+    assert capsys.readouterr().err == "nbdist: `--mount b:/data`: something is there already.\n"
+
+
+@pytest.mark.parametrize("text", ["datasets", "datasets:data", "Data:/data", "data:/a:rw", ":/a"])
+def test_bad_mounts(text: str) -> None:
+    """Are told in one line, with how they are said."""
+    with pytest.raises(UsageError, match=rf"^`--mount {text}`: CLAIM:/PATH, such as `datasets:/"):
+        mount_asked(text)
 
 
 def test_bad_places() -> None:
