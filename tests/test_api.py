@@ -15,6 +15,8 @@ import nbdist
 from nbdist.notebook.command import find_commands
 from tests.waiting import SOON
 
+pytestmark = pytest.mark.timeout(300)
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -33,7 +35,7 @@ def run_script(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=SOON,
+        timeout=2 * SOON,
         stdin=subprocess.DEVNULL,
     )
 

@@ -43,7 +43,7 @@ def tutorial(port, size=3):
     ]
     for p in processes:
         p.start()
-    answers = sorted(said.get(timeout=SOON) for _ in processes)
+    answers = sorted(said.get(timeout=60) for _ in processes)
     for p in processes:
         p.join(10)
     return answers, [p.exitcode for p in processes]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,9 @@ import pytest
 from tests.gpu import __main__ as command
 from tests.gpu.metadata import write_metadata
 from tests.gpu.report import Report
+from tests.waiting import SOON, wait_until
+
+pytestmark = pytest.mark.timeout(300)
 
 COMMAND = [sys.executable, "-m", "tests.gpu"]
 
@@ -72,12 +74,11 @@ def test_it_is_ended(tmp_path: Path) -> None:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 60
-    while '"outcome": "passed"' not in _text(tmp_path / "report.json"):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    process.terminate()
-    assert process.wait(40) == 1
+    try:
+        wait_until(lambda: '"outcome": "passed"' in _text(tmp_path / "report.json"), timeout=100)
+    finally:
+        process.terminate()
+        assert process.wait(SOON) == 1
     report = json.loads((tmp_path / "report.json").read_text())
     assert {test["outcome"] for test in report["tests"]} >= {"passed", "not run"}
 

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,6 @@ from tests.hosts.worlds import TRAIN
 
 JOIN = f"{sys.executable} -m nbdist.terminal join"
 
-SECONDS_FOR_A_LINE = 15.0
 """For what cannot be done to be said: 5 s for an answer, and Python's start on a busy machine."""
 
 
@@ -118,8 +116,6 @@ def test_who_cannot_come_is_told_in_a_line(
 
 def refused(host: Host, words: str) -> str:
     """The last line that the command says where it cannot join."""
-    begun = time.monotonic()
     process = host.run(f"{JOIN} {words}", check=False)
     assert process.returncode in (1, 2)
-    assert time.monotonic() - begun < SECONDS_FOR_A_LINE
     return process.stderr.splitlines()[-1]

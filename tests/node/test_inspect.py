@@ -149,6 +149,7 @@ def test_status_in_a_collective(world: World, gate: Gate) -> None:
     source = f"{gate.cell}if rank == 1:\n    {WAIT}\ndist.barrier()"
     with busy(world, source, lambda pid: pid != world.pids[1] or reads_a_pipe(pid)):
         until(world, lambda: all(s.rank == 1 or s.place.operation for s in world.stacks()))
+        until(world, lambda: all(row.collective for row in world.status()))  # slow ones have none
         found = statuses(world)
         late = found.pop(1)
         assert late.place == Place(line=4)
@@ -210,6 +211,7 @@ def test_last_collective_of_a_group_that_was_formed_anew(world: World) -> None:
     world.session.wait(running)
     assert {row.collective for row in statuses(world).values()} == {None}
     world.execute("dist.barrier()")
+    until(world, lambda: all(row.collective for row in world.status()))  # slow ones have none
     assert {str(row.collective) for row in statuses(world).values()} == {"barrier #1"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -21,13 +22,17 @@ def notebook() -> Iterator[Notebook]:
     notebook.close()
 
 
-def test_a_pool_waits_for_its_own_alone(notebook: Notebook) -> None:
+def test_a_pool_waits_for_its_own_alone(notebook: Notebook, tmp_path: Path) -> None:
     """A cell of the other one runs at once; one of this pool after it, with what it has bound."""
-    notebook.run("%%distributed --no-wait -o first\nimport time; time.sleep(3); late = 1")
+    waits = f"while not os.path.exists({str(tmp_path / 'enough')!r}): time.sleep(0.05)"
+    notebook.run(f"%%distributed --no-wait -o first\nimport os, time\n{waits}\nlate = 1")
     other = notebook.run("%%distributed --pool other\n'late' in globals()")
+    panel = other.displays[0]["transient"]
+    other.updates[:] = [each for each in other.updates if each["transient"] == panel]
     assert body(other)[-1] == "False"
     assert other.text.startswith("rank 0 · ")
     assert notebook.value("first.done()") is False
+    (tmp_path / "enough").touch()
     assert notebook.run("%%distributed\nassert late == 1").errors == []
     assert notebook.value("first.done()") is True
 

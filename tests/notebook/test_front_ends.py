@@ -57,7 +57,10 @@ class Terminal:
             self.child.kill(signal.SIGABRT)  # faulthandler writes where all threads are
             said, stacks = self.child.before, self.child.read()
             raise AssertionError(f"no prompt after {SOON} s, only {said!r}\n{stacks}") from None
-        return str(self.child.before)
+        before = str(self.child.before)
+        # In a dumb terminal the prompt is there before it reads keys as they are typed.
+        assert self.child.waitnoecho(SOON)
+        return before
 
     def begin(self, *lines: str) -> None:
         """Type a cell, and Alt-Enter, which runs it."""

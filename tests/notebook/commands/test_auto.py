@@ -9,6 +9,7 @@ import pytest
 
 from nbdist.notebook.auto_mode import NOTE
 from tests.notebook.front_end import Notebook
+from tests.waiting import SOON
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +40,13 @@ def test_names_while_they_are_typed(auto: Notebook) -> None:
     auto.run("import types\nthere = types.SimpleNamespace(layer=1)")
 
     def offered(code: str) -> list[str]:
-        reply = auto.client.complete(code, reply=True, timeout=20)["content"]
+        reply = auto.client.complete(code, reply=True, timeout=SOON)["content"]
         return [*reply["matches"]]
 
     assert offered("there.la") == ["layer"]
     assert "there" in offered("x = the")
     assert "there" not in offered("%%local\nthe")
-    told = auto.client.inspect("there", reply=True, timeout=20)["content"]
+    told = auto.client.inspect("there", reply=True, timeout=SOON)["content"]
     assert "Rank:      0" in told["data"]["text/plain"]
 
 
@@ -56,7 +57,7 @@ def test_cells_that_stay_here(auto: Notebook) -> None:
     assert "".join(auto.run("!echo here").streams).split() == ["here"]
     assert auto.run("%time here").results == [{"text/plain": "'notebook'"}]
     request = auto.client.execute("", silent=True, user_expressions={"found": "here"})
-    while (reply := auto.client.get_shell_msg(timeout=20))["parent_header"]["msg_id"] != request:
+    while (reply := auto.client.get_shell_msg(timeout=SOON))["parent_header"]["msg_id"] != request:
         pass
     assert reply["content"]["user_expressions"]["found"]["data"]["text/plain"] == "'notebook'"
 
@@ -82,7 +83,7 @@ def tagged(notebook: Notebook, code: str) -> list[str]:
     client.shell_channel.send(message)
     shown = []
     while True:
-        said = client.get_iopub_msg(timeout=20)
+        said = client.get_iopub_msg(timeout=SOON)
         if said["parent_header"].get("msg_id") != message["header"]["msg_id"]:
             continue
         if said["msg_type"] == "display_data":
