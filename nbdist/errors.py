@@ -10,27 +10,27 @@ Each line names what happened, indented under what also catches it:
         * :exc:`BadTopology`: `-n`, `--gpus` or `--backend`
             * :exc:`NotEnoughGpus`: two ranks would share a GPU, which nccl cannot
         * :exc:`BadRanks`: `-r`, or the line of `%%rank`
-        * :exc:`UnshippableName`: a name that the cell uses cannot be pickled
+        * :exc:`VariableNotSent`: a name that the cell uses cannot be pickled
         * :exc:`WrongVersion`: nbdist does not run with a library that is installed
         * :exc:`WorldNotStarted`: it takes workers and there are none
-        * :exc:`WorldChanged`: `-n` differs from the workers that are running
+        * :exc:`WorldSizeMismatch`: `-n` differs from the workers that are running
         * :exc:`NoRuntimeFolder`: there is no place for the sockets of a world
         * :exc:`NotEnoughMemory`: values do not fit into shared memory
-        * :exc:`InChild`: the workers belong to the process that this one was forked from
+        * :exc:`ForkedProcess`: the workers belong to the process that this one was forked from
         * :exc:`WorldBusy`: the workers have not finished what they were given before
         * :exc:`WorldBroken`: the workers share no group any more
-        * :exc:`WorldStuck`: ranks did not stop when they were asked to
+        * :exc:`RanksNotStopped`: ranks did not stop when they were asked to
     * :exc:`StartError`: a worker, or an agent, could not start
     * :exc:`CodeNotSent`
-    * :exc:`NotScaled`: there are as many workers as before `%dist_scale`
+    * :exc:`ScaleError`: there are as many workers as before `%dist_scale`
     * :exc:`WorkerError`: the code raised on some ranks
         * :exc:`WorkerDied`: the process of a rank ended
-        * :exc:`RanksFreed`: ranks waited in collectives for what could never come
-    * :exc:`CellTimedOut`: the cell took longer than `--timeout` allows
-    * :exc:`JobRuns`: a cell that was sent with `--no-wait` has not ended in time
+        * :exc:`RanksReleased`: ranks waited in collectives for what could never come
+    * :exc:`CellTimeout`: the cell took longer than `--timeout` allows
+    * :exc:`JobTimeout`: a cell that was sent with `--no-wait` has not ended in time
     * :exc:`JobLost`: it ended with its workers, which were started anew or shut down
-    * :exc:`ValueGone`: the last value of a cell is no longer on the rank
-    * :exc:`FailedHere`: a cell that runs in the notebook as well, by `--local`, raised there
+    * :exc:`ValueLost`: the last value of a cell is no longer on the rank
+    * :exc:`LocalCellError`: a cell that runs in the notebook as well, by `--local`, raised there
     * :exc:`AgentLost`: the agent of a machine ended, and its workers with it
 
 Stop raises :exc:`Interrupted`, which is Python's own :exc:`KeyboardInterrupt`.
@@ -38,12 +38,37 @@ Stop raises :exc:`Interrupted`, which is Python's own :exc:`KeyboardInterrupt`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from nbdist.words import count, format_ranks, name_ranks, one_line, word_exit
 
 START_LOG_LINES = 20
+
+OLD_NAMES = {
+    "CellTimedOut": "CellTimeout",
+    "FailedHere": "LocalCellError",
+    "InChild": "ForkedProcess",
+    "JobRuns": "JobTimeout",
+    "NotScaled": "ScaleError",
+    "RanksFreed": "RanksReleased",
+    "UnshippableName": "VariableNotSent",
+    "ValueGone": "ValueLost",
+    "WorldChanged": "WorldSizeMismatch",
+    "WorldStuck": "RanksNotStopped",
+}
+"""What classes were called in version 0.1, for one more version."""
+
+
+def __getattr__(name: str) -> Any:
+    """Return the class that had this name in version 0.1, with a DeprecationWarning."""
+    if name not in OLD_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    new = OLD_NAMES[name]
+    said = f"nbdist.errors.{name} is now called {new}; the old name will be removed"
+    warnings.warn(said, DeprecationWarning, stacklevel=2)
+    return globals()[new]
 
 
 class NbdistError(Exception):
@@ -122,7 +147,7 @@ class BadRanks(UsageError):
         )
 
 
-class UnshippableName(UsageError):
+class VariableNotSent(UsageError):
     """A name of the notebook that the cell uses cannot travel to the workers.
 
     `path` leads from the name to the culprit, `loader.lock`; `why` and `remedy` are
@@ -163,7 +188,7 @@ class WorldNotStarted(UsageError):
         )
 
 
-class WorldChanged(UsageError):
+class WorldSizeMismatch(UsageError):
     """Another number of workers was asked for than is running."""
 
     def __init__(self, running: int, asked: int, pool: str = "") -> None:
@@ -205,7 +230,7 @@ class NotEnoughMemory(UsageError):
         )
 
 
-class InChild(UsageError):
+class ForkedProcess(UsageError):
     """The workers belong to the process that this one was forked from."""
 
     def __init__(self, what: str) -> None:
@@ -227,7 +252,7 @@ class WorldBusy(UsageError):
         )
 
 
-class WorldStuck(UsageError):
+class RanksNotStopped(UsageError):
     """Ranks have not ended a cell that was stopped: they clean up, go on, or are slow."""
 
     def __init__(self, ranks: Iterable[int], doing: str = "") -> None:
@@ -293,7 +318,7 @@ class CodeNotSent(NbdistError):
         super().__init__(f"`--sync-code` could not bring the notebook's folder{where}: {why}.")
 
 
-class NotScaled(NbdistError):
+class ScaleError(NbdistError):
     """More workers could not be had; those that were there before are as they were."""
 
     def __init__(self, size: int, asked: int, why: str) -> None:
@@ -382,7 +407,7 @@ class WorkerDied(WorkerError):
         )
 
 
-class RanksFreed(WorkerError):
+class RanksReleased(WorkerError):
     """Ranks waited in collectives for what could never come."""
 
     def __init__(
@@ -393,7 +418,7 @@ class RanksFreed(WorkerError):
         NbdistError.__init__(self, f"{why}. Who waited was freed; all variables are kept.")
 
 
-class CellTimedOut(NbdistError, TimeoutError):
+class CellTimeout(NbdistError, TimeoutError):
     """The cell took longer than `--timeout` allows, and was stopped as by Stop."""
 
     def __init__(
@@ -410,7 +435,7 @@ class CellTimedOut(NbdistError, TimeoutError):
             self.add(f"{name_ranks(self.late)} {verb} not ended it yet; the next cell waits.")
 
 
-class JobRuns(NbdistError, TimeoutError):
+class JobTimeout(NbdistError, TimeoutError):
     """A cell that was sent with `--no-wait` has not ended in the time that was given to it."""
 
     def __init__(self, title: str, seconds: float, doing: str) -> None:
@@ -425,7 +450,7 @@ class JobLost(NbdistError):
         super().__init__(f"{title} was ended after {seconds:.1f} s, with its workers: {why}.")
 
 
-class ValueGone(NbdistError, LookupError):
+class ValueLost(NbdistError, LookupError):
     """What the last line of a cell gave is no longer on these ranks; `how` says how it went."""
 
     def __init__(self, ranks: Iterable[int], how: str) -> None:
@@ -436,7 +461,7 @@ class ValueGone(NbdistError, LookupError):
         )
 
 
-class FailedHere(NbdistError):
+class LocalCellError(NbdistError):
     """A cell that ran in the notebook as well, by `--local`, raised there, as is shown above."""
 
     def __init__(self, cause: BaseException, ran: int) -> None:

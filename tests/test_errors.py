@@ -39,27 +39,27 @@ EVERY_ERROR = [
     errors.BadTopology("-n", "x", "that is not a number of workers", "Use `-n 4`."),
     errors.NotEnoughGpus(4, 2, "0,1"),
     errors.BadRanks("9", 4, "there is no rank 9"),
-    errors.UnshippableName("loader", "loader.lock", "lock", "it stays here", "make it there"),
+    errors.VariableNotSent("loader", "loader.lock", "lock", "it stays here", "make it there"),
     errors.WrongVersion("torch", "2.3.1", ">=2.8"),
     errors.WorldNotStarted("`%dist_gather`"),
-    errors.WorldChanged(8, 4),
+    errors.WorldSizeMismatch(8, 4),
     errors.NoRuntimeFolder({"/run/user/1000": "No space left on device"}),
     errors.NotEnoughMemory(1500 << 20, "this machine", 2500 << 20, 900 << 20),
-    errors.InChild("`%dist_status`"),
+    errors.ForkedProcess("`%dist_status`"),
     errors.WorldBusy(range(4), 12.3),
     errors.WorldBroken("a rank did not answer"),
-    errors.WorldStuck([1]),
+    errors.RanksNotStopped([1]),
     errors.StartError(1, "node1", "python -m x", "it exited with code 1", ["one", "two"]),
     errors.CodeNotSent("node1", "/tmp: No space left on device"),
-    errors.NotScaled(2, 4, "rank 2 could not start: it was killed by SIGKILL"),
+    errors.ScaleError(2, 4, "rank 2 could not start: it was killed by SIGKILL"),
     worker_error(),
     worker_died(),
-    errors.RanksFreed(0, "node1", 4711, {0: Failed(0)}, "rank 0 waits in barrier, line 2"),
-    errors.CellTimedOut(30.0, "rank 0 waits in barrier, line 2", [1]),
-    errors.JobRuns("`job` (sent with --no-wait)", 5.0, "rank 0 waits in barrier, line 2"),
+    errors.RanksReleased(0, "node1", 4711, {0: Failed(0)}, "rank 0 waits in barrier, line 2"),
+    errors.CellTimeout(30.0, "rank 0 waits in barrier, line 2", [1]),
+    errors.JobTimeout("`job` (sent with --no-wait)", 5.0, "rank 0 waits in barrier, line 2"),
     errors.JobLost("`job` (sent with --no-wait)", 12.3, "they were started anew"),
-    errors.ValueGone([1], "with its worker"),
-    errors.FailedHere(ValueError("bad shard"), 4),
+    errors.ValueLost([1], "with its worker"),
+    errors.LocalCellError(ValueError("bad shard"), 4),
     errors.AgentLost("node1", -9),
 ]
 
@@ -143,12 +143,12 @@ def test_ipython_shows_the_line_and_no_traceback():
             "rank. `--backend gloo`.",
         ),
         (
-            errors.WorldChanged(8, 4),
+            errors.WorldSizeMismatch(8, 4),
             "8 workers are running. `%dist_scale 4` keeps their variables, `%dist_restart -n 4` "
             "starts 4 anew, `-r 0-3` runs on some.",
         ),
         (
-            errors.WorldChanged(1, 8),
+            errors.WorldSizeMismatch(1, 8),
             "1 worker is running. `%dist_scale 8` keeps their variables, `%dist_restart -n 8` "
             "starts 8 anew.",
         ),
@@ -158,7 +158,7 @@ def test_ipython_shows_the_line_and_no_traceback():
             "with `%dist_interrupt`, or start anew with `%dist_restart`.",
         ),
         (
-            errors.WorldStuck([0, 1]),
+            errors.RanksNotStopped([0, 1]),
             "ranks 0-1 have not ended the cell yet that was stopped; all variables are kept. The "
             "next cell waits for them; `%dist_interrupt` presses Stop again, and "
             "`%dist_restart -r 0-1` starts them anew.",
@@ -167,12 +167,12 @@ def test_ipython_shows_the_line_and_no_traceback():
         (errors.Interrupted([2]), "rank 2 has stopped; all variables are kept."),
         (errors.Interrupted([]), "no workers were started."),
         (
-            errors.UnshippableName("f", "f", "generator", "it cannot be copied", "use a list"),
+            errors.VariableNotSent("f", "f", "generator", "it cannot be copied", "use a list"),
             "`f` (generator) cannot be sent to the workers: it cannot be copied; nothing has "
             "run. Use a list.",
         ),
         (
-            errors.UnshippableName("loader", "loader.lock", "lock", "it stays here", "omit it"),
+            errors.VariableNotSent("loader", "loader.lock", "lock", "it stays here", "omit it"),
             "`loader`: `loader.lock` (lock) cannot be sent to the workers: it stays here; "
             "nothing has run. Omit it.",
         ),
@@ -230,3 +230,16 @@ def test_a_worker_error_tells_the_ranks_apart():
     error = worker_error(failed=(5, 1))
     assert (error.rank, error.host, error.pid) == (5, "node1", 4711)
     assert error.errors == {5: Failed(5), 1: Failed(1)}
+
+
+@pytest.mark.parametrize(("old", "new"), errors.OLD_NAMES.items())
+def test_old_class_names_still_catch(old, new):
+    """A class that was renamed can be caught by its old name, which warns and says the new one."""
+    with pytest.warns(DeprecationWarning, match=f"{old} is now called {new}"):
+        assert getattr(errors, old) is getattr(errors, new)
+
+
+def test_an_unknown_class_is_an_attribute_error():
+    """The old names hide no typing error."""
+    with pytest.raises(AttributeError, match="no attribute 'RanksFred'"):
+        errors.RanksFred  # noqa: B018

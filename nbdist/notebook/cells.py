@@ -13,10 +13,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nbdist.errors import (
-    CellTimedOut,
+    CellTimeout,
     Interrupted,
     NbdistError,
-    ValueGone,
+    ValueLost,
     WorkerDied,
     WorldNotStarted,
 )
@@ -302,7 +302,7 @@ def check_end(
         raise Interrupted(running.task.ranks, killed, fate)
     if error := running.error():
         _keep_why(pool, running)
-        if isinstance(error, CellTimedOut) and killed:
+        if isinstance(error, CellTimeout) and killed:
             error.add(stop_text(world.session, killed))
         if pool.routine.hint and isinstance(error, WorkerDied):
             error.add(f"{pool.routine.hint}.")
@@ -362,7 +362,7 @@ def _bring_last(
 ) -> dict[int, Any]:
     """Bring what the last line of the cell gave on these ranks, None where that was nothing."""
     if new := [rank for rank in ranks if world.pids.get(rank) != running.crew.pids.get(rank)]:
-        raise ValueGone(new, "with their workers")
+        raise ValueLost(new, "with their workers")
     number, transcript = running.task.execution_count, running.transcript
     have = [
         rank for rank in ranks if any(each.display.is_result for each in transcript[rank].displays)
@@ -372,7 +372,7 @@ def _bring_last(
         task = world.task(ranks=have, fetch=(f"_oh.get({number}, NotImplemented)",))
         found |= bring(pool, world, task)
     if gone := [rank for rank, value in found.items() if value is NotImplemented]:
-        raise ValueGone(gone, "by `%dist_clean` or `%reset`")
+        raise ValueLost(gone, "by `%dist_clean` or `%reset`")
     return found
 
 

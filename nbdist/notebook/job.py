@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from nbdist.errors import CellTimedOut, Interrupted, JobLost, JobRuns, NbdistError, WorkerError
+from nbdist.errors import CellTimeout, Interrupted, JobLost, JobTimeout, NbdistError, WorkerError
 from nbdist.notebook.stops import counted_stops, held_stops, is_main_thread
 from nbdist.output.wording import ranks_text, seconds_text
 from nbdist.words import one_line
@@ -88,8 +88,8 @@ class Job:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until it has ended, for `timeout` seconds at most.
 
-        Raises what the cell would have raised: WorkerError, WorkerDied, CellTimedOut,
-        KeyboardInterrupt after `interrupt`.  JobRuns, a TimeoutError, where it runs on, and
+        Raises what the cell would have raised: WorkerError, WorkerDied, CellTimeout,
+        KeyboardInterrupt after `interrupt`.  JobTimeout, a TimeoutError, where it runs on, and
         KeyboardInterrupt after Stop, which ends the waiting alone.
         """
         self._was_waited_for = True
@@ -103,7 +103,7 @@ class Job:
         if not self._ended.is_set():
             if stops.count:
                 raise Interrupted((), fate=self.runs_on)
-            raise JobRuns(self.title, timeout or 0.0, self._running.waits or self._running.doing)
+            raise JobTimeout(self.title, timeout or 0.0, self._running.waits or self._running.doing)
         if self._error is not None:
             raise self._error.with_traceback(None)
 
@@ -155,7 +155,7 @@ class Job:
     def take_unheard(self) -> str:
         """Say once that it failed, where nobody has waited for it; else ""."""
         is_heard, self._was_waited_for = self._was_waited_for, True
-        if is_heard or not isinstance(self._error, WorkerError | CellTimedOut):
+        if is_heard or not isinstance(self._error, WorkerError | CellTimeout):
             return ""
         return f"{self.title} has failed: {one_line(str(self._error))}"
 

@@ -11,7 +11,7 @@ from IPython.core.error import UsageError as IPythonUsageError
 from IPython.core.magic_arguments import argument, argument_group, parse_argstring
 
 from nbdist.config import OPTIONS, Option, WorldConfig
-from nbdist.errors import UsageError, WorldChanged
+from nbdist.errors import UsageError, WorldSizeMismatch
 from nbdist.notebook.border.flags import flags_of
 from nbdist.notebook.border.habits import in_our_words, meant_by
 from nbdist.readers import read_environ, read_restarts, unquoted
@@ -82,7 +82,7 @@ def check_same(world: World, options: argparse.Namespace) -> None:
     """Raise UsageError where a cell's options are not true of the workers that run."""
     asked = {name: value for name, value in given(options).items() if not OPTIONS[name].at_once}
     if "n" in asked and (size := world.session.resolve(asked.pop("n"))) != world.size:
-        raise WorldChanged(world.size, size, world.session.config.other_pool)
+        raise WorldSizeMismatch(world.size, size, world.session.config.other_pool)
     # What was chosen for it, where nothing had been said.
     session = world.session
     chosen = {"backend": session.backend, "name": session.name}

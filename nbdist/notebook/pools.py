@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from nbdist.config import DEFAULT_POOL
-from nbdist.errors import InChild, UsageError
+from nbdist.errors import ForkedProcess, UsageError
 from nbdist.notebook.auto_mode import AutoMode
 from nbdist.notebook.idle import at_next_prompt
 from nbdist.notebook.pool import Pool
@@ -46,7 +46,7 @@ class Pools:
     def at(self, name: str | None) -> Pool:
         """Give the pool of this name, which may be new; UsageError for what is no name."""
         if os.getpid() != self._pid:
-            raise InChild("`%%distributed` and nbdist's other magics")
+            raise ForkedProcess("`%%distributed` and nbdist's other magics")
         name = name or DEFAULT_POOL
         if not name.replace("-", "_").isidentifier():
             raise UsageError(f"`--pool {name}`: a pool's name is a word, such as `--pool trainer`.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic_arguments import argument
 
-from nbdist.errors import FailedHere, NbdistError, UsageError
+from nbdist.errors import LocalCellError, NbdistError, UsageError
 from nbdist.notebook.cells import result_of, through
 from nbdist.notebook.job import CellPlace, Job
 from nbdist.readers import number_of_seconds
@@ -70,7 +70,7 @@ def send(line: Line, steps: Steps) -> None:
                 _bind(line, name, result_of(pool, pool.world, pool.last))
             raise
     if raised is not None:
-        raise FailedHere(raised, len(running.task.ranks))
+        raise LocalCellError(raised, len(running.task.ranks))
 
 
 def _awaits(shell: InteractiveShell, cell: str) -> bool:

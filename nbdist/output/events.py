@@ -87,7 +87,7 @@ class Failure:
     account: tuple[str, ...] = ()
 
 
-NAME_PROBLEM = "NameProblem"
+NAME_PROBLEM = "VariableError"
 """`Failure.name` where a name that came along could not be bound, or one not be fetched."""
 
 SCRIPT_FAILED = "ScriptFailed"

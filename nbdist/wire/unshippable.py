@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nbdist.errors import UnshippableName
+from nbdist.errors import VariableNotSent
 from nbdist.wire import pickling
 
 SEARCH_TIMEOUT = 1.0
@@ -170,13 +170,13 @@ def fails_in(namespace: dict[str, Any]) -> Callable[[Any], bool]:
 
 def unshippable(
     name: str, value: Any, fails: Callable[[Any], bool], problem: BaseException
-) -> UnshippableName:
+) -> VariableNotSent:
     """Make the error about `value`, whose pickling raised `problem`.
 
     `fails` tries to pickle a part.  The search ends after about a second, with what it
     has found by then.
     """
-    return UnshippableName(name, *blame(name, value, fails, problem))
+    return VariableNotSent(name, *blame(name, value, fails, problem))
 
 
 def blame(

@@ -24,7 +24,7 @@ MOVED_EVERY = 0.25
 """Seconds after which it is said how far a big value has been packed."""
 
 
-class NameProblem(Problem):
+class VariableError(Problem):
     """A name could not be bound or brought back."""
 
     kind = NAME_PROBLEM
@@ -62,11 +62,11 @@ class Namespace:
             self._names.update(self.open(payload))
 
     def open(self, payload: Payload) -> Any:
-        """Return what the notebook has pickled; NameProblem where it cannot be rebuilt."""
+        """Return what the notebook has pickled; VariableError where it cannot be rebuilt."""
         try:
             return unpickle(open_payload(payload), self._names)
         except Exception as error:  # a user's class can raise anything while it is rebuilt
-            raise NameProblem(
+            raise VariableError(
                 f"a name that the cell uses could not be rebuilt in the worker: "
                 f"{type(error).__name__}: {error}"
             ) from error
@@ -78,7 +78,7 @@ class Namespace:
     def bind_taken(self) -> frozenset[str]:
         """Bind what was taken last; return the names."""
         if not self._taken:
-            raise NameProblem("there is nothing to bind: this rank has taken no values")
+            raise VariableError("there is nothing to bind: this rank has taken no values")
         _, values = self._taken.popitem()
         self._names.update(values)
         return frozenset(values)
@@ -153,11 +153,11 @@ class Namespace:
             try:
                 values[expression] = eval(expression, self._names)
             except Exception as error:  # the expression is the user's
-                raise NameProblem(f"{type(error).__name__}: {error}") from error
+                raise VariableError(f"{type(error).__name__}: {error}") from error
         try:
             return self.lend(values, task_id)
         except Exception as error:  # a user's __reduce__ can raise anything
-            raise NameProblem(
+            raise VariableError(
                 f"`{', '.join(expressions)}` cannot be sent to the notebook: "
                 f"{type(error).__name__}: {error}"
             ) from error
@@ -165,7 +165,7 @@ class Namespace:
     def pack(self, value: Any, task_id: str, title: str) -> Payload | None:
         """Return what an op returned, for the notebook; None for None.
 
-        NameProblem says which part of it cannot be sent, and why; `title` is the op's.
+        VariableError says which part of it cannot be sent, and why; `title` is the op's.
         """
         if value is None:
             return None
@@ -176,7 +176,7 @@ class Namespace:
             path, kind, why, _ = blame("result", value, fails_in(self._names), error)
             what = f"what {title} returned"
             part = what if path == "result" else f"{what}: `{path}`"
-            raise NameProblem(f"{part} ({kind}) cannot be sent back: {why}.") from error
+            raise VariableError(f"{part} ({kind}) cannot be sent back: {why}.") from error
 
     def lend(self, value: Any, task_id: str) -> Payload:
         """Pack a value; what is too big for a message stays in memory, until `let_go`.

@@ -54,7 +54,7 @@ class Context:
         return names
 
     def open(self, payload: Payload) -> Any:
-        """Return what the notebook has pickled; NameProblem where it cannot be rebuilt."""
+        """Return what the notebook has pickled; VariableError where it cannot be rebuilt."""
         return self.namespace.open(payload)
 
     def lend(self, value: Any) -> Payload:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from nbdist.errors import UnshippableName, WorkerError
+from nbdist.errors import VariableNotSent, WorkerError
 from nbdist.output.ansi import strip
 from nbdist.output.bars import merged_line
 from nbdist.output.events import Died, Failure, RankError
@@ -183,4 +183,4 @@ class _Packing:
     def _refuse(self, name: str, value: Any, problem: Exception) -> NoReturn:
         path, kind, why, remedy = blame(name, value, fails_in(self._namespace), problem)
         remedy = remedy.replace("the cell", "the function")
-        raise UnshippableName(name, path, kind, why, remedy) from None
+        raise VariableNotSent(name, path, kind, why, remedy) from None

@@ -23,7 +23,7 @@ from typing import Any
 import zmq
 
 from nbdist import __version__
-from nbdist.errors import AgentLost, InChild, StartError
+from nbdist.errors import AgentLost, ForkedProcess, StartError
 from nbdist.output.events import Died, Output
 from nbdist.wire.frames import BadFrame, object_from
 from nbdist.wire.messages import (
@@ -136,9 +136,9 @@ class Link:
         return f"<Link {state} {self.agents} {len(self._answers)} calls open>"
 
     def check_process(self) -> None:
-        """Raise InChild in a fork of the process that made it: its thread is not there."""
+        """Raise ForkedProcess in a fork of the process that made it: its thread is not there."""
         if os.getpid() != self.pid:
-            raise InChild("nbdist")
+            raise ForkedProcess("nbdist")
 
     @property
     def is_up(self) -> bool:

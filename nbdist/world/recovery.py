@@ -15,15 +15,15 @@ from dataclasses import replace as but
 from nbdist.errors import (
     AgentLost,
     NbdistError,
-    NotScaled,
-    RanksFreed,
+    RanksNotStopped,
+    RanksReleased,
+    ScaleError,
     StartError,
     WorkerDied,
     WorkerError,
     WorldBroken,
     WorldBusy,
     WorldNotStarted,
-    WorldStuck,
 )
 from nbdist.output.events import (
     LEFT_DEBUGGER,
@@ -138,7 +138,7 @@ def replace(workers: Workers, ranks: Iterable[int]) -> None:
 def scale(workers: Workers, size: int, keep: Sequence[int]) -> None:
     """Have so many workers; those that `keep` names stay, and keep what they have.
 
-    They are the first of the new world, in this order.  Raises NotScaled where there are as
+    They are the first of the new world, in this order.  Raises ScaleError where there are as
     many as before, and WorldBroken where they do not meet.
     """
     before = workers.size
@@ -152,7 +152,7 @@ def scale(workers: Workers, size: int, keep: Sequence[int]) -> None:
     if workers.state is State.BROKEN:
         raise WorldBroken(workers.problem)
     if why:
-        raise NotScaled(before, size, why)
+        raise ScaleError(before, size, why)
 
 
 def _regroup(
@@ -244,7 +244,7 @@ def refusal(workers: Workers) -> NbdistError | None:
     running = workers.running
     if running is not None and running.unfinished:
         if running.is_stopping:
-            return WorldStuck(running.unfinished, running.doing)
+            return RanksNotStopped(running.unfinished, running.doing)
         return WorldBusy(running.unfinished, running.age)
     return _death(workers)
 
@@ -275,7 +275,7 @@ def _restart_text(workers: Workers, running: RunningTask) -> str:
     if done >= most or cause is None or running.stops or not workers.state.takes_tasks:
         return ""
     error = running.error()
-    if not isinstance(error, WorkerError) or isinstance(error, RanksFreed):
+    if not isinstance(error, WorkerError) or isinstance(error, RanksReleased):
         return ""
     rank, first = cause
     if isinstance(first, Failure) and first.name in LASTING:

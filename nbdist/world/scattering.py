@@ -26,7 +26,7 @@ class Scatter:
                 ...
             bind(session, *scatter.tasks())
 
-    Raises UsageError for what cannot be cut, UnshippableName for what cannot travel.
+    Raises UsageError for what cannot be cut, VariableNotSent for what cannot travel.
     """
 
     def __init__(

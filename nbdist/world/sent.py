@@ -13,12 +13,12 @@ from typing import Any, Self
 from nbdist.config import CONTROL_TIMEOUT, Patience
 from nbdist.errors import (
     AgentLost,
-    CellTimedOut,
+    CellTimeout,
     NbdistError,
-    RanksFreed,
+    RanksNotStopped,
+    RanksReleased,
     WorkerDied,
     WorkerError,
-    WorldStuck,
 )
 from nbdist.output.events import NAME_PROBLEM, Died, Done, Failure, Moved, Output, RankError
 from nbdist.output.transcript import Transcript, follows
@@ -225,9 +225,9 @@ class SentTask:
         cause = self.transcript.root_cause()
         if self.timed_out is not None and (cause is None or _is_of_stop(cause[1])):
             late, killed = self.unfinished, self.killed_by_stop
-            return CellTimedOut(self.patience.timeout or 0.0, self.timed_out, late, killed)
+            return CellTimeout(self.patience.timeout or 0.0, self.timed_out, late, killed)
         if self.unfinished:
-            return WorldStuck(self.unfinished, self.doing)
+            return RanksNotStopped(self.unfinished, self.doing)
         if cause is None:
             return None
         rank, first = cause
@@ -244,7 +244,7 @@ class SentTask:
                 died.add(said)
             return died
         if not own and self.aborted and not self.is_stopping:
-            return RanksFreed(rank, host, pid, errors, self._why_aborted)
+            return RanksReleased(rank, host, pid, errors, self._why_aborted)
         error = WorkerError(
             *(rank, host, pid, own or errors, ran, seconds),
             cause=(first.name, first.message),

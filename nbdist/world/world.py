@@ -178,7 +178,7 @@ class World:
         as they are there.  What it binds by `global` stays.
 
         Raises:
-            UnshippableName: something of it cannot be pickled; nothing has run.
+            VariableNotSent: something of it cannot be pickled; nothing has run.
             WorkerError: it raised on a rank; `except ValueError` catches it too, where that
                 is what it raised.  WorkerDied: a rank's process ended.
         """
@@ -345,7 +345,7 @@ class World:
 
         Raises:
             UsageError: n cannot be; nothing has changed.
-            NotScaled: a new rank did not start.
+            ScaleError: a new rank did not start.
             WorldBroken: the ranks do not meet; `restart` is the way out.
         """
         self.session.scale(n, ranks)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from nbdist import World
-from nbdist.errors import NotScaled, StartError, WorldBroken
+from nbdist.errors import ScaleError, StartError, WorldBroken
 from tests.waiting import SOON, wait_until
 
 pytestmark = pytest.mark.shared_world
@@ -112,7 +112,7 @@ def test_no_further_process_when_scaling(world: World) -> None:
     pids = dict(world.pids)
     with at_most(world, 0) as group:
         # Where they get no thread, the old group cannot be made again either.
-        with pytest.raises((NotScaled, WorldBroken)) as caught:
+        with pytest.raises((ScaleError, WorldBroken)) as caught:
             world.scale(3)
         assert f"pids.max of {group} is " in str(caught.value)
         assert "\n" not in str(caught.value)
@@ -128,7 +128,7 @@ def test_no_further_process_for_a_new_fork_server(world: World) -> None:
     """The same where it is the fork server that cannot be started."""
     kill_fork_server(world)
     with at_most(world, 0) as group:
-        with pytest.raises(NotScaled, match=f"pids.max of {group} is "):
+        with pytest.raises(ScaleError, match=f"pids.max of {group} is "):
             world.scale(3)
         assert world.gather("kept") == [0, 1]
     world.scale(3)

@@ -117,7 +117,7 @@ def test_a_world_in_a_forked_child(world: World) -> None:
     for do in asked.values():
         child = context.Process(target=outcome, args=(do, said))
         child.start()
-        assert said.get().startswith("InChild: nbdist: this process is a forked child")
+        assert said.get().startswith("ForkedProcess: nbdist: this process is a forked child")
         child.join(20)
         assert child.exitcode == 0
     said.close()
@@ -148,7 +148,7 @@ def test_a_cell_in_a_forked_child_of_the_notebook() -> None:
     try:
         assert notebook.run("%%distributed -n 1\npass").errors == []
         first, code = "".join(notebook.run(CHILD).streams).splitlines()
-        assert first.startswith("InChild: `%%distributed`")
+        assert first.startswith("ForkedProcess: `%%distributed`")
         assert "forked child of the notebook" in first
         assert code == "0"
         assert notebook.run("%%distributed\nassert rank == 0").errors == []

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from nbdist.config import Patience
-from nbdist.errors import RanksFreed, WorkerDied, WorkerError
+from nbdist.errors import RanksReleased, WorkerDied, WorkerError
 from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.world import World
@@ -90,7 +90,7 @@ def test_a_message_from_any_rank_that_never_comes(world: World, name: str, other
     stop_after = HANG if others == "pass" else 0.5
     running = runs(world, source, stop_after)
     if others == "pass":
-        assert isinstance(error := running.error(), RanksFreed)
+        assert isinstance(error := running.error(), RanksReleased)
         assert "line " in str(error)
     goes_on(world, before)
 
@@ -140,7 +140,7 @@ def test_ranks_that_never_meet(world: World, name: str) -> None:
     before = dict(world.pids)
     source, told = NEVER_MEET[name]
     error = runs(world, f"t = torch.ones(2)\n{source}").error()
-    assert isinstance(error, RanksFreed)
+    assert isinstance(error, RanksReleased)
     others = "rank 1" if world.size == 2 else "ranks 1-3"
     assert told.format(others=others) in str(error)
     goes_on(world, before)
@@ -197,7 +197,7 @@ def test_sizes_that_differ(world: World) -> None:
     """They are told by rank, with those whose result is wrong."""
     before = dict(world.pids)
     error = runs(world, "t = torch.ones(3 if rank == 1 else 2)\ndist.all_reduce(t)").error()
-    assert isinstance(error, RanksFreed)
+    assert isinstance(error, RanksReleased)
     others, wrong = ("rank 0", "rank 0") if world.size == 2 else ("ranks 0,2-3", "ranks 0,3")
     assert "all_reduce (line 2), sizes differ: " in str(error)
     assert f"{others} [2]" in str(error)

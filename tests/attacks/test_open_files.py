@@ -111,7 +111,7 @@ def test_the_hard_limit_is_too_low() -> None:
     start, scale, ranks = ran.stdout.splitlines()
     for line, kind, workers, needed in (
         (start, "StartError", 16, 384),
-        (scale, "NotScaled", 10, 264),
+        (scale, "ScaleError", 10, 264),
     ):
         assert line.startswith(f"{kind} ")
         assert f"{workers} workers take {needed} open files in one process" in line

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nbdist.errors import WorkerDied, WorldStuck
+from nbdist.errors import RanksNotStopped, WorkerDied
 from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.world import World
@@ -81,7 +81,7 @@ def test_code_that_stops_early_and_goes_on(world: World) -> None:
         "for step in range(60): time.sleep(0.1)\nresult = step",
     )
     stop(world, running)
-    assert isinstance(running.error(), WorldStuck)
+    assert isinstance(running.error(), RanksNotStopped)
     assert "ranks 0-2 are in line 7: for step in range(60)" in str(running.error())
     assert world.gather("(kept, result)") == [(rank, 59) for rank in range(world.size)]
 

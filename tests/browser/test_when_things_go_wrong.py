@@ -42,7 +42,7 @@ def test_all_that_goes_wrong_in_jupyterlab(lab: Lab) -> None:
     errors = [error for cell in cells for error in cell.errors]
     assert [re.split(r"[:(]", error)[0] for error in errors] == [
         "WorkerError",
-        "RanksFreed",
+        "RanksReleased",
         "WorkerDied",
         "Interrupted",
     ]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nbdist.errors import RanksFreed, WorkerDied, WorkerError
+from nbdist.errors import RanksReleased, WorkerDied, WorkerError
 from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.world import World
@@ -180,7 +180,7 @@ def test_ten_times_in_a_row(world: World) -> None:
 def test_a_skipped_collective(world: World) -> None:
     """Ranks that wait for one that has finished the cell are freed, and the cell says so."""
     _, error = fails(world, "if rank != 1:\n    dist.barrier()")
-    assert isinstance(error, RanksFreed)
+    assert isinstance(error, RanksReleased)
     others = "rank 0 waits" if world.size == 2 else "ranks 0,2-3 wait"
     assert str(error).startswith(f"{others} in barrier, line 2; rank 1 finished the cell without")
     goes_on(world)
@@ -228,7 +228,7 @@ def test_one_rank_raises_before_a_group_is_made(world: World, function: str) -> 
 def test_a_skipped_new_group(world: World) -> None:
     """The cell says who waits in the store for whom."""
     _, error = fails(world, "if rank != 1:\n    dist.new_group()")
-    assert isinstance(error, RanksFreed)
+    assert isinstance(error, RanksReleased)
     others = "rank 0 waits" if world.size == 2 else "ranks 0,2-3 wait"
     assert str(error).startswith(f"{others} in new_group, line 2; rank 1 finished the cell")
     world.execute(ALL_MEET)

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from nbdist.config import Patience
-from nbdist.errors import NbdistError, RanksFreed, UsageError, WorkerDied, WorkerError
+from nbdist.errors import NbdistError, RanksReleased, UsageError, WorkerDied, WorkerError
 from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.world import World
@@ -171,7 +171,7 @@ def test_what_a_failed_cell_has_begun_is_ended(world: World) -> None:
         ),
     )
     assert isinstance(error, WorkerError)
-    assert not isinstance(error, RanksFreed)
+    assert not isinstance(error, RanksReleased)
     result = world.execute("t = torch.full((1,), 5.0); dist.all_reduce(t)", fetch=("t.item()",))
     assert list(result) == [20.0] * 4
     assert world.gather("kept") == [0, 1, 2, 3]

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from nbdist.errors import RanksFreed, WorkerDied, WorkerError
+from nbdist.errors import RanksReleased, WorkerDied, WorkerError
 from nbdist.world.world import World
 from tests.faults import test_freeing as faults
 from tests.gpu import lab
@@ -138,7 +138,7 @@ def test_a_subgroups_collective(world: World, kind: str) -> None:
 def test_a_skipped_collective(world: World, kind: str) -> None:
     """Ranks that wait for one that has finished the cell are freed, and the cell says so."""
     _, error = lab.ends(world, "t = torch.ones(1)\nif rank != 1:\n    dist.all_reduce(t); t.item()")
-    assert isinstance(error, RanksFreed)
+    assert isinstance(error, RanksReleased)
     assert "rank 1 finished the cell without" in str(error)
     goes_on(world, kind)
 

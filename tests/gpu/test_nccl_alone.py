@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nbdist.errors import RanksFreed, WorkerDied, WorkerError
+from nbdist.errors import RanksReleased, WorkerDied, WorkerError
 from nbdist.world.world import World
 from tests.gpu import lab
 
@@ -50,7 +50,7 @@ def test_one_rank_raises(world: World) -> None:
 def test_one_rank_skips(world: World) -> None:
     """Who waits for it is freed."""
     _, error = lab.ends(world, f"if rank != 1:\n    {SUM}")
-    assert isinstance(error, RanksFreed)
+    assert isinstance(error, RanksReleased)
     world.execute(SUM)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.errors import NotScaled, WorkerDied, WorkerError
+from nbdist.errors import ScaleError, WorkerDied, WorkerError
 from nbdist.world.world import World
 
 DIES = """
@@ -28,7 +28,7 @@ def test_fewer_and_as_many_again(world: World) -> None:
 
 def test_more_than_there_is_room_for(world: World) -> None:
     """It is refused, and all are where they were: who is told of later is told with its host."""
-    with pytest.raises(NotScaled, match="4 workers have room on these machines"):
+    with pytest.raises(ScaleError, match="4 workers have room on these machines"):
         world.scale(6)
     assert [row.host for row in world.status()] == ["node0", "node0", "node1", "node1"]
     with pytest.raises(WorkerError, match="rank 3 on node1 "):

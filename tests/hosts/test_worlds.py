@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import pytest
 
 import nbdist
-from nbdist.errors import NotScaled, RanksFreed, UsageError, WorkerDied, WorkerError
+from nbdist.errors import RanksReleased, ScaleError, UsageError, WorkerDied, WorkerError
 from nbdist.world.registry import Found, worlds
 from nbdist.world.states import State
 from nbdist.world.world import World
@@ -130,7 +130,8 @@ def test_an_exception_while_the_others_wait(world: World) -> None:
 def test_ranks_that_wait_for_one_that_never_comes(world: World) -> None:
     """They are freed, and which waited where is said."""
     with pytest.raises(
-        RanksFreed, match="ranks 0-2 wait in barrier, line 1; rank 3 finished the cell without it"
+        RanksReleased,
+        match="ranks 0-2 wait in barrier, line 1; rank 3 finished the cell without it",
     ):
         world.execute("if rank < 3: dist.barrier()")
     check_whole(world)
@@ -169,7 +170,7 @@ def test_scale(world: World) -> None:
     check_whole(world)
     assert world.gather(WHERE) == PLACES
     assert world.gather("globals().get('kept')") == [10, None, None, None]
-    with pytest.raises((NotScaled, UsageError), match=r"room for 4|4 .* have room") as refused:
+    with pytest.raises((ScaleError, UsageError), match=r"room for 4|4 .* have room") as refused:
         world.scale(6)
     assert "\n" not in str(refused.value)
     check_whole(world)

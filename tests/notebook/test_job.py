@@ -153,7 +153,7 @@ def test_stop_ends_the_waiting(notebook: Notebook) -> None:
     assert notebook.run(f"{press}job.wait()").error.startswith(said)
     (plain,) = notebook.run(f"{press}import time; time.sleep(60)").errors
     assert plain["ename"] == "KeyboardInterrupt"
-    said = "JobRuns: `job` (sent with --no-wait) has not ended within 1.1 s: "
+    said = "JobTimeout: `job` (sent with --no-wait) has not ended within 1.1 s: "
     said += "ranks 0-1 are in line 5: time.sleep(600); it runs on."
     assert notebook.run("job.wait(1.1)").error == said
     # The panel of the cell that runs may be drawn beside these.
@@ -251,7 +251,7 @@ def test_it_cannot_be_sent_to_the_workers(notebook: Notebook) -> None:
     """A cell that uses it says what can."""
     begin(notebook, "pass")
     said = notebook.run("%%distributed\njob.wait()").error
-    assert said.startswith("UnshippableName: `job` (part of this notebook) cannot be sent to ")
+    assert said.startswith("VariableNotSent: `job` (part of this notebook) cannot be sent to ")
 
 
 def test_nothing_is_left_by_the_end() -> None:

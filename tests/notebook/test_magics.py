@@ -259,7 +259,7 @@ def test_another_size_runs_nothing(notebook: Notebook) -> None:
     """A `-n` that differs from the running world says how to change it, and runs nothing."""
     outcome = notebook.run("%%distributed -n 8\nran = True")
     assert outcome.error == (
-        "WorldChanged: 4 workers are running. `%dist_scale 8` keeps their variables, "
+        "WorldSizeMismatch: 4 workers are running. `%dist_scale 8` keeps their variables, "
         "`%dist_restart -n 8` starts 8 anew."
     )
     error = notebook.run("%%distributed -n 2\nran = True").error
@@ -353,7 +353,7 @@ def test_name_that_cannot_be_pickled(notebook: Notebook) -> None:
     notebook.run("import threading\nclass Loader: pass\nloader = Loader()")
     notebook.run("loader.lock = threading.Lock()")
     error = notebook.run("%%distributed\nran_too = 1\nloader").error
-    assert error.startswith("UnshippableName: `loader`: `loader.lock` (thread lock) cannot be sent")
+    assert error.startswith("VariableNotSent: `loader`: `loader.lock` (thread lock) cannot be sent")
     assert "nothing has run" in error
     assert "NameError" in notebook.run("%%distributed\nran_too").error
 

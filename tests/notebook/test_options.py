@@ -11,7 +11,7 @@ from IPython.core.magic_arguments import argument, magic_arguments
 
 from nbdist import World
 from nbdist.config import OPTIONS
-from nbdist.errors import UsageError, WorldChanged
+from nbdist.errors import UsageError, WorldSizeMismatch
 from nbdist.notebook.options import (
     GROUPS,
     at_once,
@@ -175,7 +175,7 @@ def test_what_is_not_so(world: World, line: str, said: str) -> None:
 
 def test_another_number_of_workers(world: World) -> None:
     """Has an error of its own, which names three ways out."""
-    with pytest.raises(WorldChanged, match="`%dist_scale 3` keeps their variables"):
+    with pytest.raises(WorldSizeMismatch, match="`%dist_scale 3` keeps their variables"):
         check_same(world, options("-n 3"))
 
 

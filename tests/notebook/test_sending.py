@@ -45,7 +45,7 @@ def test_a_value_that_is_gone(two: Notebook) -> None:
     two.run("%%distributed -o old\nrank")
     two.run("%dist_clean")
     said = two.run("old.rank(0)").error
-    assert said.startswith("ValueGone: the last value of that cell on rank 0 is gone, by `%dist_c")
+    assert said.startswith("ValueLost: the last value of that cell on rank 0 is gone, by `%dist_c")
     two.run("%%distributed -o old\nrank")
     two.run("%dist_restart -r 1")
     assert two.value("old.rank(0)") == 0
@@ -57,7 +57,7 @@ def test_a_cell_that_takes_too_long(two: Notebook) -> None:
     cell = "import time\nkept = 7\nif rank: time.sleep(60)\ndist.barrier()"
     said = two.run(f"%%distributed --timeout 1.2\n{cell}").error
     assert said == (
-        "CellTimedOut: the cell was stopped after 1.2 s, as `--timeout` says: "
+        "CellTimeout: the cell was stopped after 1.2 s, as `--timeout` says: "
         "rank 0 waits in barrier, line 5 · rank 1 is in line 4: if rank: time.sleep(60); "
         "all variables are kept."
     )
@@ -101,7 +101,7 @@ def test_a_cell_that_fails_here(two: Notebook) -> None:
     ran = two.run("%%distributed --local\nworld_size")
     here, last = ran.errors
     assert here["ename"] == "NameError"
-    assert last["ename"] == "FailedHere"
+    assert last["ename"] == "LocalCellError"
     assert last["evalue"].startswith("the cell raised in the notebook: NameError: ")
     assert last["evalue"].endswith(" 2 ranks ran it.")
     assert ran.displays[-1]["data"]["text/plain"].endswith("── ranks 0-1 (same) ──\n2")

@@ -104,7 +104,7 @@ def test_training_goes_on_after_all_that_went_wrong(source):
     """The saved notebook shows each failure, and equal weights on all ranks after each."""
     notebook = nbformat.read(source, as_version=4)
     ends = [name for cell in code_cells(notebook) for name in failed(cell)]
-    assert ends == ["WorkerError", "RanksFreed", "WorkerDied", "Interrupted"]
+    assert ends == ["WorkerError", "RanksReleased", "WorkerDied", "Interrupted"]
     same = re.findall(r"same weights: (\w+)", text(notebook))
     assert len(same) >= 5
     assert set(same) == {"True"}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.errors import NoRuntimeFolder, NotScaled
+from nbdist.errors import NoRuntimeFolder, ScaleError
 from nbdist.folders import MARKER
 from nbdist.wire.runtime_folder import RuntimeFolder
 from nbdist.world.world import World
@@ -117,7 +117,7 @@ def test_a_place_that_gets_full(small: Path) -> None:
     with World(1, log_dir="") as world:
         world.start()
         file = fill(small)
-        with pytest.raises(NotScaled, match=f"No space left on device in {small}/nbdist-"):
+        with pytest.raises(ScaleError, match=f"No space left on device in {small}/nbdist-"):
             world.scale(2)
         assert world.gather("rank") == [0]
         file.unlink()

@@ -64,5 +64,5 @@ def test_memory_that_a_task_refers_to() -> None:
 
 def test_a_failure_outside_the_cell() -> None:
     """One line, with no calls."""
-    failure = failure_in_words("NameProblem", "`net` cannot be rebuilt")
-    assert failure.traceback == ("NameProblem: `net` cannot be rebuilt",)
+    failure = failure_in_words("VariableError", "`net` cannot be rebuilt")
+    assert failure.traceback == ("VariableError: `net` cannot be rebuilt",)

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.errors import UnshippableName
+from nbdist.errors import VariableNotSent
 from nbdist.notebook.shipping.plan import plan
 from nbdist.world.names import NameTable
 
@@ -34,7 +34,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str]:
 
     def message(value: Any) -> str:
         notebook.names["it"] = value
-        with pytest.raises(UnshippableName) as caught:
+        with pytest.raises(VariableNotSent) as caught:
             plan("it", NameTable(notebook.names), (0,))
         assert caught.value.name == "it"
         return str(caught.value)

@@ -15,7 +15,7 @@ import pytest
 
 from nbdist.wire.payload import INLINE_LIMIT, Payload, open_payload, pack_frames, refs_in
 from nbdist.wire.pickling import pickle, unpickle
-from nbdist.worker.namespace import NameProblem, Namespace
+from nbdist.worker.namespace import Namespace, VariableError
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_names_that_cannot_be_rebuilt(
 ) -> None:
     """It is told in a line, and none of them is bound."""
     before = {**names}
-    with pytest.raises(NameProblem, match=f"could not be rebuilt in the worker: .*{said}"):
+    with pytest.raises(VariableError, match=f"could not be rebuilt in the worker: .*{said}"):
         namespace.receive(payload)
     assert names == before
 
@@ -234,7 +234,7 @@ def test_values_that_cannot_be_had(
 ) -> None:
     """One line says why."""
     names["lock"] = threading.Lock()
-    with pytest.raises(NameProblem) as caught:
+    with pytest.raises(VariableError) as caught:
         namespace.fetch(["rank", expression], "a")
     assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
@@ -279,7 +279,7 @@ def test_what_an_op_returned(namespace: Namespace) -> None:
         (threading.Lock(), "what train returned (thread lock) cannot be sent back: "),
         ({"a": [sys._getframe()]}, "what train returned: `result['a'][0]` (frame) cannot be"),
     ):
-        with pytest.raises(NameProblem) as caught:
+        with pytest.raises(VariableError) as caught:
             namespace.pack(value, "a", "train")
         assert str(caught.value).startswith(said)
 
@@ -294,6 +294,6 @@ def test_what_is_taken(names: dict[str, Any], namespace: Namespace) -> None:
     namespace.let_go("first")
     namespace.take({"x": 4}, "third")
     namespace.let_go("third")
-    with pytest.raises(NameProblem, match="nothing to bind"):
+    with pytest.raises(VariableError, match="nothing to bind"):
         namespace.bind_taken()
     assert names["x"] == 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nbdist.wire.payload import Payload
-from nbdist.worker.namespace import NameProblem, Namespace
+from nbdist.worker.namespace import Namespace, VariableError
 from nbdist.worker.op import Context, find_op
 
 
@@ -61,5 +61,5 @@ def test_what_users_code_binds_is_noted(context: Context) -> None:
 
 def test_what_the_notebook_has_pickled(context: Context) -> None:
     """It is rebuilt in the worker's `__main__`, or a line says why not."""
-    with pytest.raises(NameProblem, match="could not be rebuilt"):
+    with pytest.raises(VariableError, match="could not be rebuilt"):
         context.open(Payload((b"garbage",)))

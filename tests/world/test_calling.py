@@ -21,7 +21,7 @@ import pytest
 import torch
 from IPython.core.getipython import get_ipython
 
-from nbdist.errors import UnshippableName, WorkerDied, WorkerError
+from nbdist.errors import VariableNotSent, WorkerDied, WorkerError
 from nbdist.world.world import World
 from tests.waiting import wait_until
 from tests.worlds import NewWorld
@@ -281,7 +281,7 @@ def test_what_cannot_be_sent(world: World) -> None:
         (lambda: world.run(lambda: lock), ".<closure>.lock` (thread lock)"),
         (lambda: world.run(print, lock), "`args`: `args[0]` (thread lock)"),
     ):
-        with pytest.raises(UnshippableName) as caught:
+        with pytest.raises(VariableNotSent) as caught:
             call()
         message = str(caught.value)
         assert said in message

@@ -14,7 +14,7 @@ import pytest
 
 from nbdist.errors import (
     NotEnoughGpus,
-    NotScaled,
+    ScaleError,
     UsageError,
     WorkerDied,
     WorkerError,
@@ -317,7 +317,7 @@ def test_a_new_rank_that_dies_while_it_starts_leaves_the_world_as_it_was(world: 
     pids = dict(world.pids)
     with (
         each_new_worker(world, psutil.Process.kill),
-        pytest.raises(NotScaled, match=r"rank 2 .*SIGKILL.* 2 workers are running, as before"),
+        pytest.raises(ScaleError, match=r"rank 2 .*SIGKILL.* 2 workers are running, as before"),
     ):
         world.scale(3)
     assert world.pids == pids

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from nbdist.config import CONTROL_TIMEOUT, Patience
-from nbdist.errors import CellTimedOut, WorkerDied, WorldStuck
+from nbdist.errors import CellTimeout, RanksNotStopped, WorkerDied
 from nbdist.output.events import Died, Done, Failure, InputRequest, Text
 from nbdist.wire.places import Place
 from nbdist.wire.task import Source, Task
@@ -64,7 +64,7 @@ def test_a_death(backend: str, *, heals: bool, step: list[Step]) -> None:
     task.receive(1, DEATH)
     assert [*task.next_steps(now)] == step
     assert [*task.next_steps(now)] == []
-    assert isinstance(task.error(), WorldStuck)  # rank 0 still runs
+    assert isinstance(task.error(), RanksNotStopped)  # rank 0 still runs
     task.receive(0, Done("ok", 0.1))
     task.fate = "It was replaced."
     error = task.error()
@@ -118,7 +118,7 @@ def test_it_takes_too_long(backend: str) -> None:
     for rank in (0, 1):
         task.receive(rank, stopped)
         task.receive(rank, Done("error", 0.1))
-    assert isinstance(task.error(), CellTimedOut)
+    assert isinstance(task.error(), CellTimeout)
     assert "after 500 s, as `--timeout` says: rank 0 waits in barrier" in str(task.error())
 
 

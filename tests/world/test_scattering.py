@@ -11,7 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from nbdist.errors import UnshippableName, UsageError
+from nbdist.errors import UsageError, VariableNotSent
 from nbdist.world.scattering import Scatter
 from nbdist.world.world import World
 from tests.worlds import NewWorld
@@ -88,7 +88,7 @@ def test_what_it_says(world: World) -> None:
 def test_what_cannot_be(world: World) -> None:
     """The ranks keep what they have."""
     world.execute("x = 'as it was'")
-    with pytest.raises(UnshippableName, match=r"`x`: `x\[0\]` \(generator\) cannot be sent"):
+    with pytest.raises(VariableNotSent, match=r"`x`: `x\[0\]` \(generator\) cannot be sent"):
         world.scatter("x", [1, (i for i in "a")])
     with pytest.raises(UsageError, match="cannot be cut"):
         world.scatter("x", 5)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.errors import RanksFreed, UsageError, WorkerError
+from nbdist.errors import RanksReleased, UsageError, WorkerError
 from nbdist.wire.task import Attempt, Kind
 from nbdist.world.scripts import find_script
 from nbdist.world.world import World
@@ -156,7 +156,7 @@ def test_wait_in_vain_is_not_retried(world: World, write: Write) -> None:
     write(
         "waits.py", "import os\nprint(os.environ['TORCHELASTIC_RESTART_COUNT'])\ndist.barrier()\n"
     )
-    with pytest.raises(RanksFreed, match=r"rank 1 waits in barrier, waits.py line 3"):
+    with pytest.raises(RanksReleased, match=r"rank 1 waits in barrier, waits.py line 3"):
         world.run_script("waits.py", ranks=[1], max_restarts=3)
     assert world.session.running is not None
     assert said(world.session.running) == ["0"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nbdist.config import Patience
-from nbdist.errors import AgentLost, RanksFreed, WorldStuck
+from nbdist.errors import AgentLost, RanksNotStopped, RanksReleased
 from nbdist.output.events import Done, Failure, Moved
 from nbdist.wire.places import Place
 from tests.world.test_running import WAITS, running
@@ -25,7 +25,7 @@ def test_what_it_has_bound_and_moved() -> None:
     assert task.bytes_moved == (3, 30)
     task.receive(0, Done("ok", 0.1, bound=frozenset({"x"})))
     assert (task.made, task.result().values) == ({"x"}, {0: None})
-    assert isinstance(task.error(), WorldStuck)  # the other has not ended it
+    assert isinstance(task.error(), RanksNotStopped)  # the other has not ended it
 
 
 def test_ranks_that_were_freed() -> None:
@@ -37,7 +37,7 @@ def test_ranks_that_were_freed() -> None:
     task.receive(0, Failure("RuntimeError", "Connection closed", (), 1, connections="ended"))
     task.receive(0, Done("error", 0.1))
     error = task.error()
-    assert isinstance(error, RanksFreed)
+    assert isinstance(error, RanksReleased)
     assert error.rank == 0
 
 

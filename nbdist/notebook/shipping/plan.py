@@ -45,7 +45,7 @@ def plan(
 
     `source` is the cell after IPython's transformations, `hidden` IPython's table of
     names that are not the user's (`shell.user_ns_hidden`).  A shipment without names has
-    something to say only.  Raises `UnshippableName`, and SyntaxError; nothing has been
+    something to say only.  Raises `VariableNotSent`, and SyntaxError; nothing has been
     sent or recorded then.
     """
     plan = _Plan(table, frozenset(ranks), hidden or {}, dotted_names(source))
@@ -56,7 +56,7 @@ def plan(
 def push(names: Iterable[str], table: NameTable, ranks: Iterable[int]) -> Shipment | None:
     """Pack these names, and what their functions need, whatever the table says of them.
 
-    Raises `UnshippableName`; KeyError for a name that the notebook lacks.
+    Raises `VariableNotSent`; KeyError for a name that the notebook lacks.
     """
     plan = _Plan(table, frozenset(ranks), {}, frozenset())
     plan.force(names)
@@ -66,7 +66,7 @@ def push(names: Iterable[str], table: NameTable, ranks: Iterable[int]) -> Shipme
 def version_now(name: str, table: NameTable) -> Hashable:
     """Say how a name of the notebook is now, to compare with a `Shipped.version` of before.
 
-    Raises `UnshippableName`, where it has become something that cannot travel.
+    Raises `VariableNotSent`, where it has become something that cannot travel.
     """
     return _Plan(table, frozenset(), {}, frozenset())._look(name).record.version
 

@@ -13,7 +13,7 @@ from nbdist.wire.pickling import Pickled, pickle, unpickle
 from nbdist.wire.shared_memory import Buffer
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group.ddp import begin_models_anew
-from nbdist.worker.namespace import NameProblem
+from nbdist.worker.namespace import VariableError
 
 if TYPE_CHECKING:
     from nbdist.wire.payload import Payload
@@ -27,7 +27,7 @@ def take(context: Context, wanted: Sequence[str], source: int, to: Sequence[int]
     """Take copies of names of the rank `source`, for `bind`; all ranks call it.
 
     Those in `to` take them, or that lack any.  One pickle, so that what is shared stays shared;
-    the contents of tensors beside it.  Raises NameProblem on the rank that has the problem.
+    the contents of tensors beside it.  Raises VariableError on the rank that has the problem.
     """
     names, rank = context.names, dist.get_rank()
     is_source = rank == source
@@ -35,7 +35,7 @@ def take(context: Context, wanted: Sequence[str], source: int, to: Sequence[int]
     wants = not is_source and (bool(missing) if to is None else rank in to)
     is_wanted, is_impossible = _any(wants), _any(is_source and bool(missing))
     if is_impossible and is_source:
-        raise NameProblem(f"there is no `{', '.join(missing)}` here; nothing was copied")
+        raise VariableError(f"there is no `{', '.join(missing)}` here; nothing was copied")
     taken = {}
     if is_wanted and not is_impossible:
         frames = _send(names, wanted, source) if is_source else _receive(source)
@@ -67,7 +67,7 @@ def _send(names: dict[str, Any], wanted: Sequence[str], source: int) -> Sequence
         frames = _pickled(names, wanted).frames
     except Exception as error:  # a user's __reduce__ can raise anything
         _broadcast_header([], source)
-        raise NameProblem(
+        raise VariableError(
             f"`{', '.join(wanted)}` cannot be copied: {type(error).__name__}: {error}; "
             "nothing was copied"
         ) from error
@@ -114,7 +114,7 @@ def _rebuilt(
     try:
         values = unpickle(frames, names)
     except Exception as error:  # a user's class can raise anything while it is rebuilt
-        raise NameProblem(
+        raise VariableError(
             f"`{', '.join(wanted)}` could not be rebuilt: {type(error).__name__}: {error}; "
             "nothing was copied"
         ) from error

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.errors import UnshippableName
+from nbdist.errors import VariableNotSent
 from nbdist.notebook.shipping.plan import plan
 from nbdist.wire.shared_memory import to_end
 
@@ -288,7 +288,7 @@ def test_a_value_that_cannot_be_pickled_stops_the_cell(house: Any) -> None:
     house.cell(
         "import threading\nn = 1\nclass L: pass\nloader = L()\nloader.lock = threading.Lock()"
     )
-    with pytest.raises(UnshippableName, match=r"`loader`: `loader\.lock` \(thread lock\)"):
+    with pytest.raises(VariableNotSent, match=r"`loader`: `loader\.lock` \(thread lock\)"):
         plan("n, loader", house.table, ALL)
     assert house.table.owners() == {}
 
@@ -296,7 +296,7 @@ def test_a_value_that_cannot_be_pickled_stops_the_cell(house: Any) -> None:
 def test_what_a_function_needs_must_be_shippable_too(house: Any) -> None:
     """A function that uses a lock of the notebook cannot go without it."""
     house.cell("import threading\nlock = threading.Lock()\ndef f():\n    with lock: return 1")
-    with pytest.raises(UnshippableName, match="`lock`"):
+    with pytest.raises(VariableNotSent, match="`lock`"):
         plan("f()", house.table, ALL)
     assert house.distributed("lock = __import__('threading').Lock()\nlock.locked()") is False
     assert house.distributed("f()") == 1

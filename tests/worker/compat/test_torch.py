@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nbdist.errors import RanksFreed
+from nbdist.errors import RanksReleased
 from nbdist.worker.compat import torch as seam
 from nbdist.world.world import World
 
@@ -39,6 +39,6 @@ def test_a_world_whose_torch_lacks_something(tmp_path: Path) -> None:
     python.chmod(0o755)
     with World(2, log_dir="", fork=False, python=str(python)) as world:
         assert "who waits in an asynchronous collective" in " ".join(world.session.lacks)
-        with pytest.raises(RanksFreed, match="barrier"):
+        with pytest.raises(RanksReleased, match="barrier"):
             world.execute(SKIP)
         assert world.run(sum, [1, 2]).rank(0) == 3

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from nbdist.errors import RanksFreed, WorkerDied, WorkerError
+from nbdist.errors import RanksReleased, WorkerDied, WorkerError
 from nbdist.output.events import Text
 from nbdist.worker.compat import torch as seam
 from nbdist.world.world import World
@@ -257,7 +257,7 @@ def test_a_group_of_ones_own(world: World) -> None:
 def test_a_fault_with_a_group_of_ones_own(world: World) -> None:
     """What it has made is none of the world's when the world's groups are formed anew."""
     world.execute("sub = dist.new_group()\nkept = rank")
-    with pytest.raises(RanksFreed):
+    with pytest.raises(RanksReleased):
         world.execute(
             "if rank == 1:\n"
             "    dist.destroy_process_group()\n"

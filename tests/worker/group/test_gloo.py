@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.errors import NbdistError, RanksFreed, WorkerError
+from nbdist.errors import NbdistError, RanksReleased, WorkerError
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group import gloo, store
 from nbdist.worker.group.gloo import connections_after
@@ -66,7 +66,7 @@ def test_the_first_collective_after_healing(world: World) -> None:
     """Its number is that of the one that failed before; whoever waits in it is named and freed."""
     for _ in range(2):
         heal(world)
-        with pytest.raises(RanksFreed, match="all_reduce"):
+        with pytest.raises(RanksReleased, match="all_reduce"):
             world.execute("if rank == 0: dist.all_reduce(torch.ones(1))")
     world.execute("dist.barrier()")
 

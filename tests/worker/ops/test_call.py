@@ -10,7 +10,7 @@ from IPython.core.events import EventManager, available_events
 
 from nbdist.wire.payload import Payload, pack_frames
 from nbdist.wire.pickling import pickle
-from nbdist.worker.namespace import NameProblem, Namespace
+from nbdist.worker.namespace import Namespace, VariableError
 from nbdist.worker.op import Context
 from nbdist.worker.ops.call import LentNames, call
 
@@ -150,6 +150,6 @@ def test_a_call_that_is_ended(context: Context, shell: Shell, stop: str) -> None
 def test_a_call_that_cannot_be_rebuilt(context: Context, shell: Shell) -> None:
     """Nothing runs."""
     before = {**context.names}
-    with pytest.raises(NameProblem):
+    with pytest.raises(VariableError):
         call(context, "f", Payload((b"garbage",)))
     assert (context.names, context.title, shell.ends) == (before, "f", 0)
