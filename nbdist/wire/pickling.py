@@ -103,7 +103,6 @@ def pickle(
     value: Any,
     namespace: dict[str, Any],
     *,
-    tensors_to_cpu: bool = True,
     sketch: bool = False,
     back_to_device: bool = False,
     exact: bool = False,
@@ -118,7 +117,7 @@ def pickle(
     shows.  `reduce` is asked first how to take an
     object apart; NotImplemented for as usual.
     """
-    options = (tensors_to_cpu, sketch, back_to_device, exact, reduce)
+    options = (sketch, back_to_device, exact, reduce)
     pickler = _Pickler(namespace, frozenset(), *options)
     pickler.dump((value, _Cells(pickler.sources)))
     whole = pickler.tensors.overlapping if pickler.tensors else None
@@ -178,7 +177,6 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         self,
         namespace: dict[str, Any],
         whole: frozenset[int],
-        tensors_to_cpu: bool,  # noqa: FBT001
         sketch: bool,  # noqa: FBT001
         back_to_device: bool,  # noqa: FBT001
         exact: bool,  # noqa: FBT001
@@ -200,7 +198,6 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
             self.tensors = TensorReducer(
                 torch,
                 whole,
-                to_cpu=tensors_to_cpu,
                 sketch=sketch,
                 back_to_device=back_to_device,
                 exact=exact,

@@ -26,10 +26,13 @@ Above that it is not worth that much of memory that cannot be swapped.
 
 
 class _Piece:
-    """Some bytes of a storage; two tensors that name the same one share it again."""
+    """Some bytes of a storage; two tensors that name the same one share it again.
 
-    def __init__(self, address: int, contents: Any, device: str) -> None:
-        self.address = address
+    It keeps the storage: another one could get the address of a copy that is gone.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage, contents: Any, device: str) -> None:
+        self.storage = storage
         self.contents = contents
         self.device = device
 
@@ -52,7 +55,6 @@ class TensorReducer:
         torch: ModuleType,
         whole: frozenset[int] = frozenset(),
         *,
-        to_cpu: bool = True,
         sketch: bool = False,
         back_to_device: bool = False,
         exact: bool = False,
@@ -62,24 +64,24 @@ class TensorReducer:
         self.sketched = False
         self._torch = torch
         self._whole = whole
-        self._to_cpu = to_cpu
         self._sketch = sketch
         self._back_to_device = back_to_device
         # What is shown of a memory is worth taking all of it along where it is this part.
         self._share = 1 if exact else 2
         self._plain = (torch.Tensor, torch.nn.Parameter)
-        self._pieces: dict[tuple[int, int, int], _Piece] = {}
+        # By address, begin and end; of what was copied together also by its strides.
+        self._pieces: dict[tuple[int, int, int, tuple[int, ...]], _Piece] = {}
 
     @property
     def addresses(self) -> frozenset[int]:
         """The storages that were met."""
-        return frozenset(address for address, _, _ in self._pieces)
+        return frozenset(address for address, *_ in self._pieces)
 
     @property
     def overlapping(self) -> frozenset[int]:
         """The storages of which different parts were taken that overlap."""
         found, last_address, last_end = set(), 0, 0
-        for address, start, end in sorted(self._pieces):
+        for address, start, end, _ in sorted(self._pieces):
             if address == last_address and start < last_end:
                 found.add(address)
             last_end = max(end, last_end) if address == last_address else end
@@ -120,7 +122,7 @@ class TensorReducer:
             and tensor.layout is self._torch.strided
             and not tensor.is_quantized
             and not tensor.is_nested
-            and (where == "cpu" or (where != "meta" and self._to_cpu))
+            and where != "meta"
             and (tensor.numel() == 0 or tensor.data_ptr() != 0)
         )
 
@@ -139,23 +141,28 @@ class TensorReducer:
         # Half a storage or more: the rest costs little, and all of its views stay one.
         if storage.data_ptr() in self._whole or self._share * shown >= storage.nbytes():
             return self._piece(storage, 0, storage.nbytes()), offset, stride
-        if self._share * shown >= end - start:
+        # A sketch takes nothing from a device.
+        stays = self._sketch and storage.device.type != "cpu"
+        if stays or self._share * shown >= end - start:
             return self._piece(storage, start, end), 0, stride
         # Few elements, far apart: copied together, in the order in which they lie there.
         copy = once.clone(memory_format=self._torch.preserve_format)
-        piece = self._piece(copy.untyped_storage(), 0, copy.untyped_storage().nbytes())
-        # So that a tensor which overlaps this one is noticed.
-        self._pieces[storage.data_ptr(), start, end] = piece
+        # A tensor that overlaps this one is noticed, and one that shows the same shares it.
+        key = storage.data_ptr(), start, end, (*once.shape, *stride)
+        known = self._pieces.get(key)
+        piece = known or self._piece(copy.untyped_storage(), 0, copy.untyped_storage().nbytes())
+        self._pieces[key] = piece
         kept = zip(stride, copy.stride(), strict=True)
         return piece, 0, tuple(new if old else 0 for old, new in kept)
 
     def _piece(self, storage: torch.UntypedStorage, start: int, end: int) -> _Piece:
-        address = storage.data_ptr()
-        known = self._pieces.get((address, start, end))
+        # Storages without contents have no address of their own, and one of them may grow.
+        address = storage.data_ptr() if end > start else id(storage)
+        known = self._pieces.get((address, start, end, ()))
         if known is None:
             device = storage.device.type if self._back_to_device else "cpu"
-            known = _Piece(address, self._contents(storage, start, end), device)
-            self._pieces[address, start, end] = known
+            known = _Piece(storage, self._contents(storage, start, end), device)
+            self._pieces[address, start, end, ()] = known
         return known
 
     def _contents(self, storage: torch.UntypedStorage, start: int, end: int) -> Any:

@@ -183,7 +183,7 @@ class Namespace:
 
         Raises what pickling raises.
         """
-        pickled = pickle(value, self._names, tensors_to_cpu=True)
+        pickled = pickle(value, self._names)
         total, say_at = size_of(pickled.frames), time.monotonic() + MOVED_EVERY
         with closing(Steps(packing(pickled.frames))) as steps:
             for done in steps:

@@ -142,6 +142,8 @@ VIEWS = {
     "transposed": lambda x: [x.view(10, 100), x.view(10, 100).t()],
     "column and row": lambda x: [x.view(10, 100)[:, 0], x.view(10, 100)[0]],
     "detached": lambda x: [x.detach(), torch.nn.Parameter(x)],
+    "one column twice": lambda x: [x.view(10, 100)[:, 3], x.view(10, 100)[:, 3]],
+    "columns of two shapes": lambda x: [x.view(10, 100)[:, 3], x.view(20, 50)[:19, 3]],
 }
 
 
@@ -153,6 +155,37 @@ def test_views_of_one_memory_stay_that(case: str) -> None:
         with torch.no_grad():
             tensors[0].fill_(1)
         assert tensors[1].sum() > 0
+
+
+EMPTY = {
+    "tensors": lambda: (torch.empty(0), torch.empty(0)),
+    "of two shapes": lambda: (torch.empty(0, 3), torch.empty(2, 0)),
+    "parameters": lambda: (torch.nn.Parameter(torch.empty(0)), torch.empty(0)),
+    "expanded": lambda: (torch.zeros(1).expand(0, 4), torch.zeros(1).expand(0, 4)),
+    "conjugates": lambda: [torch.empty(0, dtype=torch.complex64).conj() for _ in range(2)],
+    "parts of two": lambda: (torch.zeros(10)[:0], torch.zeros(10)[:0]),
+    "of storages": lambda: [torch.UntypedStorage(0) for _ in range(2)],
+}
+
+
+@pytest.mark.parametrize("case", EMPTY)
+def test_empty_tensors_do_not_become_one_memory(case: str) -> None:
+    """Two tensors without elements have a memory each, in which each of them may grow."""
+    one, other = map(_memory, _there_and_back(EMPTY[case]()))
+    one.resize_(12)
+    assert other.nbytes() == 0
+
+
+def test_empty_views_of_one_memory_stay_that() -> None:
+    """An empty tensor and what shares its memory grow together, as they do here."""
+    tensor = torch.empty(0)
+    one, other = _there_and_back((tensor, tensor.detach()))
+    torch.ones(3, out=one)
+    assert other.untyped_storage().nbytes() == 12
+
+
+def _memory(value: Any) -> Any:
+    return value if isinstance(value, torch.UntypedStorage) else value.untyped_storage()
 
 
 def test_a_small_part_of_a_big_tensor_goes_alone() -> None:

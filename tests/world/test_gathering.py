@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from nbdist.errors import UsageError
 from nbdist.world.gathering import check_expressions
@@ -39,6 +40,17 @@ def test_what_was_read_is_released(world: World) -> None:
     world.execute("import os\nlinks = [f'/proc/self/fd/{n}' for n in os.listdir('/proc/self/fd')]")
     count = "sum('memfd:nbdist' in os.readlink(each) for each in links if os.path.exists(each))"
     assert world.gather(count) == [0, 0]
+
+
+def test_empty_tensors_stay_two(world: World) -> None:
+    """Two that are filled later have a memory each, gathered or synced."""
+    world.execute("pair = torch.empty(0), torch.empty(0)", ranks=[0])
+    for tensor, number in zip(pair := world.gather("pair", rank=0), (1, 2), strict=True):
+        torch.full((3,), float(number), out=tensor)
+    assert [tensor.tolist() for tensor in pair] == [[1.0] * 3, [2.0] * 3]
+    world.sync(["pair"])
+    world.execute("for n, t in enumerate(pair): torch.full((3,), float(n), out=t)")
+    assert world.gather("[t.tolist() for t in pair]", rank=1) == [[0.0] * 3, [1.0] * 3]
 
 
 @pytest.mark.parametrize(
