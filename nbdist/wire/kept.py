@@ -46,11 +46,6 @@ class Kept:
     def _segments(self) -> set[Segment]:
         return {segment for segment, _ in self.places}
 
-    def has_all(self, frames: Sequence[Buffer]) -> bool:
-        """Say whether each of these frames lies there as it is now, byte for byte."""
-        found = _Finder([self])
-        return all(found.find(frame) is not None for frame in frames)
-
 
 @dataclass(frozen=True)
 class Shipped:

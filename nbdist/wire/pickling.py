@@ -42,10 +42,13 @@ from nbdist.wire.definitions import (
     require_importable,
     take_slots,
 )
-from nbdist.wire.reading import load, without_cycles
+from nbdist.wire.reading import digest_of, load, without_cycles
 from nbdist.wire.shared_memory import Buffer
 from nbdist.wire.sharing import Fence, mutable_ids
 from nbdist.wire.tensors import TensorReducer
+
+LONG = 1 << 20
+"""Bytes of a text or `bytes` that a sketch leaves out."""
 
 Reduced = tuple[Any, ...]
 Reduce = Callable[[Any], Reduced]
@@ -75,9 +78,14 @@ class Pickled:
 
     @property
     def is_sketch(self) -> bool:
-        """It can be compared with, but not loaded: contents on a device were left out."""
+        """It can be compared with, but not loaded: some of its contents were left out."""
         tensors = self._pickler.tensors
-        return tensors is not None and tensors.sketched
+        return self._pickler.file.left_out > 0 or (tensors is not None and tensors.sketched)
+
+    @property
+    def size(self) -> int:
+        """The bytes of its frames, with those of texts that a sketch has left out."""
+        return sum(memoryview(each).nbytes for each in self.frames) + self._pickler.file.left_out
 
     @property
     def objects(self) -> list[Any]:
@@ -112,10 +120,10 @@ def pickle(
 
     Raises what pickling raises, for the most part `PicklingError` and `TypeError`; a
     class's own `__reduce__` can raise anything.  With `sketch` tensors on a device are
-    not copied from there; the result says whether they changed.  With `back_to_device` they
-    arrive on the receiver's own device of that kind, with `exact` nothing beside what a tensor
-    shows.  `reduce` is asked first how to take an
-    object apart; NotImplemented for as usual.
+    not copied from there, nor are long texts; the result says whether they changed.  With
+    `back_to_device` they arrive on the receiver's own device of that kind, with `exact`
+    nothing beside what a tensor shows.  `reduce` is asked first how to take an object apart;
+    NotImplemented for as usual.
     """
     options = (sketch, back_to_device, exact, reduce)
     pickler = _Pickler(namespace, frozenset(), *options)
@@ -152,13 +160,21 @@ def join(parts: Sequence[Pickled]) -> list[Buffer]:
 class _FirstFrame(io.BytesIO):
     """The pickle itself: strings, bytes and small things, of which there can be much too."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sketch: bool) -> None:
         super().__init__()
+        self.left_out = 0
+        self._sketch = sketch
         self._looked = 0
 
     def write(self, data: Any) -> int:
-        """Keep the bytes; NotEnoughMemory before they are more than there is room for."""
+        """Keep the bytes; NotEnoughMemory before they are more than there is room for.
+
+        Of long ones a sketch keeps what differs when they do.
+        """
         size = memoryview(data).nbytes
+        if self._sketch and size >= LONG:
+            self.left_out += size
+            return super().write(digest_of(data).encode())
         if self.tell() + size - self._looked >= ASKED_FROM:
             self._looked = self.tell() + size
             require_memory(max(size, ASKED_FROM))
@@ -182,7 +198,7 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         exact: bool,  # noqa: FBT001
         reduce: Reduce | None,
     ) -> None:
-        self.file = _FirstFrame()
+        self.file = _FirstFrame(sketch=sketch)
         self.buffers: list[Buffer] = []
         # Nothing that it holds may refer to it: what it met would be kept alive until
         # Python looks for cycles.  `raw` flattens what is contiguous in Fortran's order.

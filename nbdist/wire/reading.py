@@ -1,10 +1,11 @@
-"""Pickles read in pieces, so that Stop does not wait for all of a big one."""
+"""Pickles and memory read in pieces, so that Stop does not wait for all of a big one."""
 
 from __future__ import annotations
 
 import gc
 import io
 import pickle
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,9 @@ from nbdist.wire.shared_memory import Buffer
 READ_FROM = 1 << 20
 """Bytes of a pickle itself that take some 10 ms to be read."""
 
+AT_ONCE = 64 << 20
+"""Bytes of memory that are read between two looks for Stop."""
+
 
 def load(first: Buffer, buffers: Sequence[Buffer]) -> Any:
     """Load a pickle with the buffers that belong to it."""
@@ -21,6 +25,15 @@ def load(first: Buffer, buffers: Sequence[Buffer]) -> Any:
         return pickle.loads(first, buffers=buffers)
     with without_cycles():
         return pickle.Unpickler(_Reading(first), buffers=buffers).load()
+
+
+def digest_of(data: Buffer) -> str:
+    """Return the digest of bytes: of length and CRC-32, which no value here is made to meet."""
+    view, found = memoryview(data).cast("B"), 0
+    # The fastest that Python has: 2.6 to 6 GB/s on a core, hashlib's SHA-1 0.9.
+    for start in range(0, view.nbytes, AT_ONCE):
+        found = zlib.crc32(view[start : start + AT_ONCE], found)
+    return f"{view.nbytes:x}-{found:08x}"
 
 
 @contextmanager

@@ -223,6 +223,14 @@ def test_a_name_that_a_cell_has_deleted(slow: Notebook):
     assert "7" in slow.run("%%distributed\nprint(limit)").text
 
 
+def test_one_number_of_a_big_array(slow: Notebook):
+    """Changed in place it arrives on all ranks, though the name is bound to the same array."""
+    slow.run("data = np.zeros(9_000_000)")
+    assert "0.0" in slow.run("%%distributed\nprint(data.sum())").text
+    slow.run("data[7_777_777] = 5")
+    assert "5.0" in slow.run("%%distributed\nprint(data.sum())\ndel data").text
+
+
 def test_one_entry_of_a_big_dict(slow: Notebook):
     """It arrives on all ranks; what they have done with the others does not stay."""
     slow.run("new = None; before = held()")  # which maps what was gathered

@@ -10,16 +10,16 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from nbdist.notebook.shipping.free_names import dotted_names, names_used
 from nbdist.notebook.shipping.shipment import BIG, Shipment, format_size
 from nbdist.notebook.shipping.versions import (
-    DIGEST_LIMIT,
+    PICKLE_LIMIT,
     atomic_version,
     content_version,
-    is_of_array,
+    is_compared_whole,
 )
 from nbdist.wire.definitions import SYSTEM_NAMES, Import
 from nbdist.wire.identity import Identity, is_atomic
@@ -79,13 +79,6 @@ class _Look:
     record: Shipped
     changed: bool
     pickled: Pickled | None = None
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Since:
-    """A version of its own, though what is looked at is as it was."""
-
-    of: Hashable
 
 
 class _Plan:
@@ -176,26 +169,15 @@ class _Plan:
             record = last
         else:
             pickled = self._pickle({name: value}, sketch=True)
-            record = self._to_the_byte(name, last, _record_of(value, pickled), pickled)
+            record = _record_of(value, pickled)
         changed = not self._ranks <= self._table.ranks_that_have(name, record.version)
+        in_full = record is not last and (pickled is None or is_compared_whole(pickled))
+        if not changed and not in_full and self._table.is_first_notice(name):
+            self._notices.append(
+                f"`{name}` was taken for unchanged: it is too big to be compared as a whole; "
+                f"`%dist_push {name}` sends it"
+            )
         return _Look(value, record, changed, pickled)
-
-    def _to_the_byte(
-        self, name: str, last: Shipped | None, record: Shipped, pickled: Pickled
-    ) -> Shipped:
-        """Compare arrays with what was shipped, where only samples of them have been compared.
-
-        They count no changes, as tensors do.
-        """
-        of_last = last.version.of if last and isinstance(last.version, _Since) else None
-        seen = of_last or (last and last.version)
-        if last is None or record.version != seen or size_of(pickled.frames) <= DIGEST_LIMIT:
-            return record
-        arrays = [frame for frame in pickled.frames[1:] if is_of_array(frame)]
-        kept = self._table.kept(name)
-        if kept and arrays and not any(each.has_all(arrays) for each in kept):
-            return replace(record, version=_Since(record.version))
-        return replace(record, version=last.version)
 
     def _is_too_big_to_look(self, name: str, value: Any, last: Shipped) -> bool:
         """Say whether pickling it again would cost much, and show nothing that matters."""
@@ -262,7 +244,7 @@ class _Plan:
         records = {name: self._looks[name].record for name in names}
         several = [each for each in zip(groups, of_groups, strict=True) if len(each[1].frames) > 2]
         # Memory is kept whole: not for a small part of it.
-        much = 2 * sum(size_of(pickled.frames) for _, pickled in several) >= size_of(frames)
+        much = 2 * sum(pickled.size for _, pickled in several) >= size_of(frames)
         many = frozenset(name for group, _ in several for name in group if much)
         known = [kept for name in many for kept in self._table.kept(name)]
         return Shipment(
@@ -347,7 +329,7 @@ class _Plan:
                 )
 
     def _announce(self, group: list[str], pickled: Pickled) -> None:
-        size = size_of(pickled.frames)
+        size = pickled.size
         if size < BIG:
             return
         blame = [f", most of it in {path}" for name in group if (path := self._heaviest(name))]
@@ -367,7 +349,7 @@ class _Plan:
 
     def _size(self, part: Any) -> int:
         try:
-            return size_of(pickle(part, self._names, sketch=True).frames)
+            return pickle(part, self._names, sketch=True).size
         except PICKLING_ERRORS:
             return 0  # It was left out by what holds it.
 
@@ -375,7 +357,7 @@ class _Plan:
 def _record_of(value: Any, pickled: Pickled) -> Shipped:
     identity = Identity(value)
     # The buffers are looked at in place; what is in the pickle itself has to be pickled.
-    too_big = memoryview(pickled.frames[0]).nbytes > DIGEST_LIMIT
+    too_big = memoryview(pickled.frames[0]).nbytes > PICKLE_LIMIT
     version = identity if too_big else content_version(pickled)
     return Shipped(version, identity, pickled.needs, _holds_objects(value))
 

@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import zlib
 from typing import Any
 
-from nbdist.wire.payload import size_of
 from nbdist.wire.pickling import Pickled
-from nbdist.wire.shared_memory import Buffer
+from nbdist.wire.reading import digest_of
 
-DIGEST_LIMIT = 64 * 1024 * 1024
-"""Up to this many bytes a value is compared by its contents."""
+WHOLE_LIMIT = 4 << 30
+"""Up to this many bytes a value is compared whole, at some 5 GB each second."""
+
+PICKLE_LIMIT = 64 << 20
+"""Up to this many bytes of Python objects are pickled for each cell that uses them."""
 
 _SMALL = 4096
 _SAMPLES = 64
@@ -29,13 +29,13 @@ def atomic_version(value: Any) -> tuple[str, str]:
 def content_version(pickled: Pickled) -> bytes:
     """Return what differs when the value does: the digest of its pickle, and of its buffers.
 
-    Buffers of more than `DIGEST_LIMIT` in all are looked at here and there only; the
-    count of changes that every tensor keeps makes up for it.
+    Where these are more than `WHOLE_LIMIT` in all they are looked at here and there only; the
+    count of changes that every tensor keeps makes up for some of it.
     """
     first, *buffers = (memoryview(frame) for frame in pickled.frames)
     digest = hashlib.blake2b(digest_size=16)
     _add(digest, first)
-    in_full = size_of(pickled.frames) <= DIGEST_LIMIT
+    in_full = is_compared_whole(pickled)
     for buffer in buffers:
         if in_full:
             _add(digest, buffer)
@@ -46,19 +46,14 @@ def content_version(pickled: Pickled) -> bytes:
     return digest.digest()
 
 
-def is_of_array(frame: Buffer) -> bool:
-    """Say whether it is the memory of an array, and big enough to be looked at in samples only."""
-    view = memoryview(frame)
-    # A tensor's is a piece of memory that the pickle has been told the address of.
-    return view.nbytes > _SAMPLES * _SMALL and not isinstance(view.obj, ctypes.Array)
+def is_compared_whole(pickled: Pickled) -> bool:
+    """Say whether its `content_version` differs whenever a byte of it does."""
+    return pickled.size <= WHOLE_LIMIT
 
 
 def _add(digest: hashlib.blake2b, view: memoryview) -> None:
-    if view.nbytes <= 16 * _SMALL:
-        digest.update(view)
-    else:
-        # Four times as fast as any hash in hashlib (4 GB/s); no value is forged here.
-        digest.update(f"{view.nbytes} {zlib.crc32(view)}".encode())
+    # Four times as fast as any hash in hashlib; no value is forged here.
+    digest.update(view if view.nbytes <= 16 * _SMALL else digest_of(view).encode())
 
 
 def _add_samples(digest: hashlib.blake2b, view: memoryview) -> None:

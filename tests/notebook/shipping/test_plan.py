@@ -250,24 +250,56 @@ def test_a_function_that_drags_a_big_value_along_is_told_apart(house: Any) -> No
     assert house.distributed("batches()") == 70_000_000
 
 
-def test_a_big_array_is_watched_without_reading_it_all(house: Any) -> None:
-    """Above 64 MiB a change is noticed if it is another array, or changed as a whole."""
-    pytest.importorskip("numpy")
-    house.cell("import numpy as np\nbig = np.zeros(9_000_000)")
-    house.distributed("big")
-    assert house.names("big") == set()
-    house.cell("big += 1")
-    assert house.names("big") == {"big"}
-    house.cell("big = np.zeros(9_000_000)")
-    assert house.names("big") == {"big"}
+BIG = """
+import numpy as np, torch
+array, tensor = np.zeros(9_000_000), torch.zeros(18_000_000)
+class Data: pass
+held = Data()
+held.tensor, inside = torch.zeros(18_000_000), {"raw": bytearray(72_000_000)}
+def uses(array=np.zeros(9_000_000)): return array
+"""
+
+CHANGES = {
+    "array": "array[7_777_777] = 1",
+    "tensor": "tensor.numpy()[17_777_777] = 1",
+    "held": "held.tensor.data[17_777_777] = 1",
+    "inside": "inside['raw'][67_777_777] = 1",
+    "uses": "uses()[7_777_777] = 1",
+}
 
 
-def test_a_value_that_is_big_in_itself_is_not_pickled_for_every_cell(house: Any) -> None:
-    """Above 64 MiB of pickle it is the object that counts, and pickling is not tried."""
-    house.cell("big = [b'x' * 70_000_000]")
-    house.distributed("len(big)")
-    assert house.names("big") == set()
-    house.cell("big = [b'x' * 70_000_000]")
+def test_one_element_of_a_big_value(house: Any) -> None:
+    """Changed in place it goes again, whatever it is and whatever holds it; others stay."""
+    house.cell(BIG)
+    house.distributed("array, tensor, held, inside, uses\nNone")
+    for name, change in CHANGES.items():
+        assert house.names(", ".join(CHANGES)) == set()
+        house.cell(change)
+        assert house.names(", ".join(CHANGES)) == {name}
+        house.distributed(name + "\nNone")
+    assert house.distributed("float(array.sum() + tensor.sum() + held.tensor.sum())") == 3
+    assert house.distributed("inside['raw'][67_777_777], float(uses().sum())") == (1, 1)
+    assert not any("unchanged" in notice for notice in house.notices)
+
+
+def test_what_is_not_compared_as_a_whole(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above some GB samples are, of very many objects nothing is, and a line says so once."""
+    monkeypatch.setattr("nbdist.notebook.shipping.versions.WHOLE_LIMIT", 1 << 20)
+    monkeypatch.setattr("nbdist.notebook.shipping.plan.PICKLE_LIMIT", 1 << 20)
+    house.cell("import numpy as np\nbig = np.zeros(1_000_000)\nmany = [*range(1_000_000)]")
+    house.distributed("len(big) + len(many)")
+    assert house.notices == []
+    house.cell("big[777] = 1; many[777] = 1")
+    for _ in range(2):
+        assert house.distributed("float(big[777]), many[777]") == (0, 777)
+    assert house.notices == [
+        f"`{name}` was taken for unchanged: it is too big to be compared as a whole; "
+        f"`%dist_push {name}` sends it"
+        for name in ("big", "many")
+    ]
+    house.cell("big += 1; many.append(1)")
+    assert house.names("big, many") == {"big", "many"}
+    house.cell("big = np.zeros(1_000_000)")
     assert house.names("big") == {"big"}
 
 

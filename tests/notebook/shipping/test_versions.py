@@ -6,12 +6,8 @@ from typing import Any
 
 import pytest
 
-from nbdist.notebook.shipping.versions import (
-    DIGEST_LIMIT,
-    atomic_version,
-    content_version,
-    size_of,
-)
+from nbdist.notebook.shipping import versions
+from nbdist.notebook.shipping.versions import atomic_version, content_version, is_compared_whole
 from nbdist.wire.pickling import pickle
 
 
@@ -42,12 +38,15 @@ def test_contents_decide() -> None:
     assert _version(big) != before
 
 
-def test_what_is_too_big_is_sampled() -> None:
-    """Its length and some of its pages."""
-    numpy = pytest.importorskip("numpy")
-    big = numpy.zeros(DIGEST_LIMIT + 1, dtype="uint8")
-    assert size_of(pickle(big, {}).frames) > DIGEST_LIMIT
-    before = _version(big)
+def test_what_is_too_big_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its length, some of its pages, and how often torch has changed it."""
+    numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
+    monkeypatch.setattr(versions, "WHOLE_LIMIT", 1 << 20)
+    big, tensor = numpy.zeros((1 << 20) + 1, dtype="uint8"), torch.zeros(1 << 19)
+    assert not is_compared_whole(pickle(big, {}))
+    before, of_tensor = _version(big), _version(tensor)
     assert _version(big[:-1]) != before
     big[0] = 1
     assert _version(big) != before
+    tensor[-1] = 1
+    assert _version(tensor) != of_tensor
