@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nbdist.world.names import list_names
+from nbdist.world.snapshots import Wanted
 
 if TYPE_CHECKING:
     from nbdist.world.snapshot_store import Snapshot
@@ -16,8 +17,7 @@ class Routine:
     """What `--every` has set up, and the newest snapshot of this notebook's session."""
 
     every: int = 0
-    name: str = ""
-    names: tuple[str, ...] | None = None
+    wanted: Wanted = field(default_factory=lambda: Wanted(None, None))
     cells: int = 0
     newest: Snapshot | None = field(default=None, repr=False)
 
@@ -33,4 +33,4 @@ class Routine:
         if newest is None or not newest.folder.exists():
             return ""
         what = list_names(newest.names)
-        return f"`%dist_restore {newest.name}` brings back {what} of {newest.clock}"
+        return f"`%dist_restore --name {newest.name}` brings back {what} of {newest.clock}"

@@ -277,10 +277,10 @@ def _losses(had: Iterable[Mapping[str, Entry]]) -> dict[str, Lost]:
     return {n: Lost(whence) for n, whence in sorted(bound, key=lambda each: each[1] is None)}
 
 
-def list_names(names: Iterable[str]) -> str:
+def list_names(names: Iterable[str], most: int = MOST_NAMES) -> str:
     """Write `a, b and c`, or `a, b, c, d, e, f and 3 more`."""
     ordered = sorted(names)
-    shown, more = ordered[:MOST_NAMES], len(ordered) - MOST_NAMES
+    shown, more = ordered[:most], len(ordered) - most
     if more > 0:
         return f"{', '.join(shown)} and {more} more"
     return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))

@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import re
+import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from nbdist import __version__, folders
+from nbdist.config import DEFAULT_POOL
 from nbdist.errors import NbdistError, UsageError
 from nbdist.wire.ops import Mesh, Written
 
@@ -37,6 +39,9 @@ UNFINISHED = ".part-"
 NAME = re.compile(r"[\w][\w.-]*", re.ASCII)
 STAMP = re.compile(r"[0-9]{8}-[0-9]{6}(\.[0-9]+)?", re.ASCII)
 CONTENTS = re.compile(r"manifest\.json|rank[0-9]+\.frames", re.ASCII)
+
+NO_FILE = f"process {uuid.uuid4().hex}"
+"""The owner of what a program writes that lies in no file, such as a terminal's."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,9 @@ class Part:
 class Snapshot:
     """One that lies in its folder; `problem` says what is wrong with it, as far as is seen.
 
-    `meshes` have to be there before anything of it is unpickled.  `distrust` says who else
-    could have written it: then nothing of it has been read.
+    `meshes` have to be there before anything of it is unpickled.  `owner` is the notebook that
+    has written it.  `distrust` says who else could have written it: then nothing of it has been
+    read.
     """
 
     name: str
@@ -65,6 +71,7 @@ class Snapshot:
     left_out: Mapping[str, str] = field(default_factory=dict)
     torch: str = ""
     meshes: tuple[Mesh, ...] = ()
+    owner: str = ""
     problem: str = ""
     distrust: str = ""
 
@@ -98,11 +105,24 @@ def root_folder(log_dir: str | None) -> Path:
     return Path(log_dir or folders.state_folder(), "snapshots").expanduser().absolute()
 
 
-class SnapshotStore:
-    """All snapshots under one folder."""
+def owner_of(pool: str) -> str:
+    """Identify this notebook or script by its file, also when it runs again, and one of its pools.
 
-    def __init__(self, root: Path) -> None:
+    Front ends tell a kernel its file (JupyterLab, VS Code); without one it is this process.
+    """
+    main = vars(sys.modules["__main__"])
+    in_jupyter = os.environ.get("JPY_SESSION_NAME") if "ipykernel" in sys.modules else None
+    file = main.get("__vsc_ipynb_file__") or in_jupyter or main.get("__file__")
+    program = os.path.abspath(file) if isinstance(file, str) else NO_FILE
+    return program if pool == DEFAULT_POOL else f"{program} pool {pool}"
+
+
+class SnapshotStore:
+    """All snapshots under one folder; those of `owner` come first."""
+
+    def __init__(self, root: Path, owner: str = NO_FILE) -> None:
         self.root = root
+        self.owner = owner
 
     def __repr__(self) -> str:
         return f"<SnapshotStore {self.root}, {len(self.all())} snapshots>"
@@ -112,25 +132,55 @@ class SnapshotStore:
     def all(self) -> list[Snapshot]:
         """Return the newest first."""
         found = [each for folder in _folders(self.root) for each in self.of(folder.name)]
-        return sorted(found, key=lambda snapshot: snapshot.stamp, reverse=True)
+        return sorted(found, key=_age, reverse=True)
 
     def of(self, name: str) -> list[Snapshot]:
         """Return those of one name, the newest first."""
         return [_read(name, folder) for folder in sorted(_stamped(self.root / name), reverse=True)]
 
+    @property
+    def default_name(self) -> str:
+        """What a snapshot is called that is given no name: as the notebook's file is."""
+        stem = Path(self.owner).stem if self.owner.startswith("/") else ""
+        return "-".join(re.findall(r"[\w.-]+", stem, re.ASCII)).lstrip(".-") or "snapshot"
+
+    def mine(self) -> list[Snapshot]:
+        """Return those that this notebook has written, the newest first.
+
+        One that cannot be read is taken for its, where it has others of that name.
+        """
+        found = self.all()
+        names = {each.name for each in found if each.owner == self.owner}
+        return [
+            each
+            for each in found
+            if each.owner == self.owner or (each.problem and not each.owner and each.name in names)
+        ]
+
     def find(self, key: str | None) -> Snapshot:
-        """Return the newest of all, or of a name, or the one `NAME@STAMP`; UsageError for none."""
+        """Return this notebook's newest, also of a name; or the one `NAME@STAMP`.
+
+        Of a name that this notebook has not used, another's newest; UsageError for none.
+        """
         name, _, stamp = (key or "").partition("@")
-        found = self.of(name) if _is_name(name) else [] if key else self.all()
-        for snapshot in found:
-            if not stamp or snapshot.stamp == stamp:
-                return snapshot
-        there = sorted({snapshot.name for snapshot in self.all()})
+        found = self.of(name) if _is_name(name) else [] if key else self.mine()
+        found = [each for each in found if not stamp or each.stamp == stamp]
+        if found:
+            keys = {each.key for each in self.mine()}
+            return next((each for each in found if each.key in keys), found[0])
+        newest = [snapshot.name for snapshot in self.all()]
+        there = sorted({*newest})
         if not there:
-            raise UsageError(f"There are no snapshots in {self.root}. `%dist_snapshot NAME`.")
-        which = f"no snapshot `{key}`" if key else "none"
-        listed = ", ".join(there[:6]) + (" …" if len(there) > 6 else "")
-        raise UsageError(f"There is {which} in {self.root}; there are {listed}.")
+            raise UsageError(
+                f"There are no snapshots in {self.root}. `%dist_snapshot model step` saves one."
+            )
+        listed = ", ".join(f"`{name}`" for name in there[:6]) + (" …" if len(there) > 6 else "")
+        if key:
+            raise UsageError(f"There is no snapshot `{key}` in {self.root}. Available: {listed}.")
+        raise UsageError(
+            f"No snapshot is known to be this notebook's. Available: {listed}. "
+            f"`%dist_restore --name {newest[0]}` restores one of them."
+        )
 
     def damaged(self, snapshot: Snapshot, problem: str) -> UsageError:
         """Return the error that says so, and names the next older one that looks intact."""
@@ -138,7 +188,7 @@ class SnapshotStore:
         remedy = "There is no older one."
         for each in older:
             if not (each.problem or each.distrust):
-                remedy = f"`%dist_restore {each.key}` takes the one of {each.clock}."
+                remedy = f"`%dist_restore --name {each.key}` takes the one of {each.clock}."
                 break
         return UsageError(f"The snapshot `{snapshot.key}` is damaged: {problem}. {remedy}")
 
@@ -213,6 +263,7 @@ class SnapshotStore:
             "world_size": len(parts),
             "nbdist": __version__,
             "torch": first.torch,
+            "owner": self.owner,
             "meshes": [asdict(mesh) for mesh in {m for p in parts.values() for m in p.meshes}],
             "left_out": {n: why for part in parts.values() for n, why in part.left_out.items()},
             "ranks": {
@@ -229,10 +280,20 @@ class SnapshotStore:
         _sync(self.root / name)
         ours = [each for each in self.of(name) if folders.is_ours(each.folder, _what(name))]
         for old in ours[KEPT:]:
-            # First out of its name: half of one must never look like one.
-            going = old.folder.with_name(f"{UNFINISHED}{uuid.uuid4().hex}")
-            folders.remove(old.folder, _what(name), CONTENTS, aside=going)
+            _remove(old)
         return _read(name, self.root / name / stamp)
+
+    def remove(self, key: str) -> list[Snapshot]:
+        """Remove all snapshots of a name, or `NAME@STAMP`, and return them; UsageError for none."""
+        name, _, stamp = self.find(key).key.partition("@")
+        wanted = [each for each in self.of(name) if "@" not in key or each.stamp == stamp]
+        removed = [each for each in wanted if _remove(each)]
+        if not removed:
+            raise UsageError(f"`{key}` was not removed: there are files in it that are not ours.")
+        with suppress(OSError):  # there may be others, or a writer
+            (self.root / name / ".lock").unlink()
+            (self.root / name).rmdir()
+        return removed
 
     def _unwritable(self, error: OSError) -> UsageError:
         return UsageError(
@@ -250,6 +311,17 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+
+
+def _age(snapshot: Snapshot) -> tuple[str, float, str]:
+    """Order snapshots by when they were taken, also within one second."""
+    return snapshot.stamp.partition(".")[0], snapshot.time or float("inf"), snapshot.stamp
+
+
+def _remove(snapshot: Snapshot) -> bool:
+    # First out of its name: half of one must never look like one.
+    going = snapshot.folder.with_name(f"{UNFINISHED}{uuid.uuid4().hex}")
+    return folders.remove(snapshot.folder, _what(snapshot.name), CONTENTS, aside=going)
 
 
 def _remove_leftovers(folder: Path) -> None:
@@ -292,12 +364,14 @@ def _read(name: str, folder: Path) -> Snapshot:
             }
             meshes = tuple(Mesh.read(mesh) for mesh in manifest["meshes"])
             found = (manifest["time"], parts, manifest["left_out"], manifest["torch"], meshes)
+            owner = manifest.get("owner", "")
             problems = [_problem_of(folder / f"rank{r}.frames", p, at) for r, p in parts.items()]
     except folders.Untrusted as error:
         return Snapshot(name, folder.name, folder, distrust=str(error))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return Snapshot(name, folder.name, folder, problem=f"{MANIFEST} cannot be read")
-    return Snapshot(name, folder.name, folder, *found, problem=next(filter(None, problems), ""))
+    problem = next(filter(None, problems), "")
+    return Snapshot(name, folder.name, folder, *found, owner=owner, problem=problem)
 
 
 def _problem_of(path: Path, part: Part, at: int) -> str:

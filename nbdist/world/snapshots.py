@@ -29,13 +29,69 @@ class Restored:
     ranks: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """Which variables, None for all, of which snapshot; `hint` says how it is written today."""
+
+    names: tuple[str, ...] | None
+    name: str | None
+    hint: str = ""
+
+
+def wanted_to_save(words: Sequence[str], name: str | None) -> Wanted:
+    """Tell variables from a name that comes first, as it once did; only what can be no variable."""
+    if name is not None or not words or _could_be_variable(words[0]):
+        return Wanted(tuple(words) or None, name)
+    return _name_first("%dist_snapshot", words)
+
+
+def wanted_to_restore(store: SnapshotStore, words: Sequence[str], name: str | None) -> Wanted:
+    """Do the same where there is a snapshot of that name; UsageError where it may be either."""
+    if name is not None or not words or not store.of(words[0].partition("@")[0]):
+        return Wanted(tuple(words) or None, name)
+    if any(words[0] in each.names for each in store.mine()[:1]):
+        of_mine = f"{' '.join(words)} --name {store.find(None).key}"
+        raise UsageError(
+            f"`{words[0]}` is a variable and a snapshot: `%dist_restore --name {words[0]}` "
+            f"restores the snapshot, `%dist_restore {of_mine}` the variable."
+        )
+    return _name_first("%dist_restore", words)
+
+
+def arguments(
+    given: Sequence[str | Sequence[str] | None], names: Sequence[str] | None, name: str | None
+) -> tuple[list[str], str | None]:
+    """Return variables and name as Python gives them, also by position with the name first."""
+    if name is None and names is None and len(given) == 2 and not isinstance(given[1], str):
+        given, names = given[:1], given[1] or ()
+    first = given[0] if given else None
+    if name is None and names is not None and isinstance(first, str):
+        given, name = given[1:], first
+    words = ([each] if isinstance(each, str) else each or () for each in (*given, names))
+    return [word for some in words for word in some], name
+
+
+def _could_be_variable(word: str) -> bool:
+    return all(part.isidentifier() for part in word.split("."))
+
+
+def _name_first(magic: str, words: Sequence[str]) -> Wanted:
+    name, *names = words
+    today = " ".join([magic, *names, "--name", name])
+    return Wanted(tuple(names) or None, name, f"a snapshot's name comes after `--name`: `{today}`")
+
+
 def take(
-    session: Session, store: SnapshotStore, name: str, names: Sequence[str] | None = None
+    session: Session,
+    store: SnapshotStore,
+    names: Sequence[str] | None = None,
+    name: str | None = None,
 ) -> Snapshot:
-    """Write these names of each rank, by default all that cells have bound.
+    """Write these variables of each rank, by default all that cells have bound.
 
     Raises UsageError where that cannot be done, and what a cell raises.
     """
+    name = store.default_name if name is None else name
     bound = session.names.bound
     wanted = {r: bound(r) if names is None else [*names] for r in session.everyone}
     with store.writing(name) as folder:
@@ -45,7 +101,7 @@ def take(
             raise UsageError(f"No snapshot was written: {problem}.")
         there = {each for part in parts.values() for each in part.names}
         if names is not None and (missing := [each for each in names if each not in there]):
-            raise UsageError(f"No snapshot was written: no rank has {', '.join(missing)}.")
+            raise UsageError(_no_rank_has(names, missing))
         if not there:
             raise UsageError("No snapshot was written: no cell has bound a name on the workers.")
         return store.publish(folder, name, parts)
@@ -97,6 +153,14 @@ def restore(
     session.check(running)
     bound = running.result().values.values()
     return Restored(snapshot, tuple(sorted(set().union(*bound))), on)
+
+
+def _no_rank_has(names: Sequence[str], missing: Sequence[str]) -> str:
+    said = f"No snapshot was written: no rank has {', '.join(f'`{each}`' for each in missing)}."
+    if missing != [names[0]]:
+        return said
+    named = " ".join(["%dist_snapshot", *names[1:], "--name", names[0]])
+    return f"{said} If that is to be the snapshot's name: `{named}`."
 
 
 def _call(session: Session, function: str, ranks: Sequence[int] | None, **arguments: Any) -> Any:

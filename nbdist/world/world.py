@@ -22,7 +22,7 @@ from nbdist.world.running import RunningTask
 from nbdist.world.scattering import Scatter
 from nbdist.world.scripts import find_script
 from nbdist.world.session import Session
-from nbdist.world.snapshot_store import Snapshot, SnapshotStore, root_folder
+from nbdist.world.snapshot_store import Snapshot, SnapshotStore, owner_of, root_folder
 from nbdist.world.states import State
 
 P = ParamSpec("P")
@@ -371,31 +371,43 @@ class World:
         """
         return self.call("clean", ranks)
 
-    def snapshot(self, name: str, names: Sequence[str] | None = None) -> Snapshot:
-        """Write these names of each rank, by default all that cells have bound, to the disk.
+    def snapshot(
+        self,
+        *variables: str | Sequence[str] | None,
+        name: str | None = None,
+        names: Sequence[str] | None = None,
+    ) -> Snapshot:
+        """Write variables of each rank to the disk: `world.snapshot("model", "step", name="a")`.
 
-        With the random states, for `restore` in this world or a later one.  The 3 newest of
-        a name are kept.  Raises UsageError where it cannot be written, with nothing changed.
+        By default all that cells have bound, under the name of the notebook.  With the random
+        states, for `restore` in this world or a later one.  The 3 newest of a name are kept.
+        Raises UsageError where it cannot be written, with nothing changed.
         """
-        return snapshots.take(self.session, self.snapshot_store, name, names)
+        words, name = snapshots.arguments(variables, names, name)
+        wanted = snapshots.wanted_to_save(words, name)
+        return snapshots.take(self.session, self.snapshot_store, wanted.names, wanted.name)
 
     def restore(
         self,
+        *variables: str | Sequence[str] | None,
         name: str | None = None,
         names: Sequence[str] | None = None,
-        *,
         ranks: Sequence[int] | None = None,
         from_rank: int | None = None,
     ) -> snapshots.Restored:
-        """Bind what a snapshot has, by default all of the newest one, on all ranks or some.
+        """Bind what a snapshot has, by default all of it, on all ranks or some.
 
-        With `from_rank` every rank gets the variables of that one.  Raises UsageError for a
-        snapshot that is damaged or of another size, with nothing bound.
+        By default this notebook's newest, or the newest of a `name`.  With `from_rank` every
+        rank gets the variables of that one.  Raises UsageError for a snapshot that is damaged
+        or of another size, with nothing bound.
         """
         store = self.snapshot_store
-        return snapshots.restore(self.session, store, name, names, ranks, from_rank)
+        words, name = snapshots.arguments(variables, names, name)
+        wanted = snapshots.wanted_to_restore(store, words, name)
+        return snapshots.restore(self.session, store, wanted.name, wanted.names, ranks, from_rank)
 
     @property
     def snapshot_store(self) -> SnapshotStore:
         """Where its snapshots lie."""
-        return SnapshotStore(root_folder(self.session.spec.log_dir))
+        config = self.session.config
+        return SnapshotStore(root_folder(self.session.spec.log_dir), owner_of(config.pool))

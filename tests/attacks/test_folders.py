@@ -63,7 +63,7 @@ def world(started: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wo
 def taken(world: World) -> Snapshot:
     """A snapshot, after which the variable in it has changed."""
     world.execute("x = 'then'")
-    taken = world.snapshot("a", ["x"])
+    taken = world.snapshot(["x"], name="a")
     world.execute("x = 'now'")
     return taken
 
@@ -80,7 +80,7 @@ def test_the_users_folders_stay(world: World, logs: Path) -> None:
 def test_only_the_user_can_read(world: World, logs: Path, tmp_path: Path) -> None:
     """Logs and snapshots are the user's alone, with a umask of 0 too."""
     world.execute("print('secret'); x = 1")
-    world.snapshot("a", ["x"])
+    world.snapshot(["x"], name="a")
     found = [logs / "run", *(logs / "run").rglob("*")]
     found += [tmp_path / "snapshots", *(tmp_path / "snapshots").rglob("*")]
     assert len(found) > 12
@@ -168,17 +168,17 @@ def test_a_name_that_is_the_users_folder(world: World, tmp_path: Path) -> None:
         folder.chmod(0o700)
     (root / "b" / ".part-mine").mkdir(parents=True)
     world.execute("x = 1")
-    kept = [world.snapshot("a", ["x"]).folder for _ in range(3)]
+    kept = [world.snapshot(["x"], name="a").folder for _ in range(3)]
     (kept[0] / "notes.txt").write_text("mine")
     kept[1].rename(root / "a" / "best")
     shutil.copytree(kept[2], root / "a" / "20200101-000002")
-    newest = [world.snapshot("a", ["x"]).folder for _ in range(KEPT + 1)][1:]
+    newest = [world.snapshot(["x"], name="a").folder for _ in range(KEPT + 1)][1:]
     there = {each.name for each in (root / "a").iterdir()}
     mine |= {kept[0].name, "best", "20200101-000002", ".lock"}
     assert there == mine | {folder.name for folder in newest}
     assert {each.name for each in (root / "b").iterdir()} == {".part-mine"}
     assert (kept[0] / "rank0.frames").exists()
-    world.restore("a")
+    world.restore(name="a")
 
 
 def chown(path: Path) -> None:
@@ -224,7 +224,7 @@ def test_what_others_could_have_written(
     """It is refused in one line that says which file and what to do; nothing is bound."""
     attack(Path(os.path.normpath(taken.folder / what)))
     with pytest.raises(UsageError, match=f"was not restored, because .*{said}.*`cp -r`") as told:
-        world.restore("a", from_rank=1)
+        world.restore(name="a", from_rank=1)
     assert "\n" not in str(told.value)
     assert world.gather("x") == ["now", "now"]
 
@@ -234,7 +234,7 @@ def test_a_pipe_in_a_files_place(world: World, taken: Snapshot, what: str) -> No
     """Nobody waits for somebody who writes into it."""
     pipe(taken.folder / what)
     with pytest.raises(UsageError, match=f"{re.escape(what)} is no plain file"):
-        world.restore("a")
+        world.restore(name="a")
 
 
 def test_the_ranks_look_themselves(world: World, taken: Snapshot) -> None:
@@ -261,4 +261,4 @@ def test_a_folder_where_others_can_write(world: World, tmp_path: Path) -> None:
     (tmp_path / "snapshots" / "a").mkdir(parents=True, mode=0o777)
     world.execute("x = 1")
     with pytest.raises(UsageError, match=r"No snapshot was written: others can write to"):
-        world.snapshot("a", ["x"])
+        world.snapshot(["x"], name="a")

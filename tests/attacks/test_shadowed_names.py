@@ -26,8 +26,8 @@ def notebook(tmp_path: Path) -> Iterator[Notebook]:
 def test_requests_work_beside_such_names(notebook: Notebook) -> None:
     """Snapshots, the environment, memory, names to and from ranks, and calls."""
     for line in (
-        "%dist_snapshot s x",
-        "%dist_restore s",
+        "%dist_snapshot x --name s",
+        "%dist_restore --name s",
         "%dist_env RANK",
         "%dist_clean",
         "%dist_status -v",

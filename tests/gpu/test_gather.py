@@ -105,11 +105,11 @@ def test_snapshot(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """CUDA tensors and the GPU's random state come back from the disk, each rank's own."""
     monkeypatch.setenv("NBDIST_SNAPSHOT_DIR", str(tmp_path))
     world.execute("w = torch.full((10,), float(rank)); torch.manual_seed(rank)")
-    world.snapshot("gpu", ["w"])
+    world.snapshot(["w"], name="gpu")
     world.execute("first = torch.randn(4); w += 1")
     world.restart()
     world.execute(lab.ON_DEVICE)
-    world.restore("gpu")
+    world.restore(name="gpu")
     assert world.gather("w.sum().item()") == [0.0, 10.0, 20.0, 30.0]
     assert world.gather("w.device == device") == [True] * 4
 

@@ -30,11 +30,11 @@ def test_snapshots_lie_where_all_hosts_have_them(
     world.execute("import torch\nx = torch.full((3,), float(rank + 1))")
     monkeypatch.setenv("NBDIST_SNAPSHOT_DIR", str(tmp_path))
     with pytest.raises(UsageError, match=r"node\d does not have the folder .*NBDIST_SNAPSHOT_DIR"):
-        world.snapshot("one")
+        world.snapshot(name="one")
     monkeypatch.setenv("NBDIST_SNAPSHOT_DIR", str(shared))
-    world.snapshot("one")
+    world.snapshot(name="one")
     world.restart()
-    world.restore("one")
+    world.restore(name="one")
     assert [each.tolist() for each in world.gather("x")] == [[1.0] * 3, [2.0] * 3]
 
 

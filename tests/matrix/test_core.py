@@ -253,13 +253,14 @@ def test_snapshot(notebook: Notebook) -> None:
     for cell in (TRAINING + FSDP2, f"%%distributed\n{made}\ntrain(net, optimizer, range(5))"):
         assert notebook.run(cell).errors == []
     names = "kept state net optimizer train weights"
-    assert "snapshot `night` · 4 ranks" in notebook.run(f"%dist_snapshot night {names}").text
+    said = notebook.run(f"%dist_snapshot {names} --name night").text
+    assert "of 4 ranks · snapshot `night`" in said
     goes_on_training = "%%distributed\ntrain(net, optimizer, range(5, 10))"
     assert notebook.run(goes_on_training).errors == []
     expected = gathered(notebook, "weights(net)")
     assert "4 workers ready" in notebook.run("%dist_restart").text
     said = "kept, net, optimizer, state, train and weights restored"
-    assert said in notebook.run("%dist_restore night").text
+    assert said in notebook.run("%dist_restore --name night").text
     assert gathered(notebook, "len(state)") == [0, 1, 2, 3]
     assert notebook.run(goes_on_training).errors == []
     assert gathered(notebook, "weights(net)") == expected

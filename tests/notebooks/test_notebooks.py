@@ -80,8 +80,12 @@ def run(notebook: NotebookNode, folder: Path) -> NotebookNode:
 
 
 def test_it_runs_and_is_saved_as_it_runs(saved, tmp_path):
-    """Cells fail that are to fail, and no other; the saved file shows what a new run shows."""
+    """Cells fail that are to fail, and no other; the saved file shows what a new run shows.
+
+    No snapshot is left.
+    """
     fresh = run(saved, tmp_path)
+    assert [*tmp_path.glob("**/snapshots/*")] == []
     for cell, again in zip(code_cells(saved), code_cells(fresh), strict=True):
         assert failed(cell) == failed(again)
         assert bool(failed(cell)) == is_to_fail(cell)

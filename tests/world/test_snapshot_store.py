@@ -143,7 +143,8 @@ def test_what_is_not_there(store: SnapshotStore) -> None:
     for key in ("x", "a@20200101-000000", "../a", ".part-a"):
         with pytest.raises(UsageError) as caught:
             store.find(key)
-        said = f"There is no snapshot `{key}` in {store.root}; there are a, b, c, d, e, f …."
+        there = ", ".join(f"`{name}`" for name in "abcdef")
+        said = f"There is no snapshot `{key}` in {store.root}. Available: {there} …."
         assert str(caught.value) == said
 
 
@@ -207,7 +208,7 @@ def test_the_next_older_intact_one_is_named(store: SnapshotStore) -> None:
     drop_file(older)
     said = str(store.damaged(newest, "it is cut"))
     assert said.startswith(f"The snapshot `{newest.key}` is damaged: it is cut. ")
-    assert said.endswith(f"`%dist_restore {oldest.key}` takes the one of {oldest.clock}.")
+    assert said.endswith(f"`%dist_restore --name {oldest.key}` takes the one of {oldest.clock}.")
     drop_file(oldest)
     assert str(store.damaged(newest, "it is cut")).endswith("There is no older one.")
 

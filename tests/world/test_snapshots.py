@@ -33,65 +33,79 @@ def test_names_that_some_ranks_have(world: World) -> None:
     world.restart()
     world.execute("import _thread\nx = rank\nlock = _thread.allocate_lock()")
     world.execute("history = [1]", ranks=[0])
-    taken = world.snapshot("a")
+    taken = world.snapshot(name="a")
     assert [taken.parts[rank].names for rank in (0, 1)] == [("history", "x"), ("x",)]
     assert taken.left_out == {"lock": "TypeError: cannot pickle '_thread.lock' object"}
     with pytest.raises(UsageError, match=r"ranks 0-1: `lock` cannot be pickled: TypeError"):
-        world.snapshot("a", ["x", "lock"])
+        world.snapshot(["x", "lock"], name="a")
     with pytest.raises(UsageError, match=r"`a@\S+` has no y; it has history, x"):
-        world.restore("a", ["y"])
-    with pytest.raises(UsageError, match=r"There is no snapshot `b` in .*; there are a"):
-        world.restore("b")
+        world.restore(["y"], name="a")
+    with pytest.raises(UsageError, match=r"There is no snapshot `b` in .*\. Available: `a`"):
+        world.restore(name="b")
+
+
+def test_variables_come_first(world: World) -> None:
+    """By position they are variables; the name by keyword, or first as it once was."""
+    world.execute("x, y = 1, 2")
+    assert world.snapshot("x", "y", name="a").names == ["x", "y"]
+    assert world.snapshot("b", ["x"]).key.startswith("b@")
+    assert world.snapshot(name="c", names=["y"]).names == ["y"]
+    assert world.snapshot("d-1").name == "d-1"
+    with pytest.raises(UsageError, match=r"no rank has `z`\. .*: `%dist_snapshot x --name z`"):
+        world.snapshot("z", "x")
+    assert world.restore("y", name="a").names == ("y",)
+    assert world.restore("b").snapshot.name == "b"
+    assert world.restore("a", ["x"]).names == ("x",)
 
 
 def test_another_size(world: World) -> None:
     """A world of another size says what it can take, and takes it."""
     world.execute("x = 10 + rank")
-    world.snapshot("a", ["x"])
+    world.snapshot(["x"], name="a")
     world.restart(3)
     with pytest.raises(UsageError, match=r"of 2 ranks \(0-1\), and this world has 3\. `-r 0-1`"):
-        world.restore("a")
-    world.restore("a", from_rank=1)
+        world.restore(name="a")
+    world.restore(name="a", from_rank=1)
     assert world.gather("x") == [11, 11, 11]
     assert world.session.names.bound(2) == ["x"]
-    world.restore("a", ranks=[0])
+    world.restore(name="a", ranks=[0])
     assert world.gather("x") == [10, 11, 11]
     with pytest.raises(UsageError, match=r"`--from-rank 2`: .* is of 2 ranks"):
-        world.restore("a", from_rank=2)
+        world.restore(name="a", from_rank=2)
 
 
 def test_the_newest_are_kept(world: World, tmp_path: Path) -> None:
     """Of each name three, also within one second; older ones are found by their stamps."""
     for x in range(KEPT + 2):
         world.execute(f"x = {x}")
-        world.snapshot("a", ["x"])
+        world.snapshot(["x"], name="a")
     taken = world.snapshot_store.of("a")
     assert len(taken) == KEPT
     assert len(entries(tmp_path / "a")) == KEPT + 1  # and the lock
-    world.restore(taken[-1].key)
+    world.restore(name=taken[-1].key)
     assert world.gather("x") == [2, 2]
-    world.restore("a")
+    world.restore(name="a")
     assert world.gather("x") == [4, 4]
 
 
 def test_a_damaged_one_is_not_taken(world: World) -> None:
     """A file that was cut or changed: nothing is bound on any rank, and the next is named."""
     world.execute("x = 'old'")
-    world.snapshot("a")
+    world.snapshot(name="a")
     world.execute("x = 'new'")
-    newest = world.snapshot("a")
+    newest = world.snapshot(name="a")
     older = world.snapshot_store.of("a")[1]
     world.execute("x = 'now'")
     file = newest.folder / "rank1.frames"
     contents = file.read_bytes()
     file.write_bytes(contents[:-9] + bytes(9))
-    remedy = f"`%dist_restore {older.key}` takes the one of"
+    remedy = f"`%dist_restore --name {older.key}` takes the one of"
     with pytest.raises(UsageError, match=f"other contents than were written.* {remedy}"):
-        world.restore("a")
+        world.restore(name="a")
     assert world.gather("x") == ["now", "now"]
     break_off(newest, 0)
     with pytest.raises(UsageError, match=rf"rank0.frames has [\d,]+ of [\d,]+ bytes.* {remedy}"):
-        world.restore("a")
+        world.restore(name="a")
     (newest.folder / "manifest.json").unlink()
     with pytest.raises(UsageError, match=r"manifest\.json cannot be read"):
         world.restore()
@@ -103,15 +117,15 @@ def test_a_damaged_one_is_not_taken(world: World) -> None:
 def test_a_rank_killed_while_it_writes(world: World, tmp_path: Path) -> None:
     """The snapshots before are as they were, and nothing of this one is left."""
     world.execute("x = 1")
-    world.snapshot("a", ["x"])
+    world.snapshot(["x"], name="a")
     world.execute(
         "import os\nclass Bomb:\n    def __reduce__(self): os.kill(os.getpid(), 9)\n"
         "x = Bomb() if rank else 2"
     )
     with pytest.raises(WorkerDied):
-        world.snapshot("a", ["x"])
+        world.snapshot(["x"], name="a")
     assert len(entries(tmp_path / "a")) == 2
-    world.restore("a")
+    world.restore(name="a")
     assert world.gather("x") == [1, 1]
 
 
@@ -119,10 +133,10 @@ def test_nothing_to_write(world: World, tmp_path: Path) -> None:
     """It is told in a line, and no folder is left."""
     world.restart()
     with pytest.raises(UsageError, match=r"written: no cell has bound a name on the workers\.$"):
-        world.snapshot("a")
+        world.snapshot(name="a")
     world.execute("x = 1", ranks=[1])
-    with pytest.raises(UsageError, match=r"written: no rank has y, z\.$"):
-        world.snapshot("a", ["y", "x", "z"])
+    with pytest.raises(UsageError, match=r"written: no rank has `y`, `z`\.$"):
+        world.snapshot(["y", "x", "z"], name="a")
     assert entries(tmp_path / "a") == [".lock"]
 
 
@@ -133,10 +147,10 @@ def test_what_cannot_be_rebuilt(world: World) -> None:
         "class Odd:\n    def __reduce__(self): return made, ()\n"
         "x, y = Odd(), 'then'"
     )
-    world.snapshot("a", ["x", "y"])
+    world.snapshot(["x", "y"], name="a")
     world.execute("y = 'now'")
     with pytest.raises(UsageError, match="cannot be restored: rank 1: ValueError: not now"):
-        world.restore("a")
+        world.restore(name="a")
     assert world.gather("y") == ["now", "now"]
 
 
@@ -148,7 +162,7 @@ def test_a_rank_that_raises_while_it_writes(world: World, tmp_path: Path) -> Non
         "x = Odd()"
     )
     with pytest.raises(FileNotFoundError, match="FileNotFoundError: lost") as caught:
-        world.snapshot("a", ["x"])
+        world.snapshot(["x"], name="a")
     assert isinstance(caught.value, WorkerError)
     assert entries(tmp_path / "a") == [".lock"]
 
@@ -159,13 +173,13 @@ from nbdist import World
 
 with World(2, log_dir="") as world:
     world.execute("x = 1")
-    world.snapshot("a", ["x"])
+    world.snapshot(["x"], name="a")
     world.execute(
         "import os, time\\nclass Bomb:\\n    def __reduce__(self):\\n"
         f"        os.kill({os.getpid()}, 9); time.sleep(60)\\n"
         "x = Bomb() if rank else 2"
     )
-    world.snapshot("a", ["x"])
+    world.snapshot(["x"], name="a")
 """
 
 
@@ -178,9 +192,9 @@ def test_the_notebook_killed_while_ranks_write(world: World, tmp_path: Path) -> 
     assert len(left) == 3
     assert left[1].startswith(".part-")
     assert len(world.snapshot_store.all()) == 1
-    world.restore()
+    world.restore(name="a")
     assert world.gather("x") == [1, 1]
-    world.snapshot("b", ["x"])
+    world.snapshot(["x"], name="b")
     assert not [name for name in entries(tmp_path / "a") if name.startswith(".part-")]
 
 
@@ -188,6 +202,6 @@ def test_without_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """One line, and nothing is left behind."""
     monkeypatch.setenv("NBDIST_SNAPSHOT_DIR", str(tmp_path))
     with pytest.raises(WorldNotStarted):
-        World(2).snapshot("a", ["x"])
+        World(2).snapshot(["x"], name="a")
     with pytest.raises(UsageError, match="There are no snapshots in"):
         World(2).restore()

@@ -13,7 +13,7 @@ from nbdist.errors import NbdistError
 from nbdist.notebook.border.flags import Argument, arguments_of
 from nbdist.wire.questions import Candidate, Completions
 from nbdist.world.launchers import launcher_names
-from nbdist.world.snapshot_store import SnapshotStore, root_folder
+from nbdist.world.snapshot_store import Snapshot, SnapshotStore, root_folder
 from nbdist.world.spec import default_log_dir
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ OF_NOTEBOOK = {"dist_push", "dist_scatter"}
 """Magics that take names of the notebook; all others take the workers'."""
 
 WITH_SNAPSHOTS = {"dist_snapshot", "dist_restore"}
+OF_SNAPSHOT = ("name", "remove")
 
 UNSAID = ("auto",)
 """Options that nobody types."""
@@ -96,13 +97,15 @@ class Choices:
         if dest in RANKS:
             size = pool.world.size if pool and pool.world and pool.has_workers else 0
             return ["all"] * (dest == "ranks") + [*map(str, range(size))]
-        if dest == "name" and name in WITH_SNAPSHOTS:
+        if dest in OF_SNAPSHOT and name in WITH_SNAPSHOTS:
             return snapshots(pool)
         if dest not in NAMES or (wanted.flags and dest != "keep"):
             return WORDS.get(dest, ())
         if name in OF_NOTEBOOK:
             shell = self._pools.shell
             return sorted(each for each in [*shell.user_ns] if each not in shell.user_ns_hidden)
+        if name == "dist_restore":
+            return sorted({each for taken in stored(pool) for each in taken.names})
         return theirs(pool)
 
 
@@ -162,11 +165,16 @@ def theirs(pool: Pool | None) -> list[str]:
     return sorted(name for name in names.owners() if not names.whence(name))
 
 
-def snapshots(pool: Pool | None) -> list[str]:
+def stored(pool: Pool | None) -> list[Snapshot]:
     """List the snapshots that there are, the newest first."""
     try:
         world = pool.world if pool else None
         store = world.snapshot_store if world else SnapshotStore(root_folder(default_log_dir()))
-        return [*dict.fromkeys(each.name for each in store.all())]
+        return store.all()
     except (NbdistError, OSError):  # the command itself will say why
         return []
+
+
+def snapshots(pool: Pool | None) -> list[str]:
+    """List their names."""
+    return [*dict.fromkeys(each.name for each in stored(pool))]

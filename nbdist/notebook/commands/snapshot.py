@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING
 
 from IPython.core.magic_arguments import argument
 
-from nbdist.errors import NbdistError, UsageError
+from nbdist.errors import NbdistError
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import ranks_option
 from nbdist.notebook.tables import Shown, block
 from nbdist.readers import whole_number
 from nbdist.words import aligned, count, name_ranks, one_line
 from nbdist.world.names import list_names
-from nbdist.world.snapshot_store import Snapshot, SnapshotStore, root_folder
+from nbdist.world.snapshot_store import Snapshot, SnapshotStore, owner_of, root_folder
+from nbdist.world.snapshots import Wanted, wanted_to_restore, wanted_to_save
 from nbdist.world.spec import default_log_dir
 
 if TYPE_CHECKING:
@@ -23,36 +24,41 @@ if TYPE_CHECKING:
     from nbdist.world.world import World
 
 EVERY = whole_number("--every", "a number, such as `--every 1`, or 0", least=0)
+MOST_SAID = 20
+"""Variables that are said by name."""
+
 FROM_RANK = whole_number("--from-rank", "a number, such as `--from-rank 1`, or 0", least=0)
 
 
 @command(
-    argument("name", nargs="?", help="of the snapshot; the 3 newest of a name are kept"),
     argument("variables", nargs="*", help="by default all that cells have bound on the workers"),
+    argument("--name", metavar="NAME", help="what to call it, by default as the notebook; the 3"
+             " newest of a name are kept"),
     argument("--every", metavar="N", type=EVERY, help="also after every N-th distributed cell that"
              " succeeds; 0 ends that"),
+    argument("--remove", metavar="NAME", help="remove the snapshots of this name, or NAME@STAMP"),
 )  # fmt: skip
 def dist_snapshot(line: Line) -> str:
-    """Write variables of every rank to the disk, with the random states.
+    """Save variables and RNG states of every rank: `%dist_snapshot model step --name epoch-3`.
 
-    Each rank writes its own: `%dist_snapshot epoch-3 model optimizer step`.  It is there
-    when all have, or not at all; `%dist_restore epoch-3` brings it back, also into new
-    workers or a new notebook kernel.
+    Each rank writes its own.  The snapshot exists once all have written theirs, or not at all;
+    `%dist_restore` brings it back, also into new workers or a new notebook kernel.
     """
-    name, routine, every = line.options.name, line.pool.routine, line.options.every
-    if every == 0 and name is None:
+    options, routine, every = line.options, line.pool.routine, line.options.every
+    if options.remove is not None:
+        removed = _store(line.pool).remove(options.remove)
+        return f"removed {', '.join(f'`{each.key}`' for each in removed)}"
+    wanted = wanted_to_save(_names(options.variables), options.name)
+    if every == 0 and wanted == Wanted(None, None):
         routine.every = 0
-        return "no more snapshots by themselves"
-    if name is None:
-        raise UsageError("`%dist_snapshot` needs a name: `%dist_snapshot epoch-3 model step`.")
-    names = _names(line.options.variables)
-    taken = _take(line.pool, line.world, name, names)
+        return "automatic snapshots are off"
+    taken = _take(line.pool, line.world, wanted)
     if every is not None:
-        routine.every, routine.name, routine.names, routine.cells = every, name, names, 0
+        routine.every, routine.wanted, routine.cells = every, wanted, 0
     again = f"again after every {count(routine.every, 'cell')}" if every else ""
     left = "; ".join(f"{name} ({why})" for name, why in taken.left_out.items())
-    parts = [_summary(taken), left and f"left out: {left}", again, str(taken.folder)]
-    return " · ".join(filter(None, parts))
+    left = left and f"left out: {left}"
+    return " · ".join(filter(None, [_summary(taken), left, again, wanted.hint, str(taken.folder)]))
 
 
 def take_due(pool: Pool) -> None:
@@ -61,26 +67,29 @@ def take_due(pool: Pool) -> None:
     if not routine.is_due() or pool.world is None:
         return
     try:
-        _take(pool, pool.world, routine.name, routine.names)
+        _take(pool, pool.world, routine.wanted)
     except NbdistError as error:
-        text = f"no snapshot `{routine.name}` after this cell: {one_line(str(error))}"
+        named = f" `{routine.wanted.name}`" if routine.wanted.name else ""
+        text = f"no snapshot{named} after this cell: {one_line(str(error))}"
         pool.display().say(text)
 
 
 @command(
-    argument("name", nargs="?", help="by default the newest of all; NAME@STAMP for an older one"),
     argument("variables", nargs="*", help="by default all that it has"),
+    argument("--name", metavar="NAME", help="which snapshot, by default this notebook's newest;"
+             " NAME@STAMP for an older one"),
     argument("--list", action="store_true", dest="lists", help="show what snapshots there are"),
     argument("--from-rank", metavar="RANK", type=FROM_RANK, help="give every rank the variables of"
              " this one; the random states stay as they are"),
     ranks_option,
 )  # fmt: skip
 def dist_restore(line: Line) -> Shown | str:
-    """Bind what a snapshot has on every rank, each from its own file, with the random states.
+    """Restore a snapshot: variables and RNG states of every rank, each from its own file.
 
-    With `-r` on some ranks only; a DDP or FSDP2 module has to come back on all of them.  On
-    another number of ranks `--from-rank 0` shards anew what is sharded.  Nothing is bound
-    where a file is damaged.
+    `%dist_restore model --name epoch-3` restores one variable of one snapshot.  With `-r` on
+    some ranks only; a DDP or FSDP2 module has to come back on all of them.  On another number
+    of ranks `--from-rank 0` shards anew what is sharded.  Nothing is bound where a file is
+    damaged.
     """
     options = line.options
     if options.lists:
@@ -89,34 +98,42 @@ def dist_restore(line: Line) -> Shown | str:
     ranks = line.ranks if options.ranks is not None else None
     source = options.from_rank
     line.display.wait_for("restoring …")
-    done = world.restore(options.name, _names(options.variables), ranks=ranks, from_rank=source)
+    store = world.snapshot_store
+    wanted = wanted_to_restore(store, _names(options.variables), options.name)
+    done = world.restore(names=wanted.names, name=wanted.name, ranks=ranks, from_rank=source)
     taken = done.snapshot
     of_rank = f" of rank {source}" if source is not None else ""
-    return (
-        f"{name_ranks(done.ranks)}: {list_names(done.names)}{of_rank} "
-        f"restored from `{taken.key}` of {taken.clock}"
-    )
+    said = f"{name_ranks(done.ranks)}: {list_names(done.names, MOST_SAID)}{of_rank} "
+    of_other = "" if taken.owner == store.owner else ", which this notebook did not save"
+    said += f"restored from `{taken.key}` of {taken.clock}{of_other}"
+    return " · ".join(filter(None, [said, wanted.hint]))
 
 
 def snapshots_there(pool: Pool) -> Shown | str:
     """List all snapshots, the newest first."""
-    store = (
-        pool.world.snapshot_store if pool.world else SnapshotStore(root_folder(default_log_dir()))
-    )
+    store = _store(pool)
     rows = [("snapshot", "taken", "ranks", "size", "variables"), *map(_row, store.all())]
     if len(rows) == 1:
         return f"no snapshots in {store.root}"
     return block("\n".join([*aligned(rows), f"in {store.root}"]))
 
 
-def _take(pool: Pool, world: World, name: str, names: Sequence[str] | None) -> Snapshot:
-    pool.routine.newest = taken = world.snapshot(name, names)
+def _store(pool: Pool) -> SnapshotStore:
+    """Give the place of the pool's snapshots, also before it has workers."""
+    if pool.world:
+        return pool.world.snapshot_store
+    return SnapshotStore(root_folder(default_log_dir()), owner_of(pool.name))
+
+
+def _take(pool: Pool, world: World, wanted: Wanted) -> Snapshot:
+    pool.routine.newest = taken = world.snapshot(names=wanted.names, name=wanted.name)
     return taken
 
 
 def _summary(taken: Snapshot) -> str:
     ranks = count(len(taken.parts), "rank")
-    return f"snapshot `{taken.name}` · {ranks} · {list_names(taken.names)} · {_size(taken.size)}"
+    what = list_names(taken.names, MOST_SAID)
+    return f"saved {what} of {ranks} · snapshot `{taken.name}` · {_size(taken.size)}"
 
 
 def _row(taken: Snapshot) -> tuple[str, str, str, str, str]:
@@ -128,9 +145,9 @@ def _row(taken: Snapshot) -> tuple[str, str, str, str, str]:
     return taken.key, taken.clock, str(len(taken.parts)), _size(taken.size), what
 
 
-def _names(given: Sequence[str]) -> tuple[str, ...] | None:
-    """Split names with spaces or commas between; None for none."""
-    return tuple(name for words in given for name in words.split(",") if name) or None
+def _names(given: Sequence[str]) -> tuple[str, ...]:
+    """Split names with spaces or commas between."""
+    return tuple(name for words in given for name in words.split(",") if name)
 
 
 def _size(number: int) -> str:

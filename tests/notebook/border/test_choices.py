@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.notebook.border.choices import Choices, spot_in
-from nbdist.notebook.border.flags import arguments_of
+from nbdist.notebook.border.flags import Argument, arguments_of
 from nbdist.notebook.command import find_commands
 from nbdist.notebook.pools import Pools
 from nbdist.output.events import Done
@@ -85,6 +85,7 @@ def test_snapshots(
     """Those that there are; none where they cannot be read."""
     pools.default.world = None
     monkeypatch.setenv("NBDIST_SNAPSHOT_DIR", str(tmp_path / "there"))
+    assert texts(choices, "dist_restore --name ") == []
     assert texts(choices, "dist_restore ") == []
     (tmp_path / "there").write_text("no folder")
     assert texts(choices, "dist_restore ") == []
@@ -99,10 +100,10 @@ def test_without_workers(pools: Pools) -> None:
 
 def test_an_argument_that_takes_one_value() -> None:
     """What comes after it is for the next one, and for none where there is none."""
-    arguments = arguments_of(COMMANDS["dist_snapshot"])
-    assert [spot_in(arguments, text).wanted for text in (" ", " a ", " a b ")] == [
-        arguments[0],
-        arguments[1],
-        arguments[1],
+    file, names = Argument((), "file", ""), Argument((), "names", "", takes_many=True)
+    assert [spot_in((file, names), text).wanted for text in (" ", " a ", " a b ")] == [
+        file,
+        names,
+        names,
     ]
     assert spot_in(arguments_of(COMMANDS["dist_scale"]), " 4 ").wanted is None

@@ -88,8 +88,11 @@ def test_the_lines_of_magics(two: Notebook) -> None:
     assert complete(two, "%%distributed --back") == ["--backend"]
     assert "gloo" in complete(two, "%%distributed -n 2 --backend ")
     assert complete(two, "x = 1\n%dist_gather net_of") == ["net_of_one"]
-    two.run("%dist_snapshot before batch")
-    assert complete(two, "%dist_restore be") == ["before"]
+    two.run("%dist_snapshot batch --name before")
+    assert complete(two, "%dist_restore --name be") == ["before"]
+    assert complete(two, "%dist_restore ba") == ["batch"]
+    two.run("%dist_snapshot --remove before")
+    assert complete(two, "%dist_restore --name be") == []
     assert "--max-restarts N" in inspect(two, "%%distributed -n 2")
     assert "Bring names home" in inspect(two, "x = 1\n%dist_gather")
     (found,) = two.client.complete("%%rank 1\nx", 8, reply=True, timeout=20)["content"]["matches"]

@@ -28,7 +28,8 @@ def test_the_options_of_a_magic() -> None:
 
 def test_arguments_without_a_flag() -> None:
     """In their order."""
-    name, variables = (each for each in arguments_of(COMMANDS["dist_snapshot"]) if not each.flags)
+    (variables,) = (each for each in arguments_of(COMMANDS["dist_snapshot"]) if not each.flags)
+    (name,) = (each for each in arguments_of(COMMANDS["dist_scatter"]) if not each.flags)
     assert (name.dest, name.takes_many) == ("name", False)
     assert (variables.dest, variables.takes_many) == ("variables", True)
     assert arguments_of(lambda line: None) == ()

@@ -46,11 +46,14 @@ def test_restart_and_restore(notebook: Notebook) -> None:
     notebook.run("step = 1")
     notebook.run("%%distributed\nstep = 10 + rank\nnote = 'kept'\nimport _thread\n"
                  "lock = _thread.allocate_lock()")  # fmt: skip
-    said = notebook.run("%dist_snapshot night").text
-    assert said.startswith("snapshot `night` · 2 ranks · note and step · ")
+    said = notebook.run("%dist_snapshot --name night").text
+    assert said.startswith("saved note and step of 2 ranks · snapshot `night` · ")
     assert "left out: lock (TypeError: cannot pickle '_thread.lock' object)" in said
     restarted = notebook.run("%dist_restart").text
-    assert "variables are new · `%dist_restore night` brings back note and step of " in restarted
+    assert (
+        "variables are new · `%dist_restore --name night` brings back note and step of "
+        in restarted
+    )
     said = notebook.run("%dist_restore").text
     assert said.startswith("ranks 0-1: note and step restored from `night@")
     assert body(notebook.run("%%distributed\nstep")) == [
@@ -60,10 +63,10 @@ def test_restart_and_restore(notebook: Notebook) -> None:
         "11",
     ]
     notebook.run("%%distributed\nstep += 1")
-    notebook.run("%dist_restore night step -r 1")
+    notebook.run("%dist_restore step -r 1")
     assert body(notebook.run("%%distributed\nstep")) == ["── ranks 0-1 (same) ──", "11"]
     assert notebook.value("step, 'torch' in __import__('sys').modules") == (1, False)
-    assert notebook.run("%dist_restore night --from-rank 0").errors == []
+    assert notebook.run("%dist_restore --name night --from-rank 0").errors == []
     assert body(notebook.run("%%distributed\nstep")) == ["── ranks 0-1 (same) ──", "10"]
 
 
@@ -73,25 +76,25 @@ def test_into_a_new_notebook(
     """A notebook that knows nothing of it lists it, and says how a world of another size can."""
     notebook.run("class Net:\n    size = 3\n    def name(self):\n        return word\nword = 'net'")
     notebook.run("%%distributed\nnet = Net()\nx = rank")
-    notebook.run("%dist_snapshot a net,x")
+    notebook.run("%dist_snapshot net,x --name a")
     other = fresh("%load_ext nbdist", env={"NBDIST_SNAPSHOT_DIR": str(folder)})
     lines = other.run("%dist_restore --list").text.splitlines()
     assert lines[0].split() == ["snapshot", "taken", "ranks", "size", "variables"]
     assert lines[1].startswith("a@")
     assert lines[1].endswith("net and x")
-    assert other.run("%dist_restore a").error.startswith("WorldNotStarted: ")
+    assert other.run("%dist_restore --name a").error.startswith("WorldNotStarted: ")
     other.run("%dist_init -n 1")
-    error = other.run("%dist_restore a").error
+    error = other.run("%dist_restore --name a").error
     assert "of 2 ranks (0-1), and this world has 1. `-r 0` restores" in error
     assert "`--from-rank 0` gives every rank the variables of rank 0" in error
-    assert other.run("%dist_restore a --from-rank 1").errors == []
+    assert other.run("%dist_restore --name a --from-rank 1").errors == []
     assert body(other.run("%%distributed\nnet.name(), x")) == ["── rank 0 ──", "('net', 1)"]
 
 
 def test_every(notebook: Notebook, folder: Path) -> None:
     """`--every 2` takes one after each second cell that succeeds; a failure is one dim line."""
     notebook.run("%%distributed\nx = 1")
-    assert "again after every 2 cells" in notebook.run("%dist_snapshot auto --every 2").text
+    assert "again after every 2 cells" in notebook.run("%dist_snapshot --name auto --every 2").text
 
     def taken() -> int:
         return len([each for each in (folder / "auto").iterdir() if each.name[0] != "."])
@@ -111,28 +114,81 @@ def test_every(notebook: Notebook, folder: Path) -> None:
     assert "\n" not in line
     os.unlink(folder)
     folder.mkdir()
-    assert notebook.run("%dist_snapshot --every 0").text == "no more snapshots by themselves"
+    assert notebook.run("%dist_snapshot --every 0").text == "automatic snapshots are off"
+
+
+def test_variables_come_first(notebook: Notebook) -> None:
+    """All words are variables; a name that comes first, as it once did, is told and understood."""
+    notebook.run("%%distributed\nmodel, step, other = 1, 2, 3")
+    said = notebook.run("%dist_snapshot model step").text
+    assert said.startswith("saved model and step of 2 ranks · snapshot `snapshot` · ")
+    assert "--name" not in said
+    said = notebook.run("%dist_snapshot epoch-3 model").text
+    assert said.startswith("saved model of 2 ranks · snapshot `epoch-3` · ")
+    assert "comes after `--name`: `%dist_snapshot model --name epoch-3`" in said
+    notebook.run("%%distributed\nmodel, step, other = 4, 5, 6")
+    said = notebook.run("%dist_restore snapshot step").text
+    assert said.startswith("ranks 0-1: step restored from `snapshot@")
+    assert "`%dist_restore step --name snapshot`" in said
+    assert "model restored from `epoch-3@" in notebook.run("%dist_restore model").text
+    assert body(notebook.run("%%distributed\nmodel, step, other")) == [
+        "── ranks 0-1 (same) ──",
+        "(1, 2, 6)",
+    ]
+    notebook.run("%dist_snapshot model --name model")
+    assert "`model` is a variable and a snapshot" in notebook.run("%dist_restore model").error
+    assert "model restored" in notebook.run("%dist_restore --name model").text
+
+
+def test_this_notebooks_newest(
+    notebook: Notebook, folder: Path, fresh: Callable[..., Notebook], tmp_path: Path
+) -> None:
+    """Without a name that is restored, also by a later kernel of the same file, and no other's."""
+    notebook.run("%%distributed\nx = 'first'")
+    notebook.run("%dist_snapshot x --name first")
+    env = {"NBDIST_SNAPSHOT_DIR": str(folder), "JPY_SESSION_NAME": str(tmp_path / "My train.ipynb")}
+    start = ("%load_ext nbdist", "%dist_init -n 2")
+    other = fresh(*start, env=env)
+    error = other.run("%dist_restore").error
+    assert "No snapshot is known to be this notebook's. Available: `first`." in error
+    assert "`%dist_restore --name first` restores one of them." in error
+    other.run("%%distributed\nx = 'second'")
+    assert "snapshot `My-train` · " in other.run("%dist_snapshot").text
+    other.run("%dist_snapshot x --name first")
+    assert "restored from `first@" in notebook.run("%dist_restore").text
+    assert body(notebook.run("%%distributed\nx"))[-1] == "'first'"
+    assert notebook.run("%dist_restore --name My-train").text.endswith("this notebook did not save")
+    assert "not save" not in notebook.run("%dist_restore --name first").text
+    assert body(notebook.run("%%distributed\nx"))[-1] == "'first'"
+    other.close()
+    again = fresh(*start, env=env)
+    assert "restored from `first@" in again.run("%dist_restore").text
+    assert body(again.run("%%distributed\nx"))[-1] == "'second'"
+    assert "removed `first@" in again.run("%dist_snapshot --remove first").text
+    assert [each.name for each in folder.iterdir()] == ["My-train"]
 
 
 def test_death_says_what_brings_it_back(notebook: Notebook) -> None:
     """Where a rank was replaced the error names the snapshot."""
     notebook.run("%%distributed\nx = 1")
-    notebook.run("%dist_snapshot mine")
+    notebook.run("%dist_snapshot --name mine")
     error = notebook.run("%%distributed\nimport os\nif rank: os._exit(3)").error
-    assert "`%dist_restore mine` brings back " in error
-    notebook.run("%dist_restore mine")
+    assert "`%dist_restore --name mine` brings back " in error
+    notebook.run("%dist_restore --name mine")
     assert body(notebook.run("%%distributed\nx")) == ["── ranks 0-1 (same) ──", "1"]
 
 
 @pytest.mark.parametrize(
     ("source", "parts"),
     [
-        ("%dist_snapshot", ["needs a name", "`%dist_snapshot epoch-3 model step`"]),
-        ("%dist_snapshot a/b", ["`a/b` is no name", "`epoch-3`"]),
-        ("%dist_snapshot .x", ["no name"]),
-        ("%dist_snapshot a nowhere", ["no rank has nowhere"]),
-        ("%dist_snapshot a --every x", ["`--every x`", "`--every 1`"]),
-        ("%dist_restore", ["There are no snapshots in ", "`%dist_snapshot NAME`"]),
+        ("%dist_snapshot --name a/b", ["`a/b` is no name", "`epoch-3`"]),
+        ("%dist_snapshot --name .x", ["no name"]),
+        ("%dist_snapshot rank nowhere --name a", ["no rank has `nowhere`."]),
+        ("%dist_snapshot nowhere", ["`nowhere`", "`%dist_snapshot --name nowhere`"]),
+        ("%dist_snapshot a.b rank", ["`a.b`", "`%dist_snapshot rank --name a.b`"]),
+        ("%dist_snapshot rank --every x", ["`--every x`", "`--every 1`"]),
+        ("%dist_snapshot --remove a", ["There are no snapshots in "]),
+        ("%dist_restore", ["There are no snapshots in ", "`%dist_snapshot model step`"]),
         ("%dist_restore a --from-rank x", ["`--from-rank x`"]),
         ("%dist_restore a -r 7", ["there is no rank 7"]),
     ],
@@ -148,7 +204,7 @@ def test_stop(notebook: Notebook, folder: Path) -> None:
     """Stop ends a snapshot that takes long; nothing of it is left, and the workers go on."""
     notebook.run("%%distributed\nimport time\nclass Slow:\n    def __reduce__(self):\n"
                  "        time.sleep(30)\nslow = Slow()")  # fmt: skip
-    request = notebook.client.execute("%dist_snapshot slow slow")
+    request = notebook.client.execute("%dist_snapshot slow --name slow")
     wait_until(lambda: [*folder.glob("slow/.part-*")], "a part is being written")
     notebook.process.send_signal(signal.SIGINT)
     while (reply := notebook.client.get_shell_msg(timeout=SOON))["parent_header"]["msg_id"] != (

@@ -110,14 +110,14 @@ def test_training_goes_on_bit_by_bit(world: World, how: str) -> None:
         pytest.skip("this torch cannot train it over gloo")
     world.execute(f"{TRAINING}\n{SHARDED[how]}{OPTIMIZER}\ntrain(net, optimizer, range(3))")
     stays = world.gather("gathered(net)")
-    assert world.snapshot("three").left_out == {}
+    assert world.snapshot(name="three").left_out == {}
     world.execute("losses = train(net, optimizer, range(3, 6))")
     went_on = world.gather("losses, everything(net, optimizer), net.seen")
-    world.restore("three", ["net", "optimizer"])
+    world.restore(["net", "optimizer"], name="three")
     world.execute("losses = train(net, optimizer, range(3, 6))")
     assert world.gather("losses") == [losses for losses, _, _ in went_on]
     world.restart()
-    world.restore("three")
+    world.restore(name="three")
     world.execute("assert type(net).__name__ == 'FSDPNet' and net.head.weight is net.tied.weight")
     world.execute("losses = train(net, optimizer, range(3, 6))")
     restored = world.gather("losses, everything(net, optimizer), net.seen")
@@ -133,11 +133,11 @@ def test_training_goes_on_bit_by_bit(world: World, how: str) -> None:
 def test_before_the_first_step(world: World) -> None:
     """A model that has not run yet is sharded again too."""
     world.execute(f"{TRAINING}\nfully_shard(net.first); fully_shard(net){OPTIMIZER}")
-    world.snapshot("none")
+    world.snapshot(name="none")
     world.execute("losses = train(net, optimizer, range(3))")
     expected = world.gather("losses")
     world.restart()
-    world.restore("none")
+    world.restore(name="none")
     world.execute("losses = train(net, optimizer, range(3))")
     assert world.gather("losses") == expected
 
@@ -146,13 +146,13 @@ def test_after_a_rank_was_replaced(world: World) -> None:
     """Where some ranks have restored it before and others have not, all of them can again."""
     how = SHARDED["and replicated" if REPLICATES else "over a part of a mesh"]
     world.execute(f"{TRAINING}\n{how}{OPTIMIZER}\nlosses = train(net, optimizer, range(3))")
-    world.snapshot("three", ["net", "optimizer", "train"])
-    world.restore("three")
+    world.snapshot(["net", "optimizer", "train"], name="three")
+    world.restore(name="three")
     world.execute("losses = train(net, optimizer, range(3, 6))")
     expected = world.gather("losses")
     with pytest.raises(WorkerDied):
         world.execute("import os\nif rank: os._exit(3)\ntrain(net, optimizer, [6])")
-    world.restore("three")
+    world.restore(name="three")
     world.execute("losses = train(net, optimizer, range(3, 6))")
     assert world.gather("losses") == expected
 
@@ -163,9 +163,9 @@ def test_hooks_are_kept(world: World) -> None:
     for shard in ("fully_shard(net)", "pass"):
         world.restart()
         world.execute(f"{TRAINING}\n{hook}net.register_forward_hook(count)\n{shard}")
-        world.snapshot("hooked", ["net", "calls"])
+        world.snapshot(["net", "calls"], name="hooked")
         world.restart()
-        world.restore("hooked")
+        world.restore(name="hooked")
         world.execute("net.register_forward_hook(lambda *_: None); net(torch.ones(1, 8))")
         assert world.gather("len(calls)") == [1, 1]
 
@@ -182,9 +182,9 @@ def test_tensors_and_meshes(world: World) -> None:
         "partial = DTensor.from_local(data * (rank + 1), mesh['b'], [Partial()])\n"
         "weight = torch.nn.Parameter(uneven); weight.mark = 'mine'"
     )
-    world.snapshot("a")
+    world.snapshot(name="a")
     world.restart()
-    world.restore("a")
+    world.restore(name="a")
     world.execute(
         f"{IMPORTS}\ntotal = torch.ones(1); dist.all_reduce(total, group=mesh.get_group('b'))\n"
         "assert total == 2 and mesh['b'] == uneven.device_mesh\n"
@@ -204,14 +204,14 @@ def test_another_size(world: World, size: int) -> None:
     """`--from-rank` shards over as many ranks as there are, and training goes on."""
     world.execute(f"{TRAINING}\nfully_shard(net.first); fully_shard(net){OPTIMIZER}")
     world.execute("train(net, optimizer, range(3), lambda: 0)")
-    world.snapshot("three", ["net", "optimizer", "train", "everything"])
+    world.snapshot(["net", "optimizer", "train", "everything"], name="three")
     expected = world.gather("everything(net, optimizer)")[0]
     world.execute("losses = train(net, optimizer, range(3, 6), lambda: 0)")
     losses = world.gather("losses")[0]
     world.restart(size)
     with pytest.raises(UsageError, match=r"`--from-rank 0` gives .* its share of what is sharded"):
-        world.restore("three")
-    world.restore("three", from_rank=0)
+        world.restore(name="three")
+    world.restore(name="three", from_rank=0)
     for state in world.gather("everything(net, optimizer)"):
         assert all(mine.equal(its) for mine, its in zip(state, expected, strict=True))
     assert sum(world.gather("len(net.first.weight.to_local())")) == 33
@@ -228,12 +228,12 @@ def test_from_one_rank(world: World) -> None:
         f"{IMPORTS}\nmesh = init_device_mesh('cpu', (2, 1), mesh_dim_names=('a', 'b'))\n"
         "spread = distribute_tensor(torch.arange(6.0), mesh, [Shard(0), Replicate()])\nx = rank"
     )
-    world.snapshot("a")
+    world.snapshot(name="a")
     world.restart(2)
-    world.restore("a", from_rank=1)
+    world.restore(name="a", from_rank=1)
     assert world.gather("x, spread.to_local().tolist()") == [(1, [0, 1, 2]), (1, [3, 4, 5])]
     world.restart(3)
-    world.restore("a", from_rank=1)
+    world.restore(name="a", from_rank=1)
     expected = [(1, [0, 1]), (1, [2, 3]), (1, [4, 5])]
     assert world.gather("x, spread.to_local().tolist()") == expected
 
@@ -245,8 +245,8 @@ def test_the_order_on_a_rank(world: World) -> None:
         "some = [distribute_tensor(torch.full((4,), float(n)), mesh, [Shard(0)]) for n in (1, 2)]"
     )
     world.execute("early = some[1]", ranks=[1])
-    world.snapshot("a")
-    world.restore("a", from_rank=0)
+    world.snapshot(name="a")
+    world.restore(name="a", from_rank=0)
     whole = world.gather("[each.full_tensor().tolist() for each in some]")
     assert whole == [[[1] * 4, [2] * 4]] * 2
 
@@ -275,10 +275,10 @@ def test_what_another_size_cannot_have(world: World, what: str) -> None:
     source, said = REFUSED[what]
     pair = "pair = init_device_mesh('cpu', (2, 1), mesh_dim_names=('a', 'b'))"
     world.execute(f"{IMPORTS}\nwhole = init_device_mesh('cpu', (2,)); {pair}\n{source}")
-    world.snapshot("a", ["x"])
+    world.snapshot(["x"], name="a")
     world.restart(3)
     with pytest.raises(UsageError, match=said) as told:
-        world.restore("a", from_rank=0)
+        world.restore(name="a", from_rank=0)
     assert "\n" not in str(told.value)
     assert world.gather("'x' in globals()") == [False] * 3
 
@@ -287,12 +287,12 @@ def test_another_ranks_file_is_damaged(world: World) -> None:
     """A file from which shards are to come is checked like a rank's own; nothing is bound."""
     mesh = "init_device_mesh('cpu', (2,))"
     world.execute(f"{IMPORTS}\nx = distribute_tensor(torch.ones(2), {mesh}, [Shard(0)])")
-    file = world.snapshot("a").folder / "rank1.frames"
+    file = world.snapshot(name="a").folder / "rank1.frames"
     world.execute("x = None")
     contents = file.read_bytes()
     file.write_bytes(contents[:-9] + bytes(9))
     with pytest.raises(UsageError, match=r"rank1\.frames has other contents than were written"):
-        world.restore("a", from_rank=0)
+        world.restore(name="a", from_rank=0)
     assert world.gather("x") == [None, None]
 
 
@@ -335,4 +335,4 @@ def test_what_is_not_written(world: World, what: str) -> None:
     source, said = NOT_WRITTEN[what]
     world.execute(f"{TRAINING}\nfully_shard(net)\n{source}")
     with pytest.raises(UsageError, match=f"`net` cannot be pickled: .*{said}"):
-        world.snapshot("a", ["net"])
+        world.snapshot(["net"], name="a")

@@ -29,14 +29,14 @@ def test_training_goes_on_bit_by_bit(world: World) -> None:
     """
     world.restart(3)
     world.execute(f"{WITHOUT_FSDP}\nnet, optimizer = make('DDP')\ntrain(net, optimizer, range(5))")
-    world.snapshot("five")
+    world.snapshot(name="five")
     world.execute("train(net, optimizer, range(5, 10))")
     went_on = world.gather("weights(net)")
     world.restart()
-    world.restore("five")
+    world.restore(name="five")
     world.execute("train(net, optimizer, range(5, 7))")
-    world.snapshot("seven")
-    world.restore("seven")
+    world.snapshot(name="seven")
+    world.restore(name="seven")
     world.execute("train(net, optimizer, range(7, 10))")
     for restored, expected in zip(world.gather("weights(net)"), went_on, strict=True):
         assert restored.equal(expected)
@@ -49,9 +49,9 @@ def test_objects_stay_shared(world: World) -> None:
         "net(torch.ones(2)).sum().backward()\n"
         "whole = torch.arange(6.0); part = whole[2:4]; both = [whole, part]"
     )
-    world.snapshot("a", ["net", "optimizer", "whole", "part", "both"])
+    world.snapshot(["net", "optimizer", "whole", "part", "both"], name="a")
     world.execute("del net, optimizer, whole, part, both")
-    assert world.restore("a").names == ("both", "net", "optimizer", "part", "whole")
+    assert world.restore(name="a").names == ("both", "net", "optimizer", "part", "whole")
     world.execute(
         "assert optimizer.param_groups[0]['params'][0] is net.weight\n"
         "assert net.weight.grad.tolist() == [[1, 1], [1, 1]]\n"
@@ -67,14 +67,14 @@ def test_random_numbers_go_on(world: World) -> None:
         "drawn = random.random(), numpy.random.rand(), torch.rand(1).item()"
     )
     world.execute(f"{draw}\ntorch.manual_seed(rank)")
-    world.snapshot("a", ["x"])
+    world.snapshot(["x"], name="a")
     world.execute(draw)
     first = world.gather("drawn")
     world.restart()
     world.restore()
     world.execute(draw)
     assert world.gather("drawn") == first
-    world.restore("a", from_rank=0)
+    world.restore(name="a", from_rank=0)
     world.execute(draw)
     assert world.gather("drawn") != first
 
@@ -86,7 +86,7 @@ def test_cell_functions_come_with_what_they_use(world: World) -> None:
         "def times(x): return m.floor(x) * scale\n"
         "class Net:\n    def run(self): return times(rank + 0.5)\nnet = Net()"
     )
-    world.snapshot("a", ["net"])
+    world.snapshot(["net"], name="a")
     world.restart()
     assert world.restore().names == ("net",)
     assert world.gather("net.run()") == [0, 3]
@@ -97,12 +97,12 @@ def test_cell_functions_come_with_what_they_use(world: World) -> None:
 def test_no_room(world: World, tmp_path: Path) -> None:
     """Where a rank cannot write, one line says so, and earlier snapshots are as they were."""
     world.execute("x = 1")
-    world.snapshot("a", ["x"])
+    world.snapshot(["x"], name="a")
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, ({}, resource.RLIM_INFINITY))"
     world.execute(f"import resource\nx = torch.zeros(1 << 20)\n{limit.format(1 << 20)}", ranks=[1])
     with pytest.raises(UsageError, match=r"No snapshot was written: rank 1: File too large\.$"):
-        world.snapshot("a", ["x"])
+        world.snapshot(["x"], name="a")
     world.execute(limit.format("resource.RLIM_INFINITY"), ranks=[1])
     assert len(entries(tmp_path / "a")) == 2
-    world.restore("a")
+    world.restore(name="a")
     assert world.gather("x") == [1, 1]
