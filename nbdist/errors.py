@@ -451,13 +451,13 @@ class JobLost(NbdistError):
 
 
 class ValueLost(NbdistError, LookupError):
-    """What the last line of a cell gave is no longer on these ranks; `how` says how it went."""
+    """The last value of a cell cannot be had from these ranks; `how` says why: `is gone ...`."""
 
     def __init__(self, ranks: Iterable[int], how: str) -> None:
         self.ranks = tuple(ranks)
         super().__init__(
-            f"the last value of that cell on {name_ranks(self.ranks)} is gone, {how}. "
-            "What a cell binds to a name stays, and `%dist_gather name` brings it."
+            f"the last value of that cell on {name_ranks(self.ranks)} {how}. "
+            "What a cell binds to a variable stays, and `%dist_gather variable` brings it."
         )
 
 

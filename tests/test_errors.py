@@ -58,7 +58,7 @@ EVERY_ERROR = [
     errors.CellTimeout(30.0, "rank 0 waits in barrier, line 2", [1]),
     errors.JobTimeout("`job` (sent with --no-wait)", 5.0, "rank 0 waits in barrier, line 2"),
     errors.JobLost("`job` (sent with --no-wait)", 12.3, "they were started anew"),
-    errors.ValueLost([1], "with its worker"),
+    errors.ValueLost([1], "is gone with its worker"),
     errors.LocalCellError(ValueError("bad shard"), 4),
     errors.AgentLost("node1", -9),
 ]

@@ -16,7 +16,6 @@ from nbdist.errors import (
     CellTimeout,
     Interrupted,
     NbdistError,
-    ValueLost,
     WorkerDied,
     WorldNotStarted,
 )
@@ -33,7 +32,7 @@ from nbdist.notebook.shipping.plan import plan
 from nbdist.notebook.stale import stale_texts
 from nbdist.notebook.stops import met_stops, raised_stops
 from nbdist.notebook.transfer import Progress, on_its_way_text, packed
-from nbdist.notebook.values import LastValues
+from nbdist.notebook.values import last_values
 from nbdist.notebook.why import why_of
 from nbdist.topology import parse_ranks
 from nbdist.wire.task import Source
@@ -115,8 +114,10 @@ def prepare(
         assert pool.last is not None
         missed(pool.last, pool.log_files()).on(pool.display())
     on = parse_ranks("all" if ranks is None else ranks, world.size)
+    # With `--detach` another notebook may give it a name.
+    keeps = options is not None and (options.out is not None or world.session.config.detach)
     count, key = execution_count(pool.shell), cell_id(pool.shell)
-    return world.task(work, ranks=on, execution_count=count, key=key), world
+    return world.session.task(work, ranks=on, execution_count=count, key=key, keeps=keeps), world
 
 
 def run_options(world: World, options: argparse.Namespace, setup: str = "") -> RunOptions:
@@ -325,7 +326,7 @@ def bring(
                 if progress and running.moved:
                     progress.at(*running.bytes_moved)
     check_end(pool, world, running)
-    found = {**running.result().values}
+    found = {**running.result().by_rank}
     world.session.let_go(running)
     return found
 
@@ -351,29 +352,9 @@ def bind(
 
 
 def result_of(pool: Pool, world: World, running: RunningTask) -> CellResult[Any]:
-    """Make the result of a cell: its last value on each rank, brought when it is asked for."""
-    result = running.result()
-    bring_last = partial(_bring_last, pool, world, running)
-    return replace(result, values=LastValues(result.values, bring_last))
-
-
-def _bring_last(
-    pool: Pool, world: World, running: RunningTask, ranks: tuple[int, ...]
-) -> dict[int, Any]:
-    """Bring what the last line of the cell gave on these ranks, None where that was nothing."""
-    if new := [rank for rank in ranks if world.pids.get(rank) != running.crew.pids.get(rank)]:
-        raise ValueLost(new, "with their workers")
-    number, transcript = running.task.execution_count, running.transcript
-    have = [
-        rank for rank in ranks if any(each.display.is_result for each in transcript[rank].displays)
-    ]
-    found: dict[int, Any] = dict.fromkeys(ranks)
-    if have:
-        task = world.task(ranks=have, fetch=(f"_oh.get({number}, NotImplemented)",))
-        found |= bring(pool, world, task)
-    if gone := [rank for rank, value in found.items() if value is NotImplemented]:
-        raise ValueLost(gone, "by `%dist_clean` or `%reset`")
-    return found
+    """Make the result of a cell: its last value on each rank, big ones brought when asked for."""
+    values = last_values(world.session, running, partial(bring, pool, world))
+    return replace(running.result(), by_rank=values)
 
 
 def _keep_why(pool: Pool, running: RunningTask) -> None:

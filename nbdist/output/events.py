@@ -144,7 +144,8 @@ class Done:
     what ended it, and by `error_number` that of the error message that has the same with its
     traceback, 0 if none was sent.  `changed` are files of modules that the rank has imported,
     and that were edited since.  `gone` are names that the cell has deleted; without
-    `received` it was stopped before it had bound those that came along.
+    `received` it was stopped before it had bound those that came along.  `kept` is how many bytes
+    the cell's last value takes, where the rank has kept it for the notebook, None where not.
     """
 
     status: Literal["ok", "error", "aborted"]
@@ -157,6 +158,7 @@ class Done:
     changed: tuple[str, ...] = ()
     gone: frozenset[str] = frozenset()
     received: bool = True
+    kept: int | None = None
 
     @property
     def made(self) -> frozenset[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
+from nbdist.output.ansi import strip
 from nbdist.output.events import (
     Clear,
     Died,
@@ -168,6 +169,11 @@ class RankTranscript:
             else:
                 found.append(piece)
         return found[::-1]
+
+    def written(self, *, stderr: bool = False) -> str:
+        """Return the lines of one stream that are still kept, as a terminal would show them."""
+        lines = (each for each in self.tail(self.rows + 1) if isinstance(each, Line))
+        return "".join(f"{strip(line.text)}\n" for line in lines if line.stderr is stderr)
 
     # --- writing ------------------------------------------------------------------------
 

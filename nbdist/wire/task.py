@@ -89,7 +89,8 @@ class Task:
     `logging`, None for none.  `imports` has for new ranks what others had imported in their
     place, as `Done.imported`.  With `execution_count` the ranks number the cell as the notebook
     does, so that their tracebacks say `Cell In[5]`.  `key` is the front end's own id of the
-    cell, the same when it is run again; "" for none.
+    cell, the same when it is run again; "" for none.  With `keeps` the last value of the cell comes
+    back, or is kept where it is big, under the task's `id`.
     """
 
     id: str
@@ -102,6 +103,7 @@ class Task:
     imports: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     execution_count: int | None = None
     key: str = ""
+    keeps: bool = False
 
     @property
     def source(self) -> str:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from ipykernel.zmqshell import ZMQInteractiveShell
 from IPython.core.events import EventManager
 from IPython.core.interactiveshell import ExecutionResult
+from traitlets import Type
 
 from nbdist.wire.control import Regroup, Resize
 from nbdist.wire.start import WorkerStart
@@ -32,6 +33,7 @@ from nbdist.wire.worker_environ import sharing_variables
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.compat.debugger import Debugger
 from nbdist.worker.group.group import Group
+from nbdist.worker.last_values import NotingHook
 from nbdist.worker.namespace import Namespace
 from nbdist.worker.publishing import LargeOutputs
 
@@ -239,6 +241,7 @@ class WorkerShell(ZMQInteractiveShell):
     """
 
     ready: Mapping[str, Any] = MappingProxyType({})
+    displayhook_class = Type(NotingHook)
 
     def init_events(self) -> None:
         """Have Stop end a cell at its events too; called by IPython at the start."""

@@ -111,7 +111,8 @@ class WorkerKernel(LeavesChildren):
             interrupts.begin()
             self._prepare(task, context)
             done = replace(done, received=True)
-            error, value = await self._work(task.work, context)
+            with context.shell.displayhook.noting() if task.keeps else nullcontext():
+                error, value = await self._work(task.work, context)
             bound = frozenset(context.bound)
             gone, imported = frozenset(context.gone), self.namespace.imported(bound)
             done = replace(done, bound=bound, imported=imported, gone=gone)
@@ -147,7 +148,7 @@ class WorkerKernel(LeavesChildren):
     async def _work(self, work: Work, context: Context) -> tuple[BaseException | None, Any]:
         """Do the work: the exception that ended it, which has been shown, or what an op returns."""
         if isinstance(work, Source):
-            return await self._run_source(work.text, context), None
+            return await self._run_source(work.text, context), context.shell.displayhook.take()
         is_users = work.op in USERS_CODE
         if is_users:
             self.peaks.begin()
@@ -168,8 +169,10 @@ class WorkerKernel(LeavesChildren):
         if reply["status"] == "ok":
             return None
         ran = shell.last_execution_result
-        error: BaseException | None = ran and (ran.error_before_exec or ran.error_in_exec)
-        return error or RuntimeError(reply["evalue"])
+        raised = (ran.error_before_exec, ran.error_in_exec) if ran is not None else ()
+        # One can be falsy: its class may have a length.
+        found = (error for error in raised if error is not None)
+        return next(found, RuntimeError(reply["evalue"]))
 
     async def _execute(self, text: str) -> Any:
         """Have ipykernel run a cell; return its reply."""
@@ -190,11 +193,15 @@ class WorkerKernel(LeavesChildren):
             number = cast("MarkingSession", self.session).number_of(error)
             said = [] if number else account(context.shell, int(self.ident), error)
             return replace(done, failure=failure_of(error, said), error_number=number)
-        if task.fetch:
-            values: Payload | None = self.namespace.fetch(task.fetch, task.id)
+        values: Payload | None
+        kept: int | None = None
+        if task.keeps:
+            values, kept = self.namespace.keep(value, task.id)
+        elif task.fetch:
+            values = self.namespace.fetch(task.fetch, task.id)
         else:
             values = self.namespace.pack(value, task.id, context.title)
-        return replace(done, status="ok", values=values)
+        return replace(done, status="ok", values=values, kept=kept)
 
     def raw_input(self, prompt: object = "") -> str:
         """Return what somebody types in the notebook: `input`, also in scripts and functions."""

@@ -14,10 +14,12 @@ from typing import Any
 
 from nbdist.output.events import NAME_PROBLEM
 from nbdist.wire.identity import Identity
-from nbdist.wire.payload import Payload, open_payload, packing, size_of
+from nbdist.wire.ops import Brought
+from nbdist.wire.payload import Packed, Payload, open_payload, packing, size_of
 from nbdist.wire.pickling import pickle, unpickle
 from nbdist.wire.shared_memory import Segment, Steps
 from nbdist.wire.unshippable import blame, fails_in
+from nbdist.worker.last_values import KeptValues
 from nbdist.worker.tracebacks import Problem
 
 MOVED_EVERY = 0.25
@@ -37,6 +39,7 @@ class Namespace:
         self._names = names
         self.ready: dict[str, Any] = {}
         self.say_moved: Callable[[int, int], None] = lambda done, total: None
+        self.last_values = KeptValues()
         self._lent: dict[str, list[Segment]] = {}
         self._taken: dict[str, dict[str, Any]] = {}
         self._identities: dict[str, Identity] = {}
@@ -84,11 +87,12 @@ class Namespace:
         return frozenset(values)
 
     def let_go(self, task_id: str) -> None:
-        """Release what this task sent back, which has been read, or what it took.
+        """Release what this task sent back, or has kept, which has been read, or what it took.
 
         Also on the control thread.
         """
         self._taken.pop(task_id, None)
+        self.last_values.let_go(task_id)
         for segment in self._lent.pop(task_id, ()):
             segment.close()
 
@@ -183,6 +187,40 @@ class Namespace:
 
         Raises what pickling raises.
         """
+        payload, segment = self._packed(value)
+        if segment is not None:
+            self._lent.setdefault(task_id, []).append(segment)
+        return payload
+
+    def keep(self, value: object, task_id: str) -> tuple[Payload | None, int | None]:
+        """Pack the last value of a cell as it is now: a small one, or the size of one that stays.
+
+        None for None.  What cannot be packed is no error of the cell's: `lend_kept` says why.
+        """
+        if value is None:
+            return None, None
+        try:
+            payload, segment = self._packed(value)
+        except Exception as error:  # noqa: BLE001 (a user's __reduce__ can raise anything)
+            path, kind, why, _ = blame("it", value, fails_in(self._names), error)
+            part = kind if path == "it" else f"{kind} in `{path}`"
+            self.last_values.keep(task_id, f"cannot be sent to the notebook ({part}): {why}")
+            return None, 0
+        if segment is None:
+            return payload, None
+        self.last_values.keep(task_id, segment)
+        return None, sum(segment.ref.sizes)
+
+    def lend_kept(self, of: str, task_id: str) -> Brought:
+        """Lend what was kept of a task, or say why there is nothing."""
+        if isinstance(found := self.last_values.find(of), str):
+            return Brought(problem=found)
+        # It stays until the notebook has read it: it could be stopped meanwhile.
+        lent = Segment.of_another(found.ref)
+        self._lent.setdefault(task_id, []).append(lent)
+        return Brought(packed=Payload(segment=lent.ref))
+
+    def _packed(self, value: object) -> Packed:
         pickled = pickle(value, self._names)
         total, say_at = size_of(pickled.frames), time.monotonic() + MOVED_EVERY
         with closing(Steps(packing(pickled.frames))) as steps:
@@ -190,10 +228,7 @@ class Namespace:
                 if (now := time.monotonic()) > say_at:
                     say_at = now + MOVED_EVERY
                     self.say_moved(done, total)
-        payload, segment = steps.made
-        if segment is not None:
-            self._lent.setdefault(task_id, []).append(segment)
-        return payload
+        return steps.made
 
 
 def _whence(value: Any) -> str:

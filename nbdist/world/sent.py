@@ -208,9 +208,14 @@ class SentTask:
         return frozenset().union(*(done.made for done in self._done().values()))
 
     def result(self) -> CellResult[Any]:
-        """Return what has become of it so far; does not raise for failed ranks."""
+        """Return what has become of it so far; does not raise for failed ranks.
+
+        Last values, which another may be unable to read, are for `value` one by one.
+        """
         values = {
-            rank: self._value(done) for rank, done in self._done().items() if done.status == "ok"
+            rank: None if self.task.keeps else self.value(done)
+            for rank, done in self._done().items()
+            if done.status == "ok"
         }
         seconds = self.transcript.elapsed(time.monotonic())
         errors = self.transcript.errors
@@ -266,14 +271,15 @@ class SentTask:
     def _done(self) -> dict[int, Done]:
         return {track.rank: track.done for track in self.transcript if track.done is not None}
 
-    def _value(self, done: Done) -> Any:
+    def value(self, done: Done) -> Any:
+        """Read what a rank has brought back."""
         if not isinstance(done.values, Payload):
             return None
         values = unpickle(open_payload(done.values), self.crew.namespace)
         values = as_read(values, done.values)
-        if not self.task.fetch:
-            return values
-        return values[self.task.fetch[0]] if len(self.task.fetch) == 1 else values
+        if len(self.task.fetch) == 1 and not self.task.keeps:
+            return values[self.task.fetch[0]]
+        return values
 
 
 def _is_of_stop(error: RankError) -> bool:

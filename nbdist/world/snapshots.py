@@ -151,7 +151,7 @@ def restore(
     running = commit(session, Call("snapshot.bind", wanted))
     session.wait(running)
     session.check(running)
-    bound = running.result().values.values()
+    bound = running.result().values()
     return Restored(snapshot, tuple(sorted(set().union(*bound))), on)
 
 
@@ -166,7 +166,7 @@ def _no_rank_has(names: Sequence[str], missing: Sequence[str]) -> str:
 def _call(session: Session, function: str, ranks: Sequence[int] | None, **arguments: Any) -> Any:
     """Return what a function of `nbdist.worker.ops.snapshot` returns on each of the ranks."""
     task = session.task(Call(f"snapshot.{function}", arguments), ranks=ranks)
-    return dict(session.run(task).values)
+    return dict(session.run(task).by_rank)
 
 
 def _problem(parts: Mapping[int, Written | Loaded]) -> str:

@@ -239,7 +239,7 @@ class World:
         asked = ranks if rank is None else (rank,)
         task = gathering.gather_task(self.session, names, asked)
         result = calling.outcome(self.session, self.session.submit(task))
-        found = gathering.read(self.session, task, result.values)
+        found = gathering.read(self.session, task, result.by_rank)
         values = [
             gathering.made_of(n, by, rank, join, dim) for n, by in zip(names, found, strict=True)
         ]

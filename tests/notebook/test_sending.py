@@ -21,17 +21,49 @@ def two() -> Iterator[Notebook]:
 
 
 def test_a_name_for_the_result(two: Notebook) -> None:
-    """It has the last value of each rank, which stays there until it is asked for."""
-    assert two.run("%%distributed -o result\ntorch.ones(2) * rank").errors == []
-    assert two.value("repr(result.values)") == "<LastValues of ranks 0-1, none is here>"
-    assert two.value("result.rank(1).tolist()") == [1.0, 1.0]
-    assert two.value("repr(result.values)") == (
-        "<LastValues of ranks 0-1, those of rank 1 are here>"
-    )
-    two.run("%%distributed\n'another'")
+    """It is a mapping from rank to the last value there, and shows what it has; so does `x;`."""
+    assert two.run("%%distributed -o result\nprint('said')\ntorch.ones(2) * rank").errors == []
+    assert two.value("result[1].tolist(), result.rank(0).tolist()") == ([1.0, 1.0], [0.0, 0.0])
+    assert two.value("[*result.keys()], len(result), len(result.items())") == ([0, 1], 2, 2)
     assert two.value("[each.tolist() for each in result]") == [[0.0, 0.0], [1.0, 1.0]]
+    assert two.value("result.stdout[1], result.stderr") == ("said\n", {0: "", 1: ""})
+    (shown,) = two.run("result").results
+    head, *values = shown["text/plain"].splitlines()
+    assert head.startswith("<CellResult of ranks 0-1, ")
+    assert values == ["{0: tensor([0., 0.]), 1: tensor([1., 1.])}>"]
     assert two.run("%%distributed -o nothing\nif rank: 5").errors == []
     assert two.value("[*nothing]") == [None, None]
+    assert body(two.run("%%distributed -o quiet\nrank + 5;")) == []
+    assert two.value("dict(quiet)") == {0: 5, 1: 6}
+
+
+def test_each_run_has_a_result_of_its_own(two: Notebook) -> None:
+    """Several runs of one notebook cell too: small values and big ones, as they were then."""
+    cell = """
+    results = []
+    for lr in (0.1, 0.2, 0.3):
+        for n in (1, 20_000):
+            get_ipython().run_cell_magic("distributed", "-o out", "torch.full((n,), lr + rank)")
+            results.append(out)
+    """
+    assert two.run(cell).errors == []
+    assert "<78.3 KiB, still on the rank>" in two.value("repr(results[1])")
+    for rank in (1, 0):
+        found = two.value(f"[round(each[{rank}][-1].item(), 1) for each in results]")
+        assert found == [round(lr + rank, 1) for lr in (0.1, 0.1, 0.2, 0.2, 0.3, 0.3)]
+
+
+def test_a_value_is_that_of_the_end_of_its_cell(two: Notebook) -> None:
+    """What a later cell changes in place changes no result; nor does a rank that is replaced."""
+    two.run("%%distributed -o small\nx = torch.zeros(2); x")
+    two.run("%%distributed -o big\ny = torch.zeros(20_000); y")
+    two.run("%%distributed\nx += 5; y += 5")
+    assert two.value("[each.tolist() for each in small]") == [[0.0, 0.0]] * 2
+    assert two.value("big[0].sum().item()") == 0.0
+    two.run("%dist_restart -r 1")
+    assert two.value("small[1].tolist(), big[0].sum().item()") == ([0.0, 0.0], 0.0)
+    said = two.run("big[1]").error
+    assert said.startswith("ValueLost: the last value of that cell on rank 1 is gone with its work")
 
 
 def test_the_result_of_a_cell_that_failed(two: Notebook) -> None:
@@ -40,16 +72,18 @@ def test_the_result_of_a_cell_that_failed(two: Notebook) -> None:
     assert two.value("failed.ok, [*failed.errors], failed.rank(0)") == (False, [1], 1.0)
 
 
-def test_a_value_that_is_gone(two: Notebook) -> None:
-    """With its worker, or since it was released: one line says how, and what stays."""
-    two.run("%%distributed -o old\nrank")
+def test_a_value_that_cannot_be_had(two: Notebook) -> None:
+    """The cell is none the worse for it, and one line says why, once somebody asks."""
+    two.run("%%distributed -o old\ntorch.ones(20_000)")
     two.run("%dist_clean")
     said = two.run("old.rank(0)").error
-    assert said.startswith("ValueLost: the last value of that cell on rank 0 is gone, by `%dist_c")
-    two.run("%%distributed -o old\nrank")
-    two.run("%dist_restart -r 1")
-    assert two.value("old.rank(0)") == 0
-    assert "on rank 1 is gone, with their workers." in two.run("old.rank(1)").error
+    assert said == (
+        "ValueLost: the last value of that cell on rank 0 is gone: `%dist_clean` released it. What "
+        "a cell binds to a variable stays, and `%dist_gather variable` brings it."
+    )
+    assert two.run("%%distributed -o odd\n[(n for n in 'ab')]").errors == []
+    said = two.run("odd[1]").error
+    assert "on rank 1 cannot be sent to the notebook (generator in `it[0]`): " in said
 
 
 def test_a_cell_that_takes_too_long(two: Notebook) -> None:

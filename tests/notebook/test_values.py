@@ -21,23 +21,24 @@ def values(asked: list[tuple[int, ...]]) -> LastValues:
         asked.append(ranks)
         return {rank: 10 * rank for rank in ranks}
 
-    return LastValues((0, 1, 3), bring)
+    return LastValues({0: None}, dict.fromkeys((1, 3, 4), "<80 KiB>"), bring)
 
 
 def test_only_what_is_asked_for(values: LastValues, asked: list[tuple[int, ...]]):
-    """The second time nothing is."""
-    assert repr(values) == "<LastValues of ranks 0-1,3, none is here>"
-    assert (values[3], values[3], len(values), [*values]) == (30, 30, 3, [0, 1, 3])
+    """To show them brings nothing, and what has been brought is not brought again."""
+    assert repr(values) == "{0: None, 1: <80 KiB>, 3: <80 KiB>, 4: <80 KiB>}"
+    assert (values[3], values[3], values[0]) == (30, 30, None)
+    assert (len(values), [*values]) == (4, [0, 1, 3, 4])
     assert asked == [(3,)]
-    assert repr(values) == "<LastValues of ranks 0-1,3, those of rank 3 are here>"
+    assert repr(values) == "{0: None, 1: <80 KiB>, 3: 30, 4: <80 KiB>}"
 
 
 def test_all_at_once(values: LastValues, asked: list[tuple[int, ...]]):
     """Those that are not here yet."""
     assert values[1] == 10
-    assert [*values.values()] == [0, 10, 30]
-    assert dict(values.items()) == {0: 0, 1: 10, 3: 30}
-    assert asked == [(1,), (0, 3)]
+    assert [*values.values()] == [None, 10, 30, 40]
+    assert dict(values.items()) == {0: None, 1: 10, 3: 30, 4: 40}
+    assert asked == [(1,), (3, 4)]
 
 
 def test_a_rank_that_did_not_run(values: LastValues, asked: list[tuple[int, ...]]):
@@ -49,4 +50,4 @@ def test_a_rank_that_did_not_run(values: LastValues, asked: list[tuple[int, ...]
 
 def test_elsewhere_it_is_a_mapping(values: LastValues):
     """A pickle has all values."""
-    assert pickle.loads(pickle.dumps(values)) == {0: 0, 1: 10, 3: 30}
+    assert pickle.loads(pickle.dumps(values)) == {0: None, 1: 10, 3: 30, 4: 40}

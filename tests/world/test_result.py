@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 
 import pytest
+from IPython.lib.pretty import pretty
 
 from nbdist.errors import UsageError
-from nbdist.output.events import Failure
+from nbdist.output.events import Failure, Text
 from nbdist.output.transcript import Transcript
-from nbdist.wire.task import Task
+from nbdist.wire.task import Call, Task
 from nbdist.world.result import CellResult
 
 HOSTS = {0: (socket.gethostname(), 0), 1: ("far", 0), 2: ("far", 1)}
@@ -22,7 +24,31 @@ def test_values_come_in_rank_order() -> None:
     """By rank, and one after the other; None is a value like any other."""
     assert (RESULT.rank(1), RESULT.rank(2)) == ("b", None)
     assert (list(RESULT), len(RESULT), RESULT.ok) == (["a", "b", None], 3, True)
+    assert (RESULT[0], dict(RESULT)) == ("a", {0: "a", 1: "b", 2: None})
+    assert ([*RESULT.keys()], [*RESULT.values()]) == ([0, 1, 2], ["a", "b", None])
+
+
+def test_it_shows_its_values() -> None:
+    """Those that were asked for, as much as fits into a line, or pretty in a notebook."""
     assert repr(RESULT) == "<CellResult of ranks 0-2, 0.5 s, ok>"
+    asked = replace(RESULT, task=Task("a", (0, 1, 2), Call("call")))
+    assert repr(asked) == "<CellResult of ranks 0-2, 0.5 s, ok: {0: 'a', 1: 'b', 2: None}>"
+    assert pretty(asked, max_width=40) == (
+        "<CellResult of ranks 0-2, 0.5 s, ok:\n{0: 'a', 1: 'b', 2: None}>"
+    )
+    long = repr(replace(asked, by_rank={0: "x" * 5000}))
+    assert long.endswith("more characters>")
+    assert len(long) < 2100
+
+
+def test_what_ranks_have_written() -> None:
+    """A text for each rank and stream, as a terminal would show it."""
+    said = Transcript((0, 1))
+    for output in (Text("stdout", "50%\r100%\nend\n"), Text("stderr", "\x1b[31mbad\x1b[0m\n")):
+        said.receive(1, output, 0.0)
+    result = replace(RESULT, transcript=said)
+    assert result.stdout == {0: "", 1: "100%\nend\n"}
+    assert result.stderr[1] == "bad\n"
 
 
 def test_a_rank_by_its_machine() -> None:

@@ -24,7 +24,7 @@ def test_what_it_has_bound_and_moved() -> None:
     task.moved = {0: Moved(1, 10), 1: Moved(2, 20)}
     assert task.bytes_moved == (3, 30)
     task.receive(0, Done("ok", 0.1, bound=frozenset({"x"})))
-    assert (task.made, task.result().values) == ({"x"}, {0: None})
+    assert (task.made, task.result().by_rank) == ({"x"}, {0: None})
     assert isinstance(task.error(), RanksNotStopped)  # the other has not ended it
 
 

@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 
 def clean(context: Context) -> Cleaned:
-    """Drop tracebacks, IPython's `Out` and `_`, cycles, torch's cached GPU memory.
+    """Drop tracebacks, IPython's `Out` and `_`, last values, cycles, torch's cached GPU memory.
 
     And give what is free then back to the machine, pinned memory too.  For the main thread,
     while no cell runs.
     """
     before, shell = _memory(), context.shell
+    context.namespace.last_values.clean()
     forget_errors(shell)
     _forget_shown(shell)
     gc.collect()

@@ -39,6 +39,11 @@ def gather(context: Context, expressions: Sequence[str]) -> Brought:
         return Brought(expressions[number], problem=problem)
 
 
+def last_value(context: Context, of: str) -> Brought:
+    """Lend the last value of a cell, which was kept under the id of its task."""
+    return context.namespace.lend_kept(of, context.task_id)
+
+
 def _first_to_blame(context: Context, values: Sequence[object]) -> tuple[int, object]:
     fails = fails_in(context.names)
     return next((each for each in enumerate(values) if fails(each[1])), (0, values[0]))
