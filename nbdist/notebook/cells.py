@@ -28,6 +28,7 @@ from nbdist.notebook.cell_source import (
 )
 from nbdist.notebook.options import at_once
 from nbdist.notebook.page import missed
+from nbdist.notebook.shipping.gathered import gathered_text
 from nbdist.notebook.shipping.plan import plan
 from nbdist.notebook.stale import stale_texts
 from nbdist.notebook.stops import met_stops, raised_stops
@@ -38,7 +39,7 @@ from nbdist.topology import parse_ranks
 from nbdist.wire.task import Source
 from nbdist.world.all_or_none import binding
 from nbdist.world.asking import ask, next_to_ask
-from nbdist.world.recovery import late_stop_text, stop_text
+from nbdist.world.recovery import late_stop_text, stop_text, undefined_name
 from nbdist.world.usage import usage_text
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from nbdist.notebook.job import Steps
     from nbdist.notebook.pool import Pool
     from nbdist.notebook.shipping.shipment import Shipment
+    from nbdist.output.events import RankError
     from nbdist.wire.task import Task, Work
     from nbdist.world.names import NameTable, Shipped
     from nbdist.world.result import CellResult
@@ -95,7 +97,8 @@ def source_steps(
     if options:
         setup = cell_key(pool.shell, source) if options.setup else ""
         how = run_options(world, options, setup)
-    pack = partial(plan, python, ranks=task.ranks, hidden=pool.shell.user_ns_hidden)
+    hidden = pool.shell.user_ns_hidden
+    pack = partial(plan, python, ranks=task.ranks, hidden=hidden, gathered=pool.gathered)
     return (yield from attempt_steps(pool, world, task, pack, display, how))
 
 
@@ -305,9 +308,17 @@ def check_end(
         _keep_why(pool, running)
         if isinstance(error, CellTimeout) and killed:
             error.add(stop_text(world.session, killed))
+        if not running.lacking and (why := _not_sent_text(pool, cause)):
+            error.add(why)
         if pool.routine.hint and isinstance(error, WorkerDied):
             error.add(f"{pool.routine.hint}.")
         raise error
+
+
+def _not_sent_text(pool: Pool, cause: tuple[int, RankError] | None) -> str:
+    """Say why ranks lack a variable that the notebook has; "" where that is not what failed."""
+    name = undefined_name(cause[1]) if cause else ""
+    return f"{gathered_text(name)}." if name in pool.gathered else ""
 
 
 def bring(

@@ -16,7 +16,7 @@ from nbdist.notebook.late import Ended
 from nbdist.notebook.options import check_same, given
 from nbdist.notebook.page import Page
 from nbdist.notebook.routine import Routine
-from nbdist.notebook.shipping.free_names import names_bound
+from nbdist.notebook.shipping.gathered import Gathered
 from nbdist.notebook.stops import IdleStop
 from nbdist.notebook.subshells import is_in_subshell
 from nbdist.notebook.why import Why, idle_end, why_died
@@ -55,11 +55,13 @@ class Pool:
         name: str,
         auto: AutoMode | None = None,
         stop: IdleStop | None = None,
+        gathered: Gathered | None = None,
     ) -> None:
         self.shell = shell
         self.settings = settings
         self.name = name
         self.auto = auto or AutoMode()
+        self.gathered = gathered or Gathered(shell.user_ns)
         self.world: World | None = None
         self.last: RunningTask | None = None
         self.ended = Ended()
@@ -256,24 +258,21 @@ class Pool:
 
     # --- while no cell runs ---------------------------------------------------------------
 
-    def notice_cell(self, raw_cell: str) -> None:
+    def notice_bound(self, names: Collection[str]) -> None:
         """Count what a cell of the notebook has bound as the notebook's."""
-        if self.world is None or raw_cell.lstrip().startswith(("%%distributed", "%%rank")):
-            return
-        try:
-            bound = names_bound(self.shell.transform_cell(raw_cell))
-        except SyntaxError:
-            return  # it bound nothing
-        self.world.session.names.bound_in_notebook(bound)
+        if self.world is not None:
+            own = [name for name in names if name not in self.gathered]
+            self.world.session.names.bound_in_notebook(own)
 
     def bind_gathered(
         self, found: Mapping[str, Any], theirs: Sequence[str], ranks: Collection[int]
     ) -> None:
-        """Bind here what these ranks have; names of `theirs` stay theirs in the next cell."""
+        """Bind here what these ranks have, names of `theirs` under the same name."""
         self.shell.user_ns.update(found)
+        self.gathered.add(found)
         if self.world is not None:
-            for name in theirs:
-                self.world.session.names.gathered(name, ranks)
+            for name in found:
+                self.world.session.names.gathered(name, ranks if name in theirs else ())
 
     def watch_prompt(self) -> None:
         """Notice what workers do while a terminal's prompt is open; called on its loop."""

@@ -10,6 +10,8 @@ from nbdist.errors import ForkedProcess, UsageError
 from nbdist.notebook.auto_mode import AutoMode
 from nbdist.notebook.idle import at_next_prompt
 from nbdist.notebook.pool import Pool
+from nbdist.notebook.shipping.free_names import names_bound
+from nbdist.notebook.shipping.gathered import Gathered
 from nbdist.notebook.stops import IdleStop
 
 if TYPE_CHECKING:
@@ -29,8 +31,8 @@ class Pools:
         self.settings = settings
         self.auto = AutoMode()
         self._stop = IdleStop()
-        default = Pool(shell, settings, DEFAULT_POOL, self.auto, self._stop)
-        self._pools = {DEFAULT_POOL: default}
+        self.gathered = Gathered(shell.user_ns)
+        self._pools = {DEFAULT_POOL: self._new(DEFAULT_POOL)}
 
     def __repr__(self) -> str:
         return f"<Pools {[*self]}>"
@@ -51,7 +53,7 @@ class Pools:
         if not name.replace("-", "_").isidentifier():
             raise UsageError(f"`--pool {name}`: a pool's name is a word, such as `--pool trainer`.")
         if name not in self._pools:
-            self._pools[name] = Pool(self.shell, self.settings, name, self.auto, self._stop)
+            self._pools[name] = self._new(name)
         return self._pools[name]
 
     def known(self, name: str | None) -> Pool | None:
@@ -63,10 +65,10 @@ class Pools:
         for pool in self:
             pool.show_background()
             at_next_prompt(self.shell, pool.watch_prompt)
-        raw_cell = getattr(result.info, "raw_cell", None)
-        if raw_cell:
-            for pool in self:
-                pool.notice_cell(raw_cell)
+        bound = self._bound_by(getattr(result.info, "raw_cell", None) or "")
+        self.gathered.bound_in_notebook(bound)
+        for pool in self:
+            pool.notice_bound(bound)
 
     def leave(self) -> None:
         """Have cells that run be left: the kernel is about to end; called in any thread."""
@@ -78,3 +80,17 @@ class Pools:
         """End at once all that the notebook has started; called when it ends."""
         for pool in self:
             pool.close()
+
+    def _new(self, name: str) -> Pool:
+        return Pool(self.shell, self.settings, name, self.auto, self._stop, self.gathered)
+
+    def _bound_by(self, raw_cell: str) -> frozenset[str]:
+        """Find the names that a cell may have bound in the notebook."""
+        has_worlds = any(pool.world is not None for pool in self)
+        is_theirs = raw_cell.lstrip().startswith(("%%distributed", "%%rank"))
+        if is_theirs or not (has_worlds or self.gathered.has_any):
+            return frozenset()
+        try:
+            return names_bound(self.shell.transform_cell(raw_cell))
+        except SyntaxError:
+            return frozenset()  # it bound nothing

@@ -22,11 +22,11 @@ from nbdist.wire.task import Call, Task
 from nbdist.wire.unshippable import PICKLING_ERRORS, blame, fails_in
 from nbdist.world.asking import ask, next_to_ask
 from nbdist.world.moving_line import MovingLine
+from nbdist.world.names import WORKERS_OWN
 from nbdist.world.result import CellResult
 from nbdist.world.running import RunningTask
 from nbdist.world.session import Session
 
-WORKERS_OWN = frozenset({"rank", "world_size", "local_rank", "device"})
 SCRIPT_NAMES = frozenset({"__file__"})
 """Names of Python's own in `__main__` that functions of a script read."""
 

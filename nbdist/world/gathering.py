@@ -12,6 +12,7 @@ from nbdist.wire.payload import open_payload
 from nbdist.wire.pickling import unpickle
 from nbdist.wire.task import Call, Task
 from nbdist.words import format_ranks, name_ranks, one_line
+from nbdist.world.names import WORKERS_OWN
 from nbdist.world.parts import Joining, join
 from nbdist.world.session import Session
 
@@ -87,7 +88,9 @@ def _missing_text(session: Session, name: str, found: Mapping[int, Brought]) -> 
         )
     everyone = len(lack) == session.size
     who = "no rank has" if everyone else f"{name_ranks(lack)} {_has_no(lack)}"
-    here = f"; the notebook has it: `%dist_push {name}`" if name in session.namespace else ""
+    here = ""
+    if name in session.namespace and name not in WORKERS_OWN:
+        here = f"; the notebook has it: `%dist_push {name}`"
     return f"{who} `{name}`{here}."
 
 

@@ -14,9 +14,16 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from nbdist.errors import UsageError
 from nbdist.output.events import Done
 from nbdist.wire.identity import Identity, is_atomic
 from nbdist.wire.kept import Kept
+
+WORKERS_OWN = frozenset({"rank", "world_size", "local_rank", "device"})
+"""Names that every worker binds to its own from its start."""
+
+WORKERS_MODULES = {"torch": "torch", "dist": "torch.distributed"}
+"""Modules that every worker has imported from its start, by the names that it has them under."""
 
 MOST_NAMES = 6
 """Names that a message lists before it only counts the others."""
@@ -122,8 +129,11 @@ class NameTable:
                 if isinstance(entry, Shipped | Own) and not _is_kept(entry.identity, value):
                     has[name] = replace(entry, identity=None)
 
-    def gathered(self, name: str, ranks: Collection[int]) -> None:
-        """Note that the notebook has bound what these ranks have; it stays theirs."""
+    def gathered(self, name: str, ranks: Collection[int] = ()) -> None:
+        """Note that the notebook has bound what these ranks have; it stays theirs.
+
+        So does what ranks have bound under the name that the notebook gave to something else.
+        """
         identity = Identity(self._value(name))
         for rank, has in self._ranks.items():
             entry = has.get(name)
@@ -275,6 +285,12 @@ def _losses(had: Iterable[Mapping[str, Entry]]) -> dict[str, Lost]:
     """List what is lost with processes that had this; what one has made goes before an import."""
     bound = ((n, e.whence) for has in had for n, e in has.items() if not isinstance(e, Shipped))
     return {n: Lost(whence) for n, whence in sorted(bound, key=lambda each: each[1] is None)}
+
+
+def check_are_free(names: Iterable[str], line: str) -> None:
+    """Raise UsageError where one of these names is each worker's own: none can be put there."""
+    if meant := [each for each in names if each in WORKERS_OWN or each in WORKERS_MODULES]:
+        raise UsageError(f"{line}: each worker has its own `{meant[0]}`; choose another name.")
 
 
 def list_names(names: Iterable[str], most: int = MOST_NAMES) -> str:

@@ -6,6 +6,7 @@ agent, take in whom it has now, advance the state, run the set-up cells in what 
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 import uuid
@@ -87,12 +88,37 @@ def end(workers: Workers, running: RunningTask) -> None:
 
 
 def _lacking_text(workers: Workers, running: RunningTask) -> str:
-    """Say where a module lies that a rank on another machine has not found; "" for none."""
+    """Say where there is what the first rank to fail has not found; "" for nothing.
+
+    A variable that other ranks have, or a module of the notebook's machine.
+    """
     cause = running.transcript.root_cause()
-    if not workers.is_elsewhere or cause is None or isinstance(cause[1], Died):
+    if cause is None or isinstance(cause[1], Died):
         return ""
-    host = workers.machines.name(cause[0])
-    return missing_text(cause[1].message, host, workers.folder, sys.path, workers.code)
+    rank, failure = cause
+    assert isinstance(failure, Failure)
+    if name := undefined_name(failure):
+        return _who_has(workers, name, rank)
+    if not workers.is_elsewhere:
+        return ""
+    host = workers.machines.name(rank)
+    return missing_text(failure.message, host, workers.folder, sys.path, workers.code)
+
+
+def undefined_name(error: RankError) -> str:
+    """Return the name that a NameError says is not defined; "" for other errors."""
+    if not isinstance(error, Failure) or error.name != "NameError":
+        return ""
+    found = re.match(r"name '(\w+)' is not defined", error.message)
+    return found[1] if found else ""
+
+
+def _who_has(workers: Workers, name: str, rank: int) -> str:
+    ranks = workers.names.ranks_with(name)
+    if not ranks or rank in ranks:
+        return ""
+    verb = "has" if len(ranks) == 1 else "have"
+    return f"{name_ranks(ranks)} {verb} `{name}`: `%dist_sync {name} --from {ranks[0]}`."
 
 
 def heal(workers: Workers) -> None:

@@ -15,6 +15,7 @@ from nbdist.wire.task import Call, Task
 from nbdist.wire.unshippable import PICKLING_ERRORS, fails_in, unshippable
 from nbdist.words import name_ranks
 from nbdist.world import parts
+from nbdist.world.names import check_are_free
 from nbdist.world.session import Session
 
 
@@ -39,6 +40,7 @@ class Scatter:
     ) -> None:
         if not name.isidentifier():
             raise UsageError(f"`{name}`: on the ranks a part needs a name, `--as x`.")
+        check_are_free([name], "`%dist_scatter`")
         self.name = name
         self.ranks = session.everyone if ranks is None else tuple(ranks)
         self._session = session

@@ -8,6 +8,7 @@ from nbdist.errors import BadRanks, UsageError, WorkerError
 from nbdist.output.events import NAME_PROBLEM, Failure
 from nbdist.wire.task import Call
 from nbdist.world.all_or_none import bind
+from nbdist.world.names import check_are_free
 from nbdist.world.session import Session
 
 
@@ -22,6 +23,7 @@ def sync(
         raise UsageError("`%dist_sync`: which names? `%dist_sync model opt --from 0`.")
     if bad := [name for name in names if not name.isidentifier()]:
         raise UsageError(f"`%dist_sync {bad[0]}`: a name is copied, not an expression.")
+    check_are_free(names, "`%dist_sync`")
     if not session.has_group and session.state.has_workers:
         raise UsageError(
             "`%dist_sync` copies through the process group, and these workers have none "

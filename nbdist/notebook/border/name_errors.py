@@ -10,6 +10,7 @@ from IPython.core.error import UsageError as IPythonUsageError
 from nbdist.config import DEFAULT_POOL
 from nbdist.notebook.border.habits import hint_on_magic
 from nbdist.words import name_ranks
+from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -17,12 +18,6 @@ if TYPE_CHECKING:
     from nbdist.notebook.command import Command
     from nbdist.notebook.pool import Pool
     from nbdist.notebook.pools import Pools
-
-READY = frozenset({"rank", "world_size", "local_rank", "device"})
-"""Names that every worker has from its start."""
-
-LIBRARIES = {"torch": "import torch", "dist": "import torch.distributed as dist"}
-"""What every worker has imported from its start."""
 
 
 class Border:
@@ -64,6 +59,8 @@ def hint_of(pool: Pool, name: str) -> str:
         if world.session.names.whence(name):
             return f"{lives}, or import it here too"
         return f"{lives}, or `%dist_gather{of_pool} {name}`"
-    if name in LIBRARIES:
-        return f"`{name}` is there on the workers: {begin}, or `{LIBRARIES[name]}` here"
-    return f"`{name}` is each worker's own: {begin}" if name in READY else ""
+    if name in WORKERS_MODULES:
+        of = WORKERS_MODULES[name]
+        here = f"import {of}" if of == name else f"import {of} as {name}"
+        return f"`{name}` is there on the workers: {begin}, or `{here}` here"
+    return f"`{name}` is each worker's own: {begin}" if name in WORKERS_OWN else ""

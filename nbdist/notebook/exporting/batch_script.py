@@ -25,11 +25,10 @@ from nbdist.notebook.exporting.script_text import (
     spaced,
 )
 from nbdist.notebook.shipping.free_names import names_bound, names_used
-from nbdist.notebook.shipping.plan import WORKERS_OWN
 from nbdist.wire.definitions import SYSTEM_NAMES
 from nbdist.wire.identity import is_atomic
 from nbdist.words import count
-from nbdist.world.names import list_names
+from nbdist.world.names import WORKERS_OWN, list_names
 from nbdist.world.past import Past, PastTask, Sent
 
 _ALWAYS_THERE = (frozenset(dir(builtins)) | {"__file__", "__name__", "__doc__", "DATA", "Path"}) - {

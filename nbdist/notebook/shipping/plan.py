@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nbdist.notebook.shipping.free_names import dotted_names, names_used
+from nbdist.notebook.shipping.gathered import gathered_text
 from nbdist.notebook.shipping.shipment import BIG, Shipment, format_size
 from nbdist.notebook.shipping.versions import (
     PICKLE_LIMIT,
@@ -27,10 +28,7 @@ from nbdist.wire.payload import size_of
 from nbdist.wire.pickling import Pickled, join, pickle
 from nbdist.wire.unshippable import PICKLING_ERRORS, fails_in, parts, unshippable
 from nbdist.words import count, name_ranks
-from nbdist.world.names import NameTable, Shipped
-
-WORKERS_OWN = frozenset({"rank", "world_size", "local_rank", "device"})
-_WORKERS_MODULES = {"torch": "torch", "dist": "torch.distributed"}
+from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN, NameTable, Shipped, check_are_free
 
 _MISSING = object()
 
@@ -40,15 +38,16 @@ def plan(
     table: NameTable,
     ranks: Iterable[int],
     hidden: Mapping[str, Any] | None = None,
+    gathered: Container[str] = (),
 ) -> Shipment | None:
     """Pack what has to go to `ranks` for this cell; None when they have it all.
 
     `source` is the cell after IPython's transformations, `hidden` IPython's table of
-    names that are not the user's (`shell.user_ns_hidden`).  A shipment without names has
-    something to say only.  Raises `VariableNotSent`, and SyntaxError; nothing has been
-    sent or recorded then.
+    names that are not the user's (`shell.user_ns_hidden`), `gathered` has names whose values
+    are the ranks'.  A shipment without names has something to say only.  Raises
+    `VariableNotSent`, and SyntaxError; nothing has been sent or recorded then.
     """
-    plan = _Plan(table, frozenset(ranks), hidden or {}, dotted_names(source))
+    plan = _Plan(table, frozenset(ranks), hidden or {}, dotted_names(source), gathered)
     plan.follow(names_used(source))
     return plan.shipment()
 
@@ -56,8 +55,11 @@ def plan(
 def push(names: Iterable[str], table: NameTable, ranks: Iterable[int]) -> Shipment | None:
     """Pack these names, and what their functions need, whatever the table says of them.
 
-    Raises `VariableNotSent`; KeyError for a name that the notebook lacks.
+    Raises `VariableNotSent`, UsageError for a name that each worker has of its own, and
+    KeyError for one that the notebook lacks.
     """
+    names = [*names]
+    check_are_free(names, "`%dist_push`")
     plan = _Plan(table, frozenset(ranks), {}, frozenset())
     plan.force(names)
     return plan.shipment()
@@ -90,12 +92,14 @@ class _Plan:
         ranks: frozenset[int],
         hidden: Mapping[str, Any],
         chains: frozenset[tuple[str, ...]],
+        gathered: Container[str] = (),
     ) -> None:
         self._table = table
         self._names = table.namespace
         self._ranks = ranks
         self._hidden = hidden
         self._chains = chains
+        self._gathered = gathered
         self._looks: dict[str, _Look] = {}
         self._notices: list[str] = []
 
@@ -126,15 +130,19 @@ class _Plan:
         value = self._names[name]
         if SYSTEM_NAMES.fullmatch(name) or self._hidden.get(name, _MISSING) is value:
             return False
-        if name in WORKERS_OWN:
-            if self._table.record(name) is None and self._table.is_first_notice(name):
-                self._notices.append(
-                    f"`{name}` of the notebook was not sent, every worker has its own; "
-                    f"`%dist_push {name}` sends it"
-                )
+        if name in self._gathered:
+            last = self._table.record(name)
+            has_pushed = last and last.identity and last.identity.is_still(value)
+            if last and not has_pushed:  # ranks have another one of before
+                self._note(name, gathered_text(name))
             return False
-        if self._is_workers_module(name, value):
-            return False
+        if name in WORKERS_OWN or name in WORKERS_MODULES:
+            if not self._is_workers_module(name, value):
+                own = WORKERS_MODULES.get(name, "its own")
+                self._note(name, f"Your notebook's `{name}` was ignored: each worker has {own}")
+                return False
+            if not self._submodules(name, value):
+                return False
         owners = self._table.ranks_that_own(name)
         without = self._ranks - owners - self._table.ranks_that_have(name)
         if owners and without and self._table.is_first_notice(name):
@@ -145,13 +153,12 @@ class _Plan:
         return not owners
 
     def _is_workers_module(self, name: str, value: Any) -> bool:
-        return (
-            name in _WORKERS_MODULES
-            and isinstance(value, types.ModuleType)
-            and value.__name__ == _WORKERS_MODULES[name]
-            and self._table.record(name) is None
-            and not self._submodules(name, value)
-        )
+        return isinstance(value, types.ModuleType) and value.__name__ == WORKERS_MODULES.get(name)
+
+    def _note(self, name: str, notice: str) -> None:
+        """Say it, once until the notebook binds the name again."""
+        if self._table.is_first_notice(name):
+            self._notices.append(notice)
 
     # --- how they are ---------------------------------------------------------------------
 

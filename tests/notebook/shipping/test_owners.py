@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from nbdist.errors import UsageError
 from nbdist.notebook.shipping.plan import push
 
 ALL = (0, 1)
@@ -74,22 +77,23 @@ def test_a_function_may_use_what_only_the_workers_have(house: Any) -> None:
     assert house.distributed("only_there = 1\nf()") == 1
 
 
-def test_the_workers_own_names_are_not_shipped(house: Any) -> None:
-    """`rank` stays the worker's; the user is told once, and how to send it."""
-    house.cell("rank = 99\ndef f(): return rank")
-    assert house.distributed("rank = 1\nf()") == 1
-    house.distributed("rank")
+def test_names_with_a_meaning_are_never_sent(house: Any) -> None:
+    """`rank`, `dist` and the like stay the worker's; the user is told once, push is refused."""
+    house.cell("rank = 99\nimport torch.distributions as dist\ndef f(): return rank, dist")
+    assert house.distributed("rank, dist = 1, 'group'\nf()") == (1, "group")
+    house.distributed("rank, dist")
+    house.cell("device = 'cpu'")
+    house.cell("torch = dist = 5")
+    assert house.names("rank, device, dist, torch") == set()
+    house.distributed("device = 'cuda:0'\ntorch = dist = 6\ndevice, dist, torch")
+    own = "was ignored: each worker has"
     assert house.notices == [
-        "`rank` of the notebook was not sent, every worker has its own; `%dist_push rank` sends it"
+        f"Your notebook's `dist` {own} torch.distributed",
+        f"Your notebook's `rank` {own} its own",
     ]
-    house.send(push(["rank"], house.table, ALL))
-    assert house.distributed("f()") == 99
-
-
-def test_dist_of_the_notebook_wins(house: Any) -> None:
-    """`torch` and `dist` go only if the notebook means something else by them."""
-    house.cell("dist = 5")
-    assert house.names("dist") == {"dist"}
+    for name in ("rank", "dist", "torch", "device", "world_size", "local_rank"):
+        with pytest.raises(UsageError, match=f"`%dist_push`: each worker has its own `{name}`"):
+            push([name], house.table, ALL)
 
 
 def test_the_same_torch_is_not_shipped(house: Any) -> None:
