@@ -14,7 +14,7 @@ Each line names what happened, indented under what also catches it:
         * :exc:`WrongVersion`: nbdist does not run with a library that is installed
         * :exc:`WorldNotStarted`: it takes workers and there are none
         * :exc:`WorldSizeMismatch`: `-n` differs from the workers that are running
-        * :exc:`NoRuntimeFolder`: there is no place for the sockets of a world
+        * :exc:`NoRuntimeFolder`: no folder can hold the sockets of the workers
         * :exc:`NotEnoughMemory`: values do not fit into shared memory
         * :exc:`ForkedProcess`: the workers belong to the process that this one was forked from
         * :exc:`WorldBusy`: the workers have not finished what they were given before
@@ -199,7 +199,7 @@ class WorldSizeMismatch(UsageError):
         of = f" --pool {pool}" if pool else ""
         super().__init__(
             f"{_are_running(running)}. `%dist_scale{of} {asked}` keeps their variables, "
-            f"`%dist_restart{of} -n {asked}` starts {asked} anew{some}."
+            f"`%dist_restart{of} -n {asked}` clears them{some}."
         )
 
 
@@ -210,7 +210,7 @@ class NoRuntimeFolder(UsageError):
         self.problems = problems
         listed = "; ".join(f"{one_line(place, 50)}: {why}" for place, why in problems.items())
         super().__init__(
-            f"there is no place for the sockets of a world ({listed}). "
+            f"no folder can hold the sockets of the workers ({listed}). "
             "Set XDG_RUNTIME_DIR to a folder with a short path and 1 MB of room."
         )
 
@@ -224,9 +224,10 @@ class NotEnoughMemory(UsageError):
     def __init__(self, size: int, where: str, limit: int, free: int) -> None:
         self.size, self.where, self.limit, self.free = size, where, limit, free
         super().__init__(
-            f"{_gigabytes(size)} to be sent take as much shared memory, and of the "
-            f"{_gigabytes(limit)} that {where} may use {_gigabytes(free)} are free. Load them on "
-            "the workers, send less, or raise the limit."
+            f"sending {_gigabytes(size)} needs as much shared memory, but only "
+            f"{_gigabytes(free)} of "
+            f"the {_gigabytes(limit)} that {where} may use are free. Load the data on the workers, "
+            "send less, or raise the limit."
         )
 
 
@@ -235,7 +236,8 @@ class ForkedProcess(UsageError):
 
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"{what}: this process is a forked child of the notebook, to which the workers belong. "
+            f"{what}: this process is a forked child of the notebook, and the workers belong to "
+            f"the notebook. "
             "Call it in the notebook itself; a new `nbdist.World(n)` works here too."
         )
 
@@ -247,8 +249,8 @@ class WorldBusy(UsageError):
         self.ranks = tuple(ranks)
         verb = "is" if len(self.ranks) == 1 else "are"
         super().__init__(
-            f"{name_ranks(self.ranks)} {verb} still running an earlier cell, for {seconds:.1f} s "
-            "now. Wait for it, stop it with `%dist_interrupt`, or start anew with `%dist_restart`."
+            f"{name_ranks(self.ranks)} {verb} still running an earlier cell ({seconds:.1f} s)."
+            " Wait for it, stop it with `%dist_interrupt`, or restart with `%dist_restart`."
         )
 
 
@@ -261,10 +263,10 @@ class RanksNotStopped(UsageError):
         verb = "has" if len(self.ranks) == 1 else "have"
         them = "it" if len(self.ranks) == 1 else "them"
         super().__init__(
-            f"{name_ranks(self.ranks)} {verb} not ended the cell yet that was stopped"
-            f"{f' ({doing})' if doing else ''}; all variables are kept. The next cell waits for "
+            f"{name_ranks(self.ranks)} {verb} not stopped yet"
+            f"{f' ({doing})' if doing else ''}; no variables were lost. The next cell waits for "
             f"{them}; `%dist_interrupt` presses Stop again, and "
-            f"`%dist_restart -r {format_ranks(self.ranks)}` starts {them} anew."
+            f"`%dist_restart -r {format_ranks(self.ranks)}` restarts {them}."
         )
 
 
@@ -273,8 +275,8 @@ class WorldBroken(UsageError):
 
     def __init__(self, why: str) -> None:
         super().__init__(
-            f"the workers could not form their group anew: {why}. "
-            "`%dist_restart` starts all workers anew."
+            f"the workers could not rebuild their process group: {why}. "
+            "`%dist_restart` restarts all workers."
         )
 
 
@@ -415,7 +417,9 @@ class RanksReleased(WorkerError):
     ) -> None:
         """`why` says who waited in what, and why in vain."""
         self._keep(rank, host, pid, errors)
-        NbdistError.__init__(self, f"{why}. Who waited was freed; all variables are kept.")
+        NbdistError.__init__(
+            self, f"{why}. The waiting ranks were released; no variables were lost."
+        )
 
 
 class CellTimeout(NbdistError, TimeoutError):
@@ -427,12 +431,12 @@ class CellTimeout(NbdistError, TimeoutError):
         """`where` says where its ranks were then, `late` are those that have not left it yet."""
         self.late, self.killed = tuple(late), tuple(killed)
         doing = f": {where}" if where else ""
-        kept = "" if self.killed else "; all variables are kept"
-        said = f"the cell was stopped after {seconds:g} s, as `--timeout` says{doing}{kept}."
+        kept = "" if self.killed else "; no variables were lost"
+        said = f"the cell was stopped by `--timeout {seconds:g}`{doing}{kept}."
         super().__init__(said)
         if self.late:
             verb = "has" if len(self.late) == 1 else "have"
-            self.add(f"{name_ranks(self.late)} {verb} not ended it yet; the next cell waits.")
+            self.add(f"{name_ranks(self.late)} {verb} not stopped yet; the next cell waits.")
 
 
 class JobTimeout(NbdistError, TimeoutError):
@@ -440,14 +444,14 @@ class JobTimeout(NbdistError, TimeoutError):
 
     def __init__(self, title: str, seconds: float, doing: str) -> None:
         where = f": {doing}" if doing else ""
-        super().__init__(f"{title} has not ended within {seconds:g} s{where}; it runs on.")
+        super().__init__(f"{title} is still running after {seconds:g} s{where}.")
 
 
 class JobLost(NbdistError):
     """A cell that was sent with `--no-wait` ended with its workers; `why` says what ended them."""
 
     def __init__(self, title: str, seconds: float, why: str) -> None:
-        super().__init__(f"{title} was ended after {seconds:.1f} s, with its workers: {why}.")
+        super().__init__(f"{title} was lost after {seconds:.1f} s: {why}.")
 
 
 class ValueLost(NbdistError, LookupError):
@@ -477,7 +481,7 @@ class AgentLost(NbdistError):
         self.exit_code = exit_code
         super().__init__(
             f"the agent on {host} {word_exit(exit_code)}, and its workers ended with it. "
-            "`%dist_restart` starts new ones; the variables of the old ones are lost."
+            "`%dist_restart` starts new workers; the variables are lost."
         )
 
 
@@ -490,8 +494,7 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, ranks: Iterable[int], killed: Iterable[int] = (), fate: str = "") -> None:
         self.ranks = tuple(ranks)
         self.killed = tuple(killed)
-        verb = "has" if len(self.ranks) == 1 else "have"
-        said = f"{name_ranks(self.ranks)} {verb} stopped; all variables are kept."
+        said = f"Stopped on {name_ranks(self.ranks)}. No variables were lost."
         if fate:
             said = f"Stopped. {_sentence(fate)}"
         super().__init__(said if self.ranks or fate else "no workers were started.")

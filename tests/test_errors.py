@@ -56,8 +56,8 @@ EVERY_ERROR = [
     worker_died(),
     errors.RanksReleased(0, "node1", 4711, {0: Failed(0)}, "rank 0 waits in barrier, line 2"),
     errors.CellTimeout(30.0, "rank 0 waits in barrier, line 2", [1]),
-    errors.JobTimeout("`job` (sent with --no-wait)", 5.0, "rank 0 waits in barrier, line 2"),
-    errors.JobLost("`job` (sent with --no-wait)", 12.3, "they were started anew"),
+    errors.JobTimeout("`job`", 5.0, "rank 0 waits in barrier, line 2"),
+    errors.JobLost("`job`", 12.3, "its workers were restarted"),
     errors.ValueLost([1], "is gone with its worker"),
     errors.LocalCellError(ValueError("bad shard"), 4),
     errors.AgentLost("node1", -9),
@@ -145,26 +145,26 @@ def test_ipython_shows_the_line_and_no_traceback():
         (
             errors.WorldSizeMismatch(8, 4),
             "8 workers are running. `%dist_scale 4` keeps their variables, `%dist_restart -n 4` "
-            "starts 4 anew, `-r 0-3` runs on some.",
+            "clears them, `-r 0-3` runs on some.",
         ),
         (
             errors.WorldSizeMismatch(1, 8),
             "1 worker is running. `%dist_scale 8` keeps their variables, `%dist_restart -n 8` "
-            "starts 8 anew.",
+            "clears them.",
         ),
         (
             errors.WorldBusy([2], 3),
-            "rank 2 is still running an earlier cell, for 3.0 s now. Wait for it, stop it "
-            "with `%dist_interrupt`, or start anew with `%dist_restart`.",
+            "rank 2 is still running an earlier cell (3.0 s). Wait for it, stop it "
+            "with `%dist_interrupt`, or restart with `%dist_restart`.",
         ),
         (
             errors.RanksNotStopped([0, 1]),
-            "ranks 0-1 have not ended the cell yet that was stopped; all variables are kept. The "
+            "ranks 0-1 have not stopped yet; no variables were lost. The "
             "next cell waits for them; `%dist_interrupt` presses Stop again, and "
-            "`%dist_restart -r 0-1` starts them anew.",
+            "`%dist_restart -r 0-1` restarts them.",
         ),
-        (errors.Interrupted([0, 1, 3]), "ranks 0-1,3 have stopped; all variables are kept."),
-        (errors.Interrupted([2]), "rank 2 has stopped; all variables are kept."),
+        (errors.Interrupted([0, 1, 3]), "Stopped on ranks 0-1,3. No variables were lost."),
+        (errors.Interrupted([2]), "Stopped on rank 2. No variables were lost."),
         (errors.Interrupted([]), "no workers were started."),
         (
             errors.VariableNotSent("f", "f", "generator", "it cannot be copied", "use a list"),

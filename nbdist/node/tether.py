@@ -264,7 +264,7 @@ class Tether:
             if wanted.version != __version__:
                 return Refused(f"it is of nbdist {__version__}, and this is {wanted.version}")
             if held.notebook:
-                return Refused(f"the notebook of process {held.notebook} has it")
+                return Refused(f"the notebook of process {held.notebook} uses it")
             if self._end is None and not self._record.changes:
                 break
             if time.monotonic() > deadline:

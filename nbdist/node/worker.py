@@ -69,7 +69,7 @@ class Worker:
         self._start = start
         self._emit = emit
         self._errors_sent: set[int] = set()  # the numbers of the cell's error messages
-        self._asks: dict[int, InputRequest] = {}  # what it waits for somebody to type
+        self._asks: dict[int, InputRequest] = {}  # what it waits for your input
         self._stopped_task = ""
         self._busy_since = 0.0
         self._oom_kills: OomKills | None = None

@@ -99,5 +99,7 @@ class Background:
 
 
 def _waits_text(job: Job) -> str:
-    seconds = f"{job.seconds:.0f} s so far"
-    return f"waits for {job.title}, {seconds}; Stop ends this wait, and that cell runs on"
+    return (
+        f"Waiting for {job.title} ({job.seconds:.0f} s). "
+        "Stop cancels this cell only; that one keeps running."
+    )

@@ -87,7 +87,7 @@ class CellDisplay(Protocol):
         """Whether what has been shown can still be shown otherwise."""
 
     def end_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
-        """Show what a rank has said after the end, if it can change."""
+        """Show what a rank has printed after the end, if it can change."""
 
 
 class PanelDisplay:

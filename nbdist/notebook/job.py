@@ -128,14 +128,14 @@ class Job:
     def title(self) -> str:
         """What it is called, where it has no name too."""
         if self._name:
-            return f"`{self._name}` (sent with --no-wait)"
-        return "the cell that was sent with --no-wait"
+            return f"`{self._name}`"
+        return "the cell sent with --no-wait"
 
     @property
     def runs_on(self) -> str:
         """What is said where Stop has ended a wait for it."""
         again = "Stop again, or " if self._place.is_known else ""
-        return f"{self.title} runs on: {again}`%dist_interrupt` stops it"
+        return f"{self.title} keeps running: {again}`%dist_interrupt` stops it"
 
     @property
     def seconds(self) -> float:

@@ -90,7 +90,7 @@ class Ended:
 
 
 def late_texts(late: Iterable[tuple[int, Output]]) -> list[str]:
-    """Write `ranks 0-1 said after their last cell: bye`, where it cannot be shown there."""
+    """Write `ranks 0-1 printed after their last cell: bye`, where it cannot be shown there."""
     said: dict[int, str] = {}
     for rank, output in late:
         said[rank] = said.get(rank, "") + _text_of(output)
@@ -103,7 +103,7 @@ def _worded(ranks: list[int], text: str) -> str:
     whose = "its" if len(ranks) == 1 else "their"
     more = len(text) - MOST_CHARACTERS
     shown = text if more <= 0 else f"{text[:MOST_CHARACTERS]} … {more:,} more characters"
-    return f"{name_ranks(ranks)} said after {whose} last cell: {shown}"
+    return f"{name_ranks(ranks)} printed after {whose} last cell: {shown}"
 
 
 def _text_of(output: Output) -> str:

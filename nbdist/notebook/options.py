@@ -74,7 +74,7 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def at_once(options: argparse.Namespace) -> dict[str, Any]:
-    """Take those of them that workers can be given which are there already."""
+    """Take those of them that workers can be given which exist already."""
     return {name: value for name, value in given(options).items() if OPTIONS[name].at_once}
 
 

@@ -23,7 +23,7 @@ from nbdist.notebook.why import Why, idle_end, why_died
 from nbdist.words import count, name_ranks
 from nbdist.world.names import list_names
 from nbdist.world.recovery import healing_text, scaled_text
-from nbdist.world.renumbering import size_text
+from nbdist.world.renumbering import moved_text
 from nbdist.world.states import State
 from nbdist.world.world import World
 
@@ -70,7 +70,6 @@ class Pool:
         self.failed_at = 0.0
         self.routine = Routine()
         self.page = Page()
-        self._size = 0  # as it was last shown
         self._displayed_in = 0  # so many cells had been typed then
         self._link: Link | None = None
         self._idle = IdleWatch(self._notice)
@@ -158,17 +157,14 @@ class Pool:
         if self.world is not None:
             _complete_shutdown(self.world)
             _wait_for_stop(self.world, display)
-            if self._mend(self.world, display):
-                self._size = self.world.size
+            self._mend(self.world, display)
         self.show_late()
         for text in self.ended.take_texts():
             display.note(text)
         if self.world is None or self.world.state is State.STOPPED:
             return None
-        before, self._size = self._size, self.world.size
-        moved = self.world.session.take_moved()
-        if before != self._size or moved:
-            display.note(size_text(before, self._size, moved))
+        if moved := self.world.session.take_moved():
+            display.note(moved_text(moved))
         return self.world
 
     def attach(self, world: World) -> None:
@@ -190,7 +186,7 @@ class Pool:
             _complete_shutdown(world)
             display.wait_for("restarting")
             world.restart(keep=keep, **changes)
-            self.background.lose("they were started anew")
+            self.background.lose("its workers were restarted")
             self._started(world)
             if changes and world.session.warning:
                 display.note(world.session.warning)
@@ -199,7 +195,7 @@ class Pool:
     def shutdown(self) -> bool:
         """End the workers and the agent; say whether there were workers."""
         had_workers, link = self.has_workers, self._link
-        self.background.lose("they were shut down")
+        self.background.lose("its workers were shut down")
         self._link = None
         self._idle.stop()
         if link is not None:
@@ -252,7 +248,7 @@ class Pool:
 
     def _started(self, world: World) -> None:
         """Take note of new workers."""
-        self.world, self._size = world, world.size
+        self.world = world
         self.ended.forget()
         self._watch_while_idle()
 
@@ -291,7 +287,7 @@ class Pool:
             self.show_late()
 
     def show_late(self, *, at_once: bool = True) -> None:
-        """Show what ranks have said after their cells, below these."""
+        """Show what ranks have printed after their cells, below these."""
         if self.world is not None:
             self.ended.receive(self.world.session.take_late())
             self.ended.show(self.log_files(), at_once=at_once)
@@ -309,19 +305,15 @@ class Pool:
         if world.session.lost is not None:
             display.note(str(world.session.lost))
 
-    def _mend(self, world: World, display: CellDisplay) -> bool:
-        """Replace workers that died while no cell was running, take in machines, and say so.
-
-        True where it was said how many workers there are now.
-        """
+    def _mend(self, world: World, display: CellDisplay) -> None:
+        """Replace workers that died while no cell was running, take in machines, and say so."""
         world.session.receive_waiting()
         if not world.session.is_idle:
-            return False
+            return
         machines, dead = world.session.machines, dict(world.session.dead)
         came = list_names(world.session.have_come)
         world.session.heal()
-        has_grown = bool(came) and not world.session.have_come
-        if has_grown:
+        if came and not world.session.have_come:
             display.note(f"{came} came · {scaled_text(world.session)}")
         dead = {rank: died for rank, died in dead.items() if rank not in world.session.dead}
         dead |= world.session.take_replaced()
@@ -332,7 +324,6 @@ class Pool:
             display.note(healing_text(world.session, dead).rstrip("."))
             if self.routine.hint:
                 display.note(self.routine.hint)
-        return has_grown
 
 
 def _complete_shutdown(world: World) -> None:

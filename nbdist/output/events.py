@@ -98,7 +98,7 @@ LEFT_DEBUGGER = "BdbQuit"
 """The same where somebody left the debugger, which ends the task."""
 
 
-IGNORES_STOP = "it did not listen to Stop"
+IGNORES_STOP = "it ignored Stop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Died:
     def end(self) -> str:
         """How it ended, as a verb: `was killed by SIGKILL`."""
         if self.by_stop:
-            return "did not listen to Stop and was killed"
+            return "ignored Stop and was killed"
         if self.exit_code is None:
             return "was lost"
         return word_exit(self.exit_code)

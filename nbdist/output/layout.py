@@ -161,7 +161,7 @@ def live_layout(
     shows this layout for ever.
 
     Ranks that are at a progress bar are in one table.  Of many ranks that differ only the failed,
-    and those that wait for somebody to type, have blocks, the others a row for each distinct
+    and those that wait for your input, have blocks, the others a row for each distinct
     last line.  Who waits so stands last, and the rank whose `turn` it is after all others: what is
     typed goes below.
     """

@@ -24,7 +24,7 @@ def show_worlds() -> int:
     """Print all worlds, a line each; 1 where there is none."""
     found = worlds()
     if not found:
-        sys.stdout.write("no worlds of yours are running on this machine\n")
+        sys.stdout.write("none of your worlds is running on this machine\n")
         return 1
     rows = [HEADINGS, *(row_of(each) for each in found)]
     widths = [max(len(row[at]) for row in rows) for at in range(len(HEADINGS))]
@@ -47,12 +47,14 @@ def kill_world(name: str) -> int:
     """End a world and all that belongs to it; UsageError where none, or several, are called so."""
     called = [each for each in worlds() if each.is_called(name)]
     if not called:
-        raise UsageError(f"`nbdist kill {name}`: no world of yours on this machine is called so.")
+        raise UsageError(
+            f"`nbdist kill {name}`: none of your worlds on this machine has this name."
+        )
     if len(called) > 1:
         processes = ", ".join(str(each.agent) for each in called)
         raise UsageError(
-            f"`nbdist kill {name}`: {len(called)} worlds are called so. "
-            f"The number of its process stands for one: {processes}."
+            f"`nbdist kill {name}`: {len(called)} worlds have this name. "
+            f"Use the number of its process: {processes}."
         )
     (found,) = called
     is_over = end(found.agent, found.held.guard)

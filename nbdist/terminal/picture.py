@@ -14,7 +14,7 @@ from nbdist.world.status_table import rows
 from nbdist.world.usage import usage_text
 
 NONE = (
-    "no world of yours runs on this machine: `%%distributed -n 4` in a notebook starts one,"
+    "none of your worlds runs on this machine: `%%distributed -n 4` in a notebook starts one,"
     " after `%load_ext nbdist`"
 )
 

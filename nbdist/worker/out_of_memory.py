@@ -52,7 +52,7 @@ def account_lines(rank: int, memory: Memory) -> list[str]:
         lines.append("  … there was no time to look at everything: `%dist_memory`")
     if memory.kept:
         size = size_text(memory.kept_size)
-        lines.append(f"Only this traceback, or `Out`, holds {size} (`%dist_clean` lets go of it):")
+        lines.append(f"Only this traceback, or `Out`, holds {size} (`%dist_clean` releases it):")
         lines += _listed(memory.kept)
     return lines
 

@@ -61,7 +61,7 @@ def _link_to(found: Found) -> tuple[Link, AttachedAgent]:
             link.detach()
             raise
     except (OSError, BadFrame) as error:
-        raise UsageError(f"World {found.name} cannot be had: {error}.") from None
+        raise UsageError(f"World {found.name} cannot be attached to: {error}.") from None
 
 
 def _admitted(found: Found, socket: str) -> AttachedAgent:
@@ -70,7 +70,7 @@ def _admitted(found: Found, socket: str) -> AttachedAgent:
         answer = asking.ask(Attach(__version__, os.getpid(), socket))
         if not isinstance(answer, Admitted):
             why = answer.why if isinstance(answer, Refused) else "its agent says something else"
-            raise UsageError(f"World {found.name} cannot be had: {why}.")
+            raise UsageError(f"World {found.name} cannot be attached to: {why}.")
         return AttachedAgent(found, asking, answer)
     except BaseException:
         asking.close()

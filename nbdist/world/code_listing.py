@@ -106,7 +106,7 @@ class LeftOut:
         listed = ", ".join(named[:-1]) + (" and " if named[1:] else "") + named[-1]
         return (
             f"`--sync-code` leaves out {listed}: checkpoints, data, and what is larger than "
-            f"{size_text(LARGEST)}. `!{largest[0]}` in {IGNORE_FILE} sends it along."
+            f"{size_text(LARGEST)}. `!{largest[0]}` in {IGNORE_FILE} sends it."
         )
 
 

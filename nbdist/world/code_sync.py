@@ -43,7 +43,7 @@ class CodeSync:
         self._told = ""
 
     def __repr__(self) -> str:
-        state = "shared" if self.is_shared else "kept in step" if self._sent else "not sent"
+        state = "shared" if self.is_shared else "in sync" if self._sent else "not sent"
         return f"<CodeSync {self.listing} {state}>"
 
     def take_note(self) -> str:
@@ -66,7 +66,7 @@ class CodeSync:
                 return
             if (yield from self._bring(asks)):
                 return
-        raise CodeNotSent("", "files in it change all the time")
+        raise CodeNotSent("", "files in it keep changing")
 
     def _bring(self, asks: Asks) -> Generator[Starting, None, bool]:
         """Bring the files as they were at the last look; say whether they still were."""

@@ -45,7 +45,7 @@ LONGEST_FLIGHT = 10.0
 TCP sends a packet again after 0.2 s, and after twice as long each time.
 """
 
-ABORTED = "Freed"
+ABORTED = "Released"
 """`Failure.name` of a rank whose collective was aborted."""
 
 CELL_LINE = re.compile(r"Cell In\[\d+\], line (\d+)")
@@ -176,12 +176,12 @@ def never_meet(places: Mapping[int, Place]) -> bool:
 def verdict(places: Mapping[int, Place]) -> str:
     """Say what these ranks, all that there are, wait for that can never come.
 
-    `ranks 1-2 are in barrier (line 2), rank 0 in all_reduce (line 3): these never meet`.
+    `ranks 1-2 are in barrier (line 2), rank 0 in all_reduce (line 3): these calls do not ...`.
     """
     if not never_meet(places):
-        return differing(places) or f"{_where(places)}: all wait for one another"
+        return differing(places) or f"{_where(places)}: all ranks wait for each other"
     met = _first(places, lambda each: each.name)
-    said = f"{_where(places)}: these never meet"
+    said = f"{_where(places)}: these calls do not match and would wait forever"
     if any(each.is_done or places[rank].operation != each.name for rank, each in met.items()):
         said += f"; the first that differ: {_each(met, lambda each: each.name)}"
     return said
@@ -305,17 +305,29 @@ def waits_text(places: Mapping[int, Place], source: str = "") -> str:
     )
 
 
+def released_text(places: Mapping[int, Place]) -> str:
+    """Write `ranks 0-2 were waiting in all_reduce (line 6) and were released`."""
+    found = fold_ranks({rank: _spot(place) for rank, place in places.items()})
+    waited = (f"{name_ranks(each)} {_was(each)} waiting in {spot}" for spot, each in found.items())
+    return f"{', '.join(waited)} and {_was(places)} released"
+
+
+def _was(ranks: Collection[int]) -> str:
+    return "was" if len(ranks) == 1 else "were"
+
+
 def in_one_line(failure: Failure, aborted: Place | None, script: Script | None) -> Failure:
     """Shorten what torch says at length where connections have ended.
 
     By an abort, while the rank waited in the place `aborted`, else with a dead rank.
     """
     if aborted is not None:
-        said = f"waited in {waited_text(aborted)} and was freed"
+        said = f"it waited in {waited_text(aborted)}"
     else:
-        said = f"waited for a rank that has ended{_line_in(failure, script)} and was freed"
-    said += "; all variables are kept"
-    return Failure(ABORTED, said, (said,), failure.time_ns, connections="ended")
+        said = f"it waited for a rank that died{_line_in(failure, script)}"
+    said += "; no variables were lost"
+    text = f"{ABORTED}: {said}"
+    return Failure(ABORTED, said, (text,), failure.time_ns, connections="ended")
 
 
 def _line_in(failure: Failure, script: Script | None) -> str:
@@ -348,7 +360,7 @@ def _doing(place: Place, source: str = "") -> str:
     if place.operation:
         return f"wait in {place.operation}, {line}"
     if place.asks:
-        return f"wait for somebody to type, {line}"
+        return f"wait for your input, {line}"
     if place.is_cleaning_up:
         return f"cleaning up after Stop, {line}"
     lines = source.splitlines()[max(0, place.line - 1) : place.line]

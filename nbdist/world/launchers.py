@@ -24,5 +24,5 @@ def module_of(launcher: str) -> str:
     """Say what to start here for a launcher; UsageError, with those there are, for none."""
     names = launcher_names()
     if launcher not in names:
-        raise UsageError(f"`--launcher {launcher}`: there are only {', '.join(names)}.")
+        raise UsageError(f"`--launcher {launcher}`: available: {', '.join(names)}.")
     return AGENT if launcher == LOCAL else HEAD

@@ -306,7 +306,7 @@ class Link:
             yield from self._until_done(self._hello, HELLO_TIMEOUT, tick)
             hello = self._hello.result()
         except FutureTimeoutError:
-            raise self._start_error(f"said nothing within {HELLO_TIMEOUT:.0f} s") from None
+            raise self._start_error(f"did not answer within {HELLO_TIMEOUT:.0f} s") from None
         except AgentLost as lost:
             raise self._start_error("ended at once") from lost
         except OSError as error:

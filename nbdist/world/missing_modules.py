@@ -26,12 +26,12 @@ def missing_text(
         return ""
     if (file := _file_in(folder, found[1])) is not None:
         if code is None:
-            where = "lies in the notebook's folder, which"
+            where = "is in the notebook's folder, which"
             return f"`{file}` {where} {host} does not have: `--sync-code` sends it."
         why = code.listing.why_not(file)
         return why and (
-            f"`{file}` lies in the notebook's folder, but `--sync-code` leaves it out: {why}. "
-            f"`!{file}` in {IGNORE_FILE} sends it along."
+            f"`{file}` is in the notebook's folder, but `--sync-code` leaves it out: {why}. "
+            f"`!{file}` in {IGNORE_FILE} sends it."
         )
     module = found[1].partition(".")[0]
     spec = PathFinder.find_spec(module, [entry for entry in path if entry])
@@ -41,7 +41,7 @@ def missing_text(
     if PACKAGES.match(origin):
         return f"`{module}` is installed on the notebook's machine, but not on {host}."
     place = str(Path(origin).parent if spec and spec.submodule_search_locations is None else origin)
-    return f"`{module}` lies in {place}, which {host} does not have: it has to be installed there."
+    return f"`{module}` is in {place}, which {host} does not have: install it there."
 
 
 def _file_in(folder: Path, module: str) -> str | None:

@@ -62,7 +62,7 @@ def _cutter(name: str, value: Any, dim: int | None) -> tuple[int, Part]:
     if _is_array(value):
         return _cutter_of_array(name, value, dim or 0)
     if dim:
-        raise UsageError(f"`{name}` ({type_name(value)}) has no dimension {dim} to cut.")
+        raise UsageError(f"`{name}` ({type_name(value)}) has no dimension {dim} to split.")
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
         return len(value), lambda start, end: value[start:end]
     if hasattr(value, "iloc"):  # DataFrame and Series of pandas
@@ -70,8 +70,9 @@ def _cutter(name: str, value: Any, dim: int | None) -> tuple[int, Part]:
     if hasattr(value, "select") and hasattr(value, "__len__"):  # Dataset of Hugging Face
         return len(value), lambda start, end: _rows_of(value, start, end)
     raise UsageError(
-        f"`{name}` ({type_name(value)}) cannot be cut into parts: a tensor, an array, a list or "
-        "tuple, a DataFrame or Series, or a Dataset can; `list(...)` makes a list of others."
+        f"`{name}` ({type_name(value)}) cannot be split: use a tensor, an array, a list or "
+        f"tuple, a DataFrame or Series, a Dataset, or `list(...)` of it."
+        ""
     )
 
 
@@ -79,7 +80,7 @@ def _cutter_of_array(name: str, value: Any, dim: int) -> tuple[int, Part]:
     dims = len(value.shape)
     if not -dims <= dim < dims:
         shape = tuple(value.shape)
-        raise UsageError(f"`{name}` of shape {shape} has no dimension {dim} to cut.")
+        raise UsageError(f"`{name}` of shape {shape} has no dimension {dim} to split.")
     before = (slice(None),) * (dim % dims)
     # What numpy has in pieces would be copied into the pickle, and from there again.
     whole = _numpy().ascontiguousarray if before and _is_a(value, "numpy", "ndarray") else None

@@ -1,4 +1,4 @@
-"""What ranks of a running task wait for somebody to type, and which of them is next; pure.
+"""What ranks of a running task wait for your input, and which of them is next; pure.
 
 In the order of the ranks, one after the other: what is typed is for one rank, as its prompt
 says, since programs that ask differ in what they have to be told, and a debugger always does.
@@ -22,9 +22,9 @@ STAY_SECONDS = 0.3
 """Seconds that the one who was answered last is given to ask again before others."""
 
 NOBODY = (
-    "nobody can type here: there is no input box (nbclient, papermill) and no terminal. Give the "
-    "value as a variable, and take out `breakpoint()`; in JupyterLab, or IPython in a terminal, it "
-    "works."
+    "input() and breakpoint() need JupyterLab or a terminal; this run has neither (nbclient, "
+    "papermill). Set a variable instead of calling input()."
+    ""
 )
 
 TO_RANKS = "-r"
@@ -108,7 +108,7 @@ class Prompts:
 
     @property
     def text(self) -> str:
-        """`rank 3 waits for somebody to type`; how to answer several at once; "" where none does.
+        """`rank 3 waits for your input`; how to answer several at once; "" where none does.
 
         Said in the head of a cell that runs.
         """
@@ -116,9 +116,9 @@ class Prompts:
         if not ranks:
             return ""
         debugged = [rank for rank in ranks if self._open[rank].by_debugger]
-        what = "is in the debugger" if len(debugged) == len(ranks) else "waits for you to type"
+        what = "is in the debugger" if len(debugged) == len(ranks) else "waits for your input"
         if len(ranks) == 1:
             return f"{name_ranks(ranks)} {what}"
-        what = what.replace("is in", "are in").replace("waits", "wait") + ", one after the other"
+        what = what.replace("is in", "are in").replace("waits", "wait") + ", one at a time"
         also = " · `-r all c` goes to all of them" if len(debugged) == len(ranks) else ""
         return f"{name_ranks(ranks)} {what}{also}"

@@ -150,7 +150,7 @@ def grow(workers: Workers) -> None:
 
 
 def replace(workers: Workers, ranks: Iterable[int]) -> None:
-    """End these ranks, and start new ones in their places; the others keep their variables."""
+    """End these ranks, and start new ones in their places; the other ranks keep their variables."""
     ending = set(ranks)
     workers.link.call(Kill(tuple(ending)))
     deadline = time.monotonic() + KILL_TIMEOUT
@@ -326,70 +326,67 @@ def healing_text(workers: Workers, dead: Iterable[int]) -> str:
     """Say what became of a world some of whose workers have died."""
     if workers.state is State.BROKEN:
         why = f" ({workers.problem})" if workers.problem else ""
-        return f"`%dist_restart` starts all workers anew; their variables are lost{why}."
+        return f"`%dist_restart` restarts all workers; their variables are lost{why}."
     if workers.on_failure == "stop":
         return "All workers were ended (`--on-failure stop`); the next cell starts new ones."
     if workers.on_failure == "restart-all":
         if workers.problem:
-            return f"All workers were ended, and could not be started anew: {workers.problem}"
-        done = "All workers were started anew (`--on-failure restart-all`)"
+            return f"All workers were ended, and could not be restarted: {workers.problem}"
+        done = "All workers were restarted (`--on-failure restart-all`)"
         return f"{done}; their variables are lost.{workers.setup.problem}"
     ranks, found = tuple(dead), workers.renumbering
     if found.after < found.before:
         size = size_text(found.before, found.after, found.moved)
-        said = f"No other machine has room for {name_ranks(ranks)}: {size}"
+        said = f"No other machine can take {name_ranks(ranks)}: {size}"
         back = f" {workers.way_back}" if workers.way_back else ""
-        return f"{said}; the others keep their variables.{back}{workers.setup.problem}"
+        return f"{said}; the other ranks keep their variables.{back}{workers.setup.problem}"
     said = replaced_text(ranks, workers.names.lacking(ranks))
     return f"{said}{_others_text(workers, ranks)}.{workers.setup.problem}"
 
 
 def replaced_text(ranks: Iterable[int], lacking: str) -> str:
-    """Write `rank 2 was replaced and has lost its variables (model, x)`."""
+    """Write `rank 2 was restarted and its variables (model, x) are gone`."""
     who = name_ranks(ranks)
-    lost = "were replaced and have lost their variables"
-    if not who.startswith("ranks"):
-        lost = "was replaced and has lost its variables"
-    return f"{who} {lost}" + (f" ({lacking})" if lacking else "")
+    did = "were restarted and their" if who.startswith("ranks") else "was restarted and its"
+    return f"{who} {did} variables{f' ({lacking})' if lacking else ''} are gone"
 
 
 def stop_text(workers: Workers, killed: Iterable[int]) -> str:
-    """Write `ranks 0-3 did not listen and were replaced; variables lost: model, x`."""
+    """Write `ranks 0-3 ignored Stop and were restarted; variables lost: model, x`."""
     ranks = tuple(killed)
-    said = f"{name_ranks(ranks)} did not listen"
+    said = f"{name_ranks(ranks)} ignored Stop"
     if workers.state is State.BROKEN or workers.on_failure != "heal":
         return f"{said}. {healing_text(workers, ranks)}"
-    said += " and was replaced" if len(ranks) == 1 else " and were replaced"
+    said += " and was restarted" if len(ranks) == 1 else " and were restarted"
     lost = workers.names.lacking(ranks)
     said += f"; variables lost: {lost}" if lost else ""
     return f"{said}{_others_text(workers, ranks)}.{workers.setup.problem}"
 
 
 def late_stop_text(running: RunningTask) -> str:
-    """Write `it came too late: ranks 0-1 have bound x`; "" where it did not."""
+    """Write `Stop came too late: ranks 0-1 have bound x`; "" where it did not."""
     if not running.patience.holds_stop or running.unfinished or running.transcript.errors:
         return ""
     ranks, names = running.task.ranks, {*running.shipped, *running.made}
     verb = "has" if len(ranks) == 1 else "have"
-    return f"it came too late: {name_ranks(ranks)} {verb} bound {list_names(names)}"
+    return f"Stop came too late: {name_ranks(ranks)} {verb} bound {list_names(names)}"
 
 
 def scaled_text(workers: Workers) -> str:
-    """Write `world 2 -> 4`, which ranks are others now, and what the new ones lack."""
+    """Write `now 4 workers`, which ranks are others now, and what the new ones lack."""
     found = workers.renumbering
     new, text = found.new, size_text(found.before, found.after, found.moved)
     if not new:
         return text
-    verb = "is" if len(new) == 1 else "are"
-    lacking = workers.names.lacking(new)
-    if lacking:
-        lacks = "lacks" if len(new) == 1 else "lack"
-        verb = f"{verb} new and {lacks} {lacking} · `%dist_sync NAME --from 0` copies names there"
-    else:
-        verb += " new"
+    verb = "does" if len(new) == 1 else "do"
+    if lacking := workers.names.lacking(new):
+        text += (
+            f" · new {name_ranks(new)} {verb} not have {lacking}: "
+            "`%dist_sync NAME --from 0` copies a variable there"
+        )
     problem = f" ·{workers.setup.problem.rstrip('.')}" if workers.setup.problem else ""
-    return f"{text} · {name_ranks(new)} {verb}{problem}"
+    return text + problem
 
 
 def _others_text(workers: Workers, ranks: Collection[int]) -> str:
-    return "; the others keep theirs" if len(set(ranks)) < workers.size else ""
+    return "; other ranks are unaffected" if len(set(ranks)) < workers.size else ""

@@ -118,20 +118,20 @@ def to_attach(found: Sequence[Found], name: str | None) -> Found:
         if len(free) > 1:
             raise UsageError(f"{asked}: there are {_listed(free)}. `%dist_attach NAME` takes one.")
         if not free:
-            raise UsageError(f"{asked}: no world of yours on this machine is without a notebook.")
+            raise UsageError(f"{asked}: none of your worlds on this machine is without a notebook.")
         return _checked(free[0], asked)
     called = [each for each in found if each.is_called(name)]
     chosen = [each for each in called if each.is_detached] or called
     if not chosen:
         there = f"there {'is' if len(found) == 1 else 'are'} {_listed(found)}" if found else "none"
         raise UsageError(
-            f"{asked}: no world of yours on this machine is called so ({there}). "
+            f"{asked}: none of your worlds on this machine has this name ({there}). "
             "`nbdist ps` in a terminal lists them."
         )
     if len(chosen) > 1:
         raise UsageError(
-            f"{asked}: there are {len(chosen)} of that name, {_listed(chosen)}. "
-            f"The number of its process stands for one: `%dist_attach {chosen[0].agent}`."
+            f"{asked}: {len(chosen)} worlds have this name, {_listed(chosen)}. "
+            f"Use the number of its process: `%dist_attach {chosen[0].agent}`."
         )
     return _checked(chosen[0], asked)
 
@@ -140,15 +140,15 @@ def _checked(found: Found, asked: str) -> Found:
     held = found.held
     if held.version != __version__:
         raise UsageError(
-            f"{asked}: world {found.name} is of nbdist {held.version}, and this is {__version__}. "
+            f"{asked}: world {found.name} runs nbdist {held.version}, and this is {__version__}. "
             f"`nbdist kill {held.name}` in a terminal ends it."
         )
     if held.notebook:
-        whose = f"the notebook of process {held.notebook} has it, which is there still"
-        remedy = "`%unload_ext nbdist` there lets go of it" if held.detach else "It ends with that"
+        whose = f"the notebook of process {held.notebook} still uses it"
+        remedy = "`%unload_ext nbdist` there releases it" if held.detach else "It ends with that"
         if held.notebook == os.getpid():
-            whose, remedy = "this notebook has it", "Its cells run there"
-        raise UsageError(f"{asked}: world {found.name} cannot be had: {whose}. {remedy}.")
+            whose, remedy = "this notebook uses it", "Its cells run there"
+        raise UsageError(f"{asked}: world {found.name} cannot be attached to: {whose}. {remedy}.")
     return found
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nbdist.wire.membership import Processes
-from nbdist.words import name_ranks
+from nbdist.words import count, name_ranks
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def compare(before: Processes, after: Processes) -> Renumbering:
 
 
 def size_text(before: int, after: int, moved: Mapping[int, int]) -> str:
-    """Write `world 4 -> 3 · rank 3 is now rank 2`."""
-    return " · ".join(filter(None, [f"world {before} -> {after}", moved_text(moved)]))
+    """Write `now 3 workers · rank 3 is now rank 2`."""
+    return " · ".join(filter(None, [f"now {count(after, 'worker')}", moved_text(moved)]))
 
 
 def moved_text(moved: Mapping[int, int]) -> str:

@@ -28,7 +28,7 @@ from nbdist.wire.pickling import unpickle
 from nbdist.wire.places import Place, Usage
 from nbdist.wire.task import Task, unpack
 from nbdist.words import name_ranks
-from nbdist.world.hangs import Watch, never_meet, waits_text
+from nbdist.world.hangs import Watch, never_meet, released_text, waits_text
 from nbdist.world.machines import Machines
 from nbdist.world.names import Shipped
 from nbdist.world.prompts import Prompts
@@ -166,7 +166,7 @@ class SentTask:
     def waits(self) -> str:
         """Which ranks wait in which collective, and where the others are; "" if none waits.
 
-        Nor where one waits for somebody to type, for whom all others may wait.
+        Nor where one waits for your input, for whom all others may wait.
         """
         if self.prompts.ranks:
             return ""
@@ -180,7 +180,7 @@ class SentTask:
         done = set(self.task.ranks) - set(unfinished)
         finished = f" · {name_ranks(done)} finished" if done else ""
         absent = f" · not in this cell: {name_ranks(others)}" if others else ""
-        verdict = " · these never meet" if never_meet(places) else ""
+        verdict = " · these calls do not match and would wait forever" if never_meet(places) else ""
         return waits_text(places, self.task.source) + finished + absent + verdict
 
     @property
@@ -256,7 +256,7 @@ class SentTask:
             who=self.crew.machines.who([rank]),
         )
         if self.aborted:
-            error.add(f"{waits_text(self.aborted)}: freed; all variables are kept.")
+            error.add(f"{released_text(self.aborted)}; no variables were lost.")
         if self.differing:
             error.add(f"Before that: {self.differing}.")
         if self.lacking:

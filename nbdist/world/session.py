@@ -298,8 +298,7 @@ class Session(Workers):
             keep = range(min(size, self.size))
         else:
             raise UsageError(
-                "`%dist_scale` takes how many workers there shall be, such as 4 or +2, or the "
-                "ranks that stay: `%dist_scale -r 0,2-3`."
+                "`%dist_scale` takes a number of workers (4, +2) or the ranks to keep (`-r 0,2-3`)."
             )
         if size != self.size:
             recovery.scale(self, size, keep)

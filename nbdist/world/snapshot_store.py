@@ -195,8 +195,9 @@ class SnapshotStore:
     def distrusted(self, snapshot: Snapshot, why: str) -> UsageError:
         """Return the error that says so, and what to do where it is to be trusted all the same."""
         return UsageError(
-            f"`{snapshot.key}` was not restored, because {why}: restoring runs what a snapshot "
-            "says. If you trust whoever could have written it, copy it to a folder of your own "
+            f"`{snapshot.key}` was not restored, because {why}: restoring a snapshot can run "
+            f"code. If you trust everyone who could have written it, copy it"
+            " to a folder of your own "
             f"(`cp -r`, then `chmod -R go-w`) below {self.root}, or set NBDIST_SNAPSHOT_DIR."
         )
 
@@ -229,8 +230,9 @@ class SnapshotStore:
             ) from None
         except folders.Untrusted as error:
             raise UsageError(
-                f"No snapshot was written: {error}, and what others can write is never "
-                "restored. Take another name, or another folder: NBDIST_SNAPSHOT_DIR."
+                f"No snapshot was written: {error}, and files that others can write are never "
+                f"restored"
+                ". Take another name, or another folder: NBDIST_SNAPSHOT_DIR."
             ) from None
         except OSError as error:
             raise self._unwritable(error) from None
@@ -356,7 +358,7 @@ def _read(name: str, folder: Path) -> Snapshot:
             with os.fdopen(fd, "rb") as file:
                 manifest = json.load(file)
             if manifest["format"] != FORMAT:
-                problem = f"nbdist {manifest['nbdist']} has written it in another way"
+                problem = f"nbdist {manifest['nbdist']} wrote it in another format"
                 return Snapshot(name, folder.name, folder, problem=problem)
             parts = {
                 int(rank): Part(tuple(p["names"]), tuple(p["also"]), p["size"], p["digest"])

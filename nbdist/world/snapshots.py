@@ -201,9 +201,10 @@ def _sources(
         first = f"`-r {format_ranks(range(min(size, session.size)))}` restores these alone, "
         raise UsageError(
             f"`{snapshot.key}` is of {_of(size)}, and this world has {session.size}. "
-            f"{first}`--from-rank 0` gives every rank the variables of rank 0 "
-            "and its share of what is sharded, "
-            f"`%dist_restart -n {size}` starts as many."
+            f"{first}`--from-rank 0` gives every rank the variables of rank 0 and its part of "
+            f"sharded values"
+            ", "
+            f"`%dist_restart -n {size}` starts that many."
         )
     return {rank: rank for rank in on}
 
@@ -217,7 +218,7 @@ def _meshes(snapshot: Snapshot, size: int, from_rank: int | None) -> dict[Mesh, 
         if fitted is None or max(fitted.ranks) >= size:
             raise UsageError(
                 f"`{snapshot.key}` has {mesh}, which this world of {size} cannot have. "
-                f"`%dist_restart -n {before}` starts as many."
+                f"`%dist_restart -n {before}` starts that many."
             )
         instead[mesh] = fitted
     return instead

@@ -31,7 +31,7 @@ class Distributed(Generic[P, R]):
     """A function whose call starts workers, runs it on all of them, and ends them.
 
     `function` is the function itself: `world.run(train.function, data)` calls it on workers
-    that are there already.  Raises UsageError for `options` that can never be.
+    that exist already.  Raises UsageError for `options` that can never be.
     """
 
     def __init__(self, function: Callable[P, R], options: dict[str, Any]) -> None:

@@ -14,8 +14,8 @@ class State(Enum):
     RUNNING = "running a cell"
     INTERRUPTING = "interrupting a cell"
     STUCK = "waiting for ranks that have not stopped yet"
-    BROKEN = "broken: the group has to be formed anew"
-    HEALING = "forming the group anew"
+    BROKEN = "broken: the process group must be rebuilt"
+    HEALING = "rebuilding the process group"
     LOST = "lost: the agent has ended"
     STOPPING = "stopping"
 

@@ -326,7 +326,7 @@ class World:
     # --- the group ------------------------------------------------------------------------
 
     def replace(self, ranks: Sequence[int], keep: Sequence[str] = ()) -> None:
-        """Start these ranks anew, in place; the others keep their variables.
+        """Start these ranks anew, in place; the other ranks keep their variables.
 
         What `keep` names they keep too.  Raises WorldNotStarted, and WorldBusy while a task
         runs on others.

@@ -154,7 +154,7 @@ if rank == 1:
 
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_garbage_on_own_descriptors(world: World, garbage: str) -> None:
-    """At worst the rank is replaced, with one clear line; the others keep their variables."""
+    """At worst the rank is replaced, with one clear line; the other ranks keep their variables."""
     running = ran(world, FOR_EACH.format(GARBAGE[garbage]))
     assert isinstance(running.transcript.errors.get(1), Died | None)
     for _ in range(2):

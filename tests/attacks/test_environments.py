@@ -1,4 +1,4 @@
-"""What lies in the notebook's folder, and what its environment holds, does nbdist no harm."""
+"""What is in the notebook's folder, and what its environment holds, does nbdist no harm."""
 
 from __future__ import annotations
 

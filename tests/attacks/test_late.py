@@ -108,7 +108,7 @@ def test_late_output_comes_with_the_next_cell(notebook: Notebook, tmp_path: Path
         sign.touch()
         wait_until(done.exists, "the child has said it")
         said = "".join(notebook.run("%%distributed\npass").streams)
-        assert said.startswith("rank 1 said after its last cell: said late\n")
+        assert said.startswith("rank 1 printed after its last cell: said late\n")
     finally:
         notebook.run('%config NbDist.display = "auto"')
 

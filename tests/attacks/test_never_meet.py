@@ -102,18 +102,20 @@ def test_a_message_from_any_rank_that_failed(world: World) -> None:
     error = runs(world, source).error()
     assert isinstance(error, WorkerError)
     assert error.errors.keys() == {1}
-    assert "in recv, line 3: freed; all variables are kept." in str(error)
+    assert "in recv (line 3) and was released; no variables were lost." in str(error)
     goes_on(world, before)
 
 
 NEVER_MEET = {
     "two collectives": (
         "if rank == 0:\n    dist.all_reduce(t)\nelse:\n    dist.barrier()",
-        "rank 0 is in all_reduce (line 3), {others} in barrier (line 5): these never meet",
+        "rank 0 is in all_reduce (line 3), {others} in barrier (line 5): these calls do not "
+        "match and would wait forever",
     ),
     "one ahead": (
         "if rank == 0:\n    dist.all_reduce(t, async_op=True)\ndist.barrier()",
-        "these never meet; the first that differ: rank 0 all_reduce, {others} barrier",
+        "these calls do not match and would wait forever; the first that differ: rank 0 "
+        "all_reduce, {others} barrier",
     ),
     "groups": (
         "if rank == 0:\n    dist.all_reduce(t, group=evens)\nelse:\n    dist.all_reduce(t)",
@@ -121,13 +123,14 @@ NEVER_MEET = {
     ),
     "receive and collective": (
         "if rank == 0:\n    dist.recv(t, 1)\nelse:\n    dist.barrier()",
-        "rank 0 is in recv (line 3), {others} in barrier (line 5): all wait for one another",
+        "rank 0 is in recv (line 3), {others} in barrier (line 5): all ranks wait for each other",
     ),
     "all receive": ("dist.recv(t, (rank + 1) % world_size)", "are in recv (line 2): all wait"),
-    "all receive from any": ("dist.recv(t)", "are in recv (line 2): all wait for one another"),
+    "all receive from any": ("dist.recv(t)", "are in recv (line 2): all ranks wait for each other"),
     "making a group": (
         "if rank == 0:\n    dist.new_group()\nelse:\n    dist.barrier()",
-        "rank 0 is in new_group (line 3), {others} in barrier (line 5): all wait for one another",
+        "rank 0 is in new_group (line 3), {others} in barrier (line 5): all ranks wait for each "
+        "other",
     ),
 }
 
@@ -157,7 +160,10 @@ def test_told_only(world: World) -> None:
         if running.age > 3.0:
             break
     assert not running.aborted
-    assert any("in barrier" in text and text.endswith(" · these never meet") for text in told)
+    assert any(
+        "in barrier" in text and text.endswith(" · these calls do not match and would wait forever")
+        for text in told
+    )
     world.interrupt()
     world.session.wait(running)
     goes_on(world, before)
@@ -202,7 +208,7 @@ def test_sizes_that_differ(world: World) -> None:
     assert "all_reduce (line 2), sizes differ: " in str(error)
     assert f"{others} [2]" in str(error)
     assert "rank 1 [3]" in str(error)
-    assert f"the result on {wrong} is wrong. Who waited was freed" in str(error)
+    assert f"the result on {wrong} is wrong. The waiting ranks were released" in str(error)
     goes_on(world, before)
 
 

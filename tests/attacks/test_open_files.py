@@ -145,7 +145,7 @@ def test_ranks_without_descriptors_are_stopped(world: World) -> None:
 
 
 def test_a_rank_that_cannot_take_part_is_replaced_alone(world: World) -> None:
-    """One that takes every descriptor that is closed has no reserve; the others keep theirs."""
+    """One that takes every descriptor that is closed has no reserve; other ranks are unaffected."""
     pids = dict(world.pids)
     with pytest.raises(WorkerError, match="OSError"):
         world.execute(

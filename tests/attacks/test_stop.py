@@ -140,7 +140,7 @@ def test_c_code_that_works(world: World) -> None:
 
 
 def test_replacing_ranks_that_do_not_leave(world: World) -> None:
-    """They can be started anew without another Stop; the others keep their variables."""
+    """They can be started anew without another Stop; the other ranks keep their variables."""
     running = begin(
         world,
         "import time\nprint('runs\\n')\nwhile True:\n    try:\n        time.sleep(0.01)\n"

@@ -52,6 +52,6 @@ def test_it_is_live_and_stop_stops_it(lab: Lab) -> None:
     notebook.page.wait_for_function(SAYS, arg=[3, "again 1"])
     notebook.wait_until_ready()
     notebook.page.evaluate(INTERRUPT)
-    said = "ranks 0-1 have stopped; all variables are kept."
+    said = "Stopped on ranks 0-1. No variables were lost."
     notebook.page.wait_for_function(SAYS, arg=[3, said])
     notebook.screenshot("job-stopped")

@@ -113,6 +113,6 @@ def test_post_mortem_and_stop(lab: Lab) -> None:
             notebook.page.locator(PROMPT, has_text="[rank 0] for ever?").wait_for()
             notebook.page.locator(STOP).click()
             *_, last = ended(notebook)
-            assert last.errors == ["Interrupted: rank 0 has stopped; all variables are kept."]
+            assert last.errors == ["Interrupted: Stopped on rank 0. No variables were lost."]
             assert notebook.page.locator(BOX).count() == 0
     notebook.screenshot("typing-stopped")

@@ -147,9 +147,9 @@ def test_one_rank_raises(world: World, source: str, length: int) -> None:
     )
     assert error.errors.keys() == {1}
     assert str(error).startswith(f"1 of {world.size} ranks failed (1); first: rank 1 after ")
-    others = "Rank 0 waits" if world.size == 2 else "Ranks 0,2-3 wait"
-    assert f"ValueError: bad. {others} in " in str(error)
-    assert "line 5: freed; all variables are kept." in str(error)
+    others = "Rank 0 was" if world.size == 2 else "Ranks 0,2-3 were"
+    assert f"ValueError: bad. {others} waiting in " in str(error)
+    assert f"(line 5) and {others.split()[-1]} released; no variables were lost." in str(error)
     assert world.pids == before
     goes_on(world)
 
@@ -163,7 +163,7 @@ def test_a_subgroups_collective(world: World) -> None:
         "if rank == 2: raise ValueError('bad')\n"
         "if rank == 0: dist.all_reduce(torch.ones(1), group=evens)",
     )
-    assert "Rank 0 waits in all_reduce, line 2: freed" in str(error)
+    assert "Rank 0 was waiting in all_reduce (line 2) and was released" in str(error)
     goes_on(world)
 
 
@@ -193,7 +193,7 @@ def test_a_cell_for_some_ranks(world: World) -> None:
     others = "rank 1 does" if world.size == 2 else "ranks 1-3 do"
     assert str(running.error()) == (
         f"rank 0 waits in barrier, line 2; {others} not run this cell. "
-        "Who waited was freed; all variables are kept."
+        "The waiting ranks were released; no variables were lost."
     )
     goes_on(world)
 
@@ -218,8 +218,8 @@ def test_one_rank_raises_before_a_group_is_made(world: World, function: str) -> 
         pytest.skip("its groups have one rank each")
     before = dict(world.pids)
     _, error = fails(world, f"if rank == 1: raise ValueError('bad')\n{MEETINGS[function]}")
-    others = "Rank 0 waits" if world.size == 2 else "Ranks 0,2-3 wait"
-    assert f"ValueError: bad. {others} in {function}, line 2: freed; all " in str(error)
+    others = "Rank 0 was" if world.size == 2 else "Ranks 0,2-3 were"
+    assert f"ValueError: bad. {others} waiting in {function} (line 2) and " in str(error)
     assert world.pids == before
     world.execute(ALL_MEET)
     goes_on(world)
@@ -343,7 +343,7 @@ def test_a_rank_dies_in_a_collective(world: World, end: str, told: str, dying: i
     assert isinstance(error, WorkerDied)
     assert (error.rank, error.pid) == (dying, before[dying])
     assert told in str(error)
-    said = rf"Rank {dying} was replaced and has lost its variables \(evens, .+\); the others keep"
+    said = rf"Rank {dying} was restarted and its variables \(evens, .+\) are gone; other ranks are"
     assert re.search(said, str(error))
     assert {rank for rank in before if before[rank] != world.pids[rank]} == {dying}
     kept = [None if rank == dying else rank for rank in range(world.size)]

@@ -51,7 +51,7 @@ def test_restart_all(world: World, others: str) -> None:
     error = ends(world, world.submit(world.task(DIES + others)))
     assert isinstance(error, WorkerDied)
     assert error.rank == 1
-    assert "All workers were started anew (`--on-failure restart-all`); their" in str(error)
+    assert "All workers were restarted (`--on-failure restart-all`); their" in str(error)
     assert set(before.values()).isdisjoint(world.pids.values())
     assert world.gather("globals().get('kept')") == [None] * 4
     world.execute(SUM)

@@ -106,7 +106,7 @@ def test_a_model_goes_on(world: World, kind: str) -> None:
 
 
 def test_a_killed_rank(world: World) -> None:
-    """It is replaced; the others keep their variables, and the groups they hold."""
+    """It is replaced; the other ranks keep their variables, and the groups they hold."""
     world.execute("kept, pair = rank, dist.new_group([0, 1])")
     os.kill(world.pids[1], signal.SIGKILL)
     with pytest.raises(NbdistError):

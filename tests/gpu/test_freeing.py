@@ -92,8 +92,8 @@ def test_one_rank_raises(world: World, kind: str, name: str, length: int) -> Non
     assert error.errors.keys() == {1}
     assert "ValueError: bad" in str(error)
     if kind == "gloo":
-        assert "Ranks 0,2-3 wait in " in str(error)
-        assert "line 5: freed; all variables are kept." in str(error)
+        assert "Ranks 0,2-3 were waiting in " in str(error)
+        assert "(line 5) and were released; no variables were lost." in str(error)
     assert world.pids == before
     goes_on(world, kind)
     lab.say(f"{running.age:.2f} s")

@@ -71,7 +71,7 @@ def test_a_machine_that_cannot_come_back(launchers: None) -> None:
         assert agent.ppid() == guard.pid
         agent.kill()
         asks = r"`--launcher here` machines come at the start alone: `%dist_restart` asks for all"
-        with pytest.raises(WorkerDied, match=f"world 2 -> 1; .* With {asks}"):
+        with pytest.raises(WorkerDied, match=f"now 1 worker; .* With {asks}"):
             world.execute(BARRIERS)
         world.execute("pass")
         world.restart()

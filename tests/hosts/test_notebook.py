@@ -70,7 +70,7 @@ def test_a_module_that_hosts_do_not_have(notebook: Notebook) -> None:
     """One line says where it lies, and which option sends it; so does `%dist_why` name the host."""
     error = notebook.run("%%distributed -r 1\nimport mine").error
     assert "rank 1 on node2 after" in error
-    assert "`mine.py` lies in the notebook's folder, which node2 does not have: " in error
+    assert "`mine.py` is in the notebook's folder, which node2 does not have: " in error
     assert "rank 1 on node2 (pid " in notebook.run("%dist_why").text
 
 

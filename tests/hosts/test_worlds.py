@@ -194,7 +194,7 @@ def test_an_agent_that_is_killed(world: World, launched: Launched, hosts: list[H
     os.kill(agent_on(hosts[1]), signal.SIGKILL)
     with pytest.raises(WorkerDied, match="rank 2 on node2 ") as caught:
         world.execute(FOREVER)
-    told = r"world 4 -> 2; the others keep their variables\. ?"
+    told = r"now 2 workers; the other ranks keep their variables\. ?"
     assert caught.match(f"{told}{launched.way_back}")
     assert world.gather("kept") == [10, 11]
     launched.come_back(world, hosts[1])

@@ -369,7 +369,7 @@ def test_the_users_own_signals(world: World, gate: Gate) -> None:
 
 
 def test_files_of_stacks_go_with_their_workers(world: World) -> None:
-    """One file a worker, however often they were started anew."""
+    """One file a worker, however often its workers were restarted."""
     world.restart()
     files = Path(os.environ["XDG_RUNTIME_DIR"]).glob("nbdist-*/*.stack")
     assert len(list(files)) == world.size

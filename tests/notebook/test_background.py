@@ -49,5 +49,5 @@ def test_stop_while_idle_is_for_all(notebook: Notebook) -> None:
     notebook.manager.interrupt_kernel()
     for pool in ("default", "other"):
         stopped = notebook.run(f"{pool}.wait()").error
-        assert stopped == "KeyboardInterrupt: rank 0 has stopped; all variables are kept."
+        assert stopped == "KeyboardInterrupt: Stopped on rank 0. No variables were lost."
     assert notebook.run("%%distributed\nlate").errors == []

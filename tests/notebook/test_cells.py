@@ -75,7 +75,7 @@ def test_stop_at_any_line_that_follows_it(fresh: Callable[..., Notebook]) -> Non
     notebook = fresh("%load_ext nbdist", "%%distributed -n 2\nimport time", PRESS)
     for number in range(0, 140, 3):
         stopped = notebook.run(f"stop_at({number})")
-        assert stopped.error.endswith("ranks 0-1 have stopped; all variables are kept."), number
+        assert stopped.error.endswith("Stopped on ranks 0-1. No variables were lost."), number
         text = stopped.panel["text/plain"]
         assert {"begun", "KeyboardInterrupt: ", "✗ 2"} == {
             each for each in ("begun", "KeyboardInterrupt: ", "✗ 2") if each in text

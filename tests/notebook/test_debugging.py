@@ -43,7 +43,7 @@ def test_what_was_said_stands_above_the_box(pair: Notebook) -> None:
     pair.run(cell, meanwhile=look, typed=["x"])
     head, asks, *rest = before[0].splitlines()
     assert head.startswith("2 ranks · ")
-    assert asks == "rank 0 waits for you to type"
+    assert asks == "rank 0 waits for your input"
     assert rest[-2:] == ["── ranks 0-1 (same) ──", "first "]
 
 
@@ -102,7 +102,7 @@ def test_stop_at_a_prompt(pair: Notebook) -> None:
     for waits in ("breakpoint()", "input()", "asks()"):
         begin = f"%%distributed\n{asks}kept = rank\n"
         said = pair.run(f"{begin}if rank:\n {waits}\n kept = 'lost'\ndist.barrier()")
-        assert said.error == "KeyboardInterrupt: ranks 0-1 have stopped; all variables are kept."
+        assert said.error == "KeyboardInterrupt: Stopped on ranks 0-1. No variables were lost."
         assert len(said.prompts) == 1
         assert body(pair.run("%%distributed\ndist.barrier(); kept")) == [
             "── rank 0 ──", "0", "── rank 1 ──", "1"
@@ -121,7 +121,7 @@ def test_stop_while_a_step_takes_long(pair: Notebook) -> None:
     stopped: list[str] = []
     cell = "%%rank 0\nimport time\ndef long():\n    print('be' + 'gun')\n    time.sleep(600)\n"
     said = pair.run(f"{cell}breakpoint()\nlong()", meanwhile=stop, typed=["n"])
-    assert said.error == "KeyboardInterrupt: rank 0 has stopped; all variables are kept."
+    assert said.error == "KeyboardInterrupt: Stopped on rank 0. No variables were lost."
     assert len(said.prompts) == 1
     assert "BdbQuit" not in said.panel["text/plain"]
 
@@ -131,7 +131,10 @@ def test_leaving_the_debugger_fails_the_rank(pair: Notebook) -> None:
     said = pair.run("%%distributed\nif rank: breakpoint()\ndist.barrier()", typed=["q"])
     assert "1 of 2 ranks failed (1)" in said.error
     assert "BdbQuit: the debugger was left by `q`, which ended the cell on this rank" in said.error
-    assert "Rank 0 waits in barrier, line 3: freed; all variables are kept." in said.error
+    assert (
+        "Rank 0 was waiting in barrier (line 3) and was released; no variables were lost."
+        in said.error
+    )
     assert "bdb.py" not in said.panel["text/plain"]
 
 
@@ -146,7 +149,7 @@ def test_post_mortem(pair: Notebook) -> None:
         assert "----> 3     return 1 / x" in lines
         assert lines[lines.index("ipdb> p x") + 1] == "0"
         assert "*** Oldest frame" in lines
-    assert pair.run("%dist_debug").error.startswith("KeyboardInterrupt: rank 1 has stopped")
+    assert pair.run("%dist_debug").error.startswith("KeyboardInterrupt: Stopped on rank 1")
     assert "p x\n0" in pair.run("%debug", typed=["p x", "q"]).text  # Stop has lost nothing
     pair.run("%pdb on")
     said = pair.run(FAILED, typed=["q"])

@@ -110,7 +110,7 @@ def test_below_what_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
     for is_alone in (True, False):
         display = PanelDisplay(is_alone=is_alone)
         transcript, _ = took(Text("stdout", "a\n"))
-        display.show_all(transcript, "rank 0 waits for you to type", 0)
+        display.show_all(transcript, "rank 0 waits for your input", 0)
         display.typed()
         display.show_all(transcript, "", 0)
         display.end(transcript, {})

@@ -27,7 +27,7 @@ def test_rank_that_dies(notebook: Notebook) -> None:
     outcome = notebook.run("%%distributed\nimport os\nif rank == 2: os._exit(3)")
     assert "rank 2 on " in outcome.error
     assert re.search(r"exited with code 3 \d+\.\d", outcome.error)
-    said = r"Rank 2 was replaced and has lost its variables \(.+\); the others keep theirs"
+    said = r"Rank 2 was restarted and its variables \(.+\) are gone; other ranks are unaffected"
     assert re.search(said, outcome.error)
     assert notebook.run(shipped).errors == []  # to the new rank too
     assert body(notebook.run("%%distributed\n'kept' in globals()")) == [
@@ -45,8 +45,8 @@ def test_rank_that_dies_while_idle(notebook: Notebook) -> None:
         "threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGKILL)).start()"
     )
     said = (
-        r"rank 1 was killed by SIGKILL while no cell was running · rank 1 was replaced and has "
-        r"lost its variables \(.+\); the others keep theirs"
+        r"rank 1 was killed by SIGKILL while no cell was running · rank 1 was restarted and its "
+        r"variables \(.+\) are gone; other ranks are unaffected"
     )
     started, deadline = time.monotonic(), time.monotonic() + SOON
     shown = ""
@@ -179,7 +179,7 @@ def test_why_of_an_exception(notebook: Notebook) -> None:
     assert f" (pid {pid}) · " in first
     assert first.endswith(f"s into Cell In[{number}] · ValueError: bad shard")
     assert f"Cell In[{number}], line 3" in why.text
-    assert lines[-1].startswith("ranks 0,2-3: Freed: waited in barrier (cell line 4) and was freed")
+    assert lines[-1].startswith("ranks 0,2-3: Released: it waited in barrier (cell line 4)")
     assert "raise" in why.panel["text/html"]
     # Restarts and other cells do not change it; the next failure does.
     notebook.run("%dist_restart")
@@ -212,7 +212,7 @@ def test_why_of_a_crash(notebook: Notebook) -> None:
     assert why[0].endswith(f"Cell In[{number}] · the process was killed by SIGSEGV")
     assert why[1:3] == ["its last lines:", "hello"]
     assert why[3:8] == stack
-    assert why[-1].startswith("ranks 0-1,3: Freed: waited ")
+    assert why[-1].startswith("ranks 0-1,3: Released: it waited ")
 
 
 def test_why_of_a_death_while_idle(notebook: Notebook) -> None:
@@ -257,7 +257,7 @@ def test_stop(notebook: Notebook, waits: str) -> None:
         f"%%distributed\nimport time\nkept = rank\nprint('running')\n{waits}",
         interrupt_when(notebook, "running"),
     )
-    assert outcome.error == "KeyboardInterrupt: ranks 0-3 have stopped; all variables are kept."
+    assert outcome.error == "KeyboardInterrupt: Stopped on ranks 0-3. No variables were lost."
     assert body(notebook.run("%%distributed -r 2\nkept")) == ["── rank 2 ──", "2"]
 
 
@@ -269,7 +269,7 @@ def test_stop_of_training_that_stops_early(notebook: Notebook) -> None:
         "result = step",
         interrupt_when(notebook, "running"),
     )
-    said = "ranks 0-3 have not ended the cell yet that was stopped (ranks 0-3 are in line 8: for st"
+    said = "ranks 0-3 have not stopped yet (ranks 0-3 are in line 8: for st"
     assert said in outcome.error
     outcome = notebook.run("%%distributed\nresult")
     assert body(outcome) == ["── ranks 0-3 (same) ──", "59"]
@@ -285,10 +285,10 @@ def test_stop_of_ranks_that_do_not_listen(notebook: Notebook) -> None:
         interrupt_when(notebook, "running"),
     )
     sys.stdout.write(f"{time.monotonic() - asked:.2f} s\n")
-    said = "Stopped. Ranks 1-3 did not listen and were replaced; variables lost: "
+    said = "Stopped. Ranks 1-3 ignored Stop and were restarted; variables lost: "
     assert outcome.error.startswith(f"KeyboardInterrupt: {said}")
     assert "kept" in outcome.error
-    assert outcome.error.endswith("; the others keep theirs.")
+    assert outcome.error.endswith("; other ranks are unaffected.")
     assert body(notebook.run("%%distributed -r 0\nkept")) == ["── rank 0 ──", "0"]
     assert notebook.run("%%distributed\ndist.barrier()").errors == []
 
@@ -299,10 +299,13 @@ def test_rank_that_raises_while_others_wait(notebook: Notebook) -> None:
         "%%distributed\nkept = rank\nif rank == 1: raise ValueError('bad shard')\ndist.barrier()"
     )
     assert "1 of 4 ranks failed (1); first: rank 1 after " in outcome.error
-    freed = "ValueError: bad shard. Ranks 0,2-3 wait in barrier, line 4: freed; all variables"
+    freed = (
+        "ValueError: bad shard. Ranks 0,2-3 were waiting in barrier (line 4) and were "
+        "released; no variables"
+    )
     assert freed in outcome.error
     shown = (*outcome.displays, *outcome.updates)[-1]["data"]["text/plain"]
-    assert "waited in barrier (cell line 4) and was freed; all variables are kept" in shown
+    assert "it waited in barrier (cell line 4); no variables were lost" in shown
     assert "Connection closed" not in shown
     assert notebook.run("%%distributed\nassert kept == rank; dist.barrier()").errors == []
 
@@ -367,7 +370,7 @@ def test_interrupt_after_a_second_stop(notebook: Notebook) -> None:
         press,
     )
     outcome = notebook.run("%dist_interrupt")
-    assert "Ranks 1-3 were replaced and have lost their variables" in outcome.errors[0]["evalue"]
+    assert "Ranks 1-3 were restarted and their variables (" in outcome.errors[0]["evalue"]
     assert notebook.run("%%distributed\ndist.barrier()").errors == []
 
 
@@ -378,7 +381,7 @@ def test_setup_cell(notebook: Notebook) -> None:
     """It runs again in every new worker, with the names of the notebook that it uses."""
     notebook.run("start = 40")
     assert notebook.run("%%distributed --setup\nbase = start + 2").errors == []
-    said = "rank 2 was replaced and has lost its variables"
+    said = "rank 2 was restarted and its variables ("
     assert notebook.run("%dist_restart -r 2").text.startswith(said)
     assert "True" in notebook.run("%%distributed\nbase == 42").text
     assert "variables are new" in notebook.run("%dist_restart").text
@@ -400,7 +403,7 @@ def test_restart_of_some_ranks(notebook: Notebook) -> None:
     """The others keep their variables; what is named is carried over."""
     notebook.run("%%distributed\nfirst = second = rank")
     outcome = notebook.run("%dist_restart -r 1,3 --keep first")
-    assert "ranks 1,3 were replaced and have lost their variables (" in outcome.text
+    assert "ranks 1,3 were restarted and their variables (" in outcome.text
     assert "second" in outcome.text
     assert "first" not in outcome.text
     notebook.run("%%distributed\nhas = 'second' in globals()")
@@ -425,7 +428,7 @@ def test_restart_keeps_what_is_named(notebook: Notebook) -> None:
 
 
 def test_on_failure_stop(notebook: Notebook) -> None:
-    """All workers end with a death; the next cell starts as many new ones."""
+    """All workers end with a death; the next cell starts that many new ones."""
     notebook.run("%dist_init --on-failure stop")
     outcome = notebook.run("%%distributed\nimport os\nif rank == 2: os._exit(3)")
     assert "All workers were ended (`--on-failure stop`); the next cell starts" in outcome.error
@@ -440,7 +443,7 @@ def test_no_free_and_hang_timeout(notebook: Notebook) -> None:
         "%%distributed --no-free --hang-timeout 0.5\nif rank != 1: dist.barrier()",
         interrupt_when(notebook, "ranks 0,2-3 wait in barrier, line 2 · rank 1 finished"),
     )
-    assert outcome.error == "KeyboardInterrupt: ranks 0-3 have stopped; all variables are kept."
+    assert outcome.error == "KeyboardInterrupt: Stopped on ranks 0-3. No variables were lost."
     assert notebook.run("%%distributed\ndist.barrier()").errors == []
 
 

@@ -125,7 +125,7 @@ def test_a_failure_that_nobody_waited_for(notebook: Notebook) -> None:
     display_id = begin(notebook, "1 / (1 - rank)")
     idle_until(notebook, display_id, "1 of 2 ranks failed (1)")
     notebook.value("1 + 1")
-    said = "`job` (sent with --no-wait) has failed: 1 of 2 ranks failed (1); first: rank 1 after"
+    said = "`job` has failed: 1 of 2 ranks failed (1); first: rank 1 after"
     assert said in notebook.run("%%distributed\npass").text
     assert "failed" not in notebook.run("%%distributed\npass").text
 
@@ -135,9 +135,9 @@ def test_stop_while_idle(notebook: Notebook) -> None:
     display_id = begin(notebook, SLEEPS)
     idle_until(notebook, display_id, "begun")
     notebook.manager.interrupt_kernel()
-    idle_until(notebook, display_id, "ranks 0-1 have stopped; all variables are kept.")
+    idle_until(notebook, display_id, "Stopped on ranks 0-1. No variables were lost.")
     stopped = notebook.run("job.wait()")
-    assert stopped.error == "KeyboardInterrupt: ranks 0-1 have stopped; all variables are kept."
+    assert stopped.error == "KeyboardInterrupt: Stopped on ranks 0-1. No variables were lost."
     assert "<Job stopped · " in notebook.run("job").results[0]["text/plain"]
     notebook.manager.interrupt_kernel()  # ignored, as ever
     assert notebook.run("%%distributed\nassert kept == rank").errors == []
@@ -149,12 +149,12 @@ def test_stop_ends_the_waiting(notebook: Notebook) -> None:
     idle_until(notebook, display_id, "begun")
     press = "import os, signal, threading\n"
     press += "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
-    said = "KeyboardInterrupt: Stopped. `job` (sent with --no-wait) runs on: "
+    said = "KeyboardInterrupt: Stopped. `job` keeps running: "
     assert notebook.run(f"{press}job.wait()").error.startswith(said)
     (plain,) = notebook.run(f"{press}import time; time.sleep(60)").errors
     assert plain["ename"] == "KeyboardInterrupt"
-    said = "JobTimeout: `job` (sent with --no-wait) has not ended within 1.1 s: "
-    said += "ranks 0-1 are in line 5: time.sleep(600); it runs on."
+    said = "JobTimeout: `job` is still running after 1.1 s: "
+    said += "ranks 0-1 are in line 5: time.sleep(600)."
     assert notebook.run("job.wait(1.1)").error == said
     # The panel of the cell that runs may be drawn beside these.
     status, output = (notebook.run(f"%dist_{word}").displays[-1] for word in ("status", "output"))
@@ -162,7 +162,7 @@ def test_stop_ends_the_waiting(notebook: Notebook) -> None:
     assert output["data"]["text/plain"].endswith("── ranks 0-1 (same) ──\nbegun")
     assert notebook.value("issubclass(type(job), __import__('nbdist').Job)") is True
     last = notebook.run("%dist_interrupt").displays[-1]["data"]["text/plain"]
-    assert last == "ranks 0-1 have stopped; all variables are kept."
+    assert last == "Stopped on ranks 0-1. No variables were lost."
     assert notebook.run("%dist_interrupt").text == "no cell is running on the workers"
 
 
@@ -178,8 +178,8 @@ def test_a_cell_that_comes_meanwhile(notebook: Notebook) -> None:
             os.kill(pid, signal.SIGINT)
 
     said = notebook.run("%%distributed\nnever = 1", press).error
-    assert said.startswith("KeyboardInterrupt: Stopped. This cell has not run; `job` (sent")
-    assert pressed[0].startswith("waits for `job` (sent with --no-wait), ")
+    assert said.startswith("KeyboardInterrupt: Stopped. This cell has not run; `job`")
+    assert pressed[0].startswith("Waiting for `job` (")
     assert notebook.value("job.done()") is False
     notebook.run("%dist_interrupt")
     begin(notebook, "import time; time.sleep(1.5); late = rank + 1")
@@ -199,8 +199,8 @@ def test_workers_that_are_started_anew(notebook: Notebook) -> None:
     of_job = [each for each in restarted.updates if each["transient"]["display_id"] == display_id]
     assert of_job[-1]["data"]["text/plain"].endswith("ended before it was done")
     lost = notebook.run("job.result()").error
-    assert lost.startswith("JobLost: `job` (sent with --no-wait) was ended after ")
-    assert lost.endswith("with its workers: they were started anew.")
+    assert lost.startswith("JobLost: `job` was lost after ")
+    assert lost.endswith(": its workers were restarted.")
     assert notebook.run("%%distributed\npass").errors == []
 
 
@@ -218,7 +218,7 @@ def test_it_runs_again_where_it_fails(notebook: Notebook) -> None:
 def test_what_a_rank_wants_typed(notebook: Notebook) -> None:
     """Its panel says that it waits; who waits for the cell is asked, and Stop then stops it."""
     display_id = begin(notebook, "name = input('name? ') if rank else 'nobody'; name")
-    idle_until(notebook, display_id, "rank 1 waits for you to type · asked for once a cell")
+    idle_until(notebook, display_id, "rank 1 waits for your input · asked for once a cell")
     client = notebook.client
     for typed, said in (("Ada", ""), (None, "KeyboardInterrupt")):
         sent = client.execute("job.wait()", allow_stdin=True, stop_on_error=False)
@@ -244,7 +244,7 @@ def test_beside_the_notebooks_cells(notebook: Notebook) -> None:
     assert subshell.run("job.wait(); job.done()") == "True"
     begin(notebook, SLEEPS)
     said = subshell.run("job.interrupt(); job.wait()")
-    assert said == "ranks 0-1 have stopped; all variables are kept."
+    assert said == "Stopped on ranks 0-1. No variables were lost."
 
 
 def test_it_cannot_be_sent_to_the_workers(notebook: Notebook) -> None:

@@ -87,7 +87,7 @@ def test_not_too_often(cells: Ended, capsys: pytest.CaptureFixture[str]) -> None
 def test_what_belongs_to_no_cell(cells: Ended) -> None:
     """It is said with the next one, once."""
     cells.receive([(2, out("bye\n")), (3, out("bye\n"))])
-    assert cells.take_texts() == ["ranks 2-3 said after their last cell: bye"]
+    assert cells.take_texts() == ["ranks 2-3 printed after their last cell: bye"]
     assert cells.take_texts() == []
     cells.receive([(2, out("bye\n"))])
     cells.forget()
@@ -99,7 +99,7 @@ def test_what_cannot_change() -> None:
     cells = Ended()
     cells.add(ended(0), PlainDisplay())
     cells.receive([(0, out("bye\n"))])
-    assert cells.take_texts() == ["rank 0 said after its last cell: bye"]
+    assert cells.take_texts() == ["rank 0 printed after its last cell: bye"]
 
 
 def test_texts() -> None:
@@ -115,7 +115,7 @@ def test_texts() -> None:
     ]
     *short, long = late_texts(late)
     assert short == [
-        "ranks 0-1 said after their last cell: a / b",
-        "rank 2 said after its last cell: E: bad",
+        "ranks 0-1 printed after their last cell: a / b",
+        "rank 2 printed after its last cell: E: bad",
     ]
     assert long.endswith("x … 1,000 more characters")

@@ -260,7 +260,7 @@ def test_another_size_runs_nothing(notebook: Notebook) -> None:
     outcome = notebook.run("%%distributed -n 8\nran = True")
     assert outcome.error == (
         "WorldSizeMismatch: 4 workers are running. `%dist_scale 8` keeps their variables, "
-        "`%dist_restart -n 8` starts 8 anew."
+        "`%dist_restart -n 8` clears them."
     )
     error = notebook.run("%%distributed -n 2\nran = True").error
     assert "`-r 0-1` runs on some" in error

@@ -18,5 +18,5 @@ def test_the_agent_of_the_extension_is_a_local_one(fresh: Callable[..., Notebook
     """Workers of another launcher are not started by it; the next local ones are."""
     notebook = fresh("%load_ext nbdist")
     error = notebook.run("%dist_init -n 1 --launcher nowhere").error
-    assert "`--launcher nowhere`: there are only" in error
+    assert "`--launcher nowhere`: available:" in error
     assert "1 worker ready" in notebook.run("%dist_init -n 1 --backend none").text

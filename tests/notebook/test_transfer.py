@@ -160,7 +160,7 @@ def test_stop_in_the_middle(slow: Notebook, line: str, what: str):
         slow.run("new = np.arange(5_000_001.)")
     slow.run(f"stop_at({what!r})")
     stopped = slow.run(line)
-    assert "KeyboardInterrupt: ranks 0-1 have stopped" in stopped.error
+    assert "KeyboardInterrupt: Stopped on ranks 0-1" in stopped.error
     assert slow.value("bool(new.sum() > 1e9), held()") == (True, 0)
     slow.run("%dist_gather type(globals().get('new')).__name__,held() --as there")
     if "gather" not in line:
@@ -193,7 +193,7 @@ def test_stop_when_it_is_being_bound(slow: Notebook, line: str, tmp_path: Path):
     slow.run("new = [1, 2]")
     slow.run(OLD.format(folder=str(tmp_path)))
     slow.run(f"stop_late({str(tmp_path)!r})")
-    assert "Stopped. It came too late: ranks 0-1 have bound new." in slow.run(line).error
+    assert "Stopped. Stop came too late: ranks 0-1 have bound new." in slow.run(line).error
     slow.run("%dist_gather type(new).__name__ --as there")
     assert slow.value("there") == ["list", "list"]
 
@@ -263,7 +263,7 @@ def test_stop_while_it_arrives(slow: Notebook, tmp_path: Path):
     slow.run(ARRIVES_SLOWLY.format(flag=str(flag)))
     use = "%%distributed\nprint(late.value)"
     stopped = slow.run(use, stop_at(slow, "2 ranks · "))
-    assert "KeyboardInterrupt: ranks 0-1 have stopped" in stopped.error
+    assert "KeyboardInterrupt: Stopped on ranks 0-1" in stopped.error
     assert "False" in slow.run("%%distributed\nprint('late' in globals())").text
     flag.touch()
     assert slow.run(use).text.splitlines()[1:] == ["── ranks 0-1 (same) ──", "5"]

@@ -29,7 +29,7 @@ def test_nothing_more_to_say() -> None:
     [
         (Died(-9, 1), "was killed by SIGKILL while no cell was running"),
         (Died(3, 1, why="it left"), "exited with code 3 while no cell was running: it left"),
-        (Died(-9, 1, why=IGNORES_STOP), "did not listen to Stop and was killed"),
+        (Died(-9, 1, why=IGNORES_STOP), "ignored Stop and was killed"),
     ],
 )
 def test_ends_of_idle_ranks(died: Died, end: str) -> None:

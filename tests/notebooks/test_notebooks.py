@@ -121,7 +121,7 @@ def test_the_killed_script_resumes(source):
     assert "rank 2 was killed by SIGKILL: restart 1 of 3" in shown
     assert shown.count("goes on at epoch 4") == 4
     assert "trainer restored from" in shown
-    assert "world 4 -> 2" in shown
+    assert "now 2 workers" in shown
     assert "3 workers, same weights: True" in shown
 
 

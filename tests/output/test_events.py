@@ -33,7 +33,7 @@ def test_text_of_displays() -> None:
     [
         (Died(-9, 1), "was killed by SIGKILL"),
         (Died(3, 1), "exited with code 3"),
-        (Died(-9, 1, why=IGNORES_STOP), "did not listen to Stop and was killed"),
+        (Died(-9, 1, why=IGNORES_STOP), "ignored Stop and was killed"),
         (Died(-9, 1, why="it used too much memory"), "was killed by SIGKILL"),
     ],
 )

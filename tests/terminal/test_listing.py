@@ -55,4 +55,4 @@ def test_a_world_is_listed_and_ended(capsys: pytest.CaptureFixture[str]) -> None
         assert capsys.readouterr().out == f"`{victim}` ended\n"
         assert not any(map(psutil.pid_exists, pids))
     assert main(["kill", victim]) == 2
-    assert "no world of yours on this machine is called so" in capsys.readouterr().err
+    assert "none of your worlds on this machine has this name" in capsys.readouterr().err

@@ -65,4 +65,4 @@ def test_a_narrow_window():
     assert max(map(len, lines)) <= 72
     assert "200 MiB" in captured.get()
     assert "busy 12 s " in captured.get()
-    assert "no world" in str(rich_picture([]))
+    assert "none of your worlds" in str(rich_picture([]))

@@ -77,7 +77,7 @@ def test_where_who_works_is_killed_the_others_end(
 
 
 def test_where_nobody_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is said after a while."""
+    """It is printed after a while."""
     monkeypatch.setattr(turn.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(turn, "LEADER_TIMEOUT", 0.2)
     with pytest.raises(UsageError, match="no process with local rank 0 came"), turn_of("k") as mine:

@@ -67,6 +67,6 @@ def test_what_is_said():
         "  5 GiB  x4 (4, 2) int8",
         "  …",
         "  … there was no time to look at everything: `%dist_memory`",
-        "Only this traceback, or `Out`, holds 10 MiB (`%dist_clean` lets go of it):",
+        "Only this traceback, or `Out`, holds 10 MiB (`%dist_clean` releases it):",
         "  10 MiB  y in f(), line 3 (5,) int8",
     ]

@@ -106,7 +106,7 @@ def test_stop_when_they_bind_it(world: World, tmp_path: Path) -> None:
     open_gate = lambda: (tmp_path / "open").touch() or True  # noqa: E731
     with (
         meanwhile(binds, stop, is_met, open_gate),
-        pytest.raises(Interrupted, match="It came too late: ranks 0-1 have bound x"),
+        pytest.raises(Interrupted, match="Stop came too late: ranks 0-1 have bound x"),
     ):
         world.scatter("x", ["new", "new"])
     assert values(world) == ["['new']"] * 2
@@ -129,7 +129,7 @@ def test_a_rank_that_dies_when_it_has_taken_it(world: World, tmp_path: Path) -> 
     open_gate = lambda: (tmp_path / "open").touch() or True  # noqa: E731
     with (
         meanwhile(takes, kill, is_known, open_gate),
-        pytest.raises(WorkerDied, match=r"rank 0 .* killed by SIGKILL .*Rank 0 was replaced"),
+        pytest.raises(WorkerDied, match=r"rank 0 .* killed by SIGKILL .*Rank 0 was restarted"),
     ):
         world.scatter("x", ["new", Waits(tmp_path)])
     assert values(world) == ["None", "old"]
@@ -143,6 +143,6 @@ def test_a_rank_that_dies_when_all_have(world: World) -> None:
     world.session.run(take)
     os.kill(world.pids[0], signal.SIGKILL)
     wait_until(lambda: world.session.receive(0.01) or 0 in world.session.dead)
-    with pytest.raises(WorkerDied, match=r"rank 0 .* killed by SIGKILL .*Rank 0 was replaced"):
+    with pytest.raises(WorkerDied, match=r"rank 0 .* killed by SIGKILL .*Rank 0 was restarted"):
         commit(world.session, bind)
     assert values(world) == ["None", "old"]

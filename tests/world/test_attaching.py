@@ -89,12 +89,14 @@ def test_it_goes_on(
 ) -> None:
     """Its task comes to its end, variables and set-up cells are there, ranks can be replaced."""
     script = begin(f'world.submit(world.task("{LOOP % (tmp_path / "seen")}"))')
-    with pytest.raises(UsageError, match=f"the notebook of process {script.process.pid} has it"):
+    with pytest.raises(
+        UsageError, match=f"the notebook of process {script.process.pid} still uses it"
+    ):
         attach(NAME)
     script.kill()
     with attach(NAME) as world:
         assert world.state is State.RUNNING
-        with pytest.raises(UsageError, match="this notebook has it"):
+        with pytest.raises(UsageError, match="this notebook uses it"):
             attach(NAME)
         (tmp_path / "seen").touch()
         assert world.catch_up() is not None

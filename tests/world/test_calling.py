@@ -419,7 +419,9 @@ def test_collective_that_cannot_end(world: World) -> None:
         torch.distributed.barrier()
 
     line = meet.__code__.co_firstlineno + 3
-    with pytest.raises(ValueError, match=f"bad. Rank 0 waits in barrier, line {line}: freed"):
+    with pytest.raises(
+        ValueError, match=rf"bad. Rank 0 was waiting in barrier \(line {line}\) and was released"
+    ):
         world.run(meet)
     assert list(world.run(my_rank)) == [0, 1]
 

@@ -51,7 +51,7 @@ def test_code_goes_along_and_the_rest_stays(tmp_path: Path) -> None:
     assert {*listing.left_out.sizes} == {"big", "model.pt", "checkpoints/"}
     said = str(listing.left_out)
     assert said.startswith("`--sync-code` leaves out big (1 MiB), model.pt (5 B) and checkpoints/")
-    assert said.endswith("`!big` in .nbdistignore sends it along.")
+    assert said.endswith("`!big` in .nbdistignore sends it.")
 
 
 def test_a_program_stays_one(tmp_path: Path) -> None:

@@ -159,8 +159,8 @@ def test_words() -> None:
         "rank 3 is busy in C code that holds the GIL"
     )
     asks = Place(line=2, asks=True)
-    assert waits_text({0: asks}) == "rank 0 waits for somebody to type, line 2"
-    assert waits_text({0: asks, 1: asks}) == "ranks 0-1 wait for somebody to type, line 2"
+    assert waits_text({0: asks}) == "rank 0 waits for your input, line 2"
+    assert waits_text({0: asks, 1: asks}) == "ranks 0-1 wait for your input, line 2"
 
 
 # --- whether collectives meet -------------------------------------------------------------
@@ -181,7 +181,8 @@ def test_different_collectives() -> None:
     places = {0: waits(REDUCE, line=3), 1: waits(BARRIER), 2: waits(BARRIER)}
     assert never_meet(places)
     assert verdict(places) == (
-        "ranks 1-2 are in barrier (line 2), rank 0 in all_reduce (line 3): these never meet"
+        "ranks 1-2 are in barrier (line 2), rank 0 in all_reduce (line 3): these calls do not "
+        "match and would wait forever"
     )
 
 
@@ -206,7 +207,8 @@ def test_what_did_not_meet_before() -> None:
     root = (replace(REDUCE, name="broadcast", is_done=True), replace(BARRIER, number=6))
     places = {0: waits(*root, line=3), 1: waits(BARRIER, line=3)}
     assert verdict(places) == (
-        "ranks 0-1 are in barrier (line 3): these never meet; the first that differ: rank 0 "
+        "ranks 0-1 are in barrier (line 3): these calls do not match and would wait forever; the "
+        "first that differ: rank 0 "
         "broadcast, rank 1 barrier"
     )
 
@@ -221,9 +223,9 @@ def test_what_is_over_is_no_proof() -> None:
 def test_nobody_sends() -> None:
     """No more is known than that all wait."""
     places = {rank: Place(line=4, operation="recv") for rank in range(3)}
-    assert verdict(places) == "ranks 0-2 are in recv (line 4): all wait for one another"
+    assert verdict(places) == "ranks 0-2 are in recv (line 4): all ranks wait for each other"
     assert verdict({0: Place(file="a.py", line=4, operation="recv")}) == (
-        "rank 0 is in recv (a.py line 4): all wait for one another"
+        "rank 0 is in recv (a.py line 4): all ranks wait for each other"
     )
 
 
@@ -267,7 +269,8 @@ def test_why_aborted() -> None:
     )
     seen = {0: waits(BARRIER), 1: waiting, 2: Place()}
     assert why_aborted({0: seen[0], 1: seen[1]}, seen, [0, 1, 2], {0, 1}, 3) == (
-        "rank 0 is in barrier (line 2), rank 1 in all_reduce (line 2): these never meet; "
+        "rank 0 is in barrier (line 2), rank 1 in all_reduce (line 2): these calls do not match "
+        "and would wait forever; "
         "rank 2 finished the cell"
     )
 

@@ -13,5 +13,5 @@ def test_what_is_started_here() -> None:
     assert module_of("local") == AGENT
     assert module_of("ssh") == HEAD
     assert {"local", "ssh"} <= {*launcher_names()}
-    with pytest.raises(UsageError, match=r"`--launcher shh`: there are only .*local.*ssh"):
+    with pytest.raises(UsageError, match=r"`--launcher shh`: available: .*local.*ssh"):
         module_of("shh")

@@ -143,7 +143,7 @@ def test_a_link_that_was_never_opened() -> None:
     ("text", "said", "lines"),
     [
         ("#!/bin/sh\necho why; exit 3", "start: ended at once", ["why"]),
-        ("#!/bin/sh\necho so far; read more", "start: said nothing within 1 s", ["so far"]),
+        ("#!/bin/sh\necho so far; read more", "start: did not answer within 1 s", ["so far"]),
         ("#!/nowhere/sh", "start: .*No such file", []),
     ],
 )
@@ -151,7 +151,7 @@ def test_an_agent_that_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str, lines: list[str]
 ) -> None:
     """The error says how it was started, why it is not there, and what it wrote last."""
-    if "nothing" in said:
+    if "not answer" in said:
         monkeypatch.setattr("nbdist.world.link.HELLO_TIMEOUT", 1.0)
     program = tmp_path / "agent.sh"
     program.write_text(f"{text}\n")

@@ -17,7 +17,7 @@ def test_a_module_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "pkg" / "__init__.py").touch()
     (tmp_path / "pkg" / "part.py").touch()
     said = missing_text(MISSING, "b", tmp_path, [], None)
-    where = "lies in the notebook's folder, which b does not have: `--sync-code` sends it."
+    where = "is in the notebook's folder, which b does not have: `--sync-code` sends it."
     assert said == f"`mine.py` {where}"
     said = missing_text(
         "No module named 'pkg.part'; 'pkg' is not a package", "b", tmp_path, [], None
@@ -37,8 +37,8 @@ def test_a_module_that_is_left_out(tmp_path: Path) -> None:
     (tmp_path / ".nbdistignore").write_text("mine.py\n")
     code.listing.look()
     assert missing_text(MISSING, "b", tmp_path, [], code) == (
-        "`mine.py` lies in the notebook's folder, but `--sync-code` leaves it out: git or nbdist "
-        "ignores it. `!mine.py` in .nbdistignore sends it along."
+        "`mine.py` is in the notebook's folder, but `--sync-code` leaves it out: git or nbdist "
+        "ignores it. `!mine.py` in .nbdistignore sends it."
     )
 
 
@@ -52,7 +52,7 @@ def test_modules_that_lie_elsewhere(tmp_path: Path) -> None:
     (installed / "package" / "__init__.py").touch()
     path = ["", str(other), str(installed)]
     assert missing_text(MISSING, "b", folder, path, None) == (
-        f"`mine` lies in {other}, which b does not have: it has to be installed there."
+        f"`mine` is in {other}, which b does not have: install it there."
     )
     said = missing_text("No module named 'package.sub'", "b", folder, path, None)
     assert said == "`package` is installed on the notebook's machine, but not on b."

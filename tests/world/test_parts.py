@@ -72,11 +72,11 @@ def test_stacked():
 @pytest.mark.parametrize(
     ("value", "dim", "said"),
     [
-        (5, None, r"`x` \(int\) cannot be cut into parts: a tensor, an array"),
-        ({1: 2}, None, r"`x` \(dict\) cannot be cut"),
-        (torch.tensor(1.0), None, r"`x` of shape \(\) has no dimension 0 to cut"),
-        (torch.ones(3), 1, r"`x` of shape \(3,\) has no dimension 1 to cut"),
-        ([1, 2], 1, r"`x` \(list\) has no dimension 1 to cut"),
+        (5, None, r"`x` \(int\) cannot be split: use a tensor, an array"),
+        ({1: 2}, None, r"`x` \(dict\) cannot be split"),
+        (torch.tensor(1.0), None, r"`x` of shape \(\) has no dimension 0 to split"),
+        (torch.ones(3), 1, r"`x` of shape \(3,\) has no dimension 1 to split"),
+        ([1, 2], 1, r"`x` \(list\) has no dimension 1 to split"),
     ],
 )
 def test_what_cannot_be_cut(value, dim, said):

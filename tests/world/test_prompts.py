@@ -55,7 +55,7 @@ def test_a_line_is_for_one_rank():
     prompts = asked(0, 1, 3)
     assert prompts.prompt(3) == "[rank 3] > "
     assert prompts.answers(3, "-r all c", size=4) == {3: "-r all c"}
-    assert prompts.text == "ranks 0-1,3 wait for you to type, one after the other"
+    assert prompts.text == "ranks 0-1,3 wait for your input, one at a time"
 
 
 def test_a_line_for_several_debuggers():
@@ -69,7 +69,7 @@ def test_a_line_for_several_debuggers():
         prompts.answers(0, "-r 2 c", size=4)
     with pytest.raises(UsageError):
         prompts.answers(0, "-r 9 c", size=4)
-    said = "ranks 0-1,3 are in the debugger, one after the other · `-r all c` goes to all of them"
+    said = "ranks 0-1,3 are in the debugger, one at a time · `-r all c` goes to all of them"
     assert prompts.text == said
     assert repr(prompts) == "<Prompts of ranks 0-1,3>"
 

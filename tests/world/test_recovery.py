@@ -210,7 +210,7 @@ def outlived(started: World) -> World:
 @pytest.mark.parametrize("use", USES)
 def test_what_cannot_live_on_says_what_to_make_anew(outlived: World, use: str) -> None:
     """It raises at once, in one line, and the group of all stays whole."""
-    with pytest.raises(WorkerError, match=r"2 -> 3\. What was made with it has to be made anew"):
+    with pytest.raises(WorkerError, match=r"2 -> 3\. Recreate what was made with it"):
         outlived.execute(USES[use], ranks=[0, 1])
     assert outlived.state is State.READY
     assert outlived.gather("(dist.barrier(), rank)[1]") == [0, 1, 2]
@@ -388,5 +388,5 @@ def test_nothing_piles_up(world: World) -> None:
 
 def test_words() -> None:
     """Of one rank and of several."""
-    assert replaced_text([2], "x") == "rank 2 was replaced and has lost its variables (x)"
-    assert replaced_text([2, 0], "") == "ranks 0,2 were replaced and have lost their variables"
+    assert replaced_text([2], "x") == "rank 2 was restarted and its variables (x) are gone"
+    assert replaced_text([2, 0], "") == "ranks 0,2 were restarted and their variables are gone"

@@ -112,28 +112,28 @@ def test_which_is_meant(there: list[Found], name: str | None, agent: int) -> Non
 @pytest.mark.parametrize(
     ("there", "name", "said"),
     [
-        ([], None, "`%dist_attach`: no world of yours on this machine is without a notebook."),
-        ([found(notebook=5)], None, "no world of yours on this machine is without a notebook."),
+        ([], None, "`%dist_attach`: none of your worlds on this machine is without a notebook."),
+        ([found(notebook=5)], None, "none of your worlds on this machine is without a notebook."),
         (
             [found(), found("b", agent=8)],
             None,
             "there are `exp` (process 9), `b` (process 8). `%dist_attach NAME` takes one.",
         ),
-        ([], "x", "`%dist_attach x`: no world of yours on this machine is called so (none)."),
-        ([found()], "x", "is called so (there is `exp` (process 9)). `nbdist ps`"),
-        ([found(), found(agent=8)], "exp", "there are 2 of that name"),
+        ([], "x", "`%dist_attach x`: none of your worlds on this machine has this name (none)."),
+        ([found()], "x", "has this name (there is `exp` (process 9)). `nbdist ps`"),
+        ([found(), found(agent=8)], "exp", "2 worlds have this name"),
         (
             [found(version="0.0.1")],
             "exp",
-            f"`exp` is of nbdist 0.0.1, and this is {__version__}. `nbdist kill exp`",
+            f"`exp` runs nbdist 0.0.1, and this is {__version__}. `nbdist kill exp`",
         ),
         (
             [found(notebook=5)],
             "exp",
-            "the notebook of process 5 has it, which is there still. `%unload_ext nbdist` there",
+            "the notebook of process 5 still uses it. `%unload_ext nbdist` there",
         ),
         ([found(notebook=5, detach=False)], "exp", "It ends with that."),
-        ([found(notebook=os.getpid())], "exp", "this notebook has it."),
+        ([found(notebook=os.getpid())], "exp", "this notebook uses it."),
     ],
 )
 def test_what_cannot_be_had(there: list[Found], name: str | None, said: str) -> None:

@@ -60,8 +60,8 @@ def test_one_after_the_other() -> None:
     """What became of a rank is what became of what it became."""
     both = compare(ranks(10, 11, 12, 13), ranks(11, 13)).then(compare(ranks(11, 13), ranks(13, 14)))
     assert both == Renumbering(4, 2, {3: 0})
-    assert size_text(4, 2, both.moved) == "world 4 -> 2 · rank 3 is now rank 0"
-    assert size_text(4, 3, {}) == "world 4 -> 3"
+    assert size_text(4, 2, both.moved) == "now 2 workers · rank 3 is now rank 0"
+    assert size_text(4, 3, {}) == "now 3 workers"
 
 
 def test_ranks_of_a_task() -> None:
@@ -129,7 +129,7 @@ def test_the_rank_in_the_middle_leaves(world: World) -> None:
     world.execute("pair = dist.new_group([0, 1])\nmine = rank", ranks=[0, 1, 2])
     world.execute("only = rank", ranks=[2])
     world.scale(ranks=[0, 2])
-    assert scaled_text(world.session) == "world 3 -> 2 · rank 2 is now rank 1"
+    assert scaled_text(world.session) == "now 2 workers · rank 2 is now rank 1"
     assert world.pids == {0: pids[0], 1: pids[2]}
     assert world.gather("was") == [0, 2]
     assert world.gather(WHO) == [[r, r, 2, r, 2, r, r, 2, 2, str(r)] for r in range(2)]
@@ -157,7 +157,7 @@ def test_new_ranks_after_that(world: World) -> None:
     """They have the numbers after those that stayed, and their set-up cells."""
     world.scale(ranks=[2])
     world.scale(3)
-    assert scaled_text(world.session).startswith("world 1 -> 3 · ranks 1-2 are new and lack ")
+    assert scaled_text(world.session).startswith("now 3 workers · new ranks 1-2 do not have ")
     assert world.gather("globals().get('was')") == [2, None, None]
     assert world.gather(WHO) == [[r, r, 3, r, 3, r, r, 3, 3, str(r)] for r in range(3)]
 
@@ -205,6 +205,6 @@ def test_ranks_that_are_not_there(world: World, ranks: list[int]) -> None:
     """Nothing happens; it is said which there are."""
     with pytest.raises(BadRanks, match="There are ranks 0-2"):
         world.scale(ranks=ranks)
-    with pytest.raises(UsageError, match="or the ranks that stay"):
+    with pytest.raises(UsageError, match="or the ranks to keep"):
         world.scale()
     assert world.size == 3

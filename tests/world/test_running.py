@@ -119,7 +119,7 @@ def test_it_takes_too_long(backend: str) -> None:
         task.receive(rank, stopped)
         task.receive(rank, Done("error", 0.1))
     assert isinstance(task.error(), CellTimeout)
-    assert "after 500 s, as `--timeout` says: rank 0 waits in barrier" in str(task.error())
+    assert "by `--timeout 500`: rank 0 waits in barrier" in str(task.error())
 
 
 def test_where_nobody_waits_for_control() -> None:

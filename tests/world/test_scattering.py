@@ -90,8 +90,8 @@ def test_what_cannot_be(world: World) -> None:
     world.execute("x = 'as it was'")
     with pytest.raises(VariableNotSent, match=r"`x`: `x\[0\]` \(generator\) cannot be sent"):
         world.scatter("x", [1, (i for i in "a")])
-    with pytest.raises(UsageError, match="cannot be cut"):
+    with pytest.raises(UsageError, match="cannot be split"):
         world.scatter("x", 5)
-    with pytest.raises(UsageError, match="a part needs a name"):
+    with pytest.raises(UsageError, match="name the parts"):
         world.scatter("x[0]", [1])
     assert world.gather("x") == ["as it was"] * 2

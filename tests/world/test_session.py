@@ -102,9 +102,7 @@ def test_another_launcher_starts_other_agents(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     session.run(session.task("x = 7"))
     before, agent = session.pids, session.link.agents[0]
-    with pytest.raises(
-        UsageError, match=r"`--launcher nowhere`: there are only here, .*local, .*ssh"
-    ):
+    with pytest.raises(UsageError, match=r"`--launcher nowhere`: available: here, .*local, .*ssh"):
         session.restart(launcher="nowhere", n=2)
     assert (session.pids, session.size, session.config.launched_by) == (before, 1, "local")
     session.restart(keep=["x"], launcher="here")

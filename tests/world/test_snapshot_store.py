@@ -199,7 +199,7 @@ def test_another_format(store: SnapshotStore) -> None:
     taken = take(store, "a")
     manifest = json.loads((taken.folder / MANIFEST).read_text())
     (taken.folder / MANIFEST).write_text(json.dumps(manifest | {"format": 1, "nbdist": "0.0"}))
-    assert store.find("a").problem == "nbdist 0.0 has written it in another way"
+    assert store.find("a").problem == "nbdist 0.0 wrote it in another format"
 
 
 def test_the_next_older_intact_one_is_named(store: SnapshotStore) -> None:

@@ -273,7 +273,7 @@ def test_sizes_that_cannot_be(n: int | str, traces_left: Callable[[], list[str]]
 def test_unknown_launcher(traces_left: Callable[[], list[str]]) -> None:
     """A launcher that is not there is refused with the names of those that are."""
     world = World(1, launcher="nowhere", log_dir="")
-    with pytest.raises(UsageError, match=r"there are only .*local.*ssh"):
+    with pytest.raises(UsageError, match=r"available: .*local.*ssh"):
         world.start()
     assert world.state is State.STOPPED
     assert traces_left() == []

@@ -418,7 +418,7 @@ def test_exceptions_of_the_users_own(world: World) -> None:
         world.execute("class Own(ValueError): pass\nraise Own('bad')")
 
 
-REPLACED = r"was replaced and has lost its variables \(.+\); the others keep theirs\."
+REPLACED = r"was restarted and its variables \(.+\) are gone; other ranks are unaffected\."
 
 
 def test_os_exit(world: World) -> None:

@@ -40,7 +40,7 @@ def shown_of(found: Mapping[int, Memory]) -> Shown:
         sizes = size_range(memory.kept_size for memory in found.values() if memory.kept)
         who = name_ranks(rank for rank, memory in found.items() if memory.kept)
         said = f"{sizes} that only the last traceback and `Out` hold on {who}"
-        parts.append(table(f"{said}: `%dist_clean` lets go of it", kept))
+        parts.append(table(f"{said}: `%dist_clean` releases it", kept))
     if cut := [rank for rank, memory in found.items() if not memory.is_whole]:
         parts.append(table(f"there was no time to look at all names of {name_ranks(cut)}", []))
     return below(parts)

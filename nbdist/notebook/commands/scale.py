@@ -25,17 +25,17 @@ def dist_scale(line: Line) -> str:
     world, size, ranks = line.world, line.options.size, line.options.ranks
     before = world.size
     if size is not None and ranks is not None:
-        raise UsageError("`%dist_scale`: how many workers there shall be, or which: not both.")
+        raise UsageError("`%dist_scale`: give a number of workers or `-r`, not both.")
     keep = None if ranks is None else line.ranks
     if size is not None or keep:
         after = len(keep) if keep else parse_size(size, before)
-        line.display.wait_for(f"world {before} -> {after} …")
+        line.display.wait_for(f"scaling from {before} to {count(after, 'worker')} …")
     try:
         world.scale(size, ranks=keep)
     finally:
         world.session.take_replaced()
     if world.size == before:
-        return f"there are {count(before, 'worker')} already"
+        return f"already {count(before, 'worker')}"
     if world.session.warning:
         line.display.note(world.session.warning)
     return scaled_text(world.session)

@@ -68,7 +68,7 @@ def check() -> tuple[str, ...]:
     """Say what this torch lacks, a sentence each; the start goes on without."""
     lacks = []
     if not RECORDS_GLOO:
-        lacks.append("who waits in an asynchronous collective is shown without its name")
+        lacks.append("ranks that wait in an asynchronous collective are shown without its name")
     if not hasattr(distributed_c10d, "_process_group_name"):
         lacks.append("new groups do not find each other where a rank has missed one before")
     if not can_end_receives():
@@ -76,7 +76,7 @@ def check() -> tuple[str, ...]:
     if not SETS_TIMEOUTS:
         lacks.append("a timeout that a cell gives `init_process_group` has no effect on gloo")
     if VERSION < (2, 13):
-        lacks.append("an FSDP2 model whose step was broken off has to be made anew")
+        lacks.append("an FSDP2 model whose step was interrupted must be recreated")
     return tuple(f"torch {torch.__version__}: {each}." for each in lacks)
 
 

@@ -4,7 +4,7 @@ torch's C++ calls it as any store.  A wait is one question, which is answered wh
 are there, so that it takes one way there and back, however long that is; who waits looks
 meanwhile whether it is to go on.
 
-Everything here is called with the GIL and lets go of it while it waits for an answer.  So a
+Everything here is called with the GIL and releases it while it waits for an answer.  So a
 thread of C++ that asks, as those of nccl's watchdog do once a second, waits for a cell that
 holds the GIL for long, and for nothing else; that thread being joined by one which holds the GIL
 would end neither.  By torch's source none does: `abort`, `shutdown` and the ends of groups

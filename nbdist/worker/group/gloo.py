@@ -51,14 +51,14 @@ THREADS = 2
 
 ENDED = re.compile(
     r"gloo/\S+\] .*(Connection (closed|reset) by peer|Broken pipe)"
-    r"|waited (in the store|for a message) and was freed"
+    r"|waited (in the store|for a message) and was released"
 )
 """What gloo says on a rank whose connections have ended, and we where a wait is ended."""
 
 TIMED_OUT = re.compile(r"gloo/transport/.* Timed out waiting|timeout caused pair closure")
 """What gloo says where a collective took too long: it closes the connections, for ever."""
 
-ABORTED = "Connection closed by peer: it waited for a message and was freed"
+ABORTED = "Connection closed by peer: it waited for a message and was released"
 """Words that gloo has for the same."""
 
 

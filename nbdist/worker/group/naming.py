@@ -70,8 +70,9 @@ def refuse_stale(groups: Iterable[ProcessGroup], before: int, after: int) -> Non
     if not _stale:
         _check_operations()
     why = (
-        f"this group ended when the world was scaled, {before} -> {after}. What was made with it "
-        "has to be made anew: new_group, init_device_mesh, fully_shard, or DDP on a subgroup"
+        f"this group ended when the world was scaled, {before} -> {after}. Recreate what was "
+        f"made with it:"
+        " new_group, init_device_mesh, fully_shard, or DDP on a subgroup"
     )
     for group in groups:
         _stale[group.group_name] = why

@@ -31,7 +31,7 @@ FORM_TIMEOUT = 120.0
 """Seconds for all ranks to form a group of the world's; torch's own default is ten to thirty
 minutes."""
 
-ABORTED = "Connection closed by peer: it waited in the store and was freed"
+ABORTED = "Connection closed by peer: it waited in the store and was released"
 """Words that gloo has for the same."""
 
 

@@ -89,7 +89,7 @@ def test_killed_in_mid_cell(fresh: Callable[..., Notebook], name: str, tmp_path:
     assert name in second.run("%dist_status").text
     assert second.run("%dist_restart -r 1").errors == []
     assert "rank 1" in second.run("%%distributed\nprint(x)").error
-    assert "this notebook has it" in second.run(f"%dist_attach {name}").error
+    assert "this notebook uses it" in second.run(f"%dist_attach {name}").error
     assert second.run("%dist_shutdown").text == "workers ended"
     assert named(name) == []
 
@@ -114,7 +114,7 @@ def test_restarted_by_its_manager(
     (error,) = stopped.errors
     assert error["ename"] in ("Interrupted", "KeyboardInterrupt")
     again = notebook.run(f"%dist_attach {name}")
-    assert "this notebook has it" in again.error
+    assert "this notebook uses it" in again.error
     assert body(notebook.run("%%distributed\nprint(step > 0)"))[-1] == "True"
     assert kill_world(name) == 0
     assert "SIGTERM" not in notebook.run("%%distributed\npass").error
@@ -133,4 +133,4 @@ def test_a_kernel_that_has_workers_already(fresh: Callable[..., Notebook], name:
     assert notebook.run("%dist_shutdown --pool trainer").errors == []
     assert "no cell has run meanwhile" in notebook.run(f"%dist_attach {name}").text
     assert body(notebook.run("%%distributed --pool trainer\nprint('here')"))[-1] == "here"
-    assert "is called so" in notebook.run("%dist_attach nowhere").error
+    assert "has this name" in notebook.run("%dist_attach nowhere").error

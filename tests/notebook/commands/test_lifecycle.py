@@ -64,5 +64,5 @@ def test_a_task_that_nothing_follows(notebook: Notebook):
     assert "stop it with `%dist_interrupt`" in error["evalue"]
     said = notebook.run("%dist_interrupt")
     last = said.displays[-1]["data"]["text/plain"]
-    assert (said.errors, last) == ([], "ranks 0-3 have stopped; all variables are kept.")
+    assert (said.errors, last) == ([], "Stopped on ranks 0-3. No variables were lost.")
     assert notebook.run("%%distributed\nassert kept == rank").errors == []

@@ -18,30 +18,27 @@ def notebook(kernel: Notebook) -> Notebook:
     return kernel
 
 
-def test_the_size_is_told_here_and_in_the_next_cell(notebook: Notebook) -> None:
-    """Once, in one line; new ranks and what they lack are named."""
+def test_the_size_is_told(notebook: Notebook) -> None:
+    """Once, in one line, by `%dist_scale` alone; new ranks and what they lack are named."""
     notebook.run("%%distributed\nmade = 5")
     said = notebook.run("%dist_scale +1").text
-    assert said.startswith("world 2 -> 3 · rank 2 is new and lacks made"), said
-    assert "world 2 -> 3" in notebook.run("%%distributed\nprint(world_size)").text
-    assert "->" not in notebook.run("%%distributed\nprint(world_size)").text
-    assert notebook.run("%dist_scale -1").text == "world 3 -> 2"
-    notebook.run("%dist_scale 4")
-    assert "world 3 -> 4" in notebook.run("%%distributed\npass").text
+    assert said.startswith("now 3 workers · new rank 2 does not have made"), said
+    assert "now 3 workers" not in notebook.run("%%distributed\nprint(world_size)").text
+    assert notebook.run("%dist_scale -1").text == "now 2 workers"
 
 
 def test_the_first_rank_leaves(notebook: Notebook) -> None:
     """The other keeps its variables, and is the first now: here, in the next cell, in status."""
     notebook.run("number = 41\n%dist_scale 3")
     notebook.run("%%distributed\nwas = rank + number - 41")
-    moved = "world 3 -> 2 · ranks 1-2 are now ranks 0-1"
-    assert notebook.run("%dist_scale -r 1-2").text == moved
+    moved = "ranks 1-2 are now ranks 0-1"
+    assert notebook.run("%dist_scale -r 1-2").text == f"now 2 workers · {moved}"
     said = notebook.run("%%distributed\nprint(rank, was, number)").text
     assert moved in said
     assert "0 1 41" in said
     assert "1 2 41" in said
-    assert "->" not in notebook.run("%%distributed\nprint(rank)").text
-    assert notebook.run("%dist_scale -r 0,1").text == "there are 2 workers already"
+    assert "are now" not in notebook.run("%%distributed\nprint(rank)").text
+    assert notebook.run("%dist_scale -r 0,1").text == "already 2 workers"
 
 
 def test_names_of_the_notebook_come_to_new_ranks(notebook: Notebook) -> None:
@@ -69,7 +66,7 @@ def test_names_of_the_workers_are_copied(notebook: Notebook) -> None:
 
 
 CANNOT = {
-    "%dist_scale": "or the ranks that stay: `%dist_scale -r 0,2-3`",
+    "%dist_scale": "or the ranks to keep",
     "%dist_scale 1 -r 0": "not both",
     "%dist_scale -r 5": "there is no rank 5",
     "%dist_scale 0": "it takes at least one worker",
@@ -99,7 +96,7 @@ def test_what_cannot_be_is_one_line(notebook: Notebook, typed: str) -> None:
 
 def test_as_many_as_there_are(notebook: Notebook) -> None:
     """It says so."""
-    assert notebook.run("%dist_scale 2").text == "there are 2 workers already"
+    assert notebook.run("%dist_scale 2").text == "already 2 workers"
 
 
 def test_without_workers(fresh: object) -> None:

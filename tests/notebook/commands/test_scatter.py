@@ -55,8 +55,8 @@ def test_another_name_and_some_ranks(two: Notebook):
     [
         ("nope", "the notebook has no `nope`."),
         ("five", "`five` (int) cannot be cut into parts"),
-        ("word --dim 2", "`word` (list) has no dimension 2 to cut."),
-        ("word --as a.b", "`a.b`: on the ranks a part needs a name"),
+        ("word --dim 2", "`word` (list) has no dimension 2 to split."),
+        ("word --as a.b", "`a.b`: on the ranks name the parts"),
     ],
 )
 def test_what_cannot_be(two: Notebook, line: str, said: str):

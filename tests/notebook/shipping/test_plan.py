@@ -149,7 +149,7 @@ def test_a_function_that_was_defined_again_goes_again(house: Any) -> None:
 
 
 def test_a_class_attribute_that_changed_goes_again(house: Any) -> None:
-    """Setting it here sets it there, for instances that are there already."""
+    """Setting it here sets it there, for instances that exist already."""
     house.cell("class A:\n    x = 1\na = A()")
     assert house.distributed("a.x") == 1
     house.cell("A.x = 2")

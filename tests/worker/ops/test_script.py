@@ -165,7 +165,7 @@ def test_waits_name_the_scripts_line(world: World, write: Write) -> None:
         assert [frame.line for frame in stack.frames][:2] == [6, 4 + stack.rank]
     world.interrupt()
     world.session.wait(running)
-    assert "waits in barrier, waits.py line 5: freed" in str(running.error())
+    assert "was waiting in barrier (waits.py line 5) and was released" in str(running.error())
     world.execute("dist.barrier()")
 
 
@@ -176,7 +176,7 @@ def test_rank_that_dies_in_a_script(world: World, write: Write) -> None:
         world.run_script("dies.py")
     assert world.session.running is not None
     freed, died = (world.session.running.transcript.errors[rank] for rank in range(N))
-    assert "(dies.py line 4) and was freed" in freed.message  # type: ignore[union-attr]
+    assert "(dies.py line 4)" in freed.message  # type: ignore[union-attr]
     assert any("dies.py, line 3" in line for line in died.last_lines)  # type: ignore[union-attr]
 
 
