@@ -201,6 +201,8 @@ def _attempt(
             running = pool.last = world.session.submit(task, how.patience, shipped)
             if world.session.code and (left := world.session.code.take_note()):
                 display.note(left)
+            if said := world.session.surroundings.take_note():
+                display.note(said)
             yield from follow_steps(pool, world, running, display)
         if how.setup and not running.error():
             world.session.keep_setup(how.setup, task, segment)

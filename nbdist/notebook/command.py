@@ -13,7 +13,6 @@ from importlib import import_module
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, Literal
 
-from IPython.core.magic import no_var_expand
 from IPython.core.magic_arguments import magic_arguments
 
 from nbdist.errors import Interrupted, WorldNotStarted
@@ -113,7 +112,6 @@ class Command:
     run: Callable[[Line], Shown | str | None]
     kind: Literal["line", "cell"]
     split: Split
-    expands: bool
     summary: str = ""
     looks: bool = False
 
@@ -149,14 +147,13 @@ class Command:
                 case str():
                     line.display.say(shown)
 
-        return magic if self.expands else no_var_expand(magic)
+        return magic
 
 
 def command(
     *options: Callable[[Magic], Magic],
     kind: Literal["line", "cell"] = "line",
     split: Split = lambda _, line: (line, []),
-    expands: bool = True,
     looks: bool = False,
 ) -> Callable[[Callable[[Line], Shown | str | None]], Command]:
     """Make a magic of a function that is called as it, and has its help as docstring.
@@ -165,7 +162,6 @@ def command(
         options: in the order in which the help shows them; all magics have `--pool`.
         kind: whether it stands before a cell.
         split: for lines that are not options alone.
-        expands: whether IPython replaces `$name` and `{name}` in the line.
         looks: whether it only looks, with `Line.look`, and may do so while a cell runs.
     """
 
@@ -179,7 +175,7 @@ def command(
         escape = "%%" if kind == "cell" else "%"
         made = (run.__doc__ or "").replace("  %", f"  {escape}", 1).strip()
         run.__doc__ = f"{said}\n\n{made}\n"
-        return Command(run, kind, split, expands, said.partition("\n")[0], looks)
+        return Command(run, kind, split, said.partition("\n")[0], looks)
 
     return decorate
 

@@ -110,11 +110,12 @@ def moved(spec: WorldSpec, here: str, there: str) -> WorldSpec:
 
     What of the path lies below it goes with it; `there` comes first where the path has "".
     """
-    path = (_moved(entry, here, there) for entry in spec.sys_path)
-    return replace(spec, cwd=_moved(spec.cwd, here, there), sys_path=tuple(path))
+    path = (moved_path(entry, here, there) for entry in spec.sys_path)
+    return replace(spec, cwd=moved_path(spec.cwd, here, there), sys_path=tuple(path))
 
 
-def _moved(path: str, here: str, there: str) -> str:
+def moved_path(path: str, here: str, there: str) -> str:
+    """Return the path below `there` where it lies below `here`; else the path itself."""
     if path == here or path.startswith(f"{here}/"):
         return there + path[len(here) :]
     return path

@@ -72,6 +72,21 @@ Work = Source | Script | Call
 
 
 @dataclass(frozen=True, slots=True)
+class Surroundings:
+    """The notebook's folder, `sys.path` and environment, where they are others than at the start.
+
+    `folder` is the notebook's now, `first` was its folder when the workers were described.
+    `sys_path` is None where it is the same as then.  `environ` has the variables that were
+    changed since, with None for those that were removed.
+    """
+
+    folder: str
+    first: str
+    sys_path: tuple[str, ...] | None = None
+    environ: Mapping[str, str | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Attempt:
     """How often the same has been run before, and how often it may be run again in all."""
 
@@ -90,7 +105,8 @@ class Task:
     place, as `Done.imported`.  With `execution_count` the ranks number the cell as the notebook
     does, so that their tracebacks say `Cell In[5]`.  `key` is the front end's own id of the
     cell, the same when it is run again; "" for none.  With `keeps` the last value of the cell comes
-    back, or is kept where it is big, under the task's `id`.
+    back, or is kept where it is big, under the task's `id`.  `around` is None where the notebook's
+    surroundings are what they were when the workers started.
     """
 
     id: str
@@ -104,6 +120,7 @@ class Task:
     execution_count: int | None = None
     key: str = ""
     keeps: bool = False
+    around: Surroundings | None = None
 
     @property
     def source(self) -> str:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from multiprocessing import process
 from multiprocessing.reduction import ForkingPickler
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
@@ -67,19 +66,6 @@ def share_gpu(start: WorkerStart) -> None:
     if start.world.share_gpus and start.gpus:
         version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # needs no CUDA
         os.environ.update(sharing_variables(start.rank, version, os.environ))
-
-
-def take_place(start: WorkerStart, own_path: Sequence[str]) -> None:
-    """Give what cells run the notebook's `sys.path` and `sys.argv`.
-
-    After the worker's own imports: a `random.py` in the notebook's folder is for them alone.
-    """
-    first = start.world.sys_path
-    own = [entry for entry in own_path if entry not in first] if start.world.own_path else ()
-    sys.path[:] = [*first, *own]
-    sys.argv[:] = start.world.argv
-    # What "" on the path is for processes that multiprocessing spawns.
-    process.ORIGINAL_DIR = start.world.cwd  # type: ignore[attr-defined]
 
 
 def count_restarts(attempt: Attempt) -> None:

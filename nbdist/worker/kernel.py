@@ -26,6 +26,7 @@ from traitlets import Type, default
 
 from nbdist.output.events import MOVED, RECORD, Done
 from nbdist.wire.task import Call, Source, Task, Work, failure_in_words
+from nbdist.worker.around import Around
 from nbdist.worker.breakpoints import is_debugger, leave_debugger, use_debugger
 from nbdist.worker.cell_times import CELL_TIMES
 from nbdist.worker.cell_warnings import show_cell_lines
@@ -84,6 +85,7 @@ class WorkerKernel(LeavesChildren):
     namespace: Namespace
     records: Records
     own_modules: OwnModules
+    around: Around
     group: Group | None = None
     peaks = Peaks()
     is_at_work = False
@@ -137,6 +139,7 @@ class WorkerKernel(LeavesChildren):
         """Do what comes before the work."""
         if self.group is not None:
             self.group.begin_task(task.id)
+        self.around.follow(task.around)
         self.own_modules.keep_in_step()
         self.namespace.receive(task.names)
         context.bound |= self.namespace.import_again(task.imports.get(context.rank, {}))

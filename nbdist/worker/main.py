@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from nbdist.wire.marks import mark
 from nbdist.wire.start import WorkerStart
+from nbdist.worker.around import Around
 from nbdist.worker.control_thread import ControlThread
 from nbdist.worker.environment import (
     Scaling,
     pickle_cell_definitions_by_value,
     prepare_torch,
     ready_names,
-    take_place,
 )
 from nbdist.worker.group.group import Group
 from nbdist.worker.kernel import make_app
@@ -54,7 +54,7 @@ def run_worker(start: WorkerStart) -> None:
     write_all(mark(start.token, "up"))
     if group is not None:
         group.form()
-    take_place(start, own_path)
+    app.kernel.around = Around(start, own_path)
     write_all(mark(start.token, "ready"))
     app.start()
     tasks.close()

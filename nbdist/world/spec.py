@@ -104,7 +104,7 @@ def make_spec(
         backend=None if backend == "none" else backend,
         environ=environ,
         cwd=here.cwd,
-        sys_path=_sys_path(given.get("PYTHONPATH", ""), here, is_foreign=is_foreign),
+        sys_path=path_for(here, given.get("PYTHONPATH", ""), is_foreign=is_foreign),
         threads=1,
         python=python,
         gpus=gpus,
@@ -137,7 +137,7 @@ def _spec_elsewhere(
         backend=None if backend == "none" else backend,
         environ={},
         cwd=here.cwd,
-        sys_path=_sys_path(given.get("PYTHONPATH", ""), here, is_foreign=True),
+        sys_path=path_for(here, given.get("PYTHONPATH", ""), is_foreign=True),
         threads=config.cpus or 0,
         python="",
         name=config.name or run or run_name(config.pool),
@@ -197,7 +197,7 @@ def make_wanted(config: WorldConfig, run: str = "", here: Here | None = None) ->
     workers = topology.parse_workers(str(config.n))
     hosts = parse_hosts(config.hosts) if config.hosts else ()
     per_node: topology.WorkerCount = "auto" if isinstance(workers, int) else workers
-    environ = {**_copied(config.copy_env or "", here.environ), **given_environ(config)}
+    environ = {**copied(config.copy_env or "", here.environ), **given_environ(config)}
     return Wanted(
         launcher=config.launched_by,
         hosts=hosts,
@@ -249,7 +249,7 @@ def size_of(config: WorldConfig) -> int | None:
     return topology.parse_layout(config.layout).world_size if config.layout else None
 
 
-def _copied(patterns: str, environ: Mapping[str, str]) -> dict[str, str]:
+def copied(patterns: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Choose the variables with such names, but for those that say which rank a worker is."""
     wanted = [pattern.strip() for pattern in patterns.split(",")]
     return {
@@ -325,7 +325,7 @@ def _threads(environ: Mapping[str, str], share: int) -> int:
     return max(1, int(first)) if first.isdigit() else share
 
 
-def _sys_path(given: str, here: Here, *, is_foreign: bool) -> tuple[str, ...]:
+def path_for(here: Here, given: str, *, is_foreign: bool) -> tuple[str, ...]:
     """Put `--env PYTHONPATH=` before the notebook's path, which is of use to its interpreter alone.
 
     Another one has packages of its own, and gets what was added to the notebook's by hand.

@@ -32,6 +32,7 @@ from nbdist.world.sent import Crew
 from nbdist.world.setup import Setup
 from nbdist.world.spec import make_spec, make_wanted, scaled
 from nbdist.world.states import Event, State, next_state
+from nbdist.world.surroundings import NotebookSurroundings
 
 LATE_KEPT = 1000
 """Outputs of threads that outlived their task; all text is in the log files too."""
@@ -46,7 +47,8 @@ class Standing:
     `names` says who has which, `past` what has run since the start, `dead` which ranks have
     died, `replaced` where others are now, `have_come` which machines have come that could be
     taken in, `renumbering` what the last forming of the group
-    has made of them, `code` what keeps the notebook's `folder` in step.  `is_elsewhere`: they
+    has made of them, `code` what keeps the notebook's `folder` in step, `surroundings` what of
+    the notebook's has changed since.  `is_elsewhere`: they
     are not, or not all, on the notebook's machine.  `leaving` is set, in any thread, when this
     process is about to end.
     """
@@ -163,6 +165,7 @@ class Standing:
         self.config = config
         self.folder = Path(spec.cwd)
         self.code = CodeSync(self.folder) if config.sync_code else None
+        self.surroundings = NotebookSurroundings(config, spec)
 
     def _become(self, spec: WorldSpec | None) -> None:
         """Take in how many workers there are, and with what, where other machines decide that."""

@@ -65,7 +65,8 @@ class Workers(Standing):
     ) -> RunningTask:
         """Send a task to its ranks, which are ready; `shipped` is what its names are."""
         imports = self.names.take_lost_imports(task.ranks)
-        task = replace(task, log_level=wanted_level(), imports=imports)
+        around = self.surroundings.now()
+        task = replace(task, log_level=wanted_level(), imports=imports, around=around)
         running = RunningTask(task, patience or self.config.patience, self.crew, shipped)
         link, packed = self.link, Run(task.id, task.ranks, task.pack(), task.segments)
         self.remember(running.patience)

@@ -75,13 +75,13 @@ def script_of(program: Sequence[str], options: argparse.Namespace) -> Script:
     sending_options,
     world_options,
     split=split_line,
-    expands=False,
 )  # fmt: skip
 def dist_run(line: Line) -> None:
     """Run a script on all workers: `%dist_run -n 4 train.py --lr 0.1`.
 
     It runs as `__main__` in the workers' own namespace, where cells find what it has
-    left.  Options for `%dist_run` stand before the script, all else is the script's.
+    left, and in the notebook's folder.  Options for `%dist_run` stand before the script, all else
+    is the script's; `{lr}` and `$lr` are the notebook's `lr`.
     """
     send(line, _steps(line))
 

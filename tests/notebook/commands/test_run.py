@@ -138,6 +138,33 @@ def test_error_in_a_script(notebook: Notebook, folder: Path) -> None:
     assert "nbdist/" not in text
 
 
+def test_it_runs_where_the_notebook_is(notebook: Notebook, folder: Path) -> None:
+    """After `%cd` scripts are found and run in the new folder, with what lies beside them."""
+    project = folder / "project"
+    project.mkdir()
+    (project / "data.txt").write_text("7")
+    (project / "where.py").write_text(
+        "import os, sys\nprint(os.getcwd(), open('data.txt').read(), *sys.argv[1:])\n"
+    )
+    notebook.run("rate, epochs = 0.25, 3")
+    assert notebook.run(f"%cd {project}").errors == []
+    ran = notebook.run("%dist_run where.py --lr {rate} --epochs=$epochs --twice {2 * epochs}")
+    words = "--lr 0.25 --epochs=3 --twice 6"
+    assert body(ran) == ["── ranks 0-1 (same) ──", f"{project} 7 {words}"]
+    notebook.run("import os; os.chdir('..'); os.environ['NBT_SEEN'], os.environ['API_KEY'] = 'ab'")
+    seen = notebook.run("%%distributed\nimport os\nprint(os.getcwd(), os.environ['NBT_SEEN'])")
+    changed = "environment variables `API_KEY`, `NBT_SEEN` changed in the notebook"
+    *lines, note = body(seen)
+    assert note == f"{changed}, and on the ranks too"
+    assert lines == ["── ranks 0-1 (same) ──", f"{folder} a"]
+    again = notebook.run("%%distributed\nprint(os.environ['API_KEY'])")
+    assert body(again) == ["── ranks 0-1 (same) ──", "b"]
+    for text in (note, seen.panel["text/html"]):
+        assert " 'b'" not in text
+    notebook.run("del os.environ['NBT_SEEN'], os.environ['API_KEY']")
+    assert "`API_KEY`, `NBT_SEEN` changed" in notebook.run("%%distributed\npass").text
+
+
 # --- --max-restarts -------------------------------------------------------------------------
 
 
