@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import UsageError
@@ -11,29 +13,40 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 
-class CellSyntaxError(UsageError):
+REMEDIES = {
+    "'return' outside function": "The last line of a cell is its value: leave `return` out.",
+    "'yield' outside function": "`yield` belongs in a function: `print` shows values one by one.",
+}
+"""What to do instead, by what Python says."""
+
+
+class CellSyntaxError(UsageError, SyntaxError):
     """The cell is not Python; shown as IPython shows a syntax error, without a traceback."""
 
     def __init__(self, error: SyntaxError, shown: list[str]) -> None:
-        super().__init__(f"{error.msg} (line {error.lineno} of the cell); nothing has run.")
-        self._shown = shown
+        line = f" (line {error.lineno} of the cell)" if error.lineno else ""
+        remedy = REMEDIES.get(error.msg, "")
+        super().__init__(f"{error.msg}{line}; nothing has run. {remedy}".rstrip())
+        self._shown = [*shown, f"Nothing has run on the workers. {remedy}".rstrip()]
 
     def _render_traceback_(self) -> list[str]:
-        return [*self._shown, "Nothing has run on the workers."]
+        return self._shown
 
 
 def check_source(shell: InteractiveShell, first_line: str, cell: str) -> str:
     """Give the cell as Python, magics transformed; raises when it is none, before anything runs."""
-    python: str = shell.transform_cell(in_notebook_lines(first_line, cell))
+    source = in_notebook_lines(first_line, cell)
     try:
-        module = compile(
-            python, "<cell>", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-        )
+        python: str = shell.transform_cell(source)
+        is_code = _compiles_to_code(python)
     except SyntaxError as error:
+        lines = source.splitlines()
+        error.filename = "<cell>"  # also where Python's tokenizer has found it
+        if error.text is None and 0 < (error.lineno or 0) <= len(lines):
+            error.text = lines[(error.lineno or 0) - 1]
         shown = shell.SyntaxTB.structured_traceback(type(error), error, None)
         raise CellSyntaxError(error, shown) from None
-    assert isinstance(module, ast.Module)
-    if not module.body:
+    if not is_code:
         name = first_line.split()[0] if first_line else "%%distributed"
         raise UsageError(
             f"`{name}`: the cell holds no code, so nothing has run. "
@@ -42,14 +55,27 @@ def check_source(shell: InteractiveShell, first_line: str, cell: str) -> str:
     return python
 
 
+def _compiles_to_code(python: str) -> bool:
+    """Compile all of it, as `return 5` parses; False for comments alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the ranks give them
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        module = compile(python, "<cell>", "exec", ast.PyCF_ONLY_AST | flags)
+        compile(module, "<cell>", "exec", flags)
+    assert isinstance(module, ast.Module)
+    return bool(module.body)
+
+
 def in_notebook_lines(first_line: str, cell: str) -> str:
     """Make the source to send: the magic's line as a comment, so that lines have their numbers.
 
     Not where another cell magic comes next, which must be on the first line; nor where
-    `first_line` is "", as nobody has typed one.
+    `first_line` is "", as nobody has typed one.  It is indented as the cell's first line is:
+    by so much IPython moves all lines of a cell that was cut out of a function.
     """
     is_whole = not first_line or cell.lstrip().startswith("%%")
-    return cell if is_whole else f"# {first_line}\n{cell}"
+    indent = re.match(r"\s*?([ \t]*)(?=\S|$)", cell)
+    return cell if is_whole else f"{indent[1] if indent else ''}# {first_line}\n{cell}"
 
 
 def execution_count(shell: InteractiveShell) -> int:

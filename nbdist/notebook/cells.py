@@ -86,7 +86,7 @@ def source_steps(
     display: CellDisplay,
     options: argparse.Namespace | None = None,
 ) -> Steps:
-    """Run a cell on workers and show it, the first step sends it; raises its one error.
+    """Run a cell on workers and show it, the first step sends it; returns its one error.
 
     With `options` workers are started where there are none.
     """
@@ -132,14 +132,17 @@ def run_options(world: World, options: argparse.Namespace, setup: str = "") -> R
     return RunOptions(patience, setup, options.max_restarts, options.no_wait)
 
 
-def through(steps: Generator[Any, Any, R]) -> R:
-    """Take all steps; return what they lead to."""
+def through(steps: Generator[Any, Any, R | BaseException]) -> R:
+    """Take all steps; return what they lead to, or raise it where it is an error."""
     while True:
         try:
             next(steps)
         except StopIteration as end:
-            led_to: R = end.value
-            return led_to
+            led_to: R | BaseException = end.value
+            break
+    if isinstance(led_to, BaseException):
+        raise led_to
+    return led_to
 
 
 # --- sending, and again -----------------------------------------------------------------
@@ -153,7 +156,9 @@ def attempt_steps(
     display: CellDisplay,
     how: RunOptions | None = None,
 ) -> Steps:
-    """Run a cell and show it; raises the error of its last attempt when that failed too.
+    """Run a cell and show it; returns the error of its last attempt when that failed too.
+
+    Not raised: where a rank raised StopIteration it is one, which cannot leave a generator.
 
     What an attempt has bound is no matter to the next: so each has the names of the notebook
     as the first one had them, and new ranks get those that they lack.
@@ -179,7 +184,7 @@ def attempt_steps(
         if how.is_job:  # there is no cell that shows it
             display.note(str(error), at_once=False)
             display.end_again(running.transcript, pool.log_files())
-        raise
+        return error
     return result_of(pool, world, running)
 
 

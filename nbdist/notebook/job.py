@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.lib.pretty import RepresentationPrinter
 
-Steps: TypeAlias = Generator[RunningTask, float | None, CellResult[Any]]
-"""A cell on its way: what is sent to it is how long its next step may take, as in `Following`."""
+Steps: TypeAlias = Generator[RunningTask, float | None, CellResult[Any] | BaseException]
+"""A cell on its way: what is sent to it is how long its next step may take, as in `Following`.
+
+It leads to the result of the cell, or to what the cell raises.
+"""
 
 
 class Job:
@@ -184,7 +187,10 @@ class Job:
             with self._place.within(in_its_cell):
                 self._running = self._steps.send(longest)
         except StopIteration as end:
-            self._result = end.value
+            if isinstance(end.value, BaseException):
+                self._error = end.value
+            else:
+                self._result = end.value
             self._ended.set()
         except (NbdistError, Interrupted) as error:
             self._error = error

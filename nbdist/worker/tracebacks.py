@@ -125,6 +125,7 @@ def own_part(tb: TracebackType | None) -> TracebackType | None:
 def show_errors_our_way(shell: Any, session: MarkingSession, rank: int) -> None:
     """Have IPython's shell show what this module says, and send it by this session."""
     shorten_common_tracebacks(shell)
+    shorten_syntax_errors(shell)
     show_groups(shell)
     around_errors(shell, partial(sending_more, session, partial(account, shell, rank)))
     judge_by_result(shell)
@@ -173,6 +174,19 @@ def shorten_common_tracebacks(shell: Any) -> None:
         return [*short_traceback(own_part(tb)), f"{kind.__name__}: {error}"]
 
     shell.InteractiveTB.structured_traceback = structured_traceback
+
+
+def shorten_syntax_errors(shell: Any) -> None:
+    """Have the shell leave its own calls out where a module, or text of `eval`, is no Python."""
+    whole = shell.SyntaxTB.structured_traceback
+
+    def structured_traceback(
+        kind: Any, error: Any, calls: Any = None, *args: Any, **options: Any
+    ) -> Any:
+        own = [call for call in calls or () if IN_IPYTHON not in call.filename]
+        return whole(kind, error, own, *args, **options)
+
+    shell.SyntaxTB.structured_traceback = structured_traceback
 
 
 def in_few_words(kind: Any, error: Any) -> tuple[Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,10 @@ from tests.waiting import SOON
 
 # jupyter_client's blocking calls run on a loop that lives as long as the process.
 ensure_event_loop()
+
+
+INSIDES = re.compile(r"[^\s\"']*/nbdist/(?:\w+/)*\w+\.py\b")
+"""A file of nbdist's, as a traceback names it."""
 
 
 @dataclass
@@ -47,6 +52,15 @@ class Outcome:
             assert shown["metadata"] == {}
             assert {*shown["data"]} == {"text/html", "text/plain"}
         return (self.updates or self.displays)[-1]["data"]
+
+    @property
+    def seen(self) -> str:
+        """All that a person sees of it, without colours."""
+        last = self.displays[:-1] + (self.updates or self.displays)[-1:]
+        shown = [*(each["data"] for each in last + self.figures), *self.results]
+        texts = [data.get("text/plain", "") for data in shown]
+        errors = ("\n".join(error["traceback"]) for error in self.errors)
+        return strip("\n".join([*self.streams, *texts, *errors]))
 
     @property
     def text(self) -> str:
@@ -122,6 +136,8 @@ class Notebook:
         ):
             pass
         outcome.reply = reply["content"]
+        # Whatever a person does, and whatever goes wrong: none of it is the person's concern.
+        assert not (found := INSIDES.findall(outcome.seen)), (found, outcome.seen)
         return outcome
 
     def _type(self, outcome: Outcome, lines: Iterator[str]) -> None:

@@ -45,6 +45,39 @@ def test_a_syntax_error_is_found_first(shell: Any):
     assert last == "Nothing has run on the workers."
 
 
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [
+        ("x = 1\nreturn 5", "(line 3 of the cell); nothing has run. The last line of a cell is"),
+        ("yield 5", "'yield' outside function (line 2 of the cell); nothing has run. `yield`"),
+        ("break", "'break' outside loop (line 2 of the cell); nothing has run."),
+        (
+            "if 1:\n    x = 1\n  y = 2",
+            "unindent does not match any outer indentation level (line 4",
+        ),
+        ("def f():\n    x = 1\n    global x", "assigned to before global declaration"),
+    ],
+)
+def test_what_only_a_compiler_or_tokenizer_finds(shell: Any, cell: str, said: str):
+    """Also what parses, and what IPython cannot transform, is said with its line, and a remedy."""
+    with pytest.raises(SyntaxError) as found:
+        check_source(shell, "%%distributed", cell)
+    assert said in str(found.value)
+    shown = found.value._render_traceback_()  # type: ignore[attr-defined]
+    assert cell.splitlines()[-1].strip() in "\n".join(shown)
+
+
+def test_an_indented_cell(shell: Any):
+    """Lines that were cut out of a function are moved to the left, as in any cell."""
+    python = check_source(shell, "%%rank 0", "    a = 1\n    if a:\n        b = 2\n")
+    assert python.splitlines() == ["# %%rank 0", "a = 1", "if a:", "    b = 2"]
+
+
+def test_warnings_are_the_workers(shell: Any):
+    """What Python warns of as it compiles is said by the ranks, and by nobody else."""
+    assert check_source(shell, "%%distributed", "1 is 1\n'\\d'")
+
+
 def test_comments_alone_are_a_mistake(shell: Any):
     """They would start workers for nothing."""
     with pytest.raises(UsageError, match="`%%distributed`: the cell holds no code"):

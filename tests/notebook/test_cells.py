@@ -25,6 +25,17 @@ def test_all_steps_are_taken() -> None:
     assert (through(steps()), taken) == ("the end", [0, 1, 2])
 
 
+def test_an_error_they_lead_to_is_raised() -> None:
+    """Also a StopIteration, which no generator can raise."""
+
+    def steps() -> Generator[None, None, StopIteration]:
+        yield
+        return StopIteration("its own")
+
+    with pytest.raises(StopIteration, match="its own"):
+        through(steps())
+
+
 def test_nothing_of_what_is_no_python_runs(notebook: Notebook) -> None:
     """The next cell finds the workers as they were; what it shows is shown."""
     (error,) = notebook.run("%%distributed\nseen = 1\nx = = 2").errors

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError as IPythonUsageError
 
+import nbdist
 from nbdist.config import DEFAULT_POOL
+from nbdist.errors import NbdistError
 from nbdist.notebook.border.habits import hint_on_magic
 from nbdist.words import name_ranks
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from nbdist.notebook.command import Command
     from nbdist.notebook.pool import Pool
     from nbdist.notebook.pools import Pools
+
+OURS = os.path.dirname(nbdist.__file__) + os.sep
 
 
 class Border:
@@ -31,9 +36,13 @@ class Border:
         return f"<Border of {self._pools}>"
 
     def show_traceback(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stand around `InteractiveShell.showtraceback`: only the error's message changes."""
+        """Stand around `InteractiveShell.showtraceback`: only what is said of the error changes."""
         told = args[0] if args else kwargs.get("exc_tuple")
         error = told[1] if told else sys.exc_info()[1]
+        _leave_out_insides(error)
+        if isinstance(error, NbdistError):
+            kwargs.pop("exc_tuple", None)
+            return original(_as_ours(error), *args[1:], **kwargs)
         if type(error) is NameError and error.name and (hint := self.hint(error.name)):
             error.args = (hint,)
         elif type(error) is IPythonUsageError and (hint := hint_on_magic(str(error), self._names)):
@@ -44,6 +53,31 @@ class Border:
         """Say where the name lives and how to come by it; "" where no worker has it."""
         hints = (hint_of(pool, name) for pool in self._pools if pool.has_workers)
         return next(filter(None, hints), "")
+
+
+def _as_ours(error: NbdistError) -> tuple[type[BaseException], BaseException, Any]:
+    """Give it as what IPython asks to show itself, whatever else it is or was raised beside.
+
+    Of a SyntaxError IPython shows all calls, and of what has met an exception group.
+    """
+    error.__context__ = None
+    kind = type(error)
+    if isinstance(error, SyntaxError):
+        kind = type(kind.__name__, (NbdistError,), {})
+    return kind, error, error.__traceback__
+
+
+def _leave_out_insides(error: BaseException | None) -> None:
+    """Cut nbdist's calls off its errors' tracebacks, and off Stop's; others may lead to them."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        tb = error.__traceback__ if isinstance(error, NbdistError | KeyboardInterrupt) else None
+        while tb is not None:
+            if tb.tb_next and tb.tb_next.tb_frame.f_code.co_filename.startswith(OURS):
+                tb.tb_next = None
+            tb = tb.tb_next
+        error = error.__cause__ or error.__context__
 
 
 def hint_of(pool: Pool, name: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from IPython.core.magic_arguments import argument
 
 from nbdist.config import DEFAULT_POOL
-from nbdist.errors import UsageError
+from nbdist.errors import Interrupted, NbdistError, UsageError
 from nbdist.notebook.cells import check_end, follow_steps, result_of
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.sending import send, sending_options
@@ -74,6 +74,8 @@ def _steps(line: Line) -> Steps:
     yield from follow_steps(pool, world, running, line.display)
     try:
         check_end(pool, world, running)
+    except (NbdistError, Interrupted) as error:
+        return error
     finally:
         world.session.let_go(running)
     return result_of(pool, world, running)

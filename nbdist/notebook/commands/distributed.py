@@ -55,7 +55,8 @@ def _steps(line: Line) -> Steps:
         result = yield from source_steps(
             pool, first_line, line.cell, options.ranks, line.display, options
         )
-    take_due(pool)
+    if not isinstance(result, BaseException):
+        take_due(pool)
     return result
 
 

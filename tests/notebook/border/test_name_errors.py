@@ -70,6 +70,27 @@ def test_a_magic_that_is_misspelt(two: Notebook, source: str, said: str) -> None
     assert ran.reply["evalue"].endswith(said)
 
 
+GATHER = "get_ipython().run_line_magic('dist_gather', 'nowhere')"
+
+
+@pytest.mark.parametrize(
+    ("source", "ename"),
+    [
+        (
+            f"try: {GATHER}\nexcept Exception as error: raise KeyError('mine') from error",
+            "KeyError",
+        ),
+        (f"try: {GATHER}\nexcept Exception: 1 / 0", "ZeroDivisionError"),
+        (f"try: raise ExceptionGroup('', [OSError()])\nexcept* OSError: {GATHER}", "UsageError"),
+    ],
+)
+def test_errors_that_lead_to_one_another(two: Notebook, source: str, ename: str) -> None:
+    """Ours is one line among them, whatever it was raised beside, with the user's calls alone."""
+    (error,) = two.run(source).errors
+    assert error["ename"] == ename
+    assert "UsageError: no rank has `nowhere`." in strip("\n".join(error["traceback"]))
+
+
 @pytest.mark.parametrize("first", ["%%rank[1]", "# why\n\n%%rank 1", "%%distributed -r [1]"])
 def test_what_may_stand_in_the_first_line(two: Notebook, first: str) -> None:
     """And above it."""

@@ -1,0 +1,36 @@
+"""What a newcomer does wrong, and what is said: a table, in a notebook and in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.notebook.front_end import Notebook
+from tests.notebook.mistakes import AHEAD, MISTAKES, Mistake
+
+pytestmark = pytest.mark.shared_world
+
+
+@pytest.fixture(scope="module")
+def beginner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """A notebook with two workers, in a folder of its own."""
+    folder = tmp_path_factory.mktemp("beginner")
+    notebook = Notebook(f"import os; os.chdir({str(folder)!r}); os.environ['NBDIST_SNAPSHOT_DIR']="
+                        f"{str(folder / 'snapshots')!r}", *AHEAD)  # fmt: skip
+    yield notebook
+    notebook.close()
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=str)
+def test_a_mistake(beginner: Notebook, mistake: Mistake) -> None:
+    """One line says what is wrong and what to type next, and no line is of nbdist's insides."""
+    *before, last = mistake.cells
+    for cell in before:
+        assert beginner.run(cell).errors == []
+    outcome = beginner.run(last)
+    for said in mistake.said:
+        assert said in outcome.seen
+    for error in outcome.errors:  # a syntax error shows its line too
+        assert len(error["traceback"]) == 1 or "SyntaxError" in error["ename"]
+        assert len(error["evalue"]) < 500
