@@ -174,6 +174,20 @@ def is_importable(value: Any) -> bool:
     return found is value
 
 
+def other_name(kind: type) -> str | None:
+    """Find the name that a class has in its module, where it is none of its own.
+
+    `SDPBackend` calls itself `torch.nn.attention._SDPBackend`, which is nowhere.
+    """
+    module = sys.modules.get(kind.__module__)
+    # What is made in a function is given names at run time, which others lack.
+    if module is None or kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+        return None
+    if is_importable(kind):
+        return None
+    return next((name for name, value in [*vars(module).items()] if value is kind), None)
+
+
 # --- the receiver's side ----------------------------------------------------------------
 
 

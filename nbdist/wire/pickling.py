@@ -38,6 +38,7 @@ from nbdist.wire.definitions import (
     make_cached_property,
     make_class,
     make_function,
+    other_name,
     receiving,
     require_importable,
     take_slots,
@@ -45,7 +46,7 @@ from nbdist.wire.definitions import (
 from nbdist.wire.reading import digest_of, load, without_cycles
 from nbdist.wire.shared_memory import Buffer
 from nbdist.wire.sharing import Fence, mutable_ids
-from nbdist.wire.tensors import TensorReducer
+from nbdist.wire.tensors import TensorReducer, reduce_constant
 
 LONG = 1 << 20
 """Bytes of a text or `bytes` that a sketch leaves out."""
@@ -250,7 +251,7 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         name = _SENTINELS.get(id(value))
         if name is not None:
             return getattr, (sys.modules["dataclasses"], name)
-        return cast(Reduced, NotImplemented)
+        return reduce_constant(value)
 
     def _reduce_function(self, function: types.FunctionType) -> Reduced:
         own = function.__globals__
@@ -299,6 +300,8 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         return self._variables.setdefault(id(cell), Variable(cell))
 
     def _reduce_class(self, kind: type) -> Reduced:
+        if alias := other_name(kind):
+            return getattr, (sys.modules[kind.__module__], alias)
         reduced = super().reducer_override(kind)
         if reduced is NotImplemented or len(reduced) == REFERENCE:
             return cast(Reduced, reduced)

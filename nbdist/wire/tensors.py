@@ -7,6 +7,8 @@ the receiver's are the functions below it, which import torch when they are call
 from __future__ import annotations
 
 import ctypes
+import functools
+import importlib
 from collections.abc import Callable
 from contextlib import suppress
 from pickle import PickleBuffer
@@ -99,8 +101,13 @@ class TensorReducer:
         return self._reduce_tensor(value)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Reduced:
+        grad = tensor.grad if tensor.is_leaf or tensor.retains_grad else None
         if not self._has_plain_memory(tensor):
-            return cast(Reduced, NotImplemented)
+            if grad is None:
+                return cast(Reduced, NotImplemented)
+            # mypy: the class has it from Python.
+            make, args = cast(Any, tensor).__reduce_ex__(5)
+            return rebuild_with_grad, (make, args, grad)
         # RuntimeError: inference tensors do not count their changes.
         with suppress(RuntimeError):
             self.versions.append(tensor._version)
@@ -111,9 +118,10 @@ class TensorReducer:
         kind = type(tensor) is not self._torch.Tensor
         shape = (data.dtype, offset, tuple(data.shape), stride)
         args = (piece, *shape, tensor.requires_grad, kind)
-        if not tensor.__dict__:
+        attributes = tensor.__dict__ if grad is None else {**tensor.__dict__, "grad": grad}
+        if not attributes:
             return rebuild_tensor, args
-        return rebuild_tensor, args, tensor.__dict__, None, None, set_attributes
+        return rebuild_tensor, args, attributes, None, None, set_attributes
 
     def _has_plain_memory(self, tensor: torch.Tensor) -> bool:
         where = tensor.device.type
@@ -193,6 +201,17 @@ class TensorReducer:
         return pinned.copy_(flat)
 
 
+def reduce_constant(value: Any) -> Reduced:
+    """Choose what to pickle for what torch and numpy have one of, and pickle does not find."""
+    kind = type(value)
+    match kind.__module__, kind.__name__:
+        case ("torch", "memory_format") | ("torch._ops", "OpOverload" | "OpOverloadPacket"):
+            return torch_name, (str(value),)
+        case "torch" | "numpy" as library, "finfo" | "iinfo" as name:
+            return limits_of, (library, name, str(value.dtype))
+    return cast(Reduced, NotImplemented)
+
+
 # --- the receiver's side ----------------------------------------------------------------
 
 
@@ -237,9 +256,37 @@ def rebuild_tensor(
     return tensor.requires_grad_(requires_grad)
 
 
+def rebuild_with_grad(
+    make: Callable[..., torch.Tensor], args: tuple[Any, ...], grad: torch.Tensor
+) -> torch.Tensor:
+    """Make a tensor that torch takes apart itself, with its gradient."""
+    tensor = make(*args)
+    set_attributes(tensor, {"grad": grad})
+    return tensor
+
+
 def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
-    """Give a tensor the attributes that Python code had put on it."""
-    tensor.__dict__.update(attributes)
+    """Give a tensor its gradient, and the attributes that Python code had put on it."""
+    for name, value in attributes.items():
+        if name == "grad" and value.dtype != tensor.dtype:
+            tensor.grad_dtype = value.dtype  # else torch refuses it
+        setattr(tensor, name, value)
+
+
+def torch_name(path: str) -> Any:
+    """Return what torch calls so: `torch.channels_last`, or the operator `aten.add.Tensor`."""
+    import torch
+
+    start, _, name = path.partition(".")
+    if start == "torch":
+        return getattr(torch, name)
+    return functools.reduce(getattr, path.split("."), torch.ops)
+
+
+def limits_of(library: str, kind: str, dtype: str) -> Any:
+    """Make `torch.finfo(torch.float16)`, or numpy's."""
+    module = importlib.import_module(library)
+    return getattr(module, kind)(getattr(module, dtype))
 
 
 def _same(value: Any) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copyreg
+import importlib
 import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nbdist.wire.pickling import Pickled, pickle, unpickle
@@ -96,6 +98,43 @@ def test_leaves_parameters_and_attributes() -> None:
     assert back[0].is_embedding is True
     (back[0] * back[2].sum()).sum().backward()
     assert back[0].grad is not None
+
+
+def test_gradients_stay() -> None:
+    """`.grad` of leaves, of what retains it, sparse ones, and of a user's class."""
+    leaf = torch.nn.Parameter(torch.ones(3))
+    retains = leaf * 2
+    retains.retain_grad()
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    own = torch.ones(3).as_subclass(Sub).requires_grad_()
+    (retains.sum() + table(torch.tensor([1])).sum() + own.sum() * 3).backward()
+    was = [leaf, retains, table.weight, own]
+    back = _there_and_back(was)
+    for one, other in zip(was, back, strict=True):
+        assert one.grad.layout is other.grad.layout
+        assert torch.equal(one.grad.to_dense(), other.grad.to_dense())
+    assert type(back[3]) is Sub
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.10 has it")
+def test_a_gradient_of_another_type() -> None:
+    """Where torch was told to allow it."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad_dtype = torch.bfloat16
+    weight.grad = torch.ones(3, dtype=torch.bfloat16)
+    assert _there_and_back(weight).grad.dtype is torch.bfloat16
+
+
+def test_gradients_in_one_bucket() -> None:
+    """As DDP has them: they stay one memory, which is sent once."""
+    bucket = torch.zeros(10_000)
+    weights = [torch.nn.Parameter(torch.ones(5_000)) for _ in range(2)]
+    for weight, view in zip(weights, bucket.split(5_000), strict=True):
+        weight.grad = view
+    assert 80_000 < _size(pickle([weights, bucket], {})) < 82_000
+    back, its_bucket = _there_and_back((weights, bucket))
+    its_bucket.fill_(3)
+    assert [weight.grad.sum() for weight in back] == [15_000, 15_000]
 
 
 def test_contents_are_not_copied() -> None:
@@ -267,6 +306,24 @@ def test_versions_count_changes_in_place() -> None:
     assert (after[0] - before[0], after[1] - before[1]) == (0, 1)
     with torch.inference_mode():
         assert pickle(torch.zeros(2), {}).versions == ()
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_what_torch_has_one_of() -> None:
+    """Constants, enumerations, operators, and what says how large numbers are."""
+    attention = importlib.import_module("torch.nn.attention")
+    formats = [torch.channels_last, torch.channels_last_3d, torch.contiguous_format]
+    kinds = [torch.preserve_format, torch.strided, torch.sparse_csr, torch.per_tensor_affine]
+    limits = [torch.finfo(torch.bfloat16), torch.iinfo(torch.int8), np.finfo("f4"), np.iinfo("i2")]
+    operators = [torch.ops.aten.add, torch.ops.aten.add.Tensor, torch.relu]
+    one_of = [*formats, *kinds, *operators, attention.SDPBackend]
+    backs = _there_and_back(one_of)
+    assert all(one is other for one, other in zip(one_of, backs, strict=True))
+    assert list(map(repr, _there_and_back(limits))) == list(map(repr, limits))
+    assert _there_and_back(attention.SDPBackend.MATH) == attention.SDPBackend.MATH
+    generator = torch.Generator().manual_seed(3)
+    back = _there_and_back(generator)
+    assert torch.equal(torch.rand(3, generator=back), torch.rand(3, generator=generator))
 
 
 def test_storages_and_dtypes() -> None:

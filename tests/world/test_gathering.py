@@ -53,6 +53,14 @@ def test_empty_tensors_stay_two(world: World) -> None:
     assert world.gather("[t.tolist() for t in pair]", rank=1) == [[0.0] * 3, [1.0] * 3]
 
 
+def test_gradients_come_along(world: World) -> None:
+    """A gathered model has those of its rank, and so has a synced one."""
+    world.execute("model = torch.nn.Linear(2, 1); (model(torch.ones(2)) * (rank + 1)).backward()")
+    assert [each.bias.grad.item() for each in world.gather("model")] == [1.0, 2.0]
+    world.sync(["model"], source=1, ranks=[0])
+    assert world.gather("model.bias.grad.item()") == [2.0, 2.0]
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "said"),
     [

@@ -48,6 +48,16 @@ CASES = {
     "a module under another name": ("import os.path as p", "p.join('a', 'b')", "a/b"),
     "a submodule": ("import xml.dom.minidom", "xml.dom.minidom.__name__", "xml.dom.minidom"),
     "from a module": ("from math import pi, sqrt", "sqrt(4) < pi", True),
+    "a memory format": (
+        "import torch\nformat = torch.channels_last",
+        "import torch\ntorch.zeros(1, 2, 3, 3).to(memory_format=format).stride()",
+        (18, 1, 6, 2),
+    ),
+    "a parameter with its gradient": (
+        "import torch\nw = torch.nn.Parameter(torch.ones(2))\n(w * 3).sum().backward()",
+        "w.grad.tolist()",
+        [3.0, 3.0],
+    ),
     "a name in a shell line": ("x = 3", "str.format('{x}', x=x)", "3"),
     "a decorator": (
         "def twice(f):\n    return lambda x: f(f(x))",
