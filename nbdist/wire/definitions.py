@@ -177,7 +177,7 @@ def is_importable(value: Any) -> bool:
 def other_name(kind: type) -> str | None:
     """Find the name that a class has in its module, where it is none of its own.
 
-    `SDPBackend` calls itself `torch.nn.attention._SDPBackend`, which is nowhere.
+    An enumeration of torch calls itself by a private name, which is not in its module.
     """
     module = sys.modules.get(kind.__module__)
     # What is made in a function is given names at run time, which others lack.

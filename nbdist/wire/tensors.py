@@ -274,7 +274,7 @@ def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
 
 
 def torch_name(path: str) -> Any:
-    """Return what torch calls so: `torch.channels_last`, or the operator `aten.add.Tensor`."""
+    """Return what torch calls so: a constant by `torch.` and its name, else an operator."""
     import torch
 
     start, _, name = path.partition(".")
