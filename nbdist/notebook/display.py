@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from IPython.display import clear_output, display, update_display
 
+from nbdist.notebook.below import EMPTY, NOTHING, Below
 from nbdist.notebook.border.cell_text import cell_magic
 from nbdist.notebook.figures import can_draw, save_figures
 from nbdist.output.bars import merged_line
@@ -19,7 +20,7 @@ from nbdist.output.html import panel_html
 from nbdist.output.layout import Panel, live_layout
 from nbdist.output.markup import dim, panel
 from nbdist.output.plain import PlainLines
-from nbdist.output.rich import figures, leftovers
+from nbdist.output.rich import figures
 from nbdist.output.text import failures_text, head_text, panel_text
 from nbdist.output.transcript import Transcript
 from nbdist.world.moving_line import MovingLine
@@ -34,10 +35,6 @@ FIRST_DRAWING = 0.15
 
 REDRAW = 0.25
 """Seconds between drawings: each makes the page build its part anew."""
-
-
-NOTHING = "<span></span>"
-"""What a page draws of a figure that the panel shows already."""
 
 
 class CellDisplay(Protocol):
@@ -101,6 +98,7 @@ class PanelDisplay:
         self._begin()
         self._was_asked = False
         self._above = ""  # the one that stands above what was typed last
+        self._below = Below()
         self._draw_at = time.monotonic() + FIRST_DRAWING
         self._notes = [*notes]
 
@@ -159,10 +157,8 @@ class PanelDisplay:
             # box that waits would go too.
             clear_output(wait=True)
             self._above, self._is_there = "", False
-        self.end_again(transcript, logs)
-        for caption, data in leftovers(transcript):
-            display({"text/plain": caption}, raw=True)
-            display(data, raw=True)
+        self._draw_final(transcript, logs)
+        self._below.show(transcript)
         # Pages show them in the panel; converters and other programs look for images.
         for caption, figure in figures(transcript):
             text = f"figure of {caption}, shown above"
@@ -176,6 +172,10 @@ class PanelDisplay:
         """Nothing is in the way of others."""
 
     def end_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
+        self._draw_final(transcript, logs)
+        self._below.change(transcript)
+
+    def _draw_final(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         note = " · ".join(self._notes)
         self._draw_panel(final_layout(transcript, logs, note, time.monotonic()))
 
@@ -190,8 +190,7 @@ class PanelDisplay:
             display(bundle, display_id=self._id, raw=True)
             self._is_there = True
         if self._above:
-            empty = {"text/html": NOTHING, "text/plain": ""}
-            update_display(empty, display_id=self._above, raw=True)
+            update_display(EMPTY.data, display_id=self._above, raw=True)
             self._above = ""
 
 

@@ -5,6 +5,8 @@ A raw Jupyter message lives for one line in `nbdist.node`, then it is one of the
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,6 +16,10 @@ from nbdist.words import word_exit
 StreamName = Literal["stdout", "stderr"]
 MimeBundle = Mapping[str, Any]
 Connections = Literal["", "ended", "timed out"]
+
+_NAME_OF_A_CLASS = re.compile(r"<IPython\.(?:core\.|lib\.)?display\.\w+ object>")
+_READABLE = ("text/markdown", "text/latex", "application/json", "application/geo+json")
+_LONGEST_JSON = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +43,28 @@ class Skipped:
 
 
 def plain_of(data: MimeBundle) -> str:
-    """Read its text/plain, "" if it has none; notebooks may hold lists of lines."""
-    text = data.get("text/plain", "")
-    return "".join(text) if isinstance(text, list) else str(text)
+    """Read its text/plain; its source where that says less, else what kinds of data it has.
+
+    For `display(Markdown("**done**"))` IPython's text/plain is the name of a class.
+    """
+    text = text_of(data.get("text/plain", ""))
+    if text and not _NAME_OF_A_CLASS.fullmatch(text):
+        return text
+    for kind in _READABLE:
+        if kind in data:
+            return text_of(data[kind])
+    kinds = ", ".join(kind for kind in data if kind != "text/plain")
+    return text or (f"<{kinds}>" if kinds else "")
+
+
+def text_of(value: object) -> str:
+    """Read a mime value as one string; notebooks may hold lists of lines, JSON is any object."""
+    if isinstance(value, list) and all(isinstance(part, str) for part in value):
+        return "".join(value)
+    if isinstance(value, dict | list):
+        text = json.dumps(value, default=str)
+        return text if len(text) <= _LONGEST_JSON else f"{text[:_LONGEST_JSON]}…"
+    return str(value)
 
 
 @dataclass(frozen=True, slots=True)

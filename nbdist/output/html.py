@@ -29,7 +29,7 @@ from nbdist.output.markup import (
     table,
 )
 from nbdist.output.rank_transcript import Shown, State
-from nbdist.output.rich import embed, is_image, is_leftover
+from nbdist.output.rich import embed, is_image, is_leftover, kind_text
 from nbdist.output.screen import Line
 from nbdist.output.tiles import tile_style, tiled, tiles_html
 from nbdist.output.wording import clip, more_ranks, traceback_text
@@ -249,8 +249,9 @@ def _final_display(shown: Shown) -> str:
     html = embed(shown.display)
     if html is not None:
         return _display_html(html)
-    lines = [Line(clip(text, _WIDTHS[1]), stderr=False) for text in shown.plain.split("\n")]
-    return _text(lines) + (line(dim("shown below")) if is_leftover(shown.display.data) else "")
+    if is_leftover(data := shown.display.data):
+        return line(dim(f"{kind_text(data)}, shown below"))
+    return _text([Line(clip(text, _WIDTHS[1]), stderr=False) for text in shown.plain.split("\n")])
 
 
 def _final_error(block: Block, budget: int) -> str:

@@ -100,8 +100,7 @@ class PlainLines:
             case Text(stream=stream, text=text):
                 self._write(rank, stream, text, now)
             case Display(data=data) | Update(data=data):
-                kinds = f"<{', '.join(data)}>"
-                self._say(rank, plain_of(data) if "text/plain" in data else kinds, now)
+                self._say(rank, plain_of(data), now)
             case Skipped(lines=lines):
                 self._say(rank, in_log_only(lines), now)
             case Failure():

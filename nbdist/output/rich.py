@@ -1,27 +1,41 @@
 """Figures, tables and HTML of a rank as part of one panel.  Pure.
 
-What JupyterLab has to render itself (plotly, vega, widgets, HTML that is broken or runs
-scripts) cannot be part of it: `leftovers`, to be displayed after the panel.
+What the page has to render itself (Markdown, LaTeX, JSON, plotly, vega, HTML that is broken or
+runs scripts) cannot be part of it: `leftovers`, to be displayed below the panel.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from base64 import b64encode
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from html import escape
 from html.parser import HTMLParser
 from typing import Any
 
-from nbdist.output.events import Display, MimeBundle
+from nbdist.output.events import Display, MimeBundle, text_of
 from nbdist.output.transcript import Transcript
 from nbdist.words import name_ranks
 
 _IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")
-# Mime types that stand next to an ordinary rendering of the same thing.
-_HARMLESS = {"application/vnd.dataresource+json"}
+_EMBEDDED = frozenset({"text/plain", "text/html", "image/svg+xml", *_IMAGES})
+# What stands next to HTML or an image of the same thing, and is not to be preferred to it.
+_BESIDE = frozenset({"application/vnd.dataresource+json", "text/latex", "text/markdown"})
+_KINDS = {
+    "text/markdown": "Markdown",
+    "text/latex": "LaTeX",
+    "text/html": "HTML",
+    "application/json": "JSON",
+    "application/geo+json": "GeoJSON",
+    "application/vnd.plotly.v1+json": "plotly figure",
+}
+MOST_BELOW = 32
+"""Displays of a cell that are shown below its panel."""
+
 _LONGEST_HTML = 200_000
 _BASE64 = re.compile(r"[A-Za-z0-9+/=]*\Z")
 _VOID = frozenset(
@@ -34,13 +48,40 @@ _LENIENT = frozenset(
 )
 
 
-def leftovers(transcript: Transcript) -> list[tuple[str, dict[str, object]]]:
-    """Find what only JupyterLab can render (plotly, widgets ...), with its ranks as a caption."""
-    return [
-        (ranks, dict(display.data))
-        for ranks, display in _displays(transcript)
-        if is_leftover(display.data)
-    ]
+def leftovers(
+    transcript: Transcript, ranks: Collection[int] | None = None
+) -> list[tuple[tuple[int, ...], Display]]:
+    """Find what only the page can render, with the ranks that show it; of equal ones the first.
+
+    In the order of the ranks, all or some, and of what each has shown; a rank that shows the
+    same twice has two.
+    """
+    found: dict[object, tuple[list[int], Display]] = {}
+    for each in transcript:
+        if ranks is not None and each.rank not in ranks:
+            continue
+        times: Counter[str] = Counter()
+        for shown in each.displays:
+            if is_leftover(shown.display.data):
+                key = _content(shown.display)
+                found.setdefault((key, times[key]), ([], shown.display))[0].append(each.rank)
+                times[key] += 1
+    return [(tuple(those), display) for those, display in found.values()]
+
+
+def _content(display: Display) -> str:
+    """Make a digest of what is shown of it: its text/plain may hold an address."""
+    kinds = sorted(kind for kind in display.data if kind != "text/plain")
+    said = repr([(kind, display.data[kind]) for kind in kinds])
+    return hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def kind_text(data: MimeBundle) -> str:
+    """Say what a bundle is that only the page can render: `Markdown`, or its mime type."""
+    kinds = [kind for kind in data if kind != "text/plain"]
+    own = [kind for kind in kinds if kind not in _EMBEDDED | _BESIDE]
+    kind = (own or kinds)[0]
+    return _KINDS.get(kind, kind)
 
 
 def figures(transcript: Transcript) -> list[tuple[str, Display]]:
@@ -58,13 +99,12 @@ def _displays(transcript: Transcript) -> list[tuple[str, Display]]:
 
 
 def is_leftover(data: MimeBundle) -> bool:
-    """Say whether the bundle can only be shown by JupyterLab's own renderers."""
-    for kind in data:
-        if kind == "application/javascript":
-            return True
-        if kind.startswith("application/vnd.") and kind not in _HARMLESS:
-            return True
-    return "text/html" in data and not _is_embeddable(_text(data["text/html"]))
+    """Say whether the bundle can only be shown by the page's own renderers."""
+    if "text/html" in data and not _is_embeddable(text_of(data["text/html"])):
+        return True
+    others = data.keys() - _EMBEDDED
+    has_picture = any(kind in data for kind in _EMBEDDED - {"text/plain"})
+    return bool(others - _BESIDE) if has_picture else bool(others)
 
 
 def embed(display: Display) -> str | None:
@@ -73,13 +113,13 @@ def embed(display: Display) -> str | None:
     if is_leftover(data):
         return None
     if "text/html" in data:
-        return _text(data["text/html"])
+        return text_of(data["text/html"])
     if "image/svg+xml" in data:
-        encoded = b64encode(_text(data["image/svg+xml"]).encode()).decode()
+        encoded = b64encode(text_of(data["image/svg+xml"]).encode()).decode()
         return _image("image/svg+xml", encoded, metadata)
     for kind in _IMAGES:
         if kind in data:
-            encoded = "".join(_text(data[kind]).split())
+            encoded = "".join(text_of(data[kind]).split())
             return _image(kind, encoded, metadata) if _BASE64.match(encoded) else None
     return None
 
@@ -108,11 +148,6 @@ def _image(kind: str, encoded: str, metadata: MimeBundle) -> str:
         str(about.get("needs_background")), ""
     )
     return f'<img src="data:{kind};base64,{escape(encoded)}"{size} style="{shape}{background}">'
-
-
-def _text(value: object) -> str:
-    """Read a mime value as one string; notebooks may hold lists of lines."""
-    return "".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _is_embeddable(html: str) -> bool:

@@ -146,8 +146,7 @@ def _plain(item: Line | Shown | Gap) -> list[str]:
         case Gap(lines=lines):
             return [in_log_only(lines)]
         case Shown() as shown:
-            kinds = ", ".join(shown.display.data)
-            return strip(shown.plain).split("\n") if shown.plain else [f"<{kinds}>"]
+            return strip(shown.plain).split("\n")
 
 
 def _error(block: Block, budget: int, *, colours: bool = False) -> list[str]:

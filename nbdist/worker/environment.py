@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from multiprocessing.reduction import ForkingPickler
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
@@ -38,6 +38,8 @@ from nbdist.worker.publishing import LargeOutputs
 
 WIDGET_BARS = frozenset({"tqdm.autonotebook", "tqdm.notebook"})
 """The modules of tqdm that choose widgets, or are made of them."""
+
+RICH_CONSOLE = "rich.console"
 
 _NAMES = {"tqdm": "tqdm", "trange": "trange", "tqdm_notebook": "tqdm", "tnrange": "trange"}
 
@@ -221,10 +223,7 @@ class CellEvents(EventManager):
 
 
 class WorkerShell(ZMQInteractiveShell):
-    """A shell by whose class's name no library (rich, fastprogress) takes widgets to be shown.
-
-    `ready` is what cells find also after `%reset`.
-    """
+    """The shell of a rank; `ready` is what cells find also after `%reset`."""
 
     ready: Mapping[str, Any] = MappingProxyType({})
     displayhook_class = Type(NotingHook)
@@ -257,18 +256,46 @@ class WorkerShell(ZMQInteractiveShell):
         self.user_ns.update(self.ready)
 
 
+# By these a library finds out whether it is in a notebook: plotly sends what a page draws (7 kB)
+# and not itself (4.9 MB), and sympy writes LaTeX.
+WorkerShell.__name__ = WorkerShell.__qualname__ = ZMQInteractiveShell.__name__
+WorkerShell.__module__ = ZMQInteractiveShell.__module__
+
+
 class _TextBars(MetaPathFinder, Loader):
-    """Finds these modules before the import system does, with tqdm's ordinary bars in them."""
+    """Finds these modules before the import system does, with tqdm's ordinary bars in them.
+
+    And rich's with its console of text: in a notebook it would draw with widgets.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if fullname == RICH_CONSOLE and (found := PathFinder.find_spec(fullname, path)):
+            _then(found, _write_text)
+            return found
         return ModuleSpec(fullname, self) if fullname in WIDGET_BARS else None
 
     def exec_module(self, module: ModuleType) -> None:
         text = import_module("tqdm.std")
         for name, of_text in _NAMES.items():
             setattr(module, name, getattr(text, of_text))
+
+
+def _then(spec: ModuleSpec, change: Callable[[ModuleType], None]) -> None:
+    """Have the module changed as soon as it has been imported."""
+    loader: Any = spec.loader
+    execute = loader.exec_module
+
+    def execute_and_change(module: ModuleType) -> None:
+        execute(module)
+        change(module)
+
+    loader.exec_module = execute_and_change
+
+
+def _write_text(rich_console: ModuleType) -> None:
+    rich_console.Console.__init__.__kwdefaults__["force_jupyter"] = False
 
 
 def draw_bars_as_text() -> None:
@@ -279,5 +306,7 @@ def draw_bars_as_text() -> None:
     widgets would never move: what they say is not relayed.
     """
     sys.meta_path.insert(0, _TextBars())
+    if rich_console := sys.modules.get(RICH_CONSOLE):
+        _write_text(rich_console)
     # Rich draws a bar that moves only where it is said that a moving cursor is understood.
     os.environ.setdefault("TTY_COMPATIBLE", "1")

@@ -298,7 +298,8 @@ def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
     shell: Any = app.shell
     # What `x?` and `%psource` show is output like any other: there is no pager here.
     shell.set_hook("show_in_pager", as_hook(display_page), 0)
-    # Many a library asks this whether widgets and the like are shown; ours are not relayed.
+    # By this tqdm and transformers ask whether bars can be widgets or HTML that changes; those of
+    # ranks are text, which is compared.  `is_notebook()` of others asks for the shell's class.
     shell.config.pop("IPKernelApp", None)
     number_cells(shell)
     show_errors_our_way(shell, app.session, rank)

@@ -8,6 +8,7 @@ packed.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import threading
 import time
@@ -90,13 +91,14 @@ class LargeOutputs:
         data = content.get("data")
         if not isinstance(data, dict):
             return content
-        sizes = {kind: len(said) for kind, said in data.items() if isinstance(said, str)}
+        texts = {kind: _as_text(said) for kind, said in data.items()}
+        sizes = {kind: len(text) for kind, text in texts.items()}
         most = LARGEST if self._left > 0 else SMALL
         large = [kind for kind, size in sizes.items() if size > most]
         if not large:
             self._left -= sum(sizes.values())
             return content
-        notes = [self._put_away(kind, data[kind]) for kind in large]
+        notes = [self._put_away(kind, texts[kind]) for kind in large]
         plain = [] if "text/plain" in large else [str(data.get("text/plain", ""))]
         text = "\n".join(filter(None, [*plain, *notes]))
         return {**content, "data": {"text/plain": text}, "metadata": {}}
@@ -131,6 +133,16 @@ class LargeOutputs:
                 file.write(text)
             return f": {self._host}{path}"
         return ""
+
+
+def _as_text(said: object) -> str:
+    """Give what goes over the wire of data of a display: it may be JSON, such as plotly's."""
+    if isinstance(said, str):
+        return said
+    try:
+        return json.dumps(said)
+    except (TypeError, ValueError):
+        return ""  # the session knows what to do with it
 
 
 def _cut(text: str) -> str:

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from nbdist.notebook.display import NOTHING, PanelDisplay, PlainDisplay, is_of_magic
+from nbdist.notebook.below import NOTHING
+from nbdist.notebook.display import PanelDisplay, PlainDisplay, is_of_magic
 from nbdist.output.ansi import strip
 from nbdist.output.events import Display, Done, Failure, Output, Text
 from nbdist.output.transcript import Transcript
@@ -139,7 +140,7 @@ def test_figures_can_be_found(capsys: pytest.CaptureFixture[str]) -> None:
     PanelDisplay().end(transcript, {})
     panel, caption, script, figure = shown(capsys)
     assert "aGk=" in panel["text/html"]
-    assert caption == {"text/plain": "rank 0"}
+    assert caption["text/plain"] == "rank 0"
     assert script["application/javascript"] == "alert(1)"
     assert (figure["image/png"], figure["text/html"]) == ("aGk=", NOTHING)
     assert figure["text/plain"] == "figure of rank 0, shown above"

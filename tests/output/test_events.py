@@ -22,10 +22,11 @@ from nbdist.output.events import (
 
 
 def test_text_of_displays() -> None:
-    """Notebooks may hold text as a list of lines; what has none says nothing."""
+    """Notebooks may hold text as a list of lines; what has none says its kind."""
     assert plain_of({"text/plain": ["a\n", "b"]}) == "a\nb"
     assert plain_of({"text/plain": "a"}) == "a"
-    assert plain_of({"image/png": "x"}) == ""
+    assert plain_of({"image/png": "x"}) == "<image/png>"
+    assert plain_of({}) == plain_of({"text/plain": ""}) == ""
 
 
 @pytest.mark.parametrize(

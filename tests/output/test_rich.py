@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.output.events import Display
+from nbdist.output.events import Display, plain_of
 from nbdist.output.rich import leftovers
 from tests.output.lab import Panel, figure, final_html, make, out
 
@@ -48,27 +48,55 @@ def test_broken_image() -> None:
 
 
 def test_text_of_other_kinds() -> None:
-    """Markdown and LaTeX are shown as text."""
-    latex = Display({"text/latex": "$x$", "text/plain": "x"}, {})
-    markdown = Display({"text/markdown": "**b**", "text/plain": "bold"}, {})
-    assert Panel(final_html(make(1, lambda rank: [latex, markdown]))).lines[2:] == ["x", "bold"]
+    """Where text/plain is the name of a class, there is the source, or what there is."""
+    plain = "<IPython.core.display.Markdown object>"
+    for data, text in [
+        ({"text/markdown": "**b**", "text/plain": plain}, "**b**"),
+        ({"text/latex": ["$x", "$"], "text/plain": "x"}, "x"),
+        ({"application/json": {"a": [1]}, "text/plain": plain}, '{"a": [1]}'),
+        ({"application/json": [0] * 1000, "text/plain": plain}, f"{str([0] * 1000)[:2000]}…"),
+        ({"application/geo+json": {}, "text/plain": "<IPython.display.GeoJSON object>"}, "{}"),
+        ({"application/x-mine": 1}, "<application/x-mine>"),
+        ({"text/html": "<b>", "text/plain": "<IPython.core.display.HTML object>"}, None),
+    ]:
+        assert plain_of(data) == (data["text/plain"] if text is None else text)
+
+
+@pytest.mark.parametrize("kind", ["text/latex", "text/markdown"])
+def test_what_stands_beside_a_picture(kind: str) -> None:
+    """HTML and images are in the panel, whatever else says the same."""
+    for picture in ({"text/html": "<b>x</b>"}, {"image/png": "aGk="}):
+        shown = Display({kind: "x", "text/plain": "x", **picture}, {})
+        assert leftovers(make(1, lambda rank, shown=shown: [shown])) == []
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("data", "kind"),
     [
-        {"application/vnd.plotly.v1+json": {"data": []}, "text/html": "<div>x</div>"},
-        {"application/vnd.vegalite.v5+json": {}, "image/png": "aGk="},
-        {"application/javascript": "alert(1)"},
-        {"text/html": "<script>alert(1)</script>"},
-        {"text/html": "<div><b>never closed"},
-        {"text/html": "</div></details>closed too often"},
-        {"text/html": "x" * 300_000},
+        ({"application/vnd.plotly.v1+json": {}, "text/html": "<div>x</div>"}, "plotly figure"),
+        ({"application/vnd.vega.v5+json": {}, "image/png": "aGk="}, "application/vnd.vega.v5+json"),
+        ({"application/javascript": "alert(1)"}, "application/javascript"),
+        ({"text/markdown": "**b**"}, "Markdown"),
+        ({"text/latex": "$x$"}, "LaTeX"),
+        ({"application/json": {}, "text/html": "<b>x</b>"}, "JSON"),
+        ({"text/html": "<script>alert(1)</script>"}, "HTML"),
+        ({"text/html": "<div><b>never closed"}, "HTML"),
+        ({"text/html": "</div></details>closed too often", "text/latex": "$x$"}, "HTML"),
+        ({"text/html": "x" * 300_000}, "HTML"),
     ],
 )
-def test_leftovers(data: dict[str, Any]) -> None:
+def test_leftovers(data: dict[str, Any], kind: str) -> None:
     """What would not survive or would break the panel comes after it, with its ranks, once."""
     shown = Display({**data, "text/plain": "Figure"}, {})
     transcript = make(4, lambda rank: [out("x\n"), shown] if rank else [out("x\n")])
-    assert leftovers(transcript) == [("ranks 1-3", dict(shown.data))]
-    assert Panel(final_html(transcript)).lines[-2:] == ["Figure", "shown below"]
+    assert leftovers(transcript) == [((1, 2, 3), shown)]
+    assert Panel(final_html(transcript)).lines[-1] == f"{kind}, shown below"
+
+
+def test_addresses_in_texts() -> None:
+    """They do not make two of what is otherwise equal."""
+    bundle = {"application/x-mine": {"a": 1}}
+    transcript = make(
+        2, lambda rank: [Display({**bundle, "text/plain": f"<Mine at 0x{rank:08x}>"}, {})]
+    )
+    assert [ranks for ranks, _ in leftovers(transcript)] == [(0, 1)]

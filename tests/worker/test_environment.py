@@ -96,3 +96,19 @@ def test_bars_are_text() -> None:
     command = [sys.executable, "-c", BARS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SOON, check=False)
     assert done.stdout.split() == ["True", "True", "True", "1"], done.stderr
+
+
+SHELL = """
+import rich, rich.console
+kind = type(get_ipython())
+is_notebook = kind.__name__ == "ZMQInteractiveShell" and "ipykernel.zmqshell" in str(kind)
+is_rich_of_a_page = rich.get_console().is_jupyter or rich.console.Console().is_jupyter
+has_bars_of_a_page = "IPKernelApp" in get_ipython().config
+"""
+
+
+def test_the_shell_is_that_of_a_notebook(world: World) -> None:
+    """Libraries find out by its class; those that draw bars are not to use widgets."""
+    world.execute(SHELL)
+    found = world.gather("is_notebook, is_rich_of_a_page, has_bars_of_a_page")
+    assert found == [(True, False, False)] * 2

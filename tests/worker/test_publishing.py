@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
 
@@ -42,6 +43,17 @@ def test_a_large_display_is_in_a_file(tmp_path: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     said = f"<a figure>\n… text/html of 10,000,001 characters, too much for a page: {file}"
     assert content == {"data": {"text/plain": said}, "metadata": {}}
+
+
+def test_a_large_json(tmp_path: Path) -> None:
+    """What is no text is as long as its JSON: a figure of plotly's may be very large."""
+    data = {"application/x": {"y": ["é" * 10] * (LARGEST // 60)}}
+    content = LargeOutputs(tmp_path).fitting("display_data", {"data": data})
+    (file,) = tmp_path.iterdir()
+    assert content["data"]["text/plain"].endswith(f"too much for a page: {file}")
+    assert json.loads(file.read_text()) == data["application/x"]
+    small = {"data": {"application/x": {"y": 1}, "text/x": object()}}
+    assert LargeOutputs(tmp_path).fitting("display_data", small) is small
 
 
 def test_many_displays_of_a_task(tmp_path: Path) -> None:

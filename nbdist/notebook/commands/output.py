@@ -5,6 +5,7 @@ from __future__ import annotations
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError
+from nbdist.notebook.below import Below
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import ranks_option
 from nbdist.notebook.tables import Shown, block
@@ -29,10 +30,14 @@ def dist_output(line: Line) -> Shown | None:
     if line.options.ranks is None and not everything:
         line.display.again(transcript, pool.log_files())
         return None
-    text = whole_text(transcript, [rank for rank in line.ranks if rank in transcript.ranks])
+    ranks = [rank for rank in line.ranks if rank in transcript.ranks]
+    text = whole_text(transcript, ranks)
     if not everything:
         text = "\n".join(text.splitlines()[-LINES_AGAIN:])
-    return block(text)
+    block(text).on(line.display)
+    if line.display.can_change:
+        Below().show(transcript, ranks)
+    return None
 
 
 @command(looks=True)
