@@ -54,7 +54,13 @@ def unit_of(value: Any, dim: int | None = None) -> str:
 
 
 def _is_array(value: Any) -> bool:
-    return _is_a(value, "torch", "Tensor") or _is_a(value, "numpy", "ndarray")
+    if _is_a(value, "torch", "Tensor"):
+        return not value.is_nested
+    return _is_a(value, "numpy", "ndarray") or _is_sparse_array(value)
+
+
+def _is_sparse_array(value: Any) -> bool:
+    return _is_a_any(value, "scipy.sparse", "spmatrix", "sparray")
 
 
 def _cutter(name: str, value: Any, dim: int | None) -> tuple[int, Part]:
@@ -65,14 +71,17 @@ def _cutter(name: str, value: Any, dim: int | None) -> tuple[int, Part]:
         raise UsageError(f"`{name}` ({type_name(value)}) has no dimension {dim} to split.")
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
         return len(value), lambda start, end: value[start:end]
+    if _is_a_any(value, "polars", "DataFrame", "Series"):
+        return len(value), lambda start, end: value.slice(start, end - start)
+    if _is_a_any(value, "pyarrow", "Table", "RecordBatch", "Array", "ChunkedArray"):
+        return len(value), lambda start, end: _arrow_copy(value.slice(start, end - start))
     if hasattr(value, "iloc"):  # DataFrame and Series of pandas
         return len(value), lambda start, end: value.iloc[start:end]
-    if hasattr(value, "select") and hasattr(value, "__len__"):  # Dataset of Hugging Face
+    if _is_a(value, "datasets", "Dataset"):
         return len(value), lambda start, end: _rows_of(value, start, end)
     raise UsageError(
         f"`{name}` ({type_name(value)}) cannot be split: use a tensor, an array, a list or "
-        f"tuple, a DataFrame or Series, a Dataset, or `list(...)` of it."
-        ""
+        "tuple, a DataFrame or Series, a table of pyarrow, a Dataset, or `list(...)` of it."
     )
 
 
@@ -81,7 +90,14 @@ def _cutter_of_array(name: str, value: Any, dim: int) -> tuple[int, Part]:
     if not -dims <= dim < dims:
         shape = tuple(value.shape)
         raise UsageError(f"`{name}` of shape {shape} has no dimension {dim} to split.")
+    if _is_a(value, "torch", "Tensor") and value.layout is not sys.modules["torch"].strided:
+        return int(value.shape[dim]), lambda start, end: _sparse_part(name, value, dim, start, end)
     before = (slice(None),) * (dim % dims)
+    if _is_sparse_array(value):
+        rows = value.tocsr()  # of which parts can be taken
+        return value.shape[dim], lambda start, end: rows[(*before, slice(start, end))].asformat(
+            value.format
+        )
     # What numpy has in pieces would be copied into the pickle, and from there again.
     whole = _numpy().ascontiguousarray if before and _is_a(value, "numpy", "ndarray") else None
 
@@ -92,17 +108,46 @@ def _cutter_of_array(name: str, value: Any, dim: int) -> tuple[int, Part]:
     return int(value.shape[dim]), part
 
 
+def _sparse_part(name: str, value: Any, dim: int, start: int, end: int) -> Any:
+    """Take a part of a sparse tensor, laid out as it is."""
+    try:
+        part = value.detach().to_sparse_coo().narrow_copy(dim, start, end - start)
+        return _laid_out_as(value, part)
+    except RuntimeError as error:
+        raise UsageError(
+            f"`{name}` ({value.layout}) cannot be split ({one_line(str(error), 100)}): "
+            f"use `{name}.to_dense()`."
+        ) from None
+
+
+def _laid_out_as(value: Any, sparse: Any) -> Any:
+    if value.layout is sys.modules["torch"].sparse_coo:
+        return sparse
+    blocks = tuple(value.values().shape[1:3]) if "bs" in str(value.layout) else None
+    return sparse.to_sparse(layout=value.layout, blocksize=blocks)
+
+
+def _arrow_copy(part: Any) -> Any:
+    """Copy rows of pyarrow's, which would send all that they are a part of."""
+    arrow = sys.modules["pyarrow"]
+    if not _is_a_any(part, "pyarrow", "Table", "RecordBatch"):
+        whole = arrow.Table if isinstance(part, arrow.ChunkedArray) else arrow.RecordBatch
+        return _arrow_copy(whole.from_arrays([part], ["values"])).column(0)
+    sink = arrow.BufferOutputStream()
+    with arrow.ipc.new_stream(sink, part.schema) as stream:
+        stream.write(part)
+    reader = arrow.ipc.open_stream(sink.getvalue())
+    return reader.read_all() if isinstance(part, arrow.Table) else reader.read_next_batch()
+
+
 def _rows_of(data: Any, start: int, end: int) -> Any:
     """Select rows of a data set; copied where it is in memory, as pyarrow would send all of it."""
     rows = data.select(range(start, end))
     if rows.cache_files:  # its pickle names the file
         return rows
-    arrow, datasets = sys.modules["pyarrow"], sys.modules["datasets"]
+    datasets = sys.modules["datasets"]
     table = rows.with_format("arrow")[:].combine_chunks()  # of shuffled rows each is one
-    sink = arrow.BufferOutputStream()
-    with arrow.ipc.new_stream(sink, table.schema) as stream:
-        stream.write_table(table)
-    copy = datasets.table.InMemoryTable(arrow.ipc.open_stream(sink.getvalue()).read_all())
+    copy = datasets.table.InMemoryTable(_arrow_copy(table))
     looks = {**rows.format}
     looks |= looks.pop("format_kwargs", {})
     return datasets.Dataset(copy, info=rows.info, split=rows.split).with_format(**looks)
@@ -114,13 +159,13 @@ def _rows_of(data: Any, start: int, end: int) -> Any:
 def join(how: Joining, name: str, values: Mapping[int, Any], dim: int = 0) -> Any:
     """Make one of the ranks' values, in their order: stacked along a new dimension, or end to end.
 
-    Tensors make a tensor, tables a table, lists end to end a list, all else an array.
+    Tensors make a tensor, tables a table, lists end to end a list, numbers an array.
     UsageError where they do not fit together.
     """
     kinds = fold_ranks({rank: _shape_text(value) for rank, value in values.items()})
     try:
         return (_stacked if how == "stack" else _end_to_end)([*values.values()], dim)
-    except (ValueError, TypeError, RuntimeError, IndexError) as error:
+    except _joining_errors() as error:
         has = [f"{kind} on {name_ranks(ranks)}" for kind, ranks in kinds.items()]
         other = ", or `--cat`" if how == "stack" and len(has) > 1 else ""
         raise UsageError(
@@ -131,23 +176,61 @@ def join(how: Joining, name: str, values: Mapping[int, Any], dim: int = 0) -> An
 
 def _stacked(values: Sequence[Any], dim: int) -> Any:
     if torch := _library_of("torch", "Tensor", values):
-        return torch.stack([*values], dim)
-    return _numpy().stack([*values], dim)
+        return _joined_tensors(torch.stack, values, dim)
+    return _array("stack", values, dim)
 
 
 def _end_to_end(values: Sequence[Any], dim: int) -> Any:
     first = values[0]
     if torch := _library_of("torch", "Tensor", values):
-        return torch.cat([*values], dim)
+        return _joined_tensors(torch.cat, values, dim)
     if pandas := _library_of("pandas", "DataFrame", values) or _library_of(
         "pandas", "Series", values
     ):
         return pandas.concat([*values], axis=dim)
     if datasets := _library_of("datasets", "Dataset", values):
         return datasets.concatenate_datasets([*values])
+    if all(map(_is_sparse_array, values)):
+        scipy = sys.modules["scipy.sparse"]
+        return (scipy.hstack if dim % 2 else scipy.vstack)([*values], format=first.format)
+    if polars := _library_of("polars", "DataFrame", values):
+        return polars.concat([*values], how="horizontal" if dim else "vertical")
+    if dim == 0 and (polars := _library_of("polars", "Series", values)):
+        return polars.concat([*values])
+    if dim == 0 and _is_a_any(first, "pyarrow", "Table", "RecordBatch", "Array", "ChunkedArray"):
+        return _joined_arrow(values)
     if all(type(value) is type(first) for value in values) and type(first) in (list, tuple):
         return type(first)(chain.from_iterable(values))
-    return _numpy().concatenate([*values], dim)
+    return _array("concatenate", values, dim)
+
+
+def _joined_tensors(how: Callable[[list[Any], int], Any], values: Sequence[Any], dim: int) -> Any:
+    first, torch = values[0], sys.modules["torch"]
+    if first.layout in (torch.strided, torch.sparse_coo, torch.jagged):
+        return how([*values], dim)
+    return _laid_out_as(first, how([value.to_sparse_coo() for value in values], dim))
+
+
+def _joined_arrow(values: Sequence[Any]) -> Any:
+    arrow = sys.modules["pyarrow"]
+    if _library_of("pyarrow", "Table", values):
+        return arrow.concat_tables(values)
+    if _library_of("pyarrow", "RecordBatch", values):
+        return arrow.Table.from_batches(values)
+    if _library_of("pyarrow", "ChunkedArray", values):
+        return arrow.chunked_array([each for value in values for each in value.chunks])
+    return arrow.concat_arrays(values)
+
+
+def _array(how: Literal["stack", "concatenate"], values: Sequence[Any], dim: int) -> Any:
+    """Make one array; TypeError where it would be one of the objects themselves."""
+    np = _numpy()
+    if any(isinstance(value, np.ma.MaskedArray) for value in values):
+        return getattr(np.ma, how)([*values], dim)  # which keeps what is masked
+    made = getattr(np, how)([*values], dim)
+    if made.dtype == object and not any(isinstance(value, np.ndarray) for value in values):
+        raise TypeError(f"{type_name(values[0])} makes no array")
+    return made
 
 
 def _numpy() -> ModuleType:
@@ -168,6 +251,17 @@ def _is_a(value: Any, library: str, kind: str) -> bool:
     return found is not None and isinstance(value, found)
 
 
+def _is_a_any(value: Any, library: str, *kinds: str) -> bool:
+    return any(_is_a(value, library, kind) for kind in kinds)
+
+
+def _joining_errors() -> tuple[type[Exception], ...]:
+    polars = getattr(sys.modules.get("polars"), "exceptions", None)
+    own = (polars.PolarsError,) if polars else ()
+    return ValueError, TypeError, RuntimeError, IndexError, *own
+
+
 def _shape_text(value: Any) -> str:
-    shape = getattr(value, "shape", None)
+    nested = _is_a(value, "torch", "Tensor") and value.is_nested
+    shape = None if nested else getattr(value, "shape", None)
     return type_name(value) if shape is None else f"{type_name(value)} {tuple(shape)}"

@@ -7,6 +7,8 @@ from contextlib import closing
 
 import numpy as np
 import pandas as pd
+import polars as pl
+import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset
@@ -39,6 +41,12 @@ def test_every_kind(world: World) -> None:
     frame = pd.DataFrame({"n": range(3), "s": list("abc")})
     world.scatter("x", frame)
     assert world.gather("x", join="cat").equals(frame)
+    world.scatter("x", pl.from_pandas(frame))
+    assert world.gather("x", join="cat").equals(pl.from_pandas(frame))
+    world.scatter("x", pa.Table.from_pandas(frame))
+    assert world.gather("x", join="cat").to_pandas().equals(frame)
+    world.scatter("x", whole.to_sparse_csr())
+    assert world.gather("x", join="cat").to_dense().equal(whole)
     world.scatter("x", Dataset.from_dict({"n": [1, 2, 3]}).with_format("numpy"))
     assert world.gather("x[:]['n'].tolist()") == [[1, 2], [3]]
     world.scatter("x", [5])
@@ -61,6 +69,9 @@ def test_some_ranks(world: World) -> None:
         np.ones((1000, 500)),
         pd.DataFrame(np.ones((1000, 500))),
         [bytes([n % 256]) * 4000 for n in range(1000)],
+        pl.DataFrame({"n": range(500_000)}),
+        pa.table({"n": range(500_000)}),
+        pa.array(range(500_000)),
         Dataset.from_dict({"n": [*range(500_000)]}),
         Dataset.from_dict({"n": [*range(500_000)]}).shuffle(seed=1),
     ],
