@@ -135,17 +135,26 @@ class TracePart:
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """A part of a value that is spread over these ranks, and what it is: shape and placements."""
+
+    ranks: tuple[int, ...]
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
 class Brought:
     """A rank's values of some expressions, packed, or why they cannot be had.
 
     `of` is the expression that has no value: for want of the name `missing`, or of another
-    `problem`, for the user.
+    `problem`, for the user.  Where parts are `spread` over ranks nothing is packed yet.
     """
 
     of: str = ""
     packed: Payload | None = None
     missing: str = ""
     problem: str = ""
+    spread: tuple[Spread, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

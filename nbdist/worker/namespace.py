@@ -18,7 +18,8 @@ from nbdist.wire.ops import Brought
 from nbdist.wire.payload import Packed, Payload, open_payload, packing, size_of
 from nbdist.wire.pickling import pickle, unpickle
 from nbdist.wire.shared_memory import Segment, Steps
-from nbdist.wire.unshippable import blame, fails_in
+from nbdist.wire.unshippable import blame, fails_in, type_name
+from nbdist.worker.homeward import Homeward, SpreadValue
 from nbdist.worker.last_values import KeptValues
 from nbdist.worker.tracebacks import Problem
 
@@ -159,7 +160,7 @@ class Namespace:
             except Exception as error:  # the expression is the user's
                 raise VariableError(f"{type(error).__name__}: {error}") from error
         try:
-            return self.lend(values, task_id)
+            return self._lend(values, task_id)
         except Exception as error:  # a user's __reduce__ can raise anything
             raise VariableError(
                 f"`{', '.join(expressions)}` cannot be sent to the notebook: "
@@ -177,17 +178,26 @@ class Namespace:
         try:
             return replace(self.lend(value, task_id), within=inner)
         except Exception as error:  # a user's __reduce__ can raise anything
-            path, kind, why, _ = blame("result", value, fails_in(self._names), error)
+            path, kind, why = self.blame("result", value, error)
             what = f"what {title} returned"
             part = what if path == "result" else f"{what}: `{path}`"
             raise VariableError(f"{part} ({kind}) cannot be sent back: {why}.") from error
 
-    def lend(self, value: Any, task_id: str) -> Payload:
+    def lend(self, value: Any, task_id: str, home: Homeward | None = None) -> Payload:
         """Pack a value; what is too big for a message stays in memory, until `let_go`.
 
-        Raises what pickling raises.
+        `home` says how what is of the ranks' group goes home.  Raises what pickling raises.
         """
-        payload, segment = self._packed(value)
+        return self._lend(value, task_id, home or Homeward())
+
+    def blame(self, name: str, value: Any, error: Exception) -> tuple[str, str, str]:
+        """Find the path to what cannot be sent to the notebook, its type, and why."""
+        if isinstance(error, SpreadValue):
+            return name, type_name(value), str(error)
+        return blame(name, value, fails_in(self._names), error)[:3]
+
+    def _lend(self, value: Any, task_id: str, home: Homeward | None = None) -> Payload:
+        payload, segment = self._packed(value, home)
         if segment is not None:
             self._lent.setdefault(task_id, []).append(segment)
         return payload
@@ -200,9 +210,9 @@ class Namespace:
         if value is None:
             return None, None
         try:
-            payload, segment = self._packed(value)
+            payload, segment = self._packed(value, Homeward())
         except Exception as error:  # noqa: BLE001 (a user's __reduce__ can raise anything)
-            path, kind, why, _ = blame("it", value, fails_in(self._names), error)
+            path, kind, why = self.blame("it", value, error)
             part = kind if path == "it" else f"{kind} in `{path}`"
             self.last_values.keep(task_id, f"cannot be sent to the notebook ({part}): {why}")
             return None, 0
@@ -220,8 +230,8 @@ class Namespace:
         self._lent.setdefault(task_id, []).append(lent)
         return Brought(packed=Payload(segment=lent.ref))
 
-    def _packed(self, value: object) -> Packed:
-        pickled = pickle(value, self._names)
+    def _packed(self, value: object, home: Homeward | None) -> Packed:
+        pickled = pickle(value, self._names, reduce=home.reduce if home else None)
         total, say_at = size_of(pickled.frames), time.monotonic() + MOVED_EVERY
         with closing(Steps(packing(pickled.frames))) as steps:
             for done in steps:

@@ -20,6 +20,7 @@ from nbdist.worker.memory_use import Peaks
 
 if TYPE_CHECKING:
     from nbdist.worker.group.group import Group
+    from nbdist.worker.homeward import Homeward
     from nbdist.worker.namespace import Namespace
 
 
@@ -57,9 +58,9 @@ class Context:
         """Return what the notebook has pickled; VariableError where it cannot be rebuilt."""
         return self.namespace.open(payload)
 
-    def lend(self, value: Any) -> Payload:
+    def lend(self, value: Any, home: Homeward | None = None) -> Payload:
         """Pack a value for whoever opens it before the notebook lets go of the task."""
-        return self.namespace.lend(value, self.task_id)
+        return self.namespace.lend(value, self.task_id, home)
 
     def noting(self) -> Noting:
         """Note in `bound` what users' code binds meanwhile."""

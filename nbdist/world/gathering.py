@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from nbdist.errors import UsageError
@@ -30,6 +31,40 @@ def gather_task(session: Session, expressions: Sequence[str], ranks: Sequence[in
     """Ask these ranks, by default all, for values of names or expressions."""
     check_expressions(expressions)
     return session.task(Call("gather", {"expressions": tuple(expressions)}), ranks=ranks)
+
+
+def joining_task(session: Session, task: Task, found: Mapping[int, Brought]) -> Task | None:
+    """Have ranks put together what is spread over them; None where nothing is.
+
+    All that something is spread over have to do that, in the same order: UsageError where they
+    are not asked, or have different things.
+    """
+    spread = {rank: each.spread for rank, each in found.items() if each.spread}
+    if not spread:
+        return None
+    work = task.work
+    assert isinstance(work, Call)
+    for rank, parts in spread.items():
+        for number, part in enumerate(parts):
+            others = {other: spread.get(other, ())[number : number + 1] for other in part.ranks}
+            if lacking := [other for other, each in others.items() if each != (part,)]:
+                raise UsageError(_spread_text(found[rank].of, part.ranks, lacking, task.ranks))
+    return session.task(
+        replace(work, arguments={**work.arguments, "joins": True}), ranks=task.ranks
+    )
+
+
+def _spread_text(
+    of: str, ranks: Sequence[int], lacking: Sequence[int], asked: Sequence[int]
+) -> str:
+    over = f"`{of}` is spread over {name_ranks(ranks)} (DTensor, FSDP2)"
+    if set(lacking) <= {*asked}:
+        return f"{over}, and {name_ranks(lacking)} {_does_not(lacking)} have the same of it there."
+    return (
+        f"{over}: gather it from all of them, without `-r` or `--rank`. Or run in a cell of all of "
+        "them `whole = x.full_tensor()`, for a model `whole = get_model_state_dict(model, "
+        "options=StateDictOptions(full_state_dict=True))`."
+    )
 
 
 def read(session: Session, task: Task, found: Mapping[int, Brought]) -> list[dict[int, Any]]:
@@ -92,6 +127,10 @@ def _missing_text(session: Session, name: str, found: Mapping[int, Brought]) -> 
     if name in session.namespace and name not in WORKERS_OWN:
         here = f"; the notebook has it: `%dist_push {name}`"
     return f"{who} `{name}`{here}."
+
+
+def _does_not(ranks: Iterable[int]) -> str:
+    return "does not" if len([*ranks]) == 1 else "do not"
 
 
 def _has_no(ranks: Iterable[int]) -> str:

@@ -238,8 +238,11 @@ class World:
         names = (name,) if isinstance(name, str) else tuple(name)
         asked = ranks if rank is None else (rank,)
         task = gathering.gather_task(self.session, names, asked)
-        result = calling.outcome(self.session, self.session.submit(task))
-        found = gathering.read(self.session, task, result.by_rank)
+        brought = calling.outcome(self.session, self.session.submit(task)).by_rank
+        if whole := gathering.joining_task(self.session, task, brought):
+            task = whole
+            brought = calling.outcome(self.session, self.session.submit(task)).by_rank
+        found = gathering.read(self.session, task, brought)
         values = [
             gathering.made_of(n, by, rank, join, dim) for n, by in zip(names, found, strict=True)
         ]

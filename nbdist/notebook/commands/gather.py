@@ -44,6 +44,8 @@ def dist_gather(line: Line) -> None:
     task = gathering.gather_task(session, expressions, ranks)
     what = f"gathering {list_names(expressions)}"
     brought = bring(pool, line.world, task, line.display, what)
+    if whole := gathering.joining_task(session, task, brought):
+        task, brought = whole, bring(pool, line.world, whole, line.display, what)
     values = gathering.read(session, task, brought)
     one = None if options.rank is None else ranks[0]
     found = {

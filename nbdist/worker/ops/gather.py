@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 
 from nbdist.errors import NotEnoughMemory
 from nbdist.wire.ops import Brought
-from nbdist.wire.unshippable import blame, fails_in
+from nbdist.wire.unshippable import fails_in
+from nbdist.worker.homeward import Homeward
 
 if TYPE_CHECKING:
     from nbdist.worker.op import Context
 
 
-def gather(context: Context, expressions: Sequence[str]) -> Brought:
+def gather(context: Context, expressions: Sequence[str], *, joins: bool = False) -> Brought:
     """Pack the values of names, or expressions, together: what they share they go on sharing.
 
+    What is spread over ranks they put together where all of them are asked again, with `joins`.
     What keeps a value from being had is no error of the task's: the notebook puts together
     what all ranks say.
     """
@@ -27,16 +29,21 @@ def gather(context: Context, expressions: Sequence[str]) -> Brought:
             return Brought(expression, missing=error.name or "")
         except Exception as error:  # noqa: BLE001 (the expression is the user's)
             return Brought(expression, problem=f"{type(error).__name__}: {error}")
+    home = Homeward(notes=not joins, joins=joins)
     try:
-        return Brought(packed=context.lend(values))
+        packed = context.lend(values, home)
     except NotEnoughMemory as error:
         return Brought(expressions[0], problem=f"{type(error).__name__}: {error}")
     except Exception as error:  # noqa: BLE001 (a user's __reduce__ can raise anything)
         number, of = _first_to_blame(context, values)
-        path, kind, why, _ = blame(expressions[number], of, fails_in(context.names), error)
+        path, kind, why = context.namespace.blame(expressions[number], of, error)
         part = "it" if path == expressions[number] else f"`{path}`"
         problem = f"{part} ({kind}) cannot be sent to the notebook: {why}"
         return Brought(expressions[number], problem=problem)
+    if home.spread:
+        context.namespace.let_go(context.task_id)
+        return Brought(" ".join(expressions), spread=tuple(home.spread))
+    return Brought(packed=packed)
 
 
 def last_value(context: Context, of: str) -> Brought:
