@@ -152,7 +152,7 @@ def _final_blocks(
         room -= lines if is_open else 0
         first = group.part == "first" and len(transcript.failed) > len(group.ranks)
         words = [
-            "first" if first else "",
+            "failed first" if first else "",
             sameness(group),
             _amount(group.shown),
             "aborted" if group.state == "aborted" else "",

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 from nbdist.output.ansi import strip
 from nbdist.output.events import Died, Failure, RankError
 from nbdist.output.progress import read_bar
-from nbdist.output.rank_transcript import FAILED, Gap, Piece, RankTranscript, Shown, State
+from nbdist.output.rank_transcript import FAILED, Gap, Look, Piece, RankTranscript, Shown, State
 from nbdist.output.screen import Line, Screen
 
 # All places in which alike texts can differ; see `nbdist.output.fingerprint`.
@@ -56,6 +56,10 @@ class Group:
     @property
     def state(self) -> State:
         return self.shown.state
+
+    @property
+    def look(self) -> Look:
+        return self.shown.look
 
     @property
     def has_failed(self) -> bool:

@@ -13,6 +13,7 @@ from nbdist.output.events import Failure
 from nbdist.output.folded_traceback import traceback_html
 from nbdist.output.layout import MARKS, Block, Hidden, Item, Panel, Row, merged
 from nbdist.output.markup import (
+    AMBER,
     BLUE,
     GREEN,
     GREY,
@@ -28,7 +29,7 @@ from nbdist.output.markup import (
     size,
     table,
 )
-from nbdist.output.rank_transcript import Shown, State
+from nbdist.output.rank_transcript import Look, Shown
 from nbdist.output.rich import embed, is_image, is_leftover, kind_text
 from nbdist.output.screen import Line
 from nbdist.output.tiles import tile_style, tiled, tiles_html
@@ -46,12 +47,14 @@ _TRACEBACKS = ((100, 1000), (30, 400), (5, 200), (1, 100))  # lines, and their w
 _LIVE_TRACEBACK_LINES = 24
 _LIVE_DISPLAY_LINES = 8
 
-_COLOURS: dict[State, str] = {
+_COLOURS: dict[Look, str] = {
     "waiting": GREY,
     "running": BLUE,
     "ok": GREEN,
     "failed": RED,
     "died": RED,
+    "released": AMBER,
+    "stopped": GREY,
     "aborted": GREY,
 }
 _SQUARE = (
@@ -76,15 +79,15 @@ def _head(shown: Panel) -> str:
     if not shown.states:
         return line(dim(" · ".join(filter(None, [shown.ranks, shown.seconds, shown.pace]))))
     parts = [bold(shown.ranks), dim(shown.seconds)]
-    parts += [coloured(f"{MARKS[state]} {n}", _COLOURS[state]) for state, n in shown.states]
+    parts += [coloured(text, _COLOURS[look]) for look, text in shown.states]
     parts += [dim(each) for each in (shown.pace, shown.now) if each]
     return line(dim(" · ").join(parts)) + _squares(shown)
 
 
 def _squares(shown: Panel) -> str:
     chips = "".join(
-        f'<span style="{_SQUARE};background-color:{_COLOURS[state]}">{ranks}</span>'
-        for ranks, state in shown.squares
+        f'<span style="{_SQUARE};background-color:{_COLOURS[look]}">{ranks}</span>'
+        for ranks, look in shown.squares
     )
     more = dim(f" and {shown.more_squares} more") if shown.more_squares else ""
     return f'<div style="{_SQUARES}">{chips}</div>{more}' if chips else ""
@@ -97,7 +100,7 @@ def _display_html(html: str) -> str:
 
 def _title(block: Block) -> str:
     group = block.group
-    mark = coloured(MARKS[group.state], _COLOURS[group.state])
+    mark = coloured(MARKS[group.look], _COLOURS[group.look])
     return f"{bold(name_ranks(group.ranks))} {mark} {dim(' · '.join(block.words))}"
 
 
@@ -171,7 +174,7 @@ def _final_block(block: Block, room: _Room, style: str = "") -> str:
     title = _title(block)
     if block.failed:
         title += f" {coloured(clip(block.failed, 200), RED)}"
-    colour = _COLOURS[block.group.state]
+    colour = _COLOURS[block.group.look]
     html = details(title, body + error, colour, is_open=block.is_open, style=style)
     room.left -= size(html) - image_bytes
     return html
@@ -257,7 +260,7 @@ def _final_display(shown: Shown) -> str:
 def _final_error(block: Block, budget: int) -> str:
     """Write the traceback: open where it came first, behind a word where it is another one."""
     error, part = block.group.error, block.group.part
-    if not isinstance(error, Failure) or part == "same":
+    if not isinstance(error, Failure) or part == "same" or traceback_text(error) == block.failed:
         return ""  # One line in the title says it.
     for lines, width in _TRACEBACKS:
         html = traceback_html(traceback_text(error), lines, width)
@@ -334,7 +337,7 @@ def _live_tiles(blocks: list[Block], room: _LiveRoom) -> str:
 def _live_block(block: Block, room: _LiveRoom, style: str = "") -> str:
     body = "".join(_live_item(item, block, room) for item in block.items)
     title = line(_title(block))
-    return barred(title + body + _live_error(block, room), _COLOURS[block.group.state], style)
+    return barred(title + body + _live_error(block, room), _COLOURS[block.group.look], style)
 
 
 def _live_item(item: Item, block: Block, room: _LiveRoom) -> str:

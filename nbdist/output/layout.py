@@ -14,7 +14,7 @@ from typing import TypeAlias
 from nbdist.output.bars import BarTable, bar_table
 from nbdist.output.events import Failure
 from nbdist.output.folding import Group, Likeness
-from nbdist.output.rank_transcript import Gap, Shown, State
+from nbdist.output.rank_transcript import Gap, Look, Shown
 from nbdist.output.screen import Line
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import (
@@ -29,14 +29,17 @@ from nbdist.words import format_ranks
 # Where a rank's full output is: a mapping or a function from the rank.
 Logs: TypeAlias = Mapping[int, str] | Callable[[int], "str | None"] | None
 
-MARKS: dict[State, str] = {
+MARKS: dict[Look, str] = {
     "waiting": "○",
     "running": "●",
     "ok": "✓",
     "failed": "✗",
     "died": "✗",
+    "released": "⊘",
+    "stopped": "■",
     "aborted": "∅",
 }
+_WITH_WORDS: dict[Look, str] = {"released": "{} released", "stopped": "■ {} stopped"}
 MANY_RANKS = 16
 _MOST_SQUARES = 128
 _LIKENESS: dict[Likeness, str] = {
@@ -114,9 +117,9 @@ class Panel:
 
     ranks: str
     seconds: str
-    states: tuple[tuple[State, int], ...] = ()
+    states: tuple[tuple[Look, str], ...] = ()
     pace: str = ""
-    squares: tuple[tuple[str, State], ...] = ()
+    squares: tuple[tuple[str, Look], ...] = ()
     more_squares: int = 0
     now: str = ""
     foot: str = ""
@@ -251,17 +254,21 @@ def said_words(words: Iterable[str]) -> tuple[str, ...]:
     return tuple(filter(None, words))
 
 
-def state_counts(transcript: Transcript) -> tuple[tuple[State, int], ...]:
-    """Count the ranks in each state that any is in, in the order of `MARKS`."""
-    states = transcript.states()
+def state_counts(transcript: Transcript) -> tuple[tuple[Look, str], ...]:
+    """Count the ranks in each state that any is in: `✗ 1`, `3 released`."""
+    looks = transcript.looks()
     # Both are marked alike; what happened is said where the rank is shown.
-    states["failed"] += states.pop("died", 0)
-    return tuple((state, states[state]) for state in MARKS if states[state])
+    looks["failed"] += looks.pop("died", 0)
+    return tuple(
+        (look, _WITH_WORDS.get(look, f"{MARKS[look]} {{}}").format(looks[look]))
+        for look in MARKS
+        if looks[look]
+    )
 
 
-def squares_of(transcript: Transcript) -> tuple[tuple[tuple[str, State], ...], int]:
+def squares_of(transcript: Transcript) -> tuple[tuple[tuple[str, Look], ...], int]:
     """Make one for each of many ranks, or for runs of ranks where those would be too many."""
-    states = [(each.rank, each.state) for each in transcript]
+    states = [(each.rank, each.look) for each in transcript]
     if len(states) <= MANY_RANKS:
         return (), 0
     squares = [(str(rank), state) for rank, state in states]

@@ -28,6 +28,9 @@ from nbdist.output.fingerprint import Key, error_keys, key_of
 from nbdist.output.screen import Line, Screen
 
 State = Literal["waiting", "running", "ok", "failed", "died", "aborted"]
+Look: TypeAlias = State | Literal["released", "stopped"]
+"""What people see of it: a rank that another one's failure, or Stop, has ended has not failed."""
+
 ENDED: frozenset[State] = frozenset({"ok", "failed", "died", "aborted"})
 FAILED: frozenset[State] = frozenset({"failed", "died"})
 _AFTER: dict[Literal["ok", "error", "aborted"], State] = {
@@ -103,6 +106,16 @@ class RankTranscript:
         if self.failure is None or self.died is None:
             return self.failure or self.died
         return self.failure if self.failure.time_ns <= self.died.time_ns else self.died
+
+    @property
+    def look(self) -> Look:
+        """Its state as it is shown."""
+        if self.state == "failed" and isinstance(error := self.error, Failure):
+            if error.name == "KeyboardInterrupt":
+                return "stopped"
+            if error.connections == "ended":
+                return "released"
+        return self.state
 
     @property
     def error_keys(self) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ def panel_text(shown: Panel) -> str:
 
 def head_text(shown: Panel) -> str:
     """Write `4 ranks · 12.3 s · ✓ 3 · ✗ 1`, and what else is said of all ranks."""
-    states = [f"{MARKS[state]} {number}" for state, number in shown.states]
+    states = [text for _, text in shown.states]
     return " · ".join(filter(None, [shown.ranks, shown.seconds, *states, shown.pace, shown.now]))
 
 
@@ -163,7 +163,7 @@ def _error(block: Block, budget: int, *, colours: bool = False) -> list[str]:
 
 def _block_header(block: Block) -> str:
     group = block.group
-    mark = MARKS[group.state] if group.has_failed or group.state == "aborted" else ""
+    mark = MARKS[group.look] if group.has_failed or group.state == "aborted" else ""
     return _header(group.ranks, sameness(group), mark)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from nbdist.output.events import Failure, Output, RankError
 from nbdist.output.folding import Group, fold_errors, group_of
-from nbdist.output.rank_transcript import ENDED, FAILED, RankTranscript, State
+from nbdist.output.rank_transcript import ENDED, FAILED, Look, RankTranscript, State
 from nbdist.words import format_ranks
 
 MOST_ROWS = 16
@@ -55,6 +55,10 @@ class Transcript:
     def states(self) -> Counter[State]:
         """Count the ranks in each state."""
         return Counter(each.state for each in self)
+
+    def looks(self) -> Counter[Look]:
+        """Do the same, as it is shown."""
+        return Counter(each.look for each in self)
 
     @property
     def is_finished(self) -> bool:

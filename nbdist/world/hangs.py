@@ -325,7 +325,6 @@ def in_one_line(failure: Failure, aborted: Place | None, script: Script | None) 
         said = f"it waited in {waited_text(aborted)}"
     else:
         said = f"it waited for a rank that died{_line_in(failure, script)}"
-    said += "; no variables were lost"
     text = f"{ABORTED}: {said}"
     return Failure(ABORTED, said, (text,), failure.time_ns, connections="ended")
 

@@ -88,7 +88,7 @@ def test_stop_at_any_line_that_follows_it(fresh: Callable[..., Notebook]) -> Non
         stopped = notebook.run(f"stop_at({number})")
         assert stopped.error.endswith("Stopped on ranks 0-1. No variables were lost."), number
         text = stopped.panel["text/plain"]
-        assert {"begun", "KeyboardInterrupt: ", "✗ 2"} == {
-            each for each in ("begun", "KeyboardInterrupt: ", "✗ 2") if each in text
+        assert {"begun", "KeyboardInterrupt: ", "■ 2 stopped"} == {
+            each for each in ("begun", "KeyboardInterrupt: ", "■ 2 stopped") if each in text
         }, number
     assert body(notebook.run("%%distributed\nprint(rank)"))[-1] == "1"

@@ -305,7 +305,7 @@ def test_rank_that_raises_while_others_wait(notebook: Notebook) -> None:
     )
     assert freed in outcome.error
     shown = (*outcome.displays, *outcome.updates)[-1]["data"]["text/plain"]
-    assert "it waited in barrier (cell line 4); no variables were lost" in shown
+    assert "it waited in barrier (cell line 4)" in shown
     assert "Connection closed" not in shown
     assert notebook.run("%%distributed\nassert kept == rank; dist.barrier()").errors == []
 

@@ -184,7 +184,7 @@ def test_failures() -> None:
         "E: bad (as on rank 1)",
         "the process was killed by SIGKILL",
     ]
-    assert blocks[0].words == ("first", "1 line")
+    assert blocks[0].words == ("failed first", "1 line")
 
 
 def test_pace() -> None:

@@ -105,9 +105,9 @@ def test_failures_that_follow() -> None:
         3: [Died(-9, 60)],
     }
     lines = Panel(final_html(make(4, lambda rank: said[rank]))).lines
-    assert lines[0] == "4 ranks · 1.2 s · ✗ 4"
-    assert lines[1] == "rank 1 ✗ first · 1 line"
-    assert f"rank 0 ✗ RuntimeError: {text}" in [" ".join(line.split()) for line in lines]
+    assert lines[0] == "4 ranks · 1.2 s · ✗ 3 · 1 released"
+    assert lines[1] == "rank 1 ✗ failed first · 1 line"
+    assert f"rank 0 ⊘ RuntimeError: {text}" in [" ".join(line.split()) for line in lines]
     assert "rank 2 ✗ 1 line ValueError: bad (as on rank 1)" in lines
     assert "rank 3 ✗  the process was killed by SIGKILL" in lines
     assert sum("Traceback (most recent call last)" in line for line in lines) == 1

@@ -18,10 +18,11 @@ from nbdist.output.layout import (
     Row,
     live_layout,
     merged,
+    state_counts,
 )
 from nbdist.output.screen import Line
 from nbdist.output.text import panel_text
-from tests.output.lab import make, out
+from tests.output.lab import Panel, final_html, make, out
 
 
 def lines(count: int, text: str = "") -> Output:
@@ -118,3 +119,16 @@ def test_what_a_running_cell_says_of_itself() -> None:
     assert text.endswith(f"\n{last.foot}")
     assert last.foot in html
     assert final_layout(running).now == final_layout(running).foot == ""
+
+
+def test_who_failed_is_one_number() -> None:
+    """Ranks that another one's failure, or Stop, has ended have not failed."""
+    released = Failure("Released", "it waited", ("Released: it waited",), 9, connections="ended")
+    said = [failure("bad", 1), released, released, Failure("KeyboardInterrupt", "", (), 9)]
+    transcript = make(4, lambda rank: [said[rank]])
+    assert [text for _, text in state_counts(transcript)] == ["✗ 1", "2 released", "■ 1 stopped"]
+    text, lines = panel_text(final_layout(transcript)), Panel(final_html(transcript)).lines
+    assert text.count("Released: it waited") == 1
+    assert [line for line in lines if "waited" in line] == [
+        "ranks 1-2 ⊘ same Released: it waited"
+    ]  # fmt: skip
