@@ -138,8 +138,10 @@ class WorldConfig:
     ))
     _: KW_ONLY
     layout: str | None = field(default=None, metadata=_as(
-        "-j", "nodes and workers on each instead of -n: 2x4; 4 is one node; 1:2x4 begins with one"
-        " of two; beside -n for fewer of them. On one machine the nodes are simulated",
+        "-j", "nodes x workers per node: 2x4; 4 is one node; MIN:NODESxN starts with MIN nodes "
+            "and adds the rest when they arrive. With -n fewer of the workers are used. On one "
+            "machine the nodes are simulated"
+        "",
         lambda text: str(parse_layout(text)), metavar="[MIN:]NODESxN",
     ))
     backend: str | None = field(default=None, metadata=_as(
@@ -150,34 +152,36 @@ class WorldConfig:
         "--gpus", "the GPUs to use, as torch counts them: 0,1,3", metavar="GPUS",
     ))
     share_gpus: bool = field(default=False, metadata=_as(
-        "--share-gpus", "let several ranks of nccl have one GPU: to practise and debug on one card,"
-        " for correctness and not for speed", bool,
+        "--share-gpus", "allow several ranks per GPU (slow; for debugging)"
+        "", bool,
     ))
     name: str | None = field(default=None, metadata=_as(
         "--name", "shown in %dist_status, and the log folder's name: run, or exp/run", read_name,
         metavar="NAME",
     ))
     pool: str = field(default=DEFAULT_POOL, metadata=_as(
-        "--pool", "the workers of this name, which have a group of their own beside others",
+        "--pool", "use worker pool NAME (separate workers and process group)",
         metavar="NAME",
     ))
     env: Mapping[str, str] = field(default_factory=dict, metadata=_as(
-        "--env", "a variable of the workers' environment besides the notebook's; any number of"
-        " them", read_environ, metavar="K=V",
+        "--env", "set an environment variable of the workers; can be repeated"
+        "", read_environ, metavar="K=V",
     ))
     env_file: str | None = field(default=None, metadata=_as(
-        "--env-file", "a .env file with such variables: parsed, not sourced", metavar="FILE",
+        "--env-file", "a .env file with environment variables: parsed, not sourced", metavar="FILE",
     ))
     debug: bool = field(default=False, metadata=_as(
-        "--debug", "CUDA_LAUNCH_BLOCKING, TORCH_DISTRIBUTED_DEBUG=DETAIL and the like: errors at"
-        " their place, mismatched collectives named, C++ stacks; slow", bool,
+        "--debug", "slow debug mode: CUDA_LAUNCH_BLOCKING, TORCH_DISTRIBUTED_DEBUG=DETAIL and "
+            "C++ stacks; names mismatched collectives"
+        "", bool,
     ))
     python: str | None = field(default=None, metadata=_as(
-        "--python", "the interpreter of the workers, which has torch and nbdist; by default"
-        " $PYTHON_EXEC, else the notebook's", metavar="PATH",
+        "--python", "Python interpreter of the workers, with torch and nbdist; by default "
+            "$PYTHON_EXEC or the notebook's"
+        "", metavar="PATH",
     ))
     wrap: str | None = field(default=None, metadata=_as(
-        "--wrap", "what stands before each worker's command: 'nice -n 5', 'apptainer exec img'",
+        "--wrap", "command prefix for each worker: 'nice -n 5', 'apptainer exec img'",
         read_wrap, metavar="COMMAND",
     ))
     cpus: int | None = field(default=None, metadata=_as(
@@ -186,28 +190,32 @@ class WorldConfig:
         metavar="N",
     ))
     launcher: str | None = field(default=None, metadata=_as(
-        "--launcher", "how agents are started, a name of the entry points nbdist.launchers; by"
-        " default local, with --hosts ssh, with --salloc and in an allocation of Slurm's slurm",
+        "--launcher", "how machines are reached: local, ssh (default with --hosts), slurm "
+            "(default with --salloc and in a Slurm allocation), join, ray, or an entry point of "
+            "nbdist.launchers"
+        "",
         metavar="NAME",
     ))
     hosts: str | None = field(default=None, metadata=_as(
-        "--hosts", "machines that ssh reaches, and for how many workers each has room:"
-        " a:4,user@b:2", read_hosts, metavar="HOSTS",
+        "--hosts", "machines reached by ssh, and the number of workers on each: a:4,user@b:2"
+        "", read_hosts, metavar="HOSTS",
     ))
     salloc: str | None = field(default=None, metadata=_as(
-        "--salloc", "the options of Slurm's salloc for an allocation of one's own: '-p gpu"
-        " --gpus-per-node=4'", read_salloc, metavar="OPTIONS",
+        "--salloc", "options of Slurm's salloc, to request an allocation: '-p gpu "
+            "--gpus-per-node=4'"
+        "", read_salloc, metavar="OPTIONS",
     ))
     memory: str | None = field(default=None, metadata=_as(
-        "--memory", "memory for each worker, asked of Slurm or Ray: 16G", read_memory,
+        "--memory", "memory per worker to request from Slurm or Ray: 16G", read_memory,
         metavar="SIZE",
     ))
     copy_env: str | None = field(default=None, metadata=_as(
-        "--copy-env", "which variables of the notebook's environment go along to other machines:"
-        " 'HF_*,WANDB_*'", read_patterns, metavar="NAMES",
+        "--copy-env", "environment variables of the notebook to copy to other machines: "
+            "'HF_*,WANDB_*'"
+        "", read_patterns, metavar="NAMES",
     ))
     address: str | None = field(default=None, metadata=_as(
-        "--address", "this machine's address, or network interface, at which the others reach it",
+        "--address", "address or network interface of this machine for the other machines",
         read_address, metavar="ADDRESS",
     ))
     detach: bool = field(default=False, metadata=_as(
@@ -215,40 +223,43 @@ class WorldConfig:
         bool, at_once=True,
     ))
     sync_code: bool = field(default=False, metadata=_as(
-        "--sync-code", "send the notebook's folder to machines that lack it, and what changes"
-        " there", bool,
+        "--sync-code", "copy the notebook's folder to machines that do not have it, and keep it "
+            "up to date"
+        "", bool,
     ))
     rdzv_backend: str | None = field(default=None, metadata=_as(
-        "--rdzv-backend", "one of torch's rendezvous backends, in whose store ranks meet: c10d,"
-        " static, etcd-v2", metavar="NAME",
+        "--rdzv-backend", "torch's rendezvous backend: c10d, static, etcd-v2"
+        "", metavar="NAME",
     ))
     rdzv_endpoint: str | None = field(default=None, metadata=_as(
-        "--rdzv-endpoint", "where that one listens: HOST:PORT", read_endpoint, metavar="ENDPOINT",
+        "--rdzv-endpoint", "address of the rendezvous backend: HOST:PORT", read_endpoint,
+        metavar="ENDPOINT",
     ))
     fork: bool = field(default=True, metadata=_as(
         "--no-fork", "start each worker as a new interpreter instead of forking it from one that"
         " has imported torch", bool,
     ))
     on_failure: OnFailure = field(default="heal", metadata=_as(
-        "--on-failure", "what the death of a worker leads to: heal replaces it, and the others"
-        " keep their variables (the default), restart-all starts all anew, stop ends all",
+        "--on-failure", "what to do when a worker dies: heal (default) restarts it and the "
+            "others keep their variables, restart-all restarts all, stop ends all"
+        "",
         read_policy, metavar="WHAT", at_once=True,
     ))
     hang_timeout: float = field(default=HANG_TIMEOUT, metadata=_as(
-        "--hang-timeout", "seconds after which a running cell says which ranks wait for which (4)",
+        "--hang-timeout", "seconds until a running cell shows which ranks wait for which (4)",
         number_of_seconds("--hang-timeout"), metavar="SECONDS", at_once=True,
     ))
     free: bool = field(default=True, metadata=_as(
-        "--no-free", "only say so: ranks that wait for what can never come stay as they are until"
-        " Stop", bool, at_once=True,
+        "--no-free", "report deadlocked ranks but do not release them"
+        "", bool, at_once=True,
     ))
     log_dir: str | None = field(default=None, metadata=_as(
         "", "where log files go, empty for none; by default $NBDIST_LOG_DIR, else"
         " ~/.local/state/nbdist",
     ))
     show: bool = field(default=True, metadata=_as(
-        "", "write what ranks say in execute and run to stdout, a line at a time with its ranks:"
-        " [0-3] epoch 1", bool, at_once=True,
+        "", "print the output of ranks in execute and run, each line with its ranks: [0-3] epoch 1"
+        "", bool, at_once=True,
     ))
     # fmt: on
 
@@ -267,8 +278,8 @@ class WorldConfig:
         size = parse_layout(self.layout).world_size
         if not isinstance(self.n, int) or self.n >= size:
             raise UsageError(
-                f"`-n {self.n} -j {self.layout}`: `-j {self.layout}` is nodes and workers on each, "
-                f"{size} in all; `-n` beside it is for fewer of them, alone as many on one node."
+                f"`-n {self.n} -j {self.layout}`: `-j {self.layout}` is nodes x workers per "
+                f"node, {size} in total; `-n` with it may only use fewer of them."
             )
 
     def _check_machines(self) -> None:

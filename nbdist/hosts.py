@@ -10,8 +10,9 @@ from ipaddress import IPv4Address, IPv6Address
 from nbdist.errors import BadTopology
 
 _FORMS = (
-    "Use `--hosts a,b`, or `--hosts a:4,user@b:2` for so many workers on each; an IPv6 address "
-    "stands in brackets, `[fe80::1]:2`."
+    "Use `--hosts a,b`, or `--hosts a:4,user@b:2` with the number of workers on each; write an "
+    "IPv6 address in brackets"
+    ", `[fe80::1]:2`."
 )
 _HOST = re.compile(r"(?:([^@]*)@)?(?:\[([^\]]*)\]|([^:\[\]]*))(?::([0-9]{1,6}))?")
 # No option of ssh's, and nothing that a shell would take for more than a name.
@@ -48,7 +49,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     seen = set()
     for host in hosts:
         if host.address in seen:
-            raise BadTopology("--hosts", text, f"{host.address} stands there twice", _FORMS)
+            raise BadTopology("--hosts", text, f"{host.address} is listed twice", _FORMS)
         seen.add(host.address)
     return hosts
 
@@ -70,7 +71,7 @@ def _parse(item: str, text: str) -> Host:
     if not address:
         raise BadTopology("--hosts", text, _why_not(item), _FORMS)
     if slots is not None and int(slots) < 1:
-        raise BadTopology("--hosts", text, f"`{item}` has room for no worker", _FORMS)
+        raise BadTopology("--hosts", text, f"`{item}` allows no worker", _FORMS)
     return Host(address, None if slots is None else int(slots), user or "")
 
 
@@ -98,5 +99,5 @@ def _six(text: str) -> str:
 
 def _why_not(item: str) -> str:
     if not item:
-        return "a comma has nothing beside it"
-    return f"`{item}` is no host"
+        return "there is nothing next to a comma"
+    return f"`{item}` is not a host"

@@ -32,7 +32,7 @@ DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 
 _WORKERS_WORDS: Mapping[str, WorkerCount] = {"auto": "auto", "gpu": "gpu", "cpu": "cpu"}
 _WORKERS_FORMS = "Use `-n 4`, `-n auto`, `-n gpu` or `-n cpu`."
-_SIZE_FORMS = "`%dist_scale 4` is how many there shall be, `+2` and `-1` how many more or fewer."
+_SIZE_FORMS = "Use `%dist_scale 4`, or `+2` and `-1` for more or fewer."
 _LAYOUT_FORMS = "Use `-j 4`, `-j 2x4` (2 nodes with 4 workers each), or `-j 1:2x4` (1 node to 2)."
 _BACKEND_FORMS = f'Use `--backend gloo`, `nccl`, `"{GPU_BACKEND}"` or `none`.'
 _GPUS_FORM = "Use numbers with commas, `--gpus 0,1,3` or `0-3`."
@@ -118,11 +118,13 @@ def check_start(
         raise NotEnoughGpus(workers, gpus, visible_devices)
     if uses_nccl(backend) and share_gpus:
         shared = f"{count(workers, 'rank')} of nccl on {count(gpus, 'GPU')}"
-        return f"{shared} with `--share-gpus`: for correctness, not for speed."
+        return f"{shared} with `--share-gpus`: slow, for debugging."
     if gpus and workers > gpus:
         return f"{count(workers, 'worker')} share {count(gpus, 'GPU')}."
     if not gpus and workers > cores:
-        return f"{count(workers, 'worker')} share {count(cores, 'core')}: they take turns."
+        return (
+            f"{count(workers, 'worker')} on {count(cores, 'CPU core')}: expect them to be slower."
+        )
     return None
 
 
@@ -187,7 +189,7 @@ def parse_backend(text: str) -> str:
         if (device, name) == ("cpu", "nccl"):
             raise BadTopology("--backend", text, "nccl has no CPU tensors", _BACKEND_FORMS)
     if len({device for device, _ in pairs}) < len(pairs):
-        raise BadTopology("--backend", text, "a device stands there twice", _BACKEND_FORMS)
+        raise BadTopology("--backend", text, "a device is listed twice", _BACKEND_FORMS)
     return backend
 
 
@@ -244,7 +246,7 @@ def parse_gpus(text: str, visible: Sequence[str]) -> tuple[str, ...]:
     if not numbers:
         raise BadTopology("--gpus", text, "it runs backwards", _GPUS_FORM)
     if len(set(numbers)) < len(numbers):
-        raise BadTopology("--gpus", text, "a GPU stands there twice", _GPUS_FORM)
+        raise BadTopology("--gpus", text, "a GPU is listed twice", _GPUS_FORM)
     if missing := [number for number in numbers if number >= len(visible)]:
         why = f"there is no GPU {missing[0]}, {_visible(len(visible))}"
         raise BadTopology("--gpus", text, why, _GPUS_FORM)
@@ -340,7 +342,7 @@ def _select(item: str, world_size: int) -> Sequence[int]:
         if not ranks:
             raise ValueError(f"`{item}` is empty here")
         return ranks
-    raise ValueError(f"`{item}` cannot be read" if item else "a comma has nothing beside it")
+    raise ValueError(f"`{item}` cannot be read" if item else "there is nothing next to a comma")
 
 
 def _rank(rank: int, world_size: int) -> int:

@@ -22,7 +22,7 @@ README = Path(__file__).parent.parent / "README.md"
     [
         (
             {"n": 8, "layout": "2x4"},
-            "`-n 8 -j 2x4`: `-j 2x4` is nodes and workers on each",
+            "`-n 8 -j 2x4`: `-j 2x4` is nodes x workers per node",
         ),
         ({"wrap": ""}, '`--wrap ""`: a command and its arguments'),
         ({"wrap": "nice 'x"}, "`--wrap nice 'x`: no closing quotation."),

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.hosts`: the text of `--hosts`, and what is no host."""
+"""Tests of `nbdist.hosts`: the text of `--hosts`, and what is not a host."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ def test_what_ssh_is_given() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "a comma has nothing beside it"),
-        ("a,,b", "a comma has nothing beside it"),
-        ("a:0", "`a:0` has room for no worker"),
-        ("a:x", "`a:x` is no host"),
-        ("a:", "`a:` is no host"),
-        ("a b", "`a b` is no host"),
-        ("fe80::1", "`fe80::1` is no host"),
-        ("[fe80::1", "`[fe80::1` is no host"),
-        ("[a]", "`[a]` is no host"),
-        ("[fe80::1%;]", "`[fe80::1%;]` is no host"),
-        ("10.0.0.300", "`10.0.0.300` is no host"),
-        ("-oProxyCommand=x", "`-oProxyCommand=x` is no host"),
-        ("a;reboot", "`a;reboot` is no host"),
-        ("münchen", "`münchen` is no host"),
+        ("", "there is nothing next to a comma"),
+        ("a,,b", "there is nothing next to a comma"),
+        ("a:0", "`a:0` allows no worker"),
+        ("a:x", "`a:x` is not a host"),
+        ("a:", "`a:` is not a host"),
+        ("a b", "`a b` is not a host"),
+        ("fe80::1", "`fe80::1` is not a host"),
+        ("[fe80::1", "`[fe80::1` is not a host"),
+        ("[a]", "`[a]` is not a host"),
+        ("[fe80::1%;]", "`[fe80::1%;]` is not a host"),
+        ("10.0.0.300", "`10.0.0.300` is not a host"),
+        ("-oProxyCommand=x", "`-oProxyCommand=x` is not a host"),
+        ("a;reboot", "`a;reboot` is not a host"),
+        ("münchen", "`münchen` is not a host"),
         ("-l@a", "`-l` cannot be a user"),
         ("@a", "`` cannot be a user"),
-        ("a@b@c", "`a@b@c` is no host"),
-        ("a,b,A:2", "a stands there twice"),
-        ("[::1],me@[0::1]", "::1 stands there twice"),
-        ("a" * 300, f"`{'a' * 300}` is no host"),
+        ("a@b@c", "`a@b@c` is not a host"),
+        ("a,b,A:2", "a is listed twice"),
+        ("[::1],me@[0::1]", "::1 is listed twice"),
+        ("a" * 300, f"`{'a' * 300}` is not a host"),
     ],
 )
 def test_what_is_no_host_is_told_in_one_line(text: str, why: str) -> None:

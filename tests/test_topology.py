@@ -144,7 +144,7 @@ def test_gpus(text, visible, chosen):
         ("0,4", "0123", "there is no GPU 4, 0-3 are visible"),
         ("1", "0", "there is no GPU 1, only GPU 0 is visible"),
         ("0", "", "there is no GPU 0, none is visible"),
-        ("0,0", "01", "a GPU stands there twice"),
+        ("0,0", "01", "a GPU is listed twice"),
         ("1-0", "01", "it runs backwards"),
         ("a", "01", "that is not a list of GPUs"),
         ("", "01", "that is not a list of GPUs"),
@@ -195,8 +195,8 @@ def test_default_backend():
     ("workers", "gpus", "cores", "backend", "warning"),
     [
         (2, 0, 2, "gloo", None),
-        (23, 0, 2, "gloo", "23 workers share 2 cores: they take turns."),
-        (2, 0, 1, "none", "2 workers share 1 core: they take turns."),
+        (23, 0, 2, "gloo", "23 workers on 2 CPU cores: expect them to be slower."),
+        (2, 0, 1, "none", "2 workers on 1 CPU core: expect them to be slower."),
         (4, 2, 64, "gloo", "4 workers share 2 GPUs."),
         (8, 8, 4, "cpu:gloo,cuda:nccl", None),
     ],
@@ -217,7 +217,7 @@ def test_two_ranks_on_one_gpu(backend):
 def test_ranks_that_share_a_gpu(backend):
     """With `--share-gpus` they start, after a line that says what it is for; not without a GPU."""
     assert topology.check_start(4, 1, 64, backend, share_gpus=True) == (
-        "4 ranks of nccl on 1 GPU with `--share-gpus`: for correctness, not for speed."
+        "4 ranks of nccl on 1 GPU with `--share-gpus`: slow, for debugging."
     )
     assert topology.check_start(4, 1, 64, "gloo", share_gpus=True) == "4 workers share 1 GPU."
     with pytest.raises(NotEnoughGpus, match="0 GPUs visible"):
@@ -263,7 +263,7 @@ def test_ranks(text, world_size, ranks):
         ("9" * 7, f"`{'9' * 7}` cannot be read"),
         ("", "it is empty"),
         ("  ", "it is empty"),
-        ("0,", "a comma has nothing beside it"),
+        ("0,", "there is nothing next to a comma"),
         ("3-1", "`3-1` runs backwards"),
         ("2:2", "`2:2` is empty here"),
         ("7:", "`7:` is empty here"),

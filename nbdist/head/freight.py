@@ -51,7 +51,7 @@ class Refused:
 
 
 class Deliveries:
-    """Tasks whose big values are on their way to the nodes of their ranks.
+    """Tasks whose big variables are being sent to the nodes of their ranks.
 
     All ranks get a task at the same time, so that none waits in a collective for a node whose
     link is slow.

@@ -34,7 +34,7 @@ IN_TORCH = "/torch/distributed/"
 CALLS = "/nbdist/worker/ops/call.py"
 
 NO_ANSWER = "it does not answer, and its stack cannot be read"
-NO_LINE = "no line of the cell runs: names are bound, or values brought back"
+NO_LINE = "no line of the cell runs: variables are being received or sent"
 
 
 async def stack_of(worker: Worker) -> Stack:

@@ -39,7 +39,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
-NO_WIDGETS = "(a widget: those of workers cannot be shown)"
+NO_WIDGETS = "(a widget: widgets of workers cannot be shown)"
 
 ENDING = "`%dist_shutdown` ends all workers."
 
@@ -164,8 +164,8 @@ def as_shown(failure: Failure) -> Failure:
         return replace(failure, traceback=traceback)
     # IPython explains at length how to leave a terminal.
     message = "" if failure.message == "None" else failure.message
-    said = f"SystemExit({message})"
-    traceback = (f"{said}: it ended the cell on this rank; the worker lives on. {ENDING}",)
+    said = f"sys.exit({message}) ended the cell on this rank; the worker is still running."
+    traceback = (f"{said} {ENDING}",)
     return replace(failure, message=message, traceback=traceback)
 
 

@@ -51,7 +51,7 @@ class Tether:
     """
 
     problem = ""
-    """A notebook that is gone has ended the world or has let go of it: either is in order."""
+    """A notebook that is gone has ended the world or released it: either is in order."""
 
     def __init__(
         self,

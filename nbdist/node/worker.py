@@ -38,12 +38,12 @@ LOCATE_TIMEOUT = 0.5
 LOST_GRACE = 1.0
 """Seconds for a worker to end by itself whose tasks' connection has ended."""
 
-UNREADABLE = "what it sent to its agent where tasks come from could not be read"
-UNREACHABLE = "it has closed the connection by which tasks come"
+UNREADABLE = "the agent could not read what it sent"
+UNREACHABLE = "it closed the connection to its agent"
 
-NO_CELL = "no cell runs any more that anybody could type something for"
+NO_CELL = "no cell is running that could read input"
 
-NO_FILES = "no file can be opened any more, so the process is replaced"
+NO_FILES = "no more files can be opened, so the process is restarted"
 
 COUNT_AFTER = 0.05
 """Seconds into a cell: short ones do without, it takes 0.4 ms for each rank."""

@@ -49,7 +49,7 @@ def check_source(shell: InteractiveShell, first_line: str, cell: str) -> str:
     if not is_code:
         name = first_line.split()[0] if first_line else "%%distributed"
         raise UsageError(
-            f"`{name}`: the cell holds no code, so nothing has run. "
+            f"`{name}`: the cell has no code, so nothing has run. "
             "`%dist_init -n 4` starts workers without a cell."
         )
     return python

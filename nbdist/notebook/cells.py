@@ -261,7 +261,7 @@ def _follow_steps(
             longest = yield running
     except GeneratorExit:  # with its workers
         if display:
-            display.note("ended before it was done", at_once=False)
+            display.note("the workers ended before the cell had finished", at_once=False)
             display.end(running.transcript, pool.log_files())
         raise
     if display:
@@ -279,7 +279,7 @@ def _show_news(
     if not waits and display.can_change:  # as lines below one another there would be too many
         waits = on_its_way_text(*running.bytes_moved, running.age)
     if asks and not is_attended:
-        waits = f"{asks} · asked for once a cell waits for this one"
+        waits = f"{asks} · you will be asked when a cell waits for this one"
     display.show(running.transcript, news, waits, usage_text(running.usage.values()))
     if not is_attended:
         display.pause()
@@ -303,7 +303,7 @@ def check_end(
     world.session.take_replaced()
     if running.unfinished and world.session.is_left():
         find = f"`%dist_attach {world.session.name}` in the next one finds them"
-        raise Interrupted((), fate=f"the kernel ends, and the workers go on: {find}")
+        raise Interrupted((), fate=f"the kernel ends, and the workers keep running: {find}")
     if cause := running.transcript.root_cause():
         pool.failed, pool.failed_at = cause, time.monotonic()
     killed = running.killed_by_stop

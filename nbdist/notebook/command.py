@@ -192,7 +192,7 @@ def _stopped(stop: KeyboardInterrupt, world: World | None) -> KeyboardInterrupt:
     if isinstance(stop, Interrupted) or world is None:
         return stop if isinstance(stop, Interrupted) else Interrupted(())
     if world.state is State.STOPPING:
-        fate = "the workers are still ending; `%dist_shutdown` waits for that"
+        fate = "the workers are still shutting down; `%dist_shutdown` waits for them"
         return Interrupted((), fate=fate)
     if world.state is State.BROKEN:
         return Interrupted((), fate=healing_text(world.session, range(world.size)))

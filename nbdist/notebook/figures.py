@@ -83,7 +83,7 @@ def _image(data: MimeBundle) -> tuple[str, bytes] | None:
 
 def _saved(suffix: str, image: bytes, log: str | None) -> str:
     if log is None:
-        return "not saved, as there is no log folder (NBDIST_LOG_DIR)"
+        return "not saved: there is no log folder (NBDIST_LOG_DIR)"
     digest = hashlib.blake2b(image, digest_size=6).hexdigest()
     # `node1:/...` is a file of another machine's.
     is_here = log.startswith("/")

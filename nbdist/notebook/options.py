@@ -106,8 +106,9 @@ def check_same(world: World, options: argparse.Namespace) -> None:
 def restarts_option(magic: Magic) -> Magic:
     """Add what torchrun calls by the same name."""
     add = argument("--max-restarts", metavar="N", type=read_restarts, default=0,
-                   help="run it again where it fails, N times at most, with new workers for those"
-                   " that have died (0)")  # fmt: skip
+                   help="run it again when it fails, at most N times; ranks that died are "
+                       "restarted (0)"
+                   "")  # fmt: skip
     return add(magic)  # type: ignore[no-any-return]
 
 

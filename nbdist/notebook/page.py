@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LONG_CELL = 2.0
 """Seconds: in the middle of a shorter one hardly anybody reloads."""
 
-RELOADED = "the page was reloaded: here is what{} has shown, if that stands still"
+RELOADED = "The page was reloaded while{} ran. Its complete output:"
 
 
 class Page:

@@ -337,5 +337,5 @@ def _wait_for_stop(world: World, display: CellDisplay) -> None:
     running = world.session.running
     if running is not None and running.is_stopping and running.unfinished:
         late = name_ranks(running.unfinished)
-        display.wait_for(f"waiting for {late} to end the cell that was stopped …")
+        display.wait_for(f"waiting for {late} to leave the stopped cell …")
         world.session.wait_for_stop()

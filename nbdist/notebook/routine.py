@@ -33,4 +33,4 @@ class Routine:
         if newest is None or not newest.folder.exists():
             return ""
         what = list_names(newest.names)
-        return f"`%dist_restore --name {newest.name}` brings back {what} of {newest.clock}"
+        return f"`%dist_restore --name {newest.name}` restores {what} of {newest.clock}"

@@ -28,13 +28,14 @@ def sending_options(magic: Magic) -> Magic:
     """Add `--no-wait`, `-o` and `--timeout`."""
     # fmt: off
     options = (
-        argument("--no-wait", action="store_true", help="return at once: the output goes on while"
-                 " the notebook does other things, and -o has a handle on it"),
+        argument("--no-wait", action="store_true", help="return at once and keep showing the "
+            "output while the notebook does other things; -o gives a Job to wait for"
+                 ""),
         argument("-o", "--out", metavar="NAME", help="a name for what becomes of it: the last value"
                  " by rank, NAME.rank(0); with --no-wait a Job: NAME.wait(), .done(), .result(),"
                  " .interrupt()"),
         argument("--timeout", metavar="SECONDS", type=number_of_seconds("--timeout"),
-                 help="stop it after so many seconds, as Stop does"),
+                 help="stop the cell after SECONDS, as Stop does"),
     )
     # fmt: on
     for add in reversed(options):
@@ -47,17 +48,19 @@ def send(line: Line, steps: Steps) -> None:
     options, pool = line.options, line.pool
     name, here = options.out or "", getattr(options, "local", False)
     if name and not name.isidentifier():
-        raise UsageError(f"`-o {name}`: a name for the result, such as `-o result`.")
+        raise UsageError(f"`-o {name}`: give a name for the result, such as `-o result`.")
     if here and _awaits(pool.shell, line.cell):
         raise UsageError(
-            "`--local`: the cell awaits something, and the notebook's event loop is busy with the "
-            "cell itself; nothing has run. Run it here in a cell of its own."
+            "`--local`: the cell uses `await`, but the notebook's event loop is busy with this "
+            "cell; nothing has run. Run it in the notebook in a separate cell."
         )
     running = next(steps)
     if options.no_wait:
         told = f"`{name}.wait()` waits for it, " if name else ""
         ranks = count(len(running.task.ranks), "rank")
-        line.display.wait_for(f"sent to {ranks} · {told}`%dist_interrupt` stops it")
+        line.display.wait_for(
+            f"running on {ranks} in the background · {told}`%dist_interrupt` stops it"
+        )
         job = Job(steps, running, name, CellPlace(pool.shell))
         pool.background.begin(job)
         _bind(line, name, job)

@@ -24,4 +24,6 @@ def is_in_subshell(shell: InteractiveShell) -> bool:
 def refusal(name: str, others: Collection[str]) -> UsageError:
     """Say that this magic waits for the notebook's own thread, and which ones do not."""
     known = ", ".join(f"`{each}`" for each in sorted(others))
-    return UsageError(f"`{name}` cannot run in a subshell, beside other cells; these can: {known}.")
+    return UsageError(
+        f"`{name}` cannot run in a subshell, beside other cells; these can run: {known}."
+    )

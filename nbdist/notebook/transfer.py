@@ -50,8 +50,8 @@ def progress_text(what: str, done: int, total: int, seconds: float) -> str:
 
 
 def on_its_way_text(done: int, total: int, seconds: float) -> str:
-    """Write how far a task's big values are on their way between machines; "" for none."""
-    what = "big values are on their way"
+    """Write how far a task's big variables are being sent between machines; "" for none."""
+    what = "big variables are being sent"
     return progress_text(what, done, total, seconds) if done < total else ""
 
 
@@ -63,7 +63,7 @@ def packed(
         display.note(notice)
     if not (shipment and shipment.names):
         return None
-    what = f"shipping {list_names(shipment.names)}"
+    what = f"sending {list_names(shipment.names)}"
     packing = moved(shipment.packing(alone=alone), shipment.bytes, display, what)
     if packing.note:
         display.note(packing.note)

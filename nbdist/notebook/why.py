@@ -94,7 +94,7 @@ def _body(error: RankError) -> str:
     if isinstance(error, Failure):
         return traceback_text(error)
     if not error.last_lines:
-        return "it had written nothing"
+        return "it had printed nothing"
     return "\n".join(["its last lines:", *error.last_lines])
 
 

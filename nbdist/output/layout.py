@@ -44,8 +44,8 @@ MANY_RANKS = 16
 _MOST_SQUARES = 128
 _LIKENESS: dict[Likeness, str] = {
     "same": "same",
-    "bars": "same but for bars",
-    "places": "same but for {…}",
+    "bars": "same except for bars",
+    "places": "same except for {…}",
     "line": "stopped in the same line",
 }
 
@@ -55,9 +55,7 @@ _FEW_GROUPS = 4
 _LIVE_LINES_OF_ASKING = 60
 _MOST_ROWS = _MOST_BLOCKS = 16
 _CLOCK_FROM, _FOOT_FROM = 2.0, 10.0
-_RELOADED = (
-    "a page that has been reloaded stands still here: `%dist_output` once the cell has ended"
-)
+_RELOADED = "after a page reload this view is not updated: `%dist_output` after the cell has ended"
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,52 +97,58 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"nbdist {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("status", help="what each worker does now, also while a cell runs")
-    top = commands.add_parser("top", help="the same again and again, until Ctrl-C")
+    top = commands.add_parser("top", help="like status, refreshed until Ctrl-C")
     top.add_argument(
-        "-d", "--seconds", type=_seconds, default=2.0, help="between two looks (2; at least 0.5)"
+        "-d",
+        "--seconds",
+        type=_seconds,
+        default=2.0,
+        help="seconds between refreshes (2; at least 0.5)",
     )
-    top.add_argument("-n", "--times", type=int, default=0, help="look so many times, then end")
-    commands.add_parser("ps", help="all worlds, also those that no notebook has")
-    kill = commands.add_parser("kill", help="end a world, and all that belongs to it")
-    kill.add_argument("name", help="its --name, its pool, or its process, as ps shows them")
+    top.add_argument("-n", "--times", type=int, default=0, help="stop after N refreshes")
+    commands.add_parser("ps", help="list all worlds, including detached ones")
+    kill = commands.add_parser("kill", help="end a world and everything that belongs to it")
+    kill.add_argument("name", help="its --name, pool or process, as shown by ps")
     for name, what in (
-        ("enable", "have notebooks find the magics without %%load_ext nbdist"),
-        ("disable", "take that back"),
+        ("enable", "make the magics available without %%load_ext nbdist"),
+        ("disable", "undo `enable`"),
     ):
         configuring = commands.add_parser(name, help=what)
         configuring.add_argument("--profile", default="default", help="of IPython (default)")
         if name == "enable":
             configuring.add_argument("-y", "--yes", action="store_true", help="do not ask")
-    _add_join(commands.add_parser("join", help="be a machine of a world that waits for it"))
-    _add_k8s(commands.add_parser("k8s", help="write what has a Kubernetes cluster join a world"))
+    _add_join(commands.add_parser("join", help="join a world that is waiting for machines"))
+    _add_k8s(commands.add_parser("k8s", help="write a Kubernetes Job whose pods join a world"))
     return parser
 
 
 def _add_join(joining: argparse.ArgumentParser) -> None:
-    joining.add_argument("place", metavar="HOST:PORT", help="as the notebook shows it")
+    joining.add_argument("place", metavar="HOST:PORT", help="as shown by the notebook")
     joining.add_argument(
         "--key-file",
         metavar="FILE",
         help="the world's key, - for stdin; by default that in the user's state folder",
     )
     # Not --node: torchrun takes that for a beginning of options of its own.
-    joining.add_argument("--index", metavar="N", type=int, help="its number, which orders machines")
+    joining.add_argument(
+        "--index", metavar="N", type=int, help="the machine's number, for the order of ranks"
+    )
 
 
 def _add_k8s(writing: argparse.ArgumentParser) -> None:
-    writing.add_argument("place", metavar="HOST:PORT", help="as the notebook shows it")
+    writing.add_argument("place", metavar="HOST:PORT", help="as shown by the notebook")
     writing.add_argument(
-        "-j", "--layout", metavar="NODESxN", required=True, help="as the notebook has it: 2x4"
+        "-j", "--layout", metavar="NODESxN", required=True, help="as in the notebook: 2x4"
     )
-    writing.add_argument("--image", required=True, help="which has nbdist and torch")
+    writing.add_argument("--image", required=True, help="an image with nbdist and torch")
     writing.add_argument("--name", default="nbdist", help="of job and service (nbdist)")
-    writing.add_argument("--secret", default="", help="which has the key (NAME-key)")
+    writing.add_argument("--secret", default="", help="the secret with the key (NAME-key)")
     writing.add_argument("--gpus", type=int, default=0, help="of each node")
     writing.add_argument("--cpus", type=int, default=0, help="of each node")
     writing.add_argument("--memory", metavar="SIZE", help="of each node: 64G")
     writing.add_argument(
         "--mount", metavar="CLAIM:/PATH", action="append", default=[],
-        help="a PersistentVolumeClaim, and where each node has it; with :ro to read alone",
+        help="a PersistentVolumeClaim and its mount path; :ro for read-only",
     )  # fmt: skip
 
 

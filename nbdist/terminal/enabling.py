@@ -33,7 +33,7 @@ def enable(profile: str, *, is_sure: bool) -> int:
     in_python = file.with_suffix(".py")
     if in_python.exists() and _SET_IN_PYTHON.search(in_python.read_text(encoding="utf-8")):
         raise UsageError(
-            f"{in_python} sets {SECTION}.{TRAIT} itself, and would lose that: add there "
+            f"{in_python} sets {SECTION}.{TRAIT} itself; add to it "
             f'`c.{SECTION}.{TRAIT}["distributed"] = "{EXTENSION}"`, and so on for other magics.'
         )
     if not is_sure and not _is_wanted(file, len(names)):
@@ -42,8 +42,8 @@ def enable(profile: str, *, is_sure: bool) -> int:
     config.setdefault(SECTION, {}).setdefault(TRAIT, {}).update(dict.fromkeys(names, EXTENSION))
     write(file, config)
     sys.stdout.write(
-        f"written to {file}: from the next kernel on `%%distributed -n 4` works at once; "
-        "`nbdist disable` takes it back\n"
+        f"written to {file}: in new kernels `%%distributed -n 4` works at once; "
+        "`nbdist disable` undoes it\n"
     )
     return 0
 
@@ -65,14 +65,14 @@ def disable(profile: str) -> int:
     if not section:
         del config[SECTION]
     write(file, config)
-    sys.stdout.write(f"taken out of {file}: `%load_ext nbdist` loads it where it is wanted\n")
+    sys.stdout.write(f"removed from {file}: `%load_ext nbdist` loads nbdist\n")
     return 0
 
 
 def config_file(profile: str) -> Path:
     """Name the file of a profile that programs write; people write the one that ends in .py."""
     if not re.fullmatch(r"\w[\w.-]*", profile):
-        raise UsageError(f"`--profile {profile}`: a profile of IPython's, such as `default`.")
+        raise UsageError(f"`--profile {profile}`: an IPython profile, such as `default`.")
     return Path(get_ipython_dir()) / f"profile_{profile}" / "ipython_config.json"
 
 
@@ -86,7 +86,7 @@ def read(file: Path) -> dict[str, Any]:
         raise UsageError(f"{file} cannot be read ({error}); nothing was changed.") from None
     is_good = isinstance(config, dict) and isinstance(config.get(SECTION, {}), dict)
     if not is_good or not isinstance(config.get(SECTION, {}).get(TRAIT, {}), dict):
-        raise UsageError(f"{file} is no configuration of IPython's; nothing was changed.")
+        raise UsageError(f"{file} is not an IPython configuration; nothing was changed.")
     return dict(config)
 
 

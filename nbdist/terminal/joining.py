@@ -125,7 +125,7 @@ def _ticket(place: Place, key_file: str | None) -> Ticket:
         raise UsageError(f"`--key-file {key_file}`: {error.strerror or error}.") from None
     raise UsageError(
         f"`nbdist join {place}`: {offers_folder()} has no key for it. Where the home folder is "
-        "not the notebook's, bring the file of that address from there: `--key-file FILE`, or "
+        "not the notebook's, copy the file of that address from there: `--key-file FILE`, or "
         "`--key-file -` for stdin."
     )
 
@@ -137,8 +137,8 @@ def _check_open(place: Place) -> None:
     except OSError as error:
         why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
         raise UsageError(
-            f"`nbdist join {place}`: no world waits there ({why}): it has ended, or it is another "
-            "place. The notebook shows the place when it waits for machines."
+            f"`nbdist join {place}`: no world waits there ({why}): it has ended, or the address "
+            f"is wrong. The notebook shows the address while it waits for machines."
         ) from None
 
 

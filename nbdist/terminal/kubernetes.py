@@ -60,7 +60,7 @@ class Pods:
         for mount in self.mounts:
             if mount.path in taken:
                 raise UsageError(
-                    f"`--mount {mount.claim}:{mount.path}`: something is there already."
+                    f"`--mount {mount.claim}:{mount.path}`: something is already mounted there."
                 )
             taken.add(mount.path)
 

@@ -54,7 +54,9 @@ def title(seen: WorldSeen) -> str:
         count(len(seen.workers), "worker") if seen.workers else "no workers yet",
         seen.backend,
         "" if MADE_UP.fullmatch(seen.name) else seen.name,
-        f"{notebook} (pid {seen.notebook_pid})" if notebook else f"of pid {seen.notebook_pid}",
+        f"{notebook} (pid {seen.notebook_pid})"
+        if notebook
+        else f"notebook pid {seen.notebook_pid}",
         f"cell {', '.join(map(str, cells))}" if cells else "",
         usage_text(used),
     ]

@@ -50,8 +50,8 @@ class Turn:
         while not self._has_begun(since):
             if time.monotonic() > deadline:
                 raise UsageError(
-                    f"no process with local rank 0 came here within {LEADER_TIMEOUT:.0f} s: the "
-                    "command is to run at least once on each node, by itself or with LOCAL_RANK 0."
+                    f"no process with local rank 0 connected within {LEADER_TIMEOUT:.0f} s: "
+                    "run the command at least once on each node, alone or with LOCAL_RANK 0."
                 )
             time.sleep(STEP)
         fcntl.flock(self._fd, fcntl.LOCK_SH)

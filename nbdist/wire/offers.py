@@ -48,9 +48,9 @@ def place_from(text: str) -> Place:
     if host[:1] + host[-1:] == "[]":
         host = host[1:-1]
     elif ":" in host:
-        raise ValueError("an IPv6 address stands in brackets, [fe80::1]:4321")
+        raise ValueError("write an IPv6 address in brackets, [fe80::1]:4321")
     if not sign or not host or not port.isascii() or not port.isdigit() or len(port) > 5:
-        raise ValueError("it is HOST:PORT, as the notebook shows it")
+        raise ValueError("it is HOST:PORT, as shown by the notebook")
     if not 0 < int(port) < 1 << 16:
         raise ValueError(f"there is no port {port}")
     return Place(host, int(port))

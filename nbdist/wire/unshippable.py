@@ -86,7 +86,7 @@ _KINDS = (
     _Kind(
         _is(types.CoroutineType, asyncio.Future),
         "coroutine",
-        "something that is being awaited belongs to one event loop",
+        "an awaitable belongs to one event loop",
         "call the async function inside the cell, and await it there",
     ),
     _Kind(
@@ -104,7 +104,7 @@ _KINDS = (
     _Kind(
         _is(io.IOBase),
         "open file",
-        "where an open file stands belongs to the process that opened it",
+        "the position of an open file belongs to the process that opened it",
         "keep its path, and open it inside the cell",
     ),
     _Kind(
@@ -116,7 +116,7 @@ _KINDS = (
     _Kind(
         _is(subprocess.Popen, multiprocessing.process.BaseProcess, threading.Thread),
         "process or thread",
-        "it is known only to the process that started it",
+        "only the process that started it can use it",
         "start it inside the cell",
     ),
     _Kind(

@@ -12,7 +12,7 @@ from typing import Any
 
 from nbdist.worker.compat import debugger
 
-LEFT = "the debugger was left by `q`, which ended the cell on this rank"
+LEFT = "`q` left the debugger and ended the cell on this rank"
 """What is said of BdbQuit, which has no words of its own."""
 
 

@@ -71,7 +71,7 @@ class Namespace:
             return unpickle(open_payload(payload), self._names)
         except Exception as error:  # a user's class can raise anything while it is rebuilt
             raise VariableError(
-                f"a name that the cell uses could not be rebuilt in the worker: "
+                f"a variable that the cell uses could not be rebuilt in the worker: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
@@ -82,7 +82,7 @@ class Namespace:
     def bind_taken(self) -> frozenset[str]:
         """Bind what was taken last; return the names."""
         if not self._taken:
-            raise VariableError("there is nothing to bind: this rank has taken no values")
+            raise VariableError("there is nothing to bind: this rank has received no values")
         _, values = self._taken.popitem()
         self._names.update(values)
         return frozenset(values)

@@ -49,7 +49,7 @@ def account_lines(rank: int, memory: Memory) -> list[str]:
     lines = [f"rank {rank}: {', '.join(_figures(memory))}"]
     lines += _listed(memory.held)
     if not memory.is_whole:
-        lines.append("  … there was no time to look at everything: `%dist_memory`")
+        lines.append("  … not everything was searched in time: `%dist_memory`")
     if memory.kept:
         size = size_text(memory.kept_size)
         lines.append(f"Only this traceback, or `Out`, holds {size} (`%dist_clean` releases it):")

@@ -29,10 +29,7 @@ READ_SIZE = 1 << 18
 LOOK_EVERY_MS = 200
 """Milliseconds after which one thread that waits for a reply looks whether another has read it."""
 
-IN_CHILD = (
-    "a process that the rank has forked can ask for no input: a `DataLoader` does its work in the "
-    "rank itself with `num_workers=0`"
-)
+IN_CHILD = "a process forked by the rank cannot read input: use `num_workers=0` for a `DataLoader`"
 
 
 class Tasks:

@@ -24,7 +24,6 @@ STAY_SECONDS = 0.3
 NOBODY = (
     "input() and breakpoint() need JupyterLab or a terminal; this run has neither (nbclient, "
     "papermill). Set a variable instead of calling input()."
-    ""
 )
 
 TO_RANKS = "-r"

@@ -39,7 +39,7 @@ class Scatter:
         dim: int | None = None,
     ) -> None:
         if not name.isidentifier():
-            raise UsageError(f"`{name}`: on the ranks a part needs a name, `--as x`.")
+            raise UsageError(f"`{name}`: name the parts: `--as x`.")
         check_are_free([name], "`%dist_scatter`")
         self.name = name
         self.ranks = session.everyone if ranks is None else tuple(ranks)

@@ -58,7 +58,7 @@ def _find_module(name: str) -> tuple[str, str]:
     if name.endswith(".py") or os.sep in name:
         module = name.removesuffix(".py").strip("./").replace(os.sep, ".")
         raise UsageError(
-            f"`-m {name}`: exactly one of a script and `-m module`. Leave out `-m` to run the "
+            f"`-m {name}`: give either a script or `-m module`. Leave out `-m` to run the "
             f"script, or name the module: `-m {module}`."
         )
     spec = _find_spec(name)

@@ -212,7 +212,8 @@ class SnapshotStore:
         """
         if not _is_name(name):
             raise UsageError(
-                f"`{name}` is no name for a snapshot: letters, digits and `_.-`, such as `epoch-3`."
+                f"`{name}` is not a name for a snapshot: letters, digits and `_.-`, such as "
+                f"`epoch-3`."
             )
         try:
             folders.make_private(self.root)

@@ -266,7 +266,7 @@ def find_python(text: str | None, environ: Mapping[str, str]) -> str:
     found = shutil.which(os.path.expanduser(text), path=environ.get("PATH"))
     if found is None:
         there = Path(text).expanduser().exists()
-        why = "it cannot be executed" if there else "there is no such program"
+        why = "it cannot be executed" if there else "this program does not exist"
         raise UsageError(
             f"`--python {text}`: {why}. The path of an interpreter that has torch and nbdist, "
             "such as `/path/to/venv/bin/python`; PYTHON_EXEC in the environment sets it too."
@@ -311,8 +311,8 @@ def _check_names(environ: Mapping[str, str], option: str) -> None:
     for name, value in environ.items():
         if name in NBDIST_DECIDES:
             raise UsageError(
-                f"`{option}`: {name} tells a worker who it is, and cannot be set. "
-                "`-n`, `-j`, `--pool` and `--name` decide it."
+                f"`{option}`: {name} is set by nbdist and cannot be changed. Use `-n`, `-j`, "
+                f"`--pool` or `--name`."
             )
         if not _VARIABLE.fullmatch(name) or "\0" in value:
             raise UsageError(f"`{option}`: {name!r} and its value cannot be in an environment.")

@@ -32,8 +32,8 @@ def check_path(text: str) -> Path:
     for each in (path, _compressed(path)):
         if each.exists() and not _is_trace(each):
             raise UsageError(
-                f"`--profile {text}`: {each} is there already, and is no trace of nbdist's. "
-                "Choose another name."
+                f"`--profile {text}`: {each} already exists and is not a trace of nbdist. Choose "
+                f"another name."
             )
     return path
 

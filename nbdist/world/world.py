@@ -227,7 +227,7 @@ class World:
         Args:
             name: or an expression; of several a tuple comes, with what is said here of each.
             ranks: by default all.
-            rank: the value of this rank alone, in place of a list.
+            rank: the value of one rank instead of a list.
             join: "stack" for one tensor or array with a dimension more, "cat" for the values
                 end to end, in place of a list.
             dim: along which dimension.

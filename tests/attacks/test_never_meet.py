@@ -119,7 +119,8 @@ NEVER_MEET = {
     ),
     "groups": (
         "if rank == 0:\n    dist.all_reduce(t, group=evens)\nelse:\n    dist.all_reduce(t)",
-        "rank 0 is in all_reduce (line 3), {others} in all_reduce (line 5): all wait for one",
+        "rank 0 is in all_reduce (line 3), {others} in all_reduce (line 5): all ranks wait for "
+        "each",
     ),
     "receive and collective": (
         "if rank == 0:\n    dist.recv(t, 1)\nelse:\n    dist.barrier()",

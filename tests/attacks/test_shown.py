@@ -55,7 +55,7 @@ def test_errors_of_ranks(notebook: Notebook) -> None:
         "KeyError: 'missing key {1,3}'",
         "── ranks 0,2 (no output) ──",
     ]
-    assert "── ranks 1,3 (same but for {…}) ✗ ──" in body(outcome)
+    assert "── ranks 1,3 (same except for {…}) ✗ ──" in body(outcome)
     first = 1 if "first: rank 1" in outcome.error else 3
     assert f"first: rank {first} after" in outcome.error
     assert f"KeyError: 'missing key {first}'" in outcome.error
@@ -111,7 +111,7 @@ def test_widgets_say_that_they_cannot_be_shown(notebook: Notebook) -> None:
     pytest.importorskip("ipywidgets")
     outcome = notebook.run("%%distributed -r 0\nimport ipywidgets\nipywidgets.IntSlider()")
     [line] = body(outcome)[1:]
-    assert line == "IntSlider(value=0) (a widget: those of workers cannot be shown)"
+    assert line == "IntSlider(value=0) (a widget: widgets of workers cannot be shown)"
 
 
 # --- figures ------------------------------------------------------------------------------
@@ -194,5 +194,5 @@ def test_stop_where_much_is_shown(notebook: Notebook) -> None:
         "while True: display(Big())"
     )
     stop.join()
-    assert "all variables are kept." in outcome.error
+    assert "No variables were lost." in outcome.error
     assert body(notebook.run("%%distributed -r 0\nkept"))[-1] == "0"

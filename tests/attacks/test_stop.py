@@ -112,7 +112,7 @@ def test_a_second_stop(world: World) -> None:
     stop(world, running)
     leave(world, running)
     assert isinstance(running.error(), WorkerDied)
-    assert "did not listen to Stop" in str(running.error())
+    assert "ignored Stop" in str(running.error())
     assert world.gather("globals().get('kept')") == [None, 1, 2]
 
 

@@ -77,9 +77,9 @@ def test_a_page_that_is_reloaded_in_mid_cell(lab: Lab) -> None:
     notebook.wait_until_ready()
     run(notebook, 2)
     said = wait_for(notebook, 2, "the next cell")
-    assert "the page was reloaded: here is what cell [2] has shown" in said
+    assert "The page was reloaded while cell [2] ran. Its complete output:" in said
     assert "train" not in said  # it is closed
-    notebook.page.locator("summary", has_text="the page was reloaded").click()
+    notebook.page.locator("summary", has_text="The page was reloaded").click()
     assert "done 1" in wait_for(notebook, 2, "done 0")
     run(notebook, 3)
     assert "the next cell" in wait_for(notebook, 3, "2 ranks")
@@ -88,7 +88,7 @@ def test_a_page_that_is_reloaded_in_mid_cell(lab: Lab) -> None:
     assert re.search(r"rank 1: .+ has .* in use, this rank [\d.]+ MiB", failed)
     assert "model.weight (2000, 1000) float32" in failed
     run(notebook, 5)
-    memory = wait_for(notebook, 5, "that names lead to")
+    memory = wait_for(notebook, 5, "by variable")
     assert "model.weight" in memory
     assert "batch in step(), line 4" in memory
     run(notebook, 6)

@@ -60,7 +60,7 @@ def test_a_host_that_ssh_does_not_reach(alias: str, why: str) -> None:
 
 def test_a_host_twice() -> None:
     """It is found before anything is started."""
-    with pytest.raises(BadTopology, match="node1 stands there twice"):
+    with pytest.raises(BadTopology, match="node1 is listed twice"):
         new_world("node1:1,node1:1")
 
 

@@ -125,7 +125,7 @@ def test_ranks_of_a_lost_machine_go_where_there_is_room(
     world = many_hosts("node1:1,node2:3", n=2)
     assert [seat[5] for seat in seats(world)] == ["node1", "node2"]
     later(hosts[0].link_down)
-    with pytest.raises(WorkerDied, match=r"rank 0 on node1 .*was replaced and has lost its var"):
+    with pytest.raises(WorkerDied, match=r"rank 0 on node1 .*was restarted and its variables"):
         world.execute(FOREVER)
     assert seats(world) == [[0, 2, 0, 1, 2, "node2", None], [1, 2, 0, 1, 2, "node2", 1]]
 

@@ -47,7 +47,7 @@ class Drawn:
 
         Their rates can be the same, and so all of their lines.
         """
-        assert re.search(r"^── ranks 0-1 \(same( but for bars)?\) ──$", self.final, re.MULTILINE)
+        assert re.search(r"^── ranks 0-1 \(same( except for bars)?\) ──$", self.final, re.MULTILINE)
         ranks = re.findall(rf"^(rank \d  |){re.escape(bar)}", self.final, re.MULTILINE)
         return ranks in ([""], ["rank 0  ", "rank 1  "])
 

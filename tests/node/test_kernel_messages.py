@@ -29,7 +29,7 @@ def test_exit_says_what_it_does() -> None:
     """IPython's own words are for a terminal."""
     shown = as_shown(Failure("SystemExit", "3", ("long", "words"), 5))
     assert shown.message == "3"
-    assert shown.traceback[0].startswith("SystemExit(3): it ended the cell on this rank")
+    assert shown.traceback[0].startswith("sys.exit(3) ended the cell on this rank")
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_the_next_notebook_gets_all(notebook: Notebook, call: Callable[[Notebook
     notebook.bind(name)
     assert isinstance(first.ask(Attach(__version__, 1, name)), Admitted)
     refused = second.ask(Attach(__version__, 2, name))
-    assert refused == Refused("the notebook of process 1 has it")
+    assert refused == Refused("the notebook of process 1 uses it")
     assert isinstance(notebook.receive_anew(), Hello)
     _, there = notebook.receive()
     assert isinstance(there, Attached)
@@ -116,7 +116,7 @@ def test_other_versions_are_refused(notebook: Notebook, call: Callable[[Notebook
     assert caller.ask(Attach("0.0", 1, "notebook-1.sock")) == Refused(
         f"it is of nbdist {__version__}, and this is 0.0"
     )
-    whose = f"the notebook of process {notebook.life.pid} has it"
+    whose = f"the notebook of process {notebook.life.pid} uses it"
     assert call(notebook).ask(Attach(__version__, 1, "notebook-1.sock")) == Refused(whose)
 
 

@@ -80,5 +80,5 @@ def test_warnings_are_the_workers(shell: Any):
 
 def test_comments_alone_are_a_mistake(shell: Any):
     """They would start workers for nothing."""
-    with pytest.raises(UsageError, match="`%%distributed`: the cell holds no code"):
+    with pytest.raises(UsageError, match="`%%distributed`: the cell has no code"):
         check_source(shell, "%%distributed -n 2", "# later")

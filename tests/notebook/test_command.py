@@ -79,10 +79,10 @@ def test_a_feature_is_one_file(
     with pytest.raises(UsageError) as wrong:
         found["dist_hello"]("--wrod x")
     assert str(wrong.value) == (
-        "`%dist_hello`: there is no `--wrod`: did you mean `--word`? "
+        "`%dist_hello`: unknown option `--wrod`: did you mean `--word`? "
         "`%dist_hello?` shows all options."
     )
     with pytest.raises(KeyboardInterrupt, match=re.escape("no workers were started.")):
         found["dist_mute"]("")
     found["dist_why"]("")
-    assert capsys.readouterr().out == "nothing has failed so far\n"
+    assert capsys.readouterr().out == "nothing has failed yet\n"

@@ -160,9 +160,9 @@ def test_stacks_without_workers(fresh: Callable[..., Notebook]) -> None:
 def test_why_nothing(fresh: Callable[..., Notebook]) -> None:
     """Where nothing has failed one line says so."""
     notebook = fresh("%load_ext nbdist")
-    assert notebook.run("%dist_why").text == "nothing has failed so far"
+    assert notebook.run("%dist_why").text == "nothing has failed yet"
     notebook.run("%%distributed -n 2\npass")
-    assert notebook.run("%dist_why").text == "nothing has failed so far"
+    assert notebook.run("%dist_why").text == "nothing has failed yet"
 
 
 def test_why_of_an_exception(notebook: Notebook) -> None:
@@ -384,7 +384,7 @@ def test_setup_cell(notebook: Notebook) -> None:
     said = "rank 2 was restarted and its variables ("
     assert notebook.run("%dist_restart -r 2").text.startswith(said)
     assert "True" in notebook.run("%%distributed\nbase == 42").text
-    assert "variables are new" in notebook.run("%dist_restart").text
+    assert "worker variables cleared" in notebook.run("%dist_restart").text
     assert "True" in notebook.run("%%distributed\nbase == 42").text
     assert notebook.run("%dist_restart --no-fork").errors == []  # other workers altogether
     assert "True" in notebook.run("%%distributed\nbase == 42").text
@@ -421,7 +421,7 @@ def test_restart_keeps_what_is_named(notebook: Notebook) -> None:
     """Of all ranks; the notebook's own variable of that name does not get in the way."""
     notebook.run("mine = 'notebook'")
     notebook.run("%%distributed\nmine = rank")
-    assert "variables are new but for mine" in notebook.run("%dist_restart --keep mine").text
+    assert "worker variables cleared but for mine" in notebook.run("%dist_restart --keep mine").text
     notebook.run("%%distributed\nagain = mine")
     notebook.run("%dist_gather again")
     assert notebook.value("again") == [0, 1, 2, 3]
@@ -453,9 +453,9 @@ def test_no_free_and_hang_timeout(notebook: Notebook) -> None:
         ("%%distributed --hang-timeout soon\n1", "`--hang-timeout soon`: a number of seconds"),
         ("%%distributed --hang-timeout 0\n1", "`--hang-timeout 0`: a number of seconds"),
         ("%dist_init --on-failure retry", "`--on-failure retry`: there are heal (the default)"),
-        ("%dist_restart -r 1 -n 2", "only all workers together can be changed"),
+        ("%dist_restart -r 1 -n 2", "the options of workers can only be changed for all of them"),
         ("%dist_restart -r 9", "`9` selects no ranks"),
-        ("%dist_restart --keep 2x", "`--keep 2x`: names with commas between"),
+        ("%dist_restart --keep 2x", "`--keep 2x`: names separated by commas"),
         ("%dist_restart --keep nowhere", "NameError: name 'nowhere' is not defined"),
     ],
 )

@@ -57,7 +57,7 @@ def test_other_kinds(logs: dict[int, str]):
 def test_where_nothing_can_be_saved(logs: dict[int, str]):
     """The line says why."""
     (said,) = save_figures(cell(png(b"one")), {})
-    assert said == "figure of rank 0: not saved, as there is no log folder (NBDIST_LOG_DIR)"
+    assert said == "figure of rank 0: not saved: there is no log folder (NBDIST_LOG_DIR)"
     gone = str(Path(logs[0]).parent / "gone" / "stdout.log")
     (said,) = save_figures(cell(png(b"one")), {0: gone})
     assert said.endswith("/gone: No such file or directory")

@@ -149,7 +149,10 @@ def test_terminal_of_a_cell_that_nobody_waits_for(terminal: Terminal) -> None:
     """Its lines come with those of the next cells; Ctrl-C ends a wait for it, and no more."""
     source = ("import time", "print('early')", "time.sleep(600)")
     sent = terminal.enter("%%distributed -n 2 --no-wait -o job", *source)
-    assert "sent to 2 ranks · `job.wait()` waits for it, `%dist_interrupt` stops it" in sent
+    assert (
+        "running on 2 ranks in the background · `job.wait()` waits for it, `%dist_interrupt` "
+        "stops it"
+    ) in sent
     while "[0-1] early" not in sent:
         sent += terminal.enter("None")
     terminal.begin("%%distributed", "print('late')")
@@ -167,7 +170,7 @@ def test_terminal_is_live_at_its_prompt(tmp_path: Path) -> None:
     try:
         loop = "[(print('step', i), time.sleep(0.3)) for i in range(4)]; 1 / 0"
         terminal.begin("%%distributed -n 2 --no-wait -o job", "import time", loop)
-        terminal.child.expect_exact("sent to 2 ranks")
+        terminal.child.expect_exact("running on 2 ranks in the background")
         for said in ("step 3", "✗ ZeroDivisionError", "2 of 2 ranks failed (0-1); first: rank "):
             terminal.child.expect_exact(said)
         kill = "threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGKILL)).start()"

@@ -40,7 +40,10 @@ def begin(notebook: Notebook, source: str, options: str = "") -> str:
     sent = notebook.run(f"%%distributed --no-wait -o job {options}\n{source}")
     assert sent.errors == []
     said = [each["data"]["text/plain"] for each in (*sent.displays, *sent.updates)]
-    assert any(each.startswith("sent to 2 ranks · `job.wait()` waits for it") for each in said)
+    assert any(
+        each.startswith("running on 2 ranks in the background · `job.wait()` waits for it")
+        for each in said
+    )
     return str(sent.displays[0]["transient"]["display_id"])
 
 
@@ -197,7 +200,9 @@ def test_workers_that_are_started_anew(notebook: Notebook) -> None:
     restarted = notebook.run("%dist_restart")
     assert restarted.errors == []
     of_job = [each for each in restarted.updates if each["transient"]["display_id"] == display_id]
-    assert of_job[-1]["data"]["text/plain"].endswith("ended before it was done")
+    assert of_job[-1]["data"]["text/plain"].endswith(
+        "the workers ended before the cell had finished"
+    )
     lost = notebook.run("job.result()").error
     assert lost.startswith("JobLost: `job` was lost after ")
     assert lost.endswith(": its workers were restarted.")
@@ -218,7 +223,7 @@ def test_it_runs_again_where_it_fails(notebook: Notebook) -> None:
 def test_what_a_rank_wants_typed(notebook: Notebook) -> None:
     """Its panel says that it waits; who waits for the cell is asked, and Stop then stops it."""
     display_id = begin(notebook, "name = input('name? ') if rank else 'nobody'; name")
-    idle_until(notebook, display_id, "rank 1 waits for your input · asked for once a cell")
+    idle_until(notebook, display_id, "rank 1 waits for your input · you will be asked when a cell")
     client = notebook.client
     for typed, said in (("Ada", ""), (None, "KeyboardInterrupt")):
         sent = client.execute("job.wait()", allow_stdin=True, stop_on_error=False)

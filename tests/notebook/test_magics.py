@@ -70,7 +70,7 @@ def test_tutorials_that_make_the_group(notebook: Notebook) -> None:
     )
     assert notebook.run("%dist_restart").errors == []
     said = [notebook.run(f"%%distributed\n{cell}").text for cell in cells * 2]
-    there = "The group of all 4 ranks (gloo) is there already."
+    there = "The group of all 4 ranks (gloo) exists already."
     assert [there in text for text in said] == [True, *[False] * 5]
     assert said[0].splitlines()[1:] == ["── ranks 0-3 (same) ──", there]
     assert "4.0" in said[4]
@@ -235,7 +235,7 @@ def test_init_status_shutdown(fresh: Callable[..., Notebook]) -> None:
         assert (number, state, device, unit) == (str(rank), "idle", "cpu", "MiB")
         assert psutil.pid_exists(int(pid))
         assert float(memory) > 1
-    assert "the workers' own: x" in status.text
+    assert "made on the workers: x" in status.text
     assert notebook.run("%dist_shutdown").text == "workers ended"
     assert notebook.process.children(recursive=True) == []
     assert "no workers are running" in notebook.run("%dist_status").text
@@ -247,7 +247,7 @@ def test_restart(notebook: Notebook) -> None:
     notebook.run("mine = 1")
     notebook.run("%%distributed\nx = mine")
     outcome = notebook.run("%dist_restart")
-    assert outcome.text == "4 workers ready · gloo · variables are new"
+    assert outcome.text == "4 workers ready · gloo · worker variables cleared"
     assert "NameError" in notebook.run("%%distributed\nx").error
     assert body(notebook.run("%%distributed\nmine")) == ["── ranks 0-3 (same) ──", "1"]
     assert "3 workers ready" in notebook.run("%dist_restart -n 3").text
@@ -376,7 +376,10 @@ def test_exit_on_the_ranks(notebook: Notebook, source: str) -> None:
     outcome = notebook.run(f"%%distributed\n{source}")
     assert "SystemExit" in outcome.error
     assert "None" not in outcome.error
-    assert "the worker lives on. `%dist_shutdown` ends all workers." in outcome.panel["text/plain"]
+    assert (
+        "the worker is still running. `%dist_shutdown` ends all workers."
+        in outcome.panel["text/plain"]
+    )
     assert notebook.run("%%distributed\npass").errors == []
 
 

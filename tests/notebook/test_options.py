@@ -108,8 +108,11 @@ def test_ranks(line: str, ranks: str) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--bogus", "`%magic`: there is no `--bogus`. `%magic?` shows all options."),
-        ("--backnd gloo", "`%magic`: there is no `--backnd`: did you mean `--backend`? `%magic?`"),
+        ("--bogus", "`%magic`: unknown option `--bogus`. `%magic?` shows all options."),
+        (
+            "--backnd gloo",
+            "`%magic`: unknown option `--backnd`: did you mean `--backend`? `%magic?`",
+        ),
         ("-n", "`%magic`: argument -n: expected one argument. `%magic?` shows all options."),
         ("-n x", "`-n x`: that is not a number of workers. Use `-n 4`, `-n auto`, `-n gpu` or"),
         ("--cpus many", "`--cpus many`: a number of cores for each worker, such as 4."),

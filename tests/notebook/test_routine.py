@@ -21,6 +21,6 @@ def test_a_hint_while_the_snapshot_is_there(tmp_path: Path):
     assert routine.hint == ""
     part = Part(("model", "x"), (), 10, "")
     routine.newest = Snapshot("epoch-3", "20200101-120000", tmp_path, 0.0, {0: part})
-    assert routine.hint.startswith("`%dist_restore --name epoch-3` brings back model and x of 19")
+    assert routine.hint.startswith("`%dist_restore --name epoch-3` restores model and x of 19")
     routine.newest = Snapshot("epoch-3", "20200101-120000", tmp_path / "gone", 0.0, {0: part})
     assert routine.hint == ""

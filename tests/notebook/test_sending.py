@@ -127,7 +127,7 @@ def test_a_cell_that_runs_here_too(two: Notebook) -> None:
 def test_a_cell_that_awaits_cannot_run_here(two: Notebook) -> None:
     """It is refused before it is sent."""
     said = two.run("%%distributed --local\nimport asyncio\nawait asyncio.sleep(0); sent = 1").error
-    assert said.startswith("UsageError: `--local`: the cell awaits something")
+    assert said.startswith("UsageError: `--local`: the cell uses `await`")
     assert body(two.run("%%distributed\n'sent' in globals()"))[-1] == "False"
 
 
@@ -144,7 +144,9 @@ def test_a_cell_that_fails_here(two: Notebook) -> None:
 
 def test_what_is_no_name(typed: Callable[[str], str]) -> None:
     """It is found before anything is started."""
-    with pytest.raises(UsageError, match="`-o 1a`: a name for the result, such as `-o result`"):
+    with pytest.raises(
+        UsageError, match="`-o 1a`: give a name for the result, such as `-o result`"
+    ):
         typed("%dist_run -o 1a --no-python true")
     with pytest.raises(UsageError, match="`--timeout x`: a number of seconds, such as 30"):
         typed("%dist_run --timeout x --no-python true")

@@ -35,7 +35,7 @@ def test_progress_text():
 def test_between_machines():
     """A line as long as something is under way."""
     text = on_its_way_text(1 << 20, 3 << 20, 2.0)
-    assert text == "big values are on their way: 1 MiB of 3 MiB · 512 KiB/s"
+    assert text == "big variables are being sent: 1 MiB of 3 MiB · 512 KiB/s"
     assert on_its_way_text(3 << 20, 3 << 20, 2.0) == on_its_way_text(0, 0, 2.0) == ""
 
 
@@ -146,8 +146,8 @@ def stop_at(notebook: Notebook, text: str) -> Callable[[Outcome], None]:
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        ("%dist_push new", "shipping new: "),
-        ("%%distributed\nnew[0]", "shipping new: "),
+        ("%dist_push new", "sending new: "),
+        ("%%distributed\nnew[0]", "sending new: "),
         ("%dist_scatter new", "scattering new: "),
         ("%dist_gather theirs --as new", "gathering theirs: "),
     ],

@@ -48,4 +48,4 @@ def test_a_rank_that_died() -> None:
         "stack",
         "all of its lines: 2.log",
     ]
-    assert why_died(2, "node1", Died(1, 1), "").body == "it had written nothing"
+    assert why_died(2, "node1", Died(1, 1), "").body == "it had printed nothing"

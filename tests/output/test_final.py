@@ -65,7 +65,7 @@ def test_bars_among_lines() -> None:
 
     (block,) = final_layout(make(3, said)).blocks
     assert (block.group.ranks, block.group.likeness) == ((0, 1, 2), "bars")
-    assert block.words == ("same but for bars", "3 lines")
+    assert block.words == ("same except for bars", "3 lines")
     (lines_,) = block.items
     assert isinstance(lines_, list)
     bars = [f"rank {rank}  {bar.format(rank, 9 - rank).strip()}" for rank in range(3)]

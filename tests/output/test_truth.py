@@ -241,7 +241,7 @@ def test_devices(ranks: int) -> None:
     if ranks == 4:
         assert shown == [x for rank in range(4) for x in (f"── rank {rank} ──", f"cuda:{rank}")]
     else:
-        assert shown == ["── ranks 0-39 (same but for {…}) ──", "cuda:{0-39}"]
+        assert shown == ["── ranks 0-39 (same except for {…}) ──", "cuda:{0-39}"]
     assert in_html(final_html(transcript), ranks) == dict(enumerate(said))
     assert in_html(live_html(transcript, 1.0), ranks) == dict(enumerate(said))
 
@@ -253,7 +253,7 @@ def test_errors() -> None:
         message = f"'missing key {rank}'"
         lines = ("Cell In[1], line 2", f"KeyError: {message}")
         transcript.receive(rank, Failure("KeyError", message, lines, time_ns), 1.0)
-    expected = ["── ranks 1,3 (same but for {…}) ✗ ──", "x", "Cell In[1], line 2"]
+    expected = ["── ranks 1,3 (same except for {…}) ✗ ──", "x", "Cell In[1], line 2"]
     expected += ["KeyError: 'missing key {1,3}'"]
     shown = final_text(transcript).split("\n")
     assert shown[1:] == [*expected, "── ranks 0,2 (same) ──", "x"]

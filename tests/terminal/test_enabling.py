@@ -78,9 +78,9 @@ def test_it_is_taken_back(profile: Path, capsys: pytest.CaptureFixture[str]) -> 
     ("name", "text", "why"),
     [
         ("ipython_config.json", "{", "cannot be read"),
-        ("ipython_config.json", "[]", "is no configuration of IPython's"),
-        ("ipython_config.json", '{"MagicsManager": []}', "is no configuration of IPython's"),
-        ("ipython_config.py", "c.MagicsManager.lazy_magics = {}", "would lose that: add there"),
+        ("ipython_config.json", "[]", "is not an IPython configuration"),
+        ("ipython_config.json", '{"MagicsManager": []}', "is not an IPython configuration"),
+        ("ipython_config.py", "c.MagicsManager.lazy_magics = {}", "itself; add to it"),
     ],
 )
 def test_what_would_be_lost(

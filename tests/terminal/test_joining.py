@@ -53,7 +53,7 @@ def test_a_stale_place(capsys: pytest.CaptureFixture[str], port: int) -> None:
 def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path, port: int) -> None:
     """A place that is none, a key file that is not there, a key that is none, an unknown name."""
     assert said(capsys, "nowhere") == (
-        "nbdist: `nbdist join nowhere`: it is HOST:PORT, as the notebook shows it."
+        "nbdist: `nbdist join nowhere`: it is HOST:PORT, as shown by the notebook."
     )
     place = f"127.0.0.1:{port}"
     missing = str(tmp_path / "missing")

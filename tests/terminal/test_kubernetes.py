@@ -83,7 +83,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert said == "nbdist: `--name My World`: small letters, digits and `-`, such as `my-world`.\n"
     assert main(["k8s", "somewhere", *words[2:]]) == 2
     said = capsys.readouterr().err
-    assert said == "nbdist: `nbdist k8s somewhere`: it is HOST:PORT, as the notebook shows it.\n"
+    assert said == "nbdist: `nbdist k8s somewhere`: it is HOST:PORT, as shown by the notebook.\n"
 
 
 def test_mounts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +94,9 @@ def test_mounts(capsys: pytest.CaptureFixture[str]) -> None:
     asked = Pods(Place("10.0.0.1", 4321), 1, "lab", mounts=mounts)
     assert capsys.readouterr().out == manifest(asked)
     assert main([*words, "--mount", "a:/data", "--mount", "b:/data"]) == 2
-    assert capsys.readouterr().err == "nbdist: `--mount b:/data`: something is there already.\n"
+    assert capsys.readouterr().err == (
+        "nbdist: `--mount b:/data`: something is already mounted there.\n"
+    )
 
 
 @pytest.mark.parametrize("text", ["datasets", "datasets:data", "Data:/data", "data:/a:rw", ":/a"])
@@ -106,5 +108,5 @@ def test_bad_mounts(text: str) -> None:
 
 def test_bad_places() -> None:
     """Are told in one line."""
-    with pytest.raises(UsageError, match="an IPv6 address stands in brackets"):
+    with pytest.raises(UsageError, match="write an IPv6 address in brackets"):
         place_asked("fd00::1:4321")

@@ -24,7 +24,7 @@ def test_title():
     said = "2 workers · gloo · exp · train.ipynb (pid 42) · cell 7 · cpu 100-200 MiB"
     assert title(SEEN) == said
     other = replace(SEEN, pool="eval", name="20261122-095518-5413", notebook="", workers=())
-    assert title(other) == "pool eval · no workers yet · gloo · of pid 42"
+    assert title(other) == "pool eval · no workers yet · gloo · notebook pid 42"
 
 
 def test_table():

@@ -80,7 +80,10 @@ def test_where_nobody_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     """It is printed after a while."""
     monkeypatch.setattr(turn.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(turn, "LEADER_TIMEOUT", 0.2)
-    with pytest.raises(UsageError, match="no process with local rank 0 came"), turn_of("k") as mine:
+    with (
+        pytest.raises(UsageError, match="no process with local rank 0 connected"),
+        turn_of("k") as mine,
+    ):
         mine.outcome(0.0)
     assert list(tmp_path.iterdir()) == []
 
@@ -95,7 +98,7 @@ def test_what_an_earlier_one_has_left_is_none(
         earlier.begin()
         earlier.ended(3)
         assert mine.outcome(0.0) == 3
-        with pytest.raises(UsageError, match="no process with local rank 0 came"):
+        with pytest.raises(UsageError, match="no process with local rank 0 connected"):
             mine.outcome(time.time() + 1.0)
 
 

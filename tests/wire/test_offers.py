@@ -95,7 +95,7 @@ def test_a_key_that_others_can_read_is_none(tmp_path: Path) -> None:
         ("a:123456", "it is HOST:PORT"),
         ("a:0", "there is no port 0"),
         ("a:70000", "there is no port 70000"),
-        ("fd00::1:4321", "an IPv6 address stands in brackets"),
+        ("fd00::1:4321", "write an IPv6 address in brackets"),
     ],
 )
 def test_what_is_no_place(text: str, why: str) -> None:

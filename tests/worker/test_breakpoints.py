@@ -56,7 +56,7 @@ def test_a_variable_says_what_a_breakpoint_is(debug: Debug) -> None:
 
 def test_leaving_ends_the_cell(debug: Debug, world: World) -> None:
     """By `q`: one line says so, and the next cell runs without the debugger."""
-    with pytest.raises(WorkerError, match="BdbQuit: the debugger was left by `q`") as found:
+    with pytest.raises(WorkerError, match="BdbQuit: `q` left the debugger") as found:
         debug("kept = 1\nbreakpoint()\nkept = 2", "q")
     assert "bdb.py" not in "".join(map(str, found.value.__notes__))
     assert debug("print(kept)") == "1\n"

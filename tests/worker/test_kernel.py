@@ -113,7 +113,8 @@ def test_deep_traceback_shows_cell_lines(world: World) -> None:
     ],
 )
 def test_exit_ends_the_cell_not_the_worker(world: World, source: str, message: str) -> None:
-    """`exit()` and its relatives fail the cell, say so in a line, and the worker lives on."""
+    """`exit()` and its relatives fail the cell, say so in a line, and the worker is still "
+    "running."""
     run_well(world, "kept = 1")
     # IPython takes a bare `quit` for a call in a cell of one line.
     ran = run(world, source if source == "quit" else f"{source}\nprint('not reached')")
@@ -121,7 +122,7 @@ def test_exit_ends_the_cell_not_the_worker(world: World, source: str, message: s
     assert ran.lines() == []
     assert message in str(ran.error)
     assert "None" not in str(ran.error)
-    assert "the worker lives on" in "\n".join(ran.failure().traceback)
+    assert "the worker is still running" in "\n".join(ran.failure().traceback)
     assert ran.stderr() == []
     assert world.gather("kept") == [1] * world.size
 
@@ -210,5 +211,5 @@ def test_reset(world: World) -> None:
         (False, rank, 2, rank, "cpu") for rank in range(2)
     ]
     world.execute("dist.all_reduce(torch.ones(1))")
-    assert "the worker lives on" in "\n".join(run(world, "exit()").failure().traceback)
+    assert "the worker is still running" in "\n".join(run(world, "exit()").failure().traceback)
     run_well(world, "pass")

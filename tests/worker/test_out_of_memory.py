@@ -66,7 +66,7 @@ def test_what_is_said():
         "  6 GiB  x3 (3, 2) int8",
         "  5 GiB  x4 (4, 2) int8",
         "  …",
-        "  … there was no time to look at everything: `%dist_memory`",
+        "  … not everything was searched in time: `%dist_memory`",
         "Only this traceback, or `Out`, holds 10 MiB (`%dist_clean` releases it):",
         "  10 MiB  y in f(), line 3 (5,) int8",
     ]

@@ -82,6 +82,6 @@ def test_a_forked_child_asks_nobody(world: World, enter: Enter) -> None:
         "told, mine = os.read(r, 999).decode(), input()",
         ranks=[0],
     )
-    told = "a process that the rank has forked can ask for no input"
+    told = "a process forked by the rank cannot read input"
     assert world.gather("told", ranks=[0])[0].startswith(told)
     assert world.gather("mine", ranks=[0]) == ["for the rank"]

@@ -25,7 +25,7 @@ N = 2
         ("file", "nope.py", "there is no script `nope.py` in /.+`-m nope.py` runs a module"),
         ("file", "folder", "`folder` is a directory"),
         ("file", "wrong.py", "`wrong.py` is no Python: line 2: .+; nothing has run"),
-        ("module", "folder/x.py", "exactly one of a script and `-m module`.+`-m folder.x`"),
+        ("module", "folder/x.py", "give either a script or `-m module`.+`-m folder.x`"),
         ("module", "no.such", "there is no module of this name"),
         ("module", "folder", "it is a package without a `__main__` module"),
         ("executable", "no-such-thing", "there is no such executable on PATH"),

@@ -105,7 +105,7 @@ def test_a_clock_that_went_back(store: SnapshotStore) -> None:
 @pytest.mark.parametrize("name", ["", ".", "..", ".a", "a/b", "a@b", "-a", "é", "a b", "a\n"])
 def test_what_is_no_name(store: SnapshotStore, name: str) -> None:
     """It is refused before anything is written."""
-    with pytest.raises(UsageError, match="is no name for a snapshot"), store.writing(name):
+    with pytest.raises(UsageError, match="is not a name for a snapshot"), store.writing(name):
         pytest.fail("it is written")
     assert entries(store.root) == []
 

@@ -45,11 +45,11 @@ def test_whose_value_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"env": {"RANK": "1"}}, "`--env`: RANK tells a worker who it is, and cannot be set."),
+        ({"env": {"RANK": "1"}}, "`--env`: RANK is set by nbdist and cannot be changed."),
         ({"env": {"A B": "1"}}, "`--env`: 'A B' and its value cannot be in an environment."),
         ({"env_file": "/nowhere/.env"}, "`--env-file /nowhere/.env`: No such file or directory."),
         ({"env_file": "/"}, "`--env-file /`: Is a directory."),
-        ({"python": "/nowhere/python"}, "`--python /nowhere/python`: there is no such program."),
+        ({"python": "/nowhere/python"}, "`--python /nowhere/python`: this program does not exist."),
         ({"python": __file__}, f"`--python {__file__}`: it cannot be executed."),
     ],
 )
@@ -130,7 +130,7 @@ def test_several_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         spec_of(n=4)
     spec, backend, said = make_spec(WorldConfig(n=4, share_gpus=True))
     assert (spec.share_gpus, spec.gpus, backend) == (True, ("0",), "cpu:gloo,cuda:nccl")
-    assert said.startswith("4 ranks of nccl on 1 GPU with `--share-gpus`: for correctness")
+    assert said.startswith("4 ranks of nccl on 1 GPU with `--share-gpus`: slow")
     assert scaled(spec, WorldConfig(), 8)[1].startswith(
         "8 ranks of nccl on 1 GPU with `--share-gpus`"
     )
@@ -155,7 +155,7 @@ def test_what_workers_take_after() -> None:
     assert (spec.python, spec.sys_path, spec.threads) == (HERE.python, HERE.sys_path, 4)
     assert make_spec(WorldConfig("auto"), "run", HERE)[0].world_size == topology.AUTO_LIMIT
     assert make_spec(WorldConfig("cpu"), "run", HERE)[0].world_size == 8
-    assert make_spec(WorldConfig(9), "run", HERE)[2].startswith("9 workers share 8 cores")
+    assert make_spec(WorldConfig(9), "run", HERE)[2].startswith("9 workers on 8 CPU cores")
 
 
 def test_what_another_interpreter_takes_after() -> None:

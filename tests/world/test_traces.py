@@ -38,7 +38,7 @@ def test_one_trace_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_other_files_stay(tmp_path: Path, name: str) -> None:
     """What is no trace of ours is not written over."""
     (tmp_path / name).write_text("{}")
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="already exists"):
         traces.check_path(str(tmp_path / "x.json"))
 
 

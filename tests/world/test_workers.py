@@ -90,7 +90,7 @@ def test_worker_that_cannot_form_its_group(
     assert caught.value.host == os.uname().nodename
     assert "-m nbdist.worker" in caught.value.command
     (said,) = caught.value.log_lines
-    assert said.startswith("GLOO_SOCKET_IFNAME=nowhere0: there is no such network interface. ")
+    assert said.startswith("GLOO_SOCKET_IFNAME=nowhere0: this network interface does not exist. ")
     assert said.endswith("; without the variable workers use lo.")
     first = str(caught.value).splitlines()[0]
     assert first.startswith(f"rank {caught.value.rank} on {caught.value.host} could not start: ")

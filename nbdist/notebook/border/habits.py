@@ -44,10 +44,10 @@ MAGICS = {
     "px": "begin the cell with `%%distributed`",
     "autopx": "`%dist_auto on` sends plain cells to the workers",
     "pxresult": "`%dist_output` shows the last result again",
-    "sync": "`dist.barrier()` in a cell waits for all ranks, `%dist_sync model` copies names",
+    "sync": "`dist.barrier()` in a cell waits for all ranks, `%dist_sync model` copies variables",
     "dist_mode": "`%dist_auto on` sends plain cells to the workers",
-    "dist_reset": "`%dist_restart` has new workers",
-    "dist_sync_ide": "the workers' names are completed where they are; nothing need be copied",
+    "dist_reset": "`%dist_restart` restarts the workers",
+    "dist_sync_ide": "completion knows the workers' variables; nothing needs to be copied",
     "torchrun": "`%dist_run -n 4 train.py` runs a script",
 }
 """Magics of ipyparallel, nbdistributed and others, and what does the same here."""
@@ -78,15 +78,15 @@ def meant_by(message: str, flags: Collection[str]) -> str:
         return ""
     typed, _, value = found[1].partition("=")
     if typed.isdigit() and "-n" in flags:
-        return f"there is no `{typed}` to say: did you mean `-n {typed}`?"
+        return f"unexpected `{typed}`: did you mean `-n {typed}`?"
     if not typed.startswith("-"):
         return ""
     words = {flag.strip("-"): flag for flag in flags}
     near = get_close_matches(typed.strip("-"), words, 1, NEAR_FLAG)
     meant = MEANT.get(typed) or (words[near[0]] if near else "")
     if meant not in flags:
-        return f"there is no `{typed}`."
-    return f"there is no `{typed}`: did you mean `{meant}{' ' if value else ''}{value}`?"
+        return f"unknown option `{typed}`."
+    return f"unknown option `{typed}`: did you mean `{meant}{' ' if value else ''}{value}`?"
 
 
 def hint_on_magic(message: str, shown_names: Iterable[str]) -> str:

@@ -89,12 +89,12 @@ def hint_of(pool: Pool, name: str) -> str:
     begin = f"begin the cell with %%distributed{of_pool}"
     ranks = world.session.names.ranks_with(name)
     if ranks:
-        lives = f"`{name}` lives on {name_ranks(ranks)}: {begin}"
+        lives = f"`{name}` is on {name_ranks(ranks)}: {begin}"
         if world.session.names.whence(name):
             return f"{lives}, or import it here too"
         return f"{lives}, or `%dist_gather{of_pool} {name}`"
     if name in WORKERS_MODULES:
         of = WORKERS_MODULES[name]
         here = f"import {of}" if of == name else f"import {of} as {name}"
-        return f"`{name}` is there on the workers: {begin}, or `{here}` here"
+        return f"the workers have `{name}`: {begin}, or `{here}` here"
     return f"`{name}` is each worker's own: {begin}" if name in WORKERS_OWN else ""

@@ -26,15 +26,16 @@ if TYPE_CHECKING:
         "name",
         nargs="?",
         metavar="NAME",
-        help="the world's --name, its pool, or the process of its agent; by default the only one"
-        " that has no notebook",
+        help="the world's --name, pool or agent process; by default the only world without a "
+        "notebook"
+        "",
     ),
     sending_options,
 )
 def dist_attach(line: Line) -> str | None:
-    """Take over workers that were started with `--detach`, after their notebook has gone.
+    """Connect to workers that were started with `--detach` and whose notebook has ended.
 
-    Shows what their cell has said meanwhile, and goes on with it while it runs; variables and
+    Shows what their cell has printed meanwhile and follows it while it runs; variables and
     everything else are as before.
     """
     pool, options = line.options.pool, line.options
@@ -44,8 +45,9 @@ def dist_attach(line: Line) -> str | None:
     if line.pool.has_workers:
         said = "" if found.held.pool == DEFAULT_POOL else f" --pool {found.held.pool}"
         raise UsageError(
-            f"`%dist_attach`: this notebook has workers already where those of {found.name} would "
-            f"be. `%dist_shutdown{said}` ends them."
+            f"`%dist_attach`: this notebook already has workers in the place of those of "
+            f"{found.name}."
+            f" `%dist_shutdown{said}` ends them."
         )
     world = take_over(found, line.pool.shell.user_ns)
     line.pool.attach(world)

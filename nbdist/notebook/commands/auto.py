@@ -8,15 +8,15 @@ from nbdist.errors import UsageError
 from nbdist.notebook.command import Line, command
 
 ON = (
-    "auto mode is on: plain cells run on the workers, but for those that begin with `%` or `!`; "
-    "`%%local` on its first line runs a cell here, `%dist_auto off` ends it"
+    "auto mode is on: plain cells run on the workers, except those that begin with `%` or `!`; "
+    "`%%local` on the first line runs a cell here, `%dist_auto off` ends it"
 )
 OFF = "auto mode is off: cells run here, those with `%%distributed` on the workers"
 
 
-@command(argument("state", nargs="?", help="on or off; without it what is the case"))
+@command(argument("state", nargs="?", help="on or off; without an argument it shows which"))
 def dist_auto(line: Line) -> str:
-    """Send plain cells to the workers from now on, as if each began with `%%distributed`.
+    """Run plain cells on the workers, as if each began with `%%distributed`.
 
     A cell that has the tag `distributed` in JupyterLab goes there also while this is off.
     """
@@ -30,7 +30,7 @@ def dist_auto(line: Line) -> str:
 
 @command(kind="cell")
 def local(line: Line) -> None:
-    """Run the cell here while `%dist_auto` is on; otherwise it is a cell like any other."""
+    """Run the cell in the notebook while `%dist_auto` is on."""
     # In a notebook `transform_first_lines` has made such a cell a plain one before.
     shell = line.pool.shell
     result = shell.run_cell(line.cell)

@@ -20,12 +20,12 @@ TITLES = ("memory", "GPU tensors", "GPU held by torch")
 
 @command(ranks_option)
 def dist_clean(line: Line) -> Shown:
-    """Release memory of the workers that nothing uses any more, and show how much it was.
+    """Free memory held by tracebacks, Out and torch's cache, and show how much it was.
 
     Of the last traceback and what its frames hold, of `Out` and `_`, of cycles, of the GPU
     memory that torch keeps for the next tensors.  Variables stay.
     """
-    head = f"{name_ranks(line.ranks)} · tracebacks, Out and _, cycles, cached GPU memory let go"
+    head = f"{name_ranks(line.ranks)} · tracebacks, Out and _, cycles, cached GPU memory released"
     return table(head, rows(line.call("clean")))
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @command(ranks_option)
 def dist_debug(line: Line) -> None:
-    """Debug post mortem: look at where a rank's last exception came from, in its own frames.
+    """Debug the last exception of a rank, in its own frames.
 
     By default on the rank that failed first.  `p x`, `up`, `where` and all else that pdb
     knows is typed into the input box; `q` leaves it, and nothing has changed.
@@ -33,19 +33,19 @@ def dist_debug(line: Line) -> None:
     if none := [rank for rank, was_there in found if not was_there]:
         verb = "has" if len(none) == 1 else "have"
         raise UsageError(
-            f"`%dist_debug`: {name_ranks(none)} {verb} no exception to look at: none was raised, "
-            "or `%dist_clean` or a restart has let go of it. `%dist_why` may still say what it was."
+            f"`%dist_debug`: {name_ranks(none)} {verb} no exception: none was raised, or"
+            " `%dist_clean` or a restart released it. `%dist_why` may still say what it was."
         )
 
 
 def failed_rank(pool: Pool) -> int:
     """Choose the rank that failed first in the last cell that did; UsageError for none."""
     if pool.failed is None:
-        raise UsageError("`%dist_debug`: no rank has failed so far. `-r 2` says which to look at.")
+        raise UsageError("`%dist_debug`: no rank has failed yet. `-r 2` says which to look at.")
     rank, error = pool.failed
     if isinstance(error, Died):
         raise UsageError(
-            f"`%dist_debug`: rank {rank} {error.end}, so there is nothing left of it to look at. "
-            "`%dist_why` says what it wrote, and where it was."
+            f"`%dist_debug`: rank {rank} {error.end}, so its exception is lost. `%dist_why` "
+            f"shows its last output."
         )
     return rank

@@ -21,11 +21,11 @@ HEADINGS = ("part", "type", "ranks")
 
 
 @command(
-    argument("name", nargs="+", help="a name on the workers, or an expression"),
+    argument("name", nargs="+", help="a variable of the workers, or an expression"),
     ranks_option,
 )
 def dist_diff(line: Line) -> Shown | str:
-    """Show in which ranks a variable differs: `%dist_diff model`.
+    """Show which ranks have a different value: `%dist_diff model`.
 
     A module is compared by parameters and buffers, an optimizer by its state, containers and
     objects by what they hold: shape, dtype, a digest of the contents, made on the ranks.

@@ -23,9 +23,11 @@ _POOL = re.compile(r"(?:^|(?<=\s))--pool(?:\s*=\s*|\s+)(\S+)")
     argument(
         "--auto",
         action="store_true",
-        help="the line stands there for %%dist_auto, and is none of the cell's",
+        help="internal: added by %%dist_auto",
     ),
-    argument("--setup", action="store_true", help="run the cell again in every new worker"),
+    argument(
+        "--setup", action="store_true", help="run the cell again in every worker that is restarted"
+    ),
     restarts_option,
     sending_options,
     profile_option,
@@ -42,7 +44,7 @@ def distributed(line: Line) -> None:
         %%distributed -r 0,2-3
         print(rank, loss.item())
 
-    The names of the notebook that the cell uses go along with it.
+    Variables of the notebook that the cell uses are sent with it.
     """
     send(line, _steps(line))
 

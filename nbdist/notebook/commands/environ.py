@@ -36,8 +36,8 @@ HEADINGS = ("variable", "ranks", "value")
 def dist_env(line: Line) -> Shown:
     """Show the environment variables that the ranks have, equal values once.
 
-    `{rank}` stands where each has its own number.  Values of what looks like a secret by
-    its name are not shown.
+    `{rank}` is shown where each has its own number.  Values that look like a secret by
+    their name are not shown.
     """
     environs = line.call("environ")
     names = chosen_names(environs, line.options.patterns, set_by_nbdist(line.world.session.config))

@@ -26,11 +26,11 @@ LARGE = 1_000_000
 
 
 @command(
-    argument("file", nargs="?", help="where to, such as train.py"),
-    argument("--force", action="store_true", help="write over files that are there"),
+    argument("file", nargs="?", help="the file to write, such as train.py"),
+    argument("--force", action="store_true", help="overwrite existing files"),
 )
 def dist_export(line: Line) -> Shown:
-    """Write the cells that made what the workers have as a script: `%dist_export train.py`.
+    """Export the distributed cells as a torchrun script: `%dist_export train.py`.
 
     It runs under `torchrun --nproc-per-node 4 train.py`, without nbdist.  Functions, classes
     and small values of the notebook that the cells use stand in it, others lie in train_data.
@@ -82,8 +82,8 @@ def _check_free(path: Path, folder: Path) -> None:
     there = [each for each in (path, folder) if each.exists()]
     if there:
         raise UsageError(
-            f"`%dist_export`: {' and '.join(map(str, there))} is there already. "
-            f"`%dist_export --force {path}` writes over it."
+            f"`%dist_export`: {' and '.join(map(str, there))} already exists. `%dist_export "
+            f"--force {path}` overwrites it."
         )
 
 

@@ -12,6 +12,7 @@ from nbdist.errors import UsageError
 from nbdist.notebook.cells import bring
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import ranks_option
+from nbdist.words import count
 from nbdist.world import gathering
 from nbdist.world.names import list_names
 from nbdist.world.parts import Joining
@@ -21,21 +22,24 @@ if TYPE_CHECKING:
 
 
 @command(
-    argument("names", nargs="+", help="names on the workers, or an expression such as loss.item()"),
+    argument("names", nargs="+", help="variables of the workers, or an expression such as "
+        "loss.item()"),
     ranks_option,
-    argument("--as", dest="targets", metavar="NAME", help="what to call it here: train,test"
-             " for two"),
-    argument("--rank", metavar="R", help="the value of this rank alone, in place of a list"),
-    argument("--stack", action="store_true", help="one tensor or array in place of the list, with"
-             " a dimension for the ranks"),
+    argument("--as", dest="targets", metavar="NAME", help="the result's name in the notebook: "
+        "train,test for two"
+             ""),
+    argument("--rank", metavar="R", help="the value of one rank instead of a list"),
+    argument("--stack", action="store_true", help="one tensor or array instead of the list, with "
+        "a dimension for the ranks"
+             ""),
     argument("--cat", action="store_true", help="the ranks' values end to end"),
     argument("--dim", metavar="D", type=int, help="along which dimension (0)"),
 )  # fmt: skip
 def dist_gather(line: Line) -> None:
-    """Bring names home: for each a list with the value of each rank, tensors on the CPU.
+    """Copy variables from all ranks into the notebook, as a list per variable.
 
-    They are bound in the notebook, under their own names or those after `--as`, all or none.
-    On the workers the names keep their meaning.
+    They get their own names or those after `--as`; either all are copied or none.
+    Tensors arrive on the CPU. The workers' variables do not change.
     """
     options, pool = line.options, line.pool
     expressions = [*expressions_in(options.names)]
@@ -86,15 +90,16 @@ def targets_of(expressions: Sequence[str], given: str | None) -> list[str]:
     targets = [*expressions] if given is None else given.replace(" ", "").split(",")
     if len(targets) != len(expressions):
         raise UsageError(
-            f"{line}: {len(expressions)} values, and {len(targets)} after `--as`: "
-            "one for each, such as `--as first,second`."
+            f"{line}: {len(expressions)} values but {count(len(targets), 'name')} after `--as`: "
+            f"give one "
+            f"for each, such as `--as first,second`."
         )
     for expression, target in zip(expressions, targets, strict=True):
         if not target.isidentifier():
             remedy = f"`%dist_gather {expression} --as values`"
-            raise UsageError(f"{line}: the list needs a name here, such as {remedy}.")
+            raise UsageError(f"{line}: give the result a name: {remedy}.")
     if len({*targets}) < len(targets):
-        raise UsageError(f"{line}: two of them would have one name here; `--as` gives others.")
+        raise UsageError(f"{line}: two results would have the same name: use `--as a,b`.")
     return targets
 
 
@@ -104,9 +109,9 @@ def joining_of(options: argparse.Namespace) -> Joining | None:
     if options.rank is not None and given:
         raise UsageError(f"`--rank {options.rank}` brings one value: `--{given[0]}` takes several.")
     if len(given) == 2:
-        raise UsageError("`--stack` and `--cat` exclude one another.")
+        raise UsageError("use either `--stack` or `--cat`.")
     if options.dim is not None and not given:
-        raise UsageError(f"`--dim {options.dim}` goes with `--stack` or `--cat`.")
+        raise UsageError(f"`--dim {options.dim}` needs `--stack` or `--cat`.")
     return "stack" if options.stack else "cat" if options.cat else None
 
 

@@ -16,7 +16,7 @@ EVERYDAY = ("distributed", "rank", "dist_gather", "dist_status", "dist_restart",
 
 @command(looks=True)
 def dist_help(_: Line) -> Shown:
-    """List all magics with a line each; a `?` after the name of one shows its options."""
+    """List all magics, a line each. A `?` after the name of one shows its options."""
     commands = sorted(find_commands(), key=_place)
     rows = [("magic", "what it does"), *((each.shown_name, summary(each)) for each in commands)]
     return table("`%%distributed?`, `%dist_gather?` and so on show options and examples", rows)

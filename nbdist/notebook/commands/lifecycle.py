@@ -25,26 +25,30 @@ def dist_init(line: Line) -> str:
 
 @command(
     ranks_option,
-    argument("--keep", metavar="NAMES", help="variables to carry over: --keep step,history"),
+    argument("--keep", metavar="NAMES", help="variables to keep: --keep step,history"),
     world_options,
 )
 def dist_restart(line: Line) -> str:
-    """End all workers and start new ones: out of every situation, with all variables lost.
+    """Restart all workers. Always works; worker variables are lost.
 
-    The notebook keeps its own.  With `-r 2` only that rank is started anew, and the
-    others keep their variables.
+    The notebook keeps its variables.  With `-r 2` only that rank is restarted, and the
+    other ranks keep their variables.
     """
     keep, hint = _names(line.options.keep), line.pool.routine.hint
     if line.options.ranks is not None:
         return " ".join(filter(None, [_replace(line, keep), hint]))
     line.pool.restart(line.options, keep, line.display)
-    new = f"variables are new but for {', '.join(keep)}" if keep else "variables are new"
+    new = (
+        f"worker variables cleared except {', '.join(keep)}"
+        if keep
+        else ("worker variables cleared")
+    )
     return " · ".join(filter(None, [line.pool.ready_text, new, hint]))
 
 
 @command()
 def dist_interrupt(line: Line) -> str:
-    """Stop what the workers run, as the Stop button does; also what was sent with `--no-wait`."""
+    """Stop what the workers run, as the Stop button does, also a `--no-wait` cell."""
     pool = line.pool
     if (job := pool.background.job) is not None:
         return _interrupt_job(job)
@@ -70,7 +74,7 @@ def _interrupt_job(job: Job) -> str:
 
 @command()
 def dist_shutdown(line: Line) -> str:
-    """End all workers, or those of one pool, and everything that belongs to them."""
+    """Shut down all workers, or those of one pool."""
     had_workers = [pool.shutdown() for pool in line.pools]
     return "workers ended" if any(had_workers) else "no workers were running"
 
@@ -78,7 +82,9 @@ def dist_shutdown(line: Line) -> str:
 def _replace(line: Line, keep: list[str]) -> str:
     """Start some ranks anew in their places."""
     if given(line.options):
-        raise UsageError("`%dist_restart -r`: only all workers together can be changed.")
+        raise UsageError(
+            "`%dist_restart -r`: the options of workers can only be changed for all of them."
+        )
     world, ranks = line.busy_world, line.ranks
     line.display.wait_for(f"restarting {name_ranks(ranks)}")
     world.replace(ranks, keep)
@@ -91,5 +97,5 @@ def _names(text: str | None) -> list[str]:
     names = [name.strip() for name in (text or "").split(",") if name.strip()]
     for name in names:
         if not name.isidentifier():
-            raise UsageError(f"`--keep {text}`: names with commas between, such as `step,history`.")
+            raise UsageError(f"`--keep {text}`: names separated by commas, such as `step,history`.")
     return names

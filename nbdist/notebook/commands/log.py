@@ -46,17 +46,15 @@ class Tail:
 
 @command(
     ranks_option,
-    argument("--tail", metavar="N", type=TAIL, default=50, help="how many lines of each rank (50)"),
-    argument("--grep", metavar="PATTERN", help="only lines that hold this regular expression"),
+    argument("--tail", metavar="N", type=TAIL, default=50, help="number of lines per rank (50)"),
+    argument("--grep", metavar="PATTERN", help="only lines that match this regular expression"),
     argument("--stdout", action="store_true", help="only what went to stdout"),
     argument("--stderr", action="store_true", help="only what went to stderr"),
-    argument(
-        "--attempt", metavar="N", type=ATTEMPT, help="before the N-th restart: 0 is the first start"
-    ),
+    argument("--attempt", metavar="N", type=ATTEMPT, help="log of attempt N (0 = first start)"),
     looks=True,
 )
 def dist_log(line: Line) -> Shown:
-    """Show the end of the ranks' log files, equal lines once, and name the files.
+    """Show the last lines of each rank's log, equal lines once, and the files' names.
 
     All that ranks have written since they were started is there, whatever was shown of it.
     """
@@ -172,4 +170,4 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
     try:
         return re.compile(text)
     except re.error as error:
-        raise UsageError(f"`--grep {text}` is no regular expression: {error}.") from None
+        raise UsageError(f"`--grep {text}` is not a regular expression: {error}.") from None

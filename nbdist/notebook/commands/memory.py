@@ -16,12 +16,20 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 12
 
-PER_RANK = ("ranks", "memory", "peak of the cell", "by name", "GPU", "GPU tensors", "their peak")
+PER_RANK = (
+    "ranks",
+    "memory",
+    "peak in last cell",
+    "in variables",
+    "GPU",
+    "GPU tensors",
+    "their peak",
+)
 
 
 @command(ranks_option)
 def dist_memory(line: Line) -> Shown:
-    """Show what the memory of each rank is used for: the largest tensors by name.
+    """Show memory per rank, and the largest tensors by variable.
 
     Memory (PSS: shared pages count in part) and GPU, the most that was used since the last cell
     began, and what only the last traceback and `Out` hold, which `%dist_clean` releases.
@@ -34,7 +42,7 @@ def shown_of(found: Mapping[int, Memory]) -> Shown:
     parts = [table(headline(found), rows(found))]
     largest = names(found, [(rank, held) for rank in found for held in found[rank].held])
     if largest:
-        parts.append(table("the largest that names lead to", largest))
+        parts.append(table("Largest tensors, by variable", largest))
     kept = names(found, [(rank, held) for rank in found for held in found[rank].kept])
     if kept:
         sizes = size_range(memory.kept_size for memory in found.values() if memory.kept)
@@ -42,7 +50,7 @@ def shown_of(found: Mapping[int, Memory]) -> Shown:
         said = f"{sizes} that only the last traceback and `Out` hold on {who}"
         parts.append(table(f"{said}: `%dist_clean` releases it", kept))
     if cut := [rank for rank, memory in found.items() if not memory.is_whole]:
-        parts.append(table(f"there was no time to look at all names of {name_ranks(cut)}", []))
+        parts.append(table(f"not all variables of {name_ranks(cut)} were searched in time", []))
     return below(parts)
 
 

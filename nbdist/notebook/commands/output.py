@@ -17,10 +17,12 @@ LINES_AGAIN = 1000
 
 @command(
     ranks_option,
-    argument("--all", action="store_true", dest="everything", help="all lines, not the last ones"),
+    argument(
+        "--all", action="store_true", dest="everything", help="all lines, not only the last ones"
+    ),
 )
 def dist_output(line: Line) -> Shown | None:
-    """Show the output of the last distributed cell again, or all of it of some ranks."""
+    """Show the output of the last distributed cell again."""
     pool, everything = line.pool, line.options.everything
     if pool.last is None or pool.world is None:
         raise UsageError("No distributed cell has run yet, so there is no output to show.")
@@ -42,9 +44,9 @@ def dist_output(line: Line) -> Shown | None:
 
 @command(looks=True)
 def dist_why(line: Line) -> Shown | str:
-    """Show the last failure once more: when, which rank, its traceback or its last words.
+    """Show the last failure again: when, which rank, its traceback or last output.
 
     Also after `%dist_restart`.
     """
     why = line.pool.why
-    return Shown(why.html, why.text) if why else "nothing has failed so far"
+    return Shown(why.html, why.text) if why else "nothing has failed yet"

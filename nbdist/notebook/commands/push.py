@@ -15,9 +15,9 @@ from nbdist.notebook.transfer import packed
 from nbdist.wire.task import Call
 
 
-@command(argument("names", nargs="+", help="names of the notebook"), ranks_option)
+@command(argument("names", nargs="+", help="variables of the notebook"), ranks_option)
 def dist_push(line: Line) -> None:
-    """Bind names of the notebook on the workers, also those that the workers have bound."""
+    """Send notebook variables to the workers, replacing theirs."""
     names, pool, world = line.options.names, line.pool, line.world
     missing = [name for name in names if name not in pool.shell.user_ns]
     if missing:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nbdist.wire.task import Script
 
 NOTHING = (
-    "`%dist_run`: exactly one of a script and `-m module`: `%dist_run train.py --lr 0.1`, "
+    "`%dist_run`: give either a script or `-m module`: `%dist_run train.py --lr 0.1`, "
     "`%dist_run -m pkg.mod`, or `%dist_run --no-python hostname`."
 )
 NO_PYTHON_MODULE = (
@@ -65,11 +65,11 @@ def script_of(program: Sequence[str], options: argparse.Namespace) -> Script:
 
 
 @command(
-    argument("program", nargs="*", help="a script, and its own arguments, as they are"),
+    argument("program", nargs="*", help="a script and its arguments"),
     argument("-m", "--module", action="store_true", help="the program is a module: -m pkg.mod"),
     argument("--no-python", action="store_true", help="the program is an executable"),
     argument("--pass-local-rank", action="store_true",
-             help="give it --local-rank=N before all other arguments"),
+             help="pass --local-rank=N as the first argument"),
     ranks_option,
     restarts_option,
     sending_options,

@@ -12,13 +12,13 @@ from nbdist.world.recovery import scaled_text
 
 
 @command(
-    argument("size", nargs="?", help="how many workers: 4; or how many more or fewer: +2, -1"),
-    argument("-r", "--ranks", help="or which stay, whatever their ranks then: 0,2-3"),
+    argument("size", nargs="?", help="number of workers: 4; or more or fewer: +2, -1"),
+    argument("-r", "--ranks", help="or the ranks to keep: 0,2-3"),
 )
 def dist_scale(line: Line) -> str:
-    """Have more workers, or fewer, while the others keep their variables.
+    """Change the number of workers; the remaining ones keep their variables.
 
-    They keep their ranks too, but after one that has left with `-r`.
+    They keep their ranks too, except after a rank removed with `-r`.
     DDP models go on with as many ranks as there are then; FSDP2 models, meshes and
     subgroups have to be made anew.  New ranks run the `--setup` cells.
     """

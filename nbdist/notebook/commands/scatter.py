@@ -15,17 +15,19 @@ from nbdist.world.scattering import Scatter
 
 
 @command(
-    argument("name", help="a name of the notebook"),
-    argument("--dim", metavar="D", type=int, help="the dimension of a tensor or array to cut (0)"),
+    argument("name", help="a variable of the notebook"),
+    argument(
+        "--dim", metavar="D", type=int, help="the dimension of a tensor or array to split (0)"
+    ),
     ranks_option,
-    argument("--as", dest="target", metavar="NAME", help="what to call the parts there"),
+    argument("--as", dest="target", metavar="NAME", help="the parts' name on the ranks"),
 )
 def dist_scatter(line: Line) -> str:
-    """Cut a value into parts, one for each rank: `%dist_scatter data`.
+    """Split a variable into parts, one per rank: `%dist_scatter data`.
 
     A tensor, an array, a list or tuple, a DataFrame or Series, a Dataset; where the parts
     cannot be equal the first ones have one element more, as with torch.tensor_split.  The
-    name is bound on the ranks, which own it then; here it stays whole.
+    ranks get it as a variable of that name; the notebook's stays whole.
     """
     name, world = line.options.name, line.world
     if name not in line.pool.shell.user_ns:

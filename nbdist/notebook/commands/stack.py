@@ -36,9 +36,9 @@ Who = Callable[[Iterable[int]], str]
 
 @command(ranks_option, looks=True)
 def dist_stack(line: Line) -> Shown:
-    """Show where each rank is now, and how it came there; equal stacks once.
+    """Show the Python stack of each rank, equal stacks once.
 
-    Whatever they do: compute, wait in a collective, or hold the GIL in C code.
+    It works while they compute, wait in a collective or hold the GIL in C code.
     """
     stacks = line.look(line.pool, GetStacks(line.ranks)) if line.pool.world is not None else ()
     # Read after the stacks: asking for them is how a lost agent is noticed.

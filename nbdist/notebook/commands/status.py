@@ -27,19 +27,24 @@ STATE_COLOURS = {"idle": "#2aa44f", "busy": "#1f77e0", "dead": "#d03030", "start
 
 
 @command(
-    argument("-v", "--verbose", action="store_true", help="also whose names are, who was refused"),
+    argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="also show who owns each variable and refused connections",
+    ),
     argument(
         *("-f", "--follow"),
         metavar="SECONDS",
         type=number_of_seconds("--follow"),
-        help="again every so many seconds, until Ctrl-C or Stop",
+        help="refresh every SECONDS, until Ctrl-C or Stop",
     ),
     looks=True,
 )
 def dist_status(line: Line) -> None:
     """Show each rank's state, process, device, memory, line of the cell, last collective.
 
-    Answers within 0.2 s whatever they do.
+    Answers within 0.2 s, also while a cell runs.
     """
     pools = [pool for pool in line.pools if pool.has_workers] or [line.pool]
     every = line.options.follow
@@ -71,7 +76,7 @@ def _status_of(line: Line, pool: Pool) -> Shown:
 def owners_text(owners: Mapping[str, tuple[str, frozenset[int]]]) -> str:
     """List names, a line for each owner."""
     lines = []
-    for owner, words in (("workers", "the workers' own"), ("notebook", "the notebook's, shipped")):
+    for owner, words in (("workers", "made on the workers"), ("notebook", "sent by the notebook")):
         names = sorted(name for name, (whose, _) in owners.items() if whose == owner)
         lines.append(f"{words}: {', '.join(names) or 'none'}")
     return "\n".join(lines)

@@ -11,14 +11,14 @@ from nbdist.words import name_ranks
 
 
 @command(
-    argument("names", nargs="+", help="names on the workers, which arrive together"),
+    argument("names", nargs="+", help="variables of the workers, copied together"),
     argument("--from", dest="source", metavar="RANK", default="0", help="copy from (0)"),
     ranks_option,
 )
 def dist_sync(line: Line) -> str:
-    """Copy names from one rank to those that lack them: `%dist_sync model opt --from 0`.
+    """Copy variables from one rank to ranks that do not have them: `%dist_sync model opt --from 0`.
 
-    With `-r` to these ranks, whatever they have.
+    With `-r`, copy to these ranks even if they have the variables.
     """
     names, world = line.options.names, line.world
     sources = line.ranks_of(line.options.source)

@@ -33,7 +33,7 @@ SLICES = 60
 MOST_BARS = 32
 """Ranks that have a bar; of more those that stand out."""
 
-ON_GPUS = "collectives of nccl's are not in it: `%%distributed --profile` shows what GPUs do"
+ON_GPUS = "nccl collectives are not included: `%%distributed --profile` shows what GPUs do"
 
 COMPUTES, WAITS, MIXED = "█", "░", "▓"
 _COLOURS = {COMPUTES: BLUE, WAITS: AMBER, MIXED: BLUE}
@@ -90,7 +90,7 @@ def _write_trace(line: Line, path: Path, origin: int) -> str:
 def dist_timeline(line: Line) -> Shown | str:
     """Show where the last cell's time went on each rank: computing, or waiting for others.
 
-    The straggler is named, with how long the others waited for it in collectives.  With
+    The straggler is named, with how long the wait caused in collectives.  With
     `%%distributed --profile` torch's profiler writes a trace of the cell.
     """
     found = timeline_of(line.call("timeline"))
@@ -119,7 +119,7 @@ def headline(found: Timeline) -> str:
 
 
 def _table(found: Timeline) -> Shown:
-    rows = [("rank", "in all", "computing", "in collectives", "came last", "others waited for it")]
+    rows = [("rank", "total", "computing", "in collectives", "times last", "wait caused")]
     whole = found.seconds
     for row in _shown(found):
         share = f"{row.waiting / row.seconds:.0%}" if row.seconds else "0%"

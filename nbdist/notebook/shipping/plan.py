@@ -341,7 +341,7 @@ class _Plan:
             return
         blame = [f", most of it in {path}" for name in group if (path := self._heaviest(name))]
         self._notices.append(
-            f"shipping {', '.join(group)} ({format_size(size)}{''.join(blame)}) "
+            f"sending {', '.join(group)} ({format_size(size)}{''.join(blame)}) "
             f"to {count(len(self._ranks), 'rank')}"
         )
 

@@ -51,7 +51,11 @@ class Shipment:
             for name, record in self.records.items()
         }
         left = shipped.size - shipped.copied
-        note = f"{format_size(left)} of that have not changed, and stay" if left >= BIG else ""
+        note = (
+            f"{format_size(left)} of that have not changed and were not sent again"
+            if left >= BIG
+            else ""
+        )
         # It is closed with the last record that has it.
         return Packing(payload, segment if kept is None else None, records, note)
 

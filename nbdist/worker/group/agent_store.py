@@ -57,9 +57,9 @@ KEPT = 2
 
 READ_SIZE = 1 << 18
 
-LOST = "the agent, which passes on what is asked of the world's store, cannot be reached"
+LOST = "the agent that serves the world's store cannot be reached"
 
-IN_CHILD = "a process that the rank has forked has no part in the world's store"
+IN_CHILD = "a process forked by the rank cannot use the world's store"
 
 LookOver = Callable[[], None]
 """Raises what is to end a wait."""
@@ -140,7 +140,7 @@ class Connections:
                 raise ConnectionError(LOST)
             for frame in cutter.feed(data):
                 return _answer_in(frame)
-        raise ConnectionError(f"{LOST}: it has not answered for {ANSWER_TIMEOUT:.0f} s")
+        raise ConnectionError(f"{LOST}: it did not answer for {ANSWER_TIMEOUT:.0f} s")
 
 
 def _answer_in(frame: bytes) -> Answer:

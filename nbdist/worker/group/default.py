@@ -60,7 +60,10 @@ class DefaultGroup:
     def begin_task(self) -> None:
         """Have each task find the world's group, whatever the one before did with it."""
         if self.put_back():
-            _say("The group that an earlier cell initialised has ended: the world's is back.")
+            _say(
+                "The group that an earlier cell initialised has ended; the world's group is "
+                "used again."
+            )
 
     def end(self) -> None:
         """Shut it down in earnest, at the end of the worker."""
@@ -138,7 +141,7 @@ class DefaultGroup:
             self.put_back()
         elif not self._has_said:
             self._has_said = True
-            _say(f"The group of all {self._size} ranks ({self._backend}) is there already.")
+            _say(f"The group of all {self._size} ranks ({self._backend}) exists already.")
         if asked.get("timeout") is not None:
             self._set_timeout(asked["timeout"])
         return None

@@ -238,7 +238,7 @@ def _bad_interface(interface: str, error: RuntimeError) -> BadEnvironment:
     there = sorted(name for _, name in socket.if_nameindex())
     why = f"gloo cannot use it ({one_line(str(error))})"
     if interface and interface not in there:
-        why = "there is no such network interface"
+        why = "this network interface does not exist"
     return BadEnvironment(
         f"GLOO_SOCKET_IFNAME={interface}: {why}. This machine has {', '.join(there)}; "
         "without the variable workers use lo."

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Reduced = tuple[Any, ...]
 
-INSTEAD = "torch.distributed.checkpoint writes such"
+INSTEAD = "use torch.distributed.checkpoint"
 
 
 @dataclass(frozen=True)

@@ -96,8 +96,9 @@ def _lacks(folder: str) -> str:
     if os.path.isdir(folder):
         return ""
     return (
-        f"{socket.gethostname()} does not have the folder {os.path.dirname(folder)}, and snapshots "
-        "of several machines lie in one that all of them share: set NBDIST_SNAPSHOT_DIR to such "
+        f"{socket.gethostname()} does not have the folder {os.path.dirname(folder)}, and "
+        f"snapshots of several machines need a folder that all of them share"
+        ": set NBDIST_SNAPSHOT_DIR to such "
         "a folder"
     )
 

@@ -35,7 +35,7 @@ def take(context: Context, wanted: Sequence[str], source: int, to: Sequence[int]
     wants = not is_source and (bool(missing) if to is None else rank in to)
     is_wanted, is_impossible = _any(wants), _any(is_source and bool(missing))
     if is_impossible and is_source:
-        raise VariableError(f"there is no `{', '.join(missing)}` here; nothing was copied")
+        raise VariableError(f"this rank has no `{', '.join(missing)}`; nothing was copied")
     taken = {}
     if is_wanted and not is_impossible:
         frames = _send(names, wanted, source) if is_source else _receive(source)

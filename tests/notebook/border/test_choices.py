@@ -92,7 +92,7 @@ def test_snapshots(
 
 
 def test_without_workers(pools: Pools) -> None:
-    """There are no names of theirs."""
+    """There are no variables of theirs."""
     choices = Choices(pools)
     assert texts(choices, "dist_gather ") == []
     assert texts(choices, "distributed -r ") == ["all"]

@@ -94,7 +94,7 @@ def test_the_lines_of_magics(two: Notebook) -> None:
     two.run("%dist_snapshot --remove before")
     assert complete(two, "%dist_restore --name be") == []
     assert "--max-restarts N" in inspect(two, "%%distributed -n 2")
-    assert "Bring names home" in inspect(two, "x = 1\n%dist_gather")
+    assert "Copy variables from all ranks" in inspect(two, "x = 1\n%dist_gather")
     (found,) = two.client.complete("%%rank 1\nx", 8, reply=True, timeout=20)["content"]["matches"]
     assert found == "1"
 

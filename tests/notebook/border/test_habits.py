@@ -46,12 +46,12 @@ def test_only_where_a_magic_has_ours() -> None:
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("--num-procs 4", "there is no `--num-procs`: did you mean `-n`?"),
-        ("--num-procs=4", "there is no `--num-procs`: did you mean `-n 4`?"),
-        ("--nnodes 2", "there is no `--nnodes`: did you mean `-j`?"),
-        ("--hang-timout 3", "there is no `--hang-timout`: did you mean `--hang-timeout`?"),
-        ("--bogus", "there is no `--bogus`."),
-        ("4", "there is no `4` to say: did you mean `-n 4`?"),
+        ("--num-procs 4", "unknown option `--num-procs`: did you mean `-n`?"),
+        ("--num-procs=4", "unknown option `--num-procs`: did you mean `-n 4`?"),
+        ("--nnodes 2", "unknown option `--nnodes`: did you mean `-j`?"),
+        ("--hang-timout 3", "unknown option `--hang-timout`: did you mean `--hang-timeout`?"),
+        ("--bogus", "unknown option `--bogus`."),
+        ("4", "unexpected `4`: did you mean `-n 4`?"),
         ("model", ""),
     ],
 )

@@ -38,7 +38,7 @@ def two() -> Iterator[Notebook]:
         ("theirs", "`theirs` lives on rank 0: begin the cell with %%distributed --pool other, or "
                    "`%dist_gather --pool other theirs`"),
         ("rank", "`rank` is each worker's own: begin the cell with %%distributed"),
-        ("dist", "`dist` is there on the workers: begin the cell with %%distributed, or "
+        ("dist", "the workers have `dist`: begin the cell with %%distributed, or "
                  "`import torch.distributed as dist` here"),
         ("modle", "name 'modle' is not defined"),
     ],

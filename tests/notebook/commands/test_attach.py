@@ -75,7 +75,9 @@ def test_killed_in_mid_cell(fresh: Callable[..., Notebook], name: str, tmp_path:
             # Only one notebook at a time has it.
             if not gate.exists():
                 refused = other.run(f"%dist_attach {name}")
-                assert f"the notebook of process {second.process.pid} has it" in refused.error
+                assert (
+                    f"the notebook of process {second.process.pid} still uses it" in refused.error
+                )
             gate.touch()
 
     shown = second.run(f"%dist_attach {name}", open_gate)
@@ -128,7 +130,7 @@ def test_a_kernel_that_has_workers_already(fresh: Callable[..., Notebook], name:
     wait_until(lambda: named(name)[0].is_detached, "it is let go of")
     assert notebook.run("%dist_init -n 1 --backend none --pool trainer").errors == []
     refused = notebook.run(f"%dist_attach {name}").error
-    assert "this notebook has workers already" in refused
+    assert "this notebook already has workers" in refused
     assert "`%dist_shutdown --pool trainer`" in refused
     assert notebook.run("%dist_shutdown --pool trainer").errors == []
     assert "no cell has run meanwhile" in notebook.run(f"%dist_attach {name}").text

@@ -15,7 +15,7 @@ from nbdist.output.events import Died, Failure
 def test_the_one_that_failed_first(pools: Pools) -> None:
     """Unless its process has ended: then there is nothing to look at."""
     pool = pools.default
-    with pytest.raises(UsageError, match=r"no rank has failed so far. `-r 2`"):
+    with pytest.raises(UsageError, match=r"no rank has failed yet. `-r 2`"):
         failed_rank(pool)
     pool.failed = 3, Failure("ValueError", "bad", (), 0)
     assert failed_rank(pool) == 3

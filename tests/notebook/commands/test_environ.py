@@ -104,15 +104,18 @@ def test_a_cell_that_says_otherwise_does_not_run(given: Notebook, options: str, 
     [
         (
             "%dist_restart -n 8 -j 2x4",
-            "`-n 8 -j 2x4`: `-j 2x4` is nodes and workers on each",
+            "`-n 8 -j 2x4`: `-j 2x4` is nodes x workers per node",
         ),
         ("%dist_restart -j 0x4", "`-j 0x4`: it takes at least one node and one worker. Use `-j 4`"),
         ("%dist_restart --env A", "`--env A`: a name and its value, such as `--env SEED=1`."),
-        ("%dist_restart --env RANK=1", "RANK tells a worker who it is, and cannot be set."),
+        ("%dist_restart --env RANK=1", "RANK is set by nbdist and cannot be changed."),
         ("%dist_restart --env-file /nowhere", "`--env-file /nowhere`: No such file"),
         ("%dist_restart --name /x", "`--name /x`: it names a folder below the log folder"),
-        ("%dist_restart --python /nowhere", "`--python /nowhere`: there is no such program."),
-        ("%dist_restart -r 1 --debug", "only all workers together can be changed"),
+        ("%dist_restart --python /nowhere", "`--python /nowhere`: this program does not exist."),
+        (
+            "%dist_restart -r 1 --debug",
+            "the options of workers can only be changed for all of them",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_line_and_changes_nothing(
@@ -134,7 +137,7 @@ def test_restart_takes_all_options(given: Notebook, tmp_path: Path) -> None:
     assert "could not start: no-such-wrapper: No such file or directory." in error
     assert body(given.run("%%distributed\nimport os; os.environ['A']"))[1] == "'1 2'"
     ready = given.run(f"%dist_restart -n 2 --env A=5 --env-file {file} --name again").text
-    assert ready.startswith("2 workers ready · gloo · variables are new")
+    assert ready.startswith("2 workers ready · gloo · worker variables cleared")
     assert rows(given.run("%dist_env A B C NBDIST_WORLD LOCAL_RANK").text) == [
         ["A", "0-1", "5"],
         ["B", "0-1", "3"],

@@ -174,7 +174,7 @@ def test_what_cannot_be(kernel: Notebook, folder: Path) -> None:
     assert "there is no folder nowhere" in kernel.run("%dist_export nowhere/x.py").error
     (folder / "mine.py").write_text("mine")
     assert (
-        "`%dist_export --force mine.py` writes over it" in kernel.run("%dist_export mine.py").error
+        "`%dist_export --force mine.py` overwrites it" in kernel.run("%dist_export mine.py").error
     )
     assert (folder / "mine.py").read_text() == "mine"
     assert "no `%%distributed` cell has succeeded" in kernel.run("%dist_export new.py").error

@@ -15,7 +15,11 @@ pytestmark = pytest.mark.shared_world
 
 def test_an_expression_needs_a_name(typed: Callable[[str], str]):
     """It is asked for before the workers are."""
-    with pytest.raises(UsageError, match=r"such as `%dist_gather loss.item\(\) --as values`"):
+    with pytest.raises(
+        UsageError,
+        match=r"give the result a name: `%dist_gather loss.item\(\) "
+        r"--as values`",
+    ):
         typed("%dist_gather loss.item()")
 
 
@@ -89,14 +93,14 @@ def test_one_value_in_place_of_a_list(two: Notebook):
         ("mine", "UsageError: no rank has `mine`; the notebook has it: `%dist_push mine`."),
         ("n.shape --as z", "UsageError: `n.shape` on ranks 0-1: AttributeError: 'int' object has"),
         ("n( --as z", "UsageError: `n(` is no expression: "),
-        ("n.real", "UsageError: `%dist_gather n.real`: the list needs a name here"),
-        ("n t --as z", "UsageError: `%dist_gather n t`: 2 values, and 1 after `--as`"),
-        ("n n", "UsageError: `%dist_gather n n`: two of them would have one name"),
+        ("n.real", "UsageError: `%dist_gather n.real`: give the result a name"),
+        ("n t --as z", "UsageError: `%dist_gather n t`: 2 values but 1 name after `--as`"),
+        ("n n", "UsageError: `%dist_gather n n`: two results would have the same name"),
         ("n --rank 0 --stack", "UsageError: `--rank 0` brings one value: `--stack` takes several."),
         ("n --rank 0-1", "UsageError: `--rank 0-1`: it takes one rank; `-r` takes several."),
         ("n --rank 0 -r 1", "UsageError: `--rank` brings the value of one rank, `-r` a list"),
-        ("n --dim 1", "UsageError: `--dim 1` goes with `--stack` or `--cat`."),
-        ("n --stack --cat", "UsageError: `--stack` and `--cat` exclude one another."),
+        ("n --dim 1", "UsageError: `--dim 1` needs `--stack` or `--cat`."),
+        ("n --stack --cat", "UsageError: use either `--stack` or `--cat`."),
         ("t[:rank+1] --stack --as z", "UsageError: `t[:rank+1]` cannot be put together by"),
         (
             "__import__('threading').Lock() --as z",

@@ -20,13 +20,15 @@ def test_nothing_to_interrupt_or_end(typed: Callable[[str], str]):
 @pytest.mark.parametrize("keep", ["1a", "a,b.c", "'a b'"])
 def test_what_cannot_be_kept(typed: Callable[[str], str], keep: str):
     """Names are asked for before anything is ended."""
-    with pytest.raises(UsageError, match="names with commas between, such as `step,history`"):
+    with pytest.raises(UsageError, match="names separated by commas, such as `step,history`"):
         typed(f"%dist_restart --keep {keep}")
 
 
 def test_some_ranks_are_started_anew_as_they_are(typed: Callable[[str], str]):
     """They share a group with the others; and there have to be some."""
-    with pytest.raises(UsageError, match="only all workers together can be changed"):
+    with pytest.raises(
+        UsageError, match="the options of workers can only be changed for all of them"
+    ):
         typed("%dist_restart -r 1 --debug")
     with pytest.raises(WorldNotStarted, match="`%dist_restart` needs workers"):
         typed("%dist_restart -r 1")

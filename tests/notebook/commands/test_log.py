@@ -75,7 +75,7 @@ def test_attempts(notebook: Notebook, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "part"),
     [
-        ("%dist_log --grep (", "`--grep (` is no regular expression: "),
+        ("%dist_log --grep (", "`--grep (` is not a regular expression: "),
         ("%dist_log --tail 0", "`--tail 0`: a number"),
         ("%dist_log --tail x", "`--tail x`: a number"),
         ("%dist_log -r 7", "there is no rank 7"),

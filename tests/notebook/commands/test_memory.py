@@ -31,7 +31,7 @@ def test_equal_ranks_are_one_row():
     found = {0: memory(40 * MIB, X), 1: memory(60 * MIB, X), 2: memory(40 * MIB, X)}
     assert headline(found) == "ranks 0-2 · 40-60 MiB · this machine 4 GiB of 24 GiB"
     assert rows(found) == [
-        ("ranks", "memory", "peak of the cell", "by name"),
+        ("ranks", "memory", "peak in last cell", "in variables"),
         ("0,2", "40 MiB", "40 MiB", "4 MiB"),
         ("1", "60 MiB", "60 MiB", "4 MiB"),
     ]

@@ -20,9 +20,9 @@ def test_no_cell_has_run(typed: Callable[[str], str], line: str):
 
 def test_the_last_failure(typed: Callable[[str], str], pools: Pools):
     """That of the pool; none has its line too."""
-    assert typed("%dist_why") == "nothing has failed so far\n"
+    assert typed("%dist_why") == "nothing has failed yet\n"
     pools.at("a").why = Why("12:00:00 · rank 1", "bad shard", ("rank 2: the same",), "/x.log")
     assert typed("%dist_why --pool a").splitlines() == [
         "12:00:00 · rank 1", "bad shard", "rank 2: the same", "all of its lines: /x.log"
     ]  # fmt: skip
-    assert typed("%dist_why") == "nothing has failed so far\n"
+    assert typed("%dist_why") == "nothing has failed yet\n"

@@ -74,7 +74,7 @@ CANNOT = {
     "%dist_scale many": "that is not a number of workers",
     "%dist_scale 2 3": "%dist_scale?` shows all options",
     "%dist_sync": "names",
-    "%dist_sync gone": "rank 0: there is no `gone` here; nothing was copied",
+    "%dist_sync gone": "rank 0: this rank has no `gone`; nothing was copied",
     "%dist_sync mine.x": "a name is copied, not an expression",
     "%dist_sync lock": "rank 0: `lock` cannot be copied: TypeError: cannot pickle",
     "%dist_sync mine --from 7": "there is no rank 7",

@@ -54,9 +54,9 @@ def test_another_name_and_some_ranks(two: Notebook):
     ("line", "said"),
     [
         ("nope", "the notebook has no `nope`."),
-        ("five", "`five` (int) cannot be cut into parts"),
+        ("five", "`five` (int) cannot be split"),
         ("word --dim 2", "`word` (list) has no dimension 2 to split."),
-        ("word --as a.b", "`a.b`: on the ranks name the parts"),
+        ("word --as a.b", "`a.b`: name the parts"),
     ],
 )
 def test_what_cannot_be(two: Notebook, line: str, said: str):

@@ -51,7 +51,7 @@ def test_restart_and_restore(notebook: Notebook) -> None:
     assert "left out: lock (TypeError: cannot pickle '_thread.lock' object)" in said
     restarted = notebook.run("%dist_restart").text
     assert (
-        "variables are new · `%dist_restore --name night` brings back note and step of "
+        "worker variables cleared · `%dist_restore --name night` restores note and step of "
         in restarted
     )
     said = notebook.run("%dist_restore").text
@@ -173,7 +173,7 @@ def test_death_says_what_brings_it_back(notebook: Notebook) -> None:
     notebook.run("%%distributed\nx = 1")
     notebook.run("%dist_snapshot --name mine")
     error = notebook.run("%%distributed\nimport os\nif rank: os._exit(3)").error
-    assert "`%dist_restore --name mine` brings back " in error
+    assert "`%dist_restore --name mine` restores " in error
     notebook.run("%dist_restore --name mine")
     assert body(notebook.run("%%distributed\nx")) == ["── ranks 0-1 (same) ──", "1"]
 
@@ -181,8 +181,8 @@ def test_death_says_what_brings_it_back(notebook: Notebook) -> None:
 @pytest.mark.parametrize(
     ("source", "parts"),
     [
-        ("%dist_snapshot --name a/b", ["`a/b` is no name", "`epoch-3`"]),
-        ("%dist_snapshot --name .x", ["no name"]),
+        ("%dist_snapshot --name a/b", ["`a/b` is not a name", "`epoch-3`"]),
+        ("%dist_snapshot --name .x", ["not a name"]),
         ("%dist_snapshot rank nowhere --name a", ["no rank has `nowhere`."]),
         ("%dist_snapshot nowhere", ["`nowhere`", "`%dist_snapshot --name nowhere`"]),
         ("%dist_snapshot a.b rank", ["`a.b`", "`%dist_snapshot rank --name a.b`"]),

@@ -15,15 +15,15 @@ def test_owners():
         "x": ("notebook", frozenset({0})),
         "a": ("workers", frozenset({1})),
     }
-    assert owners_text(owners) == "the workers' own: a, model\nthe notebook's, shipped: x"
-    assert owners_text({}) == "the workers' own: none\nthe notebook's, shipped: none"
+    assert owners_text(owners) == "made on the workers: a, model\nsent by the notebook: x"
+    assert owners_text({}) == "made on the workers: none\nsent by the notebook: none"
 
 
 def test_without_workers(typed: Callable[[str], str]):
     """How some are started, and with `-v` that no name is anywhere."""
     shown = typed("%dist_status -v").splitlines()
     assert shown[0].startswith("no workers are running · `%%distributed -n 4`")
-    assert shown[1:] == ["the workers' own: none", "the notebook's, shipped: none"]
+    assert shown[1:] == ["made on the workers: none", "sent by the notebook: none"]
 
 
 def test_again_and_again(fresh: Callable[..., Notebook]):

@@ -203,7 +203,7 @@ def test_an_agent_that_does_not_answer(agent: Agent, monkeypatch: pytest.MonkeyP
         silent.bind(path)
         silent.listen()
         connections = Connections(path)
-        with pytest.raises(ConnectionError, match="it has not answered for 0 s"):
+        with pytest.raises(ConnectionError, match="it did not answer for 0 s"):
             AgentStore(connections, "g", 1.0).num_keys()
         connections = Connections(path)
         silent.accept()[0].close()

@@ -71,9 +71,10 @@ dist.all_reduce(t, group=dist.new_group())
 assert t.item() == sum(range(world_size)), t
 """
 
-IS_THERE = "\x1b[2mThe group of all 3 ranks (gloo) is there already.\x1b[0m\n"
+IS_THERE = "\x1b[2mThe group of all 3 ranks (gloo) exists already.\x1b[0m\n"
 IS_BACK = (
-    "\x1b[2mThe group that an earlier cell initialised has ended: the world's is back.\x1b[0m\n"
+    "\x1b[2mThe group that an earlier cell initialised has ended; the world's group is used "
+    "again.\x1b[0m\n"
 )
 
 

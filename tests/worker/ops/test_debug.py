@@ -43,7 +43,7 @@ def look(world: World, enter: Callable[..., None], capsys: pytest.CaptureFixture
 
 
 def test_where_it_came_from(world: World, look: Look) -> None:
-    """As often as one likes, until something else has failed, or `clean` has let go of it."""
+    """As often as one likes, until something else has failed, or `clean` released it."""
     assert look() == ([False], "")
     with pytest.raises(WorkerError):
         world.execute(HOLDS)

@@ -209,7 +209,7 @@ def test_another_size(world: World, size: int) -> None:
     world.execute("losses = train(net, optimizer, range(3, 6), lambda: 0)")
     losses = world.gather("losses")[0]
     world.restart(size)
-    with pytest.raises(UsageError, match=r"`--from-rank 0` gives .* its share of what is sharded"):
+    with pytest.raises(UsageError, match=r"`--from-rank 0` gives .* its part of sharded values"):
         world.restore(name="three")
     world.restore(name="three", from_rank=0)
     for state in world.gather("everything(net, optimizer)"):
@@ -306,7 +306,7 @@ NOT_WRITTEN = {
     "a group": ("net = dist.new_group()", "ProcessGroup.*new_group makes another one"),
     "an all_gather": (
         "class Own: pass\nnet.set_custom_all_gather(Own())",
-        "it has communication of its own; torch.distributed.checkpoint writes such",
+        "it has communication of its own; use torch.distributed.checkpoint",
     ),
     "several dtypes": (
         "net = Net(); fully_shard(net, mp_policy=MixedPrecisionPolicy(\n"

@@ -92,7 +92,7 @@ def test_definitions_come_with_what_uses_them(world: World) -> None:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("pass", "rank 0 after .* there is no `lock` here; nothing was copied"),
+        ("pass", "rank 0 after .* this rank has no `lock`; nothing was copied"),
         (
             "import threading; lock = threading.Lock()",
             "rank 0 after .* `x, lock` cannot be copied: TypeError: .*; nothing was copied",
