@@ -40,9 +40,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from nbdist.words import count, format_ranks, name_ranks, one_line, word_exit
+
+Made = TypeVar("Made", bound=BaseException)
 
 START_LOG_LINES = 20
 
@@ -99,6 +101,18 @@ def rebuild(kind: type[NbdistError], args: tuple[object, ...]) -> NbdistError:
     error = kind.__new__(kind)
     error.args = args
     return error
+
+
+def bare(kind: type[Made], *args: object) -> Made:
+    """Make an exception of this class without its own constructor, by that of the builtin one.
+
+    MemoryError's makes only its own.  TypeError for what is made of more than Python knows.
+    """
+    base: Any = kind
+    while base.__module__ != "builtins":
+        base = base.__base__
+    made: Made = base.__new__(kind, *args)
+    return made
 
 
 # --- what was typed -------------------------------------------------------------------
@@ -346,8 +360,11 @@ class WorkerError(NbdistError):
     `except ValueError` catches it too, where that is what a rank raised
     (`nbdist.world.raised`).  `rank host pid`
     are those of the earliest failure, the cause; `errors` has every failed rank.  The
-    traceback is in that rank's output, above the error.
+    traceback is in that rank's output, above the error.  `original` is what the rank raised
+    where that is to be raised in its place, since no class can be derived from its own.
     """
+
+    original: Exception | None = None
 
     def __init__(
         self,

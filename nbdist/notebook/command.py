@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from IPython.core.magic_arguments import magic_arguments
 
-from nbdist.errors import Interrupted, WorldNotStarted
+from nbdist.errors import Interrupted, WorkerError, WorldNotStarted
 from nbdist.notebook import commands
 from nbdist.notebook.cells import bring
 from nbdist.notebook.options import Magic, parse, pool_option, world_options
@@ -24,6 +24,7 @@ from nbdist.notebook.subshells import is_in_subshell, refusal
 from nbdist.notebook.tables import Shown
 from nbdist.topology import parse_ranks
 from nbdist.wire.task import Call
+from nbdist.world.raised import raised
 from nbdist.world.recovery import healing_text
 from nbdist.world.states import State
 
@@ -141,6 +142,8 @@ class Command:
                     shown = self.run(line)
             except KeyboardInterrupt as stop:
                 raise _stopped(stop, line.pool.world) from None
+            except WorkerError as error:
+                raise raised(error) from None
             match shown:
                 case Shown():
                     shown.on(line.display)

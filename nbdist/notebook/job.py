@@ -18,6 +18,7 @@ from nbdist.notebook.stops import counted_stops, held_stops, is_main_thread
 from nbdist.output.wording import ranks_text, seconds_text
 from nbdist.words import one_line
 from nbdist.world.following import TICK
+from nbdist.world.raised import raised
 from nbdist.world.result import CellResult
 from nbdist.world.running import RunningTask
 
@@ -108,7 +109,8 @@ class Job:
                 raise Interrupted((), fate=self.runs_on)
             raise JobTimeout(self.title, timeout or 0.0, self._running.waits or self._running.doing)
         if self._error is not None:
-            raise self._error.with_traceback(None)
+            error = raised(self._error) if isinstance(self._error, WorkerError) else self._error
+            raise error.with_traceback(None)
 
     def result(self, timeout: float | None = None) -> CellResult[Any]:
         """Wait as `wait` does; return the last value of the cell by rank: `.rank(0)`.

@@ -89,7 +89,9 @@ def _run_here(line: Line, running: RunningTask) -> BaseException | None:
     """Run the cell in the notebook too; return what it raised, which has been shown."""
     ran: Any = line.pool.shell.run_cell(line.cell)
     _keep_owners(line, running)
-    error: BaseException | None = ran.error_before_exec or ran.error_in_exec
+    error: BaseException | None = ran.error_before_exec
+    if error is None:  # either can be falsy
+        error = ran.error_in_exec
     if isinstance(error, KeyboardInterrupt):  # Stop is for all of the cell
         running.stops += 1
         return None

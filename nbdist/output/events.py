@@ -164,13 +164,14 @@ class Done:
 
     `bound` are the names that the cell bound in the rank, `imported` those of them that
     stand for modules or come from some, with where they do (`numpy`, `torch.nn:Linear`, ""
-    where it cannot be found there); `values` is what the cell was asked to bring back, a
-    `Payload`, `seconds` how long its source ran.  From worker to agent it says by `failure`
-    what ended it, and by `error_number` that of the error message that has the same with its
-    traceback, 0 if none was sent.  `changed` are files of modules that the rank has imported,
-    and that were edited since.  `gone` are names that the cell has deleted; without
-    `received` it was stopped before it had bound those that came along.  `kept` is how many bytes
-    the cell's last value takes, where the rank has kept it for the notebook, None where not.
+    where it cannot be found there); `values` is what the cell was asked to bring back, or
+    what the exception has that ended it, a `Payload`, `seconds` how long its source ran.  From
+    worker to agent it says by `failure` what ended it, and by `error_number` that of the error
+    message that has the same with its traceback, 0 if none was sent.  `changed` are files of
+    modules that the rank has imported, and that were edited since.  `gone` are names that the
+    cell has deleted; without `received` it was stopped before it had bound those that came along.
+    `kept` is how many bytes the cell's last value takes, where the rank has kept it for the
+    notebook, None where not.
     """
 
     status: Literal["ok", "error", "aborted"]

@@ -38,6 +38,7 @@ from nbdist.worker.compat.ipython import (
     without_debugger,
 )
 from nbdist.worker.environment import WorkerShell, count_restarts, draw_bars_as_text
+from nbdist.worker.exceptions import contents_of
 from nbdist.worker.memory_use import Peaks
 from nbdist.worker.namespace import Namespace
 from nbdist.worker.op import Context, find_op
@@ -108,7 +109,7 @@ class WorkerKernel(LeavesChildren):
         context = Context(self.shell, self.namespace, self.group, self.peaks, task_id=task.id)
         self.is_at_work = True
         self.records.begin_task(task.log_level)
-        cast("MarkingSession", self.session).large.begin_task()
+        cast("MarkingSession", self.session).begin_task()
         try:
             interrupts.begin()
             self._prepare(task, context)
@@ -173,8 +174,9 @@ class WorkerKernel(LeavesChildren):
             return None
         ran = shell.last_execution_result
         raised = (ran.error_before_exec, ran.error_in_exec) if ran is not None else ()
-        # One can be falsy: its class may have a length.
-        found = (error for error in raised if error is not None)
+        # What kept the last value from being shown is only there; each can be falsy.
+        shown = cast("MarkingSession", self.session).last_shown
+        found = (error for error in (*raised, shown) if error is not None)
         return next(found, RuntimeError(reply["evalue"]))
 
     async def _execute(self, text: str) -> Any:
@@ -195,7 +197,9 @@ class WorkerKernel(LeavesChildren):
         if error is not None:
             number = cast("MarkingSession", self.session).number_of(error)
             said = [] if number else account(context.shell, int(self.ident), error)
-            return replace(done, failure=failure_of(error, said), error_number=number)
+            contents = contents_of(error, context.names)
+            failure = failure_of(error, said)
+            return replace(done, failure=failure, error_number=number, values=contents)
         values: Payload | None
         kept: int | None = None
         if task.keeps:

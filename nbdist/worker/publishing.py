@@ -229,6 +229,16 @@ class MarkingSession(Session):
             self._mark()
             return self._sent
 
+    def begin_task(self) -> None:
+        """Have shown no error yet, and allow as much to be shown again."""
+        self._shown = None, 0
+        self.large.begin_task()
+
+    @property
+    def last_shown(self) -> BaseException | None:
+        """The exception of the last error message of this task."""
+        return self._shown[0]
+
     def number_of(self, error: BaseException | None) -> int:
         """Give the number of the message that was of what ended the task, 0 if none was."""
         (of, number), self._shown = self._shown, (None, 0)  # it must not be kept alive here

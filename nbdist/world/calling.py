@@ -23,6 +23,7 @@ from nbdist.wire.unshippable import PICKLING_ERRORS, blame, fails_in
 from nbdist.world.asking import ask, next_to_ask
 from nbdist.world.moving_line import MovingLine
 from nbdist.world.names import WORKERS_OWN
+from nbdist.world.raised import raised
 from nbdist.world.result import CellResult
 from nbdist.world.running import RunningTask
 from nbdist.world.session import Session
@@ -77,7 +78,7 @@ def outcome(session: Session, running: RunningTask) -> CellResult[Any]:
         session.check(running)
     except WorkerError as error:
         error.show(f"rank {error.rank}:", *rank_lines(running.transcript[error.rank].error))
-        raise
+        raise raised(error) from None
     result = running.result()
     session.let_go(running)
     return result
@@ -94,7 +95,10 @@ def run_attempts(session: Session, task: Task, most: int) -> CellResult[Any]:
             with running.counting_stops():
                 if (asks := next_to_ask(running)) is not None:
                     ask(session, running, asks)
-    session.check(running)
+    try:
+        session.check(running)
+    except WorkerError as error:
+        raise raised(error) from None
     return running.result()
 
 

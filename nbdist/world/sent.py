@@ -32,7 +32,7 @@ from nbdist.world.hangs import Watch, never_meet, released_text, waits_text
 from nbdist.world.machines import Machines
 from nbdist.world.names import Shipped
 from nbdist.world.prompts import Prompts
-from nbdist.world.raised import as_raised
+from nbdist.world.raised import Contents, as_raised
 from nbdist.world.result import CellResult
 
 News = list[tuple[int, Output]]
@@ -261,7 +261,9 @@ class SentTask:
             error.add(f"Before that: {self.differing}.")
         if self.lacking:
             error.add(self.lacking)
-        return as_raised(error, first.kinds)
+        done = self.transcript[rank].done
+        contents = Contents.read(done.values if done else None, self.crew.namespace)
+        return as_raised(error, first.kinds, contents)
 
     def payloads(self) -> dict[int, Payload]:
         """Return the values that were fetched, as they came."""

@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, Unpack
 
 from nbdist.config import Changes, Patience, WorldConfig, takes_options
-from nbdist.errors import NbdistError
 from nbdist.wire.messages import GetStacks, GetStatus
 from nbdist.wire.ops import Cleaned
 from nbdist.wire.payload import Payload, pack_names
@@ -184,7 +183,7 @@ class World:
         """
         try:
             return calling.run_call(self.session, function, args, kwargs)
-        except NbdistError as error:
+        except Exception as error:  # noqa: BLE001 (it can be what a rank raised)
             raise error.with_traceback(None)  # noqa: B904 (it is the same error, with less to read)
 
     def run_script(

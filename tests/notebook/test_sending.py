@@ -66,6 +66,40 @@ def test_a_value_is_that_of_the_end_of_its_cell(two: Notebook) -> None:
     assert said.startswith("ValueLost: the last value of that cell on rank 1 is gone with its work")
 
 
+def test_what_a_rank_raises_is_caught_with_what_it_has(two: Notebook) -> None:
+    """In a cell, and by a job; a class that none can be derived from has our line as a note."""
+    cell = """
+    def tried(source):
+        try:
+            get_ipython().run_cell_magic("distributed", "-o out", source)
+        except Exception as error:
+            return error
+    found = [tried("open('/no/such')"), tried("raise Shard(5)"), tried("raise Final('a', 2)")]
+    """
+    two.run(
+        "class Shard(Exception):\n    def __init__(self, n): self.n = n\n"
+        "class Final(Exception):\n    def __init_subclass__(cls): raise TypeError('never')"
+    )
+    assert two.run(cell).errors == []
+    assert two.value("found[0].errno, found[0].filename, found[0].rank in (0, 1)") == (
+        (2, "/no/such", True)
+    )
+    assert two.value("isinstance(found[1], Shard), found[1].n, sorted(found[1].errors)") == (
+        (True, 5, [0, 1])
+    )
+    assert two.value("type(found[2]) is Final, found[2].args, 'ranks failed' in str(found[1])") == (
+        (True, ("a", 2), True)
+    )
+    assert "2 of 2 ranks failed" in two.value("found[2].__notes__[0]")
+    two.run("%%distributed --no-wait -o job\nraise Final('a', 3)")
+    ran = two.run("try: job.wait()\nexcept Final as error: print(error.args)\njob.wait()")
+    assert ran.streams == ["('a', 3)\n"]
+    (error,) = ran.errors
+    assert error["ename"] == "Final"
+    (line,) = error["traceback"]
+    assert "WorkerError\x1b[0m: 2 of 2 ranks failed (0-1); first: rank " in line
+
+
 def test_the_result_of_a_cell_that_failed(two: Notebook) -> None:
     """It has what failed, and the value of the others."""
     assert two.run("%%distributed -o failed\n1 / (1 - rank)").errors != []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 
 import pytest
+from pydantic_core import ValidationError
 
 from nbdist.errors import WorkerError
 from nbdist.output.events import Failure
@@ -193,3 +195,54 @@ def test_own_part_of_a_traceback() -> None:
     assert own is not None
     assert own.tb_frame.f_code.co_filename == "<cell>"
     assert own_part(None) is None
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        "def __repr__(self): raise LookupError('odd')",
+        "def _repr_html_(self): raise LookupError('odd')",
+    ],
+)
+def test_a_last_value_that_cannot_be_shown(world: World, own: str) -> None:
+    """What its class raises is what ends the cell, with the line in its traceback."""
+    running = ran(world, f"class Odd:\n    {own}\nif rank == 0: Odd = int\nOdd()")
+    error = running.error()
+    assert isinstance(error, LookupError)
+    assert (error.rank, error.args) == (1, ("odd",))
+    (failure,) = running.transcript.errors.values()
+    assert isinstance(failure, Failure)
+    assert (failure.name, failure.message) == ("LookupError", "odd")
+    assert "raise" in "".join(failure.traceback)
+
+
+@pytest.mark.parametrize("own", ["__bool__(self): return False", "__len__(self): return 0"])
+def test_a_falsy_exception(world: World, own: str) -> None:
+    """It is an error as any other, of its own class."""
+    source = f"class Empty(LookupError):\n    def {own}\nif rank == 1: raise Empty('a', 2)"
+    error = ran(world, source).error()
+    assert isinstance(error, LookupError)
+    assert error.args == ("a", 2)
+    assert "LookupError" not in str(error)
+    assert "Empty: ('a', 2)" in str(error)
+
+
+def test_what_is_raised_has_what_it_had(world: World) -> None:
+    """Attributes and arguments come along, of what functions raise too."""
+
+    def fails() -> None:
+        subprocess.run(["sh", "-c", "echo out; exit 3"], check=True, capture_output=True)
+
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        world.run(fails)
+    assert (caught.value.returncode, caught.value.stdout) == (3, b"out\n")
+    with pytest.raises(KeyError) as missing:
+        world.execute("{}[(1, 'x')]")
+    assert missing.value.args == ((1, "x"),)
+    with pytest.raises(ValidationError) as invalid:
+        world.execute(
+            "from pydantic_core import SchemaValidator\n"
+            "SchemaValidator({'type': 'int'}).validate_python('five')"
+        )
+    assert invalid.value.errors()[0]["input"] == "five"
+    assert "2 of 2 ranks failed" in invalid.value.__notes__[0]

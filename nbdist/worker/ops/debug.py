@@ -30,6 +30,7 @@ def debug(context: Context) -> bool:
 def last_error(shell: Any) -> BaseException | None:
     """Find what ended the last cell that failed, as long as Python or IPython keep it."""
     result = shell.last_execution_result
-    ran: BaseException | None = result and result.error_in_exec
+    ran = None if result is None else result.error_in_exec
     # What IPython has shown; it shows nothing of BdbQuit.
-    return ran or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    shown = (getattr(sys, name, None) for name in ("last_exc", "last_value"))
+    return next((each for each in (ran, *shown) if each is not None), None)  # any can be falsy
