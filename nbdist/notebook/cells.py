@@ -30,13 +30,14 @@ from nbdist.notebook.options import at_once
 from nbdist.notebook.page import missed
 from nbdist.notebook.shipping.gathered import gathered_text
 from nbdist.notebook.shipping.plan import plan
+from nbdist.notebook.shipping.shipment import words_only
 from nbdist.notebook.stale import stale_texts
 from nbdist.notebook.stops import met_stops, raised_stops
 from nbdist.notebook.transfer import Progress, on_its_way_text, packed
 from nbdist.notebook.values import last_values
 from nbdist.notebook.why import why_of
 from nbdist.topology import parse_ranks
-from nbdist.wire.task import Source
+from nbdist.wire.task import Call, Source
 from nbdist.world.all_or_none import binding
 from nbdist.world.asking import ask, next_to_ask
 from nbdist.world.recovery import late_stop_text, stop_text, undefined_name
@@ -169,7 +170,8 @@ def attempt_steps(
         names = names.copy()
     for attempt in world.session.attempts(task, how.max_restarts):
         pids = world.pids
-        running = yield from _attempt(pool, world, attempt, pack(names), display, how)
+        shipment = settled(pool, world, names, pack)
+        running = yield from _attempt(pool, world, attempt, shipment, display, how)
         if not running.restart:
             break
         _keep_why(pool, running)
@@ -188,6 +190,26 @@ def attempt_steps(
     return result_of(pool, world, running)
 
 
+def settled(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shipment | None:
+    """Pack what has to go along; but what ranks have changed since it was sent stays theirs.
+
+    They are asked only where it would take the place of something that they were sent.
+    """
+    shipment = pack(names)
+    if shipment is None or not shipment.replaces:
+        return shipment
+    ranks = sorted(frozenset().union(*shipment.replaces.values()))
+    task = world.task(Call("resend.changed", {"names": (*shipment.replaces,)}), ranks=ranks)
+    changed = bring(pool, world, task)
+    if not any(changed.values()):
+        return shipment
+    world.session.names.changed_in_place(changed)
+    if names is not world.session.names:
+        names.changed_in_place(changed)
+    again = pack(names) or words_only(())
+    return replace(again, notices=(*shipment.once, *again.notices))
+
+
 def _attempt(
     pool: Pool,
     world: World,
@@ -198,7 +220,7 @@ def _attempt(
 ) -> Generator[RunningTask, float | None, RunningTask]:
     segment, shipped = None, None
     if packing := packed(shipment, display, alone=bool(how.setup)):
-        task = replace(task, names=packing.payload)
+        task = replace(task, names=packing.payload, stays=shipment.stays if shipment else {})
         segment, shipped = packing.segment, packing.records
     try:
         # Ranks may run it before it is followed: a Stop meanwhile is met as one that comes later.
@@ -210,7 +232,7 @@ def _attempt(
                 display.note(said)
             yield from follow_steps(pool, world, running, display)
         if how.setup and not running.error():
-            world.session.keep_setup(how.setup, task, segment)
+            world.session.keep_setup(how.setup, replace(task, stays={}), segment)
             segment = None
     finally:
         if segment:

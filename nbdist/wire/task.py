@@ -98,7 +98,8 @@ class Attempt:
 class Task:
     """Work for some ranks at once.
 
-    `names` is a pickled mapping to bind in the ranks first; after the work the values of the
+    `names` is a pickled mapping to bind in the ranks first, but for those of `stays` on a rank,
+    which has them where others lack them; after the work the values of the
     expressions in `fetch` come back in `Done.values`, or what an op has returned.
     `log_level` is the level from which on the notebook handles the ranks' records of
     `logging`, None for none.  `imports` has for new ranks what others had imported in their
@@ -117,6 +118,7 @@ class Task:
     attempt: Attempt = Attempt()
     log_level: int | None = None
     imports: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    stays: Mapping[int, frozenset[str]] = field(default_factory=dict)
     execution_count: int | None = None
     key: str = ""
     keeps: bool = False

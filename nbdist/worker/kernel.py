@@ -142,7 +142,7 @@ class WorkerKernel(LeavesChildren):
             self.group.begin_task(task.id)
         self.around.follow(task.around)
         self.own_modules.keep_in_step()
-        self.namespace.receive(task.names)
+        self.namespace.receive(task.names, task.stays.get(context.rank, ()))
         context.bound |= self.namespace.import_again(task.imports.get(context.rank, {}))
         if task.execution_count is not None:
             context.shell.execution_count = task.execution_count

@@ -6,7 +6,7 @@ import importlib
 import sys
 import time
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from operator import attrgetter
@@ -21,6 +21,7 @@ from nbdist.wire.shared_memory import Segment, Steps
 from nbdist.wire.unshippable import blame, fails_in, type_name
 from nbdist.worker.homeward import Homeward, SpreadValue
 from nbdist.worker.last_values import KeptValues
+from nbdist.worker.received import Received
 from nbdist.worker.tracebacks import Problem
 
 MOVED_EVERY = 0.25
@@ -39,6 +40,7 @@ class Namespace:
     def __init__(self, names: dict[str, Any]) -> None:
         self._names = names
         self.ready: dict[str, Any] = {}
+        self.received = Received(names)
         self.say_moved: Callable[[int, int], None] = lambda done, total: None
         self.last_values = KeptValues()
         self._lent: dict[str, list[Segment]] = {}
@@ -57,13 +59,19 @@ class Namespace:
             self._names[name] = value
         self.ready[name] = value
 
-    def receive(self, payload: Payload | None) -> None:
-        """Bind the names that came along; with none of them bound when one cannot be read."""
+    def receive(self, payload: Payload | None, stays: Collection[str] = ()) -> None:
+        """Bind the names that came along; with none of them bound when one cannot be read.
+
+        What `stays` is not bound where there is such a name.
+        """
         # What the last task brought back has been read by now.
         for task_id in list(self._lent):
             self.let_go(task_id)
         if payload is not None:
-            self._names.update(self.open(payload))
+            kept = self._names.keys() & {*stays}
+            values = {name: each for name, each in self.open(payload).items() if name not in kept}
+            self._names.update(values)
+            self.received.note(values)
 
     def open(self, payload: Payload) -> Any:
         """Return what the notebook has pickled; VariableError where it cannot be rebuilt."""

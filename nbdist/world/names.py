@@ -36,7 +36,8 @@ _NOTHING = type("_Nothing", (), {})
 class Shipped:
     """The notebook's value of a name as it was shipped; `identity` None: it is bound anew since.
 
-    `kept` is its memory where the workers have found it.
+    `kept` is its memory where the workers have found it.  Not `is_last`: others have got a later
+    version.
     """
 
     version: Hashable
@@ -44,6 +45,7 @@ class Shipped:
     needs: frozenset[str] = frozenset()
     holds_objects: bool = False
     kept: Kept | None = field(default=None, compare=False)
+    is_last: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,13 @@ class Own:
     """A task has bound the name on the rank; `whence` says what it imported, None for nothing.
 
     `identity` is what the notebook had under the name then, None if it has bound it anew since.
+    With a `version` the rank was sent that one, and this or another rank `has_changed` it in place.
     """
 
     identity: Identity | None
     whence: str | None = None
+    version: Hashable = None
+    has_changed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,9 @@ class NameTable:
                 entry = has.get(name)
                 if isinstance(entry, Shipped) and entry.version == record.version:
                     continue
-                if isinstance(entry, Shipped | Own):
+                if isinstance(entry, Shipped):
+                    has[name] = replace(entry, is_last=False)
+                elif isinstance(entry, Own):
                     has[name] = replace(entry, identity=None)
 
     def finished(self, rank: int, done: Done, received: Mapping[str, Shipped]) -> None:
@@ -141,6 +148,16 @@ class NameTable:
                 has[name] = replace(entry, identity=identity)
             elif rank in ranks:
                 has[name] = Own(identity)
+
+    def changed_in_place(self, changed: Mapping[int, Collection[str]]) -> None:
+        """Note which ranks have changed what they were sent: it is theirs, as if bound there."""
+        for name in {name for names in changed.values() for name in names}:
+            self._noticed.discard(name)
+            for rank in self.holders(name):
+                entry, has_changed = self._ranks[rank][name], name in changed.get(rank, ())
+                assert isinstance(entry, Shipped)
+                own = Own(entry.identity, version=entry.version, has_changed=has_changed)
+                self._ranks[rank][name] = own
 
     def let_go(self) -> None:
         """Keep no memory of what was shipped: there are no workers any more that have it."""
@@ -197,6 +214,27 @@ class NameTable:
             if isinstance(entry, Own) and entry.identity and entry.identity.is_still(value)
         )
 
+    def holders(self, name: str) -> frozenset[int]:
+        """Find the ranks that were sent the object that the notebook has under this name."""
+        value = self._value(name)
+        return frozenset(
+            rank
+            for rank, entry in self._entries(name)
+            if isinstance(entry, Shipped) and entry.identity and entry.identity.is_still(value)
+        )
+
+    def changed_since(self, name: str) -> tuple[frozenset[int], Hashable]:
+        """Find the ranks that have changed what they were sent, and which version that was."""
+        owners, found = self.ranks_that_own(name), dict(self._entries(name))
+        own = {rank: e for rank in owners if isinstance(e := found[rank], Own) and e.version}
+        ranks = frozenset(rank for rank, entry in own.items() if entry.has_changed)
+        return ranks, next((entry.version for entry in own.values()), None)
+
+    def changed_names(self) -> list[str]:
+        """List the names of the notebook whose objects ranks have changed since they were sent."""
+        names = dict.fromkeys(name for has in self._ranks.values() for name in has)
+        return [name for name in names if self.changed_since(name)[0]]
+
     def ranks_with(self, name: str) -> tuple[int, ...]:
         """Find the ranks that have something under this name, whosever it is."""
         has = (rank for rank, entry in self._entries(name) if isinstance(entry, Shipped | Own))
@@ -212,13 +250,15 @@ class NameTable:
         return frozenset(
             rank
             for rank, entry in self._entries(name)
-            if isinstance(entry, Shipped) and entry.identity and version in (None, entry.version)
+            if isinstance(entry, Shipped)
+            and (entry.identity and entry.is_last)
+            and version in (None, entry.version)
         )
 
     def record(self, name: str) -> Shipped | None:
         """Return how the name was when it was last shipped to a rank that has it."""
         shipped = (entry for _, entry in self._entries(name) if isinstance(entry, Shipped))
-        return max(shipped, key=lambda each: each.identity is not None, default=None)
+        return max(shipped, key=lambda each: bool(each.identity and each.is_last), default=None)
 
     def kept(self, name: str) -> list[Kept]:
         """Return memory in which ranks have found what was last shipped to them."""
@@ -258,6 +298,10 @@ class NameTable:
                 if isinstance(entry, Lost) and entry.whence is None
             }
         )
+
+    def was_noticed(self, name: str) -> bool:
+        """Say whether there was one since it was last bound."""
+        return name in self._noticed
 
     def is_first_notice(self, name: str) -> bool:
         """Say whether there was no notice about this name since it was last bound."""

@@ -72,3 +72,73 @@ def test_names_with_a_meaning_are_safe(two: Notebook) -> None:
         said = f"UsageError: `{command}`: each worker has its own `"
         assert two.run(line).error.startswith(said), line
     assert two.run("del device, dist").errors == []
+
+
+# --- what ranks have changed in place -------------------------------------------------------------
+
+STEP = "model(torch.ones(2)).sum().backward(); opt.step(); opt.zero_grad()"
+SHOW = "round(model.weight.sum().item(), 3)"
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_what_was_trained_is_never_overwritten(two: Notebook, *, auto: bool) -> None:
+    """By a change of the notebook's, which is not sent then, in both modes; push sends it."""
+    here, there = ("%%local\n", "") if auto else ("", "%%distributed\n")
+    two.run(f"%dist_auto {'on' if auto else 'off'}")
+    try:
+        two.run(f"{here}model = torch.nn.Linear(2, 1); _ = model.weight.data.fill_(1.0)")
+        two.run(f"{there}opt = torch.optim.SGD(model.parameters(), lr=1.)\n{STEP}")
+        assert two.run(f"{here}_ = model.eval()").errors == []
+        ran = two.run(f"{there}{SHOW}").text
+        assert "\n0.0" in ran
+        assert (
+            "model was trained on the ranks since it was sent; the notebook's change was not "
+            "sent: `%dist_push model` sends it, `%dist_gather model` brings theirs"
+        ) in ran
+        assert "since it was sent" not in two.run(f"{there}{SHOW}").text
+        two.run("%dist_push model")
+        assert "(2.0, False)" in two.run(f"{there}{SHOW}, model.training").text
+    finally:
+        two.run("%dist_auto off")
+
+
+def test_optimizers_arrays_and_containers_count_too(two: Notebook) -> None:
+    """Each keeps what the ranks made of it; what they have not changed follows the notebook."""
+    two.run(
+        "import numpy as np\nclass Box: items = None\n"
+        "model = torch.nn.Linear(2, 1); opt = torch.optim.Adam(model.parameters(), lr=.5)\n"
+        "array = np.zeros(3); rows = [1]; table = {}; box = Box(); box.items = []; same = [0]\n"
+        "big = torch.zeros(30_000_000)"
+    )
+    two.run(
+        f"%%distributed\n{STEP}\narray[0] = 1; rows.append(2); table['a'] = 1; box.items += [1]\n"
+        "before = model.weight.sum().item(); same[0]; big[123] = 1"
+    )
+    two.run(
+        "opt.param_groups[0]['lr'] = 0.1; array[1] = 5; rows.append(5); table['b'] = 5\n"
+        "box.items.append(5); same.append(5); big[7] = 5"
+    )
+    ran = two.run(
+        "%%distributed\nopt.param_groups[0]['lr'], len(opt.state), array.tolist(), rows, table,"
+        " box.items, same, big.sum().item(), before == model.weight.sum().item()"
+    ).text
+    assert "(0.5, 2, [1.0, 0.0, 0.0], [1, 2], {'a': 1}, [1], [0, 5], 1.0, True)" in ran
+    for name, done in (("opt", "trained"), ("array", "changed"), ("box", "changed")):
+        assert f"{name} was {done} on the ranks since it was sent; the notebook's" in ran
+    assert "same was" not in ran
+
+
+def test_a_rank_that_was_replaced_gets_no_stale_copy(two: Notebook) -> None:
+    """Those that live keep what they trained, and it says how the new one comes by that."""
+    two.run("weights = torch.zeros(2)\nconfig = {'lr': 1}")
+    two.run("%%distributed\nweights += 1 + config['lr']")
+    two.run("%dist_restart -r 1")
+    ran = two.run("%%distributed\nprint(config['lr'] and weights)")
+    (error,) = ran.errors
+    assert error["evalue"].endswith("Rank 0 has `weights`: `%dist_sync weights --from 0`.")
+    assert (
+        "weights was changed on rank 0 since it was sent; rank 1 does not have it"
+        in (ran.panel["text/plain"])
+    )
+    assert two.run("%dist_sync weights --from 0").errors == []
+    assert "── ranks 0-1 (same) ──\ntensor([2., 2.])" in two.run("%%distributed\nweights").text

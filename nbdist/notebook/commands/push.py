@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError
-from nbdist.notebook.cells import bind
+from nbdist.notebook.cells import bind, settled
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import ranks_option
 from nbdist.notebook.shipping.plan import push
@@ -22,7 +23,8 @@ def dist_push(line: Line) -> None:
     missing = [name for name in names if name not in pool.shell.user_ns]
     if missing:
         raise UsageError(f"`%dist_push`: the notebook has no {', '.join(missing)}.")
-    packing = packed(push(names, world.session.names, line.ranks), line.display)
+    pack = partial(push, names, ranks=line.ranks)
+    packing = packed(settled(pool, world, world.session.names, pack), line.display)
     assert packing is not None
     with packing.segment or nullcontext():
         take = world.task(Call("push.take", {"packed": packing.payload}), ranks=line.ranks)

@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Container, Hashable, Iterable, Mapping
+from collections.abc import Collection, Container, Hashable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from nbdist.errors import UsageError, VariableNotSent
+from nbdist.notebook.shipping.changed_there import (
+    done_there,
+    lacking_text,
+    not_sent_text,
+    sharing_text,
+)
 from nbdist.notebook.shipping.free_names import dotted_names, names_used
 from nbdist.notebook.shipping.gathered import gathered_text
-from nbdist.notebook.shipping.shipment import BIG, Shipment, format_size
+from nbdist.notebook.shipping.shipment import BIG, Shipment, format_size, words_only
 from nbdist.notebook.shipping.versions import (
     PICKLE_LIMIT,
     atomic_version,
@@ -27,7 +35,7 @@ from nbdist.wire.identity import Identity, is_atomic
 from nbdist.wire.payload import size_of
 from nbdist.wire.pickling import Pickled, join, pickle
 from nbdist.wire.unshippable import PICKLING_ERRORS, fails_in, parts, unshippable
-from nbdist.words import count, name_ranks
+from nbdist.words import count, format_ranks, name_ranks
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN, NameTable, Shipped, check_are_free
 
 _MISSING = object()
@@ -101,7 +109,11 @@ class _Plan:
         self._chains = chains
         self._gathered = gathered
         self._looks: dict[str, _Look] = {}
+        self._forced: frozenset[str] = frozenset()
+        self._theirs: dict[str, _Look] = {}
+        self._asked_for: list[str] = []
         self._notices: list[str] = []
+        self._announced: list[str] = []
 
     # --- which names ----------------------------------------------------------------------
 
@@ -117,8 +129,9 @@ class _Plan:
                 look = self._looks[name] = self._look(name)
                 waiting += sorted(look.record.needs, reverse=True)
 
-    def force(self, names: Iterable[str]) -> None:
+    def force(self, names: Collection[str]) -> None:
         """Ship these whatever the table says; then follow what they need."""
+        self._forced = frozenset(names)
         for name in names:
             look = self._looks[name] = self._look(name)
             look.changed = True
@@ -145,12 +158,22 @@ class _Plan:
                 return False
         owners = self._table.ranks_that_own(name)
         without = self._ranks - owners - self._table.ranks_that_have(name)
-        if owners and without and self._table.is_first_notice(name):
-            self._notices.append(
-                f"`{name}` was bound by a cell on {name_ranks(owners)} only, so the notebook's "
-                f"was not sent; `%dist_push {name}` sends it"
-            )
+        if self._table.changed_since(name)[0]:
+            self._asked_for.append(name)
+        elif owners and without:
+            self._note(name, self._missing_text(name, owners, without))
         return not owners
+
+    def _missing_text(self, name: str, owners: frozenset[int], without: frozenset[int]) -> str:
+        """Say which ranks lack what others have bound, or have the notebook's of before."""
+        exists, copy = "exists" if len(owners) == 1 else "exist", f"%dist_sync {name} --from"
+        older = without.intersection(self._table.ranks_with(name))
+        if older:
+            have = f"{name_ranks(older)} {'has' if len(older) == 1 else 'have'}"
+            to = f"{min(owners)} -r {format_ranks(older)}"
+            return f"`{name}` is {name_ranks(owners)}'s own, {have} an older one: `{copy} {to}`"
+        where = f"{exists} on {name_ranks(owners)} but not on {name_ranks(without)}"
+        return f"`{name}` {where}: `{copy} {min(owners)}`"
 
     def _is_workers_module(self, name: str, value: Any) -> bool:
         return isinstance(value, types.ModuleType) and value.__name__ == WORKERS_MODULES.get(name)
@@ -241,6 +264,7 @@ class _Plan:
             if look.changed and look.pickled is None
         }
         groups = self._groups()
+        self._say_changed()
         if not plain and not groups:
             return self._words_only()
         of_groups = [self._pickle_group(group) for group in groups]
@@ -258,16 +282,39 @@ class _Plan:
             tuple(names),
             frames,
             size_of(frames),
-            tuple(self._notices),
+            (*self._notices, *self._announced),
             records,
             tuple(dict.fromkeys(known)),
             many,
+            self._replaces(groups),
+            self._stays(groups),
+            tuple(self._notices),
         )
+
+    def _replaces(self, groups: list[list[str]]) -> dict[str, frozenset[int]]:
+        """Say what would be taken from which ranks; of definitions the notebook's are wanted."""
+        found = {
+            name: self._table.holders(name) & self._ranks
+            for name in (name for group in groups for name in group)
+            if name not in self._forced
+            and not isinstance(self._looks[name].value, type | types.FunctionType)
+        }
+        return {name: ranks for name, ranks in found.items() if ranks}
+
+    def _stays(self, groups: list[list[str]]) -> dict[int, frozenset[str]]:
+        """Say what ranks have as it is now, with all that shares objects with it."""
+        found: dict[int, frozenset[str]] = {}
+        for group in groups:
+            now = {name: self._looks[name].record.version for name in group}
+            have = (self._table.ranks_that_have(name, version) for name, version in now.items())
+            for rank in self._ranks.intersection(*have):
+                found[rank] = found.get(rank, frozenset()).union(group)
+        return found
 
     def _words_only(self) -> Shipment | None:
         if not self._notices:
             return None
-        return Shipment((), (), 0, tuple(self._notices), {})
+        return words_only(self._notices)
 
     def _pickle_group(self, group: list[str]) -> Pickled:
         known = self._looks[group[0]].pickled
@@ -280,7 +327,7 @@ class _Plan:
         changed = [name for name, look in self._looks.items() if look.changed and look.pickled]
         if not any(look.record.holds_objects for look in map(self._looks.get, changed) if look):
             return [[name] for name in changed]
-        candidates = [*changed, *self._unchanged_with_objects()]
+        candidates = [*changed, *self._unchanged_with_objects(), *self._changed_there()]
         if len(candidates) == 1:  # to know what it holds takes longer than to pickle it
             return [changed]
         groups: list[list[str]] = []
@@ -289,7 +336,8 @@ class _Plan:
             if name not in taken:
                 groups.append(self._connected(name, candidates))
                 taken.update(groups[-1])
-        for name in taken.difference(changed):
+        groups = [group for group in groups if not self._is_held_back(group, changed)]
+        for name in {name for group in groups for name in group}.difference(changed):
             look = self._looks[name]
             if look.pickled:  # It may have changed since a cell last used it.
                 look.record = _record_of(look.value, look.pickled)
@@ -321,8 +369,53 @@ class _Plan:
         return group
 
     def _shared(self, name: str) -> frozenset[int]:
-        pickled = self._looks[name].pickled
-        return pickled.shared if pickled else frozenset()
+        look = self._looks.get(name) or self._theirs[name]
+        return look.pickled.shared if look.pickled else frozenset()
+
+    # --- what ranks have changed in place ---------------------------------------------------
+
+    # It is theirs, as what they have bound; and what shares objects with it stays here too: it
+    # would bring its own copy of these, or take theirs along.
+
+    def _changed_there(self) -> list[str]:
+        """Look at what ranks have changed, as it is in the notebook."""
+        for name in self._table.changed_names():
+            if name not in self._looks and name not in self._theirs and name in self._names:
+                with suppress(VariableNotSent, *PICKLING_ERRORS):
+                    self._theirs[name] = self._look(name)
+        return [*self._theirs]
+
+    def _is_held_back(self, group: list[str], changed: list[str]) -> bool:
+        """Say whether a group cannot go, and why; UsageError where it is wanted nevertheless."""
+        theirs = [name for name in group if name in self._theirs]
+        for name in group if theirs else ():
+            text = sharing_text(self._done_there(theirs[0]), name, [name, *theirs])
+            if name in self._forced:
+                raise UsageError(f"`%dist_push {name}`: {text}.")
+            if name in changed:
+                self._note(name, text)
+        return bool(theirs)
+
+    def _say_changed(self) -> None:
+        """Say of what the cell uses why the ranks keep theirs, where that makes a difference."""
+        for name in self._asked_for:
+            ranks, version = self._table.changed_since(name)
+            without = self._ranks.difference(self._table.ranks_with(name))
+            done = self._done_there(name)
+            if without:
+                self._note(name, lacking_text(done, name, ranks, without))
+            elif self._table.was_noticed(name) or name not in self._changed_there():
+                continue
+            elif self._theirs[name].record.version != version:
+                shares = [each for each in self._theirs if self._share(name, each)]
+                self._note(name, not_sent_text(done, [name, *shares]))
+
+    def _share(self, name: str, other: str) -> bool:
+        return other != name and not self._shared(name).isdisjoint(self._shared(other))
+
+    def _done_there(self, name: str) -> str:
+        ranks, _ = self._table.changed_since(name)
+        return done_there(name, self._names[name], ranks, self._ranks)
 
     # --- what to say ----------------------------------------------------------------------
 
@@ -331,7 +424,7 @@ class _Plan:
             again = [f"`{name}`" for name in group if name not in changed]
             if again:
                 because = ", ".join(f"`{name}`" for name in group if name in changed)
-                self._notices.append(
+                self._announced.append(
                     f"sending {', '.join(again)} again: shares objects with {because}"
                 )
 
@@ -340,7 +433,7 @@ class _Plan:
         if size < BIG:
             return
         blame = [f", most of it in {path}" for name in group if (path := self._heaviest(name))]
-        self._notices.append(
+        self._announced.append(
             f"sending {', '.join(group)} ({format_size(size)}{''.join(blame)}) "
             f"to {count(len(self._ranks), 'rank')}"
         )

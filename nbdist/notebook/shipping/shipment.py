@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from nbdist.wire.kept import Kept, packing_changed
 from nbdist.wire.payload import Payload
@@ -21,7 +21,10 @@ class Shipment:
 
     `notices` are lines for the user, to be shown before it is sent; `records` say what is sent.
     `frames` show the values' own memory: pack them before these change.  `known` is where some
-    of them may lie, `many` are names that have several of them.
+    of them may lie, `many` are names that have several of them.  `replaces` says on which ranks
+    it would take the place of what they were sent before, which they may have changed, `stays`
+    which names a rank is not to bind, as it has them.  `once` are those of the notices that are
+    not given again.
     """
 
     names: tuple[str, ...]
@@ -31,6 +34,9 @@ class Shipment:
     records: Mapping[str, Shipped]
     known: tuple[Kept, ...] = ()
     many: frozenset[str] = frozenset()
+    replaces: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    stays: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    once: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"<Shipment {', '.join(self.names) or 'of nothing'}, {format_size(self.bytes)}>"
@@ -58,6 +64,11 @@ class Shipment:
         )
         # It is closed with the last record that has it.
         return Packing(payload, segment if kept is None else None, records, note)
+
+
+def words_only(notices: Sequence[str]) -> Shipment:
+    """Make one that has only something to say."""
+    return Shipment((), (), 0, (*notices,), {}, once=(*notices,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,4 +17,4 @@ def take(context: Context, packed: Payload) -> None:
 
 def bind(context: Context) -> None:
     """Bind them; they are the notebook's."""
-    context.namespace.bind_taken()
+    context.namespace.received.note(context.namespace.bind_taken())

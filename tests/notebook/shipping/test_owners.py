@@ -141,10 +141,7 @@ def test_a_name_that_one_rank_bound_is_not_overwritten(house: Any) -> None:
     house.cell("x = 1")
     house.distributed("x = 2", ranks=(0,))
     assert house.distributed("x", ranks=(0, 1)) == 2
-    assert house.notices == [
-        "`x` was bound by a cell on rank 0 only, so the notebook's was not sent; "
-        "`%dist_push x` sends it"
-    ]
+    assert house.notices == ["`x` exists on rank 0 but not on rank 1: `%dist_sync x --from 0`"]
 
 
 def test_ranks_that_have_the_notebooks_value_lack_nothing(house: Any) -> None:
@@ -160,7 +157,9 @@ def test_ranks_that_have_the_notebooks_value_lack_nothing(house: Any) -> None:
     house.cell("y = 2")
     house.distributed("y = 3", ranks=(0,))
     house.distributed("y")
-    assert len(house.notices) == 1, "rank 1 has the value of before"
+    assert house.notices == [
+        "`y` is rank 0's own, rank 1 has an older one: `%dist_sync y --from 0 -r 1`"
+    ]
 
 
 def test_new_workers_have_nothing(house: Any) -> None:

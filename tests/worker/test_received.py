@@ -1,0 +1,116 @@
+"""Tests of `nbdist.worker.received`: what has been changed in place since it came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nbdist.wire.payload import open_payload, pack_frames
+from nbdist.wire.pickling import pickle, unpickle
+from nbdist.worker import received
+from nbdist.worker.received import Received
+
+
+class Box:
+    """A user's own."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def made() -> dict[str, Any]:
+    model = torch.nn.Linear(3, 3)
+    return {
+        "model": model,
+        "adam": torch.optim.Adam(model.parameters()),
+        "tensor": torch.zeros(1000),
+        "array": np.zeros(1000),
+        "rows": [1, [2, "three"]],
+        "table": {"a": 1},
+        "box": Box([1]),
+        "n": 3,
+        "f": made,
+        "lines": (line for line in "ab"),
+    }
+
+
+def step(names: dict[str, Any]) -> None:
+    names["model"](torch.ones(3)).sum().backward()
+    names["adam"].step()
+
+
+CHANGES: list[tuple[Callable[[dict[str, Any]], Any], set[str]]] = [
+    (lambda names: None, set()),
+    (step, {"model", "adam"}),
+    (lambda names: names["model"].eval(), {"model"}),
+    (lambda names: names["model"].weight.data.add_(1), {"model", "adam"}),
+    (lambda names: names["tensor"].numpy().__setitem__(5, 1), {"tensor"}),
+    (lambda names: names["array"].__setitem__(5, 1), {"array"}),
+    (lambda names: names["rows"][1].append(4), {"rows"}),
+    (lambda names: names["table"].update(b=2), {"table"}),
+    (lambda names: setattr(names["box"], "value", 2), {"box"}),
+    (lambda names: names.update(table={"a": 1}, n=4), {"table"}),
+    (lambda names: names.pop("rows"), set()),
+    (lambda names: next(names["lines"]), set()),
+    (lambda names: (names["table"].update(a=2), names["table"].update(a=1)), set()),
+]
+
+
+@pytest.mark.parametrize(("change", "found"), CHANGES)
+def test_what_has_been_changed(change: Callable[[dict[str, Any]], Any], found: set[str]) -> None:
+    """Whatever it is; not what cannot be looked at, nor what looks as it did."""
+    names = made()
+    known = Received(names)
+    known.note(names)
+    change(names)
+    assert known.changed([*made(), "unknown"]) == found
+    known.note(names)
+    assert known.changed(names) == set()
+    assert "array" in repr(known)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda x, y: x.sum() + y.sum(), set()),
+        (lambda x, y: x.view(-1)[300_000:300_001].fill_(1.0), {"x"}),
+        (lambda x, y: x.view(-1)[-1:].fill_(1.0), {"x"}),
+        (lambda x, y: y.__setitem__(0, 1), {"y"}),
+        (lambda x, y: y.__setitem__(300_000, 1), {"y"}),
+        (lambda x, y: setattr(x, "data", x.data.clone()), {"x"}),
+    ],
+)
+def test_big_values(
+    change: Callable[[Any, Any], Any], found: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not read when they come; one element that is written to is noticed all the same."""
+    monkeypatch.setattr(received, "READ_MOST", 1 << 20)
+    read: list[int] = []
+    digest = received.digest_of
+    monkeypatch.setattr(
+        received, "digest_of", lambda view: (read.append(memoryview(view).nbytes), digest(view))[1]
+    )
+    values = {"x": torch.zeros(1000, 1000), "y": np.zeros(1_000_000)}
+    payload, segment = pack_frames(pickle(values, {}).frames)
+    assert segment is not None
+    with segment:
+        names = unpickle(open_payload(payload))
+        known = Received(names)
+        known.note(names)
+        assert sum(read) < 1 << 18
+        change(names["x"], names["y"])
+        assert known.changed(names) == found
+
+
+def test_big_values_of_no_mapping() -> None:
+    """Of memory of this process's own there is nothing to see: it is read."""
+    names = {"x": torch.zeros(20_000_000)}
+    known = Received(names)
+    known.note(names)
+    assert known.changed(names) == set()
+    names["x"][7] = 1
+    assert known.changed(names) == {"x"}
