@@ -66,7 +66,8 @@ class Workers(Standing):
         """Send a task to its ranks, which are ready; `shipped` is what its names are."""
         imports = self.names.take_lost_imports(task.ranks)
         around = self.surroundings.now()
-        task = replace(task, log_level=wanted_level(), imports=imports, around=around)
+        level = wanted_level(is_shown=self.config.show)
+        task = replace(task, log_level=level, imports=imports, around=around)
         running = RunningTask(task, patience or self.config.patience, self.crew, shipped)
         link, packed = self.link, Run(task.id, task.ranks, task.pack(), task.segments)
         self.remember(running.patience)
@@ -268,7 +269,8 @@ class Workers(Standing):
 
     def _take(self, rank: int, task_id: str, output: Any) -> None:
         if isinstance(output, Record):
-            hand_over(replace(output, host=self.machines.name(rank) or output.host))
+            host = self.machines.name(rank) or output.host
+            hand_over(replace(output, host=host), is_shown=self.config.show)
             return
         if isinstance(output, Died):
             self.dead[rank] = output

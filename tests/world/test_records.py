@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -166,8 +167,28 @@ def test_nothing_is_printed_where_the_handler_has_gone(
     """A record that was on its way is not for logging's handler of last resort."""
     silent.handlers.clear()  # pytest's
     logged = logging.makeLogRecord({"msg": "x", "levelno": logging.ERROR})
-    hand_over(plain(logged, "host", 0))
+    hand_over(plain(logged, "host", 0), is_shown=True)
     assert capsys.readouterr() == ("", "")
+
+
+def test_the_console_has_each_record_once(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`logging.basicConfig()` here adds nothing to what ranks show; a handler of ours does."""
+    logger, root = logging.getLogger("nbdist"), logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(logger, "handlers", [])
+    logging.basicConfig()
+    world.execute("logger.warning('hello %d', rank)", ranks=[1])
+    assert capsys.readouterr() == ("[1] hello 1\n", "")
+    logger.addHandler(handler := logging.StreamHandler())
+    handler.setFormatter(logging.Formatter("%(rank)d: %(message)s"))
+    world.execute("logger.warning('hello %d', rank)", ranks=[1])
+    assert capsys.readouterr() == ("[1] hello 1\n", "1: hello 1\n")
+    monkeypatch.setattr(world.session, "config", replace(world.session.config, show=False))
+    logger.removeHandler(handler)
+    world.execute("logger.warning('hello %d', rank)", ranks=[1])
+    assert capsys.readouterr() == ("", "WARNING:train:hello 1\n")
 
 
 def test_a_handler_that_raises_fails_no_cell(
