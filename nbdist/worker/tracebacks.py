@@ -30,7 +30,7 @@ from nbdist.wire.cell_sources import cell_numbers
 from nbdist.wire.task import failure_in_words
 from nbdist.worker.breakpoints import LEFT
 from nbdist.worker.compat.ipython import around_errors, publish_error
-from nbdist.worker.group.gloo import connections_after
+from nbdist.worker.group.gloo import connections_after, reword
 from nbdist.worker.group.naming import stale_group_of
 from nbdist.worker.out_of_memory import account
 from nbdist.worker.publishing import MarkingSession
@@ -167,6 +167,7 @@ def shorten_common_tracebacks(shell: Any) -> None:
     ) -> Any:
         if said := stale_group_of(error, tb):
             error.args = (said,)
+        reword(error)
         is_stop = issubclass(kind, KeyboardInterrupt)
         if not is_stop and connections_after(message_of(error)) != "ended":
             know_cells()

@@ -62,11 +62,28 @@ ABORTED = "Connection closed by peer: it waited for a message and was released"
 """Words that gloo has for the same."""
 
 
+_OF_GLOO = (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
+_PLACE = re.compile(r"/\S*/gloo/")
+"""Where gloo's sources were when it was built."""
+
+
 def connections_after(message: str) -> Connections:
     """Say what an exception with this message means for the connections to other ranks."""
     if ENDED.search(message):
         return "ended"
     return "timed out" if TIMED_OUT.search(message) else ""
+
+
+def reword(error: BaseException | None) -> None:
+    """Have an exception, and those that led to it, say in our words what gloo says in its own."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        # Of a user's class `str` can raise anything.
+        said = str(error) if type(error) in _OF_GLOO else ""
+        if "gloo/" in said:
+            error.args = (ABORTED if ENDED.search(said) else _PLACE.sub("gloo/", said),)
+        error = error.__cause__ or error.__context__
 
 
 class Gloo:
@@ -292,6 +309,9 @@ def wait(self: dist.Work, *args: Any, **options: Any) -> Any:
     _waits.append(own)
     try:
         is_done = _wait_for_work(self, *args, **options)
+    except RuntimeError as error:
+        reword(error)
+        raise
     finally:
         _waits.remove(own)
         CELL_TIMES.waited(began)

@@ -12,6 +12,7 @@ from nbdist.worker.compat import torch as seam
 from nbdist.worker.group import gloo, store
 from nbdist.worker.group.gloo import connections_after
 from nbdist.world.world import World
+from tests.cells import run
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
@@ -111,6 +112,33 @@ def test_a_backend_of_ones_own(world: World, tmp_path: Path) -> None:
         "t = torch.ones(1)\nown.allreduce([t]).wait()\nassert t.item() == 2\n"
         "own.barrier().wait()\ndel own, store"
     )
+
+
+HINT = "This is typically caused by a remote worker crashing. GLHF!"
+
+
+def test_what_gloo_says_is_reworded() -> None:
+    """Also of errors that led to another one; what it means for the connections stays known."""
+    first = RuntimeError(f"{PAIR} Connection closed by peer [127.0.0.1]:9. {HINT}")
+    second, own = (
+        RuntimeError(f"{PAIR} op.nbytes <= nbytes. 4 vs 8"),
+        RuntimeError("a gloo of mine"),
+    )
+    own.__context__, second.__cause__ = second, first
+    gloo.reword(own)
+    assert [str(first), str(own)] == [gloo.ABORTED, "a gloo of mine"]
+    assert str(second) == "[gloo/transport/tcp/pair.cc:534] op.nbytes <= nbytes. 4 vs 8"
+    assert connections_after(str(first)) == "ended"
+
+
+def test_what_a_cell_catches(world: World) -> None:
+    """Code that prints what it was released with prints our words."""
+    source = "if rank: raise ValueError('mine')\ntry: dist.barrier()\n"
+    ran = run(world, f"{source}except RuntimeError as error: print(error)")
+    assert ran.lines(0) == [gloo.ABORTED]
+    ran = run(world, f"{source}except RuntimeError: 1 / 0")
+    assert gloo.ABORTED in ran.traceback(0)
+    assert "GLHF" not in ran.traceback(0)
 
 
 @pytest.mark.parametrize(
