@@ -8,10 +8,13 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import UsageError
+from nbdist.notebook.border.first_line import AT, MAGICS, misplaced
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+
+LOADING = ("load_ext", "reload_ext", "unload_ext")
 
 REMEDIES = {
     "'return' outside function": "The last line of a cell is its value: leave `return` out.",
@@ -38,7 +41,7 @@ def check_source(shell: InteractiveShell, first_line: str, cell: str) -> str:
     source = in_notebook_lines(first_line, cell)
     try:
         python: str = shell.transform_cell(source)
-        is_code = _compiles_to_code(python)
+        module = _compiled(python)
     except SyntaxError as error:
         lines = source.splitlines()
         error.filename = "<cell>"  # also where Python's tokenizer has found it
@@ -46,7 +49,9 @@ def check_source(shell: InteractiveShell, first_line: str, cell: str) -> str:
             error.text = lines[(error.lineno or 0) - 1]
         shown = shell.SyntaxTB.structured_traceback(type(error), error, None)
         raise CellSyntaxError(error, shown) from None
-    if not is_code:
+    if "run_line_magic" in python:
+        check_magics(module)
+    if not module.body:
         name = first_line.split()[0] if first_line else "%%distributed"
         raise UsageError(
             f"`{name}`: the cell has no code, so nothing has run. "
@@ -55,15 +60,53 @@ def check_source(shell: InteractiveShell, first_line: str, cell: str) -> str:
     return python
 
 
-def _compiles_to_code(python: str) -> bool:
-    """Compile all of it, as `return 5` parses; False for comments alone."""
+def _compiled(python: str) -> ast.Module:
+    """Compile all of it, as `return 5` parses; return it parsed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the ranks give them
         flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
         module = compile(python, "<cell>", "exec", ast.PyCF_ONLY_AST | flags)
         compile(module, "<cell>", "exec", flags)
     assert isinstance(module, ast.Module)
-    return bool(module.body)
+    return module
+
+
+def check_magics(module: ast.Module) -> None:
+    """Raise UsageError where the cell has a magic that only the notebook has."""
+    for node in ast.walk(module):
+        match node:
+            case ast.Call(
+                func=ast.Attribute(attr="run_line_magic"),
+                args=[ast.Constant(str(name)), ast.Constant(str(text))],
+            ):
+                if name.lstrip("%") in MAGICS and name.startswith("%"):
+                    raise not_first(name, text if text.startswith(AT) else f"{AT}{node.lineno}")
+                if name.startswith("dist_") or name in MAGICS:
+                    raise UsageError(
+                        f"line {node.lineno}: `%{name}` is for the notebook, not for the ranks: "
+                        "put it in a cell of its own, or last in this one. Nothing has run."
+                    )
+                if name in LOADING and text.split()[:1] == ["nbdist"]:
+                    raise UsageError(
+                        f"line {node.lineno}: `%{name} nbdist` is for the notebook, not for the "
+                        "ranks: take it out of this cell. Nothing has run."
+                    )
+
+
+def not_first(name: str, where: str) -> UsageError:
+    """Make the error of a cell magic that is below other lines; `name` begins with one `%`."""
+    return UsageError(f"%{name} must be the first line of its cell: split the cell {where}.")
+
+
+def refuse_place(shell: InteractiveShell, name: str, text: str) -> None:
+    """Raise that error, as the line magic `%distributed`, which IPython makes of such a line.
+
+    `text` says where where `transform_first_lines` has made it; else that is found in the cell.
+    """
+    cell = [*shell.history_manager.input_hist_raw][-1]  # type: ignore[union-attr]
+    found = misplaced(cell.splitlines(keepends=True))
+    where = f"{AT}{found[1]}" if found else "there"
+    raise not_first(name, text if text.startswith(AT) else where)
 
 
 def in_notebook_lines(first_line: str, cell: str) -> str:

@@ -13,12 +13,14 @@ from importlib import import_module
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, Literal
 
+from IPython.core.magic import no_var_expand
 from IPython.core.magic_arguments import magic_arguments
 
-from nbdist.errors import Interrupted, WorkerError, WorldNotStarted
+from nbdist.errors import Interrupted, UsageError, WorkerError, WorldNotStarted
 from nbdist.notebook import commands
+from nbdist.notebook.border.first_line import without_comment
 from nbdist.notebook.cells import bring
-from nbdist.notebook.options import Magic, parse, pool_option, world_options
+from nbdist.notebook.options import Magic, parse, pool_option, split_code, world_options
 from nbdist.notebook.stops import command_stops
 from nbdist.notebook.subshells import is_in_subshell, refusal
 from nbdist.notebook.tables import Shown
@@ -115,6 +117,7 @@ class Command:
     split: Split
     summary: str = ""
     looks: bool = False
+    in_a_line: bool = False
 
     def __repr__(self) -> str:
         return f"<Command {self.shown_name}>"
@@ -134,6 +137,7 @@ class Command:
 
         @wraps(self.run)  # so that `%dist_init?` shows its help, and the file that it is in
         def magic(text: str, cell: str = "") -> None:
+            text = without_comment(text)
             if not self.looks and is_in_subshell(pools.shell):
                 raise refusal(self.shown_name, [c.shown_name for c in find_commands() if c.looks])
             line = Line(self, pools, text, cell)
@@ -152,12 +156,32 @@ class Command:
 
         return magic
 
+    def line_magic(self, pools: Pools) -> Callable[..., None]:
+        """Make the function for a cell that is one line: `%distributed -r 0 x = 1`.
+
+        IPython replaces nothing in it: `{x}` is code.
+        """
+        magic = self.magic(pools)
+
+        @wraps(self.run)
+        def in_a_line(text: str) -> None:
+            options, code = split_code(self.run, text)
+            if not code:
+                raise UsageError(
+                    f"`%{self.name}` runs one line, such as `%{self.name} x = 1`; "
+                    f"`{self.shown_name}` on the first line of a cell runs the cell."
+                )
+            magic(options, code)
+
+        return no_var_expand(in_a_line)
+
 
 def command(
     *options: Callable[[Magic], Magic],
     kind: Literal["line", "cell"] = "line",
     split: Split = lambda _, line: (line, []),
     looks: bool = False,
+    in_a_line: bool = False,
 ) -> Callable[[Callable[[Line], Shown | str | None]], Command]:
     """Make a magic of a function that is called as it, and has its help as docstring.
 
@@ -166,6 +190,7 @@ def command(
         kind: whether it stands before a cell.
         split: for lines that are not options alone.
         looks: whether it only looks, with `Line.look`, and may do so while a cell runs.
+        in_a_line: whether its cell can be one line, below no other: `%distributed x = 1`.
     """
 
     def decorate(run: Callable[[Line], Shown | str | None]) -> Command:
@@ -178,7 +203,7 @@ def command(
         escape = "%%" if kind == "cell" else "%"
         made = (run.__doc__ or "").replace("  %", f"  {escape}", 1).strip()
         run.__doc__ = f"{said}\n\n{made}\n"
-        return Command(run, kind, split, said.partition("\n")[0], looks)
+        return Command(run, kind, split, said.partition("\n")[0], looks, in_a_line)
 
     return decorate
 

@@ -13,14 +13,14 @@ from nbdist.notebook.settings import NbDist
 from nbdist.world.link import Link
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbdist.notebook.command import Command
     from nbdist.notebook.pools import Pools
 
-_loaded: WeakKeyDictionary[InteractiveShell, tuple[Pools, list[Command], ExitStack]]
+_loaded: WeakKeyDictionary[InteractiveShell, tuple[Pools, list[tuple[str, str]], ExitStack]]
 _loaded = WeakKeyDictionary()
 
 
@@ -35,17 +35,39 @@ def load(shell: InteractiveShell) -> None:
     # The rest of the extension is imported while the agent starts.
     from nbdist.notebook.command import find_commands
     from nbdist.notebook.pools import Pools
+    from nbdist.notebook.rest_of_cell import RestOfCell
 
     pools = Pools(shell, settings)
     pools.default.take_over(link)
     commands = [*find_commands()]
     shell.configurables.append(settings)  # type: ignore[arg-type]
-    for command in commands:
-        # The manager's own method: the shell's has the manager's signature for mypy.
-        shell.magics_manager.register_function(command.magic(pools), command.kind, command.name)
+    registered = [*register(shell, pools, commands)]
     shell.events.register("post_run_cell", pools.notice_names)
     atexit.register(pools.close)
-    _loaded[shell] = pools, commands, help_at_border(shell, pools, commands)
+    stack = help_at_border(shell, pools, commands)
+    RestOfCell(shell)
+    _loaded[shell] = pools, registered, stack
+
+
+def register(
+    shell: InteractiveShell, pools: Pools, commands: Sequence[Command]
+) -> Iterator[tuple[str, str]]:
+    """Register the magics, and what refuses cell magics in the middle of a cell.
+
+    Yields kind and name of each.
+    """
+    from nbdist.notebook.border.first_line import MAGICS
+    from nbdist.notebook.cell_source import refuse_place
+
+    wanted: list[tuple[Callable[..., Any], str, str]] = [
+        (each.magic(pools), each.kind, each.name) for each in commands
+    ]
+    wanted += [(partial(refuse_place, shell, f"%{name}"), "line", f"%{name}") for name in MAGICS]
+    wanted += [(each.line_magic(pools), "line", each.name) for each in commands if each.in_a_line]
+    for magic, kind, name in wanted:
+        # The manager's own method: the shell's has the manager's signature for mypy.
+        shell.magics_manager.register_function(magic, kind, name)
+        yield kind, name
 
 
 def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Command]) -> ExitStack:
@@ -110,12 +132,12 @@ def prestart() -> Link:
 
 def unload(shell: InteractiveShell) -> None:
     """End the workers and leave the shell as it was."""
-    pools, commands, help_given = _loaded.pop(shell)
+    pools, registered, help_given = _loaded.pop(shell)
     help_given.close()
     pools.close()
     atexit.unregister(pools.close)
     shell.events.unregister("post_run_cell", pools.notice_names)
     shell.configurables.remove(pools.settings)  # type: ignore[arg-type]
-    for command in commands:
-        shell.magics_manager.magics[command.kind].pop(command.name, None)
-        vars(shell.magics_manager.user_magics).pop(command.name, None)
+    for kind, name in registered:
+        shell.magics_manager.magics[kind].pop(name, None)
+        vars(shell.magics_manager.user_magics).pop(name, None)

@@ -13,7 +13,7 @@ from IPython.core.magic_arguments import argument, argument_group, parse_argstri
 from nbdist.config import OPTIONS, Option, WorldConfig
 from nbdist.errors import UsageError, WorldSizeMismatch
 from nbdist.notebook.border.flags import flags_of
-from nbdist.notebook.border.habits import in_our_words, meant_by
+from nbdist.notebook.border.habits import in_our_words, meant_by, our_flag
 from nbdist.readers import read_environ, read_restarts, unquoted
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ RANKS = re.compile(r"(?:^|(?<=\s))(?:-r|--ranks)(?:\s*=\s*|\s+)(\[[^\]]*\]|\S+)"
 
 QUOTED = re.compile(r"""(?<!\S)(--[\w-]+)(?:=|\s+)(\w+=)?(["'])(.*?)\3(?!\S)""")
 """`--wrap="nice -n 5"` and `--env A="1 2"`, which IPython would split at the spaces."""
+
+FLAG = re.compile(r"\s*(--?[A-Za-z][\w-]*)(=\S+)?(?=\s|$)")
+VALUE = re.compile(r"""\s+(\[[^\]]*\]|"[^"]*"|'[^']*'|\S+)""")
 
 GROUPS = {
     "which workers": ("n", "layout", "gpus", "share_gpus", "cpus", "backend", "name"),
@@ -134,6 +137,16 @@ def parse(magic: Magic, name: str, line: str) -> argparse.Namespace:
     for option, value in vars(options).items():
         setattr(options, option, _unquoted(value))
     return options  # type: ignore[no-any-return]
+
+
+def split_code(magic: Magic, line: str) -> tuple[str, str]:
+    """Divide `-r 0 x = 1` into the options that come first and the code after them."""
+    flags, at = flags_of(magic), 0
+    while found := FLAG.match(line, at):
+        option, at = flags.get(our_flag(found[1], flags)), found.end()
+        if option and option.takes_value and not found[2] and (value := VALUE.match(line, at)):
+            at = value.end()
+    return line[:at].strip(), line[at:].strip()
 
 
 def _ranks_in_a_word(found: re.Match[str]) -> str:

@@ -29,14 +29,17 @@ def enable(profile: str, *, is_sure: bool) -> int:
     """Write them into a profile, after asking; returns the command's exit code."""
     file = config_file(profile)
     config = read(file)
-    names = sorted({each.name for each in find_commands()})
+    # Also what IPython makes of `%%distributed` below other lines, so that this is said.
+    found = [*find_commands()]
+    below = {f"%{each.name}" for each in found if each.kind == "cell"}
+    names = sorted(below | {each.name for each in found})
     in_python = file.with_suffix(".py")
     if in_python.exists() and _SET_IN_PYTHON.search(in_python.read_text(encoding="utf-8")):
         raise UsageError(
             f"{in_python} sets {SECTION}.{TRAIT} itself; add to it "
             f'`c.{SECTION}.{TRAIT}["distributed"] = "{EXTENSION}"`, and so on for other magics.'
         )
-    if not is_sure and not _is_wanted(file, len(names)):
+    if not is_sure and not _is_wanted(file, len(names) - len(below)):
         sys.stdout.write("nothing was written\n")
         return 1
     config.setdefault(SECTION, {}).setdefault(TRAIT, {}).update(dict.fromkeys(names, EXTENSION))

@@ -82,3 +82,27 @@ def test_comments_alone_are_a_mistake(shell: Any):
     """They would start workers for nothing."""
     with pytest.raises(UsageError, match="`%%distributed`: the cell has no code"):
         check_source(shell, "%%distributed -n 2", "# later")
+
+
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [
+        ("x = 1\n%dist_gather x\nx", "line 3: `%dist_gather` is for the notebook, not for the"),
+        ("%dist_status", "line 2: `%dist_status` is for the notebook"),
+        ("if x:\n    y = %dist_gather x", "line 3: `%dist_gather` is for the notebook"),
+        ("%distributed x = 1", "line 2: `%distributed` is for the notebook"),
+        ("import os\n%load_ext nbdist", "line 3: `%load_ext nbdist` is for the notebook"),
+        ("x\n%%rank 0\ny", "%%rank must be the first line of its cell: split the cell at line 3"),
+    ],
+)
+def test_magics_of_the_notebook(shell: Any, cell: str, said: str):
+    """Ranks have none of them; which line it is, and what to do, is said before anything runs."""
+    with pytest.raises(UsageError) as found:
+        check_source(shell, "%%distributed", cell)
+    assert str(found.value).startswith(said)
+
+
+def test_magics_of_the_ranks(shell: Any):
+    """All others are theirs, and what looks like one of the notebook's in a text."""
+    for cell in ("%load_ext autoreload", "%time x", "s = '%dist_gather x'", "%rankings"):
+        assert check_source(shell, "%%distributed", cell)

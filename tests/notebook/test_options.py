@@ -12,6 +12,7 @@ from IPython.core.magic_arguments import argument, magic_arguments
 from nbdist import World
 from nbdist.config import OPTIONS
 from nbdist.errors import UsageError, WorldSizeMismatch
+from nbdist.notebook.commands.distributed import distributed
 from nbdist.notebook.options import (
     GROUPS,
     at_once,
@@ -21,6 +22,7 @@ from nbdist.notebook.options import (
     pool_option,
     ranks_option,
     restarts_option,
+    split_code,
     world_options,
 )
 
@@ -187,3 +189,19 @@ def test_help_of_options(decorate: Callable[..., Any]) -> None:
     """Percent signs in it are signs."""
     text = magic_arguments()(decorate(lambda line: None)).parser.format_help()
     assert "%%" not in text
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "code"),
+    [
+        ("x = 1", "", "x = 1"),
+        ("-r 0 -x", "-r 0 -x", ""),
+        ("-r 0 -1 + x  # c", "-r 0", "-1 + x  # c"),
+        ("-n=4 --ranks [0, 1] print(x)", "-n=4 --ranks [0, 1]", "print(x)"),
+        ("-np 4 --no-wait --env 'A=1 2' f(-r)", "-np 4 --no-wait --env 'A=1 2'", "f(-r)"),
+        ("", "", ""),
+    ],
+)
+def test_code_in_a_line(line: str, options: str, code: str) -> None:
+    """What follows the options is code, whatever it looks like."""
+    assert split_code(distributed.run, line) == (options, code)

@@ -1,28 +1,50 @@
-"""What may stand above a cell's magic, or in its line, besides what IPython itself understands.
+"""What may stand around a cell's magic besides what IPython itself understands.
 
-A transformer of input: pure, since IPython calls it several times for a cell.
+Pure: IPython calls the transformer of input several times for a cell.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from IPython.core.inputtransformer2 import make_tokens_by_line
 
 MAGICS = ("distributed", "rank", "local")
 
+AT = "at line "
+"""What comes before the number in the line that a cell with a misplaced magic becomes."""
+
 _MAGIC = re.compile(rf"[ \t]*%%({'|'.join(MAGICS)})(?=[\s\[]|$)(.*)", re.DOTALL)
 _BRACKETS = re.compile(r"\s*\[([^\]\n]*)\]")
+_LOADS = re.compile(r"[ \t]*%load_ext[ \t]+nbdist[ \t]*(?:#.*)?$", re.MULTILINE)
+_QUOTED = re.compile(r"'[^']*'?|\"[^\"]*\"?")
+_COMMENT = re.compile(r"(?:^|\s)#")
+_NOTEBOOKS = re.compile(r"(?:(\w+)\s*=\s*)?%(dist_\w+)(?:[ \t]+(.*))?")
+
+
+@dataclass(frozen=True, slots=True)
+class LineMagic:
+    """A line of a cell that is a magic: its name, its text, and what its value is bound to."""
+
+    name: str
+    text: str
+    target: str
 
 
 def transform_first_lines(lines: list[str], *, local_is_plain: bool = True) -> list[str]:
     """Have a cell of ours begin with its magic; all lines below keep their numbers.
 
-    Comments above it change places with it.  `%%rank[0,1]`, nbdistributed's, is `%%rank 0,1`.
-    A cell of `%%local` is a plain one, but not in a terminal (`local_is_plain` False), which
-    would take it for complete at the end of each line.
+    Comments above it change places with it, and so does `%load_ext nbdist`, which has been done.
+    `%%rank[0,1]`, nbdistributed's, is `%%rank 0,1`.  A cell of `%%local` is a plain one, but not in
+    a terminal (`local_is_plain` False), which would take it for complete at the end of each line.
+    A cell with one of them elsewhere becomes a line that raises: nothing of it runs.
     """
-    above = 0
-    while above < len(lines) and _is_comment(lines[above]):
-        above += 1
+    if place := misplaced(lines):
+        name, number = place
+        return [f"get_ipython().run_line_magic('%{name}', '{AT}{number}')\n"]
+    above = _count_above(lines)
     found = _MAGIC.fullmatch(lines[above]) if above < len(lines) else None
     if found is None:
         return lines
@@ -32,7 +54,69 @@ def transform_first_lines(lines: list[str], *, local_is_plain: bool = True) -> l
     first = f"{'# ' * (name == 'local' and local_is_plain)}%%{name}{rest}"
     if not first.endswith("\n"):
         first += "\n"
-    return [first, *lines[:above], *lines[above + 1 :]]
+    comments = [f"# {line}" if _LOADS.match(line) else line for line in lines[:above]]
+    return [first, *comments, *lines[above + 1 :]]
+
+
+def misplaced(lines: Sequence[str]) -> tuple[str, int] | None:
+    """Find one of our cell magics that is not its cell's first line: its name, and which line.
+
+    The line of auto mode, which nobody has typed, is not counted.
+    """
+    begin = _count_above(lines)
+    is_first = begin < len(lines) and _MAGIC.fullmatch(lines[begin]) is not None
+    begin += is_first
+    code = begin + _count_above(lines[begin:])
+    rest = [*lines[begin:]]
+    if (
+        code < len(lines)
+        and lines[code].lstrip().startswith("%%")
+        and not _MAGIC.match(lines[code])
+    ):
+        return None  # all below is the text of that one
+    if not any(map(_MAGIC.match, rest)):
+        return None
+    unseen = int(is_first and "--auto" in lines[begin - 1].split())
+    for tokens in make_tokens_by_line(rest):
+        token = next((each for each in tokens if each.string.strip()), None)
+        if token is not None and token.string == "%":
+            row = token.start[0]
+            if found := _MAGIC.fullmatch(rest[row - 1]):
+                return found[1], begin + row - unseen
+    return None
+
+
+def divide(cell: str) -> tuple[str, list[LineMagic]]:
+    """Take the notebook's own magics off the end of a cell for the ranks: `%dist_gather loss`.
+
+    None where nothing else would be left, nor from the text of another cell magic.
+    """
+    lines, found = cell.splitlines(keepends=True), list[LineMagic]()
+    if cell.lstrip().startswith("%%"):
+        return cell, found
+    end = at = len(lines)
+    while at:
+        at -= 1
+        if _is_comment(lines[at]):
+            continue
+        if (magic := _NOTEBOOKS.fullmatch(lines[at].rstrip())) is None:
+            return "".join(lines[:end]), found
+        found.insert(0, LineMagic(magic[2], magic[3] or "", magic[1] or ""))
+        end = at
+    return cell, []
+
+
+def without_comment(line: str) -> str:
+    """Take a comment off the end of a magic's line: `#` after a space, outside of quotes."""
+    plain = _QUOTED.sub(lambda quoted: "_" * len(quoted[0]), line)
+    found = _COMMENT.search(plain)
+    return line[: found.start()] if found else line
+
+
+def _count_above(lines: Sequence[str]) -> int:
+    """Count the lines at the beginning that say nothing, or load nbdist."""
+    code = (at for at, line in enumerate(lines) if not (_is_comment(line) or _LOADS.match(line)))
+    return next(code, len(lines))
 
 
 def _is_comment(line: str) -> bool:

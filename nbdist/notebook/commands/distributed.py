@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError
+from nbdist.notebook.border.first_line import LineMagic, divide
 from nbdist.notebook.cells import source_steps, through
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.commands.snapshot import take_due
@@ -34,6 +36,7 @@ _POOL = re.compile(r"(?:^|(?<=\s))--pool(?:\s*=\s*|\s+)(\S+)")
     argument("--local", action="store_true", help="run the cell here, in the notebook, as well"),
     world_options,
     kind="cell",
+    in_a_line=True,
 )
 def distributed(line: Line) -> None:
     """Run the cell on all workers at once; the first such cell starts them.
@@ -44,9 +47,21 @@ def distributed(line: Line) -> None:
         %%distributed -r 0,2-3
         print(rank, loss.item())
 
-    Variables of the notebook that the cell uses are sent with it.
+    Variables of the notebook that the cell uses are sent with it.  `%distributed x = 1` runs one
+    line; magics of the notebook at the end of the cell (`%dist_gather loss`) run after it.
     """
+    line.cell, last = divide(line.cell)
     send(line, _steps(line))
+    _run_here(line, last)
+
+
+def _run_here(line: Line, magics: Iterable[LineMagic]) -> None:
+    """Run the notebook's own magics that a cell ends with."""
+    shell = line.pool.shell
+    for each in magics:
+        value = shell.run_line_magic(each.name, each.text)
+        if each.target:
+            shell.user_ns[each.target] = value
 
 
 def _steps(line: Line) -> Steps:
@@ -78,5 +93,7 @@ def _split_ranks(_: Magic, text: str) -> tuple[str, list[str]]:
 )
 def rank(line: Line) -> None:
     """Run the cell on some ranks only: `%%rank 0,2-3` is `%%distributed -r 0,2-3`."""
+    line.cell, last = divide(line.cell)
     through(source_steps(line.pool, line.text, line.cell, line.options.ranks, line.display))
     take_due(line.pool)
+    _run_here(line, last)

@@ -6,9 +6,10 @@ import ast
 import re
 from collections.abc import Iterator
 
-# Magics whose text is no Python: words in it must not be taken for names.
+# Magics whose text is no Python of the notebook: words in it must not be taken for names.
 _NOT_PYTHON = frozenset(
     {
+        *("distributed", "rank"),
         *("bash", "cmd", "perl", "ruby", "script", "sh", "system", "sx"),
         *("html", "javascript", "js", "latex", "markdown", "svg", "writefile"),
         *(

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.notebook.border.first_line import transform_first_lines
+from nbdist.notebook.border.first_line import (
+    LineMagic,
+    divide,
+    transform_first_lines,
+    without_comment,
+)
 
 
 @pytest.mark.parametrize(
@@ -18,7 +23,20 @@ from nbdist.notebook.border.first_line import transform_first_lines
         ("%%local\nx\n", "# %%local\nx\n"),
         ("# a\n%%local\nx\n", "# %%local\n# a\nx\n"),
         ("# a\n%%distributed", "%%distributed\n# a\n"),
-        ("x\n%%distributed\n", "x\n%%distributed\n"),
+        ("%load_ext nbdist\n%%rank 0\nx\n", "%%rank 0\n# %load_ext nbdist\nx\n"),
+        ("%load_ext nbdist # a\n\n%%distributed\n", "%%distributed\n# %load_ext nbdist # a\n\n"),
+        ("%load_ext nbdist\nx\n", "%load_ext nbdist\nx\n"),
+        ("x\n%%distributed\n", "get_ipython().run_line_magic('%distributed', 'at line 2')\n"),
+        ("x\n\nif x:\n  %%rank 0\n", "get_ipython().run_line_magic('%rank', 'at line 4')\n"),
+        ("%%rank 0\nx\n%%local\nx\n", "get_ipython().run_line_magic('%local', 'at line 3')\n"),
+        ("%%rank 0\n%%rank 1\nx\n", "get_ipython().run_line_magic('%rank', 'at line 2')\n"),
+        (
+            "%%distributed --auto\nx\n%%distributed\n",
+            "get_ipython().run_line_magic('%distributed', 'at line 2')\n",
+        ),
+        ("x = '''\n%%distributed\n'''\n", "x = '''\n%%distributed\n'''\n"),
+        ("%%writefile a\n%%distributed\n", "%%writefile a\n%%distributed\n"),
+        ("%%rank 0\n%%writefile a\n%%rank 0\n", "%%rank 0\n%%writefile a\n%%rank 0\n"),
         ("# a\n%%distributedly\n", "# a\n%%distributedly\n"),
         ("# a\n%%time\nx\n", "# a\n%%time\nx\n"),
         ("# only\n", "# only\n"),
@@ -36,3 +54,43 @@ def test_in_a_terminal() -> None:
     """`%%local` stays a magic there, so that its cell is not complete before it is."""
     lines = ["# a\n", "%%local\n", "x\n"]
     assert transform_first_lines(lines, local_is_plain=False) == ["%%local\n", "# a\n", "x\n"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "rest", "magics"),
+    [
+        ("x = 1\n", "x = 1\n", []),
+        ("x = 1\n\n%dist_gather x  # why\n", "x = 1\n\n", [("dist_gather", "x  # why", "")]),
+        (
+            "x\n%dist_status\n# both\ny = %dist_gather x",
+            "x\n",
+            [("dist_status", "", ""), ("dist_gather", "x", "y")],
+        ),
+        ("x\n%dist_status\nprint(1)\n", "x\n%dist_status\nprint(1)\n", []),
+        ("for x in y:\n    %dist_push x\n", "for x in y:\n    %dist_push x\n", []),
+        ("%dist_gather x\n", "%dist_gather x\n", []),
+        ("%%bash\n%dist_gather x\n", "%%bash\n%dist_gather x\n", []),
+        ("x = '''\n%dist_status\n'''", "x = '''\n%dist_status\n'''", []),
+    ],
+)
+def test_what_the_notebook_runs_at_the_end(
+    cell: str, rest: str, magics: list[tuple[str, str, str]]
+) -> None:
+    """Its own magics below all else, with what their values are bound to."""
+    assert divide(cell) == (rest, [LineMagic(*each) for each in magics])
+
+
+@pytest.mark.parametrize(
+    ("line", "without"),
+    [
+        ("loss   # a list by rank", "loss  "),
+        ('-n 4 # it\'s "big"', "-n 4"),
+        ("# all", ""),
+        ("d['#'] d[\"a # b\"]  # c", "d['#'] d[\"a # b\"] "),
+        ("--env K=#x", "--env K=#x"),
+        ("--tag 'a # b", "--tag 'a # b"),
+    ],
+)
+def test_a_comment_ends_a_line(line: str, without: str) -> None:
+    """After a space and outside of quotes, as in Python and in a shell."""
+    assert without_comment(line) == without

@@ -16,6 +16,7 @@ from nbdist.notebook.shipping.magic_strings import code_in_magic
         ("get_ipython().run_line_magic('timeit', '-n 10 -q f(y)')", ["f(y)"]),
         ("get_ipython().run_cell_magic('time', '', 'a\\n%matplotlib inline\\nb')", ["a", "b"]),
         ("get_ipython().run_cell_magic('bash', '', 'echo $x')", ["f'{x}'"]),
+        ("get_ipython().run_cell_magic('distributed', '', 'theirs = 1')", []),
         ("get_ipython().run_line_magic('cd', '{folder}')", ["f'{folder}'"]),
         ("get_ipython().run_line_magic('pip', 'install x')", []),
         ("get_ipython().system('ls {a:>3} ${b} $$PID')", ["f'{a:>3}'", "f'{b}'", "f'{b}'"]),

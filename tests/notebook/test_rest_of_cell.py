@@ -1,0 +1,131 @@
+"""Tests of `nbdist.notebook.rest_of_cell`, and of the README's first example, pasted as it is."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+from nbdist.notebook.border.first_line import transform_first_lines
+from nbdist.notebook.rest_of_cell import RestOfCell
+from tests.notebook.front_end import Notebook, Outcome
+
+pytestmark = pytest.mark.shared_world
+
+README = Path(__file__).parent.parent.parent / "README.md"
+
+Fresh = Callable[..., Notebook]
+
+
+@pytest.fixture
+def shell() -> Any:
+    """One that loads as much of nbdist as this is about."""
+    shell: Any = InteractiveShell(config=Config({"HistoryManager": {"enabled": False}}))
+    shell.user_ns["ran"] = ran = []
+
+    def load(_: str) -> None:
+        RestOfCell(shell)
+        shell.input_transformers_cleanup.insert(0, transform_first_lines)
+        shell.register_magic_function(place, "line", "%distributed")
+
+    def place(line: str) -> None:
+        raise ValueError(line)
+
+    def distributed(line: str, cell: str) -> None:
+        ran.append((line, cell))
+        shell.run_cell("ran.append('nested')")
+        if "wrong" in cell:
+            raise ValueError("wrong")
+
+    shell.register_magic_function(load, "line", "load_ext")
+    shell.register_magic_function(distributed, "cell", "distributed")
+    return shell
+
+
+def run(shell: Any, cell: str) -> BaseException | None:
+    """Run a cell; what it raised."""
+    with redirect_stdout(io.StringIO()):
+        result = shell.run_cell(cell, store_history=True)
+    error: BaseException | None = result.error_in_exec
+    assert result.success == (error is None)
+    assert "run_code" not in vars(shell)
+    return error
+
+
+def test_the_rest_is_the_cell_magics(shell: Any) -> None:
+    """Nothing of it runs here; the next cell is one like any other."""
+    assert run(shell, "# a\n%load_ext nbdist\n%%distributed -n 4\nhere = 1\nx\n") is None
+    assert shell.user_ns["ran"] == [("-n 4", "# a\n# %load_ext nbdist\nhere = 1\nx\n"), "nested"]
+    assert run(shell, "after = 1") is None
+    assert "after" in shell.user_ns
+    assert "here" not in shell.user_ns
+
+
+def test_the_rest_fails(shell: Any) -> None:
+    """The cell that has loaded nbdist has failed then."""
+    error = run(shell, "%load_ext nbdist\n%%distributed\nwrong = 1\nx\n")
+    assert repr(error) == "ValueError('wrong')"
+    assert "wrong" not in shell.user_ns
+
+
+def test_a_magic_that_is_not_first(shell: Any) -> None:
+    """What it stands below has run, since nbdist was not there; what stands below it has not."""
+    error = run(shell, "before = 1\n%load_ext nbdist\nx = 1\n%%distributed\nhere = 1\n")
+    assert repr(error) == "ValueError('at line 4')"
+    assert {"before", "x", "here"} & shell.user_ns.keys() == {"before"}
+
+
+def test_plain_python_below(shell: Any) -> None:
+    """It runs as ever."""
+    assert run(shell, "%load_ext nbdist\nhere = 1\nhere + 1") is None
+    assert (shell.user_ns["here"], shell.user_ns["_"]) == (1, 2)
+
+
+def example() -> str:
+    """The README's first block of code."""
+    found = re.search(r"(?m)(?:^    .*\n(?:\n(?=    ))?)+", README.read_text())
+    assert found, "the README shows no code"
+    return dedent(found[0])
+
+
+def trained(outcomes: list[Outcome]) -> list[str]:
+    """What the ranks of the one distributed cell have printed."""
+    assert [each.errors for each in outcomes] == [[]] * len(outcomes)
+    shown = [(each.updates or each.displays)[-1:] for each in outcomes]
+    text = "".join(each["data"]["text/plain"] for last in shown for each in last)
+    return re.findall(r"^rank \d loss \d\.\d{3}$", text, re.MULTILINE)
+
+
+def check(notebook: Notebook, cells: list[str]) -> None:
+    printed = trained([notebook.run(cell) for cell in cells])
+    losses = notebook.value("loss")
+    assert printed == [f"rank {rank} loss {loss:.3f}" for rank, loss in enumerate(losses)]
+    assert len(losses) == 4
+
+
+def test_the_readmes_example_in_one_cell(fresh: Fresh) -> None:
+    """In a new notebook, and again where nbdist is loaded; its line numbers are the cell's."""
+    notebook = fresh()
+    check(notebook, [example()])
+    notebook.run("del loss")
+    check(notebook, [example()])
+    wrong = notebook.run("%load_ext nbdist\n\n# a\n%%distributed\nx = 1\n1 / 0\n%dist_gather x")
+    (error,) = wrong.errors
+    assert "line 6" in (wrong.updates or wrong.displays)[-1]["data"]["text/plain"]
+    assert "ZeroDivisionError" in error["evalue"]
+    assert notebook.run("x").errors[0]["ename"] == "NameError"
+
+
+def test_the_readmes_example_block_by_block(fresh: Fresh) -> None:
+    """Each block begins with its magic."""
+    blocks = re.split(r"\n(?=%)", example())
+    assert [block.split()[0] for block in blocks] == ["%load_ext", "%%distributed", "%dist_gather"]
+    check(fresh(), blocks)
