@@ -31,7 +31,7 @@ from nbdist.notebook.page import missed
 from nbdist.notebook.shipping.gathered import gathered_text
 from nbdist.notebook.shipping.plan import plan
 from nbdist.notebook.shipping.shipment import words_only
-from nbdist.notebook.stale import stale_texts
+from nbdist.notebook.stale import covered_texts, stale_texts
 from nbdist.notebook.stops import met_stops, raised_stops
 from nbdist.notebook.transfer import Progress, on_its_way_text, packed
 from nbdist.notebook.values import last_values
@@ -287,7 +287,8 @@ def _follow_steps(
             display.end(running.transcript, pool.log_files())
         raise
     if display:
-        for text in stale_texts(running.transcript):
+        covered = covered_texts(running.transcript, world.session.names)
+        for text in (*stale_texts(running.transcript), *covered):
             display.note(text, at_once=False)
         display.end(running.transcript, pool.log_files())
         pool.ended.add(running.transcript, display)
@@ -333,12 +334,11 @@ def check_end(
     if stopped and not running.unfinished and (killed or not running.died):
         fate = stop_text(world.session, killed) if killed else late_stop_text(running)
         raise Interrupted(running.task.ranks, killed, fate)
+    running.lacking = running.lacking or _not_sent_text(pool, cause)
     if error := running.error():
         _keep_why(pool, running)
         if isinstance(error, CellTimeout) and killed:
             error.add(stop_text(world.session, killed))
-        if not running.lacking and (why := _not_sent_text(pool, cause)):
-            error.add(why)
         if pool.routine.hint and isinstance(error, WorkerDied):
             error.add(f"{pool.routine.hint}.")
         raise error

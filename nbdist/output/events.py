@@ -171,7 +171,9 @@ class Done:
     modules that the rank has imported, and that were edited since.  `gone` are names that the
     cell has deleted; without `received` it was stopped before it had bound those that came along.
     `kept` is how many bytes the cell's last value takes, where the rank has kept it for the
-    notebook, None where not.
+    notebook, None where not.  `kinds` says of those of `bound` that are modules, optimizers or
+    tensors which they are (`nbdist.wire.kinds`), and `covered` are those that every worker has
+    of itself, and that are something else now.
     """
 
     status: Literal["ok", "error", "aborted"]
@@ -185,6 +187,8 @@ class Done:
     gone: frozenset[str] = frozenset()
     received: bool = True
     kept: int | None = None
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    covered: frozenset[str] = frozenset()
 
     @property
     def made(self) -> frozenset[str]:

@@ -119,6 +119,8 @@ class WorkerKernel(LeavesChildren):
             bound = frozenset(context.bound)
             gone, imported = frozenset(context.gone), self.namespace.imported(bound)
             done = replace(done, bound=bound, imported=imported, gone=gone)
+            kinds, covered = self.namespace.kinds(bound), self.namespace.covered(bound)
+            done = replace(done, kinds=kinds, covered=covered)
             done = self._brought(task, context, error, value, done)
         except KeyboardInterrupt:  # between the lines of the cell
             done = replace(done, failure=failure_in_words("KeyboardInterrupt", ""))

@@ -14,6 +14,7 @@ from typing import Any
 
 from nbdist.output.events import NAME_PROBLEM
 from nbdist.wire.identity import Identity
+from nbdist.wire.kinds import OTHER, kind_of
 from nbdist.wire.ops import Brought
 from nbdist.wire.payload import Packed, Payload, open_payload, packing, size_of
 from nbdist.wire.pickling import pickle, unpickle
@@ -135,6 +136,18 @@ class Namespace:
         """Return those that are modules, or functions and classes of modules: and of which."""
         values = {name: self._names.get(name) for name in names}
         return {name: _whence(value) for name, value in values.items() if _is_imported(value)}
+
+    def kinds(self, names: Iterable[str]) -> dict[str, int]:
+        """Return which of these are modules, optimizers or tensors."""
+        kinds = {name: kind_of(self._names.get(name)) for name in names}
+        return {name: kind for name, kind in kinds.items() if kind != OTHER}
+
+    def covered(self, names: Iterable[str]) -> frozenset[str]:
+        """Return those of `ready` that are bound to something else now, which looks different."""
+        own = {name: self.ready[name] for name in self.ready.keys() & names}
+        return frozenset(
+            name for name, value in own.items() if not _is_like(self._names.get(name), value)
+        )
 
     def import_again(self, imports: Mapping[str, str]) -> frozenset[str]:
         """Bind what `imported` gave in the worker before this one; the names that are bound.
@@ -259,6 +272,11 @@ def _whence(value: Any) -> str:
     except (AttributeError, KeyError):
         return ""
     return f"{module}:{path}" if is_there else ""
+
+
+def _is_like(value: object, own: object) -> bool:
+    """Say whether it is this, or a number or device that reads the same."""
+    return value is own or (isinstance(value, int | str | type(own)) and str(value) == str(own))
 
 
 def _is_imported(value: Any) -> bool:

@@ -18,6 +18,7 @@ from nbdist.errors import UsageError
 from nbdist.output.events import Done
 from nbdist.wire.identity import Identity, is_atomic
 from nbdist.wire.kept import Kept
+from nbdist.wire.kinds import OTHER, kind_of
 
 WORKERS_OWN = frozenset({"rank", "world_size", "local_rank", "device"})
 """Names that every worker binds to its own from its start."""
@@ -60,13 +61,15 @@ class Own:
     whence: str | None = None
     version: Hashable = None
     has_changed: bool = False
+    kind: int = OTHER
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A task had bound the name, but the rank is a new process; `whence` as before."""
+    """A task had bound the name, but the rank is a new process; the rest as before."""
 
     whence: str | None = None
+    kind: int = OTHER
 
 
 Entry = Shipped | Own | Lost
@@ -120,7 +123,8 @@ class NameTable:
         for name in done.gone:
             has.pop(name, None)
         for name in done.bound:
-            has[name] = Own(Identity(self._value(name)), done.imported.get(name))
+            identity, kind = Identity(self._value(name)), done.kinds.get(name, OTHER)
+            has[name] = Own(identity, done.imported.get(name), kind=kind)
 
     def bound_in_notebook(self, names: Iterable[str]) -> None:
         """Note that a cell of the notebook may have bound these names: they are its own again.
@@ -156,8 +160,12 @@ class NameTable:
             for rank in self.holders(name):
                 entry, has_changed = self._ranks[rank][name], name in changed.get(rank, ())
                 assert isinstance(entry, Shipped)
-                own = Own(entry.identity, version=entry.version, has_changed=has_changed)
-                self._ranks[rank][name] = own
+                self._ranks[rank][name] = Own(
+                    entry.identity,
+                    version=entry.version,
+                    has_changed=has_changed,
+                    kind=kind_of(self._value(name)),
+                )
 
     def let_go(self) -> None:
         """Keep no memory of what was shipped: there are no workers any more that have it."""
@@ -171,9 +179,10 @@ class NameTable:
 
         Nor what the cell in which they died has `made` on the others.
         """
+        lost = {name: Lost(kind=self._kind(name)) for name in made}
         for rank in ranks:
             had = self._ranks.get(rank, {})
-            self._ranks[rank] = {**_losses([had]), **dict.fromkeys(made, Lost())}
+            self._ranks[rank] = {**_losses([had]), **lost}
 
     def renumbered(self, was: Mapping[int, int], after: int) -> None:
         """Note that there are so many ranks now; `was` has those that stay by their new numbers.
@@ -289,15 +298,17 @@ class NameTable:
         return sorted(name for name, e in has if isinstance(e, Own) and e.whence is None)
 
     def lacking(self, ranks: Iterable[int]) -> str:
-        """List what these ranks lack since they are new: `model, x and 3 more`; "" for nothing."""
-        return list_names(
-            {
-                name
-                for rank in ranks
-                for name, entry in self._ranks.get(rank, {}).items()
-                if isinstance(entry, Lost) and entry.whence is None
-            }
-        )
+        """List what these ranks lack since they are new: `model, x and 3 more`; "" for nothing.
+
+        Modules come first, then optimizers and tensors: they are what is missed.
+        """
+        lost = {
+            name: entry.kind
+            for rank in ranks
+            for name, entry in self._ranks.get(rank, {}).items()
+            if isinstance(entry, Lost) and entry.whence is None
+        }
+        return list_names(lost, order=lost)
 
     def was_noticed(self, name: str) -> bool:
         """Say whether there was one since it was last bound."""
@@ -313,6 +324,10 @@ class NameTable:
         record = self.record(name)
         return record is not None and record.holds_objects
 
+    def _kind(self, name: str) -> int:
+        kinds = (entry.kind for _, entry in self._entries(name) if isinstance(entry, Own))
+        return min(kinds, default=OTHER)
+
     def _value(self, name: str) -> Any:
         return self.namespace.get(name, _NOTHING)
 
@@ -327,8 +342,9 @@ def _is_kept(identity: Identity | None, value: Any) -> bool:
 
 def _losses(had: Iterable[Mapping[str, Entry]]) -> dict[str, Lost]:
     """List what is lost with processes that had this; what one has made goes before an import."""
-    bound = ((n, e.whence) for has in had for n, e in has.items() if not isinstance(e, Shipped))
-    return {n: Lost(whence) for n, whence in sorted(bound, key=lambda each: each[1] is None)}
+    bound = ((n, e) for has in had for n, e in has.items() if not isinstance(e, Shipped))
+    ordered = sorted(bound, key=lambda each: each[1].whence is None)
+    return {name: Lost(entry.whence, entry.kind) for name, entry in ordered}
 
 
 def check_are_free(names: Iterable[str], line: str) -> None:
@@ -337,9 +353,11 @@ def check_are_free(names: Iterable[str], line: str) -> None:
         raise UsageError(f"{line}: each worker has its own `{meant[0]}`; choose another name.")
 
 
-def list_names(names: Iterable[str], most: int = MOST_NAMES) -> str:
-    """Write `a, b and c`, or `a, b, c, d, e, f and 3 more`."""
-    ordered = sorted(names)
+def list_names(
+    names: Iterable[str], most: int = MOST_NAMES, order: Mapping[str, int] | None = None
+) -> str:
+    """Write `a, b and c`, or `a, b, c, d, e, f and 3 more`; those first that `order` says."""
+    ordered = sorted(names, key=lambda name: ((order or {}).get(name, 0), name))
     shown, more = ordered[:most], len(ordered) - most
     if more > 0:
         return f"{', '.join(shown)} and {more} more"

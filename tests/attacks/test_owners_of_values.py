@@ -45,9 +45,8 @@ def test_what_gather_binds_stays_here(two: Notebook) -> None:
 
 def test_what_was_gathered_does_not_outlive_its_ranks(two: Notebook) -> None:
     """After a restart the name is not defined there, and the error says why, and what sends it."""
-    two.run("%%distributed\nloss = rank / 2")
-    two.run("%dist_gather loss")
-    two.run("%dist_restart")
+    for cell in ("%%distributed\nloss = rank / 2", "%dist_gather loss", "%dist_restart"):
+        assert two.run(cell).errors == [], cell
     said = two.run("%%distributed\nprint(loss)").errors[0]["evalue"]
     why = "`loss` was gathered from the ranks, so it is not sent by itself; "
     assert said.endswith(f"{why}`%dist_push loss` sends it.")
@@ -72,6 +71,40 @@ def test_names_with_a_meaning_are_safe(two: Notebook) -> None:
         said = f"UsageError: `{command}`: each worker has its own `"
         assert two.run(line).error.startswith(said), line
     assert two.run("del device, dist").errors == []
+
+
+def test_a_cell_that_binds_such_a_name_is_told(two: Notebook) -> None:
+    """Once, in a dim line; not where it is bound to what it was."""
+    same = "import torch, torch.distributed as dist; rank = int(str(rank)); device = str(device)"
+    assert "gave it" not in two.run(f"%%distributed\n{same}").text
+    told = "`rank` was each worker's own; this cell gave it another value on "
+    loop = "%%distributed\nfor rank in range(2): pass"
+    assert f"{told}rank 0" in two.run(loop).text
+    assert told not in two.run(loop).text
+    assert "`dist` was torch.distributed; this cell" in two.run("%%distributed\ndist = 3").text
+    two.run("%dist_restart")
+    assert f"{told}ranks 0-1" in two.run("%%distributed\nrank = 5").text
+    two.run("%dist_restart")
+
+
+# --- what a rank lacks ----------------------------------------------------------------------------
+
+
+def test_hints_never_destroy(two: Notebook) -> None:
+    """A replaced rank says who has what it misses, what it has lost is listed by importance."""
+    two.run(
+        "%%distributed\na, b, c, d, e, f, g = range(7); import os; pid = os.getpid()\n"
+        "net = torch.nn.Linear(1, 1); opt = torch.optim.SGD(net.parameters()); x = torch.ones(1)"
+    )
+    two.run("pid = 0")
+    two.run("del pid")
+    restarted = two.run("%dist_restart -r 1").text
+    assert "(net, opt, x, a, b, c and 5 more)" in restarted
+    said = two.run("%%distributed\nprint(net)").errors[0]["evalue"]
+    assert said.endswith("Rank 0 has `net`: `%dist_sync net --from 0`.")
+    two.run("x = 3")
+    assert two.run("%dist_sync net opt x --from 0").errors == []
+    assert two.run("%%distributed\nnet, opt, x").errors == []
 
 
 # --- what ranks have changed in place -------------------------------------------------------------

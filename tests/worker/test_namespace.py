@@ -42,6 +42,19 @@ class Undone:
         return int, ("x",)
 
 
+def test_what_kinds_the_names_are(names: dict[str, Any], namespace: Namespace) -> None:
+    """Which are modules, optimizers or tensors, and which cover what every worker has."""
+    import torch
+
+    namespace.start_with({"rank": 1000, "device": torch.device("cpu"), "dist": json})
+    names.update(net=torch.nn.Linear(1, 1), x=torch.ones(1), n=1)
+    assert namespace.kinds(names) == {"net": 0, "x": 2}
+    names.update(rank=int("1000"), device="cpu", dist=json)
+    assert namespace.covered({*names, "gone"}) == set()
+    names.update(rank=torch.tensor(1000), device="cuda", dist=3, n=2)
+    assert namespace.covered(names) == {"rank", "device", "dist"}
+
+
 # --- what comes ---------------------------------------------------------------------------
 
 

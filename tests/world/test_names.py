@@ -149,6 +149,35 @@ def test_what_is_gathered_stays_the_workers(table: NameTable) -> None:
     }
 
 
+def test_modules_are_what_is_missed_first(table: NameTable) -> None:
+    """Then optimizers and tensors; also of what the cell made in which the rank died."""
+    kinds = {"net": 0, "opt": 1, "weights": 2}
+    names = frozenset({*kinds, "a", "b", "c", "d"})
+    table.finished(1, Done("ok", 0.0, names, kinds=kinds), {})
+    table.replaced([1])
+    assert table.lacking([1]) == "net, opt, weights, a, b, c and 1 more"
+    table.finished(1, Done("ok", 0.0, names, kinds=kinds), {})
+    table.replaced([0], made={"a", "net"})
+    assert table.lacking([0]) == "net and a"
+
+
+def test_what_ranks_have_changed_in_place(table: NameTable) -> None:
+    """It is theirs, with those that were sent the same, until the notebook binds it again."""
+    ship(table, "model", "x")
+    assert table.holders("model") == {0, 1}
+    table.changed_in_place({0: ["model"], 1: []})
+    assert table.owners()["model"] == ("workers", {0, 1})
+    assert table.changed_since("model") == ({0}, 1)
+    assert table.changed_names() == ["model"]
+    assert table.changed_since("x") == (frozenset(), None)
+    table.namespace["model"] = [2]
+    assert (table.holders("model"), table.changed_names()) == (set(), [])
+    ship(table, "model", ranks=(0,))
+    ship(table, "model", version=2, ranks=(1,))
+    assert table.holders("model") == {0, 1}
+    assert table.ranks_that_have("model") == {1}
+
+
 def test_a_notice_is_given_once(table: NameTable) -> None:
     """Until the notebook binds the name again."""
     assert [table.is_first_notice("x") for _ in range(2)] == [True, False]

@@ -22,7 +22,6 @@ from nbdist.notebook.shipping.changed_there import (
     sharing_text,
 )
 from nbdist.notebook.shipping.free_names import dotted_names, names_used
-from nbdist.notebook.shipping.gathered import gathered_text
 from nbdist.notebook.shipping.shipment import BIG, Shipment, format_size, words_only
 from nbdist.notebook.shipping.versions import (
     PICKLE_LIMIT,
@@ -147,7 +146,7 @@ class _Plan:
             last = self._table.record(name)
             has_pushed = last and last.identity and last.identity.is_still(value)
             if last and not has_pushed:  # ranks have another one of before
-                self._note(name, gathered_text(name))
+                self._note(name, f"`{name}` was gathered: the cell uses the ranks' own")
             return False
         if name in WORKERS_OWN or name in WORKERS_MODULES:
             if not self._is_workers_module(name, value):

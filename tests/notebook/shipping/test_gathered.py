@@ -47,10 +47,7 @@ def test_is_sent_by_push_alone(house: Any) -> None:
     assert first is not None
     assert (first.names, first.notices) == (
         (),
-        (
-            "`acc` was gathered from the ranks, so it is not sent by itself; "
-            "`%dist_push acc` sends it",
-        ),
+        ("`acc` was gathered: the cell uses the ranks' own",),
     )
     assert plan("acc", house.table, ALL, None, gathered) is None, "it is said once"
     house.cell("alias = acc")
