@@ -18,6 +18,7 @@ from IPython.core.magic_arguments import magic_arguments
 
 from nbdist.errors import Interrupted, UsageError, WorkerError, WorldNotStarted
 from nbdist.notebook import commands
+from nbdist.notebook.assigning import is_used
 from nbdist.notebook.border.first_line import without_comment
 from nbdist.notebook.cells import bring
 from nbdist.notebook.options import Magic, parse, pool_option, split_code, world_options
@@ -47,9 +48,11 @@ class Line:
     """One use of a magic: what was typed, and the pool, world and display that it concerns.
 
     `pool` is the one that `--pool` names, or the default one; `pools` are all where none is named.
+    `is_assigned` where something is done with what it returns: `x = %magic`.
     """
 
     def __init__(self, command: Command, pools: Pools, text: str, cell: str = "") -> None:
+        self.is_assigned = is_used()
         self.command = command
         self.auto = pools.auto
         self.text = f"{command.shown_name} {text}"
@@ -109,10 +112,17 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Value:
+    """What `x = %magic` binds; the magic alone shows nothing of it."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
 class Command:
     """A magic: `run` gets its line, and returns what is shown, or None where it has shown it."""
 
-    run: Callable[[Line], Shown | str | None]
+    run: Callable[[Line], Shown | Value | str | None]
     kind: Literal["line", "cell"]
     split: Split
     summary: str = ""
@@ -132,11 +142,11 @@ class Command:
         """As people type it: `%dist_init`, `%%distributed`."""
         return f"{'%%' if self.kind == 'cell' else '%'}{self.name}"
 
-    def magic(self, pools: Pools) -> Callable[..., None]:
+    def magic(self, pools: Pools) -> Callable[..., Any]:
         """Make the function that IPython calls with a line, and with a cell if there is one."""
 
         @wraps(self.run)  # so that `%dist_init?` shows its help, and the file that it is in
-        def magic(text: str, cell: str = "") -> None:
+        def magic(text: str, cell: str = "") -> Any:
             text = without_comment(text)
             if not self.looks and is_in_subshell(pools.shell):
                 raise refusal(self.shown_name, [c.shown_name for c in find_commands() if c.looks])
@@ -153,6 +163,9 @@ class Command:
                     shown.on(line.display)
                 case str():
                     line.display.say(shown)
+                case Value(value) if line.is_assigned:
+                    return value
+            return None
 
         return magic
 
@@ -182,7 +195,7 @@ def command(
     split: Split = lambda _, line: (line, []),
     looks: bool = False,
     in_a_line: bool = False,
-) -> Callable[[Callable[[Line], Shown | str | None]], Command]:
+) -> Callable[[Callable[[Line], Shown | Value | str | None]], Command]:
     """Make a magic of a function that is called as it, and has its help as docstring.
 
     Args:
@@ -193,7 +206,7 @@ def command(
         in_a_line: whether its cell can be one line, below no other: `%distributed x = 1`.
     """
 
-    def decorate(run: Callable[[Line], Shown | str | None]) -> Command:
+    def decorate(run: Callable[[Line], Shown | Value | str | None]) -> Command:
         # Those of the world last: they are in groups, to which all that follows would belong.
         own = [option for option in options if option is not world_options]
         for option in reversed((*own, pool_option, *(set(options) - set(own)))):

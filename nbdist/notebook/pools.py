@@ -11,7 +11,7 @@ from nbdist.notebook.auto_mode import AutoMode
 from nbdist.notebook.idle import at_next_prompt
 from nbdist.notebook.pool import Pool
 from nbdist.notebook.shipping.free_names import names_bound
-from nbdist.notebook.shipping.gathered import Gathered
+from nbdist.notebook.shipping.gathered import Gathered, assigned_in
 from nbdist.notebook.stops import IdleStop
 
 if TYPE_CHECKING:
@@ -65,7 +65,10 @@ class Pools:
         for pool in self:
             pool.show_background()
             at_next_prompt(self.shell, pool.watch_prompt)
-        bound = self._bound_by(getattr(result.info, "raw_cell", None) or "")
+        cell = getattr(result.info, "raw_cell", None) or ""
+        bound = self._bound_by(cell)
+        if bound and result.success:
+            self.gathered.add(assigned_in(self.shell.transform_cell(cell)))
         self.gathered.bound_in_notebook(bound)
         for pool in self:
             pool.notice_bound(bound)

@@ -10,7 +10,7 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError
 from nbdist.notebook.cells import bring
-from nbdist.notebook.command import Line, command
+from nbdist.notebook.command import Line, Value, command
 from nbdist.notebook.options import ranks_option
 from nbdist.words import count
 from nbdist.world import gathering
@@ -35,15 +35,16 @@ if TYPE_CHECKING:
     argument("--cat", action="store_true", help="the ranks' values end to end"),
     argument("--dim", metavar="D", type=int, help="along which dimension (0)"),
 )  # fmt: skip
-def dist_gather(line: Line) -> None:
+def dist_gather(line: Line) -> Value:
     """Copy variables from all ranks into the notebook, as a list per variable.
 
-    They get their own names or those after `--as`; either all are copied or none.
+    They get their own names or those after `--as`; either all are copied or none. With
+    `x = %dist_gather y` the list is `x` too.
     Tensors arrive on the CPU. The workers' variables do not change.
     """
     options, pool = line.options, line.pool
     expressions = [*expressions_in(options.names)]
-    targets = targets_of(expressions, options.targets)
+    targets = targets_of(expressions, options.targets, is_assigned=line.is_assigned)
     how, session, ranks = joining_of(options), line.world.session, ranks_of(line)
     task = gathering.gather_task(session, expressions, ranks)
     what = f"gathering {list_names(expressions)}"
@@ -52,11 +53,14 @@ def dist_gather(line: Line) -> None:
         task, brought = whole, bring(pool, line.world, whole, line.display, what)
     values = gathering.read(session, task, brought)
     one = None if options.rank is None else ranks[0]
-    found = {
-        target: gathering.made_of(expression, by_rank, one, how, options.dim or 0)
-        for expression, target, by_rank in zip(expressions, targets, values, strict=True)
-    }
-    pool.bind_gathered(found, [each for each in targets if each in expressions], ranks)
+    made = [
+        gathering.made_of(expression, by_rank, one, how, options.dim or 0)
+        for expression, by_rank in zip(expressions, values, strict=True)
+    ]
+    named = zip(targets, made, strict=True)
+    found = {target: value for target, value in named if target.isidentifier()}
+    pool.bind_gathered(found, [each for each in found if each in expressions], ranks)
+    return Value(made[0] if len(made) == 1 else tuple(made))
 
 
 def expressions_in(words: Sequence[str]) -> Iterator[str]:
@@ -83,8 +87,10 @@ def _is_expression(text: str) -> bool:
     return True
 
 
-def targets_of(expressions: Sequence[str], given: str | None) -> list[str]:
-    """Say what to call each here; UsageError where one has no name."""
+def targets_of(
+    expressions: Sequence[str], given: str | None, *, is_assigned: bool = False
+) -> list[str]:
+    """Say what to call each here; UsageError where one has no name and is not assigned."""
     gathering.check_expressions(expressions)
     line = f"`%dist_gather {' '.join(expressions)}`"
     targets = [*expressions] if given is None else given.replace(" ", "").split(",")
@@ -95,7 +101,7 @@ def targets_of(expressions: Sequence[str], given: str | None) -> list[str]:
             f"for each, such as `--as first,second`."
         )
     for expression, target in zip(expressions, targets, strict=True):
-        if not target.isidentifier():
+        if not (target.isidentifier() or (is_assigned and given is None)):
             remedy = f"`%dist_gather {expression} --as values`"
             raise UsageError(f"{line}: give the result a name: {remedy}.")
     if len({*targets}) < len(targets):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -49,6 +50,27 @@ class Gathered:
             if may_be_equal or name not in self:
                 del self._values[name]
         self._of_this_cell.clear()
+
+
+def assigned_in(source: str) -> frozenset[str]:
+    """Find the names of `x = %dist_gather y` in a cell, as IPython has made Python of it."""
+    if "run_line_magic('dist_gather'" not in source:
+        return frozenset()
+    return frozenset(
+        target.id
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Assign) and _is_gather(node.value)
+        for targets in node.targets
+        for target in ast.walk(targets)
+        if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store)
+    )
+
+
+def _is_gather(value: ast.expr) -> bool:
+    match value:
+        case ast.Call(func=ast.Attribute(attr="run_line_magic"), args=[ast.Constant(name), *_]):
+            return bool(name == "dist_gather")
+    return False
 
 
 def gathered_text(name: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from nbdist.errors import UsageError, WorldNotStarted
 from nbdist.notebook.commands.gather import expressions_in
-from tests.notebook.front_end import Notebook
+from tests.notebook.front_end import Notebook, body
 
 pytestmark = pytest.mark.shared_world
 
@@ -67,6 +67,22 @@ def test_several_names(two: Notebook):
     assert two.value("more") == [2, 3]
     assert two.run("%dist_gather n t[0].item() --as m,v").errors == []
     assert two.value("m, v") == ([1, 2], [0.0, 1.0])
+
+
+def test_its_value_can_be_assigned(two: Notebook):
+    """Of an expression too, which then needs no name; the line by itself shows nothing."""
+    ran = two.run("x = %dist_gather n\nprint(x is n, x)")
+    assert (ran.streams, ran.results, ran.displays) == (["True [1, 2]\n"], [], [])
+    assert two.run("%dist_gather n").results == []
+    two.run("y = %dist_gather n * 10 --rank 1\nboth = %dist_gather n t[0].item()")
+    assert two.value("y, both") == (20, ([1, 2], [0.0, 1.0]))
+    assert two.value("[get_ipython().run_line_magic('dist_gather', 'n')]") == [[1, 2]]
+    # It is what gather has bound, under whatever name.
+    two.run("%%distributed\nx = y = 'theirs'")
+    two.run("x = %dist_gather n\ny = %dist_gather n --rank 0")
+    assert body(two.run("%%distributed\nx, y"))[-1] == "('theirs', 'theirs')"
+    two.run("y = 3")
+    assert body(two.run("%%distributed\nx, y"))[-1] == "('theirs', 3)"
 
 
 def test_one_value_in_place_of_a_list(two: Notebook):

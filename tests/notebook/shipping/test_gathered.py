@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbdist.notebook.shipping.gathered import Gathered
+from nbdist.notebook.shipping.gathered import Gathered, assigned_in
 from nbdist.notebook.shipping.plan import plan, push
 
 ALL = (0, 1)
@@ -30,6 +30,16 @@ def test_until_the_notebook_binds_the_name_itself() -> None:
     gathered.add(["n"])
     del names["n"]
     assert "n" not in gathered
+
+
+def test_what_a_cell_assigns_of_it() -> None:
+    """Names and parts of them, and nothing of other magics or calls."""
+    gather, status = (
+        f"get_ipython().run_line_magic('{name}', 'y')" for name in ("dist_gather", "t")
+    )
+    cell = f"x = {gather}\na, (b, *c) = d = {gather}\ne = {status}\nf = [{gather}]\ng[x] = {gather}"
+    assert assigned_in(cell) == {"x", "a", "b", "c", "d"}
+    assert assigned_in("x = 1") == frozenset()
 
 
 def test_is_sent_by_push_alone(house: Any) -> None:
