@@ -32,6 +32,7 @@ DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 
 _WORKERS_WORDS: Mapping[str, WorkerCount] = {"auto": "auto", "gpu": "gpu", "cpu": "cpu"}
 _WORKERS_FORMS = "Use `-n 4`, `-n auto`, `-n gpu` or `-n cpu`."
+_WITHOUT_GPU = "Use `-n 4`, `-n auto` or `-n cpu`."
 _SIZE_FORMS = "Use `%dist_scale 4`, or `+2` and `-1` for more or fewer."
 _LAYOUT_FORMS = "Use `-j 4`, `-j 2x4` (2 nodes with 4 workers each), or `-j 1:2x4` (1 node to 2)."
 _BACKEND_FORMS = f'Use `--backend gloo`, `nccl`, `"{GPU_BACKEND}"` or `none`.'
@@ -72,7 +73,7 @@ def resolve(workers: WorkerCount, gpus: int, cores: int) -> int:
         return max(1, cores)
     if workers == "gpu":
         if not gpus:
-            raise BadTopology("-n", "gpu", "no GPU is visible here", _WORKERS_FORMS)
+            raise BadTopology("-n", "gpu", "no GPU is visible here", _WITHOUT_GPU)
         return gpus
     return workers
 

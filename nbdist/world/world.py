@@ -35,7 +35,8 @@ class World:
             world.execute("x = torch.ones(1) * rank; dist.all_reduce(x)")
             print(world.gather("x"))
 
-    Not for use from several threads at once.
+    Without `with`, the first call that needs the workers starts them, and they end with this
+    process.  Not for use from several threads at once.
 
     Raises:
         UsageError: before anything is started, for arguments that cannot be.
@@ -116,6 +117,13 @@ class World:
         """
         self.session.restart(n, keep, **changes)
 
+    @property
+    def _started(self) -> Session:
+        """Its session, with workers; one that was shut down stays so until `start`."""
+        if self.state is State.STOPPED and not self.pids:
+            self.start()
+        return self.session
+
     def shutdown(self) -> None:
         """End all workers and their agent; nothing of them is left."""
         self.session.shutdown()
@@ -156,7 +164,7 @@ class World:
         Raises:
             WorkerError: the source raised on a rank; WorkerDied: a rank's process ended.
         """
-        session = self.session
+        session = self._started
         payload, segment = pack_names(names, session.namespace)
         task = session.task(source, ranks=ranks, names=payload, fetch=tuple(fetch))
         try:
@@ -182,7 +190,7 @@ class World:
                 is what it raised.  WorkerDied: a rank's process ended.
         """
         try:
-            return calling.run_call(self.session, function, args, kwargs)
+            return calling.run_call(self._started, function, args, kwargs)
         except Exception as error:  # noqa: BLE001 (it can be what a rank raised)
             raise error.with_traceback(None)  # noqa: B904 (it is the same error, with less to read)
 
@@ -199,7 +207,7 @@ class World:
         Raises as `execute` does; where it fails it is run again `max_restarts` times before.
         """
         script = find_script("module" if module else "file", program, args)
-        task = self.session.task(script, ranks=ranks)
+        task = self._started.task(script, ranks=ranks)
         return calling.run_attempts(self.session, task, max_restarts)
 
     def call(
@@ -209,8 +217,9 @@ class World:
 
         `.rank(i)` is what it returned there.  Raises as `execute` does.
         """
-        running = self.session.submit(self.session.task(Call(op, arguments), ranks=ranks))
-        return calling.outcome(self.session, running)
+        session = self._started
+        running = session.submit(session.task(Call(op, arguments), ranks=ranks))
+        return calling.outcome(session, running)
 
     def gather(
         self,
@@ -236,7 +245,7 @@ class World:
         """
         names = (name,) if isinstance(name, str) else tuple(name)
         asked = ranks if rank is None else (rank,)
-        task = gathering.gather_task(self.session, names, asked)
+        task = gathering.gather_task(self._started, names, asked)
         brought = calling.outcome(self.session, self.session.submit(task)).by_rank
         if whole := gathering.joining_task(self.session, task, brought):
             task = whole
@@ -269,7 +278,7 @@ class World:
         Raises:
             UsageError: it cannot be cut, or an element cannot be pickled; nothing is bound.
         """
-        with closing(Scatter(self.session, name, value, ranks, dim)) as scatter:
+        with closing(Scatter(self._started, name, value, ranks, dim)) as scatter:
             for _ in scatter.packing():
                 pass
             all_or_none.bind(self.session, *scatter.tasks())
@@ -296,7 +305,7 @@ class World:
         Raises what keeps it from running, with nothing sent: WorldNotStarted, WorldBusy,
         WorkerDied, AgentLost.
         """
-        return self.session.submit(task, patience)
+        return self._started.submit(task, patience)
 
     def follow(self, running: RunningTask, *, answers: bool = False) -> Following:
         """Yield what ranks show, as it comes, until the task has ended; then ask it for `error()`.
@@ -406,7 +415,7 @@ class World:
         store = self.snapshot_store
         words, name = snapshots.arguments(variables, names, name)
         wanted = snapshots.wanted_to_restore(store, words, name)
-        return snapshots.restore(self.session, store, wanted.name, wanted.names, ranks, from_rank)
+        return snapshots.restore(self._started, store, wanted.name, wanted.names, ranks, from_rank)
 
     @property
     def snapshot_store(self) -> SnapshotStore:

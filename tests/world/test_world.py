@@ -662,6 +662,17 @@ def test_agent_killed_in_mid_cell(world: World) -> None:
     assert world.gather("rank") == [*range(world.size)]
 
 
+def test_it_starts_by_itself() -> None:
+    """Where nobody has started it, whatever runs something does; after its end nothing does."""
+    world = World(2, log_dir="")
+    try:
+        assert world.run(os.getpid).rank(1) == world.pids[1]
+    finally:
+        world.shutdown()
+    with pytest.raises(WorldNotStarted):
+        world.run(os.getpid)
+
+
 def test_shutdown_and_start_again(world: World) -> None:
     """A world that was shut down takes no cells, and can be started again."""
     world.shutdown()

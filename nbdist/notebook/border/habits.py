@@ -30,15 +30,37 @@ MEANT = {
     "--world-size": "-n",
     "--ngpus": "-n",
     "--num-gpus": "-n",
-    "--nnodes": "-j",
     "--devices": "--gpus",
     "--rank": "-r",
     "-t": "-r",
-    "--rdzv-backend": "--backend",
     "--noblock": "--no-wait",
-    "--log-dir": "--name",
 }
 """Flags that say roughly what one of ours says."""
+
+_PORT = "ranks meet without a port of yours; `--rdzv-endpoint HOST:PORT` has them meet at a store"
+_LOGS = "all output of all ranks is shown and kept: `%dist_log`"
+
+TORCHRUN = {
+    "--standalone": "leave it out, as one machine is the default",
+    "--nnodes": "`-j 2x4` starts 2 nodes with 4 workers each, `--hosts a,b` names machines",
+    "--node-rank": "leave it out, as nbdist numbers the nodes",
+    "--master-addr": "`--hosts a,b` names machines, which find one another",
+    "--master-port": _PORT,
+    "--local-addr": "`--address` is the notebook's address for other machines",
+    "--rdzv-id": "`--name` names the run",
+    "--rdzv-conf": _PORT,
+    "--log-dir": "NBDIST_LOG_DIR in the environment is where logs are, `--name` names their folder",
+    "--tee": _LOGS,
+    "--redirects": _LOGS,
+    "--local-ranks-filter": "`%dist_output -r 0` shows one rank's output",
+    "--role": "`--pool` names a group of workers",
+    "--start-method": "workers are forked from a process that has torch; `--no-fork` spawns them",
+    "--monitor-interval": "leave it out, as a death is seen at once",
+    "--run-path": "leave it out, as a script always runs by its path",
+}
+"""Options of torchrun that have no flag here, and what there is in their place."""
+
+_WITHOUT_VALUE = ("--standalone", "--run-path")
 
 MAGICS = {
     "px": "begin the cell with `%%distributed`",
@@ -53,7 +75,7 @@ MAGICS = {
 """Magics of ipyparallel, nbdistributed and others, and what does the same here."""
 
 _NOT_FOUND = re.compile(r"^(?:Line magic function|Cell magic) `(%%?)(\S+?)` not found\b")
-_UNRECOGNIZED = re.compile(r"^unrecognized arguments: (\S+)")
+_UNRECOGNIZED = re.compile(r"^unrecognized arguments: ((\S+).*)")
 _FLAG = re.compile(r"(?<!\S)--?[A-Za-z][\w-]*(?=[=\s]|$)")
 
 NEAR_FLAG, NEAR_MAGIC = 0.7, 0.75
@@ -66,9 +88,18 @@ def in_our_words(line: str, flags: Collection[str]) -> str:
 
 
 def our_flag(flag: str, flags: Collection[str]) -> str:
-    """Give our flag for one of others', or the same flag."""
-    ours = SAME.get(flag, flag)
+    """Give our flag for one of others', or for ours with underscores, or the same flag."""
+    ours = SAME.get(flag) or _dashed(flag)
     return ours if ours in flags and flag not in flags else flag
+
+
+def takes_value(flag: str) -> bool:
+    """Say whether the word after an option of torchrun's belongs to it."""
+    return _dashed(flag) in TORCHRUN and _dashed(flag) not in _WITHOUT_VALUE
+
+
+def _dashed(flag: str) -> str:
+    return flag.replace("_", "-")
 
 
 def meant_by(message: str, flags: Collection[str]) -> str:
@@ -76,14 +107,17 @@ def meant_by(message: str, flags: Collection[str]) -> str:
     found = _UNRECOGNIZED.match(message)
     if found is None:
         return ""
-    typed, _, value = found[1].partition("=")
+    words = [_dashed(word.partition("=")[0]) for word in found[1].split()]
+    if told := dict.fromkeys(f"`{word}`: {TORCHRUN[word]}" for word in words if word in TORCHRUN):
+        return f"{'; '.join(told)}."
+    typed, _, value = found[2].partition("=")
     if typed.isdigit() and "-n" in flags:
         return f"unexpected `{typed}`: did you mean `-n {typed}`?"
     if not typed.startswith("-"):
         return ""
-    words = {flag.strip("-"): flag for flag in flags}
-    near = get_close_matches(typed.strip("-"), words, 1, NEAR_FLAG)
-    meant = MEANT.get(typed) or (words[near[0]] if near else "")
+    ours = {flag.strip("-"): flag for flag in flags}
+    near = get_close_matches(typed.strip("-"), ours, 1, NEAR_FLAG)
+    meant = MEANT.get(typed) or (ours[near[0]] if near else "")
     if meant not in flags:
         return f"unknown option `{typed}`."
     return f"unknown option `{typed}`: did you mean `{meant}{' ' if value else ''}{value}`?"

@@ -9,7 +9,7 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError
 from nbdist.notebook.border.flags import Argument, flags_of
-from nbdist.notebook.border.habits import our_flag
+from nbdist.notebook.border.habits import our_flag, takes_value
 from nbdist.notebook.cells import attempt_steps, prepare, run_options
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import Magic, ranks_option, restarts_option, world_options
@@ -51,7 +51,9 @@ def split_line(magic: Magic, line: str) -> tuple[str, list[str]]:
 def _takes_next(flags: Mapping[str, Argument], word: str) -> bool:
     """Say whether an option's value is the next word; it may be cut short as argparse allows."""
     names = [word] if word in flags else [flag for flag in flags if flag.startswith(word)]
-    return word.strip("-") != "" and any(flags[name].takes_value for name in names[:1])
+    if not names:
+        return takes_value(word)
+    return word.strip("-") != "" and flags[names[0]].takes_value
 
 
 def script_of(program: Sequence[str], options: argparse.Namespace) -> Script:

@@ -28,6 +28,7 @@ SHOWN = [each.shown_name for each in COMMANDS.values()]
         ("--num-processes 2 --gpu-ids 0,1", "-n 2 --gpus 0,1"),
         ("--targets 0 --name --nproc", "-r 0 --name --nproc"),
         ("--env X=--targets", "--env X=--targets"),
+        ("--on_failure stop --max_restarts=3", "--on-failure stop --max-restarts=3"),
         ("-n 4", "-n 4"),
     ],
 )
@@ -48,7 +49,18 @@ def test_only_where_a_magic_has_ours() -> None:
     [
         ("--num-procs 4", "unknown option `--num-procs`: did you mean `-n`?"),
         ("--num-procs=4", "unknown option `--num-procs`: did you mean `-n 4`?"),
-        ("--nnodes 2", "unknown option `--nnodes`: did you mean `-j`?"),
+        ("--rdzv-id 7", "`--rdzv-id`: `--name` names the run."),
+        (
+            "--standalone --nnodes=1 --tee 3",
+            "`--standalone`: leave it out, as one machine is the default; `--nnodes`: `-j 2x4` "
+            "starts 2 nodes with 4 workers each, `--hosts a,b` names machines; `--tee`: all output "
+            "of all ranks is shown and kept: `%dist_log`.",
+        ),
+        (
+            "--log_dir x",
+            "`--log-dir`: NBDIST_LOG_DIR in the environment is where logs are, `--name` names "
+            "their folder.",
+        ),
         ("--hang-timout 3", "unknown option `--hang-timout`: did you mean `--hang-timeout`?"),
         ("--bogus", "unknown option `--bogus`."),
         ("4", "unexpected `4`: did you mean `-n 4`?"),

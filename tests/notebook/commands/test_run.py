@@ -121,6 +121,15 @@ def test_whose_option_it_is(line: str, ours: str, program: list[str]) -> None:
     assert split_line(dist_run.run, line) == (ours, program)
 
 
+def test_options_of_torchrun() -> None:
+    """Those that have no flag here take their values with them, so that all are answered."""
+    line = (
+        "--standalone --tee 3 --rdzv_id=7 --nproc_per_node 2 --master-port 29500 train.py --tee 1"
+    )
+    ours = "--standalone --tee 3 --rdzv_id=7 -n 2 --master-port 29500"
+    assert split_line(dist_run.run, line) == (ours, ["train.py", "--tee", "1"])
+
+
 def test_quote_that_is_not_closed() -> None:
     """It is told."""
     with pytest.raises(UsageError, match="no closing quotation"):
