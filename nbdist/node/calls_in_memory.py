@@ -2,7 +2,8 @@
 
 Runs in the agent, for a worker that cannot answer.  Neither is it stopped nor does it run
 anything: CPython's own handlers of signals, which walk calls that may be changing at that
-moment, end with SIGSEGV now and then.  Here what has been torn is read again.
+moment, end with SIGSEGV now and then, and a debugger that stops it interrupts what it waits
+for.  Here what has been torn is read again.
 
 The kernel lets a process read its descendants' memory, as workers are the agent's, also those
 that a fork server has left behind; unless ptrace(2) is forbidden altogether.
@@ -11,13 +12,17 @@ that a fork server has left behind; unless ptrace(2) is forbidden altogether.
 from __future__ import annotations
 
 import os
+import random
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 from nbdist.wire.call_layout import CallLayout
+
+Found = TypeVar("Found")
 
 Call = tuple[str, int, str]
 """File, line and function."""
@@ -31,6 +36,15 @@ KINDS = {1: "B", 2: "H", 4: "I"}
 
 PYTHONS = 3
 """Calls with a smaller owner run Python code; others stand for C code between them."""
+
+READS, LONGEST_WAIT = 32, 1500
+"""How often the calls must be found the same, and steps of a loop at most between two times.
+
+Calls that change can be found wrong: some as they were, the others as they have become.  Of a
+program that is built for it one reading in two is, and all equally; so the moments are random
+(some 0.03 ms), and 32 of them leave one in 4,000,000,000.  Where there is too little time for
+the processors a sleep in between would cost more than all readings.
+"""
 
 MOST_CALLS, MOST_LETTERS, MOST_BYTES = 2000, 4096, 1 << 20
 """Of a thread; bytes of a name and of a table of lines."""
@@ -63,12 +77,22 @@ def calls_in(memory: int, layout: CallLayout) -> tuple[Call, ...]:
     Raises Torn where they change meanwhile, and OSError.
     """
     reader = _Reader(memory, layout)
-    frames = list(reader.frames())
+    frames = settled(lambda: [*reader.frames()])
     calls = tuple(reader.call(frame) for frame in frames)
-    # None of them has moved on, so all of it was so at one time: before it was read again.
-    if frames != list(reader.frames()):
+    if frames != [*reader.frames()]:
         raise Torn("the calls have changed")
     return calls
+
+
+def settled(read: Callable[[], Found]) -> Found:
+    """Return what `read` finds at random moments, always the same; Torn where it differs once."""
+    found = read()
+    for _ in range(READS - 1):
+        for _ in range(random.randrange(LONGEST_WAIT)):
+            pass
+        if read() != found:
+            raise Torn("it has changed")
+    return found
 
 
 class _Reader:
