@@ -41,6 +41,11 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 
 NO_WIDGETS = "(a widget: widgets of workers cannot be shown)"
 
+WIDGETS = "jupyter.widget"
+"""How the names of connections begin that belong to widgets."""
+
+NO_COMM = "(`{}` wants a connection to the page, which ranks cannot open)"
+
 ENDING = "`%dist_shutdown` ends all workers."
 
 
@@ -113,6 +118,8 @@ def _output(message: Message) -> Output | None:
             return Update(*_bundles(content), display_id)
         case "clear_output":
             return Clear(bool(content.get("wait")))
+        case "comm_open" if not (target := str(content["target_name"])).startswith(WIDGETS):
+            return Display({"text/plain": NO_COMM.format(target)}, {})
         case kind if kind == MOVED:
             return Moved(int(content["done"]), int(content["total"]))
         case kind if kind == RECORD:

@@ -13,6 +13,7 @@ from nbdist.notebook.border.first_line import AT, MAGICS, misplaced
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from nbdist.world.world import World
 
 LOADING = ("load_ext", "reload_ext", "unload_ext")
 
@@ -21,6 +22,9 @@ REMEDIES = {
     "'yield' outside function": "`yield` belongs in a function: `print` shows values one by one.",
 }
 """What to do instead, by what Python says."""
+
+_WORD = re.compile(r"\s*([^\W\d]\w*)([ \t]+[^=\s].*)?\s*")
+"""A cell of one line that may be a magic without its `%`."""
 
 
 class CellSyntaxError(UsageError, SyntaxError):
@@ -58,6 +62,33 @@ def check_source(shell: InteractiveShell, first_line: str, cell: str) -> str:
             "`%dist_init -n 4` starts workers without a cell."
         )
     return python
+
+
+def is_python(shell: InteractiveShell, cell: str) -> bool:
+    """Say whether a cell is Python, with its magics transformed."""
+    try:
+        _compiled(shell.transform_cell(cell))
+    except SyntaxError:
+        return False
+    return True
+
+
+def as_magic(shell: Any, cell: str, world: World | None) -> str:
+    """Write `cd /tmp` as `%cd /tmp` where IPython, or a rank of the world, takes it for that.
+
+    IPython does that for cells of one line; a magic's line above would make it two.
+    """
+    found = _WORD.fullmatch(cell)
+    names = world.session.names if world else None
+    if found is None or (names and names.ranks_with(found[1])):
+        return cell
+    if shell.find_line_magic(found[1]):
+        is_meant = shell.prefilter_manager.prefilter_lines(cell.strip()) != cell.strip()
+    else:
+        alias = re.compile(rf"%?alias(?:_magic)?[ \t]+{found[1]}\b")
+        past = world.session.past.tasks if world and found[2] else ()
+        is_meant = any(alias.search(task.text) for task in past)
+    return f"%{cell.lstrip()}" if is_meant else cell
 
 
 def _compiled(python: str) -> ast.Module:

@@ -20,6 +20,7 @@ from nbdist.errors import (
     WorldNotStarted,
 )
 from nbdist.notebook.cell_source import (
+    as_magic,
     cell_id,
     cell_key,
     check_source,
@@ -91,6 +92,7 @@ def source_steps(
 
     With `options` workers are started where there are none.
     """
+    cell = as_magic(pool.shell, cell, pool.world if pool.has_workers else None)
     python = check_source(pool.shell, first_line, cell)
     source = in_notebook_lines(first_line, cell)
     task, world = prepare(pool, Source(source), ranks, display, options)

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from nbdist.config import DEFAULT_POOL
-from nbdist.errors import Interrupted, NbdistError
+from nbdist.errors import Interrupted, NbdistError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,8 +27,11 @@ class RanksDebugger:
         """Stand around `InteractiveShell.debugger`, which IPython calls for both magics."""
         shell = self._pools.shell
         is_wanted = bool(args or kwargs) or shell.call_pdb
-        if not is_wanted or not isinstance(_last_error(), NbdistError | Interrupted):
+        error = _last_error()
+        if not is_wanted or not isinstance(error, NbdistError | Interrupted):
             return original(*args, **kwargs)
+        if isinstance(error, UsageError) and shell.call_pdb:
+            return None  # nothing has run that could be looked at
         failed = [pool for pool in self._pools if pool.failed is not None]
         name = max(failed, key=lambda pool: pool.failed_at).name if failed else DEFAULT_POOL
         return shell.run_line_magic("dist_debug", "" if name == DEFAULT_POOL else f"--pool {name}")

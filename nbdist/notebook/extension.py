@@ -75,7 +75,7 @@ def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Com
 
     A terminal's shell has no kernel.
     """
-    from nbdist.notebook.auto_mode import AutoCells
+    from nbdist.notebook.auto_cells import AutoCells
     from nbdist.notebook.border.completion import Completion
     from nbdist.notebook.border.first_line import transform_first_lines
     from nbdist.notebook.border.name_errors import Border
@@ -83,11 +83,15 @@ def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Com
     from nbdist.notebook.debugging import RanksDebugger
     from nbdist.notebook.wrapping import Wrapped
 
-    completion, auto = Completion(pools, commands), AutoCells(shell, pools.auto)
+    completion, auto = Completion(pools, commands), AutoCells(pools)
+    border = Border(pools, commands)
     kernel: Any = getattr(shell, "kernel", None)
     wanted: list[tuple[object, str, Any]] = [
-        (shell, "showtraceback", Border(pools, commands).show_traceback),
+        (shell, "showtraceback", border.show_traceback),
         (shell, "debugger", RanksDebugger(pools).debug),
+        (shell, "user_expressions", auto.user_expressions),
+        (shell, "var_expand", border.expand),
+        (shell.history_manager, "store_inputs", auto.store_inputs),
     ]
     if kernel is not None:
         wanted += [

@@ -127,7 +127,7 @@ class Pool:
         # A cell that fails and is run again has several.
         is_first, self._displayed_in = len(cells) != self._displayed_in, len(cells)
         notes = (AUTO_NOTE,) if self.auto.is_on else ()
-        cell = cells[-1] if is_first else ""
+        cell = (self.auto.running or cells[-1]) if is_first else ""
         return make_display(self.shell, self.settings.display, cell, notes)
 
     # --- life -----------------------------------------------------------------------------

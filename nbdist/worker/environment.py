@@ -245,6 +245,11 @@ class WorkerShell(ZMQInteractiveShell):
             self.last_execution_result = result
         return result
 
+    def set_next_input(self, text: str, replace: bool = False) -> None:  # noqa: FBT001, FBT002
+        """Show the cell that something wants to put into the notebook, which is not a rank's."""
+        where = "replaced this cell" if replace else "become a new cell"
+        sys.stdout.write(f"This text would have {where}; ranks cannot write cells:\n{text}\n")
+
     @property
     def debugger_cls(self) -> type[Debugger]:
         """The one of `%debug`, `%pdb` and ipdb."""

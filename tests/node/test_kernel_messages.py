@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from jupyter_client.session import Session
 
-from nbdist.node.kernel_messages import Message, as_shown, message_from, output_from
+from nbdist.node.kernel_messages import NO_COMM, Message, as_shown, message_from, output_from
 from nbdist.output.events import Clear, Display, Failure, Output
 from nbdist.worker.group.gloo import wait
 from nbdist.worker.ops.call import call
@@ -42,6 +42,8 @@ def test_exit_says_what_it_does() -> None:
         ("update_display_data", {"data": {}}, None),
         ("error", {}, None),
         ("status", {"execution_state": "idle"}, None),
+        ("comm_open", {"target_name": "jupyter.widget"}, None),
+        ("comm_open", {"target_name": "mine"}, Display({"text/plain": NO_COMM.format("mine")}, {})),
     ],
 )
 def test_messages_become_outputs(kind: str, content: Any, output: Output | None) -> None:

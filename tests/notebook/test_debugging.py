@@ -155,6 +155,11 @@ def test_post_mortem(pair: Notebook) -> None:
     said = pair.run(FAILED, typed=["q"])
     assert said.prompts == ["[rank 1] ipdb> "]
     assert said.errors
+    # Nothing has run: the failure before is not looked at in its place.
+    for source in ("%%distributed\nx = = 3", "%dist_gather x --nowhere"):
+        said = pair.run(source, typed=["q"])
+        assert said.prompts == []
+        assert next(each["ename"] for each in said.errors) in ("CellSyntaxError", "UsageError")
     pair.run("%pdb off")
     pair.run("%dist_clean")
     assert "no exception:" in "".join(said.errors[0]["evalue"] for said in [

@@ -16,7 +16,7 @@ from IPython.core.completer import Completion as IPythonCompletion
 from IPython.utils.tokenutil import token_at_cursor
 
 from nbdist.errors import NbdistError
-from nbdist.notebook.auto_mode import is_plain
+from nbdist.notebook.auto_cells import runs_there
 from nbdist.notebook.border.cell_text import (
     CELL_MAGICS,
     MagicLine,
@@ -129,7 +129,7 @@ class Completion:
     def _magic(self, code: str, cursor: int) -> MagicLine | None:
         """Find the magic of a cell that the workers run; of a plain one while auto mode is on."""
         magic, auto = workers_cell(code, cursor), self._pools.auto
-        if magic is None and auto.pool is not None and is_plain(code):
+        if magic is None and runs_there(self._pools, code):
             return MagicLine(CELL_MAGICS[0], f"--pool {auto.pool}", 0)
         return magic
 

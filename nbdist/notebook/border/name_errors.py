@@ -10,8 +10,9 @@ from IPython.core.error import UsageError as IPythonUsageError
 
 import nbdist
 from nbdist.config import DEFAULT_POOL
-from nbdist.errors import NbdistError
+from nbdist.errors import NbdistError, UsageError
 from nbdist.notebook.border.habits import hint_on_magic
+from nbdist.notebook.shipping.magic_strings import names_filled_in
 from nbdist.words import name_ranks
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN
 
@@ -48,6 +49,20 @@ class Border:
         elif type(error) is IPythonUsageError and (hint := hint_on_magic(str(error), self._names)):
             error.args = (f"{error} {hint}",)
         return original(*args, **kwargs)
+
+    def expand(self, original: Callable[..., str], cmd: str, depth: int = 0, **how: Any) -> str:
+        """Stand around `InteractiveShell.var_expand`: what only the ranks can fill in is refused.
+
+        Left as it is, it would be a part of a command: `!cp {name} {name}.bak`.
+        """
+        # Names are those of the function that calls; two frames stand between.
+        expanded = original(cmd, depth + 2, **how)
+        left = names_filled_in(expanded)
+        for name in names_filled_in(cmd):
+            if name in left and (hint := self.hint(name)):
+                own = f"; `$${name}` is the shell's own" if f"${name}" in cmd else ""
+                raise UsageError(f"{hint}{own}. Nothing has run.")
+        return expanded
 
     def hint(self, name: str) -> str:
         """Say where the name lives and how to come by it; "" where no worker has it."""

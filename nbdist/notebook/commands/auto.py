@@ -8,17 +8,20 @@ from nbdist.errors import UsageError
 from nbdist.notebook.command import Line, command
 
 ON = (
-    "auto mode is on: plain cells run on the workers, except those that begin with `%` or `!`; "
-    "`%%local` on the first line runs a cell here, `%dist_auto off` ends it"
+    "auto mode is on: cells run on the workers, also `%time` and the like; `!` commands and magics "
+    "of the notebook (`%cd`, `%pip`, `%dist_...`) run here, once; "
+    "`%%local` on its first line runs a cell here, `%dist_auto off` ends it"
 )
 OFF = "auto mode is off: cells run here, those with `%%distributed` on the workers"
 
 
 @command(argument("state", nargs="?", help="on or off; without an argument it shows which"))
 def dist_auto(line: Line) -> str:
-    """Run plain cells on the workers, as if each began with `%%distributed`.
+    """Run cells on the workers from now on, as if each began with `%%distributed`.
 
-    A cell that has the tag `distributed` in JupyterLab goes there also while this is off.
+    Lines with `!`, and magics of the notebook such as `%cd` and `%pip`, run here, once, unless
+    they fill in a variable of the ranks; `%matplotlib` and `%load_ext` run here and there.  A
+    cell that has the tag `distributed` in JupyterLab goes there also while this is off.
     """
     mode, state = line.auto, line.options.state
     if state not in (None, "on", "off"):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from argparse import SUPPRESS
 from collections.abc import Iterable
+from typing import Any
 
+from IPython.core.error import StdinNotImplementedError
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError
@@ -17,6 +20,12 @@ from nbdist.notebook.job import Steps
 from nbdist.notebook.options import Magic, ranks_option, restarts_option, world_options
 from nbdist.notebook.sending import send, sending_options
 
+ASKED = (
+    "The variables of the notebook and of the ranks will be deleted and cannot be recovered. "
+    "Proceed (y/[n])? "
+)
+
+_RESET = re.compile(r"\s*%?reset\b(.*)\s*")
 _POOL = re.compile(r"(?:^|(?<=\s))--pool(?:\s*=\s*|\s+)(\S+)")
 
 
@@ -25,7 +34,7 @@ _POOL = re.compile(r"(?:^|(?<=\s))--pool(?:\s*=\s*|\s+)(\S+)")
     argument(
         "--auto",
         action="store_true",
-        help="internal: added by %%dist_auto",
+        help=SUPPRESS,
     ),
     argument(
         "--setup", action="store_true", help="run the cell again in every worker that is restarted"
@@ -50,6 +59,8 @@ def distributed(line: Line) -> None:
     Variables of the notebook that the cell uses are sent with it.  `%distributed x = 1` runs one
     line; magics of the notebook at the end of the cell (`%dist_gather loss`) run after it.
     """
+    if line.options.auto and not _reset_here(line):
+        return
     line.cell, last = divide(line.cell)
     send(line, _steps(line))
     _run_here(line, last)
@@ -62,6 +73,25 @@ def _run_here(line: Line, magics: Iterable[LineMagic]) -> None:
         value = shell.run_line_magic(each.name, each.text)
         if each.target:
             shell.user_ns[each.target] = value
+
+
+def _reset_here(line: Line) -> bool:
+    """Delete the notebook's variables where auto mode's cell deletes the ranks'; ask once."""
+    found = _RESET.fullmatch(line.cell)
+    if found is None:
+        return True
+    shell: Any = line.pool.shell
+    if "-f" not in found[1].split():
+        try:
+            is_meant = shell.ask_yes_no(ASKED, default="n")
+        except StdinNotImplementedError:  # as IPython has it
+            is_meant = True
+        if not is_meant:
+            line.display.say("nothing was deleted")
+            return False
+    shell.run_line_magic("reset", f"-f {found[1]}")
+    line.cell = f"%reset -f {found[1]}"
+    return True
 
 
 def _steps(line: Line) -> Steps:

@@ -47,6 +47,8 @@ def dist_export(line: Line) -> Shown:
         _check_free(path, folder)
     session = world.session
     history = shell.history_manager.input_hist_parsed  # type: ignore[union-attr]
+    # What auto mode sent to the ranks was typed here, and bound nothing here.
+    ran_here = [line.auto.ran.get(number, source) for number, source in enumerate(history)]
 
     def version_of(name: str) -> object:
         try:
@@ -54,7 +56,7 @@ def dist_export(line: Line) -> Shown:
         except NbdistError:
             return None
 
-    origins = Origins(shell.user_ns, [*history])
+    origins = Origins(shell.user_ns, ran_here)
     composer = Composer(session.past, shell.user_ns, origins, shell.transform_cell, version_of)
     script = composer.compose(setting_of(world, path.stem))
     if not script.cells:

@@ -72,6 +72,27 @@ def code_in_magic(call: ast.Call) -> list[ast.stmt]:
             return []
 
 
+def names_filled_in(text: str) -> list[str]:
+    """Find the names that `{x}` and `$x` would fill into a command, but for the shell's own."""
+    found = [
+        node.id
+        for statement in _filled_in([text])
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name)
+    ]
+    return [name for name in dict.fromkeys(found) if not _is_the_shells(name, text)]
+
+
+def _is_the_shells(name: str, text: str) -> bool:
+    """Say whether the command itself gives it a value: `for i in 1 2; do echo $i; done`."""
+    return (
+        re.search(
+            rf"(?:\bfor\s+{name}\s+in\b|\bread\s+(?:\w+\s+)*{name}\b|(?:^|[\s;]){name}=)", text
+        )
+        is not None
+    )
+
+
 def _python(text: str) -> list[ast.stmt]:
     """Parse `text`, or what follows its options, as Python; nothing if it is not Python."""
     while True:

@@ -26,16 +26,16 @@ def two() -> Iterator[Notebook]:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("model", "`model` lives on ranks 0-1: begin the cell with %%distributed, or "
+        ("model", "`model` is on ranks 0-1: begin the cell with %%distributed, or "
                   "`%dist_gather model`"),
-        ("lonely + 1", "`lonely` lives on rank 1: begin the cell with %%distributed, or "
+        ("lonely + 1", "`lonely` is on rank 1: begin the cell with %%distributed, or "
                        "`%dist_gather lonely`"),
-        ("def f():\n    return model\nf()", "`model` lives on ranks 0-1: begin the cell with "
+        ("def f():\n    return model\nf()", "`model` is on ranks 0-1: begin the cell with "
                                             "%%distributed, or `%dist_gather model`"),
-        ("nn", "`nn` lives on ranks 0-1: begin the cell with %%distributed, or import it here too"),
-        ("del shipped\nshipped", "`shipped` lives on ranks 0-1: begin the cell with "
+        ("nn", "`nn` is on ranks 0-1: begin the cell with %%distributed, or import it here too"),
+        ("del shipped\nshipped", "`shipped` is on ranks 0-1: begin the cell with "
                                  "%%distributed, or `%dist_gather shipped`"),
-        ("theirs", "`theirs` lives on rank 0: begin the cell with %%distributed --pool other, or "
+        ("theirs", "`theirs` is on rank 0: begin the cell with %%distributed --pool other, or "
                    "`%dist_gather --pool other theirs`"),
         ("rank", "`rank` is each worker's own: begin the cell with %%distributed"),
         ("dist", "the workers have `dist`: begin the cell with %%distributed, or "
@@ -52,6 +52,36 @@ def test_where_a_name_is(two: Notebook, source: str, said: str) -> None:
     text = strip("\n".join(error["traceback"]))
     assert source.splitlines()[-1] in text
     assert text.endswith(f"NameError: {said}")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("!touch {model}.bak", "`model` is on ranks 0-1: begin the cell with %%distributed"),
+        ("mine = 1\n!touch $mine $model", "; `$$model` is the shell's own. Nothing has run."),
+        ("files = !touch $rank", "`rank` is each worker's own: begin the cell"),
+        ("%cd {model.path}", "`model` is on ranks 0-1"),
+        ("def f(own):\n    !touch {own} {model}\nf(1)", "`model` is on ranks 0-1"),
+    ],
+)
+def test_what_a_command_cannot_fill_in(two: Notebook, source: str, said: str) -> None:
+    """It is refused with the name, and nothing runs; names that are here are filled in."""
+    error = two.run(source).errors[0]
+    assert said in error["evalue"]
+    assert error["evalue"].endswith("Nothing has run.")
+
+
+def test_what_a_command_fills_in(two: Notebook) -> None:
+    """Names of the notebook, of the function that calls, and the shell's own."""
+    two.run("mine = 'm'\ndef f(own):\n    !echo {own} {mine}")
+    for source, said in (
+        ("f('o')", "o m"),
+        ("!for model in 1 2; do echo $model; done", "1 2"),
+        ("!echo [$$model] $mine", "[] m"),
+        ("!echo {elsewhere}", "{elsewhere}"),
+        ("found = !echo {mine}\nprint(found)", "['m']"),
+    ):
+        assert " ".join("".join(two.run(source).streams).split()) == said
 
 
 @pytest.mark.parametrize(

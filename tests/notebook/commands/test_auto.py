@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,15 +52,137 @@ def test_names_while_they_are_typed(auto: Notebook) -> None:
 
 
 def test_cells_that_stay_here(auto: Notebook) -> None:
-    """Magics, commands, `%%local`, and whatever front ends ask for themselves."""
+    """Magics of the notebook, commands, `%%local`, and whatever front ends ask for themselves."""
     assert auto.run("%%local\nhere").results == [{"text/plain": "'notebook'"}]
     assert "rank" in auto.run("# on the notebook\n%%local\nrank").errors[0]["evalue"]
     assert "".join(auto.run("!echo here").streams).split() == ["here"]
-    assert auto.run("%time here").results == [{"text/plain": "'notebook'"}]
-    request = auto.client.execute("", silent=True, user_expressions={"found": "here"})
-    while (reply := auto.client.get_shell_msg(timeout=SOON))["parent_header"]["msg_id"] != request:
-        pass
-    assert reply["content"]["user_expressions"]["found"]["data"]["text/plain"] == "'notebook'"
+    assert "".join(auto.run("%automagic").streams).startswith("\nAutomagic is OFF")
+    auto.run("%automagic on")
+    assert expression(auto, "here") == "'notebook'"
+
+
+def expression(notebook: Notebook, code: str) -> str:
+    """What a front end is told that asks for an expression beside a cell."""
+    request = notebook.client.execute("", silent=True, user_expressions={"found": code})
+    while True:
+        reply = notebook.client.get_shell_msg(timeout=SOON)
+        if reply["parent_header"]["msg_id"] == request:
+            found = reply["content"]["user_expressions"]["found"]
+            return str(found["data"]["text/plain"] if "data" in found else found["ename"])
+
+
+def silent(notebook: Notebook, code: str) -> str:
+    """What code prints that a front end runs beside cells."""
+    request = notebook.client.execute(code, silent=True)
+    said = []
+    while True:
+        message = notebook.client.get_iopub_msg(timeout=SOON)
+        if message["parent_header"].get("msg_id") != request:
+            continue
+        if message["msg_type"] == "stream":
+            said.append(message["content"]["text"])
+        if message["content"].get("execution_state") == "idle":
+            return "".join(said)
+
+
+NOTEBOOKS = [  # a cell as in public notebooks, what the ranks show or None, what the notebook shows
+    ("%matplotlib inline\nimport torch, random\nacc = [rank]\nacc", "[1]", ""),
+    ("%matplotlib inline", "", ""),
+    ("%config InlineBackend.figure_format = 'retina'\nlen(acc)", "1", ""),
+    ("%load_ext autoreload\n%autoreload 2\nimport os, sys, time", "", ""),
+    ("%reload_ext autoreload", "", ""),
+    ("%%time\nacc.append(7)\nlen(acc)", "Wall time", ""),
+    ("%time len(acc)", "2", ""),
+    ("%time\nacc[0]", "1", ""),
+    ("%%timeit -n1 -r1\nlen(acc)", "per loop", ""),
+    ("%timeit -n1 -r1 sum(acc)", "per loop", ""),
+    ("took = %timeit -o -q -n1 -r1 sum(acc)\ntook.loops", "1", ""),
+    ("%prun -q -l 1 sum(acc)", "", ""),
+    ("%%capture out\nprint('said', rank)\nx = 5", "", ""),
+    ("out.stdout", "said 1", ""),
+    ("%%capture\n!echo installs", None, ""),
+    ("%pip --version", None, "pip "),
+    ("%pip --version\nimport json\njson.dumps(x)", "5", "pip "),
+    ("pip --version", None, "pip "),
+    ("!echo once", None, "once"),
+    ("!echo a && echo b\nlen(acc)", "2", "a"),
+    ("!echo file_{x}.bak $x", "file_5.bak 5", ""),
+    ("name = f'n{rank}'\n!echo {name}.txt", "n1.txt", ""),
+    ("files = !echo one two\nfiles", "one two", ""),
+    ("!for x in 1 2; do echo $x; done", None, "1\n2"),
+    ("%%bash\necho from bash", None, "from bash"),
+    ("%%writefile {folder}/made.py\nmade = 3", None, "Writing"),
+    ("%cat {folder}/made.py", None, "made = 3"),
+    ("%run {folder}/made.py\nmade", "3", ""),
+    ("%cd {folder}\nos.path.basename(os.getcwd())", "place", "place"),
+    ("cd ..", None, "/"),
+    ("%pwd", "/", ""),
+    ("%env AUTO_MODE=3\nos.environ['AUTO_MODE']", "'3'", "AUTO_MODE=3"),
+    ("%%html\n<b>bold</b>", None, ""),
+    ("%%local\nhere", None, ""),
+    ("%precision 3\n3.14159265", "3.142", ""),
+    ("%who list", "acc", ""),
+    ("%whos", "acc", ""),
+    ("%alias greet echo hello %s", "", ""),
+    ("greet you", "hello you", ""),
+    ("%greet you", "hello you", ""),
+    (
+        "from IPython.core.magic import register_line_magic\n"
+        "@register_line_magic\ndef twice(line): return 2 * int(line)",
+        "",
+        "",
+    ),
+    ("%twice 4", "8", ""),
+    ("%dist_gather acc\nlen(acc)", "2", ""),
+    ("gathered = %dist_gather x --as gathered_x", None, ""),
+    ("torch.manual_seed(0); np = None\n# !comment\n'%cd'", "'%cd'", ""),
+    ("get_ipython().set_next_input('later = 1')", "later = 1", ""),
+    ("from comm import create_comm\nc = create_comm(target_name='mine')", "`mine` wants", ""),
+]
+
+
+def test_first_lines_of_public_notebooks(auto: Notebook, tmp_path: Path) -> None:
+    """Magics and commands run where their variables are; the notebook's own run here, once."""
+    folder = tmp_path / "place"
+    folder.mkdir()
+    before = auto.run("%cd").streams  # home: the tests' folder is in nobody's way
+    assert before
+    for code, theirs, ours in NOTEBOOKS:
+        done = auto.run(code.replace("{folder}", str(folder)))
+        assert done.errors == [], code
+        said = [each["data"]["text/plain"] for each in (*done.displays, *done.updates)]
+        panels = [text for text in said if NOTE in text]
+        assert bool(panels) == (theirs is not None), code
+        assert (theirs or "") in "".join(panels), code
+        streams = "".join(done.streams).replace("\r", "")
+        assert ours in streams, code
+        assert bool(ours) == bool(streams), (code, streams)
+    assert [each.name for each in folder.iterdir()] == ["made.py"]
+
+
+def test_the_ranks_names(auto: Notebook) -> None:
+    """Front ends, the history and `%reset` know them; an error comes before anything runs."""
+    auto.run("net = [rank]")
+    assert expression(auto, "len(net)") == "1"
+    assert expression(auto, "net") == "rank 0: [0]\nrank 1: [1]"
+    assert expression(auto, "nowhere") == "NameError"
+    listing = "_found = %who_ls\nprint('net' in _found)"
+    assert silent(auto, listing) == "True\n"
+    assert silent(auto, "print(here)") == "notebook\n"
+    for magic in ("%history -l 3", "%history -t -l 3", "%macro again 1-99", "%notebook /dev/null"):
+        shown = "".join(auto.run(magic).streams)
+        assert "--auto" not in shown, magic
+    assert "nothing has run" in auto.run("net = 0\n%dist_gather net\ny = = 1").errors[0]["evalue"]
+    assert expression(auto, "len(net)") == "1"
+    refused = auto.run("%%local\n!touch {net[0]}.bak").error
+    assert "`net` is on ranks 0-1" in refused
+    assert (
+        "nothing was deleted" in auto.run("%reset", typed=["n"]).displays[-1]["data"]["text/plain"]
+    )
+    done = auto.run("%reset", typed=["y"])
+    assert "of the notebook and of the ranks" in done.prompts[0]
+    assert expression(auto, "net") == expression(auto, "here") == "NameError"
+    auto.run("%%local\nhere = 'notebook'")
 
 
 def test_off(auto: Notebook) -> None:
@@ -90,3 +213,19 @@ def tagged(notebook: Notebook, code: str) -> list[str]:
             shown.append(said["content"]["data"]["text/plain"][:10])
         if said["content"].get("execution_state") == "idle":
             return shown
+
+
+def test_magics_without_their_sign(auto: Notebook) -> None:
+    """`cd /tmp` and `ls` alone in a cell of the workers are magics, as anywhere in IPython."""
+    auto.run("%%distributed\n%alias louder echo loud %s\nimport os\npwd = os.getcwd()")
+    for source, shown in (
+        ("cd /usr", "/usr"),
+        ("ls -d /usr", "/usr"),
+        ("os.getcwd()", "'/usr'"),
+        ("louder yet", "loud yet"),
+        ("pwd", "'/"),
+        ("cd -q /", ""),
+    ):
+        assert shown in auto.run(f"%%distributed\n{source}").text, source
+    assert "invalid syntax (line 2" in auto.run("%%distributed\nnothing yet").errors[0]["evalue"]
+    assert "line 2" in auto.run("%%distributed\nnowhere").panel["text/plain"]
