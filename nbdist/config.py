@@ -10,10 +10,11 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from difflib import get_close_matches
 from inspect import Signature
 from typing import Any, Concatenate, Literal, ParamSpec, TypedDict, TypeVar, Unpack, get_args
 
-from nbdist.errors import UsageError
+from nbdist.errors import UnknownArgument, UsageError
 from nbdist.hosts import parse_hosts, read_hosts
 from nbdist.launching import FOR_SOME, check_room, check_taken, launcher_for, launcher_here, newer
 from nbdist.launching import LOCAL as LOCAL
@@ -381,6 +382,10 @@ OPTIONS: Mapping[str, Option] = {each.name: each.metadata["option"] for each in 
 """By the name of the field, which is that of the argument of `World`."""
 
 
+MEAN_N = ("workers", "num_workers", "nprocs", "num_processes", "nproc_per_node", "world_size")
+"""What others call the number of workers."""
+
+
 def takes_options(
     config: Callable[P, WorldConfig],
 ) -> Callable[[Callable[[S, WorldConfig], None]], Callable[Concatenate[S, P], None]]:
@@ -391,6 +396,12 @@ def takes_options(
 
     def decorate(method: Callable[[S, WorldConfig], None]) -> Callable[Concatenate[S, P], None]:
         def taking(self: S, /, *args: P.args, **options: P.kwargs) -> None:
+            if len(args) > 1:  # all but `n` have names
+                raise UnknownArgument(f"nbdist.{type(self).__name__}", repr(args[1]))
+            if unknown := next((name for name in options if name not in OPTIONS), None):
+                near = get_close_matches(unknown, OPTIONS, 1)
+                near = ["n"] if unknown in MEAN_N else near
+                raise UnknownArgument(f"nbdist.{type(self).__name__}", unknown, "".join(near))
             method(self, config(*args, **options))
 
         parameters = [*Signature.from_callable(method).parameters.values()][:1]

@@ -10,6 +10,8 @@ Each line names what happened, indented under what also catches it:
         * :exc:`BadTopology`: `-n`, `--gpus` or `--backend`
             * :exc:`NotEnoughGpus`: two ranks would share a GPU, which nccl cannot
         * :exc:`BadRanks`: `-r`, or the line of `%%rank`
+        * :exc:`UnknownArgument`: `World(workers=3)`, also a :exc:`TypeError`
+        * :exc:`NoValue`: `result[7]` of two ranks, also a :exc:`KeyError`
         * :exc:`VariableNotSent`: a name that the cell uses cannot be pickled
         * :exc:`WrongVersion`: nbdist does not run with a library that is installed
         * :exc:`WorldNotStarted`: it takes workers and there are none
@@ -129,6 +131,26 @@ class BadTopology(UsageError):
         self.option = option
         self.text = text
         super().__init__(f"`{option} {text}`: {why}. {forms}")
+
+
+class UnknownArgument(UsageError, TypeError):
+    """A function was called with an argument that it does not have."""
+
+    def __init__(self, function: str, name: str, near: str = "") -> None:
+        meant = f": did you mean `{near}`?" if near else "."
+        super().__init__(
+            f"`{function}`: there is no argument `{name}`{meant} `help({function})` shows all."
+        )
+
+
+class NoValue(UsageError, KeyError):
+    """A result has no value of this rank."""
+
+    __str__ = Exception.__str__  # KeyError's is for keys
+
+    def __init__(self, rank: object, ranks: Iterable[int]) -> None:
+        there = f"{name_ranks(some)} have one" if (some := [*ranks]) else "no rank has one"
+        super().__init__(f"this result has no value of rank {rank}: {there}.")
 
 
 class NotEnoughGpus(BadTopology):

@@ -31,7 +31,7 @@ NVIDIA_SMI_TIMEOUT = 5.0
 DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 
 _WORKERS_WORDS: Mapping[str, WorkerCount] = {"auto": "auto", "gpu": "gpu", "cpu": "cpu"}
-_WORKERS_FORMS = "Use `-n 4`, `-n auto`, `-n gpu` or `-n cpu`."
+WORKERS_FORMS = "Use `-n 4`, `-n auto`, `-n gpu` or `-n cpu`."
 _WITHOUT_GPU = "Use `-n 4`, `-n auto` or `-n cpu`."
 _SIZE_FORMS = "Use `%dist_scale 4`, or `+2` and `-1` for more or fewer."
 _LAYOUT_FORMS = "Use `-j 4`, `-j 2x4` (2 nodes with 4 workers each), or `-j 1:2x4` (1 node to 2)."
@@ -56,9 +56,9 @@ def parse_workers(text: str) -> WorkerCount:
     if word in _WORKERS_WORDS:
         return _WORKERS_WORDS[word]
     if not _NUMBER.fullmatch(word):
-        raise BadTopology("-n", text, "that is not a number of workers", _WORKERS_FORMS)
+        raise BadTopology("-n", text, "that is not a number of workers", WORKERS_FORMS)
     if int(word) < 1:
-        raise BadTopology("-n", text, "it takes at least one worker", _WORKERS_FORMS)
+        raise BadTopology("-n", text, "it takes at least one worker", WORKERS_FORMS)
     return int(word)
 
 

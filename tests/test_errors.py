@@ -38,6 +38,8 @@ EVERY_ERROR = [
     errors.UsageError("`--bogus` is not an option."),
     errors.BadTopology("-n", "x", "that is not a number of workers", "Use `-n 4`."),
     errors.NotEnoughGpus(4, 2, "0,1"),
+    errors.UnknownArgument("nbdist.World", "workers", "n"),
+    errors.NoValue(7, range(2)),
     errors.BadRanks("9", 4, "there is no rank 9"),
     errors.VariableNotSent("loader", "loader.lock", "lock", "it stays here", "make it there"),
     errors.WrongVersion("torch", "2.3.1", ">=2.8"),

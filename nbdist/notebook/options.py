@@ -121,6 +121,14 @@ def ranks_option(magic: Magic) -> Magic:
     return add(magic)  # type: ignore[no-any-return]
 
 
+ARGPARSE = (
+    (re.compile(r"^unrecognized arguments: (\S+).*"), r"unexpected `\1`"),
+    (re.compile(r"^the following arguments are required: (.*)"), r"it needs \1"),
+    (re.compile(r"^argument (?:\S+/)?(\S+): expected one argument"), r"`\1` needs a value"),
+)
+"""What it says, and how that is worded here."""
+
+
 def parse(magic: Magic, name: str, line: str) -> argparse.Namespace:
     """Read the options in a magic's line; UsageError in one line that says where to read more.
 
@@ -132,7 +140,7 @@ def parse(magic: Magic, name: str, line: str) -> argparse.Namespace:
         options = parse_argstring(magic, QUOTED.sub(r"\1 \3\2\4\3", line))
     except (IPythonUsageError, ValueError) as error:
         text = str(error)
-        said = meant_by(text, flags) or f"{text.rstrip('.')}."
+        said = meant_by(text, flags) or f"{_in_our_words(text).rstrip('.')}."
         raise UsageError(f"`{name}`: {said} `{name}?` shows all options.") from None
     for option, value in vars(options).items():
         setattr(options, option, _unquoted(value))
@@ -147,6 +155,13 @@ def split_code(magic: Magic, line: str) -> tuple[str, str]:
         if option and option.takes_value and not found[2] and (value := VALUE.match(line, at)):
             at = value.end()
     return line[:at].strip(), line[at:].strip()
+
+
+def _in_our_words(text: str) -> str:
+    """Say what argparse says as people would."""
+    for said, ours in ARGPARSE:
+        text = said.sub(ours, text)
+    return text
 
 
 def _ranks_in_a_word(found: re.Match[str]) -> str:

@@ -104,6 +104,29 @@ def short_traceback(tb: TracebackType | None) -> list[str]:
     return lines
 
 
+def without_ours(tb: TracebackType | None) -> TracebackType | None:
+    """Leave out nbdist's own calls, which stand for torch's: `init_process_group`, `Work.wait`."""
+    calls = []
+    while tb is not None:
+        calls.append(tb)
+        tb = tb.tb_next
+    theirs = [each for each in calls if not each.tb_frame.f_code.co_filename.startswith(OURS)]
+    if len(theirs) == len(calls):
+        return calls[0] if calls else None
+    for each in reversed(theirs):
+        tb = TracebackType(tb, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return tb
+
+
+def led_to(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception, and those that led to it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        yield error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+
+
 def _code_of(cell: str, number: int) -> str:
     """Find a cell's line where IPython keeps it: functions of linecache's may be replaced."""
     match linecache.cache.get(cell):
@@ -167,11 +190,14 @@ def shorten_common_tracebacks(shell: Any) -> None:
     ) -> Any:
         if said := stale_group_of(error, tb):
             error.args = (said,)
-        reword(error)
+        for each in led_to(error):
+            reword(each)
         is_stop = issubclass(kind, KeyboardInterrupt)
         if not is_stop and connections_after(message_of(error)) != "ended":
             know_cells()
-            return whole(*in_few_words(kind, error), tb, *args, **options)
+            for each in led_to(error.__cause__ or error.__context__):
+                each.__traceback__ = without_ours(each.__traceback__)
+            return whole(*in_few_words(kind, error), without_ours(tb), *args, **options)
         return [*short_traceback(own_part(tb)), f"{kind.__name__}: {error}"]
 
     shell.InteractiveTB.structured_traceback = structured_traceback

@@ -7,7 +7,7 @@ from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from nbdist.errors import UsageError
+from nbdist.errors import NoValue, UsageError
 from nbdist.output.events import RankError
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import clip
@@ -94,6 +94,8 @@ class CellResult(Generic[R_co]):
 
     def __getitem__(self, rank: int) -> R_co:
         """Do as `rank`."""
+        if rank not in self.by_rank:
+            raise NoValue(rank, self.by_rank)
         return self.by_rank[rank]
 
     def keys(self) -> KeysView[int]:

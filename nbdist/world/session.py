@@ -309,6 +309,9 @@ class Session(Workers):
             return {}
         running = self.submit(self.task(ranks=tuple(ranks), fetch=tuple(names)))
         self.wait(running)
+        lacking = [name for name in names if not self.names.ranks_with(name)]
+        if running.transcript.errors and lacking:
+            raise UsageError(f"`--keep`: no rank has `{lacking[0]}`; all workers are as they were.")
         self.check(running)
         return {
             rank: [bytes(memoryview(frame)) for frame in open_payload(payload)]

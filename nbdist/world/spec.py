@@ -19,12 +19,14 @@ from pathlib import Path
 
 from nbdist import folders, topology
 from nbdist.config import DEFAULT_POOL, LOCAL, WorldConfig
-from nbdist.errors import UsageError
+from nbdist.errors import BadTopology, UsageError
 from nbdist.hosts import parse_hosts
 from nbdist.seats import Position, Seats, seat_more
+from nbdist.wire.cgroups import memory_limits
 from nbdist.wire.start import WorldSpec
 from nbdist.wire.wanted import Wanted
 from nbdist.wire.worker_environ import NBDIST_DECIDES
+from nbdist.words import size_text
 from nbdist.world.env_file import read_env_file
 
 DEBUG_VARIABLES: Mapping[str, str] = {
@@ -43,6 +45,9 @@ READ_AT_START = re.compile(
 """What an interpreter, or a library on import, reads once: too late for a fork of either."""
 
 DEFAULT_LOG_LIMIT = "200M"
+
+LEAST_MEMORY = 20 << 20
+"""Bytes of its own that a worker has at least, of some 45 MB."""
 
 HOME_STATE = "~/.local/state"
 
@@ -169,6 +174,7 @@ def scaled(
     if config.launched_by != LOCAL:
         config.but(n=size)
         return replace(spec, world_size=size), ""
+    _require_room(size)
     cores = topology.usable_cores() if cores is None else cores
     devices = spec.environ.get("CUDA_VISIBLE_DEVICES")
     warning = topology.check_start(
@@ -181,6 +187,14 @@ def scaled(
     seats = seat_more(_seats_of(spec, keep), room, size)
     spec = replace(spec, world_size=size, threads=threads, room=room, seats=seats)
     return spec, warning or ""
+
+
+def _require_room(size: int) -> None:
+    """Raise BadTopology for more workers than there can be, a slip of the finger."""
+    for found in memory_limits():
+        if size * LEAST_MEMORY > found.limit:
+            why = f"{size:,} workers take more than the {size_text(found.limit)} of {found.where}"
+            raise BadTopology("-n", str(size), why, topology.WORKERS_FORMS)
 
 
 def _seats_of(spec: WorldSpec, keep: Sequence[int] | None) -> Seats:

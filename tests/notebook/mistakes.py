@@ -59,4 +59,153 @@ PYTHON = (
 )
 """Code that is none, and iterators past their end."""
 
-MISTAKES = PYTHON
+
+NUMBERS = (
+    _row("%%distributed -n 2 4\nx", "did you mean `-n 4`?"),
+    _row("%%distributed 4\nx", "did you mean `-n 4`?"),
+    _row("%%distributed -n two\nx", "`-n two`: that is not a number of workers. Use `-n 4`"),
+    _row("%%distributed -n 0\nx", "`-n 0`: it takes at least one worker. Use `-n 4`"),
+    _row("%%distributed -n -1\nx", "`-n -1`: that is not a number of workers. Use `-n 4`"),
+    _row("%%distributed -n 2.5\nx", "`-n 2.5`: that is not a number of workers. Use `-n 4`"),
+    _row("%%distributed -n\nx", "`-n` needs a value"),
+    _row("%%distributed -n 4\nx", "2 workers are running. `%dist_scale 4` keeps their variables"),
+    _row("%dist_init -n 4", "2 workers are running. `%dist_scale 4` keeps their variables"),
+    _row("%dist_init 4", "did you mean `-n 4`?"),
+    _row("%dist_scale 100000", "100,000 workers take more than the"),
+    _row("%dist_scale", "`%dist_scale` takes a number of workers (4, +2)"),
+    _row("%dist_scale 0", "it takes at least one worker. `%dist_shutdown` ends them all."),
+    _row("%dist_restart -n 0", "`-n 0`: it takes at least one worker."),
+    _row("%%distributed -r 5\nx", "there is no rank 5. There are ranks 0-1; select with `0`"),
+    _row("%%distributed -r a\nx", "`a` cannot be read. There are ranks 0-1"),
+    _row("%%distributed -r 0;1\nx", "`0;1` cannot be read. There are ranks 0-1"),
+    _row("%%rank\nx", "`%%rank` needs ranks: `%%rank 0`"),
+    _row("%%rank 9\nx", "there is no rank 9. There are ranks 0-1"),
+    _row("%dist_restart -r 9", "there is no rank 9"),
+    _row("%dist_stack -r 9", "there is no rank 9"),
+    _row("%dist_output -r 9", "there is no rank 9"),
+    _row("%dist_debug -r 9", "there is no rank 9"),
+    _row("%%distributed --timeout 0\nx", "`--timeout 0`: a number of seconds, such as 30 or 0.5."),
+    _row("%%distributed --timeout abc\nx", "`--timeout abc`: a number of seconds, such as 30"),
+    _row("%%distributed --max-restarts -1\nx", "`--max-restarts -1`: a number of attempts after"),
+    _row("%dist_log --tail x", "`--tail x`: a number, such as `--tail 1`."),
+)
+"""How many workers, which ranks, how long."""
+
+ELSEWHERE = (
+    _row("%%distributed --backend mpi\nx", "`--backend mpi`: that is not a backend. Use"),
+    _row("%%distributed --nproc-per-node 4\nx", "2 workers are running"),
+    _row("%%distributed --num_processes=4\nx", "2 workers are running"),
+    _row("%%distributed -np 4\nx", "2 workers are running"),
+    _row("%%distributed --num-gpus 4\nx", "`--num-gpus`: did you mean `-n`?"),
+    _row("%%distributed --world-size 2\nx", "`--world-size`: did you mean `-n`?"),
+    _row("%%distributed --nnodes 2\nx", "`-j`"),
+    _row("%%distributed --noblock\nx", "`--noblock`: did you mean `--no-wait`?"),
+    _row("%%distributed --tiemout 5\nx", "`--tiemout`: did you mean `--timeout`?"),
+    _row("%dist_status --foo", "`--foo`. `%dist_status?` shows all options."),
+    _row("%%px\nx", "not found. In nbdist begin the cell with `%%distributed`."),
+    _row("%px x", "not found. In nbdist begin the cell with `%%distributed`."),
+    _row("%autopx", "not found. In nbdist `%dist_auto on` sends plain cells to the workers."),
+    _row("%pxresult", "not found. In nbdist `%dist_output` shows the last result again."),
+    _row("%torchrun train.py", "not found. In nbdist `%dist_run -n 4 train.py` runs a script."),
+    _row("%%distribute\nx", "not found. Did you mean `%%distributed`?"),
+    _row("%%Distributed\nx", "not found. Did you mean `%%distributed`?"),
+    _row("%dist_gahter x", "not found. Did you mean `%dist_gather`?"),
+    _row("import nbdist\nnbdist.World(workers=3)", "no argument `workers`: did you mean `n`?"),
+    _row("nbdist.World(2, bakcend='gloo')", "no argument `bakcend`: did you mean `backend`?"),
+    _row("nbdist.World(2, 'gloo')", "`nbdist.World`: there is no argument `'gloo'`."),
+    _row("nbdist.World('x')", "that is not a number of workers"),
+    _row("nbdist.World(0)", "it takes at least one worker"),
+    _row(
+        "%%distributed\ndist.init_process_group('nccl')",
+        'the world\'s group has the backend gloo, not nccl. Pass "gloo" or leave it out',
+    ),
+    _row(
+        "%%distributed\ndist.init_process_group('gloo', rank=rank, world_size=4)",
+        "the world has 2 ranks, not 4. Pass world_size=world_size or leave it out",
+    ),
+)
+"""Flags, magics and calls of torchrun, accelerate, ipyparallel and others, and misspelt ones."""
+
+NAMES = (
+    _row(("%%distributed\nhere = rank", "here"), "`here`", "ranks 0-1: begin the cell with"),
+    _row("rank", "`rank` is each worker's own: begin the cell with %%distributed"),
+    _row("dist", "`import torch.distributed as dist` here"),
+    _row("%dist_gather nope", "no rank has `nope`."),
+    _row("%dist_gather", "`%dist_gather`: it needs names."),
+    _row("%dist_gather here+1", "`%dist_gather here+1 --as values`"),
+    _row("%dist_gather 1x", "`1x` is no expression: invalid decimal literal."),
+    _row("%dist_gather here --as 1", "`%dist_gather here --as values`."),
+    _row("%dist_gather here --rank 7", "there is no rank 7"),
+    _row("%dist_gather here --rank 0 -r 1", "`--rank`", "`-r`"),
+    _row("%dist_gather here --stack --cat", "`--stack`", "`--cat`"),
+    _row("%dist_gather 1/0 --as x", "`1/0` on ranks 0-1: ZeroDivisionError: division by zero."),
+    _row("%dist_gather dist.group.WORLD --as x", "a process group connects the ranks"),
+    _row("%dist_push nope", "nope"),
+    _row("%dist_push", "`%dist_push`: it needs names."),
+    _row(("rank = 3", "%dist_push rank"), "each worker has its own `rank`"),
+    _row(
+        "import threading; lock = threading.Lock()\nget_ipython().run_cell_magic('distributed', '',"
+        "'lock')",
+        "`lock` (thread lock) cannot be sent to the workers",
+        "Make it inside the cell",
+    ),
+    _row(
+        ("gen = (i for i in [1])", "%%distributed\nnext(gen)"), "`gen` (generator) cannot be sent"
+    ),
+    _row(
+        ("f = open('broken.py')", "%%distributed\nf"), "`f` (open file) cannot be sent", "its path"
+    ),
+    _row("%dist_push lock", "`lock` (thread lock) cannot be sent to the workers"),
+    _row("%dist_scatter nope", "the notebook has no `nope`."),
+    _row("%dist_sync nope", "no `nope`"),
+    _row("%dist_sync here --from 9", "there is no rank 9"),
+    _row("%dist_diff nope", "no rank has `nope`."),
+    _row("%dist_restart --keep nope", "no rank has `nope`; all workers are as they were."),
+    _row("%dist_snapshot nope", "no rank has `nope`."),
+    _row("%dist_restore", "`%dist_snapshot "),
+    _row("%%distributed -o 1x\nhere", "`-o 1x`", "name for the result, such as `-o result`."),
+    _row("%%distributed -o\nhere", "`--out` needs a value"),
+    _row(("%%distributed -o res\nhere", "res[7]"), "no value of rank 7: ranks 0-1 have one."),
+    _row("res.rank(7)", "no value of rank 7: ranks 0-1 have one."),
+)
+"""Variables that are elsewhere, that cannot be sent, or that there are not."""
+
+FILES = (
+    _row("%dist_run", "`%dist_run train.py --lr 0.1`"),
+    _row("%dist_run nosuch.py", "there is no script `nosuch.py` in "),
+    _row("%dist_run -m nosuch.mod", "there is no module of this name"),
+    _row("%dist_run --no-python nosuch", "there is no such executable on PATH."),
+    _row("%dist_export train", "the script needs a name that ends in .py"),
+    _row("%dist_export /nosuch/x.py", "there is no folder /nosuch."),
+    _row("%dist_memory x", "`%dist_memory`: unexpected `x`."),
+    _row("%dist_auto maybe", "`%dist_auto on` or `%dist_auto off`."),
+    _row("%dist_init --hosts", "`--hosts` needs a value"),
+    _row("%dist_attach nope", "has this name"),
+)
+"""Scripts, files and what is not there."""
+
+CELLS = (
+    _row("%%distributed\nnope", "NameError: name 'nope' is not defined", "2 of 2 ranks failed"),
+    _row("%%distributed\nimport nosuch", "ModuleNotFoundError: No module named 'nosuch'"),
+    _row("%%distributed\nexit()", "ended the cell on this rank", "%dist_shutdown"),
+    _row("%%distributed\nimport sys; sys.exit(2)", "ended the cell on this rank"),
+    _row("%%distributed\n# later", "no code, so nothing has run. `%dist_init -n 4` starts"),
+    _row("%%distributed\n1/0 if rank else dist.barrier()", "1 of 2 ranks failed (1)", "barrier"),
+    _row("%%rank 0\ndist.barrier()", "rank 1 does not run this cell", "released"),
+    _row("%%distributed\nif rank: dist.barrier()", "rank 0 finished the cell without it"),
+    _row("%%distributed\ndist.all_reduce(5)", "Expected parameter `tensor` of type torch.Tensor"),
+    _row("%%distributed\ndist.broadcast(torch.ones(1), src=5)", "invalid root rank: 5"),
+    _row(
+        "%%distributed\nif rank: 1/0\ntry: dist.barrier()\nexcept RuntimeError: nope",
+        "ZeroDivisionError: division by zero",
+    ),
+    _row(
+        "try:\n    get_ipython().run_line_magic('dist_gather', 'nope')\n"
+        "except Exception as error:\n    raise KeyError('mine') from error",
+        "no rank has `nope`.",
+        "KeyError: 'mine'",
+    ),
+)
+"""What goes wrong on the ranks."""
+
+MISTAKES = PYTHON + NUMBERS + ELSEWHERE + NAMES + FILES + CELLS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Iterator
 
 import pytest
@@ -31,6 +32,8 @@ def test_a_mistake(beginner: Notebook, mistake: Mistake) -> None:
     outcome = beginner.run(last)
     for said in mistake.said:
         assert said in outcome.seen
-    for error in outcome.errors:  # a syntax error shows its line too
-        assert len(error["traceback"]) == 1 or "SyntaxError" in error["ename"]
+    for error in outcome.errors:
+        # Python's own errors have their calls, and a syntax error its line.
+        is_pythons = hasattr(builtins, error["ename"]) or "SyntaxError" in error["ename"]
+        assert is_pythons or len(error["traceback"]) == 1
         assert len(error["evalue"]) < 500

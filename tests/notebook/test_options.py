@@ -115,7 +115,7 @@ def test_ranks(line: str, ranks: str) -> None:
             "--backnd gloo",
             "`%magic`: unknown option `--backnd`: did you mean `--backend`? `%magic?`",
         ),
-        ("-n", "`%magic`: argument -n: expected one argument. `%magic?` shows all options."),
+        ("-n", "`%magic`: `-n` needs a value. `%magic?` shows all options."),
         ("-n x", "`-n x`: that is not a number of workers. Use `-n 4`, `-n auto`, `-n gpu` or"),
         ("--cpus many", "`--cpus many`: a number of cores for each worker, such as 4."),
         ("--hang-timeout soon", "`--hang-timeout soon`: a number of seconds, such as 30 or 0.5."),

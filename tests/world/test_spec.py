@@ -11,7 +11,7 @@ import pytest
 
 from nbdist import topology
 from nbdist.config import WorldConfig
-from nbdist.errors import NotEnoughGpus, UsageError
+from nbdist.errors import BadTopology, NotEnoughGpus, UsageError
 from nbdist.seats import fill
 from nbdist.wire.start import WorldSpec
 from nbdist.wire.worker_environ import NBDIST_SETS, torchrun_variables
@@ -230,3 +230,9 @@ def test_a_world_elsewhere_is_not_judged_by_this_machine(monkeypatch: pytest.Mon
     assert scaled(there, config, 5) == (replace(there, world_size=5), "")
     with pytest.raises(UsageError, match="`-n 7 --hosts a:4,b:2`: the hosts have room for 6 w"):
         scaled(there, config, 7)
+
+
+def test_more_workers_than_there_can_be() -> None:
+    """A slip of the finger is said before anything starts."""
+    with pytest.raises(BadTopology, match="-n 1000000`: 1,000,000 workers take more than"):
+        spec_of(n=1_000_000)

@@ -74,16 +74,12 @@ def connections_after(message: str) -> Connections:
     return "timed out" if TIMED_OUT.search(message) else ""
 
 
-def reword(error: BaseException | None) -> None:
-    """Have an exception, and those that led to it, say in our words what gloo says in its own."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        # Of a user's class `str` can raise anything.
-        said = str(error) if type(error) in _OF_GLOO else ""
-        if "gloo/" in said:
-            error.args = (ABORTED if ENDED.search(said) else _PLACE.sub("gloo/", said),)
-        error = error.__cause__ or error.__context__
+def reword(error: BaseException) -> None:
+    """Have an exception say in our words what gloo says in its own."""
+    # Of a user's class `str` can raise anything.
+    said = str(error) if type(error) in _OF_GLOO else ""
+    if "gloo/" in said:
+        error.args = (ABORTED if ENDED.search(said) else _PLACE.sub("gloo/", said),)
 
 
 class Gloo:

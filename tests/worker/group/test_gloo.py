@@ -118,17 +118,14 @@ HINT = "This is typically caused by a remote worker crashing. GLHF!"
 
 
 def test_what_gloo_says_is_reworded() -> None:
-    """Also of errors that led to another one; what it means for the connections stays known."""
-    first = RuntimeError(f"{PAIR} Connection closed by peer [127.0.0.1]:9. {HINT}")
-    second, own = (
-        RuntimeError(f"{PAIR} op.nbytes <= nbytes. 4 vs 8"),
-        RuntimeError("a gloo of mine"),
-    )
-    own.__context__, second.__cause__ = second, first
-    gloo.reword(own)
-    assert [str(first), str(own)] == [gloo.ABORTED, "a gloo of mine"]
-    assert str(second) == "[gloo/transport/tcp/pair.cc:534] op.nbytes <= nbytes. 4 vs 8"
-    assert connections_after(str(first)) == "ended"
+    """What it means for the connections stays known; nothing of a user's own is changed."""
+    ended = RuntimeError(f"{PAIR} Connection closed by peer [127.0.0.1]:9. {HINT}")
+    other, own = RuntimeError(f"{PAIR} op.nbytes <= nbytes"), RuntimeError("a gloo of mine")
+    for error in (ended, other, own):
+        gloo.reword(error)
+    assert [str(ended), str(own)] == [gloo.ABORTED, "a gloo of mine"]
+    assert str(other) == "[gloo/transport/tcp/pair.cc:534] op.nbytes <= nbytes"
+    assert connections_after(str(ended)) == "ended"
 
 
 def test_what_a_cell_catches(world: World) -> None:
@@ -139,6 +136,7 @@ def test_what_a_cell_catches(world: World) -> None:
     ran = run(world, f"{source}except RuntimeError: 1 / 0")
     assert gloo.ABORTED in ran.traceback(0)
     assert "GLHF" not in ran.traceback(0)
+    assert "nbdist/" not in ran.traceback(0)
 
 
 @pytest.mark.parametrize(
