@@ -6,6 +6,7 @@ and whoever waits for it takes them meanwhile; they are the same that any other 
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import time
@@ -33,6 +34,16 @@ It leads to the result of the cell, or to what the cell raises.
 """
 
 
+LONGEST_LOOK = 2.0
+"""Seconds in which `done` takes in what there is: ranks can write faster than it is shown."""
+
+AT_ONCE = 0.05
+"""Seconds within which more comes, where there is more."""
+
+AWAITED_EVERY = 0.05
+"""Seconds between two looks of who awaits it."""
+
+
 class Job:
     """A cell that the workers run while the notebook goes on.
 
@@ -41,7 +52,8 @@ class Job:
 
         job                      # <Job running · 4 ranks · 12.3 s · ...>
         job.done()               # at once
-        job.result().rank(0)     # waits; the last value of the cell on rank 0
+        job.result()[0]          # waits; the last value of the cell on rank 0
+        (await job)[0]           # the same, while other coroutines go on
         job.interrupt()          # what Stop does to a cell that is waited for
 
     Its output stays under its cell, live while the notebook is idle, or waits for it.  What it
@@ -86,8 +98,43 @@ class Job:
 
     def done(self) -> bool:
         """Say whether it has ended, well or not; shows what its ranks have said meanwhile."""
+        enough, before = time.monotonic() + LONGEST_LOOK, self._said
         self.step()
+        # The end comes after all that its ranks have said, and they are made ready after that.
+        while self._can_step and time.monotonic() < enough:
+            said = self._said
+            if said == before and self._running.unfinished:
+                break
+            before = said
+            self.step(AT_ONCE)
         return self._ended.is_set()
+
+    def __await__(self) -> Generator[Any, None, CellResult[Any]]:
+        """Wait as `result` does, while the event loop goes on: `await job`, `asyncio.gather`."""
+        self._was_waited_for = True
+        loop = asyncio.get_running_loop()
+        # No coroutine: its frames would be in the traceback of who is cancelled.
+        found: asyncio.Future[CellResult[Any]] = loop.create_future()
+        self._look(loop, found)
+        return found.__await__()
+
+    def _look(
+        self, loop: asyncio.AbstractEventLoop, found: asyncio.Future[CellResult[Any]]
+    ) -> None:
+        """Take a step, and again soon, until it has ended or nobody awaits it any more."""
+        if found.done():
+            return
+        try:
+            self.step()
+            if self._ended.is_set():
+                found.set_result(self.result())
+                return
+        except StopIteration as error:  # which asyncio takes for its own
+            found.set_exception(NbdistError(str(error)))
+        except BaseException as error:  # noqa: BLE001 (it is for who awaits it)
+            found.set_exception(error)
+        else:
+            loop.call_later(AWAITED_EVERY, self._look, loop, found)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until it has ended, for `timeout` seconds at most.
@@ -157,6 +204,15 @@ class Job:
         """Whether there are no more steps to take."""
         return self._ended.is_set()
 
+    @property
+    def _can_step(self) -> bool:
+        return not (self._ended.is_set() or self._is_stepping) and is_main_thread()
+
+    @property
+    def _said(self) -> int:
+        """How much its ranks have said, a number that grows."""
+        return sum(track.version for track in self._running.transcript)
+
     def take_unheard(self) -> str:
         """Say once that it failed, where nobody has waited for it; else ""."""
         is_heard, self._was_waited_for = self._was_waited_for, True
@@ -174,7 +230,7 @@ class Job:
 
         With `in_its_cell` what is shown belongs to the cell that sent it.
         """
-        if self._ended.is_set() or self._is_stepping or not is_main_thread():
+        if not self._can_step:
             return
         self._is_stepping = True
         self._was_drawn_between |= in_its_cell

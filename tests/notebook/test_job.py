@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -273,3 +274,52 @@ def test_nothing_is_left_by_the_end() -> None:
     notebook.run("%load_ext nbdist")
     begin(notebook, SLEEPS, "-n 2")
     notebook.close()
+
+
+@pytest.mark.parametrize("source", ["rank", "for i in range(3000): print(i)", "1 / 0"])
+def test_done_is_right_at_the_first_call(notebook: Notebook, source: str) -> None:
+    """Whatever its ranks have said meanwhile, and though nobody has looked until then."""
+    looped = notebook.run(
+        f"get_ipython().run_cell_magic('distributed', '--no-wait -o job', {source!r})\n"
+        "import time; time.sleep(1.5)\nprint(job.done())"
+    )
+    assert looped.streams == ["True\n"]
+    notebook.run("try: job.wait()\nexcept Exception: pass")
+
+
+def test_it_can_be_awaited(notebook: Notebook) -> None:
+    """Other coroutines go on meanwhile; it gives the result, or raises what the cell raised."""
+    begin(notebook, "import time; time.sleep(0.5); rank")
+    cell = """
+    import asyncio
+    ticks = []
+    async def clock():
+        while True:
+            ticks.append(1)
+            await asyncio.sleep(0.02)
+    ticking = asyncio.create_task(clock())
+    result = await job
+    ticking.cancel()
+    print(len(ticks) > 5, result[1])
+    """
+    ran = notebook.run(textwrap.dedent(cell))
+    assert (ran.errors, ran.streams) == ([], ["True 1\n"])
+    begin(notebook, "{}[rank]")
+    ran = notebook.run("try: await job\nexcept KeyError as error: print(error.args[0] in (0, 1))")
+    assert (ran.errors, ran.streams) == ([], ["True\n"])
+    begin(notebook, SLEEPS)
+    late = notebook.run("await asyncio.wait_for(job, 0.3)")
+    assert [each["ename"] for each in late.errors] == ["TimeoutError"]
+    assert notebook.value("job.done()") is False
+
+
+def test_stop_ends_an_await(notebook: Notebook) -> None:
+    """Of the wait alone; the job runs on."""
+    begin(notebook, SLEEPS)
+    press = "import os, signal, threading\n"
+    press += "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+    begun = time.monotonic()
+    (stopped,) = notebook.run(f"{press}await job").errors
+    assert time.monotonic() - begun < SOON
+    assert stopped["ename"] in ("CancelledError", "KeyboardInterrupt", "Interrupted")
+    assert notebook.value("job.done()") is False
