@@ -53,6 +53,20 @@ def test_code_follows_the_notebook(world: World, folder: Path) -> None:
     assert world.gather("big, mine.answer()") == [(20, 2)] * 2
 
 
+def test_the_folder_follows_the_notebook(
+    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into a folder below it, where each host has its own; and back."""
+    (folder / "below").mkdir()
+    (folder / "below" / "data.txt").write_text("7")
+    first = world.gather("__import__('os').getcwd()")
+    monkeypatch.chdir(folder / "below")
+    world.execute("found = open('data.txt').read(), __import__('os').getcwd()")
+    assert world.gather("found") == [("7", f"{where}/below") for where in first]
+    monkeypatch.chdir(folder)
+    assert world.gather("__import__('os').getcwd()") == first
+
+
 def test_hosts_are_named(world: World) -> None:
     """In results, errors and status, and by the loggers."""
     result = world.run(socket.gethostname)

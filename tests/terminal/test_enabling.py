@@ -36,6 +36,10 @@ def test_a_notebook_without_load_ext(profile: Path, capsys: pytest.CaptureFixtur
         notebook.manager.restart_kernel(now=True)
         notebook.client.wait_for_ready(timeout=SOON)
         assert notebook.run("%dist_status").text.startswith("no workers are running")
+        notebook.manager.restart_kernel(now=True)
+        notebook.client.wait_for_ready(timeout=SOON)
+        place = "split the cell at line 2."
+        assert notebook.run("x = 1\n%%distributed\nx").error.endswith(place)
     finally:
         notebook.close()
 
