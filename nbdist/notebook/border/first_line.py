@@ -66,15 +66,10 @@ def misplaced(lines: Sequence[str]) -> tuple[str, int] | None:
     begin = _count_above(lines)
     is_first = begin < len(lines) and _MAGIC.fullmatch(lines[begin]) is not None
     begin += is_first
-    code = begin + _count_above(lines[begin:])
     rest = [*lines[begin:]]
-    if (
-        code < len(lines)
-        and lines[code].lstrip().startswith("%%")
-        and not _MAGIC.match(lines[code])
-    ):
-        return None  # all below is the text of that one
-    if not any(map(_MAGIC.match, rest)):
+    code = next(iter(rest[_count_above(rest) :]), "")
+    is_of_another = code.lstrip().startswith("%%") and not _MAGIC.match(code)
+    if is_of_another or not any("%%" in line and _MAGIC.match(line) for line in rest):
         return None
     unseen = int(is_first and "--auto" in lines[begin - 1].split())
     for tokens in make_tokens_by_line(rest):
