@@ -33,6 +33,10 @@ _NOTHING = type("_Nothing", (), {})
 """Stands for the value of a name that the notebook lacks."""
 
 
+_OF_ANOTHER = "of another notebook"
+"""The version of what that has sent."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shipped:
     """The notebook's value of a name as it was shipped; `identity` None: it is bound anew since.
@@ -82,6 +86,8 @@ class NameTable:
         self.namespace = namespace
         self._ranks: dict[int, dict[str, Entry]] = {}
         self._noticed: set[str] = set()
+        self._is_found = False
+        self._bound_since: set[str] = set()
 
     def __repr__(self) -> str:
         owners = [owner for owner, _ in self.owners().values()]
@@ -93,15 +99,25 @@ class NameTable:
         copied = NameTable(self.namespace)
         copied._ranks = {rank: dict(has) for rank, has in self._ranks.items()}
         copied._noticed = self._noticed
+        copied._is_found, copied._bound_since = self._is_found, self._bound_since
         return copied
 
     # --- what happened ------------------------------------------------------------------------
 
-    def found(self, bound: Mapping[int, Mapping[str, str | None]]) -> None:
-        """Note what tasks have bound on the ranks, with what they imported: it is theirs."""
+    def found(
+        self, bound: Mapping[int, Mapping[str, str | None]], ranks: Iterable[int] = ()
+    ) -> None:
+        """Note what tasks have bound on the ranks, with what they imported: it is theirs.
+
+        What another notebook has sent them is not known.
+        """
+        self._is_found = True
         self._ranks = {
-            rank: {name: Own(Identity(self._value(name)), whence) for name, whence in has.items()}
-            for rank, has in bound.items()
+            rank: {
+                name: Own(Identity(self._value(name)), whence)
+                for name, whence in bound.get(rank, {}).items()
+            }
+            for rank in {*ranks, *bound}
         }
 
     def sent(self, records: Mapping[str, Shipped]) -> None:
@@ -134,6 +150,7 @@ class NameTable:
         """
         for name in self.namespace.keys() & set(names):
             self._noticed.discard(name)
+            self._bound_since.add(name)
             value = self.namespace[name]
             for has in self._ranks.values():
                 entry = has.get(name)
@@ -158,13 +175,12 @@ class NameTable:
         for name in {name for names in changed.values() for name in names}:
             self._noticed.discard(name)
             for rank in self.holders(name):
-                entry, has_changed = self._ranks[rank][name], name in changed.get(rank, ())
-                assert isinstance(entry, Shipped)
+                entry, value = self._ranks[rank].get(name), self._value(name)
                 self._ranks[rank][name] = Own(
-                    entry.identity,
-                    version=entry.version,
-                    has_changed=has_changed,
-                    kind=kind_of(self._value(name)),
+                    Identity(value),
+                    version=entry.version if isinstance(entry, Shipped) else _OF_ANOTHER,
+                    has_changed=name in changed.get(rank, ()),
+                    kind=kind_of(value),
                 )
 
     def let_go(self) -> None:
@@ -224,8 +240,14 @@ class NameTable:
         )
 
     def holders(self, name: str) -> frozenset[int]:
-        """Find the ranks that were sent the object that the notebook has under this name."""
+        """Find the ranks that were sent the object that the notebook has under this name.
+
+        Where another notebook may have sent one all do that may have it.
+        """
         value = self._value(name)
+        is_known = name in self._bound_since or any(name in has for has in self._ranks.values())
+        if self._is_found and not is_known:
+            return frozenset(self._ranks)
         return frozenset(
             rank
             for rank, entry in self._entries(name)

@@ -172,7 +172,7 @@ class Workers(Standing):
         """Take over the workers at the other end of this link, as they are."""
         self._link, self.namespace = link, namespace
         self.names = NameTable(namespace)
-        self.names.found(there.bound)
+        self.names.found(there.bound, there.pids)
         self.pids, self.logs, self.lacks = there.pids, there.logs, there.lacks
         self.dead = dict(there.dead)
         self.have_come = dict.fromkeys(there.came)

@@ -178,6 +178,20 @@ def test_what_ranks_have_changed_in_place(table: NameTable) -> None:
     assert table.ranks_that_have("model") == {1}
 
 
+def test_what_another_notebook_has_sent(table: NameTable) -> None:
+    """Of any name that is not known, unless this notebook binds it, ranks may have changed it."""
+    table.found({1: {"y": None}}, (0, 1))
+    assert table.holders("x") == table.holders("model") == {0, 1}
+    assert table.holders("y") == set()
+    table.bound_in_notebook(["x"])
+    assert table.holders("x") == set()
+    table.changed_in_place({0: ["model"], 1: []})
+    assert table.owners()["model"] == ("workers", {0, 1})
+    assert table.changed_since("model")[0] == {0}
+    ship(table, "x")
+    assert table.copy().holders("x") == {0, 1}
+
+
 def test_a_notice_is_given_once(table: NameTable) -> None:
     """Until the notebook binds the name again."""
     assert [table.is_first_notice("x") for _ in range(2)] == [True, False]

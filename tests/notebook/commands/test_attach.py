@@ -64,10 +64,11 @@ def kill(notebook: Notebook, name: str) -> None:
 def test_killed_in_mid_cell(fresh: Callable[..., Notebook], name: str, tmp_path: Path) -> None:
     """The next kernel shows what was missed and the rest, and works on as if nothing had been."""
     gate = tmp_path / "gate"
-    first = fresh("%load_ext nbdist")
+    first = fresh("%load_ext nbdist", "sent, same = [1], [1]")
+    first.run(f"%%distributed -n 2 --detach --name {name}\nsent.append(2); same[0]")
     begin(first, name, gate)
     kill(first, name)
-    second = fresh("%load_ext nbdist", "x = 'mine'")
+    second = fresh("%load_ext nbdist", "x = 'mine'; sent, same = [3], [3]")
     other = fresh("%load_ext nbdist")
 
     def open_gate(outcome: Outcome) -> None:
@@ -86,6 +87,9 @@ def test_killed_in_mid_cell(fresh: Callable[..., Notebook], name: str, tmp_path:
     assert body(shown)[1:-1] == [*STEPS, "trained"]
     # Names that the workers have belong to them.
     assert body(second.run("%%distributed\nprint(x, world_size)"))[1::2] == ["0 2", "1 2"]
+    ran = second.run("%%distributed\nprint(sent, same)").text
+    assert "[1, 2] [3]" in ran, "what was sent, and changed on the ranks, is theirs too"
+    assert "sent was changed on the ranks since it was sent" in ran
     assert second.run("%dist_gather step").errors == []
     assert second.value("step[0] == step[1] > 3") is True
     assert name in second.run("%dist_status").text
