@@ -228,7 +228,7 @@ def test_it_can_be_made_anew(outlived: World) -> None:
 
 def test_new_ranks_run_the_set_up_cells_and_lack_the_rest(world: World) -> None:
     """What they lack is known, until it is copied there."""
-    world.execute("made = 5")
+    world.execute("made = torch.nn.Linear(1, 1)")
     world.scale(3)
     assert "made" in world.session.names.lacking([2])
     assert "train" not in world.session.names.lacking([2])
@@ -334,7 +334,7 @@ def test_a_new_rank_that_dies_while_it_starts_leaves_the_world_as_it_was(world: 
 
 def test_a_survivor_that_dies_meanwhile_is_replaced(world: World) -> None:
     """The world is of the new size all the same."""
-    world.execute("kept = rank")
+    world.execute("kept = rank; layer = torch.nn.Linear(1, 1)")
     survivor = psutil.Process(world.pids[1])
 
     def end(_: psutil.Process) -> None:
@@ -345,7 +345,7 @@ def test_a_survivor_that_dies_meanwhile_is_replaced(world: World) -> None:
         world.scale(3)
     assert world.gather("dist.get_world_size()") == [3] * 3
     assert world.gather("globals().get('kept')") == [0, None, None]
-    assert "kept" in world.session.names.lacking([1])
+    assert "layer" in world.session.names.lacking([1])
 
 
 def test_stop_while_it_is_scaled(world: World) -> None:
