@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+NEAR = 0.7
+"""How like a name has to be to be meant, as `difflib` counts."""
 
 LINE_LIMIT = 300
 """Longer messages would no longer be one line on a screen."""
@@ -79,3 +83,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Say ` Did you mean `loss`?` of the name that is most like it; "" where none is."""
+    near = get_close_matches(name, {each for each in names if not each.startswith("_")}, 1, NEAR)
+    return f" Did you mean `{near[0]}`?" if near else ""

@@ -75,3 +75,11 @@ def test_columns_are_aligned():
     rows = [("rank", "state"), ("0", "busy 3 s"), ("11", "<idle>")]
     assert words.aligned(rows) == ["rank  state", "0     busy 3 s", "11    <idle>"]
     assert words.aligned([]) == []
+
+
+def test_did_you_mean() -> None:
+    """The name that is most like it, if any is."""
+    names = ["loss", "model", "_lss", "optimizer"]
+    assert words.did_you_mean("lss", names) == " Did you mean `loss`?"
+    assert words.did_you_mean("optimiser", names) == " Did you mean `optimizer`?"
+    assert words.did_you_mean("x", names) == words.did_you_mean("rank", names) == ""

@@ -209,7 +209,7 @@ def settled(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shipment 
     if names is not world.session.names:
         names.changed_in_place(changed)
     again = pack(names) or words_only(())
-    return replace(again, notices=(*shipment.once, *again.notices))
+    return replace(again, notices=(*shipment.notices, *again.notices))
 
 
 def _attempt(

@@ -40,8 +40,11 @@ REDRAW = 0.25
 class CellDisplay(Protocol):
     """Where the output of one cell, or of one magic, appears."""
 
-    def note(self, text: str, *, at_once: bool = True) -> None:
-        """Show a line that stays with the output, such as a warning; at once, or with the next."""
+    def note(self, text: str, *, at_once: bool = True, stays: bool = True) -> None:
+        """Show a line beside the output, such as a warning; at once, or with the next.
+
+        Unless it `stays`, only while the cell runs.
+        """
 
     def wait_for(self, text: str) -> None:
         """Show a line until there is something else."""
@@ -100,15 +103,15 @@ class PanelDisplay:
         self._above = ""  # the one that stands above what was typed last
         self._below = Below()
         self._draw_at = time.monotonic() + FIRST_DRAWING
-        self._notes = [*notes]
+        self._notes, self._passing = [*notes], list[str]()
 
-    def note(self, text: str, *, at_once: bool = True) -> None:
-        self._notes.append(text)
+    def note(self, text: str, *, at_once: bool = True, stays: bool = True) -> None:
+        (self._notes if stays else self._passing).append(text)
         if at_once:
             self.wait_for("")
 
     def wait_for(self, text: str) -> None:
-        self.say(" · ".join([*self._notes, text] if text else self._notes))
+        self.say(" · ".join(filter(None, [*self._notes, *self._passing, text])))
 
     def say(self, text: str) -> None:
         self._draw(panel(dim(text)), text)
@@ -147,7 +150,7 @@ class PanelDisplay:
         turn: int | None = None,
     ) -> None:
         self._draw_at = now + REDRAW
-        note = " · ".join(filter(None, [*self._notes, waits]))
+        note = " · ".join(filter(None, [*self._notes, *self._passing, waits]))
         clock = time.strftime("%H:%M:%S")
         self._draw_panel(live_layout(transcript, now, note, usage, clock, turn))
 
@@ -206,7 +209,7 @@ class PlainDisplay:
         self._draws = sys.stdout.isatty() and can_draw(os.environ)
         self._bars = MovingLine(self._stream)
 
-    def note(self, text: str, *, at_once: bool = True) -> None:
+    def note(self, text: str, *, at_once: bool = True, stays: bool = True) -> None:
         self.say(text)
 
     def wait_for(self, text: str) -> None:

@@ -31,6 +31,7 @@ class Ended:
 
     def __init__(self) -> None:
         self._cells: deque[tuple[Transcript, CellDisplay]] = deque(maxlen=CELLS_KEPT)
+        self._past: deque[Transcript] = deque(maxlen=CELLS_KEPT)
         self._left: deque[tuple[int, Output]] = deque(maxlen=OUTPUTS_KEPT)
         self._changed: dict[int, tuple[Transcript, CellDisplay]] = {}
         self._show_at = 0.0
@@ -41,6 +42,11 @@ class Ended:
     def add(self, transcript: Transcript, display: CellDisplay) -> None:
         """Keep one more that has ended."""
         self._cells.append((transcript, display))
+        self._past.append(transcript)
+
+    def past(self, last: Transcript) -> list[Transcript]:
+        """Return what cells have shown, also those of workers before; `last` is the newest."""
+        return [*(each for each in self._past if each is not last), last]
 
     def forget(self) -> None:
         """Forget all: the workers are new."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError as IPythonUsageError
@@ -162,6 +162,11 @@ def _in_our_words(text: str) -> str:
     for said, ours in ARGPARSE:
         text = said.sub(ours, text)
     return text
+
+
+def names_in(words: Iterable[str]) -> list[str]:
+    """Divide what was typed at its commas too: `a b`, `a, b` and `a,b` are two names."""
+    return [name for word in words for name in word.split(",") if name]
 
 
 def _ranks_in_a_word(found: re.Match[str]) -> str:

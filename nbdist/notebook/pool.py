@@ -235,7 +235,7 @@ class Pool:
 
     def _start(self, world: World, display: CellDisplay) -> None:
         if world.session.warning:
-            display.note(world.session.warning)
+            display.note(world.session.warning, stays=False)
         display.wait_for(f"starting {count(world.size, 'worker')} …")
         try:
             for text in filter(None, world.session.starting_texts()):

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from nbdist.notebook.display import CellDisplay
 
 _CELL = "padding:0 16px 0 0;text-align:left;border:none;font-family:monospace"
+_SHORT = 24
+"""Characters that stay in one line, such as `busy 7.5 s`, also on a narrow page."""
+
 _BLOCK = "font-family:monospace;font-size:13px;white-space:pre-wrap;margin:0;padding:0"
 
 
@@ -61,4 +64,6 @@ def below(parts: Iterable[Shown]) -> Shown:
 def _cell(text: str, colours: Mapping[str, str]) -> str:
     colour = colours.get(text.partition(" ")[0], "")
     style = f"{_CELL};color:{colour}" if colour else _CELL
+    if len(text) <= _SHORT:
+        style += ";white-space:nowrap"
     return f'<td style="{style}">{escape(text)}</td>'

@@ -63,10 +63,13 @@ def packed(
         display.note(notice)
     if not (shipment and shipment.names):
         return None
+    if shipment.big and display.can_change:
+        display.wait_for(" · ".join(f"sending {each}" for each in shipment.big))
     what = f"sending {list_names(shipment.names)}"
     packing = moved(shipment.packing(alone=alone), shipment.bytes, display, what)
-    if packing.note:
-        display.note(packing.note)
+    for said in (*(f"sent {each}" for each in shipment.big), packing.note):
+        if said:
+            display.note(said)
     return packing
 
 

@@ -64,6 +64,13 @@ class RankBars:
             share = bar.position + (share / whole if whole else 0.0)
         return share
 
+    @property
+    def whole_share(self) -> float | None:
+        """The part of the outermost bar that is done, of the innermost where that has no end."""
+        if not self.around or not number_of(self.outer.total):
+            return self.bar.fraction
+        return min(1.0, self.overall)
+
 
 @dataclass(frozen=True, slots=True)
 class BarTable:
@@ -79,6 +86,18 @@ class BarTable:
     behind: str = ""
     summary: str = ""
     beside: tuple[tuple[Line, tuple[int, ...]], ...] = ()
+
+    def share(self, bars: RankBars) -> float | None:
+        """Give how much of its bar is drawn: the longer, the further the rank is of all.
+
+        With a bar around it, of that; of ranks in other epochs those in the first ones come
+        first, whatever their bars say.
+        """
+        share = bars.whole_share
+        epochs = sorted({each.numbers for each in self.rows})
+        if share is None or self.slowest is None or len(epochs) == 1:
+            return share
+        return (epochs.index(bars.numbers) + share) / len(epochs)
 
     def has(self, ranks: Iterable[int]) -> bool:
         """Say whether all of these are in it."""

@@ -18,11 +18,12 @@ _CELLS, _PARTS = 20, " ▏▎▍▌▋▊▉"
 
 def bars_html(shown: BarTable) -> str:
     """Draw a row for each bar, below a line that says where all are if there are more."""
-    rows = table(_row(bars, is_slowest=bars.rank == shown.slowest) for bars in shown.rows)
+    rows = table(_row(shown, bars) for bars in shown.rows)
     return line(dim(shown.summary)) + rows
 
 
-def _row(bars: RankBars, *, is_slowest: bool) -> list[tuple[str, str]]:
+def _row(shown: BarTable, bars: RankBars) -> list[tuple[str, str]]:
+    is_slowest = bars.rank == shown.slowest
     name, percent, amount, times, rate, rest = columns(bars)
     end = dim(clip(rest, _LONGEST_REST))
     if is_slowest:
@@ -30,7 +31,7 @@ def _row(bars: RankBars, *, is_slowest: bool) -> list[tuple[str, str]]:
     return [
         (_CELL, bold(name_ranks([bars.rank]))),
         (_CELL, dim(name)),
-        (_CELL, _drawn(bars, is_slowest=is_slowest)),
+        (_CELL, _drawn(bars, shown.share(bars), is_slowest=is_slowest)),
         (_RIGHT, percent),
         (_RIGHT, dim(amount)),
         (_CELL, dim(times)),
@@ -39,8 +40,7 @@ def _row(bars: RankBars, *, is_slowest: bool) -> list[tuple[str, str]]:
     ]
 
 
-def _drawn(bars: RankBars, *, is_slowest: bool) -> str:
-    share = bars.bar.fraction
+def _drawn(bars: RankBars, share: float | None, *, is_slowest: bool) -> str:
     if share is None:
         return ""
     colour = GREEN if bars.bar.is_finished else AMBER if is_slowest else BLUE
@@ -50,7 +50,7 @@ def _drawn(bars: RankBars, *, is_slowest: bool) -> str:
 
 def bars_text(shown: BarTable) -> list[str]:
     """Write the same in lines of which each names its rank, its columns below one another."""
-    rows = [_words(bars) for bars in shown.rows]
+    rows = [_words(bars, shown.share(bars)) for bars in shown.rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [shown.summary] if shown.summary else []
     for bars, row in zip(shown.rows, rows, strict=True):
@@ -60,9 +60,9 @@ def bars_text(shown: BarTable) -> list[str]:
     return lines
 
 
-def _words(bars: RankBars) -> list[str]:
+def _words(bars: RankBars, share: float | None) -> list[str]:
     name, percent, amount, times, rate, rest = columns(bars)
-    drawn = "" if bars.bar.fraction is None else f"|{_blocks(bars.bar.fraction)}|"
+    drawn = "" if share is None else f"|{_blocks(share)}|"
     return [name_ranks([bars.rank]), name, drawn, percent.rjust(4), amount, times, rate, rest]
 
 

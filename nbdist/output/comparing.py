@@ -24,11 +24,13 @@ _MOST_SPREADS = 4
 _FEWEST_RANKS, _SEEN_AT_A_GLANCE = 3, 8
 _LONGEST_LINE = 400
 
+_UNITS = r"(?:\s?(?:ns|[\u00b5\u03bcmu]s|s|min|[KMG]i?B|kB|%)(?!\w))"
 # A number that stands by itself, not one in a name, an address or a time; with its unit.
 _NUMBER = re.compile(
     r"(?<![\w.:/-])(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)"
-    r"(?=(?:\s?(?:ms|us|s|[KMG]i?B|kB|%))?(?![\w/-]|[.:]\d))"
+    rf"(?={_UNITS}?(?![\w/-]|[.:]\d))"
 )
+_UNIT = re.compile(_UNITS)
 _DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
 _LABEL = re.compile(r"([A-Za-z_][\w./-]*)[\"']?\s*[:=]?\s*$")
 
@@ -88,7 +90,9 @@ def _spreads(
                 continue
             low, high = (pick(values, key=lambda rank: float(values[rank])) for pick in (min, max))
             label = _LABEL.search(line[place])
-            text = f"{values[low]} (rank {low}) to {values[high]} (rank {high})"
+            found = _UNIT.match(line[place + 1])
+            unit = found[0] if found else ""
+            text = f"{values[low]}{unit} (rank {low}) to {values[high]}{unit} (rank {high})"
             yield label[1] if label else "", text
 
 

@@ -54,8 +54,10 @@ _LIVE_LINES, _LIVE_LINES_OF_FAILED = 24, 8
 _FEW_GROUPS = 4
 _LIVE_LINES_OF_ASKING = 60
 _MOST_ROWS = _MOST_BLOCKS = 16
-_CLOCK_FROM, _FOOT_FROM = 2.0, 10.0
-_RELOADED = "after a page reload this view is not updated: `%dist_output` after the cell has ended"
+_CLOCK_FROM = 2.0
+_LIVE = (
+    "live view at {}; if this time does not change, it ended then: `%dist_output` shows the rest"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,6 @@ def live_layout(
         lines, rest = _LIVE_LINES_OF_FAILED, [each for each in groups if each not in in_blocks]
         rows = _by_last_line(rest)
     each = max(2, lines // max(1, len(in_blocks)))
-    as_of = f"as of {clock}" if clock and transcript.elapsed(now) >= _CLOCK_FROM else ""
     shown = [*rows.items(), *(bars.beside if bars else ())]
     return Panel(
         ranks_text(transcript.ranks),
@@ -189,8 +190,8 @@ def live_layout(
         *squares_of(transcript),
         note=note,
         is_live=True,
-        now=" · ".join(filter(None, [usage, bars.behind if bars else "", as_of])),
-        foot=_RELOADED if transcript.elapsed(now) >= _FOOT_FROM and clock else "",
+        now=" · ".join(filter(None, [usage, bars.behind if bars else ""])),
+        foot=_LIVE.format(clock) if clock and transcript.elapsed(now) >= _CLOCK_FROM else "",
         bars=bars,
         blocks=tuple(_live_block(transcript, group, each) for group in in_blocks[:_MOST_BLOCKS]),
         more=tuple(rank for group in in_blocks[_MOST_BLOCKS:] for rank in group.ranks),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import time
@@ -24,14 +25,22 @@ BETWEEN_LOOKS = 0.5
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     options = _parser().parse_args(words)
-    if options.command == "top":
-        show_top(options.seconds, options.times)
-        return 0
     try:
-        return COMMANDS[options.command](options)
+        code = COMMANDS[options.command](options)
+        sys.stdout.flush()
     except UsageError as error:
         sys.stderr.write(f"nbdist: {error}\n")
         return 2
+    except BrokenPipeError:  # `nbdist top | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes last
+        return 0
+    return code
+
+
+def _top(options: argparse.Namespace) -> int:
+    """Do `nbdist top`."""
+    show_top(options.seconds, options.times)
+    return 0
 
 
 def _configure(options: argparse.Namespace) -> int:
@@ -88,8 +97,8 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "kill": lambda options: kill_world(options.name),
     "ps": lambda _: show_worlds(),
     "status": lambda _: show_status(),
+    "top": _top,
 }
-"""What ends by itself; `top` goes on."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"nbdist {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("status", help="what each worker does now, also while a cell runs")
-    top = commands.add_parser("top", help="like status, refreshed until Ctrl-C")
+    top = commands.add_parser("top", help="like status, refreshed until q or Ctrl-C")
     top.add_argument(
         "-d",
         "--seconds",

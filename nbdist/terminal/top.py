@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import select
 import shutil
 import sys
+import termios
 import time
+import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,21 +32,48 @@ ON, OFF = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 
 
 def show_top(every: float, looks: int = 0) -> None:
-    """Draw all worlds every so many seconds, until Ctrl-C, or so many times."""
+    """Draw all worlds every so many seconds, until `q` or Ctrl-C, or so many times."""
     worlds, meter = Worlds(), CpuMeter()
     try:
-        with _drawing() as draw:
+        with _drawing() as draw, _keys_at_once():
             number = 0
             while True:
                 draw([(seen, meter.read(seen)) for seen in worlds.seen()])
                 number += 1
                 if number == looks:
                     return
-                time.sleep(every)
+                if quits_within(every):
+                    return
     except KeyboardInterrupt:
         return
     finally:
         worlds.close()
+
+
+@contextmanager
+def _keys_at_once() -> Iterator[None]:
+    """Have the terminal pass on a key as it is typed, and not show it."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def quits_within(seconds: float) -> bool:
+    """Wait so long; say whether somebody has typed `q` meanwhile."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        time.sleep(seconds)
+        return False
+    end = time.monotonic() + seconds
+    while select.select([sys.stdin], [], [], max(0.0, end - time.monotonic()))[0]:
+        if os.read(sys.stdin.fileno(), 1) in (b"q", b"Q", b""):
+            return True
+    return False
 
 
 @contextmanager

@@ -33,6 +33,9 @@ SEVERAL = 8
 """A container of more tensors than that is shown as one."""
 
 DEEPEST = 8
+LEAST_INSIDE = 1 << 10
+"""Bytes of an array inside of an object that is named: libraries have many that nobody knows."""
+
 LARGE_BYTES = 1 << 20
 """Of plain bytes, which need not be named below that."""
 
@@ -76,7 +79,7 @@ class Search:
             name, value, depth = waiting.popleft()
             self._looked_at += 1
             try:
-                self._look(f"{name}{where}", value)
+                self._look(f"{name}{where}", value, depth)
                 waiting.extend(self._later)
                 self._later.clear()
                 if depth < DEEPEST and id(value) not in self._seen:
@@ -93,7 +96,7 @@ class Search:
 
     # --- what has a size ------------------------------------------------------------------
 
-    def _look(self, name: str, value: Any) -> None:
+    def _look(self, name: str, value: Any, depth: int) -> None:
         """Note what it holds itself, or as a container of many."""
         if isinstance(value, torch.optim.Optimizer):
             self._note_several(f"{name}.state", self._tensors_in(value.state, 3))
@@ -106,7 +109,9 @@ class Search:
         elif isinstance(value, _Several):
             self._note_several(name, value.tensors)
         elif (found := self._new(name, value)) is not None:
-            self.held.append(found)
+            is_known = not depth or isinstance(value, torch.Tensor)
+            if is_known or found.size >= LEAST_INSIDE:
+                self.held.append(found)
 
     def _note_several(self, name: str, tensors: Iterable[Any]) -> None:
         """Note tensors as one, as many as there is time for, unless none of them is new."""

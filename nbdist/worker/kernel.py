@@ -43,10 +43,10 @@ from nbdist.worker.memory_use import Peaks
 from nbdist.worker.namespace import Namespace
 from nbdist.worker.op import Context, find_op
 from nbdist.worker.ops.clean import forget_errors
-from nbdist.worker.out_of_memory import account
 from nbdist.worker.own_modules import OwnModules
 from nbdist.worker.publishing import MarkingSession
 from nbdist.worker.records import Records
+from nbdist.worker.remedies import remedies
 from nbdist.worker.streams import flush_streams, install
 from nbdist.worker.threads import RUNS_CELLS, keep_crashes
 from nbdist.worker.tracebacks import failure_of, show_errors_our_way
@@ -198,7 +198,7 @@ class WorkerKernel(LeavesChildren):
         """Add what the task brings back, or what ended it, to the names that it has bound."""
         if error is not None:
             number = cast("MarkingSession", self.session).number_of(error)
-            said = [] if number else account(context.shell, int(self.ident), error)
+            said = [] if number else remedies(context.shell, int(self.ident), error)
             contents = contents_of(error, context.names)
             failure = failure_of(error, said)
             return replace(done, failure=failure, error_number=number, values=contents)

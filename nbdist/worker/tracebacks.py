@@ -32,8 +32,8 @@ from nbdist.worker.breakpoints import LEFT
 from nbdist.worker.compat.ipython import around_errors, publish_error
 from nbdist.worker.group.gloo import connections_after, reword
 from nbdist.worker.group.naming import stale_group_of
-from nbdist.worker.out_of_memory import account
 from nbdist.worker.publishing import MarkingSession
+from nbdist.worker.remedies import remedies
 
 MOST_CHARACTERS = 1 << 16
 """Of a message; all of it is in the error message that the kernel sends, where it sends one."""
@@ -150,7 +150,7 @@ def show_errors_our_way(shell: Any, session: MarkingSession, rank: int) -> None:
     shorten_common_tracebacks(shell)
     shorten_syntax_errors(shell)
     show_groups(shell)
-    around_errors(shell, partial(sending_more, session, partial(account, shell, rank)))
+    around_errors(shell, partial(sending_more, session, partial(remedies, shell, rank)))
     judge_by_result(shell)
 
 

@@ -12,7 +12,7 @@ from nbdist.wire.ops import Brought
 from nbdist.wire.payload import open_payload
 from nbdist.wire.pickling import unpickle
 from nbdist.wire.task import Call, Task
-from nbdist.words import format_ranks, name_ranks, one_line
+from nbdist.words import did_you_mean, format_ranks, name_ranks, one_line
 from nbdist.world.names import WORKERS_OWN
 from nbdist.world.parts import Joining, join
 from nbdist.world.session import Session
@@ -126,7 +126,8 @@ def _missing_text(session: Session, name: str, found: Mapping[int, Brought]) -> 
     here = ""
     if name in session.namespace and name not in WORKERS_OWN:
         here = f"; the notebook has it: `%dist_push {name}`"
-    return f"{who} `{name}`{here}."
+    known = [each for rank in found for each in session.names.bound(rank)]
+    return f"{who} `{name}`{here}.{'' if here else did_you_mean(name, known)}"
 
 
 def _does_not(ranks: Iterable[int]) -> str:

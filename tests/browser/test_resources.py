@@ -58,12 +58,12 @@ def wait_for(notebook: Notebook, number: int, text: str) -> str:
 
 
 def test_a_page_that_is_reloaded_in_mid_cell(lab: Lab) -> None:
-    """The head says what ranks use and as of when; the next cell shows what was missed."""
+    """The panel says what ranks use, and when it ended; the next cell shows what was missed."""
     lab.write("resources.ipynb", CELLS)
     notebook = lab.open("resources.ipynb")
     run(notebook, 0)
     run(notebook, 1)
-    live = wait_for(notebook, 1, "as of")
+    live = wait_for(notebook, 1, "live view at ")
     head = live.splitlines()[0]
     assert re.search(r"2 ranks · [\d.]+ s · ● 2 · cpu [\d.]+", head)
     wait_for(notebook, 1, "% behind")

@@ -137,5 +137,10 @@ def test_updates_clear_output_and_plotly(notebook: Notebook) -> None:
     later = notebook.run("%%distributed\nhandle.update(Markdown('three'))")
     changed = [each["data"].get("text/markdown") for each in later.updates]
     assert changed.count("three") == 1
+    before = notebook.run("%dist_output -2")
+    assert below_of(before)[:4] == ["ranks 0-3", "three", plotly]
+    assert (
+        "`%dist_output -9`: the output of 5 cells is kept" in notebook.run("%dist_output -9").error
+    )
     said = notebook.run("%%rank 0\n%%markdown\n# Title")
     assert below_of(said) == ["rank 0", "# Title\n"]

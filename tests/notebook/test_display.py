@@ -144,3 +144,14 @@ def test_figures_can_be_found(capsys: pytest.CaptureFixture[str]) -> None:
     assert script["application/javascript"] == "alert(1)"
     assert (figure["image/png"], figure["text/html"]) == ("aGk=", NOTHING)
     assert figure["text/plain"] == "figure of rank 0, shown above"
+
+
+def test_notes_that_do_not_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    """They are seen while the cell runs, and are in no saved notebook."""
+    display = PanelDisplay()
+    transcript, _ = took(Text("stdout", "a\n"))
+    display.note("4 workers on 2 CPU cores", stays=False)
+    display.note("restarted")
+    assert shown(capsys)[-1]["text/plain"] == "restarted · 4 workers on 2 CPU cores"
+    display.end(transcript, {})
+    assert shown(capsys)[-1]["text/plain"].endswith("\na\n── rank 1 (no output) ──\nrestarted")

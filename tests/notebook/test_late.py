@@ -119,3 +119,13 @@ def test_texts() -> None:
         "rank 2 printed after its last cell: E: bad",
     ]
     assert long.endswith("x … 1,000 more characters")
+
+
+def test_cells_before_the_last(cells: Ended) -> None:
+    """They are known also when the workers have been restarted; the last may still run."""
+    last = ended(0)
+    before = cells.past(last)
+    assert len(before) == 3
+    assert before[-1] is last
+    cells.forget()
+    assert cells.past(before[1]) == before[:2]

@@ -18,6 +18,7 @@ from nbdist.notebook.options import (
     at_once,
     check_same,
     given,
+    names_in,
     parse,
     pool_option,
     ranks_option,
@@ -205,3 +206,9 @@ def test_help_of_options(decorate: Callable[..., Any]) -> None:
 def test_code_in_a_line(line: str, options: str, code: str) -> None:
     """What follows the options is code, whatever it looks like."""
     assert split_code(distributed.run, line) == (options, code)
+
+
+def test_commas_between_names() -> None:
+    """They divide as blanks do."""
+    for words in (["a", "b"], ["a,", "b"], ["a,b"], ["a", ",", "b"]):
+        assert names_in(words) == ["a", "b"]

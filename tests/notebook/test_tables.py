@@ -17,6 +17,10 @@ def test_a_table_says_the_same_in_both_forms():
     assert shown.html.count("<td") == 4
     assert "&lt;idle&gt;</td>" in shown.html
     assert shown.html.count("color:#123456") == 1
+    # On a narrow page a line of Python breaks, and no time with its unit.
+    long = table("", [("state", "line"), ("busy 7.5 s", "x" * 40)]).html
+    assert 'white-space:nowrap">busy 7.5 s' in long
+    assert long.count("nowrap") == 1
 
 
 def test_a_head_alone():

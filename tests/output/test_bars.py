@@ -192,3 +192,17 @@ def test_ranks_keep_their_rows(steps: list[tuple[int, int]]) -> None:
         assert [row.rank for row in panel.bars.rows] == [0, 1, 2, 3]
         assert panel.blocks == ()
         assert [row.ranks for row in panel.rows] == [(0, 1, 2, 3)]
+
+
+def test_the_slowest_bar_is_the_shortest() -> None:
+    """Bars are drawn by how far a rank is of all, whatever its innermost one says."""
+    said = {0: [*nested(3, 2)][-3], 1: [*nested(2, 7)][-3]}
+    table = bar_table(make(2, lambda rank: [Text("stderr", said[rank])], finished=False))
+    assert table
+    assert table.slowest == 1
+    assert [table.share(bars) for bars in table.rows] == [2.25 / 4, 1.875 / 4]
+    names = {0: bar(90, name="epoch 1"), 1: bar(5, name="epoch 2")}
+    table = bar_table(make(2, lambda rank: [names[rank]], finished=False))
+    assert table
+    assert table.slowest == 0
+    assert [table.share(bars) for bars in table.rows] == [0.45, 0.525]

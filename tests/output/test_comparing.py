@@ -22,6 +22,9 @@ BAR = "\r100%|██████████| 500/500 [00:1{0}<00:00, 25.{0}it/s
         # Of what comes again the last counts.
         ("loss 9{0}\nloss {0}\n", "loss 0.5 (rank 0) to 0.57 (rank 7)"),
         ("{{'loss': {0}, 'at': '0x7f{1}a'}}\ncuda:{1} 00:1{1} 2024-0{1}-01\n", "loss 0.5"),
+        ("CPU times: user {0} ms\nWall time: 1 s\n", "user 0.5 ms (rank 0) to 0.57 ms (rank 7)"),
+        ("a\nWall time: {0} \u00b5s\n", "time 0.5 \u00b5s (rank 0) to 0.57 \u00b5s (rank 7)"),
+        ("a\nit is {0} seconds\n", "is 0.5 (rank 0) to 0.57 (rank 7)"),
         ("same 3\nalso 4\n", ""),
         ("shard-{1} is {1}\nshard_{1}\n", ""),
         (BAR.replace("{0}", "{1}") + "loss {0}\n", "loss 0.5 (rank 0) to 0.57 (rank 7)"),

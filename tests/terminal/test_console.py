@@ -69,6 +69,17 @@ def test_what_is_no_command(words: list[str], capsys: pytest.CaptureFixture[str]
     assert "usage: nbdist" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", ["top -d 0.5", "status"])
+def test_a_reader_that_has_enough(world: World, words: str) -> None:
+    """`nbdist top | head -1` ends, and says nothing of it."""
+    command = f"{sys.executable} -m nbdist.terminal {words} | head -1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=SOON
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "1 worker" in done.stdout
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     """Which nbdist it belongs to."""
     with pytest.raises(SystemExit):

@@ -26,7 +26,7 @@ def world(new_world: NewWorld) -> Iterator[World]:
 
 @pytest.mark.parametrize("has_rich", [True, False])
 def test_in_a_terminal(world: World, has_rich: bool) -> None:  # noqa: FBT001
-    """Another screen, drawn again; Ctrl-C ends it, and the terminal is as it was."""
+    """Another screen, drawn again; `q` and Ctrl-C end it, and the terminal is as it was."""
     hide = "" if has_rich else "import sys; sys.modules['rich.live'] = None; "
     command = f"{hide}from nbdist.terminal.top import show_top; show_top(0.5)"
     shown = pexpect.spawn(
@@ -37,7 +37,10 @@ def test_in_a_terminal(world: World, has_rich: bool) -> None:  # noqa: FBT001
         for _ in range(2):
             shown.expect("rank.*state")
             shown.expect_exact(str(world.pids[0]))
-        shown.sendintr()
+        if has_rich:
+            shown.sendintr()
+        else:
+            shown.send("xq")
         shown.expect_exact(OFF[-8:])
         shown.expect(pexpect.EOF)
     finally:

@@ -63,6 +63,16 @@ def test_nested_values():
     assert found["raw"].size == 2 * 2**20
 
 
+def test_insides_of_libraries():
+    """Small arrays inside of an object are not named, which may be matplotlib's."""
+
+    class Axes:
+        def __init__(self) -> None:
+            self.limits, self.image = np.zeros(9), np.zeros(200)
+
+    assert [*held(axes=Axes(), small=np.zeros(2))] == ["small", "axes.image"]
+
+
 def test_many_in_one_container_are_one():
     """What leaks a little at each step is seen as what it is together."""
     losses = [torch.zeros(100) for _ in range(500)]

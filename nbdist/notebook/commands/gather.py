@@ -64,27 +64,35 @@ def dist_gather(line: Line) -> Value:
 
 
 def expressions_in(words: Sequence[str]) -> Iterator[str]:
-    """Divide what stands in the line: `a b[0, 1]` are two, `x + 1` is one."""
+    """Divide what stands in the line: `a b[0, 1]` and `a, b[0]` are two, `x + 1` is one."""
     whole = " ".join(words)
-    if not all(map(_is_expression, words)) and _is_expression(whole):
-        yield whole
+    if not all(map(_between_commas, words)) and (found := _between_commas(whole)):
+        yield from found
         return
     begun: list[str] = []
     for word in words:
         begun.append(word)
-        if _is_expression(" ".join(begun)):
-            yield " ".join(begun)
+        if found := _between_commas(" ".join(begun)):
+            yield from found
             begun = []
     if begun:
         yield " ".join(begun)
 
 
-def _is_expression(text: str) -> bool:
+def _between_commas(text: str) -> list[str]:
+    """Divide expressions at the commas between them, as those of a call; none where one is not."""
+    call = f"_({text.strip()})"
     try:
-        ast.parse(text.strip(), mode="eval")
+        found = ast.parse(call, mode="eval").body
     except (SyntaxError, ValueError):
-        return False
-    return True
+        return []
+    if (
+        not isinstance(found, ast.Call)
+        or found.keywords
+        or found.end_col_offset != len(call.encode())
+    ):
+        return []
+    return [ast.get_source_segment(call, each) or "" for each in found.args]
 
 
 def targets_of(

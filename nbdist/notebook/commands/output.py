@@ -10,12 +10,21 @@ from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import ranks_option
 from nbdist.notebook.tables import Shown, block
 from nbdist.output.text import whole_text
+from nbdist.words import count
 
 LINES_AGAIN = 1000
 """Lines that `%dist_output -r 3` shows without `--all`."""
 
 
 @command(
+    argument(
+        "cell",
+        nargs="?",
+        metavar="-N",
+        type=int,
+        default=-1,
+        help="-2: the cell before the last, and so on",
+    ),
     ranks_option,
     argument(
         "--all", action="store_true", dest="everything", help="all lines, not only the last ones"
@@ -28,7 +37,13 @@ def dist_output(line: Line) -> Shown | None:
         raise UsageError("No distributed cell has run yet, so there is no output to show.")
     pool.page.has_missed(pool.shell, None)  # it misses nothing any more
     pool.show_background()
-    transcript = pool.last.transcript
+    past, number = pool.ended.past(pool.last.transcript), line.options.cell
+    if not -len(past) <= number < 0:
+        raise UsageError(
+            f"`%dist_output {number}`: the output of {count(len(past), 'cell')} is kept; "
+            f"`%dist_output -1` is the last one{f', -{len(past)} the first' if past[1:] else ''}."
+        )
+    transcript = past[number]
     if line.options.ranks is None and not everything:
         line.display.again(transcript, pool.log_files())
         return None

@@ -10,19 +10,21 @@ from IPython.core.magic_arguments import argument
 from nbdist.errors import UsageError
 from nbdist.notebook.cells import bind, settled
 from nbdist.notebook.command import Line, command
-from nbdist.notebook.options import ranks_option
+from nbdist.notebook.options import names_in, ranks_option
 from nbdist.notebook.shipping.plan import push
 from nbdist.notebook.transfer import packed
 from nbdist.wire.task import Call
+from nbdist.words import did_you_mean
 
 
 @command(argument("names", nargs="+", help="variables of the notebook"), ranks_option)
 def dist_push(line: Line) -> None:
     """Send notebook variables to the workers, replacing theirs."""
-    names, pool, world = line.options.names, line.pool, line.world
+    names, pool, world = names_in(line.options.names), line.pool, line.world
     missing = [name for name in names if name not in pool.shell.user_ns]
     if missing:
-        raise UsageError(f"`%dist_push`: the notebook has no {', '.join(missing)}.")
+        near = did_you_mean(missing[0], line.pool.shell.user_ns)
+        raise UsageError(f"`%dist_push`: the notebook has no {', '.join(missing)}.{near}")
     pack = partial(push, names, ranks=line.ranks)
     packing = packed(settled(pool, world, world.session.names, pack), line.display)
     assert packing is not None

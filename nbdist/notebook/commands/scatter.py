@@ -11,6 +11,7 @@ from nbdist.notebook.cells import bind
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import ranks_option
 from nbdist.notebook.transfer import moved
+from nbdist.words import did_you_mean
 from nbdist.world.scattering import Scatter
 
 
@@ -31,7 +32,8 @@ def dist_scatter(line: Line) -> str:
     """
     name, world = line.options.name, line.world
     if name not in line.pool.shell.user_ns:
-        raise UsageError(f"`%dist_scatter {name}`: the notebook has no `{name}`.")
+        near = did_you_mean(name, line.pool.shell.user_ns)
+        raise UsageError(f"`%dist_scatter {name}`: the notebook has no `{name}`.{near}")
     value, target = line.pool.shell.user_ns[name], line.options.target or name
     made = Scatter(world.session, target, value, line.ranks, line.options.dim)
     with closing(made) as scatter:

@@ -6,7 +6,7 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError
 from nbdist.notebook.command import Line, command
-from nbdist.notebook.options import ranks_option
+from nbdist.notebook.options import names_in, ranks_option
 from nbdist.words import name_ranks
 
 
@@ -20,7 +20,7 @@ def dist_sync(line: Line) -> str:
 
     With `-r`, copy to these ranks even if they have the variables.
     """
-    names, world = line.options.names, line.world
+    names, world = names_in(line.options.names), line.world
     sources = line.ranks_of(line.options.source)
     if len(sources) != 1:
         raise UsageError(

@@ -112,7 +112,7 @@ class _Plan:
         self._theirs: dict[str, _Look] = {}
         self._asked_for: list[str] = []
         self._notices: list[str] = []
-        self._announced: list[str] = []
+        self._big: list[str] = []
 
     # --- which names ----------------------------------------------------------------------
 
@@ -281,13 +281,13 @@ class _Plan:
             tuple(names),
             frames,
             size_of(frames),
-            (*self._notices, *self._announced),
+            tuple(self._notices),
             records,
             tuple(dict.fromkeys(known)),
             many,
             self._replaces(groups),
             self._stays(groups),
-            tuple(self._notices),
+            tuple(self._big),
         )
 
     def _replaces(self, groups: list[list[str]]) -> dict[str, frozenset[int]]:
@@ -423,17 +423,15 @@ class _Plan:
             again = [f"`{name}`" for name in group if name not in changed]
             if again:
                 because = ", ".join(f"`{name}`" for name in group if name in changed)
-                self._announced.append(
-                    f"sending {', '.join(again)} again: shares objects with {because}"
-                )
+                self._big.append(f"{', '.join(again)} again: shares objects with {because}")
 
     def _announce(self, group: list[str], pickled: Pickled) -> None:
         size = pickled.size
         if size < BIG:
             return
         blame = [f", most of it in {path}" for name in group if (path := self._heaviest(name))]
-        self._announced.append(
-            f"sending {', '.join(group)} ({format_size(size)}{''.join(blame)}) "
+        self._big.append(
+            f"{', '.join(group)} ({format_size(size)}{''.join(blame)}) "
             f"to {count(len(self._ranks), 'rank')}"
         )
 

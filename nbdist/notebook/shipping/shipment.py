@@ -19,12 +19,12 @@ BIG = 64 * 1024 * 1024
 class Shipment:
     """Names with their values, ready to travel.
 
-    `notices` are lines for the user, to be shown before it is sent; `records` say what is sent.
+    `notices` are lines for the user, to be shown before it is sent; `big` are others, on what is
+    large of it or sent again: they follow "sending", or "sent".  `records` say what is sent.
     `frames` show the values' own memory: pack them before these change.  `known` is where some
     of them may lie, `many` are names that have several of them.  `replaces` says on which ranks
     it would take the place of what they were sent before, which they may have changed, `stays`
-    which names a rank is not to bind, as it has them.  `once` are those of the notices that are
-    not given again.
+    which names a rank is not to bind, as it has them.
     """
 
     names: tuple[str, ...]
@@ -36,7 +36,7 @@ class Shipment:
     many: frozenset[str] = frozenset()
     replaces: Mapping[str, frozenset[int]] = field(default_factory=dict)
     stays: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    once: tuple[str, ...] = ()
+    big: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"<Shipment {', '.join(self.names) or 'of nothing'}, {format_size(self.bytes)}>"
@@ -68,7 +68,7 @@ class Shipment:
 
 def words_only(notices: Sequence[str]) -> Shipment:
     """Make one that has only something to say."""
-    return Shipment((), (), 0, (*notices,), {}, once=(*notices,))
+    return Shipment((), (), 0, (*notices,), {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from nbdist.wire.pickling import Pickled, pickle, unpickle
 from nbdist.wire.shared_memory import Buffer
+from nbdist.words import did_you_mean
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group.ddp import begin_models_anew
 from nbdist.worker.namespace import VariableError
@@ -35,7 +36,9 @@ def take(context: Context, wanted: Sequence[str], source: int, to: Sequence[int]
     wants = not is_source and (bool(missing) if to is None else rank in to)
     is_wanted, is_impossible = _any(wants), _any(is_source and bool(missing))
     if is_impossible and is_source:
-        raise VariableError(f"this rank has no `{', '.join(missing)}`; nothing was copied")
+        near = did_you_mean(missing[0], names)
+        lacks = ", ".join(missing)
+        raise VariableError(f"this rank has no `{lacks}`; nothing was copied.{near}")
     taken = {}
     if is_wanted and not is_impossible:
         frames = _send(names, wanted, source) if is_source else _receive(source)

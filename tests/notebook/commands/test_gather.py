@@ -39,6 +39,12 @@ def test_without_workers(typed: Callable[[str], str]):
         ("[x for x in y]", ["[x for x in y]"]),
         ("f(1, 2) d['a b']", ["f(1, 2)", "d['a b']"]),
         ("a b(", ["a", "b("]),
+        ("a, b", ["a", "b"]),
+        ("a,b[0, 1], f(1, 2)", ["a", "b[0, 1]", "f(1, 2)"]),
+        ("a b, c", ["a", "b", "c"]),
+        ("a, b c", ["a", "b", "c"]),
+        ("(a, b)", ["(a, b)"]),
+        ("a) + (b", ["a)", "+ (b"]),
     ],
 )
 def test_words_become_expressions(line, found):

@@ -59,7 +59,7 @@ class House:
     def send(self, shipment: Shipment | None, ranks: tuple[int, ...] = ALL) -> None:
         if shipment is None:
             return
-        self.notices += shipment.notices
+        self.notices += [*shipment.notices, *(f"sent {each}" for each in shipment.big)]
         if shipment.names:
             packing = to_end(shipment.packing())
             self.notices += [packing.note] if packing.note else []

@@ -201,7 +201,7 @@ def test_a_shared_object_is_shipped_again_with_all_its_names(house: Any) -> None
     house.cell("opt.append('state')")
     assert house.distributed("len(opt)") == 2
     assert house.distributed("opt[0] is model['p']") is True
-    assert house.notices == ["sending `model` again: shares objects with `opt`"]
+    assert house.notices == ["sent `model` again: shares objects with `opt`"]
 
 
 def test_a_name_that_comes_later_brings_what_it_shares(house: Any) -> None:
@@ -237,7 +237,7 @@ def test_big_values_are_announced(house: Any) -> None:
     house.notebook.names["corpus"] = b"x" * 200_000_000
     shipment = plan("len(corpus)", house.table, (0, 1, 2, 3))
     assert shipment
-    assert shipment.notices == ("shipping corpus (200 MB) to 4 ranks",)
+    assert shipment.big == ("corpus (200 MB) to 4 ranks",)
     assert shipment.bytes > 200_000_000
     packing = to_end(shipment.packing())
     assert packing.segment
@@ -253,9 +253,7 @@ def test_a_function_that_drags_a_big_value_along_is_told_apart(house: Any) -> No
     )
     shipment = plan("batches()", house.table, ALL)
     assert shipment
-    assert shipment.notices == (
-        "shipping batches (70 MB, most of it in batches.<closure>.corpus) to 2 ranks",
-    )
+    assert shipment.big == ("batches (70 MB, most of it in batches.<closure>.corpus) to 2 ranks",)
     house.send(shipment)
     assert house.distributed("batches()") == 70_000_000
 
