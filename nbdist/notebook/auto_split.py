@@ -116,7 +116,7 @@ def in_one(code: str, parts: list[Part], magic: str) -> str:
     if len(parts) == 1:
         return code if parts[0].is_here else f"%%{magic}\n{code}"
     name, _, options = magic.partition(" ")
-    lines = [""] * (code.count("\n") + 1)
+    lines = [""] * len(code.splitlines())
     for part in parts:
         if part.is_here:
             for number, line in enumerate(part.text.splitlines(), part.first):
@@ -182,8 +182,12 @@ def _place_of(found: re.Match[str], above: str, side: Side) -> Place:
 
 
 def _beginnings(lines: list[str]) -> Iterator[int]:
-    """Find the lines at which a statement at the cell's own level begins."""
-    for tokens in make_tokens_by_line(lines):
+    """Find the lines at which a statement at the cell's own level begins; none in no Python."""
+    try:
+        statements = make_tokens_by_line(lines)
+    except SyntaxError:  # of its indentation, which is told when it is sent
+        return
+    for tokens in statements:
         for token in tokens:
             if token.string.strip() and not token.string.startswith("#"):
                 if token.start[1] == 0:

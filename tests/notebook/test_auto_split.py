@@ -49,6 +49,10 @@ def sides(code: str) -> list[tuple[int, str]]:
         ("a = [\n1,\n%time\n]", [(0, "there")]),
         ("!echo it's \\\n  going on\nx = 1", [(0, "here"), (2, "there")]),
         ("x != y", [(0, "there")]),
+        ("if x:\n        a\n    b\n%cd", [(0, "there")]),
+        ("x = 'never closed\n%cd there", [(0, "there"), (1, "here")]),
+        ("x = (1,\n%cd there", [(0, "there")]),
+        ("\x00", [(0, "there")]),
         ("", []),
         ("# only", []),
     ],
@@ -56,6 +60,7 @@ def sides(code: str) -> list[tuple[int, str]]:
 def test_where_lines_run(code: str, where: list[tuple[int, str]]) -> None:
     """Magics of the notebook and commands here, all others on the ranks, in their order."""
     assert sides(code) == where
+    assert in_one(code, parts_of(code, SIDE), "distributed --auto") or not where
 
 
 def test_one_cell_of_them() -> None:

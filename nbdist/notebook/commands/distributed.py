@@ -12,6 +12,7 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError
 from nbdist.notebook.border.first_line import LineMagic, divide
+from nbdist.notebook.cell_source import as_magic
 from nbdist.notebook.cells import source_steps, through
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.commands.snapshot import take_due
@@ -25,7 +26,7 @@ ASKED = (
     "Proceed (y/[n])? "
 )
 
-_RESET = re.compile(r"\s*%?reset\b(.*)\s*")
+_RESET = re.compile(r"\s*%reset\b([^\n]*)")
 _POOL = re.compile(r"(?:^|(?<=\s))--pool(?:\s*=\s*|\s+)(\S+)")
 
 
@@ -77,10 +78,11 @@ def _run_here(line: Line, magics: Iterable[LineMagic]) -> None:
 
 def _reset_here(line: Line) -> bool:
     """Delete the notebook's variables where auto mode's cell deletes the ranks'; ask once."""
-    found = _RESET.fullmatch(line.cell)
+    shell: Any = line.pool.shell
+    cell = as_magic(shell, line.cell, line.pool.world)
+    found = _RESET.match(cell)
     if found is None:
         return True
-    shell: Any = line.pool.shell
     if "-f" not in found[1].split():
         try:
             is_meant = shell.ask_yes_no(ASKED, default="n")
@@ -90,7 +92,7 @@ def _reset_here(line: Line) -> bool:
             line.display.say("nothing was deleted")
             return False
     shell.run_line_magic("reset", f"-f {found[1]}")
-    line.cell = f"%reset -f {found[1]}"
+    line.cell = f"%reset -f {found[1]}{cell[found.end() :]}"
     return True
 
 

@@ -179,7 +179,10 @@ def test_the_ranks_names(auto: Notebook) -> None:
     assert (
         "nothing was deleted" in auto.run("%reset", typed=["n"]).displays[-1]["data"]["text/plain"]
     )
-    done = auto.run("%reset", typed=["y"])
+    auto.run("def reset(x): return x")
+    assert "[0]" in auto.run("reset(net)").text  # no magic
+    done = auto.run("%reset\n'gone'", typed=["y"])
+    assert "'gone'" in (done.updates or done.displays)[-1]["data"]["text/plain"]
     assert "of the notebook and of the ranks" in done.prompts[0]
     assert expression(auto, "net") == expression(auto, "here") == "NameError"
     auto.run("%%local\nhere = 'notebook'")
