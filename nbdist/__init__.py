@@ -3,12 +3,12 @@
 In a notebook, after `%load_ext nbdist`:
 
     %%distributed -n 4          run the cell on four workers, which share a process group
-    %%rank 0,2-3                run it on some of them
-    %dist_gather loss           bring a value home: a list by rank
-    %dist_status                what each rank does
-    %dist_restart               new workers, out of every situation
+    %dist_gather loss           copy a variable from all ranks, as a list
+    %dist_status                show what each rank does
+    %dist_output                show the last cell's output again
     %dist_run train.py          run a script on all workers
-    %dist_help                  all magics, a line each; %%distributed? and so on tell more
+    %dist_restart               restart all workers; always works
+    %dist_help                  list all magics; %%distributed? and so on show options
 
 In Python:
 

@@ -32,7 +32,7 @@ Each line names what happened, indented under what also catches it:
     * :exc:`JobTimeout`: a cell that was sent with `--no-wait` has not ended in time
     * :exc:`JobLost`: it ended with its workers, which were started anew or shut down
     * :exc:`ValueLost`: the last value of a cell is no longer on the rank
-    * :exc:`LocalCellError`: a cell that runs in the notebook as well, by `--local`, raised there
+    * :exc:`LocalCellError`: a cell that runs in the notebook too, by `--here-too`, raised there
     * :exc:`AgentLost`: the agent of a machine ended, and its workers with it
 
 Stop raises :exc:`Interrupted`, which is Python's own :exc:`KeyboardInterrupt`.
@@ -505,7 +505,7 @@ class ValueLost(NbdistError, LookupError):
 
 
 class LocalCellError(NbdistError):
-    """A cell that ran in the notebook as well, by `--local`, raised there, as is shown above."""
+    """A cell that ran in the notebook too, by `--here-too`, raised there, as is shown above."""
 
     def __init__(self, cause: BaseException, ran: int) -> None:
         said = one_line(f"{type(cause).__name__}: {cause}")

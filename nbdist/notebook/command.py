@@ -6,7 +6,7 @@ A file there is all that a new magic needs: `find_commands` imports what lies in
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from importlib import import_module
@@ -20,11 +20,20 @@ from nbdist.errors import Interrupted, UsageError, WorkerError, WorldNotStarted
 from nbdist.notebook import commands
 from nbdist.notebook.assigning import is_used
 from nbdist.notebook.border.first_line import without_comment
+from nbdist.notebook.border.flags import flags_of
+from nbdist.notebook.border.habits import old_flags
 from nbdist.notebook.cells import bring
-from nbdist.notebook.options import Magic, parse, pool_option, split_code, world_options
+from nbdist.notebook.options import (
+    Magic,
+    parse,
+    pool_option,
+    size_option,
+    split_code,
+    world_options,
+)
 from nbdist.notebook.stops import command_stops
 from nbdist.notebook.subshells import is_in_subshell, refusal
-from nbdist.notebook.tables import Shown
+from nbdist.notebook.tables import Shown, below, block
 from nbdist.topology import parse_ranks
 from nbdist.wire.task import Call
 from nbdist.world.raised import raised
@@ -39,6 +48,14 @@ if TYPE_CHECKING:
     from nbdist.notebook.pools import Pools
     from nbdist.wire.messages import Request
     from nbdist.world.world import World
+
+OF_INIT = (pool_option, world_options)
+"""The options of `%dist_init`, which has no others."""
+
+MORE_OPTIONS = (
+    "\n\nWhere it starts workers it also takes the options that `%dist_init?` shows, such as"
+    "\n`--backend`, `--gpus` and `--hosts`."
+)
 
 Split = Callable[[Magic, str], tuple[str, list[str]]]
 """Divides a line into what argparse reads and the words that it does not."""
@@ -59,6 +76,7 @@ class Line:
         self.cell = cell
         ours, self.words = command.split(command.run, text)
         self.options: argparse.Namespace = parse(command.run, command.shown_name, ours)
+        self.hint = old_flags(ours, flags_of(command.run))
         self.pool = pools.at(self.options.pool)
         self.pools = [self.pool] if self.options.pool else [*pools]
         self.pool_of = pools.at
@@ -126,8 +144,9 @@ class Command:
     kind: Literal["line", "cell"]
     split: Split
     summary: str = ""
-    looks: bool = False
+    looks: bool | tuple[str, ...] = False
     in_a_line: bool = False
+    short_for: str = ""
 
     def __repr__(self) -> str:
         return f"<Command {self.shown_name}>"
@@ -142,15 +161,30 @@ class Command:
         """As people type it: `%dist_init`, `%%distributed`."""
         return f"{'%%' if self.kind == 'cell' else '%'}{self.name}"
 
+    def only_looks(self, options: argparse.Namespace) -> bool:
+        """Say whether it may run while a cell does, with these options."""
+        if isinstance(self.looks, bool):
+            return self.looks
+        return any(getattr(options, name) for name in self.looks)
+
+    @property
+    def looking(self) -> list[str]:
+        """The ways to call it while a cell runs: `%dist_status`, `%dist_output --log`."""
+        if isinstance(self.looks, bool):
+            return [self.shown_name] * self.looks
+        return [f"{self.shown_name} --{name}" for name in self.looks]
+
     def magic(self, pools: Pools) -> Callable[..., Any]:
         """Make the function that IPython calls with a line, and with a cell if there is one."""
 
         @wraps(self.run)  # so that `%dist_init?` shows its help, and the file that it is in
         def magic(text: str, cell: str = "") -> Any:
             text = without_comment(text)
-            if not self.looks and is_in_subshell(pools.shell):
-                raise refusal(self.shown_name, [c.shown_name for c in find_commands() if c.looks])
             line = Line(self, pools, text, cell)
+            if not self.only_looks(line.options) and is_in_subshell(pools.shell):
+                raise refusal(self.shown_name, [how for c in find_commands() for how in c.looking])
+            if line.hint and cell:
+                line.display.note(line.hint, at_once=False)
             try:
                 with command_stops():
                     shown = self.run(line)
@@ -160,12 +194,13 @@ class Command:
                 raise raised(error) from None
             match shown:
                 case Shown():
+                    shown = below([shown, block(line.hint)]) if line.hint else shown
                     shown.on(line.display)
                 case str():
-                    line.display.say(shown)
-                case Value(value) if line.is_assigned:
-                    return value
-            return None
+                    line.display.say(" · ".join(filter(None, [shown, line.hint])))
+                case _ if line.hint and not cell:
+                    line.display.say(line.hint)
+            return shown.value if isinstance(shown, Value) and line.is_assigned else None
 
         return magic
 
@@ -193,8 +228,9 @@ def command(
     *options: Callable[[Magic], Magic],
     kind: Literal["line", "cell"] = "line",
     split: Split = lambda _, line: (line, []),
-    looks: bool = False,
+    looks: bool | tuple[str, ...] = False,
     in_a_line: bool = False,
+    short_for: str = "",
 ) -> Callable[[Callable[[Line], Shown | Value | str | None]], Command]:
     """Make a magic of a function that is called as it, and has its help as docstring.
 
@@ -202,8 +238,10 @@ def command(
         options: in the order in which the help shows them; all magics have `--pool`.
         kind: whether it stands before a cell.
         split: for lines that are not options alone.
-        looks: whether it only looks, with `Line.look`, and may do so while a cell runs.
+        looks: whether it only looks, with `Line.look`, and may do so while a cell runs; or with
+            which of its options it does.
         in_a_line: whether its cell can be one line, below no other: `%distributed x = 1`.
+        short_for: what to type instead, for a name that is kept for those who know it.
     """
 
     def decorate(run: Callable[[Line], Shown | Value | str | None]) -> Command:
@@ -211,14 +249,32 @@ def command(
         own = [option for option in options if option is not world_options]
         for option in reversed((*own, pool_option, *(set(options) - set(own)))):
             option(run)
-        said, run.__doc__ = cleandoc(run.__doc__ or ""), None
-        magic_arguments()(run)  # which makes a docstring of usage and options
+        said = cleandoc(run.__doc__ or "")
+        made = _usage(run.__name__, (*own, pool_option, *(set(options) - set(own))))
+        run.__doc__ = None
+        magic_arguments()(run)  # which makes a parser, and a docstring of usage and options
         escape = "%%" if kind == "cell" else "%"
-        made = (run.__doc__ or "").replace("  %", f"  {escape}", 1).strip()
-        run.__doc__ = f"{said}\n\n{made}\n"
-        return Command(run, kind, split, said.partition("\n")[0], looks, in_a_line)
+        run.__doc__ = f"{said}\n\n{made.replace('  %', f'  {escape}', 1)}\n"
+        summary = said.partition("\n")[0]
+        return Command(run, kind, split, summary, looks, in_a_line, short_for)
 
     return decorate
+
+
+def _usage(name: str, options: Sequence[Callable[[Magic], Magic]]) -> str:
+    """Write usage and options as IPython does; what describes workers is `%dist_init`'s alone."""
+    is_brief = world_options in options and len(options) > len(OF_INIT)
+    if is_brief:
+        options = [size_option, *(each for each in options if each is not world_options)]
+
+    def shown() -> None:
+        pass
+
+    shown.__name__, shown.__doc__ = name, None
+    for option in reversed(options):
+        option(shown)
+    magic_arguments()(shown)
+    return f"{(shown.__doc__ or '').strip()}{MORE_OPTIONS * is_brief}"
 
 
 def find_commands() -> Iterator[Command]:

@@ -51,6 +51,11 @@ def world_options(magic: Magic) -> Magic:
     return magic
 
 
+def size_option(magic: Magic) -> Magic:
+    """Add `-n` alone, for help that leaves the others to `%dist_init`."""
+    return _add("n", OPTIONS["n"])(magic)
+
+
 def pool_option(magic: Magic) -> Magic:
     """Add `--pool`: which of several worlds."""
     return _add("pool", OPTIONS["pool"])(magic)

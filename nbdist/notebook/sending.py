@@ -29,10 +29,9 @@ def sending_options(magic: Magic) -> Magic:
     # fmt: off
     options = (
         argument("--no-wait", action="store_true", help="return at once and keep showing the "
-            "output while the notebook does other things; -o gives a Job to wait for"
-                 ""),
-        argument("-o", "--out", metavar="NAME", help="a name for what becomes of it: the last value"
-                 " by rank, NAME.rank(0); with --no-wait a Job: NAME.wait(), .done(), .result(),"
+            "output while the notebook does other things; -o gives a Job to wait for"),
+        argument("-o", "--out", metavar="NAME", help="store the result as NAME, a mapping from"
+                 " rank to the last value; with --no-wait a Job: NAME.wait(), .done(), .result(),"
                  " .interrupt()"),
         argument("--timeout", metavar="SECONDS", type=number_of_seconds("--timeout"),
                  help="stop the cell after SECONDS, as Stop does"),
@@ -46,12 +45,12 @@ def sending_options(magic: Magic) -> Magic:
 def send(line: Line, steps: Steps) -> None:
     """Send a cell as the line's options say: its first step does, the others follow it."""
     options, pool = line.options, line.pool
-    name, here = options.out or "", getattr(options, "local", False)
+    name, here = options.out or "", getattr(options, "here_too", False)
     if name and not name.isidentifier():
         raise UsageError(f"`-o {name}`: give a name for the result, such as `-o result`.")
     if here and _awaits(pool.shell, line.cell):
         raise UsageError(
-            "`--local`: the cell uses `await`, but the notebook's event loop is busy with this "
+            "`--here-too`: the cell uses `await`, but the notebook's event loop is busy with this "
             "cell; nothing has run. Run it in the notebook in a separate cell."
         )
     running = next(steps)

@@ -21,7 +21,7 @@ MOST_BYTES = 1 << 30
 """Of all copies that a rank keeps; the newest one stays, however big it is."""
 
 REPLACED = f"is gone: a rank keeps the newest {MOST} big results, {size_text(MOST_BYTES)} in all"
-CLEANED = "is gone: `%dist_clean` released it"
+CLEANED = "is gone: `%dist_memory --free` released it"
 
 
 class NotingHook(ZMQShellDisplayHook):

@@ -52,7 +52,9 @@ def account_lines(rank: int, memory: Memory) -> list[str]:
         lines.append("  … not everything was searched in time: `%dist_memory`")
     if memory.kept:
         size = size_text(memory.kept_size)
-        lines.append(f"Only this traceback, or `Out`, holds {size} (`%dist_clean` releases it):")
+        lines.append(
+            f"Only this traceback, or `Out`, holds {size} (`%dist_memory --free` frees it):"
+        )
         lines += _listed(memory.kept)
     return lines
 

@@ -24,11 +24,10 @@ def notebook(tmp_path: Path) -> Iterator[Notebook]:
 
 
 def test_requests_work_beside_such_names(notebook: Notebook) -> None:
-    """Snapshots, the environment, memory, names to and from ranks, and calls."""
+    """Snapshots, memory, names to and from ranks, and calls."""
     for line in (
         "%dist_snapshot x --name s",
         "%dist_restore --name s",
-        "%dist_env RANK",
         "%dist_clean",
         "%dist_status -v",
         "%dist_sync x --from 0 -r 1",

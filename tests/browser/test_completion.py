@@ -97,7 +97,7 @@ def test_workers_names(lab: Lab) -> None:
     lab.write("names.ipynb", ["%load_ext nbdist", ON_WORKERS, "net", ""])
     notebook = lab.open("names.ipynb")
     _, _, plain, _ = notebook.run_all()
-    hint = "`net` lives on ranks 0-1: begin the cell with %%distributed, or `%dist_gather net`"
+    hint = "`net` is on ranks 0-1: begin the cell with %%distributed, or `%dist_gather net`"
     assert plain.errors == [f"NameError: {hint}"]
     page = type_in(notebook, 3, "%%distributed\nnet.")
     text = offered(page, "completion-names", "encoder")

@@ -41,10 +41,11 @@ def dist_mute(line: Line) -> str:
 
 
 def test_the_readme_has_a_row_for_each_magic():
-    """The tables of magics are what is registered, no more and no less."""
+    """The tables of magics are what is registered but for short forms, no more and no less."""
     _, _, after = README.read_text().partition("\n## The magics\n")
     rows = ROW.findall(after.partition("\n## ")[0])
-    assert sorted(rows) == sorted(each.shown_name for each in find_commands())
+    registered = [each.shown_name for each in find_commands() if not each.short_for]
+    assert sorted(rows) == sorted(registered)
 
 
 def test_each_magic_is_documented():
@@ -57,11 +58,11 @@ def test_each_magic_is_documented():
 
 
 def test_the_help_of_cells_begins_with_examples():
-    """Two of them; the options are in groups, those of the cell first."""
-    (help_text,) = (each.run.__doc__ for each in find_commands() if each.name == "distributed")
-    assert help_text is not None
-    said, _, options = help_text.partition("\n\n::\n\n")
+    """Two of them; the options that describe workers are in groups, in the help of `%dist_init`."""
+    shown = {each.name: each.run.__doc__ or "" for each in find_commands()}
+    said, _, _ = shown["distributed"].partition("\n\n::\n\n")
     assert len(re.findall(r"^    %%distributed", said, re.MULTILINE)) == 2
+    _, _, options = shown["dist_init"].partition("\n\n::\n\n")
     places = [options.index(f"\n{title}:\n") for title in ("options", *GROUPS)]
     assert places == sorted(places)
     assert places[0] < options.index("\n  --pool NAME") < places[1] < options.index("\n  -n N ")
@@ -86,3 +87,15 @@ def test_a_feature_is_one_file(
         found["dist_mute"]("")
     found["dist_why"]("")
     assert capsys.readouterr().out == "nothing has failed yet\n"
+
+
+def test_help_of_a_cell_has_the_options_of_the_cell() -> None:
+    """Those that describe workers are in `%dist_init?`, which is named; both are understood."""
+    shown = {each.name: each.run.__doc__ or "" for each in find_commands()}
+    usual = ("-n N", "-r RANKS", "-o NAME", "--no-wait", "--timeout", "--setup", "--here-too")
+    assert [option for option in usual if option not in shown["distributed"]] == []
+    assert "--auto" not in shown["distributed"]
+    for name in ("distributed", "dist_run", "dist_restart"):
+        assert "`%dist_init?`" in shown[name]
+        assert "--hosts HOSTS" not in shown[name]
+    assert "--hosts HOSTS" in shown["dist_init"]

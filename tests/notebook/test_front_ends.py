@@ -328,7 +328,7 @@ def test_terminal_completes_workers_names(terminal: Terminal) -> None:
     """Tab offers what only they have; a plain cell says where a name is."""
     terminal.enter("%%distributed -n 2", "import types", "net = types.SimpleNamespace(layer=5)")
     lines = terminal.enter("net")
-    hint = "`net` lives on ranks 0-1: begin the cell with %%distributed, or `%dist_gather net`"
+    hint = "`net` is on ranks 0-1: begin the cell with %%distributed, or `%dist_gather net`"
     assert f"NameError: {hint}" in lines
     terminal.child.send("%%distributed\rprint(net.lay\t")
     terminal.child.expect(r"lay\w*r")  # a dumb terminal draws not all of it

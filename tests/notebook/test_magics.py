@@ -192,7 +192,7 @@ def test_gather(notebook: Notebook) -> None:
     notebook.run("%dist_gather t.sum().item() --as sums")
     assert notebook.value("sums") == [0.0, 2.0, 4.0, 6.0]
     notebook.run("%dist_gather 'loss * 2' --as doubled -r -1")
-    assert notebook.value("doubled") == [3.0]
+    assert notebook.value("doubled") == 3.0
 
 
 def test_gather_of_what_is_not_there(notebook: Notebook) -> None:

@@ -112,7 +112,8 @@ def test_a_value_that_cannot_be_had(two: Notebook) -> None:
     two.run("%dist_clean")
     said = two.run("old.rank(0)").error
     assert said == (
-        "ValueLost: the last value of that cell on rank 0 is gone: `%dist_clean` released it. What "
+        "ValueLost: the last value of that cell on rank 0 is gone: `%dist_memory --free` "
+        "released it. What "
         "a cell binds to a variable stays, and `%dist_gather variable` brings it."
     )
     assert two.run("%%distributed -o odd\n[(n for n in 'ab')]").errors == []
@@ -146,28 +147,37 @@ def test_a_script_that_takes_too_long(two: Notebook, tmp_path_factory: pytest.Te
 
 def test_a_cell_that_runs_here_too(two: Notebook) -> None:
     """What it binds it binds on both sides; on the workers the name is theirs."""
-    ran = two.run("%%distributed --local -o there\nx = sum(range(10))\nprint('said')\nx")
+    ran = two.run("%%distributed --here-too -o there\nx = sum(range(10))\nprint('said')\nx")
     assert ran.errors == []
     assert ran.streams == ["said\n"]
     assert ran.results == [{"text/plain": "45"}]
     assert ran.displays[-1]["data"]["text/plain"].endswith("said\n45")
     assert two.value("x, there.rank(1)") == (45, 45)
     two.run("%%distributed\nx = rank")
-    assert two.run("%%distributed --local\ny = x").errors == []
+    assert two.run("%%distributed --here-too\ny = x").errors == []
     assert two.value("y") == 45
     assert body(two.run("%%distributed\ny")) == ["── rank 0 ──", "0", "── rank 1 ──", "1"]
 
 
+def test_the_old_name_of_that_option(two: Notebook) -> None:
+    """`--local` works as before, and the panel says what it is called now."""
+    ran = two.run("%%distributed --local\nz = 5")
+    assert "`--local` is now `--here-too`" in ran.displays[-1]["data"]["text/plain"]
+    assert two.value("z") == 5
+
+
 def test_a_cell_that_awaits_cannot_run_here(two: Notebook) -> None:
     """It is refused before it is sent."""
-    said = two.run("%%distributed --local\nimport asyncio\nawait asyncio.sleep(0); sent = 1").error
-    assert said.startswith("UsageError: `--local`: the cell uses `await`")
+    said = two.run(
+        "%%distributed --here-too\nimport asyncio\nawait asyncio.sleep(0); sent = 1"
+    ).error
+    assert said.startswith("UsageError: `--here-too`: the cell uses `await`")
     assert body(two.run("%%distributed\n'sent' in globals()"))[-1] == "False"
 
 
 def test_a_cell_that_fails_here(two: Notebook) -> None:
     """The error is shown as any of the notebook, and fails the cell."""
-    ran = two.run("%%distributed --local\nworld_size")
+    ran = two.run("%%distributed --here-too\nworld_size")
     here, last = ran.errors
     assert here["ename"] == "NameError"
     assert last["ename"] == "LocalCellError"

@@ -115,6 +115,6 @@ def test_who_is_in_one():
 def test_refusal(typed: Callable[[str], str]):
     """Names those that can."""
     assert str(refusal("%x", ["%b", "%a"])) == (
-        "`%x` cannot run in a subshell, beside other cells; these can: `%a`, `%b`."
+        "`%x` cannot run in a subshell, beside other cells; these can run: `%a`, `%b`."
     )
     assert typed("%dist_status").startswith("no workers")

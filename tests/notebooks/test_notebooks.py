@@ -120,7 +120,7 @@ def test_the_killed_script_resumes(source):
     shown = text(nbformat.read(source, as_version=4))
     assert "rank 2 was killed by SIGKILL: restart 1 of 3" in shown
     assert shown.count("goes on at epoch 4") == 4
-    assert "trainer restored from" in shown
+    assert "restored trainer on" in shown
     assert "now 2 workers" in shown
     assert "3 workers, same weights: True" in shown
 

@@ -67,6 +67,6 @@ def test_what_is_said():
         "  5 GiB  x4 (4, 2) int8",
         "  …",
         "  … not everything was searched in time: `%dist_memory`",
-        "Only this traceback, or `Out`, holds 10 MiB (`%dist_clean` releases it):",
+        "Only this traceback, or `Out`, holds 10 MiB (`%dist_memory --free` frees it):",
         "  10 MiB  y in f(), line 3 (5,) int8",
     ]

@@ -118,7 +118,7 @@ def test_another_interpreter_has_its_own_packages(
 
 
 def test_all_names_are_listed() -> None:
-    """What `%dist_env` shows without a pattern is what workers are given."""
+    """What nbdist sets is what workers are given."""
     spec = spec_of(n=1)
     assert torchrun_variables(spec, 0, 0).keys() | {"CUDA_VISIBLE_DEVICES"} == NBDIST_SETS
 

@@ -39,6 +39,9 @@ OF_SNAPSHOT = ("name", "remove")
 UNSAID = ("auto",)
 """Options that nobody types."""
 
+COMMON = ("n", "size", "ranks", "out", "no_wait", "timeout", "setup", "keep", "targets", "source")
+"""Options that are offered first, in this order."""
+
 RANKS = ("ranks", "rank", "source", "from_rank")
 LISTS = ("ranks", "keep")
 NAMES = ("names", "name", "variables", "keep")
@@ -76,7 +79,7 @@ class Choices:
         spot = spot_in(arguments_of(magic), text)
         candidates = [
             Candidate(flag, "option", each.help)
-            for each in spot.options
+            for each in sorted(spot.options, key=_place)
             for flag in each.flags[-1:]
             if flag.startswith(spot.begun)
         ]
@@ -107,6 +110,10 @@ class Choices:
         if name == "dist_restore":
             return sorted({each for taken in stored(pool) for each in taken.names})
         return theirs(pool)
+
+
+def _place(option: Argument) -> int:
+    return COMMON.index(option.dest) if option.dest in COMMON else len(COMMON)
 
 
 def spot_in(arguments: Sequence[Argument], text: str) -> Spot:

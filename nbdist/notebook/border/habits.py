@@ -21,6 +21,12 @@ SAME = {
 }
 """Flags of others that mean what one of ours does: they are taken for it."""
 
+OLD = {
+    "--rank": "-r",
+    "--local": "--here-too",
+}
+"""Flags of ours as they were called before: they work, and a line says the new ones."""
+
 MEANT = {
     "--num-procs": "-n",
     "--nprocs": "-n",
@@ -31,7 +37,6 @@ MEANT = {
     "--ngpus": "-n",
     "--num-gpus": "-n",
     "--devices": "--gpus",
-    "--rank": "-r",
     "-t": "-r",
     "--noblock": "--no-wait",
 }
@@ -70,6 +75,7 @@ MAGICS = {
     "dist_mode": "`%dist_auto on` sends plain cells to the workers",
     "dist_reset": "`%dist_restart` restarts the workers",
     "dist_sync_ide": "completion knows the workers' variables; nothing needs to be copied",
+    "dist_env": "`%%distributed` shows them: `import os; os.environ`",
     "torchrun": "`%dist_run -n 4 train.py` runs a script",
 }
 """Magics of ipyparallel, nbdistributed and others, and what does the same here."""
@@ -87,9 +93,16 @@ def in_our_words(line: str, flags: Collection[str]) -> str:
     return _FLAG.sub(lambda found: our_flag(found[0], flags), line)
 
 
+def old_flags(line: str, flags: Collection[str]) -> str:
+    """Say what flags of ours in a magic's line are called now; "" where none has changed."""
+    typed = dict.fromkeys(flag for flag in _FLAG.findall(line) if flag in OLD)
+    said = (f"`{flag}` is now `{OLD[flag]}`" for flag in typed if OLD[flag] in flags)
+    return ", ".join(said)
+
+
 def our_flag(flag: str, flags: Collection[str]) -> str:
-    """Give our flag for one of others', or for ours with underscores, or the same flag."""
-    ours = SAME.get(flag) or _dashed(flag)
+    """Give our flag for one of others', for an old one or with underscores; or the same flag."""
+    ours = SAME.get(flag) or OLD.get(flag) or _dashed(flag)
     return ours if ours in flags and flag not in flags else flag
 
 

@@ -18,13 +18,18 @@ if TYPE_CHECKING:
 TITLES = ("memory", "GPU tensors", "GPU held by torch")
 
 
-@command(ranks_option)
+@command(ranks_option, short_for="`%dist_memory --free`")
 def dist_clean(line: Line) -> Shown:
     """Free memory held by tracebacks, Out and torch's cache, and show how much it was.
 
     Of the last traceback and what its frames hold, of `Out` and `_`, of cycles, of the GPU
     memory that torch keeps for the next tensors.  Variables stay.
     """
+    return freed(line)
+
+
+def freed(line: Line) -> Shown:
+    """Have the ranks free what nothing uses, and draw the sizes before and after."""
     head = f"{name_ranks(line.ranks)} · tracebacks, Out and _, cycles, cached GPU memory released"
     return table(head, rows(line.call("clean")))
 

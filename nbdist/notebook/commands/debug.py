@@ -34,7 +34,8 @@ def dist_debug(line: Line) -> None:
         verb = "has" if len(none) == 1 else "have"
         raise UsageError(
             f"`%dist_debug`: {name_ranks(none)} {verb} no exception: none was raised, or"
-            " `%dist_clean` or a restart released it. `%dist_why` may still say what it was."
+            " `%dist_memory --free` or a restart released it. `%dist_output --failed` may still "
+            "show it."
         )
 
 
@@ -45,7 +46,7 @@ def failed_rank(pool: Pool) -> int:
     rank, error = pool.failed
     if isinstance(error, Died):
         raise UsageError(
-            f"`%dist_debug`: rank {rank} {error.end}, so its exception is lost. `%dist_why` "
-            f"shows its last output."
+            f"`%dist_debug`: rank {rank} {error.end}, so its exception is lost. "
+            "`%dist_output --failed` shows its last output."
         )
     return rank

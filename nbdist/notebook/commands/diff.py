@@ -8,8 +8,9 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.notebook.cells import bring
 from nbdist.notebook.command import Line, command
+from nbdist.notebook.commands.gather import expressions_in
 from nbdist.notebook.options import ranks_option
-from nbdist.notebook.tables import Shown, table
+from nbdist.notebook.tables import Shown, below, block, table
 from nbdist.wire.ops import Brought, Distance, Looked
 from nbdist.wire.task import Call
 from nbdist.world.comparison import Comparison
@@ -21,18 +22,25 @@ HEADINGS = ("part", "type", "ranks")
 
 
 @command(
-    argument("name", nargs="+", help="a variable of the workers, or an expression"),
+    argument("names", nargs="+", help="variables of the workers, or an expression"),
     ranks_option,
 )
 def dist_diff(line: Line) -> Shown | str:
-    """Show which ranks have a different value: `%dist_diff model`.
+    """Show which ranks have different values: `%dist_diff model`.
 
     A module is compared by parameters and buffers, an optimizer by its state, containers and
     objects by what they hold: shape, dtype, a digest of the contents, made on the ranks.
     Where digests differ the numbers are compared: NaN is equal to NaN, and -0.0 to 0.0.
     """
-    expression = " ".join(line.options.name)
-    check_expressions([expression])
+    expressions = [*expressions_in(line.options.names)]
+    check_expressions(expressions)
+    shown = [_difference(line, each) for each in expressions]
+    if all(isinstance(each, str) for each in shown):
+        return "\n".join(map(str, shown))
+    return below(block(each) if isinstance(each, str) else each for each in shown)
+
+
+def _difference(line: Line, expression: str) -> Shown | str:
     found = Comparison(expression, line.call("diff", expression=expression))
     _check(line, found)
     for reference, (others, paths) in found.to_compare().items():

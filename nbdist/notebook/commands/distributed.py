@@ -32,18 +32,18 @@ _POOL = re.compile(r"(?:^|(?<=\s))--pool(?:\s*=\s*|\s+)(\S+)")
 
 @command(
     ranks_option,
-    argument(
-        "--auto",
-        action="store_true",
-        help=SUPPRESS,
-    ),
+    argument("--auto", action="store_true", help=SUPPRESS),
     argument(
         "--setup", action="store_true", help="run the cell again in every worker that is restarted"
     ),
     restarts_option,
     sending_options,
     profile_option,
-    argument("--local", action="store_true", help="run the cell here, in the notebook, as well"),
+    argument(
+        "--here-too",
+        action="store_true",
+        help="run the cell in the notebook too, at the same time",
+    ),
     world_options,
     kind="cell",
     in_a_line=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,18 +21,17 @@ from nbdist.world.parts import Joining
 if TYPE_CHECKING:
     import argparse
 
+ONE_RANK = re.compile(r"-?\d+")
+
 
 @command(
     argument("names", nargs="+", help="variables of the workers, or an expression such as "
         "loss.item()"),
     ranks_option,
     argument("--as", dest="targets", metavar="NAME", help="the result's name in the notebook: "
-        "train,test for two"
-             ""),
-    argument("--rank", metavar="R", help="the value of one rank instead of a list"),
+        "train,test for two"),
     argument("--stack", action="store_true", help="one tensor or array instead of the list, with "
-        "a dimension for the ranks"
-             ""),
+        "a dimension for the ranks"),
     argument("--cat", action="store_true", help="the ranks' values end to end"),
     argument("--dim", metavar="D", type=int, help="along which dimension (0)"),
 )  # fmt: skip
@@ -39,20 +39,21 @@ def dist_gather(line: Line) -> Value:
     """Copy variables from all ranks into the notebook, as a list per variable.
 
     They get their own names or those after `--as`; either all are copied or none. With
-    `x = %dist_gather y` the list is `x` too.
-    Tensors arrive on the CPU. The workers' variables do not change.
+    `x = %dist_gather y` the list is `x` too.  With one rank, such as `-r 0`, its value instead of
+    a list.  Tensors arrive on the CPU.  The workers' variables do not change.
     """
     options, pool = line.options, line.pool
     expressions = [*expressions_in(options.names)]
     targets = targets_of(expressions, options.targets, is_assigned=line.is_assigned)
-    how, session, ranks = joining_of(options), line.world.session, ranks_of(line)
+    how, session, ranks = joining_of(options), line.world.session, line.ranks
     task = gathering.gather_task(session, expressions, ranks)
     what = f"gathering {list_names(expressions)}"
     brought = bring(pool, line.world, task, line.display, what)
     if whole := gathering.joining_task(session, task, brought):
         task, brought = whole, bring(pool, line.world, whole, line.display, what)
     values = gathering.read(session, task, brought)
-    one = None if options.rank is None else ranks[0]
+    is_one = how is None and ONE_RANK.fullmatch(options.ranks or "")
+    one = ranks[0] if is_one else None
     made = [
         gathering.made_of(expression, by_rank, one, how, options.dim or 0)
         for expression, by_rank in zip(expressions, values, strict=True)
@@ -120,22 +121,8 @@ def targets_of(
 def joining_of(options: argparse.Namespace) -> Joining | None:
     """Say what is made of the list; UsageError for options that exclude one another."""
     given = [name for name in ("stack", "cat") if getattr(options, name)]
-    if options.rank is not None and given:
-        raise UsageError(f"`--rank {options.rank}` brings one value: `--{given[0]}` takes several.")
     if len(given) == 2:
         raise UsageError("use either `--stack` or `--cat`.")
     if options.dim is not None and not given:
         raise UsageError(f"`--dim {options.dim}` needs `--stack` or `--cat`.")
     return "stack" if options.stack else "cat" if options.cat else None
-
-
-def ranks_of(line: Line) -> tuple[int, ...]:
-    """Select those of `-r`, or the one of `--rank`."""
-    if line.options.rank is None:
-        return line.ranks
-    if line.options.ranks is not None:
-        raise UsageError("`--rank` brings the value of one rank, `-r` a list: which of them?")
-    ranks = line.ranks_of(line.options.rank)
-    if len(ranks) != 1:
-        raise UsageError(f"`--rank {line.options.rank}`: it takes one rank; `-r` takes several.")
-    return ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from IPython.core.magic_arguments import argument
 
-from nbdist.config import CONTROL_TIMEOUT
+from nbdist.config import CONTROL_TIMEOUT, OPTIONS
 from nbdist.errors import Interrupted, NbdistError, UsageError
 from nbdist.notebook.cells import check_end, follow
 from nbdist.notebook.command import Line, command
@@ -24,6 +24,7 @@ def dist_init(line: Line) -> str:
 
 
 @command(
+    argument("size", nargs="?", metavar="N", type=OPTIONS["n"].read, help="number of workers: 4"),
     ranks_option,
     argument("--keep", metavar="NAMES", help="variables to keep: --keep step,history"),
     world_options,
@@ -34,15 +35,14 @@ def dist_restart(line: Line) -> str:
     The notebook keeps its variables.  With `-r 2` only that rank is restarted, and the
     other ranks keep their variables.
     """
-    keep, hint = _names(line.options.keep), line.pool.routine.hint
-    if line.options.ranks is not None:
+    options, keep, hint = line.options, _names(line.options.keep), line.pool.routine.hint
+    if options.size is not None and options.n is not None:
+        raise UsageError("`%dist_restart`: give the number of workers once.")
+    options.n = options.n if options.size is None else options.size
+    if options.ranks is not None:
         return " ".join(filter(None, [_replace(line, keep), hint]))
-    line.pool.restart(line.options, keep, line.display)
-    new = (
-        f"worker variables cleared except {', '.join(keep)}"
-        if keep
-        else ("worker variables cleared")
-    )
+    line.pool.restart(options, keep, line.display)
+    new = "worker variables cleared" + (f" except {', '.join(keep)}" if keep else "")
     return " · ".join(filter(None, [line.pool.ready_text, new, hint]))
 
 

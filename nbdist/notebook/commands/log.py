@@ -12,7 +12,7 @@ from IPython.core.magic_arguments import argument
 from nbdist.errors import UsageError
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.log_reading import FAR_BLOCK, last_lines, last_lines_there
-from nbdist.notebook.options import ranks_option
+from nbdist.notebook.options import Magic, ranks_option
 from nbdist.notebook.tables import Shown, block
 from nbdist.readers import whole_number
 from nbdist.wire.log_files import LogPiece, attempts_beside, file_of
@@ -44,20 +44,35 @@ class Tail:
     lines: tuple[str, ...]
 
 
-@command(
-    ranks_option,
-    argument("--tail", metavar="N", type=TAIL, default=50, help="number of lines per rank (50)"),
-    argument("--grep", metavar="PATTERN", help="only lines that match this regular expression"),
-    argument("--stdout", action="store_true", help="only what went to stdout"),
-    argument("--stderr", action="store_true", help="only what went to stderr"),
-    argument("--attempt", metavar="N", type=ATTEMPT, help="log of attempt N (0 = first start)"),
-    looks=True,
-)
+def log_options(magic: Magic) -> Magic:
+    """Add what chooses lines of the log files."""
+    # fmt: off
+    options = (
+        argument("--tail", metavar="N", type=TAIL, default=50,
+                 help="log: number of lines per rank (50)"),
+        argument("--grep", metavar="PATTERN", help="log: only lines that match this pattern"),
+        argument("--stdout", action="store_true", help="log: only what went to stdout"),
+        argument("--stderr", action="store_true", help="log: only what went to stderr"),
+        argument("--attempt", metavar="N", type=ATTEMPT,
+                 help="log: of attempt N (0 = first start)"),
+    )
+    # fmt: on
+    for add in reversed(options):
+        magic = add(magic)
+    return magic
+
+
+@command(ranks_option, log_options, looks=True, short_for="`%dist_output --log`")
 def dist_log(line: Line) -> Shown:
     """Show the last lines of each rank's log, equal lines once, and the files' names.
 
     All that ranks have written since they were started is there, whatever was shown of it.
     """
+    return log_of(line)
+
+
+def log_of(line: Line) -> Shown:
+    """Read the files, here or on other machines, and draw the ends of them."""
     options, world = line.options, line.pool.world
     pattern = _pattern(options.grep)
     streams = tuple(s for s in STREAMS if getattr(options, s)) or STREAMS

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from IPython.core.magic_arguments import argument
+
 from nbdist.notebook.command import Line, command
+from nbdist.notebook.commands.clean import freed
 from nbdist.notebook.options import ranks_option
 from nbdist.notebook.tables import Shown, below, table
 from nbdist.output.wording import fold_ranks
@@ -27,14 +30,17 @@ PER_RANK = (
 )
 
 
-@command(ranks_option)
+@command(
+    argument("--free", action="store_true", help="free what tracebacks, Out and caches hold"),
+    ranks_option,
+)
 def dist_memory(line: Line) -> Shown:
     """Show memory per rank, and the largest tensors by variable.
 
     Memory (PSS: shared pages count in part) and GPU, the most that was used since the last cell
-    began, and what only the last traceback and `Out` hold, which `%dist_clean` releases.
+    began, and what only the last traceback and `Out` hold, which `--free` frees.
     """
-    return shown_of(line.call("memory"))
+    return freed(line) if line.options.free else shown_of(line.call("memory"))
 
 
 def shown_of(found: Mapping[int, Memory]) -> Shown:
@@ -48,7 +54,7 @@ def shown_of(found: Mapping[int, Memory]) -> Shown:
         sizes = size_range(memory.kept_size for memory in found.values() if memory.kept)
         who = name_ranks(rank for rank, memory in found.items() if memory.kept)
         said = f"{sizes} that only the last traceback and `Out` hold on {who}"
-        parts.append(table(f"{said}: `%dist_clean` releases it", kept))
+        parts.append(table(f"{said}: `%dist_memory --free` frees it", kept))
     if cut := [rank for rank, memory in found.items() if not memory.is_whole]:
         parts.append(table(f"not all variables of {name_ranks(cut)} were searched in time", []))
     return below(parts)

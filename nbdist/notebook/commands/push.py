@@ -1,4 +1,4 @@
-"""Values from the notebook to the workers, whoever owns their names."""
+"""Variables from the notebook to the workers, also those that the workers own."""
 
 from __future__ import annotations
 

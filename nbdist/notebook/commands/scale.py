@@ -12,17 +12,21 @@ from nbdist.world.recovery import scaled_text
 
 
 @command(
-    argument("size", nargs="?", help="number of workers: 4; or more or fewer: +2, -1"),
+    argument("size", nargs="?", metavar="N", help="number of workers: 4; or more or fewer: +2, -1"),
+    argument("-n", dest="number", metavar="N", help="the same: -n 4"),
     argument("-r", "--ranks", help="or the ranks to keep: 0,2-3"),
 )
 def dist_scale(line: Line) -> str:
     """Change the number of workers; the remaining ones keep their variables.
 
     They keep their ranks too, except after a rank removed with `-r`.
-    DDP models go on with as many ranks as there are then; FSDP2 models, meshes and
-    subgroups have to be made anew.  New ranks run the `--setup` cells.
+    DDP models continue with the new number of ranks; recreate FSDP2 models, meshes and
+    subgroups.  New ranks run the `--setup` cells.
     """
     world, size, ranks = line.world, line.options.size, line.options.ranks
+    if size is not None and line.options.number is not None:
+        raise UsageError("`%dist_scale`: give the number of workers once.")
+    size = line.options.number if size is None else size
     before = world.size
     if size is not None and ranks is not None:
         raise UsageError("`%dist_scale`: give a number of workers or `-r`, not both.")

@@ -27,7 +27,7 @@ EVERY = whole_number("--every", "a number, such as `--every 1`, or 0", least=0)
 MOST_SAID = 20
 """Variables that are said by name."""
 
-FROM_RANK = whole_number("--from-rank", "a number, such as `--from-rank 1`, or 0", least=0)
+FROM_RANK = whole_number("--from", "a number, such as `--from 1`, or 0", least=0)
 
 
 @command(
@@ -79,8 +79,8 @@ def take_due(pool: Pool) -> None:
     argument("--name", metavar="NAME", help="which snapshot, by default this notebook's newest;"
              " NAME@STAMP for an older one"),
     argument("--list", action="store_true", dest="lists", help="show what snapshots there are"),
-    argument("--from-rank", metavar="RANK", type=FROM_RANK, help="give every rank the variables of"
-             " this one; the random states stay as they are"),
+    argument("--from", "--from-rank", dest="from_rank", metavar="RANK", type=FROM_RANK,
+             help="give every rank the variables of this one; the random states stay as they are"),
     ranks_option,
 )  # fmt: skip
 def dist_restore(line: Line) -> Shown | str:
@@ -88,7 +88,7 @@ def dist_restore(line: Line) -> Shown | str:
 
     `%dist_restore model --name epoch-3` restores one variable of one snapshot.  With `-r` on
     some ranks only; a DDP or FSDP2 module has to come back on all of them.  On another number
-    of ranks `--from-rank 0` shards anew what is sharded.  Nothing is bound where a file is
+    of ranks `--from 0` divides sharded values again.  Nothing is bound where a file is
     damaged.
     """
     options = line.options
@@ -103,9 +103,9 @@ def dist_restore(line: Line) -> Shown | str:
     done = world.restore(names=wanted.names, name=wanted.name, ranks=ranks, from_rank=source)
     taken = done.snapshot
     of_rank = f" of rank {source}" if source is not None else ""
-    said = f"{name_ranks(done.ranks)}: {list_names(done.names, MOST_SAID)}{of_rank} "
+    said = f"restored {list_names(done.names, MOST_SAID)}{of_rank} on {name_ranks(done.ranks)} "
     of_other = "" if taken.owner == store.owner else ", which this notebook did not save"
-    said += f"restored from `{taken.key}` of {taken.clock}{of_other}"
+    said += f"from `{taken.key}` of {taken.clock}{of_other}"
     return " · ".join(filter(None, [said, wanted.hint]))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from html import escape
+from typing import TYPE_CHECKING
 
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import ranks_option
@@ -23,10 +24,14 @@ from nbdist.output.markup import (
     line,
     panel,
 )
+from nbdist.topology import parse_ranks
 from nbdist.wire.messages import GetStacks
 from nbdist.wire.places import Stack
 from nbdist.words import name_ranks
 from nbdist.world.hangs import doing_of
+
+if TYPE_CHECKING:
+    from nbdist.notebook.pool import Pool
 
 OPEN_LINES = 60
 
@@ -34,16 +39,23 @@ Who = Callable[[Iterable[int]], str]
 """Names ranks, and their machines where there are several."""
 
 
-@command(ranks_option, looks=True)
+@command(ranks_option, looks=True, short_for="`%dist_status --stack`")
 def dist_stack(line: Line) -> Shown:
     """Show the Python stack of each rank, equal stacks once.
 
     It works while they compute, wait in a collective or hold the GIL in C code.
     """
-    stacks = line.look(line.pool, GetStacks(line.ranks)) if line.pool.world is not None else ()
+    return stacks_of(line, line.pool)
+
+
+def stacks_of(line: Line, pool: Pool) -> Shown:
+    """Draw the stacks of a pool's ranks, of those that `-r` names."""
+    if pool.world is None:
+        return Shown(stacks_html(pool.headline, ()), stacks_text(pool.headline, ()))
+    ranks = parse_ranks(line.options.ranks or "all", pool.world.size)
+    stacks = line.look(pool, GetStacks(ranks))
     # Read after the stacks: asking for them is how a lost agent is noticed.
-    head = line.pool.headline
-    who = line.pool.world.session.machines.who if line.pool.world is not None else name_ranks
+    head, who = pool.headline, pool.world.session.machines.who
     return Shown(stacks_html(head, stacks, who), stacks_text(head, stacks, who))
 
 

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING
 from IPython.core.magic_arguments import argument
 
 from nbdist.notebook.command import Line, command
+from nbdist.notebook.commands.stack import stacks_of
 from nbdist.notebook.moving_picture import MovingPicture
+from nbdist.notebook.options import ranks_option
 from nbdist.notebook.tables import Shown, below, block, table
 from nbdist.readers import number_of_seconds
+from nbdist.topology import parse_ranks
 from nbdist.wire.messages import GetRefused, GetStatus
 from nbdist.world.status_table import rows
 
@@ -39,29 +42,39 @@ STATE_COLOURS = {"idle": "#2aa44f", "busy": "#1f77e0", "dead": "#d03030", "start
         type=number_of_seconds("--follow"),
         help="refresh every SECONDS, until Ctrl-C or Stop",
     ),
+    argument("--stack", action="store_true", help="show the Python stack of each rank instead"),
+    ranks_option,
     looks=True,
 )
 def dist_status(line: Line) -> None:
     """Show each rank's state, process, device, memory, line of the cell, last collective.
 
-    Answers within 0.2 s, also while a cell runs.
+    Answers within 0.2 s, also while a cell runs.  `--stack` shows where ranks are and how they
+    came there, while they compute, wait in a collective or hold the GIL in C code.
     """
     pools = [pool for pool in line.pools if pool.has_workers] or [line.pool]
     every = line.options.follow
     if every is None:
         for pool in pools:
-            _status_of(line, pool).on(pool.display())
+            _shown_of(line, pool).on(pool.display())
         return
     picture = MovingPicture(line.display)
     with suppress(KeyboardInterrupt):
         while True:
-            picture.show(below(_status_of(line, pool) for pool in pools))
+            picture.show(below(_shown_of(line, pool) for pool in pools))
             time.sleep(max(every, SHORTEST))
+
+
+def _shown_of(line: Line, pool: Pool) -> Shown:
+    return stacks_of(line, pool) if line.options.stack else _status_of(line, pool)
 
 
 def _status_of(line: Line, pool: Pool) -> Shown:
     """Draw the table of one pool."""
     workers = line.look(pool, GetStatus())
+    if line.options.ranks is not None:
+        ranks = parse_ranks(line.options.ranks, len(workers))
+        workers = tuple(each for each in workers if each.rank in ranks)
     shown = table(pool.headline, rows(workers), STATE_COLOURS)
     if not line.options.verbose:
         return shown

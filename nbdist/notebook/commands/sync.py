@@ -1,4 +1,4 @@
-"""Names from rank to rank."""
+"""Variables from rank to rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from nbdist.words import name_ranks
 
 @command(
     argument("names", nargs="+", help="variables of the workers, copied together"),
-    argument("--from", dest="source", metavar="RANK", default="0", help="copy from (0)"),
+    argument(
+        "--from", "--from-rank", dest="source", metavar="RANK", default="0", help="copy from (0)"
+    ),
     ranks_option,
 )
 def dist_sync(line: Line) -> str:
@@ -35,5 +37,5 @@ def dist_sync(line: Line) -> str:
     finally:
         world.session.take_replaced()  # as its error says
     if got:
-        return f"{listed}: rank {source} -> {name_ranks(got)}"
+        return f"copied {listed} from rank {source} to {name_ranks(got)}"
     return f"all ranks have {listed} already; `-r all` copies to all of them"

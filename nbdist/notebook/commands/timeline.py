@@ -90,7 +90,7 @@ def _write_trace(line: Line, path: Path, origin: int) -> str:
 def dist_timeline(line: Line) -> Shown | str:
     """Show where the last cell's time went on each rank: computing, or waiting for others.
 
-    The straggler is named, with how long the wait caused in collectives.  With
+    The straggler is named, with how long others waited for it in collectives.  With
     `%%distributed --profile` torch's profiler writes a trace of the cell.
     """
     found = timeline_of(line.call("timeline"))

@@ -79,6 +79,13 @@ def test_all_options(choices: Choices) -> None:
     assert {"--backend", "--ranks", "-n"} <= {*texts(choices, "distributed ")}
 
 
+def test_common_options_come_first(choices: Choices) -> None:
+    """Those of the cell before those that describe workers, in one order for all magics."""
+    usual = ["--ranks", "--out", "--no-wait", "--timeout", "--setup"]
+    assert texts(choices, "distributed --")[: len(usual)] == usual
+    assert texts(choices, "dist_restart --")[:2] == ["--ranks", "--keep"]
+
+
 def test_snapshots(
     choices: Choices, pools: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from nbdist.notebook.border.habits import (
     hint_on_magic,
     in_our_words,
     meant_by,
+    old_flags,
     our_flag,
 )
 from nbdist.notebook.command import find_commands
@@ -42,6 +43,16 @@ def test_only_where_a_magic_has_ours() -> None:
     assert our_flag("--targets", {"-n": 1}) == "--targets"
     assert our_flag("--targets", {"-r": 1, "--targets": 1}) == "--targets"
     assert set(SAME.values()) <= set(FLAGS)
+
+
+def test_flags_as_they_were_called_before() -> None:
+    """They are taken for the new ones where a magic has these, and a line says so."""
+    flags = {"-r": 1, "--here-too": 1}
+    assert in_our_words("--local --rank=1", flags) == "--here-too -r=1"
+    said = "`--local` is now `--here-too`, `--rank` is now `-r`"
+    assert old_flags("--local --rank=1 --local", flags) == said
+    assert old_flags("--rank 1", {"-n": 1}) == ""
+    assert old_flags("-r 1 --here-too", flags) == ""
 
 
 @pytest.mark.parametrize(

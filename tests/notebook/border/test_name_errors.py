@@ -130,7 +130,7 @@ def test_what_may_stand_in_the_first_line(two: Notebook, first: str) -> None:
 def test_a_name_that_was_brought_home(two: Notebook) -> None:
     """Nothing is wrong with that."""
     two.run("%dist_gather lonely -r 1")
-    assert two.value("lonely") == [1]
+    assert two.value("lonely") == 1
     two.run("del lonely")
 
 

@@ -20,7 +20,11 @@ def test_the_one_that_failed_first(pools: Pools) -> None:
     pool.failed = 3, Failure("ValueError", "bad", (), 0)
     assert failed_rank(pool) == 3
     pool.failed = 2, Died(-9, 0)
-    with pytest.raises(UsageError, match=r"rank 2 was killed by SIGKILL, so .* `%dist_why`"):
+    with pytest.raises(
+        UsageError,
+        match=r"rank 2 was killed by SIGKILL, so .* `%dist_output "
+        r"--failed`",
+    ):
         failed_rank(pool)
 
 

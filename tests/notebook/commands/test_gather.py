@@ -93,7 +93,7 @@ def test_its_value_can_be_assigned(two: Notebook):
 
 def test_one_value_in_place_of_a_list(two: Notebook):
     """Of one rank, or put together from all."""
-    lines = ("n --rank 1 --as one", "n --rank -1 --as last", "n --stack --as numbers")
+    lines = ("n -r 1 --as one", "n -r -1 --as last", "n --stack --as numbers")
     for line in (*lines, "t --stack --as s", "t --cat --as c", "t[None] --cat --dim 1 --as d"):
         assert two.run(f"%dist_gather {line}").errors == [], line
     assert two.value("one, last, s.tolist(), c.tolist(), d.tolist(), numbers.tolist()") == (
@@ -104,6 +104,14 @@ def test_one_value_in_place_of_a_list(two: Notebook):
         [[0.0, 0.0, 1.0, 1.0]],
         [1, 2],
     )
+
+
+def test_one_rank_by_the_old_option(two: Notebook):
+    """`--rank` is `-r`, and a line says so; several ranks give a list, as one joined does."""
+    assert two.run("%dist_gather n --rank 1 --as one").text == "`--rank` is now `-r`"
+    two.run("%dist_gather n -r 0:1 --as first")
+    two.run("%dist_gather n -r 1 --stack --as stacked")
+    assert two.value("one, first, stacked.tolist()") == (2, [1], [2])
 
 
 @pytest.mark.parametrize(
@@ -118,9 +126,6 @@ def test_one_value_in_place_of_a_list(two: Notebook):
         ("n.real", "UsageError: `%dist_gather n.real`: give the result a name"),
         ("n t --as z", "UsageError: `%dist_gather n t`: 2 values but 1 name after `--as`"),
         ("n n", "UsageError: `%dist_gather n n`: two results would have the same name"),
-        ("n --rank 0 --stack", "UsageError: `--rank 0` brings one value: `--stack` takes several."),
-        ("n --rank 0-1", "UsageError: `--rank 0-1`: it takes one rank; `-r` takes several."),
-        ("n --rank 0 -r 1", "UsageError: `--rank` brings the value of one rank, `-r` a list"),
         ("n --dim 1", "UsageError: `--dim 1` needs `--stack` or `--cat`."),
         ("n --stack --cat", "UsageError: use either `--stack` or `--cat`."),
         ("t[:rank+1] --stack --as z", "UsageError: `t[:rank+1]` cannot be put together by"),

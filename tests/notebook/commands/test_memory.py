@@ -63,7 +63,9 @@ def test_what_is_held_unseen():
     """With the way to let go of it, where there is any."""
     assert "%dist_clean" not in shown_of({0: memory(MIB, X)}).text
     text = shown_of({0: memory(MIB, X), 1: memory(MIB, kept=(X,))}).text
-    assert "4 MiB that only the last traceback and `Out` hold on rank 1: `%dist_clean`" in text
+    assert (
+        "4 MiB that only the last traceback and `Out` hold on rank 1: `%dist_memory --free`" in text
+    )
 
 
 def test_without_workers(typed: Callable[[str], str]):

@@ -54,13 +54,17 @@ def test_names_of_the_workers_are_copied(notebook: Notebook) -> None:
     """To the ranks that lack them; or to those that are named."""
     notebook.run("%%distributed\nmine = [rank]\nother = mine")
     notebook.run("%dist_scale 4")
-    assert notebook.run("%dist_sync mine other --from 1").text == "mine, other: rank 1 -> ranks 2-3"
+    assert notebook.run("%dist_sync mine other --from 1").text == (
+        "copied mine, other from rank 1 to ranks 2-3"
+    )
     notebook.run("%%distributed\nsame = mine is other")
     notebook.run("%dist_gather mine[0],same --as found")
     assert notebook.value("found") == [(0, True), (1, True), (1, True), (1, True)]
     said = notebook.run("%dist_sync mine").text
     assert said == "all ranks have mine already; `-r all` copies to all of them"
-    assert notebook.run("%dist_sync mine --from -1 -r 0").text == "mine: rank 3 -> rank 0"
+    assert notebook.run("%dist_sync mine --from -1 -r 0").text == (
+        "copied mine from rank 3 to rank 0"
+    )
     notebook.run("mine = 'changed here'")
     assert "changed here" in notebook.run("%%distributed\nmine").text
 

@@ -28,7 +28,7 @@ def two() -> Iterator[Notebook]:
 def test_parts_are_the_workers(two: Notebook):
     """A later cell finds them, and the notebook its whole value, until that is bound anew."""
     two.run("x = [1, 2, 3]")
-    assert two.run("%dist_scatter x").text == "x: 3 elements, 2 to rank 0, 1 to rank 1"
+    assert two.run("%dist_scatter x").text == "scattered x: 3 elements, 2 to rank 0, 1 to rank 1"
     assert body(two.run("%%distributed\nprint(x)")) == [
         "── rank 0 ──",
         "[1, 2]",
@@ -44,8 +44,8 @@ def test_another_name_and_some_ranks(two: Notebook):
     """Of a dimension that is named."""
     two.run("import numpy as np; grid = np.arange(6).reshape(2, 3)")
     said = two.run("%dist_scatter grid --dim 1 --as column -r 1").text
-    assert said == "column: 3 along dimension 1, 3 to rank 1"
-    assert two.run("%dist_gather column --rank 1").errors == []
+    assert said == "scattered column: 3 along dimension 1, 3 to rank 1"
+    assert two.run("%dist_gather column -r 1").errors == []
     assert two.value("column.tolist()") == [[0, 1, 2], [3, 4, 5]]
     assert "rank 0 has no `column`" in two.run("%dist_gather column --as c").error
 

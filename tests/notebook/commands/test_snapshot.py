@@ -55,7 +55,7 @@ def test_restart_and_restore(notebook: Notebook) -> None:
         in restarted
     )
     said = notebook.run("%dist_restore").text
-    assert said.startswith("ranks 0-1: note and step restored from `night@")
+    assert said.startswith("restored note and step on ranks 0-1 from `night@")
     assert body(notebook.run("%%distributed\nstep")) == [
         "── rank 0 ──",
         "10",
@@ -128,9 +128,9 @@ def test_variables_come_first(notebook: Notebook) -> None:
     assert "comes after `--name`: `%dist_snapshot model --name epoch-3`" in said
     notebook.run("%%distributed\nmodel, step, other = 4, 5, 6")
     said = notebook.run("%dist_restore snapshot step").text
-    assert said.startswith("ranks 0-1: step restored from `snapshot@")
+    assert said.startswith("restored step on ranks 0-1 from `snapshot@")
     assert "`%dist_restore step --name snapshot`" in said
-    assert "model restored from `epoch-3@" in notebook.run("%dist_restore model").text
+    assert "restored model on ranks 0-1 from `epoch-3@" in notebook.run("%dist_restore model").text
     assert body(notebook.run("%%distributed\nmodel, step, other")) == [
         "── ranks 0-1 (same) ──",
         "(1, 2, 6)",
@@ -155,14 +155,14 @@ def test_this_notebooks_newest(
     other.run("%%distributed\nx = 'second'")
     assert "snapshot `My-train` · " in other.run("%dist_snapshot").text
     other.run("%dist_snapshot x --name first")
-    assert "restored from `first@" in notebook.run("%dist_restore").text
+    assert " from `first@" in notebook.run("%dist_restore").text
     assert body(notebook.run("%%distributed\nx"))[-1] == "'first'"
     assert notebook.run("%dist_restore --name My-train").text.endswith("this notebook did not save")
     assert "not save" not in notebook.run("%dist_restore --name first").text
     assert body(notebook.run("%%distributed\nx"))[-1] == "'first'"
     other.close()
     again = fresh(*start, env=env)
-    assert "restored from `first@" in again.run("%dist_restore").text
+    assert " from `first@" in again.run("%dist_restore").text
     assert body(again.run("%%distributed\nx"))[-1] == "'second'"
     assert "removed `first@" in again.run("%dist_snapshot --remove first").text
     assert [each.name for each in folder.iterdir()] == ["My-train"]

@@ -1,4 +1,4 @@
-"""Tests of the options that describe a world, and of `%dist_env`, in a real notebook."""
+"""Tests of the options that describe a world, in a real notebook."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.notebook.commands.environ import chosen_names, rows_of
 from tests.notebook.front_end import Notebook, body
 
 pytestmark = pytest.mark.shared_world
@@ -27,9 +26,11 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     notebook.close()
 
 
-def rows(text: str) -> list[list[str]]:
-    """The table below the head and the headings, by its columns."""
-    return [line.split(maxsplit=2) for line in text.splitlines()[2:]]
+def environ(notebook: Notebook, *names: str) -> list[list[str]]:
+    """What the ranks have of these variables, by rank."""
+    notebook.run(f"%%distributed\nimport os; values = [os.environ.get(n, '') for n in {names}]")
+    notebook.run("%dist_gather values")
+    return notebook.value("values")  # type: ignore[no-any-return]
 
 
 def test_status_shows_name_and_nodes(given: Notebook) -> None:
@@ -39,37 +40,12 @@ def test_status_shows_name_and_nodes(given: Notebook) -> None:
     assert head.endswith(" · gloo · ready · exp/run")
 
 
-def test_env_shows_what_was_set_once(given: Notebook) -> None:
-    """What nbdist and the options set; a rank's own number is one row too."""
-    table = rows(given.run("%dist_env").text)
-    for row in (
-        ["A", "0-1", "1 2"],
-        ["B", "0-1", "3"],
-        ["RANK", "0-1", "{rank}"],
-        ["LOCAL_RANK", "0-1", "0"],
-        ["NBDIST_WORLD", "0-1", "exp/run"],
-    ):
-        assert row in table
-    assert not {"PATH", "HOME", "HF_TOKEN"} & {row[0] for row in table}
-    errors = next(row for row in table if row[0] == "TORCHELASTIC_ERROR_FILE")
-    assert errors[1] == "0-1"
-    assert errors[2].endswith("/exp/run/attempt_0/{rank}/error.json")
-
-
-def test_env_shows_chosen_names_and_no_secrets(given: Notebook) -> None:
-    """Patterns choose, `-r` too; a token is there and not shown, also not in the saved notebook."""
-    outcome = given.run("%dist_env HF_* A,GROUP_R*")
-    assert rows(outcome.text) == [
-        ["A", "0-1", "1 2"],
-        ["GROUP_RANK", "0-1", "{rank}"],
-        ["HF_TOKEN", "0-1", "(not shown)"],
-    ]
-    assert "verysecret" not in str(outcome.displays)
-    assert rows(given.run("%dist_env -r 1 RANK").text) == [["RANK", "1", "1"]]
-    assert (
-        "`%dist_env NOPE_*`: the ranks have no such variable."
-        in given.run("%dist_env NOPE_*").error
-    )
+def test_workers_have_what_options_set(given: Notebook) -> None:
+    """And what nbdist sets, each rank its own; a cell shows it, as the removed magic says."""
+    names = ("A", "B", "RANK", "LOCAL_RANK", "NBDIST_WORLD", "HF_TOKEN")
+    of_all = ["exp/run", "hf_verysecret"]
+    assert environ(given, *names) == [["1 2", "3", str(r), "0", *of_all] for r in range(2)]
+    assert "`%%distributed` shows them: `import os; os.environ`" in given.run("%dist_env").error
 
 
 def test_a_cell_may_say_what_is_so(given: Notebook) -> None:
@@ -138,44 +114,6 @@ def test_restart_takes_all_options(given: Notebook, tmp_path: Path) -> None:
     assert body(given.run("%%distributed\nimport os; os.environ['A']"))[1] == "'1 2'"
     ready = given.run(f"%dist_restart -n 2 --env A=5 --env-file {file} --name again").text
     assert ready.startswith("2 workers ready · gloo · worker variables cleared")
-    assert rows(given.run("%dist_env A B C NBDIST_WORLD LOCAL_RANK").text) == [
-        ["A", "0-1", "5"],
-        ["B", "0-1", "3"],
-        ["C", "0-1", "4"],
-        ["LOCAL_RANK", "0-1", "{rank}"],
-        ["NBDIST_WORLD", "0-1", "again"],
-    ]
+    names = ("A", "B", "C", "LOCAL_RANK", "NBDIST_WORLD")
+    assert environ(given, *names) == [["5", "3", "4", str(rank), "again"] for rank in range(2)]
     assert given.run("%dist_status").text.splitlines()[0].endswith(" · again")
-
-
-# --- without a notebook -------------------------------------------------------------------
-
-
-def test_rows_fold_equal_values() -> None:
-    """A row for each value, one where only the rank's number differs, and what is not set."""
-    environs = {
-        rank: {"RANK": str(rank), "LOCAL_RANK": str(rank % 2), "F": f"/0/{rank}/x", "Z": "z"}
-        for rank in range(4)
-    }
-    del environs[3]["Z"]
-    assert rows_of("RANK", environs) == [("RANK", "0-3", "{rank}")]
-    assert rows_of("F", environs) == [("F", "0-3", "/0/{rank}/x")]
-    assert rows_of("LOCAL_RANK", environs) == [("LOCAL_RANK", "0,2", "0"), ("", "1,3", "1")]
-    assert rows_of("Z", environs) == [("Z", "0-2", "z"), ("", "3", "(not set)")]
-
-
-@pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "WANDB_API_KEY", "aws_secret", "DB_PASSWORD", "GOOGLE_CREDENTIALS"]
-)
-def test_secrets_are_not_shown(name: str) -> None:
-    """By their names; that one is there and empty is seen."""
-    assert rows_of(name, {0: {name: "hidden"}}) == [(name, "0", "(not shown)")]
-    assert rows_of(name, {0: {name: ""}}) == [(name, "0", "")]
-
-
-def test_names_are_chosen_by_patterns() -> None:
-    """Any of them; none means the usual ones that are there."""
-    environs = {0: {"A": "", "B1": "", "B2": ""}}
-    assert chosen_names(environs, [], frozenset("AX")) == ["A"]
-    assert chosen_names(environs, ["B?", "A"], frozenset()) == ["A", "B1", "B2"]
-    assert chosen_names(environs, ["B1,A"], frozenset()) == ["A", "B1"]
