@@ -162,7 +162,7 @@ def test_stop_in_the_middle(slow: Notebook, line: str, what: str):
     stopped = slow.run(line)
     assert "KeyboardInterrupt: Stopped on ranks 0-1" in stopped.error
     assert slow.value("bool(new.sum() > 1e9), held()") == (True, 0)
-    slow.run("%dist_gather type(globals().get('new')).__name__,held() --as there")
+    slow.run("%dist_gather (type(globals().get('new')).__name__,held()) --as there")
     if "gather" not in line:
         assert slow.value("there") == [("str", 0)] * 2
     outcome = slow.run(line)
@@ -232,7 +232,7 @@ def test_one_number_of_a_big_array(slow: Notebook):
 
 
 def test_one_entry_of_a_big_dict(slow: Notebook):
-    """It arrives on all ranks; what they have done with the others does not stay."""
+    """Pushed it arrives on all ranks; what they have done with the others does not stay."""
     slow.run("new = None; before = held()")  # which maps what was gathered
     slow.run("data = {n: np.full(1_000_000, float(n)) for n in range(3)}")
     total = "%%distributed\nprint(sum(float(each.sum()) for each in data.values()))"
@@ -240,6 +240,7 @@ def test_one_entry_of_a_big_dict(slow: Notebook):
     slow.run("%%distributed -r 1\ndata[0] += 1")
     assert slow.value("held() - before") == 1
     slow.run("data[2][5] = 7")
+    slow.run("%dist_push data")
     assert slow.run(total).text.splitlines()[1:] == ["── ranks 0-1 (same) ──", "3000005.0"]
     slow.run("%%distributed\ndel data")
     assert slow.value("held() - before") == 0
