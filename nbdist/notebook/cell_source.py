@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import UsageError
 from nbdist.notebook.border.first_line import AT, MAGICS, misplaced
+from nbdist.notebook.shipping.free_names import names_bound
+from nbdist.notebook.shipping.magic_strings import names_in_commands
+from nbdist.words import format_ranks, name_ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Container
+
     from IPython.core.interactiveshell import InteractiveShell
 
+    from nbdist.world.names import NameTable
     from nbdist.world.world import World
 
 LOADING = ("load_ext", "reload_ext", "unload_ext")
@@ -89,6 +95,24 @@ def as_magic(shell: Any, cell: str, world: World | None) -> str:
         past = world.session.past.tasks if world and found[2] else ()
         is_meant = any(alias.search(task.text) for task in past)
     return f"%{cell.lstrip()}" if is_meant else cell
+
+
+def check_commands(
+    python: str, names: NameTable, ranks: Collection[int], ours: Container[str]
+) -> None:
+    """Raise UsageError where a command would fill in a variable that one of the ranks lacks.
+
+    That rank would give `{name}` to its shell as it stands.
+    """
+    for name in names_in_commands(python):
+        have = names.ranks_with(name)
+        lacking = [rank for rank in ranks if rank not in have]
+        if have and lacking and name not in ours and name not in names_bound(python):
+            raise UsageError(
+                f"`{name}`, which a command fills in, is on {name_ranks(have)} and not on "
+                f"{name_ranks(lacking)}: `%dist_sync {name} --from {have[0]}` copies it, or begin "
+                f"the cell with `%%rank {format_ranks(have)}`. Nothing has run."
+            )
 
 
 def _compiled(python: str) -> ast.Module:

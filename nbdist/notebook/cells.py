@@ -23,6 +23,7 @@ from nbdist.notebook.cell_source import (
     as_magic,
     cell_id,
     cell_key,
+    check_commands,
     check_source,
     execution_count,
     in_notebook_lines,
@@ -96,6 +97,7 @@ def source_steps(
     python = check_source(pool.shell, first_line, cell)
     source = in_notebook_lines(first_line, cell)
     task, world = prepare(pool, Source(source), ranks, display, options)
+    check_commands(python, world.session.names, task.ranks, pool.shell.user_ns)
     how = RunOptions()
     if options:
         setup = cell_key(pool.shell, source) if options.setup else ""

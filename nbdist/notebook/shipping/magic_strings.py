@@ -72,6 +72,29 @@ def code_in_magic(call: ast.Call) -> list[ast.stmt]:
             return []
 
 
+def names_in_commands(python: str) -> list[str]:
+    """Find the names that a cell's own commands and lines of magics would fill in.
+
+    Those of functions may be theirs, and are not looked at.
+    """
+    texts = [
+        argument.value
+        for call in _outside_functions(ast.parse(python))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
+        if call.func.attr in ("system", "getoutput", "run_line_magic")
+        for argument in call.args
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+    ]
+    return [*dict.fromkeys(name for text in texts for name in names_filled_in(text))]
+
+
+def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from _outside_functions(child)
+
+
 def names_filled_in(text: str) -> list[str]:
     """Find the names that `{x}` and `$x` would fill into a command, but for the shell's own."""
     found = [

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from nbdist.output.ansi import strip
-from tests.notebook.front_end import Notebook
+from tests.notebook.front_end import Notebook, body
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +69,18 @@ def test_what_a_command_cannot_fill_in(two: Notebook, source: str, said: str) ->
     error = two.run(source).errors[0]
     assert said in error["evalue"]
     assert error["evalue"].endswith("Nothing has run.")
+
+
+def test_what_only_some_ranks_can_fill_in(two: Notebook) -> None:
+    """No rank gives the name itself to its shell: the cell is refused, unless it binds the name."""
+    said = two.run("%%distributed\n!touch {lonely}.bak").error
+    assert "is on rank 1 and not on rank 0: `%dist_sync lonely --from 1` copies it" in said
+    assert body(two.run("%%rank 1\n!echo {lonely}")) == ["── rank 1 ──", "1"]
+    said = two.run("%%distributed\ndef f(lonely):\n    !echo {lonely}\nf(7)")
+    assert body(said) == ["── ranks 0-1 (same) ──", "7"]
+    said = two.run("%%distributed -r 0\nlonely = 8\n!echo {lonely}")
+    assert body(said) == ["── rank 0 ──", "8"]
+    two.run("%%rank 0\ndel lonely")
 
 
 def test_what_a_command_fills_in(two: Notebook) -> None:
