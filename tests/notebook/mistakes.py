@@ -78,6 +78,7 @@ NUMBERS = (
     _row("%%distributed -r 5\nx", "there is no rank 5. There are ranks 0-1; select with `0`"),
     _row("%%distributed -r a\nx", "`a` cannot be read. There are ranks 0-1"),
     _row("%%distributed -r 0;1\nx", "`0;1` cannot be read. There are ranks 0-1"),
+    _row("%%rank 1 0\nprint(f'rank {rank} ran')", "rank 0 ran", "rank 1 ran"),
     _row("%%rank\nx", "`%%rank` needs ranks: `%%rank 0`"),
     _row("%%rank 9\nx", "there is no rank 9. There are ranks 0-1"),
     _row("%dist_restart -r 9", "there is no rank 9"),
@@ -98,7 +99,7 @@ ELSEWHERE = (
     _row("%%distributed -np 4\nx", "2 workers are running"),
     _row("%%distributed --num-gpus 4\nx", "`--num-gpus`: did you mean `-n`?"),
     _row("%%distributed --world-size 2\nx", "`--world-size`: did you mean `-n`?"),
-    _row("%%distributed --nnodes 2\nx", "`-j`"),
+    _row("%%distributed --nnodes 2\nx", "`-j"),
     _row("%%distributed --noblock\nx", "`--noblock`: did you mean `--no-wait`?"),
     _row("%%distributed --tiemout 5\nx", "`--tiemout`: did you mean `--timeout`?"),
     _row("%dist_status --foo", "`--foo`. `%dist_status?` shows all options."),
@@ -170,6 +171,33 @@ NAMES = (
 )
 """Variables that are elsewhere, that cannot be sent, or that there are not."""
 
+FIRST_LINES = (
+    _row(
+        "x = 1\n%%distributed\ny = 2",
+        "must be the first line of its cell: split the cell at line 2",
+    ),
+    _row("%%distributed\nx = 1\n%%distributed\ny = 1", "split the cell at line 3"),
+    _row("%%distributed\n%dist_gather x", "line 2: `%dist_gather` is for the notebook", "has run."),
+    _row("%%distributed\n%load_ext nbdist", "line 2: `%load_ext nbdist` is for the notebook"),
+    _row("%load_ext nbdist\n%%distributed\nprint('runs')", "runs"),
+    _row("%distributed print('runs')", "runs"),
+    _row(("%distributed kept = 1", "_ = %dist_gather kept  # a list\n_"), "[1, 1]"),
+    _row("%dist_gather kepd", "no rank has `kepd`. Did you mean `kept`?"),
+    _row("%%distributed\nprint(kepd)", "Did you mean `kept`?"),
+    _row("%%distributed\ntorch.ones(2).cuda()", "There is no GPU here: `.to(device)`"),
+    _row("%%distributed -n gpu\nx", "`-n gpu`: no GPU is visible here. Use `-n 4`"),
+    _row("%%distributed --standalone\nx", "`--standalone`: leave it out"),
+    _row("%%distributed --rdzv-id 3\nx", "`--rdzv-id`: `--name` names the run."),
+    _row("%%distributed\nrank = 5", "`rank`", "each worker's own"),
+    _row(("dist = 3", "%%distributed\ndist.barrier()"), "`dist` was ignored"),
+    _row("%dist_start -n 2", "In nbdist `%dist_init -n 4` starts workers."),
+    _row("%dist_stop", "In nbdist `%dist_interrupt` stops the cell"),
+    _row("%dist_kill", "`%dist_shutdown` ends them."),
+    _row("%dist_wait", "In nbdist `job.wait()` waits for a cell that was sent with `--no-wait"),
+    _row('%dist_run "a b.py', "`%dist_run`: no closing quotation."),
+)
+"""What stands in the wrong place, or is called otherwise."""
+
 FILES = (
     _row("%dist_run", "`%dist_run train.py --lr 0.1`"),
     _row("%dist_run nosuch.py", "there is no script `nosuch.py` in "),
@@ -208,4 +236,4 @@ CELLS = (
 )
 """What goes wrong on the ranks."""
 
-MISTAKES = PYTHON + NUMBERS + ELSEWHERE + NAMES + FILES + CELLS
+MISTAKES = PYTHON + NUMBERS + ELSEWHERE + NAMES + FIRST_LINES + FILES + CELLS

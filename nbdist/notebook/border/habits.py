@@ -76,6 +76,11 @@ MAGICS = {
     "dist_reset": "`%dist_restart` restarts the workers",
     "dist_sync_ide": "completion knows the workers' variables; nothing needs to be copied",
     "dist_env": "`%%distributed` shows them: `import os; os.environ`",
+    "dist_start": "`%dist_init -n 4` starts workers",
+    "dist_stop": "`%dist_interrupt` stops the cell, `%dist_shutdown` ends the workers",
+    "dist_kill": "`%dist_restart` restarts all workers, `%dist_shutdown` ends them",
+    "dist_wait": "`job.wait()` waits for a cell that was sent with `--no-wait -o job`",
+    "parallel": "begin the cell with `%%distributed`",
     "torchrun": "`%dist_run -n 4 train.py` runs a script",
 }
 """Magics of ipyparallel, nbdistributed and others, and what does the same here."""

@@ -27,6 +27,8 @@ ASKED = (
 )
 
 _RESET = re.compile(r"\s*%reset\b([^\n]*)")
+_BETWEEN = re.compile(r"(?<=\d)\s+(?=[\d-])")
+"""Where ranks are divided by blanks alone."""
 _POOL = re.compile(r"(?:^|(?<=\s))--pool(?:\s*=\s*|\s+)(\S+)")
 
 
@@ -111,7 +113,7 @@ def _steps(line: Line) -> Steps:
 
 def _split_ranks(_: Magic, text: str) -> tuple[str, list[str]]:
     """Take all but `--pool` for ranks: `-1` would be an option, `0, 2` two words."""
-    ranks = "".join(_POOL.sub(" ", text).split())
+    ranks = "".join(_BETWEEN.sub(",", _POOL.sub(" ", text)).split())
     if not ranks:
         raise UsageError("`%%rank` needs ranks: `%%rank 0`, `%%rank 0,2-3`, `%%rank -1`.")
     pool = _POOL.search(text)
