@@ -405,7 +405,8 @@ class WorkerError(NbdistError):
         """
         self._keep(rank, host, pid, errors)
         who = who or f"rank {rank}"
-        super().__init__(f"{_failed(self.errors, ran)} {_raised(who, seconds, cause)}")
+        name = "" if cause[0] == type(self).__name__ else cause[0]  # it is shown before the line
+        super().__init__(f"{_failed(self.errors, ran)} {_raised(who, seconds, (name, cause[1]))}")
 
     def show(self, *lines: str) -> None:
         """Have Python and IPython show these lines under the error."""
@@ -555,7 +556,7 @@ def _failed(errors: Mapping[int, RankFailure], ran: int) -> str:
 
 def _raised(who: str, seconds: float, cause: tuple[str, str]) -> str:
     name, message = cause[0], one_line(cause[1])
-    said = f"{name}: {message}" if message else name
+    said = ": ".join(filter(None, [name, message]))
     return f"first: {who} after {seconds:.1f} s: {said}"
 
 

@@ -234,6 +234,15 @@ def test_a_worker_error_tells_the_ranks_apart():
     assert error.errors == {5: Failed(5), 1: Failed(1)}
 
 
+def test_no_line_has_the_name_of_a_class_twice():
+    """Also where a rank raised one of our errors itself: the name before the line is enough."""
+    for error in EVERY_ERROR:
+        [line] = error._render_traceback_()
+        assert line.count(type(error).__name__) == 1
+    nested = errors.WorkerError(0, "a", 1, {0: Failed(0)}, 1, 1.0, ("WorkerError", "no rank"))
+    assert str(nested) == "1 of 1 rank failed (0); first: rank 0 after 1.0 s: no rank"
+
+
 @pytest.mark.parametrize(("old", "new"), errors.OLD_NAMES.items())
 def test_old_class_names_still_catch(old, new):
     """A class that was renamed can be caught by its old name, which warns and says the new one."""

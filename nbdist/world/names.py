@@ -92,7 +92,7 @@ class NameTable:
     def __repr__(self) -> str:
         owners = [owner for owner, _ in self.owners().values()]
         ours, theirs = owners.count("notebook"), owners.count("workers")
-        return f"<NameTable {ours} names shipped, {theirs} names of the workers>"
+        return f"<NameTable {ours} names sent, {theirs} names of the workers>"
 
     def copy(self) -> NameTable:
         """Copy it as it is now; a notice that is given by one is given by both."""

@@ -49,7 +49,7 @@ def test_status_and_stacks_name_hosts(notebook: Notebook) -> None:
 def test_who_was_refused(notebook: Notebook) -> None:
     """Strangers are counted; that the count is right is in `tests/hosts/test_security.py`."""
     assert notebook.run("%dist_status -v").text.splitlines()[-1] == (
-        "connections refused, which had not this world's keys: none"
+        "refused connections without this world's keys: none"
     )
 
 

@@ -141,7 +141,7 @@ def test_stacks_of_a_rank_that_holds_the_gil(notebook: Notebook) -> None:
     assert body(said) == [
         "── ranks 0-1,3 same · idle ──",
         "── rank 2 · stopped by a signal ──",
-        f"  `kill -CONT {pid}` lets it go on",
+        f"  `kill -CONT {pid}` resumes it",
     ]
     html = said.panel["text/html"]
     assert "<details open" in html

@@ -156,7 +156,7 @@ def test_terminal_of_a_cell_that_nobody_waits_for(terminal: Terminal) -> None:
     while "[0-1] early" not in sent:
         sent += terminal.enter("None")
     terminal.begin("%%distributed", "print('late')")
-    terminal.child.expect_exact("waits for `job`, ")
+    terminal.child.expect_exact("Waiting for `job` (")
     terminal.child.sendintr()
     said = " ".join(terminal.finish())
     assert "This cell has not run; `job` keeps running: `%dist_interrupt`" in said

@@ -42,7 +42,7 @@ MEANT = {
 }
 """Flags that say roughly what one of ours says."""
 
-_PORT = "ranks meet without a port of yours; `--rdzv-endpoint HOST:PORT` has them meet at a store"
+_PORT = "ranks meet without a port; `--rdzv-endpoint HOST:PORT` has them meet at a store"
 _LOGS = "all output of all ranks is shown and kept: `%dist_log`"
 
 TORCHRUN = {

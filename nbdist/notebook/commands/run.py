@@ -82,7 +82,7 @@ def dist_run(line: Line) -> None:
     """Run a script on all workers: `%dist_run -n 4 train.py --lr 0.1`.
 
     It runs as `__main__` in the workers' own namespace, where cells find what it has
-    left, and in the notebook's folder.  Options for `%dist_run` stand before the script, all else
+    left, and in the notebook's folder.  Options for `%dist_run` come before the script, all else
     is the script's; `{lr}` and `$lr` are the notebook's `lr`.
     """
     send(line, _steps(line))

@@ -81,7 +81,7 @@ class StackGroup:
         stack = self.stack
         lines = [line for frame in stack.frames for line in frame.lines]
         if stack.place.is_stopped:
-            lines.append(f"  `kill -CONT {stack.pid}` lets it go on")
+            lines.append(f"  `kill -CONT {stack.pid}` resumes it")
         return [*lines, *([f"  {stack.problem}"] if stack.problem else [])]
 
 

@@ -82,7 +82,7 @@ def _status_of(line: Line, pool: Pool) -> Shown:
     said = owners_text(owners)
     if pool.world is not None and pool.world.session.is_elsewhere:
         refused = line.look(pool, GetRefused()) or "none"
-        said += f"\nconnections refused, which had not this world's keys: {refused}"
+        said += f"\nrefused connections without this world's keys: {refused}"
     return below([shown, block(said)])
 
 

@@ -75,7 +75,7 @@ def _as_it_is_here(program: Script) -> Script:
         return replace(program, file=file, root=root)
     raise ScriptProblem(
         f"{program.name} could not be run: {socket.gethostname()} has no {program.file}. "
-        "`%dist_restart --sync-code` sends the notebook's folder to machines that lack it."
+        "`%dist_restart --sync-code` sends the notebook's folder to machines that do not have it."
     )
 
 

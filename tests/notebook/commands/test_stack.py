@@ -68,7 +68,7 @@ def test_states() -> None:
         "── rank 0 · idle ──",
         "── rank 1 · dead ──",
         "── rank 2 · stopped by a signal ──",
-        "  `kill -CONT 102` lets it go on",
+        "  `kill -CONT 102` resumes it",
         "── rank 3 · busy in C code that holds the GIL ──",
         "  its stack cannot be read",
         "── rank 4 · busy in C code that holds the GIL, line 2 ──",
