@@ -171,10 +171,9 @@ def _final_block(block: Block, room: _Room, style: str = "") -> str:
     share = room.share()
     error = _final_error(block, share // 2)
     body, image_bytes = _output(block, share - size(error) - _BLOCK_BYTES)
-    title = _title(block)
+    title, colour = _title(block), _COLOURS[block.group.look]
     if block.failed:
-        title += f" {coloured(clip(block.failed, 200), RED)}"
-    colour = _COLOURS[block.group.look]
+        title += f" {coloured(clip(block.failed, 200), colour)}"
     html = details(title, body + error, colour, is_open=block.is_open, style=style)
     room.left -= size(html) - image_bytes
     return html
@@ -366,4 +365,4 @@ def _live_error(block: Block, room: _LiveRoom) -> str:
     if block.group.part == "first" and isinstance(error, Failure):
         return traceback_html(traceback_text(error), _LIVE_TRACEBACK_LINES, room.width)
     text = clip(block.failed, room.width)
-    return line(coloured(text, RED)) if text else ""
+    return line(coloured(text, _COLOURS[block.group.look])) if text else ""

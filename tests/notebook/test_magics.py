@@ -366,7 +366,8 @@ def test_huge_value_is_announced(notebook: Notebook) -> None:
     assert "huge" in announced
     assert "200 MB" in announced or "191 MiB" in announced
     assert "200000000" in outcome.text
-    assert announced.splitlines()[0] in outcome.text
+    assert announced.startswith("sending huge")
+    assert f"\n{announced.replace('sending', 'sent')}" in outcome.text
     notebook.run("%%distributed\ndel huge")
 
 
