@@ -45,7 +45,7 @@ def test_every_kind(world: World) -> None:
     assert world.gather("x", join="cat").equals(pl.from_pandas(frame))
     world.scatter("x", pa.Table.from_pandas(frame))
     assert world.gather("x", join="cat").to_pandas().equals(frame)
-    world.scatter("x", whole.to_sparse_csr())
+    world.scatter("x", whole.to_sparse())
     assert world.gather("x", join="cat").to_dense().equal(whole)
     world.scatter("x", Dataset.from_dict({"n": [1, 2, 3]}).with_format("numpy"))
     assert world.gather("x[:]['n'].tolist()") == [[1, 2], [3]]
