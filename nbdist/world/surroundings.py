@@ -6,6 +6,7 @@ Runs in the notebook's process; a task takes along what is not as it was then.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +21,12 @@ from nbdist.words import count
 from nbdist.world.spec import READ_AT_START, Here, copied, given_environ, path_for
 
 Changes = Mapping[str, str | None]
+
+SET_ON_IMPORT = re.compile(
+    r"KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK)|PYTORCH_NVML_BASED_CUDA_CHECK|TORCHINDUCTOR_CACHE_DIR"
+    r"|QT_QPA_.*|PYDEVD_.*|WANDB_SERVICE|_.*"
+)
+"""Variables that sklearn, torch, Lightning, polars and others set: nobody is told of them."""
 
 MOST_NAMES = 6
 """Variables that one line names."""
@@ -88,6 +95,7 @@ class NotebookSurroundings:
     def _say(self, changes: Changes, names: Collection[str]) -> None:
         """Word the line about what has changed since the last one."""
         new = [name for name in {**self._said, **changes} if _differs(name, self._said, changes)]
+        new = [name for name in new if not SET_ON_IMPORT.fullmatch(name)]
         self._said = changes
         restart = [name for name in new if name not in names or READ_AT_START.fullmatch(name)]
         followed = [name for name in new if name not in restart]

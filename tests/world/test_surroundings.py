@@ -105,6 +105,15 @@ def test_variables_for_which_it_is_too_late(world: World) -> None:
     assert world.gather(value("CUDA_VISIBLE_DEVICES")) == [None, None]
 
 
+def test_variables_that_libraries_set(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sklearn or polars set when they are imported is sent, and nobody is told."""
+    note(world)
+    for name in ("KMP_INIT_AT_FORK", "_RJEM_MALLOC_CONF", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, "FALSE")
+    assert note(world) == ""
+    assert world.gather(value("KMP_INIT_AT_FORK")) == ["FALSE", "FALSE"]
+
+
 def test_on_other_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Only what `--copy-env` names is right there; of all else is said how to set it."""
     monkeypatch.chdir(tmp_path)
