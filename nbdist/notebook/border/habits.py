@@ -43,7 +43,7 @@ MEANT = {
 """Flags that say roughly what one of ours says."""
 
 _PORT = "ranks meet without a port; `--rdzv-endpoint HOST:PORT` has them meet at a store"
-_LOGS = "all output of all ranks is shown and kept: `%dist_log`"
+_LOGS = "all output of all ranks is shown and kept: `%dist_output --log`"
 
 TORCHRUN = {
     "--standalone": "leave it out, as one machine is the default",

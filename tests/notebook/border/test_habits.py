@@ -65,7 +65,7 @@ def test_flags_as_they_were_called_before() -> None:
             "--standalone --nnodes=1 --tee 3",
             "`--standalone`: leave it out, as one machine is the default; `--nnodes`: `-j 2x4` "
             "starts 2 nodes with 4 workers each, `--hosts a,b` names machines; `--tee`: all output "
-            "of all ranks is shown and kept: `%dist_log`.",
+            "of all ranks is shown and kept: `%dist_output --log`.",
         ),
         (
             "--log_dir x",
