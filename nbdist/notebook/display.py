@@ -7,6 +7,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from IPython.display import clear_output, display, update_display
@@ -17,7 +18,7 @@ from nbdist.notebook.figures import can_draw, save_figures
 from nbdist.output.bars import merged_line
 from nbdist.output.final import final_layout
 from nbdist.output.html import panel_html
-from nbdist.output.layout import Panel, live_layout
+from nbdist.output.layout import live_layout
 from nbdist.output.markup import dim, panel
 from nbdist.output.plain import PlainLines
 from nbdist.output.rich import figures
@@ -28,6 +29,7 @@ from nbdist.world.moving_line import MovingLine
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from nbdist.notebook.settings import NbDist
     from nbdist.world.sent import News
 
 FIRST_DRAWING = 0.15
@@ -93,11 +95,15 @@ class CellDisplay(Protocol):
 class PanelDisplay:
     """One display that is redrawn a few times a second and replaced at the end.
 
-    `is_alone` says whether its cell shows nothing else; `notes` stand with what it shows.
+    `is_alone` says whether its cell shows nothing else; `notes` stand with what it shows;
+    `seconds` is the setting of this name: with "none" it is drawn at the end alone.
     """
 
-    def __init__(self, notes: Sequence[str] = (), *, is_alone: bool = False) -> None:
+    def __init__(
+        self, notes: Sequence[str] = (), *, is_alone: bool = False, seconds: str = "page"
+    ) -> None:
         self._is_alone = is_alone
+        self._seconds = seconds
         self._begin()
         self._was_asked = False
         self._above = ""  # the one that stands above what was typed last
@@ -111,7 +117,8 @@ class PanelDisplay:
             self.wait_for("")
 
     def wait_for(self, text: str) -> None:
-        self.say(" · ".join(filter(None, [*self._notes, *self._passing, text])))
+        if not (text and self._seconds == "none"):
+            self.say(" · ".join(filter(None, [*self._notes, *self._passing, text])))
 
     def say(self, text: str) -> None:
         self._draw(panel(dim(text)), text)
@@ -121,7 +128,7 @@ class PanelDisplay:
 
     def show(self, transcript: Transcript, news: News, waits: str = "", usage: str = "") -> None:
         now = time.monotonic()
-        if now < self._draw_at:
+        if now < self._draw_at or self._seconds == "none":
             return
         self._draw_live(transcript, now, waits, usage)
 
@@ -152,7 +159,8 @@ class PanelDisplay:
         self._draw_at = now + REDRAW
         note = " · ".join(filter(None, [*self._notes, *self._passing, waits]))
         clock = time.strftime("%H:%M:%S")
-        self._draw_panel(live_layout(transcript, now, note, usage, clock, turn))
+        shown = live_layout(transcript, now, note, usage, clock, turn)
+        self._draw(panel_html(shown), panel_text(shown))
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         if self._was_asked and self._is_alone:
@@ -180,10 +188,10 @@ class PanelDisplay:
 
     def _draw_final(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         note = " · ".join(self._notes)
-        self._draw_panel(final_layout(transcript, logs, note, time.monotonic()))
-
-    def _draw_panel(self, shown: Panel) -> None:
-        self._draw(panel_html(shown), panel_text(shown))
+        shown = final_layout(transcript, logs, note, time.monotonic())
+        timeless = replace(shown, seconds="", pace="")
+        html = panel_html(timeless if self._seconds == "none" else shown)
+        self._draw(html, panel_text(shown if self._seconds == "all" else timeless))
 
     def _draw(self, html: str, text: str) -> None:
         bundle = {"text/html": html, "text/plain": text}
@@ -279,14 +287,15 @@ class PlainDisplay:
 
 
 def make_display(
-    shell: InteractiveShell, chosen: str, cell: str = "", notes: Sequence[str] = ()
+    shell: InteractiveShell, settings: NbDist, cell: str = "", notes: Sequence[str] = ()
 ) -> CellDisplay:
     """Return a panel where the shell is a kernel that a page draws for, else plain lines.
 
     `cell` is the text of the one that runs; `notes` stand with whatever it shows.
     """
+    chosen = settings.display
     if chosen == "panel" or (chosen == "auto" and hasattr(shell, "kernel")):
-        return PanelDisplay(notes, is_alone=is_of_magic(cell))
+        return PanelDisplay(notes, is_alone=is_of_magic(cell), seconds=settings.seconds)
     is_coloured = sys.stdout.isatty() and str(getattr(shell, "colors", "")).lower() != "nocolor"
     return PlainDisplay(notes, colours=is_coloured)
 

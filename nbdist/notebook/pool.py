@@ -128,7 +128,7 @@ class Pool:
         is_first, self._displayed_in = len(cells) != self._displayed_in, len(cells)
         notes = (AUTO_NOTE,) if self.auto.is_on else ()
         cell = (self.auto.running or cells[-1]) if is_first else ""
-        return make_display(self.shell, self.settings.display, cell, notes)
+        return make_display(self.shell, self.settings, cell, notes)
 
     # --- life -----------------------------------------------------------------------------
 

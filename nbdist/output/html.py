@@ -78,7 +78,7 @@ def _head(shown: Panel) -> str:
     """Write `8 ranks · 12.3 s · ● 7 · ✗ 1`, and a square for each rank if there are many."""
     if not shown.states:
         return line(dim(" · ".join(filter(None, [shown.ranks, shown.seconds, shown.pace]))))
-    parts = [bold(shown.ranks), dim(shown.seconds)]
+    parts = [bold(shown.ranks), *(dim(each) for each in (shown.seconds,) if each)]
     parts += [coloured(text, _COLOURS[look]) for look, text in shown.states]
     parts += [dim(each) for each in (shown.pace, shown.now) if each]
     return line(dim(" · ").join(parts)) + _squares(shown)

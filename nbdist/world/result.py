@@ -54,7 +54,7 @@ class CellResult(Generic[R_co]):
     @property
     def _title(self) -> str:
         failed = f"failed on {name_ranks(self.errors)}" if self.errors else "ok"
-        return f"CellResult of {name_ranks(self.task.ranks)}, {self.seconds:.1f} s, {failed}"
+        return f"CellResult of {name_ranks(self.task.ranks)}, {failed}"
 
     @property
     def _has_values(self) -> bool:

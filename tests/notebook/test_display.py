@@ -8,7 +8,7 @@ import time
 import pytest
 
 from nbdist.notebook.below import NOTHING
-from nbdist.notebook.display import PanelDisplay, PlainDisplay, is_of_magic
+from nbdist.notebook.display import FIRST_DRAWING, PanelDisplay, PlainDisplay, is_of_magic
 from nbdist.output.ansi import strip
 from nbdist.output.events import Display, Done, Failure, Output, Text
 from nbdist.output.transcript import Transcript
@@ -89,7 +89,26 @@ def test_plain_lines_again(capsys: pytest.CaptureFixture[str]) -> None:
         kind().again(transcript, {})
     *lines, drawn = capsys.readouterr().out.splitlines()
     assert lines == ["2 ranks · 1.0 s · ✓ 2", "── rank 0 ──", "a", "b", "── rank 1 (no output) ──"]
-    assert ast.literal_eval(drawn)["text/plain"].splitlines() == lines
+    assert ast.literal_eval(drawn)["text/plain"].splitlines() == ["2 ranks · ✓ 2", *lines[1:]]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "in_text", "in_html"), [("page", 0, 1), ("all", 1, 1), ("none", 0, 0)]
+)
+def test_where_seconds_are_shown(
+    capsys: pytest.CaptureFixture[str], seconds: str, in_text: int, in_html: int
+) -> None:
+    """By default on the page alone, and all of it is drawn once where they are shown nowhere."""
+    display = PanelDisplay(seconds=seconds)
+    transcript, news = took(Text("stdout", "a\n"))
+    display.wait_for("starting 2 workers")
+    time.sleep(FIRST_DRAWING)
+    display.show(transcript, news)
+    display.end(transcript, {})
+    *before, last = shown(capsys)
+    assert len(before) == (0 if seconds == "none" else 2)
+    assert last["text/plain"].count("1.0 s") == in_text
+    assert last["text/html"].count("1.0 s") == in_html
 
 
 def test_a_fast_cell_does_not_flash(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +120,7 @@ def test_a_fast_cell_does_not_flash(capsys: pytest.CaptureFixture[str]) -> None:
     display.note("restarted")
     display.end(transcript, {})
     *_, last = shown(capsys)
-    assert last["text/plain"].startswith("2 ranks · 1.0 s · ✓ 2\n── rank 0 ──\na")
+    assert last["text/plain"].startswith("2 ranks · ✓ 2\n── rank 0 ──\na")
     assert last["text/plain"].endswith("\nrestarted")
     assert last["text/html"].startswith("<div")
 

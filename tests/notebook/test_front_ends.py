@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -309,6 +310,41 @@ def test_nbclient_saves_what_nobody_waited_for(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_nbval(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its strict mode finds outputs that are the same, whatever time they took, and no others."""
+    monkeypatch.setenv("NBDIST_LOG_DIR", "")
+    monkeypatch.setenv("NBDIST_SECONDS", "none")
+    gate = tmp_path / "sleeps"
+    saved, differs = tmp_path / "saved.ipynb", tmp_path / "differs"
+    notebook = a_notebook(
+        "%load_ext nbdist",
+        f"%%distributed -n 2 -o out\nimport os, time\ntime.sleep(os.path.exists({str(gate)!r}))\n"
+        "print('hello', rank)\nrank * 2",
+        "out",
+        f"%%distributed\nos.path.exists({str(differs)!r})",
+        "out[1]",
+    )
+    NotebookClient(notebook, timeout=SOON).execute()
+    nbformat.write(notebook, saved)
+    gate.touch()
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--nbval",
+        str(saved),
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "5 passed" in done.stdout, done.stdout
+    differs.touch()
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "1 failed, 4 passed" in done.stdout, done.stdout
+    assert "saved.ipynb::Cell 3" in done.stdout
+
+
 def test_papermill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """papermill runs a notebook with its parameters, which go along to the workers."""
     import papermill

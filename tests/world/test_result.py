@@ -30,11 +30,11 @@ def test_values_come_in_rank_order() -> None:
 
 def test_it_shows_its_values() -> None:
     """Those that were asked for, as much as fits into a line, or pretty in a notebook."""
-    assert repr(RESULT) == "<CellResult of ranks 0-2, 0.5 s, ok>"
+    assert repr(RESULT) == "<CellResult of ranks 0-2, ok>"
     asked = replace(RESULT, task=Task("a", (0, 1, 2), Call("call")))
-    assert repr(asked) == "<CellResult of ranks 0-2, 0.5 s, ok: {0: 'a', 1: 'b', 2: None}>"
+    assert repr(asked) == "<CellResult of ranks 0-2, ok: {0: 'a', 1: 'b', 2: None}>"
     assert pretty(asked, max_width=40) == (
-        "<CellResult of ranks 0-2, 0.5 s, ok:\n{0: 'a', 1: 'b', 2: None}>"
+        "<CellResult of ranks 0-2, ok:\n{0: 'a', 1: 'b', 2: None}>"
     )
     long = repr(replace(asked, by_rank={0: "x" * 5000}))
     assert long.endswith("more characters>")
@@ -73,7 +73,7 @@ def test_a_rank_that_failed() -> None:
     failure = Failure("ValueError", "bad", (), 5)
     failed = CellResult(RESULT.task, RESULT.transcript, 0.5, {1: failure}, {0: 5}, HOSTS)
     assert (failed.ok, list(failed)) == (False, [5])
-    assert repr(failed) == "<CellResult of ranks 0-2, 0.5 s, failed on rank 1>"
+    assert repr(failed) == "<CellResult of ranks 0-2, failed on rank 1>"
     with pytest.raises(KeyError):
         failed.rank(1)
     with pytest.raises(UsageError):
