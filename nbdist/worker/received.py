@@ -19,7 +19,7 @@ from nbdist.wire.pickling import pickle
 from nbdist.wire.reading import digest_of
 from nbdist.worker.written_pages import are_own, edges
 
-READ_MOST = 16 << 20
+READ_MOST = 4 << 20
 """Bytes of a value that are read when it arrives; of a bigger one it is asked later which pages
 have been written to."""
 
