@@ -28,7 +28,8 @@ AHEAD = (
     "%load_ext nbdist",
     "%%writefile broken.py\ndef f(:\n    pass",
     "%%writefile ends.py\nnext(iter([]))",
-    "%%distributed -n 2\nimport os, time",
+    "%%distributed -n 2\nhere, kept = rank, 1",
+    "import nbdist, threading; lock = threading.Lock()",
 )
 """Cells that go well before any of these."""
 
@@ -111,7 +112,7 @@ ELSEWHERE = (
     _row("%%distribute\nx", "not found. Did you mean `%%distributed`?"),
     _row("%%Distributed\nx", "not found. Did you mean `%%distributed`?"),
     _row("%dist_gahter x", "not found. Did you mean `%dist_gather`?"),
-    _row("import nbdist\nnbdist.World(workers=3)", "no argument `workers`: did you mean `n`?"),
+    _row("nbdist.World(workers=3)", "no argument `workers`: did you mean `n`?"),
     _row("nbdist.World(2, bakcend='gloo')", "no argument `bakcend`: did you mean `backend`?"),
     _row("nbdist.World(2, 'gloo')", "`nbdist.World`: there is no argument `'gloo'`."),
     _row("nbdist.World('x')", "that is not a number of workers"),
@@ -128,7 +129,7 @@ ELSEWHERE = (
 """Flags, magics and calls of torchrun, accelerate, ipyparallel and others, and misspelt ones."""
 
 NAMES = (
-    _row(("%%distributed\nhere = rank", "here"), "`here`", "ranks 0-1: begin the cell with"),
+    _row("here", "`here`", "ranks 0-1: begin the cell with"),
     _row("rank", "`rank` is each worker's own: begin the cell with %%distributed"),
     _row("dist", "`import torch.distributed as dist` here"),
     _row("%dist_gather nope", "no rank has `nope`."),
@@ -145,8 +146,7 @@ NAMES = (
     _row("%dist_push", "`%dist_push`: it needs names."),
     _row(("rank = 3", "%dist_push rank"), "each worker has its own `rank`"),
     _row(
-        "import threading; lock = threading.Lock()\nget_ipython().run_cell_magic('distributed', '',"
-        "'lock')",
+        "%%distributed\nlock",
         "`lock` (thread lock) cannot be sent to the workers",
         "Make it inside the cell",
     ),
@@ -167,7 +167,7 @@ NAMES = (
     _row("%%distributed -o 1x\nhere", "`-o 1x`", "name for the result, such as `-o result`."),
     _row("%%distributed -o\nhere", "`--out` needs a value"),
     _row(("%%distributed -o res\nhere", "res[7]"), "no value of rank 7: ranks 0-1 have one."),
-    _row("res.rank(7)", "no value of rank 7: ranks 0-1 have one."),
+    _row(("%%distributed -o res\nhere", "res.rank(7)"), "no value of rank 7: ranks 0-1 have one."),
 )
 """Variables that are elsewhere, that cannot be sent, or that there are not."""
 
@@ -181,14 +181,14 @@ FIRST_LINES = (
     _row("%%distributed\n%load_ext nbdist", "line 2: `%load_ext nbdist` is for the notebook"),
     _row("%load_ext nbdist\n%%distributed\nprint('runs')", "runs"),
     _row("%distributed print('runs')", "runs"),
-    _row(("%distributed kept = 1", "_ = %dist_gather kept  # a list\n_"), "[1, 1]"),
+    _row(("%distributed here = rank", "_ = %dist_gather kept  # a list\n_"), "[1, 1]"),
     _row("%dist_gather kepd", "no rank has `kepd`. Did you mean `kept`?"),
     _row("%%distributed\nprint(kepd)", "Did you mean `kept`?"),
     _row("%%distributed\ntorch.ones(2).cuda()", "There is no GPU here: `.to(device)`"),
     _row("%%distributed -n gpu\nx", "`-n gpu`: no GPU is visible here. Use `-n 4`"),
     _row("%%distributed --standalone\nx", "`--standalone`: leave it out"),
     _row("%%distributed --rdzv-id 3\nx", "`--rdzv-id`: `--name` names the run."),
-    _row("%%distributed\nrank = 5", "`rank`", "each worker's own"),
+    _row("%%distributed\nlocal_rank = 5", "`local_rank`", "each worker's own"),
     _row(("dist = 3", "%%distributed\ndist.barrier()"), "`dist` was ignored"),
     _row("%dist_start -n 2", "In nbdist `%dist_init -n 4` starts workers."),
     _row("%dist_stop", "In nbdist `%dist_interrupt` stops the cell"),
