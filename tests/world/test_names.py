@@ -210,7 +210,7 @@ def test_a_copy_stays_as_it_is(table: NameTable) -> None:
     assert copy.owners() == {"x": ("notebook", {0, 1})}
     copy.taken_over([1], table)
     assert copy.owners() == {"x": ("notebook", {0}), "y": ("workers", {1})}
-    assert repr(copy) == "<NameTable 1 names shipped, 1 names of the workers>"
+    assert repr(copy) == "<NameTable 1 names sent, 1 names of the workers>"
 
 
 # --- what is lost -------------------------------------------------------------------------------

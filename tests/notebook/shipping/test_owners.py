@@ -181,4 +181,4 @@ def test_owners_say_who_has_what(house: Any) -> None:
         "a": ("notebook", frozenset({0})),
         "b": ("workers", frozenset({0})),
     }
-    assert repr(house.table) == "<NameTable 1 names shipped, 1 names of the workers>"
+    assert repr(house.table) == "<NameTable 1 names sent, 1 names of the workers>"
