@@ -103,10 +103,8 @@ class PlainLines:
                 self._say(rank, plain_of(data), now)
             case Skipped(lines=lines):
                 self._say(rank, in_log_only(lines), now)
-            case Failure():
+            case Failure() | Died():
                 self._say(rank, f"✗ {error_text(output)}", now)
-            case Died() as died:
-                self._say(rank, f"✗ the process {died.end}", now)
             case Done() | InputRequest():
                 self._end_screen(rank, now)
             case Typed():

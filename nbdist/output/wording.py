@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import TypeVar
 
@@ -44,12 +45,14 @@ def seconds_text(seconds: float) -> str:
 
 
 def error_text(error: RankError) -> str:
-    """Say the error in one line: `ValueError: bad shard`, `the process was killed by SIGKILL`."""
+    """Say the error in one line: `ValueError: bad shard`, `the process exited with code 3`."""
     match error:
         case Failure(name=name, message=message):
             line = one_line(strip(message))
             return f"{name}: {line}" if line else name
         case Died() as died:
+            if died.exit_code == -signal.SIGKILL and not died.why:
+                return "killed (SIGKILL), often by the system for using too much memory"
             return f"the process {died.end}"
 
 

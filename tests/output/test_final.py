@@ -182,7 +182,7 @@ def test_failures() -> None:
     assert [block.failed for block in blocks] == [
         "",
         "E: bad (as on rank 1)",
-        "the process was killed by SIGKILL",
+        "killed (SIGKILL), often by the system for using too much memory",
     ]
     assert blocks[0].words == ("failed first", "1 line")
 

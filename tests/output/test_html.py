@@ -109,7 +109,7 @@ def test_failures_that_follow() -> None:
     assert lines[1] == "rank 1 ✗ failed first · 1 line"
     assert f"rank 0 ⊘ RuntimeError: {text}" in [" ".join(line.split()) for line in lines]
     assert "rank 2 ✗ 1 line ValueError: bad (as on rank 1)" in lines
-    assert "rank 3 ✗  the process was killed by SIGKILL" in lines
+    assert "rank 3 ✗  killed (SIGKILL), often by the system for using too much memory" in lines
     assert sum("Traceback (most recent call last)" in line for line in lines) == 1
 
 

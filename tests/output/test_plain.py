@@ -154,7 +154,7 @@ def test_other_outputs() -> None:
         "[3] <image/png>",
         "[3] … 12 lines only in the log",
         "[3] ✗ ValueError: bad",
-        "[3] ✗ the process was killed by SIGKILL",
+        "[3] ✗ killed (SIGKILL), often by the system for using too much memory",
     ]
 
 

@@ -48,7 +48,9 @@ def test_errors() -> None:
     failure = Failure("ValueError", "\x1b[31mbad\x1b[0m\nshard", (), 1)
     assert error_text(failure) == traceback_text(failure) == "ValueError: bad"
     assert error_text(Failure("Stop", "", (), 1)) == "Stop"
-    assert error_text(Died(-9, 1)) == "the process was killed by SIGKILL"
+    killed = "killed (SIGKILL), often by the system for using too much memory"
+    assert error_text(Died(-9, 1)) == killed
+    assert error_text(Died(-9, 1, why="it ended the agent")) == "the process was killed by SIGKILL"
 
 
 def test_ranks_of_which_the_same_is_said() -> None:
