@@ -55,9 +55,7 @@ _FEW_GROUPS = 4
 _LIVE_LINES_OF_ASKING = 60
 _MOST_ROWS = _MOST_BLOCKS = 16
 _CLOCK_FROM = 2.0
-_LIVE = (
-    "live view at {}; if this time does not change, it ended then: `%dist_output` shows the rest"
-)
+_LIVE = "live view at {}; if this time does not change, it ended then: `%dist_output`"
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ def test_what_was_missed():
     last = cell(60.0)
     last.transcript.receive(0, Text("stdout", "epoch 9\n"), 1.0)
     shown = missed(last, {})
-    assert "here is what cell [7] has shown" in shown.text
+    assert "The page was reloaded while cell [7] ran" in shown.text
     assert shown.text.endswith("epoch 9")
     assert shown.html.count("<details") == 2
     assert "epoch 9" in shown.html

@@ -37,8 +37,8 @@ def take(context: Context, wanted: Sequence[str], source: int, to: Sequence[int]
     is_wanted, is_impossible = _any(wants), _any(is_source and bool(missing))
     if is_impossible and is_source:
         near = did_you_mean(missing[0], names)
-        lacks = ", ".join(missing)
-        raise VariableError(f"this rank has no `{lacks}`; nothing was copied.{near}")
+        lacks = f"this rank has no `{', '.join(missing)}`; nothing was copied"
+        raise VariableError(f"{lacks}.{near}" if near else lacks)
     taken = {}
     if is_wanted and not is_impossible:
         frames = _send(names, wanted, source) if is_source else _receive(source)
