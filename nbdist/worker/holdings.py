@@ -74,7 +74,7 @@ class Search:
         `where` is added to their names.
         """
         known = len(self.held)
-        waiting: deque[_Path] = deque((name, value, 0) for name, value in [*names.items()])
+        waiting: deque[_Path] = deque((name, value, 0) for name, value in dict(names).items())
         while waiting and self._has_time():
             name, value, depth = waiting.popleft()
             self._looked_at += 1

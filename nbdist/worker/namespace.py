@@ -129,8 +129,9 @@ class Namespace:
 
     def _of_users(self) -> list[tuple[str, Any]]:
         """List all names without IPython's own `_`, `_i3`; cells' threads may bind more."""
-        names = [*self._names.items()]
-        return [(name, value) for name, value in names if not name.startswith("_")]
+        # Copied first: each pair of a loop over it could have another thread run in between.
+        names = dict(self._names)
+        return [(name, value) for name, value in names.items() if not name.startswith("_")]
 
     def imported(self, names: Iterable[str]) -> dict[str, str]:
         """Return those that are modules, or functions and classes of modules: and of which."""
