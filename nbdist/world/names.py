@@ -121,16 +121,12 @@ class NameTable:
         }
 
     def sent(self, records: Mapping[str, Shipped]) -> None:
-        """Note that a task goes out with these: they are the notebook's, on all ranks."""
+        """Note that a task goes out with these: of older versions ranks lack the last."""
         for name, record in records.items():
             for has in self._ranks.values():
                 entry = has.get(name)
-                if isinstance(entry, Shipped) and entry.version == record.version:
-                    continue
-                if isinstance(entry, Shipped):
+                if isinstance(entry, Shipped) and entry.version != record.version:
                     has[name] = replace(entry, is_last=False)
-                elif isinstance(entry, Own):
-                    has[name] = replace(entry, identity=None)
 
     def finished(self, rank: int, done: Done, received: Mapping[str, Shipped]) -> None:
         """Note what a rank has received with a task, and what this has bound there."""

@@ -39,6 +39,7 @@ def test_what_gather_binds_stays_here(two: Notebook) -> None:
     assert two.value(kinds) == ("Linear", "list", (2, 2), True)
     ran = two.run(f"%%distributed\n{kinds}")
     assert body(ran)[1:] == ["('DistributedDataParallel', 'Tensor', (2,), False)"]
+    assert "`top` was gathered from the ranks" in two.run("%%distributed\ntop").error
     two.run("top = top")
     assert two.run("%%distributed\ntop").errors == []
 

@@ -178,6 +178,17 @@ def test_what_ranks_have_changed_in_place(table: NameTable) -> None:
     assert table.ranks_that_have("model") == {1}
 
 
+def test_what_one_rank_is_sent_takes_nothing_from_others(table: NameTable) -> None:
+    """`%dist_push model -r 1`: rank 0's own stays its own, until the notebook binds the name."""
+    for rank in (0, 1):
+        bind(table, rank, "model")
+    ship(table, "model", ranks=(1,))
+    assert table.ranks_that_own("model") == {0}
+    table.namespace["model"] = [2]
+    table.bound_in_notebook(["model"])
+    assert table.ranks_that_own("model") == set()
+
+
 def test_what_another_notebook_has_sent(table: NameTable) -> None:
     """Of any name that is not known, unless this notebook binds it, ranks may have changed it."""
     table.found({1: {"y": None}}, (0, 1))
