@@ -65,11 +65,9 @@ class Line:
     """One use of a magic: what was typed, and the pool, world and display that it concerns.
 
     `pool` is the one that `--pool` names, or the default one; `pools` are all where none is named.
-    `is_assigned` where something is done with what it returns: `x = %magic`.
     """
 
     def __init__(self, command: Command, pools: Pools, text: str, cell: str = "") -> None:
-        self.is_assigned = is_used()
         self.command = command
         self.auto = pools.auto
         self.text = f"{command.shown_name} {text}"
@@ -83,6 +81,11 @@ class Line:
 
     def __repr__(self) -> str:
         return f"<Line {self.text}>"
+
+    @property
+    def is_assigned(self) -> bool:
+        """Whether something is done with what the magic returns: `x = %magic`."""
+        return is_used()
 
     @property
     def world(self) -> World:
