@@ -456,7 +456,7 @@ def test_no_free_and_hang_timeout(notebook: Notebook) -> None:
         ("%dist_restart -r 1 -n 2", "the options of workers can only be changed for all of them"),
         ("%dist_restart -r 9", "`9` selects no ranks"),
         ("%dist_restart --keep 2x", "`--keep 2x`: names separated by commas"),
-        ("%dist_restart --keep nowhere", "NameError: name 'nowhere' is not defined"),
+        ("%dist_restart --keep nowhere", "`--keep`: no rank has `nowhere`; all workers are"),
     ],
 )
 def test_mistakes(notebook: Notebook, source: str, said: str) -> None:
