@@ -194,14 +194,14 @@ def _sources(
     size = len(snapshot.parts)
     if from_rank is not None:
         if from_rank not in snapshot.parts:
-            raise UsageError(f"`--from-rank {from_rank}`: `{snapshot.key}` is of {_of(size)}.")
+            raise UsageError(f"`--from {from_rank}`: `{snapshot.key}` is of {_of(size)}.")
         return dict.fromkeys(on, from_rank)
     missing = [rank for rank in on if rank not in snapshot.parts]
     if missing or (size != session.size and not are_chosen):
         first = f"`-r {format_ranks(range(min(size, session.size)))}` restores these alone, "
         raise UsageError(
             f"`{snapshot.key}` is of {_of(size)}, and this world has {session.size}. "
-            f"{first}`--from-rank 0` gives every rank the variables of rank 0 and its part of "
+            f"{first}`--from 0` gives every rank the variables of rank 0 and its part of "
             f"sharded values"
             ", "
             f"`%dist_restart -n {size}` starts that many."

@@ -133,7 +133,7 @@ def test_no_room_on_one_host(world: World, hosts_of_module: list[Host]) -> None:
     # The agents see it: they are in the host's own mount namespace.
     second.run("mount --bind /root/meminfo /proc/meminfo")
     try:
-        with pytest.raises(WorkerError, match=r"rank 2 on node2.*: node2: 0\.07 GB to be sent"):
+        with pytest.raises(WorkerError, match=r"rank 2 on node2.*: node2: sending 0\.07 GB"):
             world.execute("ran = True", names={"big": torch.ones(SIZE // 4)})
     finally:
         second.run("umount /proc/meminfo")

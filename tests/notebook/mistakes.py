@@ -138,7 +138,7 @@ NAMES = (
     _row("%dist_gather 1x", "`1x` is no expression: invalid decimal literal."),
     _row("%dist_gather here --as 1", "`%dist_gather here --as values`."),
     _row("%dist_gather here --rank 7", "there is no rank 7"),
-    _row("%dist_gather here --rank 0 -r 1", "`--rank`", "`-r`"),
+    _row("%dist_scale 4 -n 5", "`%dist_scale`: give the number of workers once"),
     _row("%dist_gather here --stack --cat", "`--stack`", "`--cat`"),
     _row("%dist_gather 1/0 --as x", "`1/0` on ranks 0-1: ZeroDivisionError: division by zero."),
     _row("%dist_gather dist.group.WORLD --as x", "a process group connects the ranks"),

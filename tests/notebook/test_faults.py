@@ -67,7 +67,7 @@ def test_death_while_idle_that_the_event_loop_did_not_see(notebook: Notebook) ->
         "import os, signal, time\n"
         "get_ipython().run_cell_magic('rank', '1', 'import os; pid = os.getpid()')\n"
         "get_ipython().run_line_magic('dist_gather', 'pid -r 1')\n"
-        "os.kill(pid[0], signal.SIGKILL); time.sleep(2)\n"
+        "os.kill(pid, signal.SIGKILL); time.sleep(2)\n"
         "get_ipython().run_cell_magic('distributed', '', 'dist.barrier()')"
     )
     assert outcome.errors == []
@@ -421,7 +421,7 @@ def test_restart_keeps_what_is_named(notebook: Notebook) -> None:
     """Of all ranks; the notebook's own variable of that name does not get in the way."""
     notebook.run("mine = 'notebook'")
     notebook.run("%%distributed\nmine = rank")
-    assert "worker variables cleared but for mine" in notebook.run("%dist_restart --keep mine").text
+    assert "worker variables cleared except mine" in notebook.run("%dist_restart --keep mine").text
     notebook.run("%%distributed\nagain = mine")
     notebook.run("%dist_gather again")
     assert notebook.value("again") == [0, 1, 2, 3]

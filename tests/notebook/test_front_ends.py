@@ -177,7 +177,7 @@ def test_terminal_is_live_at_its_prompt(tmp_path: Path) -> None:
         kill = "threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGKILL)).start()"
         terminal.begin("%%distributed -r 1", "import os, signal, threading", kill)
         terminal.child.expect_exact("rank 1 was killed by SIGKILL while no cell was running")
-        terminal.child.expect_exact("rank 1 was restarted and its variables (")
+        terminal.child.expect_exact("rank 1 was restarted and its variables")
     finally:
         terminal.child.close(force=True)
 
@@ -261,8 +261,7 @@ def test_nbclient_can_type_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         notebook = a_notebook("%load_ext nbdist", f"%%distributed -n 2\n{asks}")
         with pytest.raises(
             CellExecutionError,
-            match=r"need JupyterLab or a "
-            r"terminal.*`breakpoint\(\)`",
+            match=r"breakpoint\(\) need JupyterLab or a terminal",
         ):
             NotebookClient(notebook, timeout=SOON).execute()
 

@@ -45,7 +45,9 @@ def test_workers_have_what_options_set(given: Notebook) -> None:
     names = ("A", "B", "RANK", "LOCAL_RANK", "NBDIST_WORLD", "HF_TOKEN")
     of_all = ["exp/run", "hf_verysecret"]
     assert environ(given, *names) == [["1 2", "3", str(r), "0", *of_all] for r in range(2)]
-    assert "`%%distributed` shows them: `import os; os.environ`" in given.run("%dist_env").error
+    assert "`%%distributed` shows them: `import os; os.environ`" in "".join(
+        given.run("%dist_env").streams
+    )
 
 
 def test_a_cell_may_say_what_is_so(given: Notebook) -> None:

@@ -70,7 +70,7 @@ def test_another_size(world: World) -> None:
     assert world.session.names.bound(2) == ["x"]
     world.restore(name="a", ranks=[0])
     assert world.gather("x") == [10, 11, 11]
-    with pytest.raises(UsageError, match=r"`--from-rank 2`: .* is of 2 ranks"):
+    with pytest.raises(UsageError, match=r"`--from 2`: .* is of 2 ranks"):
         world.restore(name="a", from_rank=2)
 
 

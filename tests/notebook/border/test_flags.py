@@ -29,8 +29,8 @@ def test_the_options_of_a_magic() -> None:
 def test_arguments_without_a_flag() -> None:
     """In their order."""
     (variables,) = (each for each in arguments_of(COMMANDS["dist_snapshot"]) if not each.flags)
-    (name,) = (each for each in arguments_of(COMMANDS["dist_scatter"]) if not each.flags)
-    assert (name.dest, name.takes_many) == ("name", False)
+    (name,) = (each for each in arguments_of(COMMANDS["dist_export"]) if not each.flags)
+    assert (name.dest, name.takes_many) == ("file", False)
     assert (variables.dest, variables.takes_many) == ("variables", True)
     assert arguments_of(lambda line: None) == ()
     assert isinstance(name, Argument)

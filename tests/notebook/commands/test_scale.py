@@ -58,7 +58,7 @@ def test_names_of_the_workers_are_copied(notebook: Notebook) -> None:
         "copied mine, other from rank 1 to ranks 2-3"
     )
     notebook.run("%%distributed\nsame = mine is other")
-    notebook.run("%dist_gather mine[0],same --as found")
+    notebook.run("%dist_gather (mine[0],same) --as found")
     assert notebook.value("found") == [(0, True), (1, True), (1, True), (1, True)]
     said = notebook.run("%dist_sync mine").text
     assert said == "all ranks have mine already; `-r all` copies to all of them"

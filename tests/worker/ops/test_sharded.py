@@ -209,7 +209,7 @@ def test_another_size(world: World, size: int) -> None:
     world.execute("losses = train(net, optimizer, range(3, 6), lambda: 0)")
     losses = world.gather("losses")[0]
     world.restart(size)
-    with pytest.raises(UsageError, match=r"`--from-rank 0` gives .* its part of sharded values"):
+    with pytest.raises(UsageError, match=r"`--from 0` gives .* its part of sharded values"):
         world.restore(name="three")
     world.restore(name="three", from_rank=0)
     for state in world.gather("everything(net, optimizer)"):
