@@ -24,6 +24,9 @@ ANSWER_TIMEOUT = 15.0
 AGENTS = (AGENT.encode(), HEAD.encode())
 """In the command line of whatever serves a notebook, before its runtime folder."""
 
+MOST_LISTED = 6
+"""Worlds that an error names."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -153,7 +156,8 @@ def _checked(found: Found, asked: str) -> Found:
 
 
 def _listed(found: Sequence[Found]) -> str:
-    return ", ".join(f"{each.name} (process {each.agent})" for each in found)
+    more = f" and {len(found) - MOST_LISTED} more" if len(found) > MOST_LISTED else ""
+    return ", ".join(f"{each.name} (process {each.agent})" for each in found[:MOST_LISTED]) + more
 
 
 # --- where they are ---------------------------------------------------------------------

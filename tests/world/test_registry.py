@@ -121,6 +121,11 @@ def test_which_is_meant(there: list[Found], name: str | None, agent: int) -> Non
         ),
         ([], "x", "`%dist_attach x`: none of your worlds on this machine has this name (none)."),
         ([found()], "x", "has this name (there is `exp` (process 9)). `nbdist ps`"),
+        (
+            [found()] * 9,
+            "x",
+            "(there are " + "`exp` (process 9), " * 5 + "`exp` (process 9) and 3 more)",
+        ),
         ([found(), found(agent=8)], "exp", "2 worlds have this name"),
         (
             [found(version="0.0.1")],
