@@ -34,6 +34,8 @@ ONE_RANK = re.compile(r"-?\d+")
         "a dimension for the ranks"),
     argument("--cat", action="store_true", help="the ranks' values end to end"),
     argument("--dim", metavar="D", type=int, help="along which dimension (0)"),
+    # A habit: it keeps the value of a line from being shown.
+    split=lambda _, line: (line.rstrip("; "), []),
 )  # fmt: skip
 def dist_gather(line: Line) -> Value:
     """Copy variables from all ranks into the notebook, as a list per variable.

@@ -79,7 +79,8 @@ def test_its_value_can_be_assigned(two: Notebook):
     """Of an expression too, which then needs no name; the line by itself shows nothing."""
     ran = two.run("x = %dist_gather n\nprint(x is n, x)")
     assert (ran.streams, ran.results, ran.displays) == (["True [1, 2]\n"], [], [])
-    assert two.run("%dist_gather n").results == []
+    for line in ("%dist_gather n", "%dist_gather n;", "z = %dist_gather n;"):
+        assert (two.run(line).errors, two.run(line).results) == ([], []), line
     two.run("y = %dist_gather n * 10 --rank 1\nboth = %dist_gather n t[0].item()")
     assert two.value("y, both") == (20, ([1, 2], [0.0, 1.0]))
     assert two.value("[get_ipython().run_line_magic('dist_gather', 'n')]") == [[1, 2]]
