@@ -23,7 +23,7 @@ from nbdist.notebook.why import Why, idle_end, why_died
 from nbdist.words import count, name_ranks
 from nbdist.world.names import list_names
 from nbdist.world.recovery import healing_text, scaled_text
-from nbdist.world.renumbering import moved_text
+from nbdist.world.renumbering import size_text
 from nbdist.world.states import State
 from nbdist.world.world import World
 
@@ -70,6 +70,7 @@ class Pool:
         self.failed_at = 0.0
         self.routine = Routine()
         self.page = Page()
+        self.shown_size = 0
         self._displayed_in = 0  # so many cells had been typed then
         self._link: Link | None = None
         self._idle = IdleWatch(self._notice)
@@ -163,8 +164,10 @@ class Pool:
             display.note(text)
         if self.world is None or self.world.state is State.STOPPED:
             return None
-        if moved := self.world.session.take_moved():
-            display.note(moved_text(moved))
+        before, self.shown_size = self.shown_size, self.world.size
+        moved = self.world.session.take_moved()
+        if before != self.shown_size or moved:
+            display.note(size_text(self.shown_size, moved))
         return self.world
 
     def attach(self, world: World) -> None:
@@ -248,7 +251,7 @@ class Pool:
 
     def _started(self, world: World) -> None:
         """Take note of new workers."""
-        self.world = world
+        self.world, self.shown_size = world, world.size
         self.ended.forget()
         self._watch_while_idle()
 
@@ -315,6 +318,7 @@ class Pool:
         world.session.heal()
         if came and not world.session.have_come:
             display.note(f"{came} came · {scaled_text(world.session)}")
+            self.shown_size = world.size
         dead = {rank: died for rank, died in dead.items() if rank not in world.session.dead}
         dead |= world.session.take_replaced()
         for rank, died in dead.items():

@@ -336,7 +336,7 @@ def healing_text(workers: Workers, dead: Iterable[int]) -> str:
         return f"{done}; their variables are lost.{workers.setup.problem}"
     ranks, found = tuple(dead), workers.renumbering
     if found.after < found.before:
-        size = size_text(found.before, found.after, found.moved)
+        size = size_text(found.after, found.moved)
         said = f"No other machine can take {name_ranks(ranks)}: {size}"
         back = f" {workers.way_back}" if workers.way_back else ""
         return f"{said}; the other ranks keep their variables.{back}{workers.setup.problem}"
@@ -375,7 +375,7 @@ def late_stop_text(running: RunningTask) -> str:
 def scaled_text(workers: Workers) -> str:
     """Write `now 4 workers`, which ranks are others now, and what the new ones lack."""
     found = workers.renumbering
-    new, text = found.new, size_text(found.before, found.after, found.moved)
+    new, text = found.new, size_text(found.after, found.moved)
     if not new:
         return text
     verb = "does" if len(new) == 1 else "do"

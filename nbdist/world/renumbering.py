@@ -58,9 +58,9 @@ def compare(before: Processes, after: Processes) -> Renumbering:
     return Renumbering(len(before), len(after), {**became, **{rank: rank for rank in replaced}})
 
 
-def size_text(before: int, after: int, moved: Mapping[int, int]) -> str:
+def size_text(size: int, moved: Mapping[int, int]) -> str:
     """Write `now 3 workers · rank 3 is now rank 2`."""
-    return " · ".join(filter(None, [f"now {count(after, 'worker')}", moved_text(moved)]))
+    return " · ".join(filter(None, [f"now {count(size, 'worker')}", moved_text(moved)]))
 
 
 def moved_text(moved: Mapping[int, int]) -> str:

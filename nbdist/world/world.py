@@ -415,6 +415,7 @@ class World:
         store = self.snapshot_store
         words, name = snapshots.arguments(variables, names, name)
         wanted = snapshots.wanted_to_restore(store, words, name)
+        store.find(wanted.name)  # no workers are started for one that is not there
         return snapshots.restore(self._started, store, wanted.name, wanted.names, ranks, from_rank)
 
     @property

@@ -343,7 +343,7 @@ def test_a_rank_dies_in_a_collective(world: World, end: str, told: str, dying: i
     assert isinstance(error, WorkerDied)
     assert (error.rank, error.pid) == (dying, before[dying])
     assert told in str(error)
-    said = rf"Rank {dying} was restarted and its variables \(evens, .+\) are gone; other ranks are"
+    said = rf"Rank {dying} was restarted and its variables \(net, .+\) are gone; other ranks are"
     assert re.search(said, str(error))
     assert {rank for rank in before if before[rank] != world.pids[rank]} == {dying}
     kept = [None if rank == dying else rank for rank in range(world.size)]

@@ -36,7 +36,7 @@ def test_one_rank_of_many_raises(many: World, name: str, length: int) -> None:
         f"if rank == 1:\n    raise ValueError('bad')\n{SMALL[name]}",
     )
     assert error.errors.keys() == {1}
-    assert f"ValueError: bad. Ranks 0,2-{many.size - 1} wait in " in str(error)
+    assert f"ValueError: bad. Ranks 0,2-{many.size - 1} were waiting in " in str(error)
     goes_on(many)
 
 

@@ -197,7 +197,7 @@ def test_keep_what_cannot_be_kept(world: World, keep: str) -> None:
     """It is told, and nothing is ended."""
     world.execute("import threading; lock = threading.Lock()")
     before = dict(world.pids)
-    with pytest.raises(WorkerError, match=keep):
+    with pytest.raises(NbdistError, match=keep):
         world.restart(keep=[keep])
     assert world.pids == before
     assert world.gather("kept") == [0, 1, 2, 3]

@@ -90,7 +90,7 @@ def test_a_replaced_rank_takes_over_the_weights(world: World, dying: int) -> Non
     """After a death survivors hold the model; the new rank gets it over the group."""
     world.execute(TRAINING)
     world.execute("net, optimizer = make('DDP'); train(net, optimizer, range(5))")
-    with pytest.raises(NbdistError, match="was replaced"):
+    with pytest.raises(NbdistError, match=f"Rank {dying} was restarted"):
         world.execute(f"import os\nif rank == {dying}: os._exit(1)\ntrain(net, optimizer, [5])")
     survivor = 1 - dying
     (before,) = world.gather("weights(net)", ranks=[survivor])

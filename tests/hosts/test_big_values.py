@@ -67,7 +67,7 @@ def test_parts_of_a_big_value(world: World) -> None:
 def test_values_from_host_to_host(world: World) -> None:
     """Copied through the group; and compared by what one rank lends to those of another host."""
     world.execute("import torch\nmine = torch.full((1 << 20,), float(rank))")
-    (lent,) = world.call("diff.lend", [3], expression="mine", paths=("",)).values.values()
+    (lent,) = world.call("diff.lend", [3], expression="mine", paths=("",)).values()
     found = world.call("diff.compare", [0], expression="mine", packed=lent.packed)
     assert found.rank(0)[""].most == 3.0
     world.sync(["mine"], source=3, ranks=range(3))

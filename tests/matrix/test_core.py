@@ -158,7 +158,7 @@ def test_kill(notebook: Notebook) -> None:
     error = notebook.run(f"%%distributed\n{cell}\ndist.barrier()").error
     assert "rank 2 on " in error
     assert "was killed by SIGKILL" in error
-    assert "Rank 2 was replaced" in error
+    assert "Rank 2 was restarted" in error
     assert notebook.run("%%rank 2\nassert 'kept' not in globals(); kept = rank").errors == []
     goes_on(notebook)
 
@@ -259,7 +259,7 @@ def test_snapshot(notebook: Notebook) -> None:
     assert notebook.run(goes_on_training).errors == []
     expected = gathered(notebook, "weights(net)")
     assert "4 workers ready" in notebook.run("%dist_restart").text
-    said = "kept, net, optimizer, state, train and weights restored"
+    said = "restored kept, net, optimizer, state, train and weights on ranks 0-3"
     assert said in notebook.run("%dist_restore --name night").text
     assert gathered(notebook, "len(state)") == [0, 1, 2, 3]
     assert notebook.run(goes_on_training).errors == []

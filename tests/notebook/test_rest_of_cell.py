@@ -86,7 +86,7 @@ def test_a_magic_that_is_not_first(shell: Any) -> None:
 def test_plain_python_below(shell: Any) -> None:
     """It runs as ever."""
     assert run(shell, "%load_ext nbdist\nhere = 1\nhere + 1") is None
-    assert (shell.user_ns["here"], shell.user_ns["_"]) == (1, 2)
+    assert (shell.user_ns["here"], [*shell.user_ns["_oh"].values()]) == (1, [2])
 
 
 def example() -> str:

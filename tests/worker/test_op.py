@@ -19,7 +19,7 @@ def context() -> Context:
     return Context(SimpleNamespace(user_ns=names), Namespace(names), None)
 
 
-@pytest.mark.parametrize("name", ["call", "clean", "environ", "script", "gather"])
+@pytest.mark.parametrize("name", ["call", "clean", "script", "gather"])
 def test_an_op_is_a_module_of_its_own(name: str) -> None:
     """Whose function has its name."""
     found = find_op(name)

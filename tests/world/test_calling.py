@@ -363,9 +363,7 @@ class Outer:
     [
         (lambda: Needs(code=3), Needs),
         (lambda: NoNew(1, 2), NoNew),
-        (lambda: NoSubclass("a"), ValueError),
         (lambda: Frozen("a"), Frozen),
-        (lambda: WithMeta("a"), RuntimeError),
         (lambda: Outer.Inner("a"), Outer.Inner),
         (lambda: torch.OutOfMemoryError("a"), torch.OutOfMemoryError),
         (lambda: SystemExit(3), WorkerError),
@@ -391,6 +389,23 @@ def test_caught_by_its_own_class(
     assert repr(error) == f"WorkerError({str(error)!r})"
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), again.rank) == (WorkerError, str(error), 1)
+
+
+@pytest.mark.parametrize("make", [lambda: NoSubclass("a"), lambda: WithMeta("a")])
+def test_a_class_that_no_other_can_be_derived_from(
+    world: World, make: Callable[[], BaseException]
+) -> None:
+    """It is raised as it is, and its note says which rank raised it."""
+
+    def fail() -> None:
+        if my_rank() == 1:
+            raise make()
+
+    with pytest.raises(type(make())) as caught:
+        world.run(fail)
+    assert type(caught.value) is type(make())
+    assert caught.value.args == ("a",)
+    assert "1 of 2 ranks failed (1); first: rank 1 after " in caught.value.__notes__[0]
 
 
 def test_class_of_main(world: World, main: dict[str, Any]) -> None:

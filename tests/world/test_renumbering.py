@@ -60,8 +60,8 @@ def test_one_after_the_other() -> None:
     """What became of a rank is what became of what it became."""
     both = compare(ranks(10, 11, 12, 13), ranks(11, 13)).then(compare(ranks(11, 13), ranks(13, 14)))
     assert both == Renumbering(4, 2, {3: 0})
-    assert size_text(4, 2, both.moved) == "now 2 workers · rank 3 is now rank 0"
-    assert size_text(4, 3, {}) == "now 3 workers"
+    assert size_text(2, both.moved) == "now 2 workers · rank 3 is now rank 0"
+    assert size_text(3, {}) == "now 3 workers"
 
 
 def test_ranks_of_a_task() -> None:

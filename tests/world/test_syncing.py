@@ -50,7 +50,7 @@ def test_who_has_got_it(world: World) -> None:
         (["x"], 3, None, BadRanks, "there is no rank 3"),
         (["x"], -1, None, BadRanks, "there is no rank -1"),
         (["x"], 0, [1, 5], BadRanks, "there is no rank 5"),
-        (["x", "gone"], 1, None, UsageError, "rank 1: there is no `gone` here"),
+        (["x", "gone"], 1, None, UsageError, "rank 1: this rank has no `gone`"),
         (["x", "lock"], 0, None, UsageError, "rank 0: `x, lock` cannot be copied: TypeError"),
     ],
 )

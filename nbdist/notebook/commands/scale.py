@@ -42,4 +42,5 @@ def dist_scale(line: Line) -> str:
         return f"already {count(before, 'worker')}"
     if world.session.warning:
         line.display.note(world.session.warning)
+    line.pool.shown_size = world.size
     return scaled_text(world.session)

@@ -51,7 +51,7 @@ def test_an_error_says_what_the_memory_is_used_for(world: World) -> None:
     assert " in use, this rank " in said[at]
     assert any(line.endswith("  weights (1000, 1000) float32") for line in said[at:])
     assert said[-1].endswith("batch in step(), line 3 (500, 1000) float32")
-    assert "%dist_clean" in said[-2]
+    assert "`%dist_memory --free` frees it" in said[-2]
     assert [len(each.kept) for each in world.call("memory")] == [0, 1]
     world.clean()
     assert [len(each.kept) for each in world.call("memory")] == [0, 0]
