@@ -55,6 +55,11 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
             is_ours = each.name.startswith(("nbdist", "_editable", "_nbdist"))
             if not (is_ours or each.name.endswith(".pth") or (packages / each.name).exists()):
                 (packages / each.name).symlink_to(each.path)
+    # A thread of gloo's lets go of its last collective, for which it needs the GIL.  Where Python
+    # ends meanwhile torch 2.13 aborts: 6 of 32 runs of ten lines without nbdist, 0 of 24 with this.
+    (packages / "sitecustomize.py").write_text(
+        "import atexit, time\natexit.register(time.sleep, 0.2)\n"
+    )
     python = home / "bin" / "python"
     without = subprocess.run(
         [python, "-c", "import nbdist"], cwd=home, capture_output=True, text=True,
