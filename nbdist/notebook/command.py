@@ -250,12 +250,12 @@ def command(
     def decorate(run: Callable[[Line], Shown | Value | str | None]) -> Command:
         # Those of the world last: they are in groups, to which all that follows would belong.
         own = [option for option in options if option is not world_options]
-        for option in reversed((*own, pool_option, *(set(options) - set(own)))):
+        shown = (*own, pool_option, *(set(options) - set(own)))
+        for option in reversed(shown):
             option(run)
-        said = cleandoc(run.__doc__ or "")
-        made = _usage(run.__name__, (*own, pool_option, *(set(options) - set(own))))
-        run.__doc__ = None
+        said, run.__doc__ = cleandoc(run.__doc__ or ""), None
         magic_arguments()(run)  # which makes a parser, and a docstring of usage and options
+        made = _usage(run, shown)
         escape = "%%" if kind == "cell" else "%"
         run.__doc__ = f"{said}\n\n{made.replace('  %', f'  {escape}', 1)}\n"
         summary = said.partition("\n")[0]
@@ -264,20 +264,19 @@ def command(
     return decorate
 
 
-def _usage(name: str, options: Sequence[Callable[[Magic], Magic]]) -> str:
-    """Write usage and options as IPython does; what describes workers is `%dist_init`'s alone."""
-    is_brief = world_options in options and len(options) > len(OF_INIT)
-    if is_brief:
-        options = [size_option, *(each for each in options if each is not world_options)]
+def _usage(run: Magic, options: Sequence[Callable[[Magic], Magic]]) -> str:
+    """Return IPython's text on these options; what describes workers is `%dist_init`'s alone."""
+    if world_options not in options or len(options) <= len(OF_INIT):
+        return (run.__doc__ or "").strip()
 
     def shown() -> None:
         pass
 
-    shown.__name__, shown.__doc__ = name, None
-    for option in reversed(options):
+    shown.__name__, shown.__doc__ = run.__name__, None
+    for option in reversed([size_option, *(each for each in options if each is not world_options)]):
         option(shown)
     magic_arguments()(shown)
-    return f"{(shown.__doc__ or '').strip()}{MORE_OPTIONS * is_brief}"
+    return f"{(shown.__doc__ or '').strip()}{MORE_OPTIONS}"
 
 
 def find_commands() -> Iterator[Command]:
