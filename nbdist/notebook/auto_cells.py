@@ -38,7 +38,7 @@ _LOADS = re.compile(r"^%(?:re)?load_ext\s+([\w.]+)", re.MULTILINE)
 
 
 class AutoCells:
-    """What stands around the methods that run what somebody has typed."""
+    """Wraps the methods that run the cells of a person."""
 
     def __init__(self, pools: Pools) -> None:
         self._shell: Any = pools.shell
@@ -49,7 +49,7 @@ class AutoCells:
         return f"<AutoCells {self._mode}>"
 
     def sent(self, code: str, tags: Iterable[str] = ()) -> str:
-        """Give what is to be run in place of a cell that somebody has typed."""
+        """Return the cell that IPython is to run in place of a typed one."""
         mode = self._mode
         pool = DEFAULT_POOL if mode.pool is None and TAG in tags else mode.pool
         if pool is None:
@@ -60,7 +60,7 @@ class AutoCells:
         if all(part.is_here for part in parts):
             return code
         if len(parts) == 1 or not is_python(self._shell, code):
-            parts = [Part(0, code)]  # what is no Python is told with its own lines, and none runs
+            parts = [Part(0, code)]  # a syntax error names the typed line, and nothing runs
         for part in parts:
             mode.loaded |= {name.partition(".")[0] for name in _LOADS.findall(part.text)}
         other = "" if pool == DEFAULT_POOL else f" --pool {pool}"

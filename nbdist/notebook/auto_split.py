@@ -185,7 +185,7 @@ def _beginnings(lines: list[str]) -> Iterator[int]:
     """Find the lines at which a statement at the cell's own level begins; none in no Python."""
     try:
         statements = make_tokens_by_line(lines)
-    except SyntaxError:  # of its indentation, which is told when it is sent
+    except SyntaxError:  # wrong indentation: reported when the cell is sent
         return
     for tokens in statements:
         for token in tokens:

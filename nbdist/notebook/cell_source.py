@@ -168,7 +168,7 @@ def in_notebook_lines(first_line: str, cell: str) -> str:
     """Make the source to send: the magic's line as a comment, so that lines have their numbers.
 
     Not where another cell magic comes next, which must be on the first line; nor where
-    `first_line` is "", as nobody has typed one.  It is indented as the cell's first line is:
+    `first_line` is "" in auto mode.  It is indented as the cell's first line is:
     by so much IPython moves all lines of a cell that was cut out of a function.
     """
     is_whole = not first_line or cell.lstrip().startswith("%%")

@@ -121,7 +121,7 @@ class Job:
     def _look(
         self, loop: asyncio.AbstractEventLoop, found: asyncio.Future[CellResult[Any]]
     ) -> None:
-        """Take a step, and again soon, until it has ended or nobody awaits it any more."""
+        """Take a step, and again soon, until it has ended or is no longer awaited."""
         if found.done():
             return
         try:

@@ -24,6 +24,8 @@ from nbdist.words import count, name_ranks
 from nbdist.world.names import list_names
 from nbdist.world.recovery import healing_text, scaled_text
 from nbdist.world.renumbering import size_text
+from nbdist.world.snapshot_store import SnapshotStore, owner_of, root_folder
+from nbdist.world.spec import default_log_dir
 from nbdist.world.states import State
 from nbdist.world.world import World
 
@@ -110,6 +112,13 @@ class Pool:
     @property
     def _title(self) -> str:
         return f"pool {self.name} · " if self.name != DEFAULT_POOL else ""
+
+    @property
+    def snapshot_store(self) -> SnapshotStore:
+        """The place of its snapshots, also before it has workers."""
+        if self.world is not None:
+            return self.world.snapshot_store
+        return SnapshotStore(root_folder(default_log_dir()), owner_of(self.name))
 
     def log_files(self) -> dict[int, str]:
         """Name the log file of each rank that has one; of other machines as `node1:/...`."""

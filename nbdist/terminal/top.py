@@ -32,7 +32,7 @@ ON, OFF = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 
 
 def show_top(every: float, looks: int = 0) -> None:
-    """Draw all worlds every so many seconds, until `q` or Ctrl-C, or so many times."""
+    """Draw all worlds every `every` seconds, until `q` or Ctrl-C, or `looks` times."""
     worlds, meter = Worlds(), CpuMeter()
     try:
         with _drawing() as draw, _keys_at_once():
@@ -65,7 +65,7 @@ def _keys_at_once() -> Iterator[None]:
 
 
 def quits_within(seconds: float) -> bool:
-    """Wait so long; say whether somebody has typed `q` meanwhile."""
+    """Wait `seconds`; return True as soon as `q` is typed."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         time.sleep(seconds)
         return False

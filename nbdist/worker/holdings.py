@@ -34,7 +34,7 @@ SEVERAL = 8
 
 DEEPEST = 8
 LEAST_INSIDE = 1 << 10
-"""Bytes of an array inside of an object that is named: libraries have many that nobody knows."""
+"""Bytes of an array inside of an object that is named: libraries have many of their own."""
 
 LARGE_BYTES = 1 << 20
 """Of plain bytes, which need not be named below that."""

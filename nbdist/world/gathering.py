@@ -59,9 +59,10 @@ def _spread_text(
 ) -> str:
     over = f"`{of}` is spread over {name_ranks(ranks)} (DTensor, FSDP2)"
     if set(lacking) <= {*asked}:
-        return f"{over}, and {name_ranks(lacking)} {_does_not(lacking)} have the same of it there."
+        do_not = "does not" if len(lacking) == 1 else "do not"
+        return f"{over}, and {name_ranks(lacking)} {do_not} have the same of it there."
     return (
-        f"{over}: gather it from all of them, without `-r` or `--rank`. Or run in a cell of all of "
+        f"{over}: gather it from all of them, without `-r`. Or run in a cell of all of "
         "them `whole = x.full_tensor()`, for a model `whole = get_model_state_dict(model, "
         "options=StateDictOptions(full_state_dict=True))`."
     )
@@ -128,10 +129,6 @@ def _missing_text(session: Session, name: str, found: Mapping[int, Brought]) -> 
         here = f"; the notebook has it: `%dist_push {name}`"
     known = [each for rank in found for each in session.names.bound(rank)]
     return f"{who} `{name}`{here}.{'' if here else did_you_mean(name, known)}"
-
-
-def _does_not(ranks: Iterable[int]) -> str:
-    return "does not" if len([*ranks]) == 1 else "do not"
 
 
 def _has_no(ranks: Iterable[int]) -> str:

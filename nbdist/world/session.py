@@ -272,7 +272,7 @@ class Session(Workers):
             raise error
 
     def replace(self, ranks: Sequence[int], keep: Sequence[str] = ()) -> None:
-        """Start these ranks anew, in place; with what `keep` names."""
+        """Restart these ranks, in place; with the variables of `keep`."""
         self.receive_waiting()
         others = set(self.unfinished) - set(ranks)
         if others or self.state not in (State.READY, State.BROKEN, State.STUCK):

@@ -110,12 +110,12 @@ def take(
 def restore(
     session: Session,
     store: SnapshotStore,
-    key: str | None = None,
+    snapshot: Snapshot,
     names: Sequence[str] | None = None,
     ranks: Sequence[int] | None = None,
     from_rank: int | None = None,
 ) -> Restored:
-    """Bind names of a snapshot, by default all of the newest, on these ranks, by default all.
+    """Bind names of a snapshot, by default all of them, on these ranks, by default all.
 
     Each rank reads its own file and goes on with its own random numbers, or reads that of
     `from_rank` and keeps its random states; what is sharded is then put together from all
@@ -123,7 +123,6 @@ def restore(
 
     Raises UsageError where that cannot be done, and what a cell raises.
     """
-    snapshot = store.find(key)
     if snapshot.distrust:
         raise store.distrusted(snapshot, snapshot.distrust)
     if snapshot.problem:

@@ -26,7 +26,7 @@ SET_ON_IMPORT = re.compile(
     r"KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK)|PYTORCH_NVML_BASED_CUDA_CHECK|TORCHINDUCTOR_CACHE_DIR"
     r"|QT_QPA_.*|PYDEVD_.*|WANDB_SERVICE|_.*"
 )
-"""Variables that sklearn, torch, Lightning, polars and others set: nobody is told of them."""
+"""Variables that sklearn, torch, Lightning, polars and others set: they are not mentioned."""
 
 MOST_NAMES = 6
 """Variables that one line names."""

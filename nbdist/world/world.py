@@ -337,7 +337,7 @@ class World:
     # --- the group ------------------------------------------------------------------------
 
     def replace(self, ranks: Sequence[int], keep: Sequence[str] = ()) -> None:
-        """Start these ranks anew, in place; the other ranks keep their variables.
+        """Restart these ranks, in place; the other ranks keep their variables.
 
         What `keep` names they keep too.  Raises WorldNotStarted, and WorldBusy while a task
         runs on others.
@@ -415,8 +415,8 @@ class World:
         store = self.snapshot_store
         words, name = snapshots.arguments(variables, names, name)
         wanted = snapshots.wanted_to_restore(store, words, name)
-        store.find(wanted.name)  # no workers are started for one that is not there
-        return snapshots.restore(self._started, store, wanted.name, wanted.names, ranks, from_rank)
+        found = store.find(wanted.name)  # before workers are started for it
+        return snapshots.restore(self._started, store, found, wanted.names, ranks, from_rank)
 
     @property
     def snapshot_store(self) -> SnapshotStore:

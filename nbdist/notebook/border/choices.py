@@ -175,8 +175,7 @@ def theirs(pool: Pool | None) -> list[str]:
 def stored(pool: Pool | None) -> list[Snapshot]:
     """List the snapshots that there are, the newest first."""
     try:
-        world = pool.world if pool else None
-        store = world.snapshot_store if world else SnapshotStore(root_folder(default_log_dir()))
+        store = pool.snapshot_store if pool else SnapshotStore(root_folder(default_log_dir()))
         return store.all()
     except (NbdistError, OSError):  # the command itself will say why
         return []

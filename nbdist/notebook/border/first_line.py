@@ -61,7 +61,7 @@ def transform_first_lines(lines: list[str], *, local_is_plain: bool = True) -> l
 def misplaced(lines: Sequence[str]) -> tuple[str, int] | None:
     """Find one of our cell magics that is not its cell's first line: its name, and which line.
 
-    The line of auto mode, which nobody has typed, is not counted.
+    The line that auto mode puts above a cell is not counted.
     """
     begin = _count_above(lines)
     is_first = begin < len(lines) and _MAGIC.fullmatch(lines[begin]) is not None

@@ -108,8 +108,7 @@ def targets_of(
     if len(targets) != len(expressions):
         raise UsageError(
             f"{line}: {len(expressions)} values but {count(len(targets), 'name')} after `--as`: "
-            f"give one "
-            f"for each, such as `--as first,second`."
+            "give one for each, such as `--as first,second`."
         )
     for expression, target in zip(expressions, targets, strict=True):
         if not (target.isidentifier() or (is_assigned and given is None)):

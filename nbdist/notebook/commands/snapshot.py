@@ -13,9 +13,8 @@ from nbdist.notebook.tables import Shown, block
 from nbdist.readers import whole_number
 from nbdist.words import aligned, count, name_ranks, one_line
 from nbdist.world.names import list_names
-from nbdist.world.snapshot_store import Snapshot, SnapshotStore, owner_of, root_folder
+from nbdist.world.snapshot_store import Snapshot
 from nbdist.world.snapshots import Wanted, wanted_to_restore, wanted_to_save
-from nbdist.world.spec import default_log_dir
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +45,7 @@ def dist_snapshot(line: Line) -> str:
     """
     options, routine, every = line.options, line.pool.routine, line.options.every
     if options.remove is not None:
-        removed = _store(line.pool).remove(options.remove)
+        removed = line.pool.snapshot_store.remove(options.remove)
         return f"removed {', '.join(f'`{each.key}`' for each in removed)}"
     wanted = wanted_to_save(_names(options.variables), options.name)
     if every == 0 and wanted == Wanted(None, None):
@@ -111,18 +110,11 @@ def dist_restore(line: Line) -> Shown | str:
 
 def snapshots_there(pool: Pool) -> Shown | str:
     """List all snapshots, the newest first."""
-    store = _store(pool)
+    store = pool.snapshot_store
     rows = [("snapshot", "taken", "ranks", "size", "variables"), *map(_row, store.all())]
     if len(rows) == 1:
         return f"no snapshots in {store.root}"
     return block("\n".join([*aligned(rows), f"in {store.root}"]))
-
-
-def _store(pool: Pool) -> SnapshotStore:
-    """Give the place of the pool's snapshots, also before it has workers."""
-    if pool.world:
-        return pool.world.snapshot_store
-    return SnapshotStore(root_folder(default_log_dir()), owner_of(pool.name))
 
 
 def _take(pool: Pool, world: World, wanted: Wanted) -> Snapshot:
