@@ -7,12 +7,11 @@ import builtins
 import keyword
 import re
 import sys
-from collections.abc import Collection, Iterator
-from pathlib import Path
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "nbdist"
+from tests.sources import nodes_of, sources
 
 # Names that are not the package's, and that no line of its code uses either.
 OTHERS = {
@@ -36,17 +35,17 @@ NAME = re.compile(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(\))?`")
 """A name, dotted or not, perhaps with `()`: no options, no examples of code."""
 
 
-def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def docstrings(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Strings that stand alone, also those after a constant or a field: with their lines."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Expr(ast.Constant(str(text))):
                 yield node.lineno, text
 
 
-def names_of(tree: ast.Module) -> Iterator[str]:
+def names_of(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """All names that the code of a file defines or uses, in strings that are names too."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.ClassDef(name) | ast.FunctionDef(name) | ast.AsyncFunctionDef(name):
                 yield name
@@ -79,17 +78,17 @@ def is_there(name: str, modules: Collection[str], names: Collection[str]) -> boo
     return last in names and (not head or is_there(head, modules, names))
 
 
-def unknown_names(sources: dict[str, str]) -> Iterator[str]:
+def unknown_names(sources: Mapping[str, str]) -> Iterator[str]:
     """Files with lines, and what stands there in backticks and nowhere else."""
-    trees = {file: ast.parse(text) for file, text in sources.items()}
-    names = set(dir(builtins)).union(*map(names_of, trees.values()))
+    nodes = {file: nodes_of(text) for file, text in sources.items()}
+    names = set(dir(builtins)).union(*map(names_of, nodes.values()))
     modules = {
         ".".join(["nbdist", *file.removesuffix(".py").split("/")]).removesuffix(".__init__")
         for file in sources
     }
     names |= {module.rpartition(".")[2] for module in modules}
-    for file, tree in trees.items():
-        for line, text in docstrings(tree):
+    for file, found in nodes.items():
+        for line, text in docstrings(found):
             for name in NAME.findall(text):
                 if is_telling(name) and not is_there(name, modules, names):
                     yield f"nbdist/{file}:{line} names {name}"
@@ -97,9 +96,7 @@ def unknown_names(sources: dict[str, str]) -> Iterator[str]:
 
 def test_names_in_docstrings_are_there():
     """A class, function or module that was renamed is renamed in what is said about it too."""
-    paths = sorted(PACKAGE.rglob("*.py"))
-    sources = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in paths}
-    found = list(unknown_names(sources))
+    found = list(unknown_names(sources()))
     names = {each.rpartition(" ")[2] for each in found}
     assert "\n".join(each for each in found if each.rpartition(" ")[2] not in OTHERS) == ""
     assert OTHERS - names == set(), "named nowhere, or known by now: take them out of OTHERS"

@@ -5,11 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
-
-PACKAGE = Path(__file__).parent.parent / "nbdist"
+from tests.sources import nodes_of, sources
 
 BETTER = {
     r"[Ww]hoever": "name the subject",
@@ -40,10 +37,10 @@ BETTER = {
 FORBIDDEN = re.compile("|".join(rf"(?<![\w`]){each}(?!\w)" for each in BETTER))
 
 
-def texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def texts(source: str) -> Iterator[tuple[int, str]]:
     """Strings of several words that are no docstrings, and those of magics, which are help."""
-    alone = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Expr)}
-    for node in ast.walk(tree):
+    alone = {id(each.value) for each in nodes_of(source) if isinstance(each, ast.Expr)}
+    for node in nodes_of(source):
         if isinstance(node, ast.FunctionDef) and any(map(_is_command, node.decorator_list)):
             yield node.lineno, ast.get_docstring(node) or ""
         match node:
@@ -55,12 +52,12 @@ def _is_command(decorator: ast.expr) -> bool:
     return isinstance(decorator, ast.Call) and getattr(decorator.func, "id", "") == "command"
 
 
-@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
-def test_messages_and_help_are_plain(file: Path) -> None:
+def test_messages_and_help_are_plain() -> None:
     """Each finding names its line and the words to use instead."""
     found = [
-        f"{file.relative_to(PACKAGE)}:{line}: `{word[0]}` in {text!r}"
-        for line, text in texts(ast.parse(file.read_text()))
+        f"{file}:{line}: `{word[0]}` in {text!r}"
+        for file, source in sources().items()
+        for line, text in texts(source)
         for word in FORBIDDEN.finditer(text)
     ]
     assert found == []

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "nbdist"
+from tests.sources import nodes_of, sources
 
 LIBRARIES = {"torch", "IPython", "ipykernel", "jupyter_client", "traitlets"}
 """Those whose classes our own ones are made of."""
@@ -63,15 +62,15 @@ def is_private(name: str) -> bool:
 
 def uses_in(file: str, source: str, inherited: Collection[str] = frozenset()) -> Iterator[Use]:
     """Every use of a private name that neither the file nor one it inherits from has made."""
-    tree = ast.parse(source)
-    own = set(_own_names(tree))
-    for node in ast.walk(tree):
+    nodes = nodes_of(source)
+    own = set(_own_names(nodes))
+    for node in nodes:
         for name in _names_used(node):
             holder, _, last = name.rpartition(".")
             if last not in own and not (holder == "self" and last in inherited):
                 yield Use(file, node.lineno, name)  # type: ignore[attr-defined]
         if isinstance(node, ast.ClassDef):
-            yield from _overridden(file, tree, node)
+            yield from _overridden(file, nodes, node)
 
 
 def _names_used(node: ast.AST) -> Iterator[str]:
@@ -93,9 +92,9 @@ def _names_used(node: ast.AST) -> Iterator[str]:
             yield text
 
 
-def _own_names(tree: ast.Module) -> Iterator[str]:
+def _own_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Private names that the file's classes and functions give themselves."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 yield name
@@ -105,19 +104,19 @@ def _own_names(tree: ast.Module) -> Iterator[str]:
                 yield name
 
 
-def _overridden(file: str, tree: ast.Module, kind: ast.ClassDef) -> Iterator[Use]:
+def _overridden(file: str, nodes: Iterable[ast.AST], kind: ast.ClassDef) -> Iterator[Use]:
     """Private methods and attributes of a library's class that a class of ours replaces."""
-    bases = tuple(_foreign_bases(tree, kind)) if kind.bases else ()
+    bases = tuple(_foreign_bases(nodes, kind)) if kind.bases else ()
     for node in kind.body:
-        for name in filter(is_private, _own_names(ast.Module([node], []))):
+        for name in filter(is_private, _own_names(ast.walk(node))):
             if any(hasattr(base, name) for base in bases):
                 yield Use(file, node.lineno, f"{kind.name}.{name}")
 
 
-def _foreign_bases(tree: ast.Module, kind: ast.ClassDef) -> Iterator[object]:
+def _foreign_bases(nodes: Iterable[ast.AST], kind: ast.ClassDef) -> Iterator[object]:
     """Those of a library, and of the seam, which the file imports by name."""
     bases = {ast.unparse(base) for base in kind.bases}
-    for node in ast.walk(tree):
+    for node in nodes:
         module = (isinstance(node, ast.ImportFrom) and node.module) or ""
         if module.split(".")[0] in LIBRARIES or module.startswith("nbdist.worker.compat."):
             for each in node.names:  # type: ignore[attr-defined]
@@ -128,11 +127,9 @@ def _foreign_bases(tree: ast.Module, kind: ast.ClassDef) -> Iterator[object]:
 @cache
 def all_uses() -> tuple[Use, ...]:
     """Those of the package, in reading order, but for the seam's."""
-    files = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
-    rest = [file for file in files if file not in SEAM]
-    sources = {file: (PACKAGE / file).read_text() for file in rest}
-    own = {name for source in sources.values() for name in _own_names(ast.parse(source))}
-    return tuple(use for file in rest for use in uses_in(file, sources[file], own))
+    rest = {file: source for file, source in sources().items() if file not in SEAM}
+    own = {name for source in rest.values() for name in _own_names(nodes_of(source))}
+    return tuple(use for file, source in rest.items() for use in uses_in(file, source, own))
 
 
 def test_private_names_are_in_the_seam():
