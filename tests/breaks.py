@@ -1,0 +1,287 @@
+"""`python -m tests.breaks`: which of the deliberate breaks in `breaks.txt` do the tests find?
+
+Each is made in a copy of the tree, where those tests run first that are nearest to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+import venv
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from nbdist.wire.prctl import cpu_seconds
+
+SMOKE = (
+    "test_api.py",
+    "faults/test_deaths.py",
+    "attacks/test_stop.py",
+    "notebook/test_faults.py",
+    "notebook/test_magics.py",
+)
+"""For breaks of what runs in every cell, where the tests of their own folder find nothing."""
+
+BOUNDS = {"nearest": 60, "room": 20, "smoke": 30}
+"""Seconds of a processor for the tests of each stage; those left by then are left out."""
+
+LONGEST = 300
+"""Seconds that a stage lasts at most, where others have the processors."""
+
+HANG = 100
+"""Seconds without a word of any test after which one is said to hang."""
+
+ENDED = " (pytest ended with "
+
+MARK = "NBDIST_BREAKS"
+"""A variable that all has which a run has started, to be ended with it."""
+
+_ROW = re.compile(r"([\w/]+\.py) \| (.*)")
+_TEST = re.compile(r"(tests/\S+::\S.*?)(?: (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b.*)?")
+_WRONG = re.compile(r"(?:FAILED|ERROR) (tests/\S+(?:::.*?)?)(?: - .*)?")
+
+
+@dataclass(frozen=True)
+class Break:
+    """A file below `nbdist/`, its text, which it has once, and what that becomes."""
+
+    number: int
+    file: str
+    before: str
+    after: str
+
+    @property
+    def room(self) -> str:
+        """The folder in which its tests are, below `tests/`."""
+        return str(Path(self.file).parent)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Which test has found a break, "" for none, at which stage, and after how many seconds."""
+
+    test: str
+    stage: str
+    seconds: float
+
+
+def all_breaks() -> list[Break]:
+    """Read the table."""
+    rows = list[tuple[str, list[str], list[str]]]()
+    for line in Path(__file__).with_suffix(".txt").read_text().splitlines():
+        if line.startswith(("|", ">")):
+            (rows[-1][1] if line[0] == "|" else rows[-1][2]).append(line[2:])
+        elif found := _ROW.fullmatch(line):
+            rows.append((found[1], [found[2]], []))
+    texts = ((file, "\n".join(before), "\n".join(after)) for file, before, after in rows)
+    return [Break(number, *each) for number, each in enumerate(texts, 1)]
+
+
+def check(tree: Path, breaks: list[Break]) -> None:
+    """Exit where a text is not there once, or what it becomes is no Python."""
+    wrong = []
+    for each in breaks:
+        text = (tree / "nbdist" / each.file).read_text()
+        if (times := text.count(each.before)) != 1:
+            wrong.append(f"{each.number} {each.file}: {times} times: {each.before}")
+            continue
+        try:
+            compile(text.replace(each.before, each.after), each.file, "exec")
+        except SyntaxError as error:
+            wrong.append(f"{each.number} {each.file}: {error}")
+    if wrong:
+        sys.exit("\n".join(wrong))
+
+
+class Copy:
+    """A copy of the tree, with an interpreter that has its `nbdist` and the tree's packages."""
+
+    def __init__(self, tree: Path, folder: Path) -> None:
+        self.path = folder / "tree"
+        listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        for name in subprocess.check_output(listed, cwd=tree, text=True).split("\0"):
+            if name and (tree / name).is_file():
+                (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(tree / name, self.path / name)
+        own = tree / ".venv"
+        program = "import sys; print(*(p for p in sys.path if 'site-packages' in p), sep='\\n')"
+        packages = subprocess.check_output([own / "bin" / "python", "-c", program], text=True)
+        venv.create(self.path / ".venv", symlinks=True)
+        (site,) = (self.path / ".venv" / "lib").glob("python*/site-packages")
+        (site / "tree.pth").write_text(f"{self.path}\n{packages}")
+        for script in (own / "bin").iterdir():
+            place = self.path / ".venv" / "bin" / script.name
+            if script.is_file() and not place.exists():
+                place.write_bytes(script.read_bytes().replace(bytes(own), bytes(place.parents[1])))
+                place.chmod(0o755)
+        for name in ("share", "etc"):
+            with suppress(FileExistsError):
+                (self.path / ".venv" / name).symlink_to((own / name).resolve())
+        self._mark = uuid.uuid4().hex
+        self._has_all = "--all" in (self.path / "tests" / "conftest.py").read_text()
+
+    def find(self, one: Break) -> Found:
+        """Break it, and look for a test that notices."""
+        file = self.path / "nbdist" / one.file
+        text, began, done = file.read_text(), time.monotonic(), set[str]()
+        for stage, modules in self._stages(one):
+            file.write_text(text.replace(one.before, one.after))
+            new = [each for each in modules if each not in done]
+            done.update(new)
+            wrong = self._run(new, BOUNDS[stage]) if new else ""
+            file.write_text(text)
+            test, is_odd, _ = wrong.partition(ENDED)
+            # What hangs, or is further away, may have failed for another reason.
+            is_sure = stage == "nearest" and not is_odd
+            if wrong and (is_sure or not self._run([test], BOUNDS["nearest"])):
+                return Found(wrong, stage, time.monotonic() - began)
+        return Found("", "", time.monotonic() - began)
+
+    def _stages(self, one: Break) -> Iterator[tuple[str, list[str]]]:
+        tests = self.path / "tests"
+        texts = {each: each.read_text() for each in sorted(tests.rglob("test_*.py"))}
+        module = "nbdist." + one.file.removesuffix(".py").replace("/", ".")
+        package, _, name = module.rpartition(".")
+        direct = re.compile(rf"{module}\b|from {package} import [^#]*\b{name}\b")
+        importing = [each for each, text in texts.items() if direct.search(text)]
+        near = tests / one.room / f"test_{name}.py"
+        cheap = [
+            each
+            for each, text in texts.items()
+            if each.parent == tests / one.room and "Notebook(" not in text and one.room != "."
+        ]
+        # Those that know least of others first: they are about it.
+        importing.sort(key=lambda each: (each.parent != near.parent, len(texts[each])))
+        yield "nearest", self._names([near] if near in texts else importing)
+        yield "room", self._names([*importing, *cheap])
+        if one.room.partition("/")[0] in ("worker", "node", "world", "notebook"):
+            yield "smoke", self._names([tests / each for each in SMOKE if tests / each in texts])
+
+    def _names(self, files: list[Path]) -> list[str]:
+        return [str(each.relative_to(self.path)) for each in files]
+
+    def _run(self, tests: list[str], bound: int) -> str:
+        """Run these; the first that fails, or hangs, "" where none does in this time."""
+        everything = ["--all"] if self._has_all else []
+        command = [".venv/bin/python", "-m", "pytest", "-x", "-v", "--tb=no", "-p", "no:randomly"]
+        command += ["-p", "no:cacheprovider", *everything, *tests]
+        environ = {**os.environ, MARK: self._mark}
+        with tempfile.TemporaryFile("w+") as said:
+            run = subprocess.Popen(
+                command,
+                cwd=self.path,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code = self._wait(run, bound, said.fileno())
+            finally:
+                self._end_all()
+                run.wait()
+            said.seek(0)
+            lines = said.read().splitlines()
+        began = [found for line in lines if (found := _TEST.fullmatch(line))]
+        wrong = [found[1] for line in lines if (found := _WRONG.fullmatch(line))]
+        wrong += [each[1] for each in began if each[2] in ("FAILED", "ERROR")]
+        if code in (0, 5) or wrong:  # 5: there was none to run
+            return wrong[0] if wrong else ""
+        return f"{began[-1][1] if began else tests[0]}{ENDED}{code})"
+
+    def _wait(self, run: subprocess.Popen[bytes], bound: int, said: int) -> int:
+        """Return its exit code: 0 where it was still at work, -1 where it hung."""
+        used, end = dict[int, float](), time.monotonic() + LONGEST
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                return run.wait(1.0)
+            for pid in self._marked():
+                used[pid] = max(used.get(pid, 0.0), cpu_seconds(pid))
+            if time.time() - os.fstat(said).st_mtime > HANG:
+                return -1
+            if sum(used.values()) > bound or time.monotonic() > end:
+                return 0
+
+    def _marked(self) -> list[int]:
+        """List all that has the mark; what has ended shows none."""
+        found, mark = [], f"{MARK}={self._mark}".encode()
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):
+                if mark in Path("/proc", pid, "environ").read_bytes():
+                    found.append(int(pid))
+        return found
+
+    def _end_all(self) -> None:
+        while found := self._marked():
+            for pid in found:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+
+def _work(
+    tree: Path, waiting: queue.SimpleQueue[Break], found: dict[int, Found], folder: Path
+) -> None:
+    copy = Copy(tree, folder)
+    while True:
+        try:
+            one = waiting.get_nowait()
+        except queue.Empty:
+            return
+        said = found[one.number] = copy.find(one)
+        by = f"found by {said.test} ({said.stage})" if said.test else "NOT FOUND"
+        first = " ".join(one.before.split())[:40]
+        sys.stdout.write(f"{one.number:3} {said.seconds:5.0f} s  {one.file} | {first}: {by}\n")
+        sys.stdout.flush()
+
+
+def main() -> None:
+    """Break what was asked for, and say what was found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.breaks", description=__doc__)
+    parser.add_argument("--only", default="", help="numbers, with commas between")
+    parser.add_argument("--jobs", type=int, default=1, help="breaks at a time (1)")
+    parser.add_argument("--tree", type=Path, default=Path(), help="the tree to break (this)")
+    options = parser.parse_args()
+    breaks, tree = all_breaks(), options.tree.resolve()
+    check(tree, breaks)
+    only = {int(each) for each in options.only.split(",") if each}
+    waiting: queue.SimpleQueue[Break] = queue.SimpleQueue()
+    for each in breaks:
+        if not only or each.number in only:
+            waiting.put(each)
+    found: dict[int, Found] = {}
+    with tempfile.TemporaryDirectory(prefix="nbb-") as folder:
+        threads = []
+        for number in range(options.jobs):
+            place = Path(folder, str(number))
+            threads.append(threading.Thread(target=_work, args=(tree, waiting, found, place)))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    rooms = {each.number: each.file.partition("/")[0] for each in breaks}
+    asked = Counter(rooms[number] for number in found)
+    met = Counter(rooms[number] for number, each in found.items() if each.test)
+    parts = ", ".join(f"{room} {met[room]} of {asked[room]}" for room in asked)
+    missed = sorted(number for number, each in found.items() if not each.test)
+    seconds = sum(each.seconds for each in found.values())
+    said = f"{sum(met.values())} of {len(found)} found in {seconds:.0f} s ({parts})"
+    sys.stdout.write(f"{said}; not found: {missed}\n")
+
+
+if __name__ == "__main__":
+    main()
