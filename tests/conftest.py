@@ -11,6 +11,7 @@ import compileall
 import gc
 import io
 import os
+import re
 import shutil
 import signal
 import sys
@@ -46,7 +47,7 @@ CLOSABLE = ("socket:", "pipe:", "anon_inode:[pidfd]", "/memfd:nbdist")
 
 # What lasts as long as the run once a test has asked for it; a module whose fixtures ask for it
 # by name says so with a LASTING of its own.
-LASTING = ("new_world", "sshd", "slurm", "etcd", "network")
+LASTING = ("new_world", "sshd", "slurm", "etcd", "network", "jupyter")
 
 # Several run beside one another, a file each: the longest must not be the last to begin.
 LONGEST = (
@@ -56,8 +57,8 @@ LONGEST = (
     "notebooks/test_notebooks.py",
     "notebook/commands/test_export.py",
     "faults/test_freeing.py",
-    "browser/test_when_things_go_wrong.py",
-    "browser/test_quickstart.py",
+    "browser/test_tutorials.py",
+    "browser/test_cells.py",
     "world/test_workers.py",
     "test_api.py",
     "world/test_world.py",
@@ -190,8 +191,9 @@ def _command(pid: str) -> str:
 
 
 def _is_spare(pid: str) -> bool:
-    """Whether Ray keeps it for what may come, as long as its node is up; its actors are not."""
-    return "ray::IDLE" in (command := _command(pid)) or "workers/default_worker.py" in command
+    """Whether Ray or Chromium keeps it for what may come, as long as they are up; no actor."""
+    spares = r"ray::IDLE|workers/default_worker\.py|/chrom(e|ium) --type="
+    return re.search(spares, _command(pid)) is not None
 
 
 def _waited(pid: str) -> float:

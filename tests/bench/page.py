@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from playwright.sync_api import WebSocket, sync_playwright
+from playwright.sync_api import WebSocket
 
 from tests.bench.harness import Figure
 from tests.bench.lab import Lab
-from tests.browser.conftest import (
-    BROWSER_FLAGS,
-    BROWSERS,
-    JUPYTERLAB,
-    RUN_TIMEOUT,
-    Notebook,
-    serving,
-)
+from tests.browser.conftest import Notebook, in_folder, jupyterlab
 
 RANKS = (8, 64)
 SECONDS = 10.0
@@ -43,13 +35,6 @@ WATCH = """() => {
         for (const task of list.getEntries())
             window.nbdistBlocked = Math.max(window.nbdistBlocked, task.duration);
     }).observe({type: "longtask"});
-}"""
-RUN_CELL = """index => {
-    window.nbdistRan = null;
-    window.jupyterapp.shell.currentWidget.content.activeCellIndex = index;
-    window.jupyterapp.commands.execute("notebook:run-cell").then(
-        () => { window.nbdistRan = "done"; }
-    );
 }"""
 
 
@@ -82,21 +67,17 @@ def flood(lab: Lab) -> Iterator[Figure]:
 @contextmanager
 def _page(folder: Path, ranks: int) -> Iterator[tuple[Notebook, Traffic]]:
     """Open a notebook whose workers are up, with its traffic counted from then on."""
-    path = next(filter(None, map(shutil.which, BROWSERS)))
     runtime = folder / "run"
     runtime.mkdir(mode=0o700)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=[*BROWSER_FLAGS])
-        own = {"XDG_RUNTIME_DIR": str(runtime), "NBDIST_LOG_DIR": ""}
-        with serving(JUPYTERLAB, folder, browser, **own) as lab:
-            lab.write("flood.ipynb", [START.format(ranks=ranks), FLOOD])
-            notebook, traffic = lab.open("flood.ipynb"), Traffic()
-            notebook.page.on("websocket", traffic.listen)
-            notebook.page.reload()
-            notebook.wait_until_ready()
-            _run_cell(notebook, 0)
-            yield notebook, traffic
-        browser.close()
+    own = {"XDG_RUNTIME_DIR": str(runtime), "NBDIST_LOG_DIR": ""}
+    with jupyterlab(folder, **own) as all_of_it, in_folder(all_of_it, "flood") as lab:
+        lab.write("flood.ipynb", [START.format(ranks=ranks), FLOOD])
+        notebook, traffic = lab.open("flood.ipynb"), Traffic()
+        notebook.page.on("websocket", traffic.listen)
+        notebook.page.reload()
+        notebook.wait_until_ready()
+        _run_cell(notebook, 0)
+        yield notebook, traffic
 
 
 def _run(notebook: Notebook, traffic: Traffic) -> tuple[float, float, float]:
@@ -109,5 +90,5 @@ def _run(notebook: Notebook, traffic: Traffic) -> tuple[float, float, float]:
 
 
 def _run_cell(notebook: Notebook, index: int) -> None:
-    notebook.page.evaluate(RUN_CELL, index)
-    notebook.page.wait_for_function("window.nbdistRan === 'done'", timeout=RUN_TIMEOUT * 1000)
+    notebook.start(index)
+    notebook.ended()

@@ -1,6 +1,8 @@
-"""A real JupyterLab, or Notebook 7, in a real browser, and what one does with a notebook there.
+"""A real JupyterLab in a real browser, and what one does with a notebook there.
 
-Every wait has a bound; every process ends with its fixture.
+One server and one page are there for all tests of this folder: to load JupyterLab costs more than
+most of them.  A test has a folder, and kernels that end with it, or, in a module whose tests share
+one, with the module.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ from typing import TYPE_CHECKING
 import nbformat
 import pytest
 
+from tests.waiting import SOON, wait_until
+
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
 
 BROWSERS = ("chromium", "google-chrome")
 # Headless as root in a container, and no traffic of its own.
@@ -37,14 +40,21 @@ BROWSER_FLAGS = (
 )
 WIDTH, HEIGHT = 1000, 1200
 TALLEST = 12_000
+SHOTS = os.environ.get("NBDIST_SHOTS")
+"""The folder for pictures, made only where it is said."""
 
-SERVER_START_TIMEOUT = 40.0
-SERVER_STOP_TIMEOUT = 15.0
-READY_TIMEOUT = 60.0
-RUN_TIMEOUT = 120.0
-# Commands sent while JupyterLab is still at work have run nothing: what is asked for has
-# to be true this many times running.
-TIMES_RUNNING = 3
+SERVER_OPTIONS = (
+    "--no-browser",
+    "--allow-root",
+    "--ServerApp.ip=127.0.0.1",
+    "--ServerApp.port=0",
+    "--IdentityProvider.token=",
+    "--LabApp.expose_app_in_browser=True",
+    "--JupyterNotebookApp.expose_app_in_browser=True",
+)
+
+# Run All of a notebook.
+RUN_TIMEOUT = 3 * SOON
 
 SETTINGS = {
     # Nothing is fetched, and no question comes up in mid-test.
@@ -57,21 +67,53 @@ SETTINGS = {
 STATE = """() => {
     const widget = window.jupyterapp?.shell.currentWidget;
     const session = widget?.context?.sessionContext;
-    const kernel = session?.session?.kernel;
     return {
-        open: Boolean(widget?.context?.isReady && session?.isReady),
-        kernel: kernel ? kernel.status : null,
+        open: Boolean(widget?.context?.isReady && session?.isReady) && widget.context.path,
+        kernel: session?.session?.kernel?.status ?? null,
         dialog: document.querySelector(".jp-Dialog")?.innerText ?? null,
     };
 }"""
 
+# Commands sent while JupyterLab is still at work have run nothing: all has to be in order several
+# times running.
+IS_READY = f"""([path, kernel]) => {{
+    const state = ({STATE})();
+    const ready = state.open === path && state.kernel === kernel && !state.dialog;
+    window.nbdistReady = ready ? (window.nbdistReady ?? 0) + 1 : 0;
+    return window.nbdistReady > 3;
+}}"""
+
+# Close all, without a question, and end their kernels.
+CLOSE = """async () => {
+    const {shell, serviceManager} = window.jupyterapp;
+    [...shell.widgets("main")].forEach(each => each.dispose());
+    await serviceManager.sessions.shutdownAll();
+}"""
+
+OPEN = "path => { window.jupyterapp.commands.execute('docmanager:open', {path}); }"
+
+# Cells in the place of those that there are.
+FILL = """sources => {
+    const model = window.jupyterapp.shell.currentWidget.content.model.sharedModel;
+    model.transact(() => {
+        model.deleteCellRange(0, model.cells.length);
+        model.insertCells(0, sources.map(source => ({cell_type: "code", source, metadata: {}})));
+    });
+}"""
+
 # Started, not awaited: evaluate() has no bound of its own.
-RUN_ALL = """() => {
+RUN = """([command, number]) => {
+    if (number !== null) window.jupyterapp.shell.currentWidget.content.activeCellIndex = number;
     window.nbdistRan = null;
-    window.jupyterapp.commands.execute("notebook:run-all-cells").then(
+    window.jupyterapp.commands.execute(command).then(
         () => { window.nbdistRan = "done"; },
         error => { window.nbdistRan = String(error); },
     );
+}"""
+
+SAYS = """([number, text]) => {
+    const cells = window.jupyterapp.shell.currentWidget.content.widgets;
+    return cells[number].node.querySelector(".jp-Cell-outputArea")?.innerText.includes(text);
 }"""
 
 CELLS = """() => {
@@ -112,17 +154,10 @@ LAID_OUT = """width => {
 }"""
 
 
-@dataclass(frozen=True)
-class FrontEnd:
-    """A server's module, the path of a notebook's page, and whose option shows the application."""
-
-    module: str
-    page: str
-    application: str
-
-
-JUPYTERLAB = FrontEnd("jupyterlab", "lab/tree/{}?reset", "LabApp")
-NOTEBOOK_7 = FrontEnd("notebook", "notebooks/{}", "JupyterNotebookApp")
+# All that was asked of it is on the screen.
+PAINTED = """() => new Promise(
+    done => requestAnimationFrame(() => requestAnimationFrame(() => done()))
+)"""
 
 
 @dataclass(frozen=True)
@@ -136,31 +171,54 @@ class ShownCell:
 
 
 class Notebook:
-    """A notebook that is open in JupyterLab."""
+    """A notebook that is open in JupyterLab, or in Notebook 7."""
 
-    def __init__(self, page: Page) -> None:
+    def __init__(self, page: Page, path: str) -> None:
         self.page = page
+        self.path = path
 
     def wait_until_ready(self, kernel: str = "idle") -> None:
         """The kernel is idle, or what else it is to be, and no dialog is open."""
-        deadline = time.monotonic() + READY_TIMEOUT
-        ready = {"open": True, "kernel": kernel, "dialog": None}
-        times = 0
-        while times < TIMES_RUNNING:
-            state = self.page.evaluate(STATE)
-            times = times + 1 if state == ready else 0
-            if time.monotonic() > deadline:
-                pytest.fail(f"JupyterLab was not ready after {READY_TIMEOUT:.0f} s: {state}")
-            self.page.wait_for_timeout(150)
+        from playwright.sync_api import TimeoutError as TooLong
 
-    def run_all(self) -> list[ShownCell]:
-        """What every code cell shows after all of them have run, or the first has failed."""
+        try:
+            self.page.wait_for_function(IS_READY, arg=[self.path, kernel], polling=50)
+        except TooLong:
+            pytest.fail(f"not ready after {SOON} s: {self.page.evaluate(STATE)}")
+
+    def fill(self, cells: Sequence[str]) -> None:
+        """Have these cells, not run yet, in place of all that there are."""
+        self.page.evaluate(FILL, [*cells])
+
+    def start(self, number: int) -> None:
+        """Run a cell, and do not wait for it."""
+        self.page.evaluate(RUN, ["notebook:run-cell", number])
+
+    def start_all(self) -> None:
+        """Run all cells, and do not wait for them."""
         self.wait_until_ready()
-        self.page.evaluate(RUN_ALL)
+        self.page.evaluate(RUN, ["notebook:run-all-cells", None])
+
+    def ended(self) -> list[ShownCell]:
+        """What every code cell shows once what was started has ended."""
         self.page.wait_for_function("window.nbdistRan !== null", timeout=RUN_TIMEOUT * 1000)
         assert self.page.evaluate("window.nbdistRan") == "done"
         self.wait_until_ready()
         return self.cells()
+
+    def run_all(self) -> list[ShownCell]:
+        """What every code cell shows after all of them have run, or the first has failed."""
+        self.start_all()
+        return self.ended()
+
+    def wait_for(self, number: int, text: str) -> str:
+        """What a cell shows once it shows this."""
+        self.page.wait_for_function(SAYS, arg=[number, text])
+        return self.cells()[number].shown
+
+    def interrupt(self) -> None:
+        """Press the Stop button."""
+        self.page.locator("jp-button[data-command='notebook:interrupt-kernel']").click()
 
     def cells(self) -> list[ShownCell]:
         """What every code cell shows now."""
@@ -174,46 +232,43 @@ class Notebook:
         """Write the notebook file."""
         self.page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
 
-    def screenshot(self, name: str) -> Path:
-        """A picture of the whole notebook, in $NBDIST_SHOTS or else tests/browser/shots."""
+    def screenshot(self, name: str) -> None:
+        """A picture of the whole notebook."""
+        if not SHOTS:
+            return
         height = min(HEIGHT + self.page.evaluate(HIDDEN_HEIGHT), TALLEST)
         self.page.set_viewport_size({"width": WIDTH, "height": height})
         # The last cell is the active one, and JupyterLab scrolls beyond the end.
         self.page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollTop = 0")
-        self.page.wait_for_timeout(300)
-        path = shots_folder() / f"{name}.png"
-        self.page.screenshot(path=path)
+        self.picture(name)
         self.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
-        return path
 
-    def resize(self, width: int) -> None:
-        """Make the page so wide; JupyterLab follows some time later."""
-        self.page.set_viewport_size({"width": width, "height": 1000})
-        self.page.wait_for_function(LAID_OUT, arg=width)
+    def picture(self, name: str) -> None:
+        """A picture of the page as it is."""
+        if SHOTS:
+            self.page.evaluate(PAINTED)
+            Path(SHOTS, f"{name}.png").write_bytes(self.page.screenshot())
 
     def picture_from(self, cell: int, name: str, width: int = WIDTH) -> None:
         """A picture of the page from one cell on, where the page has this width."""
-        self.resize(width)
-        self.page.evaluate(SCROLL, cell)
-        self.page.wait_for_timeout(300)
-        self.page.screenshot(path=shots_folder() / f"{name}.png")
+        if SHOTS:
+            self.resize(width)
+            self.page.evaluate(SCROLL, cell)
+            self.picture(name)
 
-
-def shots_folder() -> Path:
-    """Where pictures are put: $NBDIST_SHOTS or else tests/browser/shots."""
-    folder = Path(os.environ.get("NBDIST_SHOTS") or Path(__file__).parent / "shots")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    def resize(self, width: int) -> None:
+        """Make the page so wide; JupyterLab follows some time later."""
+        self.page.set_viewport_size({"width": width, "height": HEIGHT})
+        self.page.wait_for_function(LAID_OUT, arg=width)
 
 
 class Lab:
-    """A server with a folder of its own, and pages on it."""
+    """A folder of the server's, and its notebooks in the one page."""
 
-    def __init__(self, url: str, folder: Path, browser: Browser, front_end: FrontEnd) -> None:
+    def __init__(self, page: Page, url: str, folder: Path) -> None:
+        self.page = page
         self.url = url
         self.folder = folder
-        self._browser = browser
-        self._front_end = front_end
 
     def write(self, name: str, cells: Sequence[str]) -> None:
         """Write a notebook of these cells, not run yet, into the folder."""
@@ -222,78 +277,85 @@ class Lab:
         nbformat.write(content, self.folder / name)
 
     def open(self, name: str) -> Notebook:
-        """Open a notebook of the folder in a fresh browser profile, and wait for its cells."""
-        context = self._browser.new_context(viewport={"width": WIDTH, "height": HEIGHT})
-        page = context.new_page()
-        page.set_default_timeout(READY_TIMEOUT * 1000)
-        page.goto(self.url + self._front_end.page.format(name))
-        notebook = Notebook(page)
+        """Open a notebook of the folder, and wait for its cells."""
+        notebook = Notebook(self.page, f"{self.folder.name}/{name}")
+        self.page.evaluate(OPEN, notebook.path)
         notebook.wait_until_ready()
-        if self._front_end is JUPYTERLAB:  # the list of files, which takes a third of the width
-            page.evaluate("window.jupyterapp.commands.execute('application:toggle-left-area')")
         return notebook
 
+    def close(self) -> None:
+        """Close all notebooks, and end their kernels."""
+        self.page.evaluate(CLOSE)
 
-@pytest.fixture(scope="session")
-def browser_path() -> str:
-    """The browser's program; tests that need it are skipped where there is none."""
+
+@pytest.fixture(scope="package")
+def jupyter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """The one of all tests; those that need a browser are skipped where there is none."""
     pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    for name in BROWSERS:
-        if path := shutil.which(name):
-            return path
-    pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on PATH (apt-get install chromium)")
-
-
-@pytest.fixture
-def browser(browser_path: str) -> Iterator[Browser]:
-    """Headless Chromium."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=browser_path, args=list(BROWSER_FLAGS), timeout=30_000
-        )
-        try:
-            yield browser
-        finally:
-            browser.close()
-
-
-@pytest.fixture
-def lab(tmp_path: Path, browser: Browser) -> Iterator[Lab]:
-    """JupyterLab on an empty folder."""
-    with serving(JUPYTERLAB, tmp_path, browser) as lab:
-        yield lab
-
-
-@pytest.fixture
-def notebook_7(tmp_path: Path, browser: Browser) -> Iterator[Lab]:
-    """Notebook 7 on an empty folder."""
-    with serving(NOTEBOOK_7, tmp_path, browser) as lab:
+    if not any(map(shutil.which, BROWSERS)):
+        names = ", ".join(BROWSERS)
+        pytest.skip(f"no browser: none of {names} is on PATH (apt-get install chromium)")
+    with jupyterlab(tmp_path_factory.mktemp("jupyter")) as lab:
         yield lab
 
 
 @contextmanager
-def serving(
-    front_end: FrontEnd, tmp_path: Path, browser: Browser, **variables: str
-) -> Iterator[Lab]:
-    """Have a server with settings, runtime files and a port of its own."""
-    folder = tmp_path / "notebooks"
+def jupyterlab(place: Path, **variables: str) -> Iterator[Lab]:
+    """Have a server with these variables, and JupyterLab on it in a page of headless Chromium."""
+    from playwright.sync_api import sync_playwright
+
+    path = next(filter(None, map(shutil.which, BROWSERS)))
+    with (
+        sync_playwright() as playwright,
+        playwright.chromium.launch(executable_path=path, args=[*BROWSER_FLAGS]) as browser,
+        _serving(place, variables) as (url, folder),
+    ):
+        page = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT}).new_page()
+        page.set_default_timeout(SOON * 1000)
+        page.goto(f"{url}lab?reset")
+        page.wait_for_function("window.jupyterapp?.shell.currentWidget?.isVisible")
+        # The list of files, which takes a third of the width.
+        page.evaluate("window.jupyterapp.commands.execute('application:toggle-left-area')")
+        yield Lab(page, url, folder)
+
+
+@contextmanager
+def in_folder(jupyter: Lab, name: str) -> Iterator[Lab]:
+    """Have a folder, and no notebook but those of it; kernels of it have ended at the end."""
+    folder = jupyter.folder / name
     folder.mkdir()
-    environ = _environment(tmp_path) | variables
-    log = tmp_path / "server.log"
+    lab = Lab(jupyter.page, jupyter.url, folder)
+    yield lab
+    lab.close()
+
+
+@pytest.fixture
+def lab(jupyter: Lab, request: pytest.FixtureRequest) -> Iterator[Lab]:
+    """JupyterLab on an empty folder."""
+    with in_folder(jupyter, request.node.name) as lab:
+        yield lab
+
+
+@contextmanager
+def _serving(place: Path, variables: dict[str, str]) -> Iterator[tuple[str, Path]]:
+    """Have a server with settings and a port of its own: its address, and its folder."""
+    folder = place / "notebooks"
+    folder.mkdir()
+    environ = _environment(place) | variables
+    log = place / "server.log"
     with log.open("wb") as output:
         server = subprocess.Popen(
-            [sys.executable, "-m", front_end.module, *_server_options(front_end, folder)],
+            [sys.executable, "-m", "jupyterlab", *SERVER_OPTIONS, f"--ServerApp.root_dir={folder}"],
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    runtime = Path(environ["JUPYTER_RUNTIME_DIR"], f"jpserver-{server.pid}.json")
     try:
-        url = _url(server, Path(environ["JUPYTER_RUNTIME_DIR"]), log)
-        yield Lab(url, folder, browser, front_end)
+        wait_until(lambda: server.poll() is not None or _url(runtime), "the server has an address")
+        yield _url(runtime) or pytest.fail(log.read_text(errors="replace")[-3000:]), folder
     finally:
         _stop(server)
 
@@ -316,37 +378,19 @@ def _environment(folder: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _server_options(front_end: FrontEnd, folder: Path) -> list[str]:
-    return [
-        "--no-browser",
-        "--allow-root",
-        "--ServerApp.ip=127.0.0.1",
-        "--ServerApp.port=0",
-        "--IdentityProvider.token=",
-        f"--ServerApp.root_dir={folder}",
-        f"--{front_end.application}.expose_app_in_browser=True",
-    ]
-
-
-def _url(server: subprocess.Popen[bytes], runtime: Path, log: Path) -> str:
-    """Where the server listens, from the file in which it says so."""
-    deadline = time.monotonic() + SERVER_START_TIMEOUT
-    while time.monotonic() < deadline and server.poll() is None:
-        for file in runtime.glob("jpserver-*.json"):
-            try:
-                return str(json.loads(file.read_text())["url"])
-            except ValueError:
-                continue  # It is still being written.
-        time.sleep(0.05)
-    tail = log.read_text(errors="replace")[-3000:]
-    pytest.fail(f"the server did not start in {SERVER_START_TIMEOUT:.0f} s:\n{tail}")
+def _url(runtime: Path) -> str:
+    """Where the server listens, from the file in which it says so; empty as long as it does not."""
+    try:
+        return str(json.loads(runtime.read_text())["url"])
+    except (OSError, ValueError):
+        return ""  # Not there, or still being written.
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:
     """Politely, so that it ends its kernels; then not."""
     server.send_signal(signal.SIGTERM)
     try:
-        server.wait(SERVER_STOP_TIMEOUT)
+        server.wait(SOON)
     except subprocess.TimeoutExpired:
         os.killpg(server.pid, signal.SIGKILL)
-        server.wait(SERVER_STOP_TIMEOUT)
+        server.wait(SOON)

@@ -1,19 +1,23 @@
-"""Bars, figures, tables and failures in JupyterLab: where they are on the page, in both themes."""
+"""All that ranks show in JupyterLab: where it is on the page, in both themes, and saved."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import nbformat
 import pytest
+from nbconvert import HTMLExporter
 
-from tests.browser.conftest import RUN_ALL, RUN_TIMEOUT, WIDTH
-from tests.browser.test_quickstart import make_untrusted
+from tests.browser.conftest import WIDTH
+from tests.browser.test_tutorials import make_untrusted
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from tests.browser.conftest import Lab, Notebook
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser"), pytest.mark.timeout(300)]
 
 CELLS = {
     "load": "%load_ext nbdist",
@@ -21,11 +25,10 @@ CELLS = {
 import os, time
 from tqdm.auto import tqdm
 print("loading shards")
-for step in (bar := tqdm(range(60), desc="train")):
+for step in (bar := tqdm(range(60), desc="train", mininterval=0)):
     bar.set_postfix(loss=f"{2.3 - step / 50 + rank / 100:.3f}")
-    while rank == 3 and step == 50 and not os.path.exists("looked"):
-        time.sleep(0.05)
-    time.sleep(0.06 if rank < 3 else 0.08)""",
+    while step == 50 - 20 * (rank == 3) and not os.path.exists("looked"):
+        time.sleep(0.05)""",
     "nested": """%%distributed
 for epoch in tqdm(range(2), desc="epoch"):
     for step in tqdm(range(8), desc="step", leave=False):
@@ -41,16 +44,37 @@ plt.show()""",
     "tables": """%%distributed
 import pandas
 pandas.DataFrame({"loss": [2.3 + rank, 1.1], "accuracy": [0.41, 0.87]})""",
-    "widget": """%%distributed
+    "widget": """%%distributed -r 0,1
 import ipywidgets, warnings
 warnings.warn("an old way of doing this")
 ipywidgets.IntSlider(value=3)""",
+    "kinds": """%%distributed
+from IPython.display import *
+print("rank", rank)
+display(Markdown("**done** with `everything`"), Math(r"x^2 + \\frac{1}{2}"))
+JSON({"rank": rank})""",
+    "title": "%%distributed\n%%markdown\n# A title of ranks",
+    "plotly": """%%distributed -r 0,1
+import plotly.graph_objects as go
+go.Figure(go.Scatter(y=[1, 2, rank]), layout={"height": 220})""",
+    "sympy": "%%distributed -r 0\nimport sympy\nsympy.Symbol('alpha') ** 2",
+    "steps": """%%distributed -r 0
+for step in range(3):
+    clear_output(wait=True)
+    display(Markdown(f"step **{step}**"))""",
+    "straggler": """%%distributed
+for step in range(5):
+    time.sleep(0.2 * (rank == 2))
+    dist.all_reduce(torch.ones(1))""",
+    "timeline": "%dist_timeline",
+    "status": "%dist_status",
     "long": """%%distributed -r 0
 print("weights", " ".join(f"{number % 97 / 97:.3f}" for number in range(3300)), "END")""",
     "failed": """%%distributed
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 2)))
 print("shard", rank // 2)
-out = model(torch.randn(2, 4 + (rank == 2)))""",
+out = model(torch.randn(2, 4 + (rank == 2)))
+dist.barrier()""",
 }
 
 # The places of the cell's images on the page, and of its blocks.
@@ -61,8 +85,7 @@ PLACES = """([number, kind]) => {
         return {left, top, width, height};
     });
 }"""
-DARK = """window.jupyterapp.commands.execute(
-    "apputils:change-theme", {theme: "JupyterLab Dark"})"""
+THEME = "theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})"
 
 
 def number_of(name: str) -> int:
@@ -85,9 +108,9 @@ def test_looks(lab: Lab) -> None:
     """What ranks show is side by side, aligned, in rank order, and reads the same untrusted."""
     lab.write("looks.ipynb", [*CELLS.values()])
     notebook = lab.open("looks.ipynb")
-    notebook.wait_until_ready()
-    notebook.page.evaluate(RUN_ALL)
-    notebook.page.get_by_text("slowest", exact=True).first.wait_for()
+    notebook.start_all()
+    wait_until(lambda: len(places(notebook, "bars", "tr")) == 5, "all ranks have a bar")
+    notebook.page.locator("tr", has_text=re.compile("rank 3.*slowest")).first.wait_for()
     rows = places(notebook, "bars", "tr")
     bars = [place for place in places(notebook, "bars", "td span") if place["height"] == 10]
     notebook.picture_from(number_of("bars"), "looks-bars-live")
@@ -97,24 +120,34 @@ def test_looks(lab: Lab) -> None:
     assert len({round(bar["left"]) for bar in bars}) == 1
     assert re.search(r"rank 3\s+train\s+\d+%\s+\d+/60\s+\d\d:\d\d<\d\d:\d\d.*slowest", live)
 
-    notebook.page.wait_for_function("window.nbdistRan !== null", timeout=RUN_TIMEOUT * 1000)
-    notebook.wait_until_ready()
+    notebook.ended()
     check(notebook)
-    notebook.picture_from(number_of("bars"), "looks-bars")
-    notebook.picture_from(number_of("figures"), "looks-figures")
-    notebook.picture_from(number_of("widget"), "looks-failed")
+    for name in ("bars", "figures", "widget", "kinds", "straggler", "failed"):
+        notebook.picture_from(number_of(name), f"looks-{name}")
     notebook.save()
-    notebook.page.evaluate(DARK)
-    notebook.page.wait_for_timeout(1000)
+    check_file(lab.folder / "looks.ipynb")
+    notebook.page.evaluate(THEME, "JupyterLab Dark")
     notebook.picture_from(number_of("bars"), "looks-bars-dark-700", 700)
     notebook.picture_from(number_of("figures"), "looks-figures-dark-700", 700)
     notebook.picture_from(number_of("widget"), "looks-failed-dark")
-    notebook.page.close()
+    notebook.page.evaluate(THEME, "JupyterLab Light")
+    lab.close()
     make_untrusted(lab.folder / "looks.ipynb")
     reopened = lab.open("looks.ipynb")
     assert not reopened.is_trusted()
     check(reopened)
     reopened.picture_from(number_of("figures"), "looks-reopened-700", 700)
+
+
+def check_file(file: Path) -> None:
+    """What the panels cannot embed is in the saved file as well, and in its HTML."""
+    saved = nbformat.read(file, as_version=4)
+    outputs = [output for cell in saved.cells for output in cell.outputs]
+    assert sum("text/markdown" in output.get("data", {}) for output in outputs) == 3
+    assert "application/vnd.plotly.v1+json" in str(outputs)
+    assert "CPU cores" not in str(outputs)
+    html, _ = HTMLExporter().from_notebook_node(saved)
+    assert "<strong>done</strong>" in html
 
 
 def check(notebook: Notebook) -> None:
@@ -128,8 +161,24 @@ def check(notebook: Notebook) -> None:
     assert "Loading widget" not in cells["widget"].shown
     assert "IntSlider(value=3)" in cells["widget"].shown
     assert "line 3: UserWarning: an old way of doing this" in cells["widget"].shown
+    assert re.search(r"ranks 0-3\s+done with everything", cells["kinds"].shown)
+    for name, said in {
+        "kinds": "Markdown, shown below",
+        "title": "A title of ranks",
+        "plotly": "plotly figure, shown below",
+        "sympy": "LaTeX, shown below",
+        "steps": "step 2",
+        "timeline": "rank 2 came last to 5 of them; others waited",
+        "status": "idle",
+    }.items():
+        assert said in cells[name].shown
+    assert "step 1" not in cells["steps"].shown
+    assert cells["timeline"].shown.count("░") > 15
+    for name in ("strong", "mjx-container"):
+        assert notebook.page.locator(f".jp-OutputArea-output {name}").count() >= 2
     failed = cells["failed"].shown
     assert failed.index("rank 2 ✗") < failed.index("ranks 0-1") < failed.index("rank 3")
+    assert "✗ 1 · 3 released" in failed
     assert "calls in torch" in failed
 
     notebook.resize(WIDTH)

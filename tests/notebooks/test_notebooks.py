@@ -1,4 +1,7 @@
-"""The tutorials: each runs from top to bottom, and is saved with what it shows."""
+"""The tutorials: each runs from top to bottom, and is saved with what it shows.
+
+A reader's two first ones run in JupyterLab: `tests/browser`.
+"""
 
 import os
 import re
@@ -21,12 +24,6 @@ EXECUTE = "from nbclient.cli import main; main()"
 FOLDERS = ("CONFIG", "DATA", "RUNTIME")
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem, scope="module")
-def saved(request: pytest.FixtureRequest) -> NotebookNode:
-    """A tutorial as it is in the repository."""
-    return nbformat.read(request.param, as_version=4)
 
 
 def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
@@ -56,13 +53,18 @@ def text(notebook: NotebookNode) -> str:
     )
 
 
-def run(notebook: NotebookNode, folder: Path) -> NotebookNode:
-    """A copy of the notebook, run by nbclient in another folder and another process."""
+def cleared(notebook: NotebookNode) -> NotebookNode:
+    """A copy of it that nobody has run yet: all that is seen comes from a run of its own."""
     copy = nbformat.from_dict(notebook)
     for cell in code_cells(copy):
         cell.outputs, cell.execution_count = [], None
+    return copy
+
+
+def run(notebook: NotebookNode, folder: Path) -> NotebookNode:
+    """A copy of the notebook, run by nbclient in another folder and another process."""
     file = folder / "copy.ipynb"
-    nbformat.write(copy, file)
+    nbformat.write(cleared(notebook), file)
     options = ["--inplace", f"--timeout={CELL_TIMEOUT}", "--kernel_name=python3"]
     done = subprocess.run(
         [sys.executable, "-c", EXECUTE, *options, file.name],
@@ -79,50 +81,47 @@ def run(notebook: NotebookNode, folder: Path) -> NotebookNode:
     return nbformat.read(file, as_version=4)
 
 
-def test_it_runs_and_is_saved_as_it_runs(saved, tmp_path):
-    """Cells fail that are to fail, and no other; the saved file shows what a new run shows.
-
-    No snapshot is left.
-    """
-    fresh = run(saved, tmp_path)
-    assert [*tmp_path.glob("**/snapshots/*")] == []
+def check_run(saved: NotebookNode, fresh: NotebookNode) -> None:
+    """Cells fail that are to fail, and no other; the saved file shows what a new run shows."""
     for cell, again in zip(code_cells(saved), code_cells(fresh), strict=True):
-        assert failed(cell) == failed(again)
-        assert bool(failed(cell)) == is_to_fail(cell)
-    assert [kinds(cell) for cell in code_cells(saved)] == [kinds(c) for c in code_cells(fresh)]
-    counts = [cell.execution_count for cell in code_cells(saved)]
-    assert counts == list(range(1, len(counts) + 1)), "saved after cells ran out of order"
+        assert failed(cell) == failed(again), again
+        assert bool(failed(again)) == is_to_fail(again), again
+        assert kinds(cell) == kinds(again), again
+    for notebook in (saved, fresh):
+        counts = [cell.execution_count for cell in code_cells(notebook)]
+        assert counts == list(range(1, len(counts) + 1)), "saved after cells ran out of order"
 
 
-@pytest.mark.parametrize("source", NOTEBOOKS[:1], ids=lambda path: path.stem)
-def test_the_quickstart_learns(source):
+def test_from_torchrun_runs_and_is_saved_as_it_runs(tmp_path: Path) -> None:
+    """It shows torchrun's ways: restarts, snapshots, of which none is left, and changing sizes."""
+    saved = nbformat.read(NOTEBOOKS[2], as_version=4)
+    fresh = run(saved, tmp_path)
+    check_run(saved, fresh)
+    assert [*tmp_path.glob("**/snapshots/*")] == []
+    for shown in (text(saved), text(fresh)):
+        assert "rank 2 was killed by SIGKILL: restart 1 of 3" in shown
+        assert shown.count("goes on at epoch 4") == 4
+        assert "restored trainer on" in shown
+        assert "now 2 workers" in shown
+        assert "3 workers, same weights: True" in shown
+
+
+def test_the_quickstart_learns() -> None:
     """The saved quickstart shows what four ranks have learned together."""
-    shown = text(nbformat.read(source, as_version=4))
+    shown = text(nbformat.read(NOTEBOOKS[0], as_version=4))
     [accuracy] = re.findall(r"accuracy (\d+\.\d)%", shown)
     assert float(accuracy) > 95
     assert "I am rank 3 of 4" in shown
 
 
-@pytest.mark.parametrize("source", NOTEBOOKS[1:2], ids=lambda path: path.stem)
-def test_training_goes_on_after_all_that_went_wrong(source):
+def test_training_goes_on_after_all_that_went_wrong() -> None:
     """The saved notebook shows each failure, and equal weights on all ranks after each."""
-    notebook = nbformat.read(source, as_version=4)
+    notebook = nbformat.read(NOTEBOOKS[1], as_version=4)
     ends = [name for cell in code_cells(notebook) for name in failed(cell)]
     assert ends == ["WorkerError", "RanksReleased", "WorkerDied", "Interrupted"]
     same = re.findall(r"same weights: (\w+)", text(notebook))
     assert len(same) >= 5
     assert set(same) == {"True"}
-
-
-@pytest.mark.parametrize("source", NOTEBOOKS[2:3], ids=lambda path: path.stem)
-def test_the_killed_script_resumes(source):
-    """The saved notebook shows torchrun's ways: restarts, snapshots, and changing sizes."""
-    shown = text(nbformat.read(source, as_version=4))
-    assert "rank 2 was killed by SIGKILL: restart 1 of 3" in shown
-    assert shown.count("goes on at epoch 4") == 4
-    assert "restored trainer on" in shown
-    assert "now 2 workers" in shown
-    assert "3 workers, same weights: True" in shown
 
 
 def test_there_are_tutorials():

@@ -1,0 +1,330 @@
+"""Cells of two ranks in JupyterLab, as their user sees them; all in one kernel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import nbformat
+import pytest
+
+from tests.browser.conftest import Lab, Notebook, in_folder
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.xdist_group("browser"),
+    pytest.mark.shared_world,
+    pytest.mark.timeout(300),
+]
+
+BOX, PROMPT = ".jp-Stdin-input", ".jp-Stdin-prompt"
+POPUP, TOOLTIP = ".jp-Completer", ".jp-Tooltip"
+
+MODEL = """%%distributed
+class Net(torch.nn.Module):
+    '''An encoder and a head.'''
+    def __init__(self):
+        super().__init__()
+        self.encoder = torch.nn.Linear(8, 4)
+        self.head = torch.nn.Linear(4, 2)
+net = Net()
+def train_for(net, steps: int = 3):
+    '''Train the net for so many steps.'''"""
+
+UNTIL_GO_ON = """%%distributed
+import pathlib, time
+while not pathlib.Path("go_on").exists():
+    time.sleep(0.05)"""
+
+NAMES = """%%distributed
+print("before")
+name = input("name? ")
+print("hello", name)"""
+
+DEBUGGED = """%%distributed
+def step(x):
+    y = x * 2
+    if rank == 1:
+        breakpoint()
+    return y
+
+step(rank + 20)
+dist.barrier()
+print("all are through")"""
+
+FAILED = """%%distributed
+def divide(x):
+    return 1 / x
+
+divide(1 - rank)"""
+
+JOBS = (
+    "%%distributed --no-wait -o job\nimport os, time\nimport matplotlib.pyplot as plt\n"
+    "for step in range(8):\n    print('step', step)\n"
+    "    while step == 5 and not os.path.exists('looked'): time.sleep(0.05)\n"
+    "_ = plt.plot([rank, 1])",
+    "print('a plain cell'); job",
+    "%%distributed --no-wait -o job\nfor step in range(1000):\n"
+    "    print('again', step); time.sleep(0.4)",
+)
+
+USED = (
+    "%%distributed\n"
+    "import os, time\n"
+    "from tqdm import tqdm\n"
+    "model = torch.nn.Linear(1000, 1000 * (rank + 1))\n"
+    "bar = tqdm(total=1000, desc='train')\n"
+    "while not os.path.exists('gate'):\n"
+    "    time.sleep(0.02 * (rank + 1)); bar.update()\n"
+    "print('done', rank)",
+    "%%distributed\nprint('the next cell')",
+    "%dist_output",
+    "%%distributed\n"
+    "def step():\n"
+    "    batch = torch.ones(2000, 1000)\n"
+    "    return torch.empty(1 << 50)\n"
+    "if rank == 1: step()",
+    "%dist_memory",
+    "%dist_status",
+)
+
+EDIT = """index => {
+    const content = window.jupyterapp.shell.currentWidget.content;
+    content.activeCellIndex = index;
+    content.mode = "edit";
+    content.activeCell.editor.focus();
+}"""
+
+TAG = """index => {
+    const content = window.jupyterapp.shell.currentWidget.content;
+    content.widgets[index].model.setMetadata("tags", ["distributed"]);
+}"""
+
+
+@pytest.fixture(scope="module")
+def lab(jupyter: Lab) -> Iterator[Lab]:
+    """The folder of all tests here."""
+    with in_folder(jupyter, "cells") as lab:
+        lab.write("cells.ipynb", [])
+        yield lab
+
+
+@pytest.fixture
+def notebook(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Notebook]:
+    """With two ranks; in another kernel after a failure, which may have left it stuck."""
+    failures = request.session.testsfailed
+    notebook = lab.open("cells.ipynb")
+    notebook.fill(["%load_ext nbdist", "%%distributed -n 2\npass"])
+    notebook.run_all()
+    yield notebook
+    if request.session.testsfailed > failures:
+        lab.close()
+
+
+def type_in(notebook: Notebook, index: int, text: str) -> Page:
+    """Type in place of what stands in this cell."""
+    page = notebook.page
+    page.evaluate(EDIT, index)
+    page.keyboard.press("Control+A")
+    page.keyboard.type(text)
+    return page
+
+
+def offered(notebook: Notebook, name: str, wanted: str) -> str:
+    """Press Tab; the text of the popup in which this is offered."""
+    return _asked(notebook, name, "Tab", POPUP, wanted)
+
+
+def described(notebook: Notebook, name: str, wanted: str) -> str:
+    """Press Shift-Tab; the text of the tooltip that says this."""
+    return _asked(notebook, name, "Shift+Tab", TOOLTIP, wanted)
+
+
+def _asked(notebook: Notebook, name: str, key: str, kind: str, wanted: str) -> str:
+    notebook.page.keyboard.press(key)
+    answer = notebook.page.locator(kind, has_text=wanted)
+    answer.wait_for()
+    notebook.picture(name)
+    text = answer.inner_text()
+    notebook.page.keyboard.press("Escape")
+    answer.wait_for(state="hidden")
+    return text
+
+
+def enter(notebook: Notebook, prompt: str, text: str, shot: str = "") -> None:
+    """Type a line at this prompt, once it is there."""
+    notebook.page.locator(PROMPT, has_text=prompt).wait_for()
+    if shot:
+        notebook.screenshot(shot)
+    box = notebook.page.locator(BOX).element_handle()
+    box.fill(text)
+    box.press("Enter")
+    box.wait_for_element_state("hidden")  # the next one may have the same prompt
+
+
+def test_workers_names(notebook: Notebook) -> None:
+    """Their attributes in the popup, a signature at Shift-Tab, options in the magic's line."""
+    notebook.fill([MODEL, "net", ""])
+    _, plain, _ = notebook.run_all()
+    hint = "`net` is on ranks 0-1: begin the cell with %%distributed, or `%dist_gather net`"
+    assert plain.errors == [f"NameError: {hint}"]
+    type_in(notebook, 2, "%%distributed\nnet.")
+    text = offered(notebook, "completion-names", "encoder")
+    assert {"encoder", "head", "parameters"} <= {*text.split()}
+    type_in(notebook, 2, "%%distributed\ntrain_for(")
+    text = described(notebook, "completion-signature", "Train the net for so many steps.")
+    assert "steps: int = 3" in text
+    type_in(notebook, 2, "%%distributed --")
+    assert "--backend" in offered(notebook, "completion-options", "--hang-timeout")
+    type_in(notebook, 2, "%dist_gather ")
+    assert "train_for" in offered(notebook, "completion-gather", "net")
+
+
+def test_while_ranks_are_at_work(lab: Lab, notebook: Notebook) -> None:
+    """The same while a cell runs on all of them, and the notebook waits for it."""
+    pytest.importorskip("ipykernel", minversion="7.4", reason="ipykernel 6 cannot")
+    notebook.fill([MODEL, UNTIL_GO_ON, "", "rank"])
+    notebook.start(0)
+    notebook.ended()
+    notebook.start(1)
+    notebook.wait_until_ready("busy")
+    type_in(notebook, 2, "%%distributed\nnet.")
+    assert "encoder" in offered(notebook, "completion-while-busy", "encoder")
+    type_in(notebook, 2, "%%distributed\ntrain_for(")
+    assert "steps" in described(notebook, "completion-signature-while-busy", "Train the net")
+    notebook.wait_until_ready("busy")
+    (lab.folder / "go_on").touch()
+    notebook.wait_until_ready()
+    notebook.page.evaluate(TAG, 3)
+    notebook.start(3)
+    notebook.ended()
+    notebook.screenshot("completion-tagged-cell")
+    assert "rank 1" in notebook.cells()[3].shown
+
+
+def test_input_and_breakpoints(lab: Lab, notebook: Notebook) -> None:
+    """Each rank's prompt says whose it is; what was typed is in the one output that stays."""
+    notebook.fill([NAMES, DEBUGGED])
+    notebook.start_all()
+    enter(notebook, "[rank 0] name?", "ada")
+    enter(notebook, "[rank 1] name?", "bob", "typing-name")
+    for line in ("p x, y", "where", "y = 7"):
+        enter(notebook, "[rank 1] ipdb>", line)
+    enter(notebook, "[rank 1] ipdb>", "c", "typing-debugger")
+    named, debugged = notebook.ended()
+    notebook.screenshot("typing-ended")
+    assert named.shown.count("name? ") == 2
+    assert "name? bob\nhello bob" in named.shown
+    assert "ipdb> p x, y\n(21, 42)" in debugged.shown
+    assert debugged.shown.count("ipdb> ") == 4
+    assert debugged.shown.splitlines().count("all are through") == 2
+    notebook.save()
+    saved = nbformat.read(lab.folder / "cells.ipynb", as_version=4)
+    assert [len(cell.outputs) for cell in saved.cells] == [1, 1]
+
+
+def test_post_mortem_and_stop(notebook: Notebook) -> None:
+    """`%debug` after a failed cell is the rank's; the Stop button ends a cell that waits."""
+    notebook.fill([FAILED, "%debug", "%%rank 0\ninput('for ever? ')"])
+    notebook.run_all()
+    notebook.start(1)
+    enter(notebook, "[rank 1] ipdb>", "p x", "typing-post-mortem")
+    enter(notebook, "[rank 1] ipdb>", "q")
+    _, debugged, _ = notebook.ended()
+    assert "ipdb> p x\n0" in debugged.shown
+    assert "nbdist/" not in debugged.shown
+    notebook.start(2)
+    notebook.page.locator(PROMPT, has_text="[rank 0] for ever?").wait_for()
+    notebook.interrupt()
+    *_, stopped = notebook.ended()
+    assert stopped.errors == ["Interrupted: Stopped on rank 0. No variables were lost."]
+    assert notebook.page.locator(BOX).count() == 0
+    notebook.screenshot("typing-stopped")
+
+
+def test_a_job_is_live_and_stop_stops_it(lab: Lab, notebook: Notebook) -> None:
+    """Its panel is drawn while the notebook is idle; the Stop button then stops the cell."""
+    notebook.fill(JOBS)
+    for number in (0, 1):
+        notebook.start(number)
+        notebook.ended()
+    assert "<Job running · 2 ranks · " in notebook.cells()[1].shown
+    notebook.wait_for(0, "step 5")
+    notebook.screenshot("job-live")
+    assert "step 6" not in notebook.cells()[0].shown
+    (lab.folder / "looked").touch()
+    notebook.wait_for(0, "✓ 2")
+    ended = notebook.cells()
+    assert [cell.images for cell in ended] == [2, 0, 0]
+    assert [cell.errors for cell in ended] == [[]] * 3
+    notebook.start(2)
+    notebook.wait_for(2, "again 1")
+    notebook.ended()
+    notebook.interrupt()
+    notebook.wait_for(2, "Stopped on ranks 0-1. No variables were lost.")
+    notebook.screenshot("job-stopped")
+
+
+def test_a_page_that_is_reloaded_in_mid_cell(lab: Lab, notebook: Notebook) -> None:
+    """The panel says what ranks use, and when it ended; the next cell shows what was missed."""
+    notebook.fill(USED)
+    notebook.start(0)
+    live = notebook.wait_for(0, "live view at ")
+    head = live.splitlines()[0]
+    assert re.search(r"2 ranks · [\d.]+ s · ● 2 · cpu [\d.]+", head)
+    notebook.wait_for(0, "% behind")
+    notebook.screenshot("resources-live")
+    notebook.save()
+    notebook.page.reload()
+    # The kernel answers nobody new while it runs a cell.
+    notebook.wait_until_ready(kernel="unknown")
+    notebook.screenshot("resources-reloaded")
+    (lab.folder / "gate").touch()
+    notebook.wait_until_ready()
+    assert "done" not in notebook.cells()[0].shown
+    notebook.start(1)
+    said = notebook.wait_for(1, "the next cell")
+    assert re.search(r"The page was reloaded while cell \[\d+\] ran. Its complete output:", said)
+    assert "train" not in said  # it is closed
+    notebook.page.locator("summary", has_text="The page was reloaded").click()
+    assert "done 1" in notebook.wait_for(1, "done 0")
+    notebook.start(2)
+    assert "the next cell" in notebook.wait_for(2, "2 ranks")
+    notebook.start(3)
+    failed = notebook.wait_for(3, "in use")
+    assert re.search(r"rank 1: .+ has .* in use, this rank [\d.]+ MiB", failed)
+    assert "model.weight (2000, 1000) float32" in failed
+    notebook.start(4)
+    memory = notebook.wait_for(4, "by variable")
+    assert "model.weight" in memory
+    assert "batch in step(), line 4" in memory
+    notebook.start(5)
+    assert "idle" in notebook.wait_for(5, "rank")
+    notebook.screenshot("resources-after")
+
+
+def test_notebook_7(notebook: Notebook) -> None:
+    """The same cells run and are drawn there as in JupyterLab."""
+    notebook.fill(
+        [
+            "%%distributed\nprint(f'I am rank {rank} of {world_size}')",
+            "%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()",
+            "%dist_gather t",
+            "t",
+        ]
+    )
+    notebook.save()
+    with notebook.page.context.new_page() as page:
+        page.goto(f"{notebook.page.url.partition('lab/')[0]}notebooks/{notebook.path}")
+        cells = Notebook(page, notebook.path).run_all()
+        Notebook(page, notebook.path).screenshot("notebook-7")
+    assert [cell.errors for cell in cells if cell.errors] == []
+    ranks, reduced, _, gathered = [cell.shown for cell in cells]
+    assert "I am rank 0 of 2" in ranks
+    assert "I am rank 1 of 2" in ranks
+    assert "2.0" in reduced
+    assert gathered.count("tensor([2.])") == 2
