@@ -35,7 +35,7 @@ SMOKE = (
 )
 """For breaks of what runs in every cell, where the tests of their own folder find nothing."""
 
-BOUNDS = {"nearest": 60, "room": 20, "smoke": 30}
+BOUNDS = {"nearest": 40, "room": 15, "smoke": 20}
 """Seconds of a processor for the tests of each stage; those left by then are left out."""
 
 LONGEST = 300
@@ -133,11 +133,13 @@ class Copy:
         self._mark = uuid.uuid4().hex
         self._has_all = "--all" in (self.path / "tests" / "conftest.py").read_text()
 
-    def find(self, one: Break) -> Found:
-        """Break it, and look for a test that notices."""
+    def find(self, one: Break, stages: str) -> Found:
+        """Break it, and look for a test of these stages that notices."""
         file = self.path / "nbdist" / one.file
         text, began, done = file.read_text(), time.monotonic(), set[str]()
         for stage, modules in self._stages(one):
+            if stage not in stages:
+                continue
             file.write_text(text.replace(one.before, one.after))
             new = [each for each in modules if each not in done]
             done.update(new)
@@ -234,7 +236,11 @@ class Copy:
 
 
 def _work(
-    tree: Path, waiting: queue.SimpleQueue[Break], found: dict[int, Found], folder: Path
+    tree: Path,
+    waiting: queue.SimpleQueue[Break],
+    found: dict[int, Found],
+    folder: Path,
+    stages: str,
 ) -> None:
     copy = Copy(tree, folder)
     while True:
@@ -242,7 +248,7 @@ def _work(
             one = waiting.get_nowait()
         except queue.Empty:
             return
-        said = found[one.number] = copy.find(one)
+        said = found[one.number] = copy.find(one, stages)
         by = f"found by {said.test} ({said.stage})" if said.test else "NOT FOUND"
         first = " ".join(one.before.split())[:40]
         sys.stdout.write(f"{one.number:3} {said.seconds:5.0f} s  {one.file} | {first}: {by}\n")
@@ -254,6 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.breaks", description=__doc__)
     parser.add_argument("--only", default="", help="numbers, with commas between")
     parser.add_argument("--jobs", type=int, default=1, help="breaks at a time (1)")
+    parser.add_argument("--stages", default=",".join(BOUNDS), help="some of %(default)s")
     parser.add_argument("--tree", type=Path, default=Path(), help="the tree to break (this)")
     options = parser.parse_args()
     breaks, tree = all_breaks(), options.tree.resolve()
@@ -268,7 +275,9 @@ def main() -> None:
         threads = []
         for number in range(options.jobs):
             place = Path(folder, str(number))
-            threads.append(threading.Thread(target=_work, args=(tree, waiting, found, place)))
+            threads.append(
+                threading.Thread(target=_work, args=(tree, waiting, found, place, options.stages))
+            )
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -213,18 +213,23 @@ def test_what_it_waits_for(bench: Bench) -> None:
 def test_nothing_more_is_asked(bench: Bench) -> None:
     """After Stop a task has come to the end of all input; of none somebody can type for it."""
     catches = (
+        "import threading; outlives = threading.Event()\n"
+        "def beside():\n try: input()\n except EOFError: print('beside')\n"
+        "other = threading.Thread(target=beside); other.start()\n"
         "said = []\nfor _ in range(2):\n"
         " try: input()\n except BaseException as error: said.append(type(error).__name__)\n"
-        "import threading; outlives = threading.Event()\n"
+        "other.join()\n"
         "def late():\n outlives.wait()\n try: input()\n except Exception as error: print(error)\n"
         "threading.Thread(target=late).start()\nprint(said)"
     )
 
     async def test(watched: Watched) -> None:
         watched.begin(catches)
-        await until(lambda: watched.worker.asks)
+        await until(lambda: len([e for _, e in watched.shown if isinstance(e, InputRequest)]) == 2)
         watched.worker.interrupt()
-        assert "['KeyboardInterrupt', 'EOFError']\n" in text_of(await watched.ends())
+        said = text_of(await watched.ends())
+        assert "beside\n" in said
+        assert "['KeyboardInterrupt', 'EOFError']\n" in said
         watched.begin("outlives.set()", "b")
         await watched.ends("b")
         await until(lambda: NO_CELL in text_of([output for _, output in watched.shown]))
@@ -270,6 +275,23 @@ def test_a_death_between_tasks(bench: Bench) -> None:
         assert await watched.ends() == [died]
         assert await watched.worker.ask(control.Check(), SOON) is None
         assert (await watched.worker.locate()).line == 0
+
+    bench.run(test)
+
+
+def test_its_end_is_known_first(bench: Bench) -> None:
+    """What it had said by then comes before its death all the same."""
+
+    async def test(watched: Watched) -> None:
+        process = watched.worker.process
+        assert process is not None
+        pipe = os.open(f"/proc/{process.pid}/fd/1", os.O_WRONLY)
+        os.write(pipe, b"last words\n")
+        os.close(pipe)
+        process.kill()
+        process.set_exited(-signal.SIGKILL)
+        died = await watched.dies()
+        assert watched.shown == [("", Text("stdout", "last words\n")), ("", died)]
 
     bench.run(test)
 

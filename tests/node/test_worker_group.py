@@ -138,6 +138,20 @@ def test_a_runtime_folder_that_was_removed(runtime: Path) -> None:
         started_with(folder, "/bin/false")
 
 
+def test_other_numbers(runtime: Path, tmp_path: Path) -> None:
+    """What ranks write from then on is apart from what others wrote under these numbers."""
+    spec = replace(worker_start(runtime).world, python="/bin/false", log_dir=str(tmp_path))
+
+    async def test(source: Source) -> None:
+        group = WorkerGroup(runtime, source.children, None, lambda *_: None, lambda _: None)
+        await group.start_part(spec, [0], 1)
+        await group.renumber({})
+        group.close()
+
+    run("spawn", runtime, test)
+    assert sorted(each.name for each in tmp_path.rglob("attempt_*")) == ["attempt_0", "attempt_1"]
+
+
 # --- what is decided --------------------------------------------------------------------------
 
 

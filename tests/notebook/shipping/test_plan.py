@@ -204,6 +204,14 @@ def test_a_shared_object_is_shipped_again_with_all_its_names(house: Any) -> None
     assert house.notices == ["sent `model` again: shares objects with `opt`"]
 
 
+def test_names_between_others(house: Any) -> None:
+    """What shares an object with a name that goes along goes along too."""
+    house.cell("x, y = [1], [2]\na, b, c = [x], [x, y], [y]")
+    house.distributed("a, b, c")
+    house.cell("a.append(3)")
+    assert house.names("a") == {"a", "b", "c"}
+
+
 def test_a_name_that_comes_later_brings_what_it_shares(house: Any) -> None:
     """`opt` is made after `model` was shipped."""
     house.cell("model = {'p': [1]}")
