@@ -44,7 +44,7 @@ LONGEST = 300
 HANG = 100
 """Seconds without a word of any test after which one is said to hang."""
 
-ENDED = " (pytest ended with "
+ENDED, OVER = " (pytest ended with ", "-2)"
 
 MARK = "NBDIST_BREAKS"
 """A variable that all has which a run has started, to be ended with it."""
@@ -144,8 +144,10 @@ class Copy:
             new = [each for each in modules if each not in done]
             done.update(new)
             wrong = self._run(new, BOUNDS[stage]) if new else ""
+            test, is_odd, code = wrong.partition(ENDED)
+            if code == OVER:
+                wrong = "" if stage != "nearest" else self._run([test], BOUNDS[stage])
             file.write_text(text)
-            test, is_odd, _ = wrong.partition(ENDED)
             # What hangs, or is further away, may have failed for another reason.
             is_sure = stage == "nearest" and not is_odd
             if wrong and (is_sure or not self._run([test], BOUNDS["nearest"])):
@@ -206,7 +208,7 @@ class Copy:
         return f"{began[-1][1] if began else tests[0]}{ENDED}{code})"
 
     def _wait(self, run: subprocess.Popen[bytes], bound: int, said: int) -> int:
-        """Return its exit code: 0 where it was still at work, -1 where it hung."""
+        """Return its exit code: -1 where it hung, -2 where it was over its bound."""
         used, end = dict[int, float](), time.monotonic() + LONGEST
         while True:
             with suppress(subprocess.TimeoutExpired):
@@ -216,7 +218,7 @@ class Copy:
             if time.time() - os.fstat(said).st_mtime > HANG:
                 return -1
             if sum(used.values()) > bound or time.monotonic() > end:
-                return 0
+                return -2
 
     def _marked(self) -> list[int]:
         """List all that has the mark; what has ended shows none."""

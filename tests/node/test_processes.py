@@ -59,6 +59,25 @@ def test_other_workers_live_on(kind: str, runtime: Path) -> None:
     run(kind, runtime, test)
 
 
+def test_what_it_started_ends_with_it(runtime: Path, tmp_path: Path) -> None:
+    """Also where it ends by itself, in order; and it looks for no modules in its folder."""
+    program, said = tmp_path / "program", tmp_path / "said"
+    program.write_text(f"#!/bin/sh\nsleep 600 &\necho $! $PYTHONPATH > {said}\n")
+    program.chmod(0o755)
+
+    async def test(source: Source) -> None:
+        start = worker_start(runtime)
+        environ = {**start.world.environ, "PYTHONPATH": f"/lib:{tmp_path}"}
+        spec = replace(start.world, python=str(program), cwd=str(tmp_path), environ=environ)
+        process = await source.source.start(replace(start, world=spec), 1, 2)
+        assert await asyncio.wait_for(process.exited, SOON) == 0
+        child, path = said.read_text().split()
+        assert path == "/lib"
+        await until(lambda: not psutil.pid_exists(int(child)))
+
+    run("spawn", runtime, test)
+
+
 @both_sources
 def test_close_ends_all_workers(kind: str, runtime: Path) -> None:
     """Closing the source leaves no worker."""

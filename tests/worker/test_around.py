@@ -54,6 +54,15 @@ def test_a_folder_that_is_not_there(
     assert capsys.readouterr().err == ""
 
 
+def test_variables(around: Around) -> None:
+    """One that is in the notebook as at the start again is so here."""
+    here, before = os.getcwd(), dict(os.environ)
+    around.follow(Surroundings(here, here, environ={"HOME": "/odd", "NEW": "1", "PATH": None}))
+    assert (os.environ["HOME"], os.environ["NEW"], "PATH" in os.environ) == ("/odd", "1", False)
+    around.follow(None)
+    assert dict(os.environ) == before
+
+
 def test_a_folder_that_was_removed(around: Around, tmp_path: Path) -> None:
     """A rank whose folder has gone follows to the next."""
     (tmp_path / "gone").mkdir()

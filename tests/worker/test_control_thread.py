@@ -159,6 +159,8 @@ def test_a_collective_is_aborted(world: World, rank1: Asker) -> None:
     (error,) = running.transcript.errors.values()
     assert isinstance(error, Failure)
     assert error.name == ABORTED
+    world.session.heal()
+    assert rank1.ask(control.LastCollective()) == control.Ok()
     world.execute("dist.barrier()")
 
 

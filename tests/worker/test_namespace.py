@@ -66,6 +66,13 @@ def test_names_that_come_along(names: dict[str, Any], namespace: Namespace) -> N
     assert names == {"rank": 0, "_": 5, "size": 4, "x": [2], "y": 3}
 
 
+def test_names_that_stay(names: dict[str, Any], namespace: Namespace) -> None:
+    """What the rank has under them is its own; those that it lacks come along."""
+    names["x"] = 1
+    namespace.receive(packed({"x": 2, "y": 3}), ["x", "y"])
+    assert (names["x"], names["y"]) == (1, 3)
+
+
 @pytest.mark.parametrize(
     ("payload", "said"),
     [

@@ -6,6 +6,9 @@ import json
 import stat
 from pathlib import Path
 
+import pytest
+import zmq
+
 from nbdist.worker.publishing import (
     LARGEST,
     LONGEST_ERROR,
@@ -13,6 +16,7 @@ from nbdist.worker.publishing import (
     MOST_IN_FILES,
     SMALL,
     LargeOutputs,
+    MarkingSession,
 )
 
 
@@ -64,8 +68,22 @@ def test_many_displays_of_a_task(tmp_path: Path) -> None:
         assert large.fitting("display_data", some) is some
     assert large.fitting("display_data", some) is not some
     assert large.fitting("display_data", small) is small
-    large.begin_task()
+    session = MarkingSession()
+    session.large = large
+    session.begin_task()
     assert large.fitting("display_data", some) is some
+
+
+def test_which_error_has_been_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    """What ended the task is not taken for shown because another one was."""
+    session, shown = MarkingSession(), KeyError("x")
+    session.showing = shown
+    with zmq.Context() as context, context.socket(zmq.PUB) as nobody:
+        session.send(nobody, "error", {"ename": "KeyError"})
+        assert session.number_of(ValueError()) == 0
+        session.send(nobody, "error", {"ename": "KeyError"})
+        assert session.number_of(shown) == 2
+    assert capfd.readouterr().out == "\x1b_;1\x1b\\\x1b_;2\x1b\\"
 
 
 def test_a_large_error(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], Any], set[str]]] = [
     (lambda names: names["table"].update(b=2), {"table"}),
     (lambda names: setattr(names["box"], "value", 2), {"box"}),
     (lambda names: names.update(table={"a": 1}, n=4), {"table"}),
+    (lambda names: names.update(rows=5), {"rows"}),
     (lambda names: names.pop("rows"), set()),
     (lambda names: next(names["lines"]), set()),
     (lambda names: (names["table"].update(a=2), names["table"].update(a=1)), set()),

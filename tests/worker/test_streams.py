@@ -109,6 +109,16 @@ def test_fork_while_another_thread_writes() -> None:
         assert f"child {number}\n" in said.text
 
 
+def test_a_descriptor_that_a_cell_has_closed() -> None:
+    """It is there again for the next one, and no file gets its number."""
+    said = run(
+        "from nbdist.worker import streams\n"
+        f"streams.install({TOKEN!r})\nos.close(1)\nstreams.flush_streams()\n"
+        "os.write(1, b'again')"
+    )
+    assert said == [Text("stdout", "again")]
+
+
 def test_c_stdio() -> None:
     """What C code printed comes when it is flushed, before what is printed next."""
     (said,) = run(
