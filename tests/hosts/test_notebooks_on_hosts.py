@@ -13,6 +13,7 @@ from tests.notebooks.test_notebooks import (
     NOTEBOOKS,
     check_run,
     code_cells,
+    learned,
     run,
     text,
 )
@@ -21,12 +22,14 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.usefixtures("hosts", "path")
-def test_when_things_go_wrong_on_two_hosts(tmp_path: Path) -> None:
+def test_the_quickstart_on_two_hosts(tmp_path: Path) -> None:
     """Only the line that starts the workers differs; what is shown is of the same kinds."""
-    notebook = nbformat.read(NOTEBOOKS[1], as_version=4)
+    notebook = nbformat.read(NOTEBOOKS[0], as_version=4)
     [start] = [cell for cell in code_cells(notebook) if "-n 4" in cell.source]
     start.source = start.source.replace("-n 4", "--hosts node1:2,node2:2")
-    check_run(notebook, run(notebook, tmp_path))
+    fresh = run(notebook, tmp_path)
+    check_run(notebook, fresh)
+    learned(fresh)
 
 
 def test_many_machines(hosts: list[Host], path: None, tmp_path: Path) -> None:

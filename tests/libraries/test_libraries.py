@@ -212,8 +212,9 @@ class Squares(Dataset):
         return index * index
 
 squares = Squares()
-loader = DataLoader(squares, batch_size=4, num_workers=2, multiprocessing_context={context!r},
-                    sampler=DistributedSampler(squares, shuffle=False))
+with_workers = dict(num_workers=1, multiprocessing_context={context!r}) if rank == 0 else {{}}
+sampler = DistributedSampler(squares, shuffle=False)
+loader = DataLoader(squares, batch_size=4, sampler=sampler, **with_workers)
 seen = sorted(int(value) for batch in loader for value in batch)
 """
     )
