@@ -23,14 +23,15 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
 
 import pytest
 
 import nbdist
-from nbdist.wire.messages import GetStatus
 from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.worlds import NewWorld, start_lasting_link
+from tests import worlds
+from tests.worlds import IDLE_IMPORTS, NewWorld, SharedAgent
 
 # Long enough for an agent that ends its workers politely first.
 LEAK_TIMEOUT = float(os.environ.get("NBDIST_LEAK_TIMEOUT", "8"))
@@ -47,7 +48,7 @@ CLOSABLE = ("socket:", "pipe:", "anon_inode:[pidfd]", "/memfd:nbdist")
 
 # What lasts as long as the run once a test has asked for it; a module whose fixtures ask for it
 # by name says so with a LASTING of its own.
-LASTING = ("new_world", "sshd", "slurm", "etcd", "network", "jupyter")
+LASTING = ("sshd", "slurm", "etcd", "network", "jupyter")
 
 # Several run beside one another, a file each: the longest must not be the last to begin.
 LONGEST = (
@@ -73,15 +74,70 @@ LONGEST = (
 )
 
 
+# What a test needs and costs: a marker of each test, set by its folder, else by what it asks for.
+TIERS = {
+    "unit": "starts no process",
+    "world": "has workers of the agent that all tests of the process share, or a short process",
+    "kernel": "has a notebook kernel",
+    "slow": "has agents of its own: starts, deaths, what is left behind",
+    "hosts": "needs machines: network namespaces with sshd, Slurm, etcd, Ray",
+    "browser": "opens JupyterLab in headless Chromium",
+    "gpu": "needs a GPU",
+    "matrix": "runs with other versions of what nbdist stands on",
+}
+OF_FOLDER = {
+    **{name: name for name in ("hosts", "browser", "gpu", "matrix")},
+    **dict.fromkeys(("attacks", "bench", "faults", "head", "libraries", "notebooks"), "slow"),
+}
+OF_FIXTURE = {"Notebook": "kernel", "World": "world", "NewWorld": "world"}  # by what it gives
+MARKERS = {
+    **TIERS,
+    "own_agent": "starts agents of its own, so that it is `slow`",
+    "smoke": "is run also without `--all`, whatever it costs",
+    "shared_world(ranks)": "the `world` of a module's tests, after which leaks are counted",
+}
+QUICK = "unit or world or smoke"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help=f"all tests, and not only: {QUICK}")
+
+
+def tier_of(item: pytest.Item) -> str:
+    """The first that says so: the test or its module, its folder, a fixture of it."""
+    if item.get_closest_marker("own_agent"):
+        return "slow"
+    for tier in TIERS:
+        if item.get_closest_marker(tier):
+            return tier
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    return OF_FOLDER.get(folder) or min(_tiers_of_fixtures(item), default="unit")
+
+
+def _tiers_of_fixtures(item: pytest.Item) -> Iterator[str]:
+    for definitions in item._fixtureinfo.name2fixturedefs.values():  # type: ignore[attr-defined]
+        given = str(definitions[-1].func.__annotations__.get("return"))
+        for word in re.findall(r"\w+", given):
+            if word in OF_FIXTURE:
+                yield OF_FIXTURE[word]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(tier_of(item))
     tests = Path(__file__).parent
     place = {tests / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    line = "shared_world(ranks): the `world` of a module's tests, after which leaks are counted"
-    config.addinivalue_line("markers", line)
+    for marker, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{marker}: {meaning}")
+    asked_for = config.option.all or config.option.markexpr or config.option.keyword
+    if not asked_for and config.args_source is not config.ArgsSource.ARGS:
+        config.option.markexpr = QUICK
+    # Imports for a training's first step, which few tests make: see tests/worlds.py.
+    os.environ[IDLE_IMPORTS] = "0"
     name, _, value = MARK.partition("=")
     os.environ[name] = value
     # Tests are of this machine also in an allocation of Slurm's.
@@ -275,13 +331,25 @@ def nothing_is_left_by_all() -> Iterator[set[str]]:
     _complain(before, "the whole run", told)
 
 
+AGENT = worlds.share_agent()
+
+
 @pytest.fixture(scope="session")
-def new_world(nothing_is_left_by_all: set[str]) -> Iterator[NewWorld]:
-    """Makes worlds, not started yet, that have one agent one after the other."""
-    link = start_lasting_link()
-    link.call(GetStatus())  # until it is up: what it opens is nothing that a test leaves behind
-    yield link.new_world
-    link.end()
+def agent(nothing_is_left_by_all: set[str]) -> Iterator[SharedAgent]:
+    """The agent of all worlds of this process, but of those of tests marked `own_agent`."""
+    yield AGENT
+    AGENT.end()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    AGENT.is_offered = not item.get_closest_marker("own_agent")
+
+
+@pytest.fixture(scope="session")
+def new_world(agent: SharedAgent) -> NewWorld:
+    """Makes worlds, not started yet."""
+    return worlds.new_world
 
 
 @pytest.fixture(scope="module")
@@ -313,6 +381,8 @@ def nothing_is_left_by_the_module(
 ) -> Iterator[set[str]]:
     """What a module's fixtures leave behind is an error of its last test."""
     items = [item for item in request.session.items if item.path == request.path]
+    if not all(item.get_closest_marker("unit") for item in items):
+        request.getfixturevalue("agent").start()
     for name in LASTING:
         asked = name in getattr(request.module, "LASTING", ())
         if asked or any(name in item.fixturenames for item in items):  # type: ignore[attr-defined]
@@ -331,12 +401,21 @@ def nothing_is_left(
 
     Tests whose world is shared by the module say so: `pytestmark = pytest.mark.shared_world(2)`.
     """
-    if request.node.get_closest_marker("shared_world"):
-        yield
-        return
-    before = Traces.now()
+    before, children = Traces.now(), getrusage(RUSAGE_CHILDREN).ru_minflt
     yield
-    _complain(before, "the test", nothing_is_left_by_the_module)
+    if not request.node.get_closest_marker("shared_world"):
+        _complain(before, "the test", nothing_is_left_by_the_module)
+    started = getrusage(RUSAGE_CHILDREN).ru_minflt != children
+    if started and request.node.get_closest_marker("unit"):
+        pytest.fail("it starts a process: mark it `world`, or what it is", pytrace=False)
+    if AGENT.has_ended and not request.node.get_closest_marker("own_agent"):
+        pytest.fail("it ends the agent that tests share: mark it `own_agent`", pytrace=False)
+
+
+@pytest.fixture
+def idle_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork servers import while idle what a training's first step needs, as a user's do."""
+    monkeypatch.delenv(IDLE_IMPORTS)
 
 
 @pytest.fixture

@@ -40,6 +40,7 @@ def test_it_goes_when_nobody_holds_it(ours: Path):
     assert not folders.remove(ours, "a test", ALL)
 
 
+@pytest.mark.world
 def test_another_process_holds_it_until_it_ends(ours: Path):
     """A holder that is killed holds nothing any more."""
     code = (

@@ -336,6 +336,7 @@ def test_every_room_has_its_floor():
     assert rooms - {"__pycache__", "py.typed"} <= set(FLOORS)
 
 
+@pytest.mark.world
 def test_the_top_level():
     """The repository shows exactly these names, and hidden ones."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
@@ -383,11 +384,13 @@ def probe(*modules: str) -> dict[str, object]:
     return dict(json.loads(done.stdout))
 
 
+@pytest.mark.world
 def test_importing_nbdist_costs_nothing():
     """`import nbdist` loads neither torch, zmq nor IPython, opens nothing and starts nothing."""
     assert probe("nbdist") == {"heavy": [], "opened": [], "threads": 1, "environ": True}
 
 
+@pytest.mark.world
 def test_the_notebooks_side_loads_no_torch():
     """No module that runs in the notebook kernel or in the agent brings torch, by any detour."""
     modules = [

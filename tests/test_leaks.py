@@ -11,6 +11,8 @@ import pytest
 
 from tests.waiting import SOON
 
+pytestmark = pytest.mark.world
+
 LEAKY = """
 import os, socket, subprocess, sys, threading
 from multiprocessing import shared_memory
@@ -30,6 +32,11 @@ def test_process():
     kept.append(sleeper(60))
 
 
+def test_child():
+    subprocess.run(["true"], check=True)
+
+
+@pytest.mark.world
 def test_orphan():
     subprocess.run(["sh", "-c", "setsid sleep 60 &"], stdin=subprocess.DEVNULL,
                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
@@ -149,3 +156,8 @@ def test_a_shared_world_is_counted_with_its_module(report):
         r"left behind by the module:\n  descriptor \S+ \S+\n  descriptor \S+ \S+\n\(after \S+ s\)",
         section,
     )
+
+
+def test_a_unit_test_that_starts_a_process(report):
+    """It has to say so, since the tests without a process are run everywhere at any time."""
+    assert re.search(r"teardown of test_child _+\nit starts a process: mark it `world`", report)

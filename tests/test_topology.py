@@ -52,6 +52,7 @@ def test_gpu_without_gpus():
         topology.resolve("gpu", 0, 4)
 
 
+@pytest.mark.world
 def test_usable_cores():
     """A process bound to one core counts one."""
     if not hasattr(os, "sched_setaffinity"):
@@ -104,6 +105,7 @@ def fake_nvidia_smi(folder, monkeypatch, script):
 TWO_GPUS = "printf 'GPU 0: H200 (UUID: GPU-8f)\\n  MIG 1g Device 0: (UUID: MIG-1)\\nGPU 1: x\\n'"
 
 
+@pytest.mark.world
 @pytest.mark.parametrize(
     ("script", "gpus"),
     [(TWO_GPUS, 2), (f"{TWO_GPUS}; exit 9", 0), (f"{TWO_GPUS}; exec sleep 5", 0)],

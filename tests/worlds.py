@@ -1,49 +1,117 @@
-"""Worlds whose workers are forked by one agent and fork server for all tests of a process.
+"""One agent and fork server for all worlds of a process that are there one after the other.
 
 To import torch and all that a first training step needs takes seconds of a processor; a test
-that is not about starting need not wait for that.  The workers are its own.
+that is not about starting need not wait for that.  The workers are each world's own.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from typing import Any
 
-from nbdist.wire.messages import Received
+from nbdist.errors import AgentLost, StartError
+from nbdist.notebook import extension
+from nbdist.wire.messages import GetStatus, Received, StopWorld
+from nbdist.world import workers
+from nbdist.world.launchers import AGENT
 from nbdist.world.link import Link
 from nbdist.world.world import World
 
 NewWorld = Callable[..., World]
 """Takes what `World` takes; without log files where nothing else is said."""
 
+IDLE_IMPORTS = "NBDIST_IDLE_IMPORTS"
+STOP_TIMEOUT = 60.0
 
-class LastingLink(Link):
-    """A link that worlds which are shut down leave open for the next one."""
 
-    is_taken = False
+class SharedLink(Link):
+    """A link that is open again for the next world once the world before has closed it."""
+
+    is_open = is_taken = False
+
+    def open(self) -> None:
+        """Start the agent, the first time."""
+        if not self.is_open:
+            self.is_open = True
+            super().open()
 
     def close(self) -> None:
-        """Give it back; the world that had it has ended its workers."""
-        self.is_taken = False
+        """End the workers, if any are left, and give the link back."""
+        if not self.is_taken or os.getpid() != self.pid:
+            return
+        self.is_taken = self._is_remembered = self.tells_all = False
+        try:
+            self.call(StopWorld(0.0), STOP_TIMEOUT)
+        except (AgentLost, StartError):
+            super().close()
+        while self.arrived:
+            if isinstance(self.arrived.popleft(), Received) and self.is_up:
+                self.received()
+
+    def detach(self) -> None:
+        """Refuse: the agent is to be there for the next test."""
+        raise AssertionError("a test that detaches a world is to be marked `own_agent`")
 
     def end(self) -> None:
         """End the agent too."""
         super().close()
 
-    def new_world(self, n: int | str, *, log_dir: str = "", **arguments: object) -> World:
-        """A world like any other, not started yet."""
-        assert not self.is_taken, "there is a world that has not been shut down"
-        assert self.is_up, "a test has ended the agent that others share: it has to have its own"
-        while self.arrived:  # of the world before
-            if isinstance(self.arrived.popleft(), Received):
-                self.received()
-        world = World(n, log_dir=log_dir, **arguments)
-        world.session.adopt(self)
-        self.is_taken = True
-        return world
+
+class SharedAgent:
+    """The agent of this process: every `World` and `%load_ext` takes it while it is free."""
+
+    def __init__(self) -> None:
+        self._link: SharedLink | None = None
+        self.is_offered = True
+
+    def start(self) -> None:
+        """Start it, where it is not there; it makes its idle imports, since many will use them."""
+        if self._link is not None and self._link.is_up:
+            return
+        self.end()
+        before = os.environ.pop(IDLE_IMPORTS, None)
+        try:
+            self._link = SharedLink()
+            self._link.open()
+            self._link.call(GetStatus())  # it is up: a test that uses it opens nothing more
+        finally:
+            if before is not None:
+                os.environ[IDLE_IMPORTS] = before
+
+    def end(self) -> None:
+        """End it; the next world has another."""
+        if self._link is not None:
+            self._link.end()
+            self._link = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it is there, for a world to take."""
+        return self._link is not None and self._link.is_up and not self._link.is_taken
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a test has ended it."""
+        return self._link is not None and not self._link.is_up
+
+    def link(self, module: str = AGENT, **options: Any) -> Link:
+        """Make what `Link` makes: the shared one, or one of its own where that is not free."""
+        if module != AGENT or not self.is_offered or not self.is_free:
+            return Link(module, **options)
+        assert self._link is not None
+        self._link.is_taken = True
+        return self._link
 
 
-def start_lasting_link() -> LastingLink:
-    """An agent that any number of worlds can have one after the other."""
-    link = LastingLink()
-    link.open()
-    return link
+def share_agent() -> SharedAgent:
+    """Have all worlds of this process take one agent."""
+    shared = SharedAgent()
+    for module in (workers, extension):
+        module.Link = shared.link  # type: ignore[attr-defined]
+    return shared
+
+
+def new_world(n: int | str, *, log_dir: str = "", **options: Any) -> World:
+    """Make a world, not started yet."""
+    return World(n, log_dir=log_dir, **options)

@@ -129,6 +129,11 @@ def import_if_possible(name: str) -> None:
             traceback.print_exc()
 
 
+def makes_idle_imports() -> bool:
+    """Whether it imports on while idle; not with NBDIST_IDLE_IMPORTS=0 in its environment."""
+    return os.environ.get("NBDIST_IDLE_IMPORTS") != "0"
+
+
 class ForkServer:
     """Serves one agent: forks workers, and reports their ends."""
 
@@ -137,7 +142,7 @@ class ForkServer:
         self._requests = FrameCutter()
         self._descriptors: deque[int] = deque()  # of requests that have yet to be read in full
         self._workers: dict[int, int] = {}  # the number of the request, by process
-        self._to_import = deque(IMPORTED_WHEN_IDLE)
+        self._to_import = deque(IMPORTED_WHEN_IDLE if makes_idle_imports() else ())
         self._idle_from = time.monotonic() + UNDISTURBED
 
     # --- the loop -------------------------------------------------------------------------

@@ -26,6 +26,7 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         launcher.launch(WANTED, TICKET, tmp_path)
 
 
+@pytest.mark.world
 def test_without_a_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where one was looked for, in one line, and nothing is left."""
     pytest.importorskip("ray", reason="Ray is not installed")

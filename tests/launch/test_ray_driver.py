@@ -16,6 +16,8 @@ from nbdist.launch import ray_driver
 from nbdist.launch.ray_driver import Agent, current, probe, word_busy
 from tests.waiting import SOON, wait_until
 
+pytestmark = pytest.mark.world
+
 NOTHING = "/nowhere/python"
 
 

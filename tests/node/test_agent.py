@@ -335,6 +335,7 @@ def test_folder_of_sockets_is_private(make: Callable[..., Notebook]) -> None:
         assert process.net_connections("inet") == []
 
 
+@pytest.mark.own_agent
 def test_notebook_that_is_gone_already() -> None:
     """An agent whose notebook ended before it began ends by itself."""
     life = subprocess.Popen(["true"])

@@ -58,6 +58,7 @@ def process(code: str) -> Iterator[tuple[int, CallLayout]]:
             running.kill()
 
 
+@pytest.mark.world
 def test_calls_that_change_are_not_mixed() -> None:
     """What is read of a process that runs is what it was at one time, or nothing."""
     seen: list[set[str]] = []
@@ -112,6 +113,7 @@ def waits(memory: int, layout: CallLayout) -> tuple[Call, ...]:
     return ()
 
 
+@pytest.mark.world
 def test_any_numbers_are_offsets() -> None:
     """Wrong ones lead nowhere, and nothing that is read does harm."""
     with process(WAITS) as (memory, layout):
@@ -123,6 +125,7 @@ def test_any_numbers_are_offsets() -> None:
         assert waits(memory, layout)
 
 
+@pytest.mark.world
 def test_a_process_that_has_ended() -> None:
     """Nothing of it can be read any more."""
     with process(WAITS) as (memory, layout):

@@ -11,6 +11,8 @@ import pytest
 from nbdist.wire.ticket import KeyPair, Ticket
 from tests.waiting import SOON
 
+pytestmark = pytest.mark.own_agent
+
 NOWHERE = Ticket(("127.0.0.1",), 1, KeyPair.new().public, KeyPair.new(), fork=False)
 
 

@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.waiting import SOON
+
+pytestmark = pytest.mark.own_agent
 
 BEGIN = """
 import os, resource, sys

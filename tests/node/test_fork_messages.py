@@ -6,6 +6,8 @@ import os
 import pickle
 from pathlib import Path
 
+import pytest
+
 from nbdist.node.fork_messages import Fork, Forked, Imported, log_file, start_fork_server, to_frame
 from nbdist.wire.frames import FrameCutter
 from tests.node.sources import worker_start
@@ -18,6 +20,7 @@ def test_messages_arrive_as_they_were_sent(runtime: Path) -> None:
     assert [pickle.loads(frame) for frame in frames] == messages
 
 
+@pytest.mark.own_agent
 def test_it_is_started_beside_the_agent(runtime: Path) -> None:
     """It has a session of its own, and a log, and the start does not wait for its imports."""
     started = start_fork_server(runtime)

@@ -26,6 +26,8 @@ from nbdist.wire.frames import FrameCutter
 from tests.node.sources import worker_start
 from tests.waiting import SOON
 
+pytestmark = pytest.mark.own_agent
+
 
 class Agent:
     """The agent's end of the socket pair."""

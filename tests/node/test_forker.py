@@ -15,6 +15,8 @@ from nbdist.node.processes import WorkerProcess
 from tests.node.sources import Source, run, worker_start
 from tests.waiting import SOON, until
 
+pytestmark = pytest.mark.own_agent
+
 
 def test_fork_server_that_is_killed(runtime: Path) -> None:
     """Its workers live on, their ends are told, and the next one comes from a new fork server."""
@@ -99,6 +101,7 @@ def fork_server_of(process: WorkerProcess) -> psutil.Process:
     return fork_server
 
 
+@pytest.mark.usefixtures("idle_imports")
 def test_fork_server_is_fit_for_forks(runtime: Path) -> None:
     """The fork server has one thread: a fork of it inherits no lock that nobody will release.
 
@@ -117,6 +120,7 @@ def test_fork_server_is_fit_for_forks(runtime: Path) -> None:
     run("fork", runtime, test)
 
 
+@pytest.mark.usefixtures("idle_imports")
 def test_requests_come_before_what_is_imported_when_idle(runtime: Path) -> None:
     """Who asks gets a worker, however much there is left to import."""
 
@@ -129,6 +133,7 @@ def test_requests_come_before_what_is_imported_when_idle(runtime: Path) -> None:
     run("fork", runtime, test)
 
 
+@pytest.mark.usefixtures("idle_imports")
 def test_what_cannot_be_imported_when_idle(
     runtime: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -14,6 +14,8 @@ import pytest
 from nbdist.node.guard import end_group
 from tests.waiting import SOON
 
+pytestmark = pytest.mark.world
+
 AGENT = """
 import os, signal, subprocess, sys
 from pathlib import Path

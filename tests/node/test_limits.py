@@ -51,6 +51,7 @@ print(word_lack_of_files(1000))
 """
 
 
+@pytest.mark.world
 def test_open_files() -> None:
     """The soft limit is raised; a world that is too big is refused, with the size that is not."""
     said = subprocess.run([sys.executable, "-c", ASKS], capture_output=True, text=True, check=True)

@@ -25,6 +25,8 @@ from nbdist.node.proc import (
 from tests.faults.spinning import spinning
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.world
+
 SPINS = "while True: sum(range(100_000))"
 BIG = 200 << 20
 

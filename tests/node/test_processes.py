@@ -14,6 +14,8 @@ import pytest
 from tests.node.sources import Source, run, worker_start
 from tests.waiting import SOON, until
 
+pytestmark = pytest.mark.own_agent
+
 both_sources = pytest.mark.parametrize("kind", ["fork", "spawn"])
 
 

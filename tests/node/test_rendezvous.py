@@ -39,6 +39,7 @@ def test_a_held_port_is_for_user_code(address: str, family: socket.AddressFamily
         port.close()
 
 
+@pytest.mark.world
 def test_a_worker_that_lived_dies(runtime: Path) -> None:
     """Those that wait are told by the file; a death after all have met is nothing to it."""
 
@@ -67,6 +68,7 @@ print({mark(TOKEN, "ready").decode()!r}, flush=True)
 """
 
 
+@pytest.mark.world
 @pytest.mark.parametrize(
     ("python", "timeout", "why"),
     [

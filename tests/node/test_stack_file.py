@@ -52,6 +52,7 @@ def program(folder: Path, deed: str) -> Iterator[tuple[subprocess.Popen[bytes], 
             process.kill()
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("deed", ["time.sleep(1000)", HOLDS_THE_GIL])
 def test_sample(tmp_path: Path, deed: str) -> None:
     """The main thread's calls, innermost first, also where C code holds the GIL."""
@@ -69,6 +70,7 @@ def test_sample(tmp_path: Path, deed: str) -> None:
             assert calls[-1][2] == "_run_module_as_main"
 
 
+@pytest.mark.world
 def test_a_process_without_python(tmp_path: Path) -> None:
     """It has no calls there; and neither has one that is no more."""
     stacks = tmp_path / "stacks"
@@ -80,6 +82,7 @@ def test_a_process_without_python(tmp_path: Path) -> None:
     assert asyncio.run(StackFile(str(stacks)).sample(process.pid, SOON)) == ()
 
 
+@pytest.mark.world
 def test_crash(tmp_path: Path) -> None:
     """What it was, and the calls with their code; nothing where it did not crash."""
     with program(tmp_path, "os.abort()") as (process, stacks):

@@ -130,6 +130,7 @@ def test_who_comes_when_there_are_many(folder: Path) -> None:
     Lab(folder).run(test)
 
 
+@pytest.mark.world
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root to be somebody else")
 def test_another_user_sees_nothing(folder: Path) -> None:
     """Not even where the folder has been opened for all."""

@@ -109,6 +109,7 @@ def text_of(outputs: list[Output], stream: str = "stdout") -> str:
 # --- a life -------------------------------------------------------------------------------
 
 
+@pytest.mark.world
 def test_from_start_to_end(bench: Bench) -> None:
     """What it is doing is seen at any time; each task ends with `Done`."""
 
@@ -348,6 +349,7 @@ def test_a_stop(bench: Bench, tmp_path: Path, busy: bool, grace: float, handler:
     bench.run(test)
 
 
+@pytest.mark.world
 def test_a_stop_of_one_that_is_slow(bench: Bench, tmp_path: Path) -> None:
     """Seconds in which other programs have the processors are not its grace's."""
     end = tmp_path / "end"
@@ -372,6 +374,7 @@ def last():
     bench.run(test)
 
 
+@pytest.mark.world
 def test_a_worker_that_cannot_start(bench: Bench, tmp_path: Path) -> None:
     """It is said how its process ended; what it wrote is kept for that."""
     start = replace(worker_start(tmp_path), connection_file=str(tmp_path / "none" / "0.json"))

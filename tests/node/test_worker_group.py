@@ -71,6 +71,7 @@ def program(tmp_path: Path) -> Program:
     return make
 
 
+@pytest.mark.world
 def test_one_rank_cannot_start(runtime: Path, program: Program) -> None:
     """It is said which, why, and what it wrote last; the others are ended at once."""
     found, seconds = started_with(
@@ -81,6 +82,7 @@ def test_one_rank_cannot_start(runtime: Path, program: Program) -> None:
     assert seconds < 5.0
 
 
+@pytest.mark.world
 def test_ranks_that_are_never_ready(
     runtime: Path, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +107,7 @@ def test_more_than_can_be(runtime: Path) -> None:
     assert list(runtime.iterdir()) == []
 
 
+@pytest.mark.world
 def test_a_start_that_is_called_off(runtime: Path, program: Program) -> None:
     """Ranks of another machine will not come: those that wait for them are ended."""
     spec = replace(worker_start(runtime).world, world_size=2, python=str(program("sleep 600")))
@@ -127,6 +130,7 @@ def test_a_start_that_is_called_off(runtime: Path, program: Program) -> None:
     run("spawn", runtime, test)
 
 
+@pytest.mark.world
 def test_a_runtime_folder_that_was_removed(runtime: Path) -> None:
     """It is made again, private and ours; another's of that name is not taken."""
     folder = runtime / "nbdist-gone"

@@ -222,6 +222,7 @@ def test_repr_tells_what_is_waited_for():
 # --- pipes --------------------------------------------------------------------------------
 
 
+@pytest.mark.world
 def test_all_that_a_process_writes() -> None:
     """It arrives in order, and at its end nothing more."""
 
@@ -239,6 +240,7 @@ def test_all_that_a_process_writes() -> None:
     assert asyncio.run(main()) == b"hello\n" * 100_000 + b"bye\n"
 
 
+@pytest.mark.world
 def test_what_is_there_when_a_process_has_ended() -> None:
     """It is read at once, without waiting for the loop; what comes after the close is lost."""
 

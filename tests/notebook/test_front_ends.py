@@ -22,6 +22,8 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from tests.waiting import SOON
 
+pytestmark = pytest.mark.kernel
+
 # jupyter_client's blocking calls run on a loop that lives as long as the process.
 ensure_event_loop()
 

@@ -260,6 +260,7 @@ def test_it_cannot_be_sent_to_the_workers(notebook: Notebook) -> None:
     assert said.startswith("VariableNotSent: `job` (part of this notebook) cannot be sent to ")
 
 
+@pytest.mark.kernel
 def test_nothing_is_left_by_the_end() -> None:
     """Of the notebook, or the extension: the cell ends with its workers, and Stop is as before."""
     notebook = Notebook("%load_ext nbdist", "%dist_init -n 2")

@@ -24,6 +24,7 @@ print("end", picture)
 """
 
 
+@pytest.mark.kernel
 def test_in_a_terminal():
     """Over the lines before, none of them so long that it would be two."""
     env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}

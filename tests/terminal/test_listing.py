@@ -40,6 +40,7 @@ def test_a_row() -> None:
     assert row["since"].split()[1] in ("Jan", "Dec")
 
 
+@pytest.mark.world
 def test_a_world_is_listed_and_ended(capsys: pytest.CaptureFixture[str]) -> None:
     """By its name; its notebook learns of it as of any lost agent."""
     victim = f"victim-{os.getpid()}"

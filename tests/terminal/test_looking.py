@@ -121,6 +121,7 @@ def test_what_is_no_world(place: Path, worlds: Worlds, said: bytes) -> None:
     assert str(place) not in repr(worlds)
 
 
+@pytest.mark.world
 def test_a_world_that_has_ended(worlds: Worlds) -> None:
     """Is not there any more, and its connection is closed."""
     with World(1, log_dir="", backend="none"):

@@ -41,6 +41,7 @@ def process(
     return start
 
 
+@pytest.mark.world
 def test_who_waits_ends_as_who_works(
     process: Callable[[str, str], subprocess.Popen[str]], tmp_path: Path
 ) -> None:
@@ -60,6 +61,7 @@ def test_who_waits_ends_as_who_works(
     wait_until(lambda: not folder.exists(), "the folder is gone")
 
 
+@pytest.mark.world
 def test_where_who_works_is_killed_the_others_end(
     process: Callable[[str, str], subprocess.Popen[str]],
 ) -> None:

@@ -125,6 +125,7 @@ def test_groups_of_a_controller(machine: Machine) -> None:
     ]
 
 
+@pytest.mark.world
 def test_groups_of_another_process() -> None:
     """They are those that /proc tells of it; a process that has ended is in none."""
     with subprocess.Popen(["sleep", "1000"]) as process:

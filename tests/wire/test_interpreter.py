@@ -41,6 +41,7 @@ def test_environment_without_a_safe_entry() -> None:
     assert safe_environ({"PYTHONPATH": "/lib"}, "/work") == {"PYTHONPATH": "/lib"}
 
 
+@pytest.mark.world
 def test_a_module_in_the_folder_is_not_imported(tmp_path: Path) -> None:
     """`random.py` there is the user's."""
     (tmp_path / "random.py").write_text("raise SystemExit('the one of the user')")

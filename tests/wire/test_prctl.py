@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from nbdist.wire import prctl
 from tests.waiting import SOON, wait_until
+
+pytestmark = pytest.mark.world
 
 PARENT = """
 import subprocess, sys

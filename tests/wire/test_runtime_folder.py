@@ -96,6 +96,7 @@ def fill(folder: Path) -> Path:
     return found
 
 
+@pytest.mark.own_agent
 def test_a_full_place(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is passed over; and where nothing else is left, named."""
     fill(small)
@@ -112,6 +113,7 @@ def test_a_full_place(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each.name for each in small.iterdir()] == ["big"]
 
 
+@pytest.mark.own_agent
 def test_a_place_that_gets_full(small: Path) -> None:
     """Who cannot start says where there is no room; with room again it can."""
     with World(1, log_dir="") as world:

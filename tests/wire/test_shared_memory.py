@@ -82,6 +82,7 @@ def test_frames_are_aligned() -> None:
         ] == [0, 0, 0]
 
 
+@pytest.mark.world
 def test_another_process_reads_it() -> None:
     """Any process of the same user opens a segment by its reference alone."""
     with to_end(Segment.filling([b"hello " * 20_000])) as segment:
@@ -168,6 +169,7 @@ def test_a_reference_of_another_size_is_refused() -> None:
         open_segment(replace(segment.ref, sizes=(10_000,)))
 
 
+@pytest.mark.world
 def test_the_memory_of_a_dead_owner_is_gone() -> None:
     """Nothing of a killed process stays in memory, and its reference says what happened."""
     source = (

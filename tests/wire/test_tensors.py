@@ -334,6 +334,7 @@ def test_storages_and_dtypes() -> None:
     assert back[1:] == [torch.float16, torch.device("cpu"), torch.Size([2])]
 
 
+@pytest.mark.world
 def test_the_receiver_imports_torch_when_a_tensor_comes() -> None:
     """Not before, and without being told."""
     frames = [bytes(frame) for frame in _frames({"x": torch.ones(3)})]

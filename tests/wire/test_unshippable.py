@@ -104,6 +104,7 @@ def test_a_coroutine(refuse: Callable[[Any], str]) -> None:
         assert "(coroutine)" in refuse(coroutine)
 
 
+@pytest.mark.world
 def test_a_process(refuse: Callable[[Any], str]) -> None:
     """A process is known to its parent only."""
     with subprocess.Popen(["true"]) as process:

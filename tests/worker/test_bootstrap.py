@@ -45,6 +45,7 @@ def assert_all_different(drawn: list[dict[str, object]]) -> None:
         assert len(set(values)) == len(values), (source, values)
 
 
+@pytest.mark.own_agent
 @pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
 def test_chance_is_every_workers_own(fork: bool) -> None:  # noqa: FBT001
     """No rank repeats what another draws, nor one after a restart, replaced, or added."""

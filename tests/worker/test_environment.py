@@ -90,6 +90,7 @@ print(issubclass(tqdm.auto.tqdm, tqdm.std.tqdm), os.environ["TTY_COMPATIBLE"])
 """
 
 
+@pytest.mark.world
 def test_bars_are_text() -> None:
     """Also those that would be widgets in a process that has loaded ipykernel."""
     pytest.importorskip("tqdm")

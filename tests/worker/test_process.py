@@ -15,6 +15,8 @@ import pytest
 from nbdist.worker.process import PLENTY, RESERVE, Interrupts
 from tests.waiting import SOON, wait_until
 
+pytestmark = pytest.mark.world
+
 
 def run(code: str) -> list[str]:
     """The words that a process of its own prints which runs this code."""

@@ -15,6 +15,8 @@ from nbdist.node.worker_output import Merger
 from nbdist.output.events import Text
 from tests.waiting import SOON
 
+pytestmark = pytest.mark.world
+
 TOKEN = "0123456789abcdef"
 
 PROLOGUE = f"""

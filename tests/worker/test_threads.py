@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from nbdist.wire.call_layout import CallLayout
 from nbdist.wire.places import StackFrame
 from nbdist.worker.threads import awaited, described, frames_of, handles_stop
@@ -106,6 +108,7 @@ stuck()
 """
 
 
+@pytest.mark.world
 def test_the_stack_of_a_crash(tmp_path: Path) -> None:
     """It is appended to the file, whose first line says where calls are."""
     path = tmp_path / "rank0.stack"

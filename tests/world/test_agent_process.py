@@ -14,6 +14,8 @@ from nbdist.wire.runtime_folder import RuntimeFolder
 from nbdist.world.agent_process import AgentProcess
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.own_agent
+
 END_TIMEOUT = 20.0
 ENDED_IN = 3.0
 

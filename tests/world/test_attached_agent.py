@@ -16,6 +16,8 @@ from nbdist.wire.at_door import Admitted, Held
 from nbdist.world.attached_agent import AttachedAgent
 from nbdist.world.registry import Found
 
+pytestmark = pytest.mark.own_agent
+
 HELD = Held(__version__, "vm", "default", "exp", 2, "ready", "", 0, 0, 0, detach=True, guard=1)
 GUARDED = "sleep 1000 & echo $!; wait $!; %s"
 

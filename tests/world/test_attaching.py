@@ -18,6 +18,8 @@ from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.own_agent
+
 NAME = f"exp-{os.getpid()}"
 """Others run the same tests on this machine."""
 

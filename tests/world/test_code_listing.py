@@ -11,6 +11,8 @@ import pytest
 from nbdist.wire.code_tree import digest_of
 from nbdist.world.code_listing import FULL_FOLDER, LARGEST, CodeListing
 
+pytestmark = pytest.mark.world
+
 LONG_AGO = 1_600_000_000 * 10**9
 
 

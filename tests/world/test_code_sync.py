@@ -18,6 +18,8 @@ from nbdist.world.code_sync import CodeSync
 from nbdist.world.link import Link
 from nbdist.world.world import World
 
+pytestmark = pytest.mark.own_agent
+
 ELSEWHERE = """#!/bin/sh
 exec unshare --mount --uts sh -c 'hostname elsewhere && mount -t tmpfs none "$0" && exec "$@"' \\
     {folder} {python} "$@"

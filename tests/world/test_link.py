@@ -81,6 +81,7 @@ def test_bytes_of_another_protocol(world: World, data: bytes) -> None:
     assert world.execute("1").ok
 
 
+@pytest.mark.own_agent
 def test_strangers_who_come_first() -> None:
     """The agent is the one who says hello; nothing is read of what came before."""
     with opened(*(SENT[sent] for sent in SENT.keys() - {"a hello"})) as link:
@@ -105,6 +106,7 @@ def opened(*strangers: list[bytes]) -> Iterator[Link]:
     link.close()  # once is enough
 
 
+@pytest.mark.own_agent
 def test_an_agent_that_answers_no_more(caplog: pytest.LogCaptureFixture) -> None:
     """A call ends when it has waited for so long, or when the agent has ended."""
     with opened() as link:
@@ -139,6 +141,7 @@ def test_a_link_that_was_never_opened() -> None:
     assert not folder.exists()
 
 
+@pytest.mark.own_agent
 @pytest.mark.parametrize(
     ("text", "said", "lines"),
     [
@@ -163,6 +166,7 @@ def test_an_agent_that_does_not_start(
     assert [*caught.value.log_lines] == lines
 
 
+@pytest.mark.own_agent
 def test_an_agent_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its messages are not what this notebook's are."""
     monkeypatch.setattr("nbdist.world.link.__version__", "0.0")

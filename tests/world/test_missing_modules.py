@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from nbdist.world.code_sync import CodeSync
 from nbdist.world.missing_modules import missing_text
 
@@ -28,6 +30,7 @@ def test_a_module_of_the_folder(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.world
 def test_a_module_that_is_left_out(tmp_path: Path) -> None:
     """Why, and how it goes along; nothing of one that does."""
     (tmp_path / "mine.py").touch()

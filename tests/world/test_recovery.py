@@ -257,6 +257,7 @@ def test_nccl_needs_a_gpu_for_each(world: World) -> None:
         scaled(spec, world.session.config, 2)
 
 
+@pytest.mark.own_agent
 def test_new_ranks_have_log_files(tmp_path: Path) -> None:
     """Beside those of the others; a rank that comes again goes on in its own."""
     with World(1, log_dir=str(tmp_path)) as world:

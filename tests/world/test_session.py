@@ -93,6 +93,7 @@ def test_what_a_failed_task_has_bound(session: Session) -> None:
     assert "made" in session.names.bound(0)
 
 
+@pytest.mark.own_agent
 def test_another_launcher_starts_other_agents(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +116,7 @@ def test_another_launcher_starts_other_agents(
     assert "nbdist.node" in session.link.agents[0].command
 
 
+@pytest.mark.own_agent
 @pytest.mark.parametrize("ranks", ["0", [7], [-1], ["0"]])
 def test_ranks_that_there_are_not(session: Session, ranks: list[int]) -> None:
     """They are refused in a line, and nothing is sent."""

@@ -99,6 +99,7 @@ def test_torchs_debug_level_reaches_a_fork(world: World) -> None:
     world.execute("dist.all_reduce(torch.ones(1), group=group)")
 
 
+@pytest.mark.own_agent
 def test_wrapped_workers_in_another_interpreter(tmp_path: Path) -> None:
     """A virtual environment with packages of its own; the wrapper's doings hold in the worker."""
     venv = tmp_path / "venv"
@@ -122,6 +123,7 @@ def test_wrapped_workers_in_another_interpreter(tmp_path: Path) -> None:
         assert command == [python, "-P", "-m", "nbdist.worker"]
 
 
+@pytest.mark.own_agent
 def test_a_wrapper_that_stays(tmp_path: Path) -> None:
     """A process between agent and worker: Stop is not for it, and it dies with the agent."""
     wrapper = tmp_path / "stays"
@@ -145,6 +147,7 @@ def test_a_wrapper_that_stays(tmp_path: Path) -> None:
         assert not any(process.is_running() for process in processes)
 
 
+@pytest.mark.own_agent
 def test_debug_tells_which_collectives_differ() -> None:
     """Before it runs, with C++ stacks; also after a rank was replaced and the group renewed."""
     mismatch = "x = torch.ones(2 + rank)\ndist.all_reduce(x)"

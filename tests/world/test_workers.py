@@ -36,6 +36,7 @@ def new_children() -> Callable[[], list[psutil.Process]]:
     ]
 
 
+@pytest.mark.own_agent
 @both_sources
 def test_shutdown_leaves_nothing(
     fork: bool,  # noqa: FBT001
@@ -52,6 +53,7 @@ def test_shutdown_leaves_nothing(
     assert world.state is State.STOPPED
 
 
+@pytest.mark.own_agent
 @both_sources
 def test_shutdown_in_mid_cell_leaves_nothing(
     fork: bool,  # noqa: FBT001
@@ -72,6 +74,7 @@ def test_shutdown_in_mid_cell_leaves_nothing(
     assert [line for line in traces_left() if "sleep" in line] == []
 
 
+@pytest.mark.own_agent
 @both_sources
 def test_worker_that_cannot_form_its_group(
     fork: bool,  # noqa: FBT001
@@ -104,6 +107,7 @@ def test_worker_that_cannot_form_its_group(
     assert [line for line in traces_left() if not line.startswith("process")] == []
 
 
+@pytest.mark.own_agent
 @both_sources
 def test_worker_whose_import_fails(
     fork: bool,  # noqa: FBT001
@@ -126,6 +130,7 @@ def test_worker_whose_import_fails(
     world.shutdown()
 
 
+@pytest.mark.own_agent
 def test_interpreter_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent that ends at once fails the start with what it said."""
     monkeypatch.setenv("PYTHONPATH", "/nowhere")
@@ -138,6 +143,7 @@ def test_interpreter_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world.state is State.STOPPED
 
 
+@pytest.mark.own_agent
 @both_sources
 def test_start_interrupted(
     fork: bool,  # noqa: FBT001
@@ -168,6 +174,7 @@ def test_start_interrupted(
     world.shutdown()
 
 
+@pytest.mark.own_agent
 def test_restart_interrupted() -> None:
     """A restart that Stop has cut short is asked for again, and ends the old workers."""
     with World(1, log_dir="") as world:
@@ -223,6 +230,7 @@ def test_local_world_listens_for_gloo_alone(new_world: NewWorld) -> None:
             assert {*listening} == ({"127.0.0.1"} if backend == "gloo" else set())
 
 
+@pytest.mark.own_agent
 def test_an_agent_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart waits for some seconds; nothing of the agent that was stopped is left."""
     with World(2, log_dir="") as world:
@@ -254,6 +262,7 @@ def test_who_was_replaced_is_said_once() -> None:
     assert [workers.take_replaced(), workers.take_replaced()] == [{1: Died(-9, 0)}, {}]
 
 
+@pytest.mark.own_agent
 def test_secrets_are_not_in_any_command_line() -> None:
     """The environment does not show up where other users can read it."""
     with World(2, log_dir="") as world:
@@ -279,6 +288,7 @@ def test_unknown_launcher(traces_left: Callable[[], list[str]]) -> None:
     assert traces_left() == []
 
 
+@pytest.mark.own_agent
 def test_log_files(tmp_path: Path) -> None:
     """Each rank's full text is in its own files, a folder for each attempt."""
     with World(2, log_dir=str(tmp_path), name="exp") as world:

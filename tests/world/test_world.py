@@ -662,6 +662,7 @@ def test_agent_killed_in_mid_cell(world: World) -> None:
     assert world.gather("rank") == [*range(world.size)]
 
 
+@pytest.mark.world
 def test_it_starts_by_itself() -> None:
     """Where nobody has started it, whatever runs something does; after its end nothing does."""
     world = World(2, log_dir="")

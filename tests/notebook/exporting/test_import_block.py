@@ -31,6 +31,7 @@ def block_of(source: str) -> ImportBlock:
     return block
 
 
+@pytest.mark.world
 def test_it_is_as_ruff_wants_it(tmp_path: Path) -> None:
     """Sections, order, one member a line where they are long: nothing is left to sort."""
     block = block_of(SOURCE)

@@ -150,6 +150,7 @@ def change(value: Any, seed: int) -> None:
         value.y = seed + 100
 
 
+@pytest.mark.world
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -230,6 +231,7 @@ def test_set_up_cells_stand_alone(house: Any):
     packing.segment.close()
 
 
+@pytest.mark.world
 def test_sizes_as_text():
     """In three digits or less."""
     sizes = [format_size(size) for size in (5, 5_000, 5_400_000, 1_250_000_000)]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.world
+
 KILLED = """
 import os, signal, sys
 from nbdist.worker.compat.jedi import import_jedi

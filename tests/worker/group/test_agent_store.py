@@ -214,6 +214,7 @@ def test_an_agent_that_does_not_answer(agent: Agent, monkeypatch: pytest.MonkeyP
                 AgentStore(connections, "g", 1.0).num_keys()
 
 
+@pytest.mark.world
 def test_a_forked_child(store: AgentStore, connections: Connections) -> None:
     """It has no part in it, also where it has not been made to leave; the rank goes on."""
     store.set("key", "value")
