@@ -35,7 +35,7 @@ SMOKE = (
 )
 """For breaks of what runs in every cell, where the tests of their own folder find nothing."""
 
-BOUNDS = {"nearest": 40, "room": 15, "smoke": 20}
+BOUNDS = {"nearest": 90, "room": 20, "smoke": 25}
 """Seconds of a processor for the tests of each stage; those left by then are left out."""
 
 LONGEST = 300

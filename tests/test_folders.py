@@ -131,3 +131,7 @@ def test_what_is_trusted_can_be_read(ours: Path):
             folders.open_trusted(ours / "nowhere", at)
         with pytest.raises(Untrusted, match="sub is no plain file"):
             folders.open_trusted(ours / "sub", at)
+        for mode in (0o620, 0o602):
+            (ours / "file").chmod(mode)
+            with pytest.raises(Untrusted, match=f"others can write to .*mode {mode:04o}"):
+                folders.open_trusted(ours / "file", at)

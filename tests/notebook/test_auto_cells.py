@@ -9,9 +9,10 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.macro import Macro
 from traitlets.config import Config
 
-from nbdist.notebook.auto_cells import AutoCells, runs_there
+from nbdist.notebook.auto_cells import AutoCells, _is_theirs, runs_there
 from nbdist.notebook.pools import Pools
 from nbdist.notebook.settings import NbDist
+from nbdist.world.world import World
 
 PLAIN = "x = 1"
 
@@ -82,6 +83,17 @@ def test_extensions_that_both_have_loaded(cells: Any, shell: Shell) -> None:
 
 def ours(line: str) -> None:
     """A magic of an extension."""
+
+
+def test_whose_a_name_is() -> None:
+    """What the notebook has, it has itself, also a module that is ready in every worker."""
+    world = World(1, log_dir="")
+    world.session.names.found({0: {"model": None}})
+    theirs = [
+        name for name in ("model", "torch", "dist", "x") if _is_theirs(world, {"torch": 1}, name)
+    ]
+    assert theirs == ["model", "dist"]
+    assert not _is_theirs(None, {}, "dist")
 
 
 def test_nothing_that_front_ends_ask_for_themselves(cells: Any) -> None:

@@ -28,7 +28,11 @@ def took(*outputs: Output) -> tuple[Transcript, News]:
 
 def shown(capsys: pytest.CaptureFixture[str]) -> list[dict[str, str]]:
     """What was displayed: without a shell IPython prints it."""
-    lines = map(str.strip, strip(capsys.readouterr().out).splitlines())
+    return displayed(capsys.readouterr().out)
+
+
+def displayed(said: str) -> list[dict[str, str]]:
+    lines = map(str.strip, strip(said).splitlines())
     return [ast.literal_eval(line) for line in lines if line.startswith("{")]
 
 
@@ -134,7 +138,9 @@ def test_below_what_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
         display.typed()
         display.show_all(transcript, "", 0)
         display.end(transcript, {})
-        above, below, emptied, last = shown(capsys)
+        said = capsys.readouterr().out
+        above, below, emptied, last = displayed(said)
+        assert ("\x1b[2K" in said) == is_alone  # else it would take others' outputs away
         assert "rank 0 waits" in above["text/plain"]
         assert "rank 0 waits" not in below["text/plain"]
         assert emptied == {"text/html": NOTHING, "text/plain": ""}

@@ -60,10 +60,11 @@ def test_last_lines_of_a_big_file(tmp_path: Path) -> None:
     assert last_lines(file, 3, re.compile(r"line \d00 ")) == [
         line for line in numbers if re.search(r"line [789]00 ", line)
     ]
-    file.write_text("y" * 5 * BLOCK + "\nz")
+    file.write_text("y" * 5 * BLOCK + "end\nz")
     long, short = last_lines(file, 9)
     assert short == "z"
     assert LONGEST <= len(long) <= LONGEST + BLOCK
+    assert long.endswith("end")
     assert last_lines(tmp_path / "nowhere", 9) == far_lines(tmp_path / "nowhere", 9)[0] == []
 
 

@@ -147,6 +147,9 @@ def test_merged_line() -> None:
     assert merged_line(running(50, 50)) == "[0-1] train 50% 00:06<00:06"
     assert merged_line(make(2, lambda rank: [out("x\n")], finished=False)) == ""
     assert merged_line(make(2, lambda rank: [bar(100)])) == ""
+    paced = Text("stderr", "\r 25%|██▌       | 1/4 [00:06<?, ?it/s]")
+    transcript = make(2, lambda rank: [paced], finished=False)
+    assert merged_line(transcript) == "[0-1] 25% 00:06<00:18"
     endless = [Text("stderr", f"\r{done}it [00:03, 9.5it/s]") for done in (10, 30)]
     transcript = make(2, lambda rank: [endless[rank]], finished=False)
     assert merged_line(transcript) == "[0-1] 30it (10it-30it) 00:03"

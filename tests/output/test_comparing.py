@@ -65,8 +65,9 @@ def test_unlike_most() -> None:
     odd = {3: "shard 3\nno data\n", 9: "shard 9\n", 11: "shard 11\nloss nan\n" + BAR.format(1)}
     transcript = make(40, lambda rank: [out(odd.get(rank, usual.format(rank, rank / 7)))])
     assert unlike_most(transcript.groups()) == {3, 9, 11}
-    halves = make(40, lambda rank: [out(f"{'ab'[rank % 2]} {rank}\nx\n")])
-    assert unlike_most(halves.groups()) == frozenset()
+    for ranks in (6, 40):
+        halves = make(ranks, lambda rank: [out(f"{'ab'[rank % 2]} {rank}\nx\n")])
+        assert unlike_most(halves.groups()) == frozenset()
 
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6).map(lambda number: round(number, 3) + 0.0), min_size=9)

@@ -60,6 +60,7 @@ def nested_bars(*, leave_inner: bool) -> str:
         ("ab\x1b[3Cc", ["ab   c"]),
         ("one\ntwo\x1b[A\rONE\x1b[B\rTWO", ["ONE", "TWO"]),
         ("one\ntwo\nthree\x1b[2A\x1b[Jend", ["one  end"]),
+        ("abc\x1b[2D\x1b[1K", ["  c"]),
         ("a\tb", ["a\tb"]),
         ("bell\a null\0 form\f", ["bell null form"]),
         ("\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\ after", ["link after"]),

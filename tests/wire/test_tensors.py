@@ -249,6 +249,13 @@ def test_a_model_and_its_optimizer() -> None:
     assert not torch.equal(there.weight, model.weight)
 
 
+def test_how_much_goes_along() -> None:
+    """All of a memory that is shown by half; where it is to be exact, what is shown."""
+    part = torch.zeros(1000)[:600]
+    assert unpickle(pickle(part, {}).frames).untyped_storage().nbytes() == 4000
+    assert unpickle(pickle(part, {}, exact=True).frames).untyped_storage().nbytes() == 2400
+
+
 def test_shared_memory_is_reported() -> None:
     """Two tensors over one memory count as sharing, and so do two owners of a tensor."""
     data = torch.zeros(1000)

@@ -170,8 +170,8 @@ def test_messages() -> None:
     long = message_of(ValueError("x" * (MOST_CHARACTERS + 1_000)))
     assert long == "x" * MOST_CHARACTERS + " … 1,000 more characters"
     assert message_of(ValueError("half \ud800")) == "half \\ud800"
-    odd = caught("class Odd(Exception):\n    def __str__(self): raise TypeError\nraise Odd")
-    assert message_of(odd) == "<its text cannot be made: TypeError>"
+    odd = caught("class Odd(Exception):\n    def __str__(self): raise LookupError\nraise Odd")
+    assert message_of(odd) == "<its text cannot be made: LookupError>"
 
 
 def test_errors_that_are_too_long_to_colour() -> None:

@@ -86,6 +86,15 @@ def test_a_rank_that_finished_is_waited_for() -> None:
     assert task.aborted == {0: WAITS}
 
 
+def test_nobody_waits_in_vain_for_one_that_is_debugged() -> None:
+    """As long as somebody has to type there, the others are not even looked at."""
+    task, now = running(), time.monotonic()
+    task.receive(1, InputRequest(1, "(Pdb) "))
+    assert [*task.next_steps(now + 60)] == []
+    task.prompts.answered(1, now + 60)
+    assert [*task.next_steps(now + 60)] == [Step.LOCATE]
+
+
 def test_stop_leaves_the_freeing_to_the_agent() -> None:
     """What waits is only looked at from then on."""
     task, now = running(), time.monotonic()

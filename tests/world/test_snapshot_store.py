@@ -62,6 +62,13 @@ def test_a_complete_one_is_found(store: SnapshotStore) -> None:
     assert repr(store) == f"<SnapshotStore {store.root}, 1 snapshots>"
 
 
+def test_one_of_this_notebook_goes_before_anothers(tmp_path: Path) -> None:
+    """Of a name that both have used, also where the other's is newer."""
+    mine = SnapshotStore(tmp_path, "/mine.ipynb")
+    taken, other = take(mine, "a"), take(SnapshotStore(tmp_path, "/other.ipynb"), "a")
+    assert (mine.find("a"), mine.of("a")) == (taken, [other, taken])
+
+
 def test_what_was_not_completed_is_gone(store: SnapshotStore) -> None:
     """Also where writing it fails."""
     for there in (True, False):

@@ -39,3 +39,4 @@ def test_ranks_that_have_other_numbers_now() -> None:
     assert (there.size, there.pids) == (1, {0: 101})
     assert there.take_moved() == {1: 0}
     assert there.take_moved() == {}
+    assert Standing(there.config).size == 1  # after a restart, too

@@ -45,6 +45,7 @@ def test_without_workers(typed: Callable[[str], str]):
         ("a, b c", ["a", "b", "c"]),
         ("(a, b)", ["(a, b)"]),
         ("a) + (b", ["a) + (b"]),
+        ("d['é'], b", ["d['é']", "b"]),
     ],
 )
 def test_words_become_expressions(line, found):

@@ -249,6 +249,7 @@ def test_what_is_left_out_is_named(*, fails: bool) -> None:
         "`data` is used and not there: `%dist_run prepare.py --all` bound it",
         "`%dist_run prepare.py --all`, which bound data",
         "`model` is used and not there: `%dist_restore` bound it",
+        "`%dist_restore`, which bound model",
         "when `late` was sent: the script has it as it is",
         "`nothing` is used and not there: no cell binds it",
         "`Out` is used and not there: it is IPython's",
