@@ -48,12 +48,14 @@ CLOSABLE = ("socket:", "pipe:", "anon_inode:[pidfd]", "/memfd:nbdist")
 
 # What lasts as long as the run once a test has asked for it; a module whose fixtures ask for it
 # by name says so with a LASTING of its own.
-LASTING = ("sshd", "slurm", "etcd", "network", "jupyter")
+LASTING = ("sshd", "slurm", "etcd", "ray", "network", "jupyter")
 
 # Several run beside one another, a file each: the longest must not be the last to begin.
 LONGEST = (
-    "hosts/test_worlds.py",
     "hosts/test_ray.py",
+    "hosts/test_membership.py",
+    "hosts/test_slurm.py",
+    "hosts/test_worlds.py",
     "faults/test_nothing_left.py",
     "notebooks/test_notebooks.py",
     "notebook/commands/test_export.py",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -26,6 +27,13 @@ from nbdist.wire.wanted import Wanted
 
 PLACED_TIMEOUT = 60.0
 """Seconds until Ray has placed all actors: it is imported, asked, and starts interpreters."""
+
+TOKEN = re.compile("authentication token", re.IGNORECASE)
+TOKEN_WANTED = (
+    "the Ray cluster takes only whom it knows by its token: set RAY_AUTH_MODE=token before the "
+    "notebook begins, and have the token in ~/.ray/auth_token or in RAY_AUTH_TOKEN"
+)
+"""What Ray says of that is for its log, or longer than a line."""
 
 DRIVER = "nbdist.launch.ray_driver"
 LAST_BYTES = 4096
@@ -123,11 +131,12 @@ class Driver:
         if isinstance(said, Placed):
             return said.hosts
         self.end(KILL_TIMEOUT)
-        lines = " ".join(self.last_lines()[-1:])
+        lines = self.last_lines()
         self.close()
         if isinstance(said, Refused):
-            raise OSError(said.why)
-        raise OSError(f"Ray did not place the agents within {PLACED_TIMEOUT:.0f} s: {lines}")
+            raise OSError(TOKEN_WANTED if any(map(TOKEN.search, [said.why, *lines])) else said.why)
+        told = " ".join(lines[-1:])
+        raise OSError(f"Ray did not place the agents within {PLACED_TIMEOUT:.0f} s: {told}")
 
     def watch(self, agents: Sequence[RayAgent]) -> None:
         """Say of these agents from now on when they have ended."""

@@ -165,7 +165,8 @@ def connect() -> None:
     if not address:
         raise OSError(f"this machine is no node of a Ray cluster; {REMEDY}")
     probe(address)
-    ray.init(address=address, log_to_driver=False, logging_level="WARNING")
+    # By "auto", and not by an address, Ray finds out that the cluster of this machine has a token.
+    ray.init(address=asked, log_to_driver=False, logging_level="WARNING")
 
 
 def current() -> str:

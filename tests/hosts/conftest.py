@@ -15,7 +15,7 @@ What a test can ask for:
   calls `ssh`.  See `tests.hosts.sshd` for aliases that are refused, over IPv6, and so on.
 - `slurm`: `slurm.environ`, `slurm.run("srun", ...)`, `slurm.allocate("-N2")`, `slurm.cancel(job)`.
 - `etcd`: `etcd.address`.
-- `cluster`: a Ray, of the module; `cluster.address`, `cluster.actors(host)`
+- `cluster`: a Ray, with its token; `cluster.address`, `cluster.actors(host)`
 - `path`: this process calls the `ssh` of `sshd`
 - `launch(hosts="node1:2,node2:2", ...)` -> a started `World`, ended after the test
 
@@ -111,19 +111,27 @@ def etcd(network: Network) -> Iterator[Etcd]:
     etcd.close()
 
 
-@pytest.fixture(scope="module")
-def cluster(network: Network) -> Iterator[RayCluster]:
+@pytest.fixture(scope="session")
+def ray(network: Network) -> Iterator[RayCluster]:
     """A real Ray, with a node on each of the first two hosts."""
     if reason := rays.missing():
         pytest.skip(reason)
     cluster = RayCluster(network)
     try:
         cluster.start()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("RAY_ADDRESS", cluster.address)
-            yield cluster
+        yield cluster
     finally:
         cluster.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(ray: RayCluster) -> Iterator[RayCluster]:
+    """It, which this process knows, and whose token it has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", ray.address)
+        for name, value in ray.environ.items():
+            patch.setenv(name, value)
+        yield ray
 
 
 @pytest.fixture(scope="module")

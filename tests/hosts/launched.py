@@ -1,34 +1,34 @@
-"""Worlds of two workers on each of two hosts, by each launcher: what is its own in starting them.
+"""Worlds of two workers on each of two hosts, by each launcher: how they start, and live.
 
 Only for `join` something has to be done besides: what it asks the user for, on each host.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
+import nbdist
+from nbdist.errors import ScaleError, UsageError, WorkerDied, WorkerError
+from nbdist.world.registry import Found, worlds
 from nbdist.world.world import World
+from tests.hosts.conftest import complain
 from tests.hosts.network import Host, Network, end
 from tests.hosts.ray_cluster import RayCluster
 from tests.hosts.slurm import Slurm
+from tests.hosts.worlds import TRAIN, agent_on, check_whole, lose
 from tests.waiting import wait_until
-
-NAMES = ("ssh", "slurm", "join", "ray")
 
 JOIN_TIMEOUT = 60.0
 INVITATION = re.compile(r"`nbdist join (\S+)`")
-
-AT_THE_START = (
-    "With `--launcher {}` machines come at the start alone: `%dist_restart` asks for all again"
-)
-"""What is told where none comes later, nor again."""
 
 
 class Launched:
@@ -45,13 +45,6 @@ class Launched:
 
     def hear(self, said: str) -> None:
         """Do what somebody is asked for while a world starts."""
-
-    def start(self, **options: Any) -> World:
-        """Start a world here."""
-        world = World(**{**self.options, **options})
-        for said in world.session.starting_texts():
-            self.hear(said)
-        return world
 
     def come_back(self, world: World, host: Host) -> None:
         """Have all four workers again after `host` was lost, by what the user was told."""
@@ -147,24 +140,166 @@ def has_come(world: World) -> bool:
     return bool(world.session.have_come)
 
 
+def ours_on(host: Host) -> list[str]:
+    """What is there of a world; daemons take their time to find that nobody is there any more."""
+    return [line for line in host.left() if "nbdist" in line and "sshd: " not in line]
+
+
+def is_clean(launched: Launched, network: Network) -> None:
+    """Nothing is left on any host, nor where the launcher keeps its books."""
+    complain(network, launched.name)
+    wait_until(lambda: not launched.holds(), f"{launched.name} has let go of the world")
+
+
+# --- notebooks that are killed ------------------------------------------------------------------
+
+NOTEBOOK = """
+import sys
+from nbdist import World
+world = World(**{options})
+for said in world.session.starting_texts():
+    if said:
+        print(said, flush=True)
+world.execute("import torch, torch.distributed as dist; dist.barrier(); kept = rank + 10")
+print("up", flush=True)
+world.execute('''
+import os, time
+while True:
+    is_open = torch.tensor(float(os.path.exists({gate!r})))
+    dist.all_reduce(is_open, dist.ReduceOp.MIN)
+    if is_open:
+        break
+    time.sleep(0.05)
+''')
+"""
+
+
 @contextmanager
-def launched_by(
-    name: str, ask: Callable[[str], Any], patch: pytest.MonkeyPatch
-) -> Iterator[Launched]:
-    """Have what a launcher needs, of fixtures that are asked for by name."""
-    network: Network = ask("network")
-    with ExitStack() as stack:
-        if name == "ssh":
-            ask("path")
-            yield Launched(name, {"hosts": "node1:2,node2:2"}, "")
-        elif name == "slurm":
-            slurm: Slurm = ask("slurm")
-            yield Allocated(slurm, stack.enter_context(slurm.inside("-N2")))
-        elif name == "ray":
-            yield OnRay(ask("cluster"))
-        else:
-            joined = Joined(network)
-            for key, value in joined.environ.items():
-                patch.setenv(key, value)
-            stack.callback(joined.close)
-            yield joined
+def other_notebook(launched: Launched, gate: str, **options: object) -> Iterator[None]:
+    """Have a notebook whose ranks are in the middle of a cell, and kill it."""
+    source = NOTEBOOK.format(options={**launched.options, **options}, gate=gate)
+    command = [sys.executable, "-c", source]
+    notebook = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert notebook.stdout is not None
+        with notebook.stdout:
+            for line in notebook.stdout:
+                if line == "up\n":
+                    break
+                launched.hear(line)
+            else:
+                pytest.fail("it did not start")
+            yield
+    finally:
+        notebook.kill()
+        notebook.wait()
+
+
+def named(name: str) -> list[Found]:
+    """The worlds of this machine that have this name."""
+    return [each for each in worlds() if each.held.name == name]
+
+
+@contextmanager
+def inherited(launched: Launched, network: Network) -> Iterator[World]:
+    """A world that has outlived its notebook; after it nothing is left.
+
+    The cell that ran went on when the notebook was killed, and all that it has left is there.
+    """
+    name, gate = f"left-{launched}-{os.getpid()}", network.folder / f"gate-{launched}"
+    with other_notebook(launched, str(gate), name=name, detach=True):
+        wait_until(lambda: named(name)[0].held.state == "busy", "it runs")
+    wait_until(lambda: named(name)[0].is_detached, "its notebook is gone")
+    with nbdist.attach(name) as world:
+        gate.touch()
+        world.catch_up()
+        assert world.gather("kept") == KEPT
+        check_whole(world)
+        yield world
+    assert named(name) == []
+    is_clean(launched, network)
+
+
+# --- what each launcher has to do ---------------------------------------------------------------
+
+SEAT = ["RANK", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
+
+WHERE = "__import__('socket').gethostname()"
+PLACES = ["node1", "node1", "node2", "node2"]
+KEPT = [10, 11, 12, 13]
+
+
+def trains(world: World) -> None:
+    """A step of training works on the hosts that were named; all ranks have the same weights."""
+    world.execute(TRAIN)
+    assert world.gather("where") == PLACES
+    assert len({float(each) for each in world.gather("weight")}) == 1
+
+
+def has_torchruns_variables(world: World) -> None:
+    """Ranks, seats, and where user code's own group can meet; only the node's own environment."""
+    world.execute(f"import os\nseat = [os.environ[name] for name in {SEAT}]")
+    master = world.gather("seat")[0][-1]
+    assert world.gather("seat") == [
+        [str(rank), str(rank % 2), str(rank // 2), "2", "2", master] for rank in range(4)
+    ]
+    assert world.gather("os.environ.get('PYTEST_CURRENT_TEST')") == [None] * 4
+
+
+def can_be_scaled(world: World) -> None:
+    """Fewer, and as many again; what the hosts have no room for is refused in a line."""
+    world.scale(1)
+    check_whole(world, 1)
+    world.scale(4)
+    check_whole(world)
+    assert world.gather(WHERE) == PLACES
+    assert world.gather("globals().get('kept')") == [10, None, None, None]
+    with pytest.raises((ScaleError, UsageError), match=r"room for 4|4 .* have room") as refused:
+        world.scale(6)
+    assert "\n" not in str(refused.value)
+    check_whole(world)
+
+
+def survives_an_agent(world: World, launched: Launched, network: Network) -> None:
+    """The others go on without its ranks, and the user is told how to have them back."""
+    world.execute("kept = rank + 10")
+    host = network.hosts[1]
+    said = lose(world, network, lambda: os.kill(agent_on(host), signal.SIGKILL))
+    assert said.startswith("rank 2 on node2 ")
+    told = r"now 2 workers; the other ranks keep their variables\. ?"
+    assert re.search(f"{told}{launched.way_back}", said)
+    assert world.gather("kept") == KEPT[:2]
+    launched.come_back(world, host)
+    check_whole(world)
+    assert world.gather(WHERE) == PLACES
+
+
+def survives_a_link(world: World, network: Network) -> None:
+    """In the middle of a collective: the others are freed, and nothing stays on that host."""
+    world.execute("kept = rank + 10")
+    host = network.hosts[1]
+    said = lose(world, network, host.link_down)
+    assert re.search("rank 2 on node2 .*was lost", said)
+    check_whole(world, 2)
+    assert world.gather("kept") == KEPT[:2]
+    # With the cable still out: what was started there has found out by itself.
+    wait_until(lambda: not ours_on(host), "node2 to be empty")
+    host.link_up()
+
+
+def lives(launched: Launched, network: Network) -> None:
+    """All that can be another matter with each launcher, in one world, from its start to its end.
+
+    `tests/hosts/test_worlds.py` has all that cells do, and what goes wrong in them, over ssh.
+    """
+    with inherited(launched, network) as world:
+        trains(world)
+        has_torchruns_variables(world)
+        with pytest.raises(WorkerError, match=r"rank 3.*ValueError: bad shard"):
+            world.execute("if rank == 3: raise ValueError('bad shard')\ndist.barrier()")
+        with pytest.raises(WorkerDied, match=r"rank 1 on node1 .*SIGKILL"):
+            world.execute("import os\nif rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()")
+        assert world.gather("globals().get('kept')") == [10, None, 12, 13]
+        can_be_scaled(world)
+        survives_an_agent(world, launched, network)
+        survives_a_link(world, network)

@@ -1,11 +1,14 @@
 """A real Ray over the hosts: its head on this machine, without a CPU to give, a node on each host.
 
-Each node has 2 CPUs in Ray's books, and a store of objects as small as Ray allows.
+It lets nobody in without its token, as a Ray does by itself from 2.60 on.  Each node has 2 CPUs in
+Ray's books, and a store of objects as small as Ray allows.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import secrets
 import shutil
 import signal
 import socket
@@ -53,9 +56,16 @@ class RayCluster:
         # Not Ray's usual port: two heads share one without a word, and its clients get either.
         self._port, *self._ports = _free_ports(7)
         self.address = f"{network.address}:{self._port}"
-        """What RAY_ADDRESS is, here and on the hosts."""
         # Paths of sockets are in there, which may not be long.
-        self.folder = Path(tempfile.mkdtemp(prefix="nbr-", dir="/tmp"))
+        self.home = Path(tempfile.mkdtemp(prefix="nbr-", dir="/tmp"))
+        """Of a user of this machine, who has the token there; Ray's own folder is in it."""
+        self.folder = self.home / "ray"
+        token = network.folder / "ray_token"
+        token.write_text(secrets.token_hex())
+        (self.home / ".ray").mkdir()
+        (self.home / ".ray" / "auth_token").symlink_to(token)
+        self.environ = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        """For Ray and its users, here and on the hosts; whoever has none of it is not let in."""
         self.hosts = network.hosts[:2]
         self._network = network
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
@@ -73,6 +83,7 @@ class RayCluster:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                env=os.environ | self.environ,
             )
         _hurry(self._nodes["head"].pid)
         self._await("head")
@@ -80,7 +91,10 @@ class RayCluster:
             node = {"node-ip-address": host.address, "address": self.address, **PORTS}
             with self._log(host.name).open("wb") as log:
                 process = host.popen(
-                    [*RAY, f"--num-cpus={CPUS}", *_options(node)], stdout=log, stderr=log
+                    [*RAY, f"--num-cpus={CPUS}", *_options(node)],
+                    environ=self.environ,
+                    stdout=log,
+                    stderr=log,
                 )
             _hurry(process.pid)
             self._nodes[host.name] = process
@@ -116,10 +130,10 @@ class RayCluster:
     def close(self) -> None:
         for name in [*self._nodes]:
             self.stop(name, signal.SIGKILL)
-        shutil.rmtree(self.folder)
+        shutil.rmtree(self.home)
 
     def _log(self, name: str) -> Path:
-        return self.folder / f"{name}.log"
+        return self.home / f"{name}.log"
 
     def _await(self, name: str) -> None:
         def is_up() -> bool:

@@ -17,12 +17,11 @@ import pytest
 from nbdist.wire.offers import SUFFIX, read_key_file, write_offer
 from nbdist.wire.ticket import KeyPair, Ticket
 from nbdist.world.world import World
+from tests.hosts.launched import Joined, lives
 from tests.hosts.network import Host, Network, wait_for
 from tests.hosts.worlds import TRAIN
 
 JOIN = f"{sys.executable} -m nbdist.terminal join"
-
-"""For what cannot be done to be said: 5 s for an answer, and Python's start on a busy machine."""
 
 
 @pytest.fixture
@@ -70,6 +69,17 @@ def bring_key(offers: Path, host: Host) -> None:
     key = host.path("/tmp/key")
     key.touch(mode=0o600)
     key.write_bytes(file.read_bytes())
+
+
+def test_a_world(network: Network, hosts: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all have the home folder it lives as over ssh."""
+    joined = Joined(network)
+    for name, value in joined.environ.items():
+        monkeypatch.setenv(name, value)
+    try:
+        lives(joined, network)
+    finally:
+        joined.close()
 
 
 def test_hosts_that_share_no_home_folder(network: Network, hosts: list[Host], offers: Path) -> None:

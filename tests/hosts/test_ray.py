@@ -1,7 +1,4 @@
-"""Worlds on a Ray cluster of two hosts: what Ray shows of them, and when it says no.
-
-What cells do there, and what goes wrong in them, is in `tests/hosts/test_worlds.py`.
-"""
+"""Worlds on a Ray cluster of two hosts: how they live, what Ray shows of them, when it says no."""
 
 from __future__ import annotations
 
@@ -11,52 +8,41 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from nbdist.errors import StartError, WorkerDied
+from nbdist.errors import StartError
 from nbdist.launch.ray import RayLauncher
 from nbdist.wire.ticket import KeyPair, Ticket
 from nbdist.wire.wanted import Wanted
 from nbdist.world.world import World
+from tests.hosts.launched import OnRay, lives
 from tests.hosts.network import Host, Network, wait_for
 from tests.hosts.ray_cluster import RayCluster
-from tests.hosts.worlds import agent_on, check_whole, new_world
+from tests.hosts.worlds import agent_on, check_whole, lose, new_world
 from tests.waiting import SOON
 
 pytestmark = [pytest.mark.shared_world, pytest.mark.timeout(180)]
 
-
-@pytest.fixture(scope="module")
-def world(cluster: RayCluster, hosts_of_module: list[Host]) -> Iterator[World]:
-    """A worker on each host, though there might be more hosts."""
-    with new_world(None, layout="1:3x1", launcher="ray", name="on-ray") as world:
-        yield world
+TICKET = Ticket(("127.0.0.1",), 1, "x" * 40, KeyPair.new(), fork=False)
 
 
-def test_what_the_cluster_has_not(cluster: RayCluster, world: World) -> None:
-    """Is named with what each node has, or with what others use of it."""
-    with pytest.raises(
-        StartError, match="2 nodes with 9 CPU each: the cluster has 3 nodes: "
-    ) as it:
-        new_world(None, layout="2x9", launcher="ray")
-    assert "node1 has 2 CPU" in str(it.value)
-    with pytest.raises(StartError, match=r"of 4 CPU, .* there is 2 CPU, .* free"):
-        new_world(None, layout="2x2", launcher="ray")
-    check_whole(world, 2)
+def wanted(per_node: int = 1) -> Wanted:
+    """So many workers on each of two nodes."""
+    python = sys.executable
+    return Wanted(launcher="ray", min_nodes=2, max_nodes=2, per_node=per_node, python=python)
 
 
-def test_nodes_that_there_are_not(world: World) -> None:
-    """It is told that Ray is not asked for them later, and what asks it."""
-    assert world.size == 2
-    assert world.session.lacks == (
-        "2 of 3 nodes have come. With `--launcher ray` machines come at the start alone: "
-        "`%dist_restart` asks for all again, with new workers.",
-    )
+def refused(folder: Path, per_node: int = 1) -> str:
+    """Why Ray places no such agents."""
+    with pytest.raises(OSError, match="Ray") as found:
+        RayLauncher().launch(wanted(per_node), TICKET, folder)
+    assert "\n" not in str(found.value)
+    return str(found.value)
 
 
 SHOWN = """
@@ -78,85 +64,116 @@ def shown() -> str:
     return done.stdout.strip()
 
 
-def test_what_ray_shows(world: World) -> None:
+def test_a_world(cluster: RayCluster, hosts: list[Host], network: Network) -> None:
+    """It lives as over ssh, and Ray has nothing of it afterwards."""
+    lives(OnRay(cluster), network)
+    assert shown() == "[] []"
+
+
+def test_who_has_not_the_token(
+    cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither asked for it nor found, or another: one line says what to set."""
+    (home := tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("RAY_NUM_REDIS_GET_RETRIES", "2")  # so often Ray asks, once a second
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
+    for mode, token in (("disabled", ""), ("token", ""), ("token", "f" * 64)):
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+        monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+        assert "by its token: set RAY_AUTH_MODE=token before" in refused(tmp_path)
+    assert [*home.iterdir()] == []
+
+
+@pytest.fixture(scope="module")
+def world(cluster: RayCluster, hosts_of_module: list[Host]) -> Iterator[World]:
+    """A worker on each host, though there might be more hosts.
+
+    The cluster is found as this machine's, and its token in the home folder of the user.
+    """
+    world = World(layout="1:3x1", launcher="ray", name="on-ray", log_dir="", show=False)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RAY_ADDRESS", *cluster.environ):
+            patch.delenv(name)
+        patch.setenv("RAY_TMPDIR", str(cluster.home))
+        patch.setenv("HOME", str(cluster.home))
+        world.start()
+    with world:
+        yield world
+
+
+def test_what_ray_shows(cluster: RayCluster, world: World) -> None:
     """An actor for each node, named as the world is, and what it has reserved; ranks see no Ray."""
     world.execute("import os\nnames = [name for name in os.environ if name.startswith('RAY_')]")
     assert world.gather("names") == [[]] * 2
     assert shown() == "['nbdist:on-ray/0', 'nbdist:on-ray/1'] ['nbdist:on-ray']"
-
-
-def test_nothing_is_left_of_a_world(cluster: RayCluster, world: World) -> None:
-    """Not in Ray either: its actors and what it had reserved."""
     assert [len(cluster.actors(host)) for host in cluster.hosts] == [1, 1]
-    world.shutdown()
-    assert shown() == "[] []"
-    assert [cluster.actors(host) for host in cluster.hosts] == [[], []]
 
 
-@pytest.fixture
-def launched(cluster: RayCluster, network: Network, tmp_path: Path) -> Iterator[object]:
-    """Agents with a ticket that a test knows, to a port that takes their connection in silence."""
+def test_what_the_cluster_has_not(cluster: RayCluster, world: World, tmp_path: Path) -> None:
+    """Is named with what each node has, or with what others use of it."""
+    said = refused(tmp_path, 9)
+    assert "2 nodes with 9 CPU each: the cluster has 3 nodes: " in said
+    assert "node1 has 2 CPU" in said
+    said = refused(tmp_path, 2)
+    assert "of 4 CPU, " in said
+    assert " there is 2 CPU, " in said
+    check_whole(world, 2)
+
+
+def test_nodes_that_there_are_not(world: World) -> None:
+    """It is told that Ray is not asked for them later, and what asks it."""
+    assert world.size == 2
+    assert world.session.lacks == (
+        "2 of 3 nodes have come. With `--launcher ray` machines come at the start alone: "
+        "`%dist_restart` asks for all again, with new workers.",
+    )
+
+
+def test_agents_that_end(
+    cluster: RayCluster, hosts_of_module: list[Host], network: Network, tmp_path: Path
+) -> None:
+    """Each alone, and how is told; the ticket is in no text of theirs, nor of Ray's logs."""
     with socket.create_server((network.address, 0)) as silent:
-        ticket = Ticket(
-            (network.address,), silent.getsockname()[1], "x" * 40, KeyPair.new(), fork=False
-        )
-        wanted = Wanted(launcher="ray", min_nodes=2, max_nodes=2, per_node=1, python=sys.executable)
-        launched = RayLauncher().launch(wanted, ticket, tmp_path)
-        yield launched, ticket
-        for process in launched.processes:
-            process.end(SOON)
-            process.close()
+        ticket = replace(TICKET, addresses=(network.address,), port=silent.getsockname()[1])
+        launched = RayLauncher().launch(wanted(), ticket, tmp_path)
+        (first, second), (one, other) = launched.processes, cluster.hosts
+        try:
+            assert (first.exit_code(), first.host, second.host) == (None, "node1", "node2")
+            wait_for(lambda: agent_on(one) and agent_on(other), "agents", SOON)
+            is_in_no_text(ticket.keys.secret, cluster)
+            os.kill(agent_on(one), signal.SIGKILL)
+            assert select.select([first], [], [], SOON)[0] == [first]
+            assert (first.exit_code(), second.exit_code()) == (-signal.SIGKILL, None)
+            second.end(0.0)
+            assert second.exit_code() == -signal.SIGKILL
+            assert "died" in " ".join(second.last_lines())
+            wait_for(lambda: not agent_on(other), "the agent is gone", SOON)
+        finally:
+            for process in launched.processes:
+                process.end(SOON)
+                process.close()
 
 
-def test_the_ticket_is_in_no_text(cluster: RayCluster, launched) -> None:  # type: ignore[no-untyped-def]
-    """Not in arguments, variables, or what Ray writes to its logs; and one can be ended alone."""
-    _, ticket = launched
-    secret = ticket.keys.secret.encode()
-    for host in cluster.hosts:
-        wait_for(
-            lambda host=host: any("nbdist.node" in each for each in host.processes().values()),
-            f"an agent on {host.name}",
-        )
+def is_in_no_text(secret: str, cluster: RayCluster) -> None:
+    """Not in arguments, variables, or what Ray writes to its logs."""
     for process in psutil.process_iter():
         for name in ("cmdline", "environ"):
             try:
                 text = Path(f"/proc/{process.pid}/{name}").read_bytes()
             except OSError:
                 continue
-            assert secret not in text, f"{name} of {process}"
-    one, other = launched[0].processes
-    one.end(0.0)
-    assert (one.exit_code(), other.exit_code()) == (-signal.SIGKILL, None)
+            assert secret.encode() not in text, f"{name} of {process}"
     texts = cluster.texts()
     assert "Agent" in texts
-    assert ticket.keys.secret not in texts
+    assert secret not in texts
 
 
-def test_agents_that_end(cluster: RayCluster, launched) -> None:  # type: ignore[no-untyped-def]
-    """How is told of the one that was killed, and of the one whose actor was; nothing stays."""
-    (first, second), (one, other) = launched[0].processes, cluster.hosts
-    assert (first.exit_code(), first.host, second.host) == (None, "node1", "node2")
-    wait_for(lambda: agent_on(one) and agent_on(other), "agents", SOON)
-    os.kill(agent_on(one), signal.SIGKILL)
-    assert select.select([first], [], [], SOON)[0] == [first]
-    assert first.exit_code() == -signal.SIGKILL
-    above = psutil.Process(agent_on(other)).parents()
-    next(each for each in above if "ray::" in each.cmdline()[0]).kill()
-    assert select.select([second], [], [], SOON)[0] == [second]
-    assert "died" in " ".join(second.last_lines())
-    wait_for(lambda: not agent_on(other), "the agent is gone", SOON)
-
-
-def test_a_cluster_that_is_stopped(cluster: RayCluster, hosts_of_module: list[Host]) -> None:
+def test_a_cluster_that_is_stopped(cluster: RayCluster, world: World, network: Network) -> None:
     """Its ranks are lost, which is told with the host, and nothing of them stays there."""
-    with new_world(None, layout="2x1", launcher="ray") as world:
-        stopping = threading.Timer(1.0, cluster.stop, ("node2",))
-        stopping.start()
-        with pytest.raises(WorkerDied, match=r"rank 1 on node2"):
-            world.execute(
-                "import time, torch.distributed as dist\nif rank: time.sleep(99)\ndist.barrier()"
-            )
-        stopping.join()
+    said = lose(world, network, lambda: cluster.stop("node2"))
+    assert "rank 1 on node2" in said
+    world.shutdown()
     assert not agent_on(cluster.hosts[1])
 
 

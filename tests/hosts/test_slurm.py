@@ -19,7 +19,8 @@ from nbdist.errors import StartError, WorkerDied
 from nbdist.wire.prctl import children_of
 from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.hosts.network import Host
+from tests.hosts.launched import Allocated, lives
+from tests.hosts.network import Host, Network
 from tests.hosts.slurm import GPUS, Slurm
 from tests.hosts.worlds import check_whole
 from tests.waiting import wait_until
@@ -72,6 +73,12 @@ def world(job: int, hosts: list[Host]) -> Iterator[World]:
     """One worker on each node, found without an option."""
     with make_world() as world:
         yield world
+
+
+def test_a_world(slurm_here: Slurm, hosts: list[Host], network: Network) -> None:
+    """In an allocation it lives as over ssh."""
+    with slurm_here.inside("-N2") as job:
+        lives(Allocated(slurm_here, job), network)
 
 
 def test_a_world_in_an_allocation(world: World, job: int, slurm_here: Slurm) -> None:

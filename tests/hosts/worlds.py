@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import psutil
+import pytest
 
+from nbdist.errors import WorkerDied
 from nbdist.wire.interpreter import agent_command
 from nbdist.world.world import World
-from tests.hosts.network import Host
+from tests.hosts.network import Host, Network
+from tests.waiting import wait_until
 
 AGENT_ARGUMENTS = agent_command("")[1:]
 
@@ -24,6 +29,13 @@ loss.backward()
 optimizer.step()
 weight = model.module.weight.detach().sum()
 where = socket.gethostname()
+"""
+
+FOREVER = """
+import torch, torch.distributed as dist
+dist.all_reduce(torch.ones(1))
+open({begun!r}, "w").close()
+while True: dist.all_reduce(torch.ones(1))
 """
 
 SUM = "import torch, torch.distributed as dist\ntotal = torch.ones(1)\ndist.all_reduce(total)"
@@ -54,3 +66,22 @@ def check_whole(world: World, size: int = 4) -> None:
     """The group of all ranks works."""
     world.execute(SUM)
     assert [float(each) for each in world.gather("total")] == [float(size)] * size
+
+
+def lose(world: World, network: Network, do: Callable[[], object]) -> str:
+    """Do this to a machine while all ranks are in the middle of collectives: what is said then."""
+    begun = network.folder / "begun"
+    begun.unlink(missing_ok=True)
+
+    def wait_and_do() -> None:
+        wait_until(begun.exists, "the ranks have met")
+        do()
+
+    thread = threading.Thread(target=wait_and_do)
+    thread.start()
+    try:
+        with pytest.raises(WorkerDied) as caught:
+            world.execute(FOREVER.format(begun=str(begun)))
+    finally:
+        thread.join()
+    return str(caught.value)
