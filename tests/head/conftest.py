@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,25 +11,28 @@ from nbdist.world.world import World
 from tests.head.launchers import install
 
 
-@pytest.fixture(scope="session")
-def launcher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the launcher `here` is installed."""
+@pytest.fixture(scope="module")
+def launchers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Have `--launcher here`, in this process and in those that it starts."""
     folder = tmp_path_factory.mktemp("launcher")
     install(folder)
-    return folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        before = os.environ.get("PYTHONPATH")
+        patch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{before}" if before else str(folder))
+        yield
 
 
-@pytest.fixture
-def launchers(launcher_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have `--launcher here`, in this process and in those that it starts."""
-    monkeypatch.syspath_prepend(launcher_folder)
-    before = os.environ.get("PYTHONPATH")
-    path = f"{launcher_folder}{os.pathsep}{before}" if before else str(launcher_folder)
-    monkeypatch.setenv("PYTHONPATH", path)
-
-
-@pytest.fixture
-def world(launchers: None) -> Iterator[World]:
+@pytest.fixture(scope="module")
+def started(launchers: None) -> Iterator[World]:
     """Two nodes with two workers each."""
     with World(layout="2x2", launcher="here", log_dir="", show=False) as world:
         yield world
+
+
+@pytest.fixture
+def world(started: World) -> World:
+    """The same, with all workers new where one test has left fewer, or another layout."""
+    if started.size != 4:
+        started.restart(layout="2x2")
+    return started

@@ -1,17 +1,80 @@
-"""Tests of `nbdist.head.assembly`: the world of several machines is started, healed and scaled."""
+"""Worlds on two nodes of one machine: what cells do there, how they are healed and scaled."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from nbdist.errors import ScaleError, WorkerDied, WorkerError
 from nbdist.world.world import World
+
+pytestmark = pytest.mark.shared_world
 
 DIES = """
 import os, torch.distributed as dist
 if rank == 1: os.kill(os.getpid(), 9)
 dist.barrier()
 """
+
+SUM = """
+import os, torch, torch.distributed as dist
+total = torch.tensor([float(rank)])
+dist.all_reduce(total)
+seat = [os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")]
+"""
+
+MEMORY = """
+import os, re
+def memory_of(tensor):
+    at = tensor.data_ptr()
+    for line in open("/proc/self/maps"):
+        first, last = (int(each, 16) for each in line.split()[0].split("-"))
+        if first <= at < last:
+            return line.split()[4], line.split()[5]
+"""
+
+
+def test_one_cell_on_two_nodes(world: World) -> None:
+    """Ranks of both reduce together, each in its own seat; what one raises frees the others."""
+    world.execute(SUM)
+    assert [float(each) for each in world.gather("total")] == [6.0] * 4
+    assert world.gather("seat") == [[str(r % 2), "2", str(r // 2)] for r in range(4)]
+    with pytest.raises(WorkerError, match=r"rank 1.*ValueError: bad shard"):
+        world.execute("if rank == 1: raise ValueError('bad shard')\ndist.all_reduce(total)")
+    world.execute("again = torch.ones(1)\ndist.all_reduce(again)")
+    assert [float(each) for each in world.gather("again")] == [4.0] * 4
+
+
+def test_big_values_on_two_nodes(world: World) -> None:
+    """A name comes once to each node; values are gathered, scattered, returned and copied."""
+    big = torch.arange(1 << 20)
+    world.execute(MEMORY + "where, total = memory_of(big), int(big.sum())", names={"big": big})
+    assert world.gather("total") == [int(big.sum())] * 4
+    inodes = [inode for inode, name in world.gather("where")]
+    assert inodes[0] == inodes[1] != inodes[2] == inodes[3]
+    world.execute("import torch; mine = torch.full((1 << 18,), float(rank)); mine[7] = 0.5")
+    for rank, value in enumerate(world.gather("mine")):
+        assert value.shape == (1 << 18,)
+        assert (value[7], value[8]) == (0.5, rank)
+    world.scatter("part", torch.arange(1 << 20))
+    world.execute("ends = int(part[0]), int(part[-1])")
+    quarter = 1 << 18
+    assert world.gather("ends") == [(r * quarter, (r + 1) * quarter - 1) for r in range(4)]
+    given = torch.ones(1 << 18)
+    result = world.run(lambda x: x * 3, given)
+    assert all(torch.equal(result.rank(r), given * 3) for r in range(4))
+    world.sync(["mine"], source=3, ranks=range(3))
+    world.execute("same = bool((mine[8:] == 3).all())")
+    assert world.gather("same") == [True] * 4
+
+
+def test_more_than_there_is_room_for(world: World) -> None:
+    """It is refused, and all are where they were: who is told of later is told with its host."""
+    with pytest.raises(ScaleError, match="4 workers have room on these machines"):
+        world.scale(6)
+    assert [row.host for row in world.status()] == ["node0", "node0", "node1", "node1"]
+    with pytest.raises(WorkerError, match="rank 3 on node1 "):
+        world.execute("if rank == 3: raise ValueError")
 
 
 def test_fewer_and_as_many_again(world: World) -> None:
@@ -24,15 +87,6 @@ def test_fewer_and_as_many_again(world: World) -> None:
     with pytest.raises(WorkerDied, match="rank 1 on node1 "):
         world.execute(DIES)
     assert world.gather("globals().get('kept')") == [0, None, None, None]
-
-
-def test_more_than_there_is_room_for(world: World) -> None:
-    """It is refused, and all are where they were: who is told of later is told with its host."""
-    with pytest.raises(ScaleError, match="4 workers have room on these machines"):
-        world.scale(6)
-    assert [row.host for row in world.status()] == ["node0", "node0", "node1", "node1"]
-    with pytest.raises(WorkerError, match="rank 3 on node1 "):
-        world.execute("if rank == 3: raise ValueError")
 
 
 def test_a_restart_after_another_size(world: World) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
 import pytest
-import torch
 
 from nbdist.head.freight import Deliveries, Refused, Returned
 from nbdist.output.events import Done, Moved, Text
@@ -15,7 +14,6 @@ from nbdist.wire.carrying import PIECE, Dropped, Piece, Receiving, Sending, Take
 from nbdist.wire.messages import Outputs, Run
 from nbdist.wire.payload import Payload
 from nbdist.wire.shared_memory import Segment, open_segment, to_end
-from nbdist.world.world import World
 
 
 @pytest.fixture
@@ -215,39 +213,3 @@ def test_what_comes_no_more(returned: Returned, segment: Segment) -> None:
         assert len(os.listdir("/proc/self/fd")) == before + 1
         end()
         assert len(os.listdir("/proc/self/fd")) == before
-
-
-# --- a world on two nodes -------------------------------------------------------------------
-
-MEMORY = """
-import os, re
-def memory_of(tensor):
-    at = tensor.data_ptr()
-    for line in open("/proc/self/maps"):
-        first, last = (int(each, 16) for each in line.split()[0].split("-"))
-        if first <= at < last:
-            return line.split()[4], line.split()[5]
-"""
-
-
-def test_big_values_on_two_nodes(world: World) -> None:
-    """A name comes once to each node; values are gathered, scattered, returned and copied."""
-    big = torch.arange(1 << 20)
-    world.execute(MEMORY + "where, total = memory_of(big), int(big.sum())", names={"big": big})
-    assert world.gather("total") == [int(big.sum())] * 4
-    inodes = [inode for inode, name in world.gather("where")]
-    assert inodes[0] == inodes[1] != inodes[2] == inodes[3]
-    world.execute("import torch; mine = torch.full((1 << 18,), float(rank)); mine[7] = 0.5")
-    for rank, value in enumerate(world.gather("mine")):
-        assert value.shape == (1 << 18,)
-        assert (value[7], value[8]) == (0.5, rank)
-    world.scatter("part", torch.arange(1 << 20))
-    world.execute("ends = int(part[0]), int(part[-1])")
-    quarter = 1 << 18
-    assert world.gather("ends") == [(r * quarter, (r + 1) * quarter - 1) for r in range(4)]
-    given = torch.ones(1 << 18)
-    result = world.run(lambda x: x * 3, given)
-    assert all(torch.equal(result.rank(r), given * 3) for r in range(4))
-    world.sync(["mine"], source=3, ranks=range(3))
-    world.execute("same = bool((mine[8:] == 3).all())")
-    assert world.gather("same") == [True] * 4

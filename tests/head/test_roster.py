@@ -27,10 +27,21 @@ def test_an_agent_that_cannot_start(launchers: None) -> None:
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
-def test_nothing_listens_afterwards(launchers: None) -> None:
-    """The head's port goes with the world."""
-    with World(layout="1x1", launcher="here", log_dir="", show=False) as world:
+SLOW = """#!/bin/sh
+case "$*" in *"--node 1"*) sleep 3;; esac
+exec {python} "$@"
+"""
+"""An interpreter that is longer about it on the second machine than others are waited for."""
+
+
+def test_all_are_waited_for(launchers: None, tmp_path: Path) -> None:
+    """Where nobody has said that fewer will do; the head's port goes with the world."""
+    python = tmp_path / "slow"
+    python.write_text(SLOW.format(python=sys.executable))
+    python.chmod(0o755)
+    with World(launcher="here", python=str(python), log_dir="", show=False) as world:
         world.start()
+        assert {row.host for row in world.status()} == {"node0", "node1"}
         head = world.session.link.agents[0].pid
         pids = {child.pid for child in psutil.Process(head).children(recursive=True)}
         listening = [
@@ -42,23 +53,6 @@ def test_nothing_listens_afterwards(launchers: None) -> None:
     for port in listening:
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0
-
-
-SLOW = """#!/bin/sh
-case "$*" in *"--node 1"*) sleep 3;; esac
-exec {python} "$@"
-"""
-"""An interpreter that is longer about it on the second machine than others are waited for."""
-
-
-def test_all_are_waited_for(launchers: None, tmp_path: Path) -> None:
-    """Where nobody has said that fewer will do."""
-    python = tmp_path / "slow"
-    python.write_text(SLOW.format(python=sys.executable))
-    python.chmod(0o755)
-    with World(launcher="here", python=str(python), log_dir="", show=False) as world:
-        world.start()
-        assert {row.host for row in world.status()} == {"node0", "node1"}
 
 
 def test_a_machine_that_cannot_come_back(launchers: None) -> None:

@@ -12,12 +12,14 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import nbdist
 from nbdist.errors import ScaleError, UsageError, WorkerDied, WorkerError
+from nbdist.wire.offers import read_key_file
 from nbdist.world.registry import Found, worlds
 from nbdist.world.world import World
 from tests.hosts.conftest import complain
@@ -25,9 +27,9 @@ from tests.hosts.network import Host, Network, end
 from tests.hosts.ray_cluster import RayCluster
 from tests.hosts.slurm import Slurm
 from tests.hosts.worlds import TRAIN, agent_on, check_whole, lose
-from tests.waiting import wait_until
+from tests.waiting import SOON, wait_until
 
-JOIN_TIMEOUT = 60.0
+JOIN = f"{sys.executable} -m nbdist.terminal join"
 INVITATION = re.compile(r"`nbdist join (\S+)`")
 
 
@@ -57,21 +59,19 @@ class Launched:
         """What the launcher's own programs still keep for a world."""
         return []
 
-    def close(self) -> None:
-        """Nothing of it is needed any more."""
-
 
 class Joined(Launched):
-    """Hosts on which somebody runs `nbdist join`; they find the key in a home folder of all."""
+    """Hosts on which somebody runs `nbdist join`; they have no home folder in common."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, offers: Path) -> None:
         super().__init__(
             "join",
             {"launcher": "join", "layout": "2x2", "address": network.address},
             "`nbdist join .*` on a machine has it come",
         )
         self.hosts = network.hosts[:2]
-        self.environ = {"XDG_STATE_HOME": str(network.folder / "state")}
+        self.offers = offers
+        """Where the notebook's machine has keys."""
         self._place = ""
         self._commands: list[subprocess.Popen[bytes]] = []
 
@@ -80,27 +80,50 @@ class Joined(Launched):
         if found and found[1] != self._place:
             self._place = found[1]
             for host in self.hosts:
+                bring_key(self.offers, host)
                 self.join(host)
 
     def join(self, host: Host) -> None:
-        """Run on a host what the notebook shows; the first is to have the first ranks."""
+        """Run on a host what the notebook shows, with the key from a file, or from stdin.
+
+        The first is to have the first ranks.
+        """
         number = self.hosts.index(host)
-        command = [sys.executable, "-m", "nbdist.terminal", "join", self._place]
-        command += ["--index", str(number)]
-        self._commands.append(host.popen(command, environ=self.environ, stderr=subprocess.DEVNULL))
+        key = ("/tmp/key", "- </tmp/key")[number]
+        command = f"{JOIN} {self._place} --index {number} --key-file {key}"
+        self._commands.append(host.popen(f"exec {command}", stderr=subprocess.DEVNULL))
 
     def come_back(self, world: World, host: Host) -> None:
+        self.has_no_secret_in_sight()
         self.join(host)
         wait_until(lambda: has_come(world), f"{host} to come again")
+
+    def has_no_secret_in_sight(self) -> None:
+        """The key is in no argument and in no environment."""
+        secret = read_key_file(next(self.offers.iterdir())).keys.secret.encode()
+        for host in self.hosts:
+            for pid in host.processes():
+                assert secret not in Path(f"/proc/{pid}/cmdline").read_bytes()
+                assert secret not in Path(f"/proc/{pid}/environ").read_bytes()
 
     def close(self) -> None:
         """They end by themselves, with their worlds."""
         try:
+            assert self._commands[0].wait(SOON) == 0
             for command in self._commands:
-                command.wait(JOIN_TIMEOUT)
+                command.wait(SOON)
+            assert not [*self.offers.iterdir()]
         finally:
             for command in self._commands:
                 end(command) if command.poll() is None else None
+
+
+def bring_key(offers: Path, host: Host) -> None:
+    """Copy the key to the host, as a user does, as /tmp/key."""
+    (file,) = offers.iterdir()
+    key = host.path("/tmp/key")
+    key.touch(mode=0o600)
+    key.write_bytes(file.read_bytes())
 
 
 class Allocated(Launched):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,16 +48,15 @@ def heads() -> list[int]:
 
 def nothing_is_left(hosts: list[Host]) -> None:
     """All of it goes, as soon as the head has looked."""
-    wait_for(lambda: not segments(hosts), "big values are let go of", 10.0)
+    wait_for(lambda: not segments(hosts), "big values are let go of")
 
 
 def begun(hosts: list[Host], then: Callable[[], None]) -> threading.Thread:
-    """Do something as soon as a big value is on its way to, or from, the hosts."""
+    """Do something as soon as a big value is on its way: to hosts, or without any from them."""
     before = {*segments(hosts)}
 
     def watch() -> None:
         wait_for(lambda: {*segments(hosts)} - before, "a big value is on its way")
-        time.sleep(0.3)
         then()
 
     thread = threading.Thread(target=watch)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.hosts.network import Host, Network, end, wait_for
+from tests.hosts.network import Host, Network, end, hurry, wait_for
 
 RAY = (sys.executable, "-m", "ray.scripts.scripts", "start")
 CPUS = 2
@@ -85,7 +85,7 @@ class RayCluster:
                 start_new_session=True,
                 env=os.environ | self.environ,
             )
-        _hurry(self._nodes["head"].pid)
+        hurry(self._nodes["head"].pid)  # Ray's have little time to come up
         self._await("head")
         for host in self.hosts:
             node = {"node-ip-address": host.address, "address": self.address, **PORTS}
@@ -96,7 +96,7 @@ class RayCluster:
                     stdout=log,
                     stderr=log,
                 )
-            _hurry(process.pid)
+            hurry(process.pid)
             self._nodes[host.name] = process
             host.lasts(process.pid, *PORTS.values(), *range(*WORKER_PORTS))
         for host in self.hosts:
@@ -141,13 +141,6 @@ class RayCluster:
             return "Ray runtime started" in self._log(name).read_text()
 
         wait_for(is_up, f"Ray on {name}; see {self._log(name)}", START_TIMEOUT)
-
-
-def _hurry(pid: int) -> None:
-    """Have a session of processes go first: Ray's have little time to come up."""
-    group = Path(f"/proc/{pid}/autogroup")
-    if group.exists():
-        group.write_text("-10")
 
 
 def _free_ports(number: int) -> list[int]:

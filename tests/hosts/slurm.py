@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.network import Host, Network, end, wait_for
+from tests.hosts.network import Host, Network, end, of_tests, wait_for
 from tests.waiting import SOON
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "srun", "salloc", "scancel")
@@ -47,6 +47,7 @@ SlurmdParameters=config_overrides
 GresTypes=gpu
 ReturnToService=2
 KillWait=2
+TaskProlog={folder}/prolog
 DefMemPerCPU=100
 """
 
@@ -139,6 +140,12 @@ class Slurm:
             f"PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP\n",
         ]
         self.config.write_text("".join(lines))
+        prolog = self.folder / "prolog"
+        prolog.write_text(
+            "#!/bin/sh\n"
+            + "".join(f"echo export {name}={value}\n" for name, value in of_tests().items())
+        )
+        prolog.chmod(0o755)
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         # Any two device files will do: nothing opens them.
         (self.folder / "gres.conf").write_text(

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tests.hosts.network import Host, Network, end, sh, wait_for
+from tests.hosts.network import Host, Network, end, of_tests, sh, wait_for
 from tests.waiting import SOON
 
 SSHD = "/usr/sbin/sshd"
@@ -31,7 +31,7 @@ PasswordAuthentication no
 KbdInteractiveAuthentication no
 PermitRootLogin prohibit-password
 MaxStartups 100
-SetEnv NBDIST_TEST_RUN={mark}
+SetEnv {of_tests}
 """
 
 CLIENT = """\
@@ -99,8 +99,8 @@ class Sshd:
             end(process)
 
     def _filled(self, text: str, name: str = "") -> str:
-        mark = os.environ.get("NBDIST_TEST_RUN", "")
-        return text.format(folder=self.folder, name=name, mark=mark)
+        variables = " ".join(f"{variable}={value}" for variable, value in of_tests().items())
+        return text.format(folder=self.folder, name=name, of_tests=variables)
 
     def _make_key(self, name: str) -> None:
         key = str(self.folder / name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from nbdist.wire.messages import GetLogs
 from nbdist.world.world import World
 from tests.hosts.network import Host
 from tests.hosts.sshd import Sshd
+from tests.waiting import SOON
 
 pytestmark = pytest.mark.shared_world(2)
 
@@ -65,6 +67,26 @@ def test_the_folder_follows_the_notebook(
     assert world.gather("found") == [("7", f"{where}/below") for where in first]
     monkeypatch.chdir(folder)
     assert world.gather("__import__('os').getcwd()") == first
+
+
+def test_scripts_of_the_notebooks_folder(world: World, folder: Path) -> None:
+    """They are sent along, with what they import."""
+    (folder / "train.py").write_text(
+        "import sys\nimport mine\nfound = sys.argv[1], mine.answer()\n"
+    )
+    world.run_script("train.py", "a")
+    assert world.gather("found") == [("a", world.gather("mine.answer()")[0])] * 2
+
+
+def test_looking_from_a_terminal(world: World) -> None:
+    """`nbdist status` on the notebook's machine knows the ranks of all."""
+    command = [sys.executable, "-m", "nbdist.terminal", "status"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=SOON).stdout
+    _, found, ours = shown.partition(world.session.spec.name)
+    assert found
+    # Other tests may have worlds of their own.
+    rows = [line.split()[0] for line in ours.splitlines() if "idle" in line]
+    assert rows[:2] == ["0", "1"]
 
 
 def test_hosts_are_named(world: World) -> None:

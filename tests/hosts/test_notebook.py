@@ -11,6 +11,7 @@ import pytest
 from tests.hosts.network import Host
 from tests.hosts.sshd import Sshd
 from tests.notebook.front_end import Notebook
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.shared_world
 
@@ -81,3 +82,20 @@ def test_a_large_output_lies_on_its_host(notebook: Notebook) -> None:
         "display(HTML('x' * 10_000_001))"
     )
     assert "node2:/" in notebook.run(cell).text
+
+
+def test_who_is_lost_and_who_came(notebook: Notebook, hosts: list[Host]) -> None:
+    """In the next cell, in a line."""
+
+    def is_ready() -> bool:
+        return "ready" in notebook.run("%dist_status").text.splitlines()[0]
+
+    def is_back() -> bool:
+        return "now 2 workers" in notebook.run("%%distributed\nmark = 1").text
+
+    hosts[1].link_down()
+    wait_until(lambda: not is_ready(), "node2 is lost")
+    assert "now 1 worker" in notebook.run("%%distributed\nmark = 1").text
+    hosts[1].link_up()
+    wait_until(is_back, "node2 is back")
+    assert notebook.run("%%distributed\nprint(world_size, rank)").text.count("2 ") >= 2

@@ -5,26 +5,25 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+import zmq
 
 from nbdist.errors import StartError
 from nbdist.launch.ray import RayLauncher
-from nbdist.wire.ticket import KeyPair, Ticket
+from nbdist.wire.ticket import KeyPair, Ticket, listen_with
 from nbdist.wire.wanted import Wanted
 from nbdist.world.world import World
 from tests.hosts.launched import OnRay, lives
-from tests.hosts.network import Host, Network, wait_for
+from tests.hosts.network import Host, Network
 from tests.hosts.ray_cluster import RayCluster
 from tests.hosts.worlds import agent_on, check_whole, lose, new_world
-from tests.waiting import SOON
+from tests.waiting import SOON, wait_until
 
 pytestmark = [pytest.mark.shared_world, pytest.mark.timeout(180)]
 
@@ -39,7 +38,7 @@ def wanted(per_node: int = 1) -> Wanted:
 
 def refused(folder: Path, per_node: int = 1) -> str:
     """Why Ray places no such agents."""
-    with pytest.raises(OSError, match="Ray") as found:
+    with pytest.raises(OSError, match="cluster") as found:
         RayLauncher().launch(wanted(per_node), TICKET, folder)
     assert "\n" not in str(found.value)
     return str(found.value)
@@ -83,6 +82,50 @@ def test_who_has_not_the_token(
         monkeypatch.setenv("RAY_AUTH_TOKEN", token)
         assert "by its token: set RAY_AUTH_MODE=token before" in refused(tmp_path)
     assert [*home.iterdir()] == []
+
+
+def test_agents_that_end(
+    cluster: RayCluster, hosts_of_module: list[Host], network: Network, tmp_path: Path
+) -> None:
+    """Each alone, and how is told; the ticket is in no text of theirs, nor of Ray's logs."""
+    keys, context = KeyPair.new(), zmq.Context()
+    with context.socket(zmq.ROUTER) as head:  # which has nothing to say to them
+        head.linger = 0
+        listen_with(head, keys)
+        port = head.bind_to_random_port(f"tcp://{network.address}", min_port=0)
+        ticket = Ticket((network.address,), port, keys.public, keys, fork=False)
+        launched = RayLauncher().launch(wanted(), ticket, tmp_path)
+        (first, second), (one, other) = launched.processes, cluster.hosts
+        try:
+            assert (first.exit_code(), first.host, second.host) == (None, "node1", "node2")
+            wait_until(lambda: agent_on(one) and agent_on(other), "agents")
+            is_in_no_text(ticket.keys.secret, cluster)
+            os.kill(agent_on(one), signal.SIGKILL)
+            assert select.select([first], [], [], SOON)[0] == [first]
+            assert (first.exit_code(), second.exit_code()) == (-signal.SIGKILL, None)
+            second.end(0.0)
+            assert second.exit_code() == -signal.SIGKILL
+            assert "died" in " ".join(second.last_lines())
+            wait_until(lambda: not agent_on(other), "the agent is gone")
+        finally:
+            for process in launched.processes:
+                process.end(SOON)
+                process.close()
+    context.term()
+
+
+def is_in_no_text(secret: str, cluster: RayCluster) -> None:
+    """Not in arguments, variables, or what Ray writes to its logs."""
+    for process in psutil.process_iter():
+        for name in ("cmdline", "environ"):
+            try:
+                text = Path(f"/proc/{process.pid}/{name}").read_bytes()
+            except OSError:
+                continue
+            assert secret.encode() not in text, f"{name} of {process}"
+    texts = cluster.texts()
+    assert "Agent" in texts
+    assert secret not in texts
 
 
 @pytest.fixture(scope="module")
@@ -130,51 +173,13 @@ def test_nodes_that_there_are_not(world: World) -> None:
     )
 
 
-def test_agents_that_end(
-    cluster: RayCluster, hosts_of_module: list[Host], network: Network, tmp_path: Path
-) -> None:
-    """Each alone, and how is told; the ticket is in no text of theirs, nor of Ray's logs."""
-    with socket.create_server((network.address, 0)) as silent:
-        ticket = replace(TICKET, addresses=(network.address,), port=silent.getsockname()[1])
-        launched = RayLauncher().launch(wanted(), ticket, tmp_path)
-        (first, second), (one, other) = launched.processes, cluster.hosts
-        try:
-            assert (first.exit_code(), first.host, second.host) == (None, "node1", "node2")
-            wait_for(lambda: agent_on(one) and agent_on(other), "agents", SOON)
-            is_in_no_text(ticket.keys.secret, cluster)
-            os.kill(agent_on(one), signal.SIGKILL)
-            assert select.select([first], [], [], SOON)[0] == [first]
-            assert (first.exit_code(), second.exit_code()) == (-signal.SIGKILL, None)
-            second.end(0.0)
-            assert second.exit_code() == -signal.SIGKILL
-            assert "died" in " ".join(second.last_lines())
-            wait_for(lambda: not agent_on(other), "the agent is gone", SOON)
-        finally:
-            for process in launched.processes:
-                process.end(SOON)
-                process.close()
-
-
-def is_in_no_text(secret: str, cluster: RayCluster) -> None:
-    """Not in arguments, variables, or what Ray writes to its logs."""
-    for process in psutil.process_iter():
-        for name in ("cmdline", "environ"):
-            try:
-                text = Path(f"/proc/{process.pid}/{name}").read_bytes()
-            except OSError:
-                continue
-            assert secret.encode() not in text, f"{name} of {process}"
-    texts = cluster.texts()
-    assert "Agent" in texts
-    assert secret not in texts
-
-
-def test_a_cluster_that_is_stopped(cluster: RayCluster, world: World, network: Network) -> None:
+def test_a_node_that_is_stopped(cluster: RayCluster, world: World, network: Network) -> None:
     """Its ranks are lost, which is told with the host, and nothing of them stays there."""
-    said = lose(world, network, lambda: cluster.stop("node2"))
-    assert "rank 1 on node2" in said
+    (last,) = world.gather("__import__('socket').gethostname()", ranks=[1])
+    said = lose(world, network, lambda: cluster.stop(last))
+    assert f"rank 1 on {last}" in said
     world.shutdown()
-    assert not agent_on(cluster.hosts[1])
+    assert not agent_on(next(host for host in cluster.hosts if host.name == last))
 
 
 OTHER = """

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from nbdist.errors import StartError, WorkerDied
+from nbdist.errors import AgentLost, StartError, WorkerDied
 from nbdist.wire.prctl import children_of
 from nbdist.world.states import State
 from nbdist.world.world import World
@@ -82,7 +82,10 @@ def test_a_world(slurm_here: Slurm, hosts: list[Host], network: Network) -> None
 
 
 def test_a_world_in_an_allocation(world: World, job: int, slurm_here: Slurm) -> None:
-    """Found without an option, and a step of its name, whose ranks are not Slurm's."""
+    """Found without an option, and a step of its name, whose ranks are not Slurm's.
+
+    Where the allocation ends in mid-cell, the cell says why, and so does the next start.
+    """
     world.execute("import os, socket\nplace = socket.gethostname(), os.environ['SLURM_JOB_ID']")
     assert world.gather("place") == [("node1", str(job)), ("node2", str(job))]
     assert [row.host for row in world.status()] == ["node1", "node2"]
@@ -91,6 +94,19 @@ def test_a_world_in_an_allocation(world: World, job: int, slurm_here: Slurm) -> 
     assert world.gather("told") == [set(), set()]
     steps = slurm_here.run("squeue", "--steps", "--noheader", "--format=%j", f"--jobs={job}")
     assert world.session.spec.name in steps.stdout.split()
+
+    def cancel() -> None:
+        wait_until(lambda: world.state is State.RUNNING, "the cell runs")
+        slurm_here.cancel(job)
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    with pytest.raises(WorkerDied, match=f"allocation {job} has ended"):
+        world.execute("import time; time.sleep(600)")
+    thread.join()
+    with pytest.raises(StartError, match=f"allocation {job} has ended") as found:
+        make_world().start()
+    assert "\n" not in str(found.value)
 
 
 NOTEBOOK = """
@@ -116,33 +132,6 @@ def test_a_notebook_that_is_killed(slurm_here: Slurm, hosts: list[Host]) -> None
     wait_until(lambda: not slurm_here.jobs(), "the allocation has ended")
 
 
-def test_an_allocation_that_ends(world: World, job: int, slurm_here: Slurm) -> None:
-    """In mid-cell: the cell says why, and so does the next start."""
-
-    def cancel() -> None:
-        wait_until(lambda: world.state is State.RUNNING, "the cell runs")
-        slurm_here.cancel(job)
-
-    thread = threading.Thread(target=cancel)
-    thread.start()
-    with pytest.raises(WorkerDied, match=f"allocation {job} has ended"):
-        world.execute("import time; time.sleep(600)")
-    thread.join()
-    with pytest.raises(StartError, match=f"allocation {job} has ended") as found:
-        make_world().start()
-    assert "\n" not in str(found.value)
-
-
-def test_an_allocation_of_its_own(slurm_here: Slurm, hosts: list[Host]) -> None:
-    """`--salloc` waits for one of that name, which ends with the world."""
-    with make_world(salloc=f"--gpus-per-node={GPUS} --mem=500", name="mine", cpus=2) as world:
-        shown = slurm_here.run("squeue", "--noheader", "--format=%j %D %C").stdout
-        assert shown.split() == ["mine", "2", "4"]
-        world.execute("import os\ngpus = os.environ.get('CUDA_VISIBLE_DEVICES')")
-        assert world.size == 2
-    wait_until(lambda: not slurm_here.jobs(), "the allocation has ended")
-
-
 @pytest.mark.parametrize(("taken", "nodes"), [("", 2), ("-N2", 1)])
 def test_a_range_of_nodes(slurm_here: Slurm, hosts: list[Host], taken: str, nodes: int) -> None:
     """As many as are free: who comes after the first is taken in before the next cell."""
@@ -154,20 +143,13 @@ def test_a_range_of_nodes(slurm_here: Slurm, hosts: list[Host], taken: str, node
         check_whole(world, nodes)
     for job in others:
         slurm_here.cancel(job)
+    wait_until(lambda: not slurm_here.jobs(), "the allocation has ended")
 
 
 def has_ranks(world: World, number: int) -> bool:
     """Whether there are so many, once who has come is taken in."""
     world.execute("pass")
     return world.size == number
-
-
-def test_a_head_that_is_killed(slurm_here: Slurm, hosts: list[Host]) -> None:
-    """Its allocation ends, and all that was in it."""
-    with make_world(salloc="-p main") as world:
-        (head,) = children_of(world.session.link.agents[0].pid)
-        os.kill(head, signal.SIGKILL)
-        wait_until(lambda: not slurm_here.jobs(), "the allocation has ended")
 
 
 @pytest.mark.parametrize(
@@ -219,13 +201,16 @@ def all_taken(slurm_here: Slurm) -> Iterator[int]:
     slurm_here.cancel(job)
 
 
-def test_a_wait_in_the_queue(all_taken: int, slurm_here: Slurm, hosts: list[Host]) -> None:
-    """Nothing is left in the queue when it is stopped; otherwise it ends with the others' job."""
+def test_an_allocation_of_its_own(all_taken: int, slurm_here: Slurm, hosts: list[Host]) -> None:
+    """`--salloc` waits in the queue for one of that name; it ends with the head, however that does.
+
+    Nothing is left in the queue when the wait is stopped.
+    """
     with stop_when(lambda: len(slurm_here.jobs()) == 2), pytest.raises(KeyboardInterrupt):
         make_world(salloc="-p main").start()
     wait_until(lambda: slurm_here.jobs() == [all_taken], "it is in the queue no more")
 
-    world = make_world(salloc="-p main")
+    world = make_world(salloc=f"--gpus-per-node={GPUS} --mem=500", name="mine", cpus=2)
     said = False
     for text in world.session.starting_texts():
         if "waits in Slurm's queue" in text and not said:
@@ -233,4 +218,11 @@ def test_a_wait_in_the_queue(all_taken: int, slurm_here: Slurm, hosts: list[Host
             slurm_here.cancel(all_taken)
     with world:
         assert said
+        shown = slurm_here.run("squeue", "--noheader", "--format=%j %D %C").stdout
+        assert shown.split() == ["mine", "2", "4"]
         assert world.size == 2
+        (head,) = children_of(world.session.link.agents[0].pid)
+        os.kill(head, signal.SIGKILL)
+        wait_until(lambda: not slurm_here.jobs(), "the allocation has ended")
+        with pytest.raises(AgentLost):
+            world.execute("pass")

@@ -9,10 +9,11 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from nbdist.errors import RanksReleased, WorkerDied, WorkerError
+from nbdist.errors import RanksReleased, UsageError, WorkerDied, WorkerError
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.hosts.launched import (
@@ -147,6 +148,25 @@ def test_restart(world: World) -> None:
     assert world.gather(WHERE) == PLACES
     assert not {*pids.values()} & {*world.pids.values()}
     assert world.gather("globals().get('kept')") == [None] * 4
+
+
+def test_files_that_hosts_do_not_have(
+    world: World, network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a script and of a folder for snapshots it is said, with the way out."""
+    (tmp_path / "train.py").write_text("pass\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(WorkerError, match=r"node\d has no .*train\.py.*--sync-code"):
+        world.run_script("train.py", "a")
+    monkeypatch.setenv("NBDIST_SNAPSHOT_DIR", str(tmp_path))
+    world.execute("x = torch.full((3,), float(rank + 1))")
+    with pytest.raises(UsageError, match=r"node\d does not have the folder .*NBDIST_SNAPSHOT_DIR"):
+        world.snapshot(name="one")
+    monkeypatch.setenv("NBDIST_SNAPSHOT_DIR", str(network.folder))  # which all hosts have
+    world.snapshot(name="one")
+    world.restart()
+    world.restore(name="one")
+    assert [each.tolist() for each in world.gather("x")] == [[rank + 1.0] * 3 for rank in range(4)]
 
 
 def test_an_agent_that_is_killed(world: World, network: Network) -> None:
