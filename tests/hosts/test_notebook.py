@@ -87,14 +87,14 @@ def test_a_large_output_lies_on_its_host(notebook: Notebook) -> None:
 def test_who_is_lost_and_who_came(notebook: Notebook, hosts: list[Host]) -> None:
     """In the next cell, in a line."""
 
-    def is_ready() -> bool:
-        return "ready" in notebook.run("%dist_status").text.splitlines()[0]
+    def is_whole() -> bool:
+        return notebook.run("%dist_status").text.startswith("2 workers as 2x1 on node1 and node2 ")
 
     def is_back() -> bool:
         return "now 2 workers" in notebook.run("%%distributed\nmark = 1").text
 
     hosts[1].link_down()
-    wait_until(lambda: not is_ready(), "node2 is lost")
+    wait_until(lambda: not is_whole(), "node2 is lost")
     assert "now 1 worker" in notebook.run("%%distributed\nmark = 1").text
     hosts[1].link_up()
     wait_until(is_back, "node2 is back")
