@@ -45,6 +45,7 @@ def test_where_to_listen() -> None:
     assert listened_at("gateway.example.org") == ()
 
 
+@pytest.mark.world
 def test_the_one_by_which_packets_leave_is_first() -> None:
     """A bridge of containers on the same machine is not."""
     machine = ["unshare", "--net", "sh", "-c", f"{MACHINE} exec {sys.executable} -c '{LOOK}'"]

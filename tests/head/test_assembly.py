@@ -8,7 +8,7 @@ import torch
 from nbdist.errors import ScaleError, WorkerDied, WorkerError
 from nbdist.world.world import World
 
-pytestmark = pytest.mark.shared_world
+pytestmark = [pytest.mark.shared_world, pytest.mark.own_agent]
 
 DIES = """
 import os, torch.distributed as dist

@@ -13,6 +13,8 @@ from nbdist.errors import StartError, WorkerDied
 from nbdist.world.world import World
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.own_agent
+
 BARRIERS = "import torch.distributed as dist\nwhile True: dist.barrier()"
 
 

@@ -19,6 +19,8 @@ from nbdist.wire.ticket import KeyPair
 from nbdist.world.world import World
 from tests.waiting import SOON, wait_until
 
+pytestmark = pytest.mark.own_agent
+
 COMMAND = (sys.executable, "-m", "nbdist.terminal", "join")
 
 

@@ -31,6 +31,7 @@ def running(program: str, folder: Path) -> Iterator[AgentCommand]:
         command.close()
 
 
+@pytest.mark.world
 def test_it_gets_the_ticket_and_ends_with_its_stdin(tmp_path: Path) -> None:
     """Nothing of the ticket is in its command, and what it writes can be read."""
     program = "import sys; print(len(sys.stdin.readline())); sys.stdout.flush(); sys.stdin.read()"
@@ -43,6 +44,7 @@ def test_it_gets_the_ticket_and_ends_with_its_stdin(tmp_path: Path) -> None:
     assert lines == [str(len(TICKET.to_line()))]
 
 
+@pytest.mark.world
 def test_it_says_when_it_has_ended(tmp_path: Path) -> None:
     """And what it wrote last."""
     with running("import sys; sys.exit('no torch here')", tmp_path) as command:
@@ -50,6 +52,7 @@ def test_it_says_when_it_has_ended(tmp_path: Path) -> None:
         assert (command.exit_code(), command.last_lines()) == (1, ["no torch here"])
 
 
+@pytest.mark.world
 def test_one_that_does_not_listen_is_killed(tmp_path: Path) -> None:
     """After its stdin has ended, and then a SIGTERM, in vain."""
     program = (

@@ -41,6 +41,7 @@ def test_a_row() -> None:
 
 
 @pytest.mark.world
+@pytest.mark.own_agent
 def test_a_world_is_listed_and_ended(capsys: pytest.CaptureFixture[str]) -> None:
     """By its name; its notebook learns of it as of any lost agent."""
     victim = f"victim-{os.getpid()}"
