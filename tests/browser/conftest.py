@@ -23,6 +23,7 @@ import nbformat
 import pytest
 
 from tests.waiting import SOON, wait_until
+from tests.worlds import IDLE_IMPORTS
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -295,7 +296,8 @@ def jupyter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     if not any(map(shutil.which, BROWSERS)):
         names = ", ".join(BROWSERS)
         pytest.skip(f"no browser: none of {names} is on PATH (apt-get install chromium)")
-    with jupyterlab(tmp_path_factory.mktemp("jupyter")) as lab:
+    # Tutorials train on four ranks: what that needs is imported once, before they are there.
+    with jupyterlab(tmp_path_factory.mktemp("jupyter"), **{IDLE_IMPORTS: "1"}) as lab:
         yield lab
 
 

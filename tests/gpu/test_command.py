@@ -65,7 +65,9 @@ def test_it_is_ended(tmp_path: Path) -> None:
         stdout=subprocess.DEVNULL,
     )
     try:
-        wait_until(lambda: '"outcome": "passed"' in _text(tmp_path / "report.json"))
+        wait_until(
+            lambda: '"outcome": "passed"' in _text(tmp_path / "report.json"), timeout=2 * SOON
+        )
     finally:
         process.terminate()
         assert process.wait(SOON) == 1

@@ -13,6 +13,8 @@ import nbformat
 import pytest
 from nbformat import NotebookNode
 
+from tests.worlds import IDLE_IMPORTS
+
 FOLDER = Path(__file__).parents[2] / "notebooks"
 MANY_MACHINES = FOLDER / "05-many-machines.ipynb"
 """It has hosts of its own: `tests/hosts`."""
@@ -71,7 +73,7 @@ def run(notebook: NotebookNode, folder: Path) -> NotebookNode:
         cwd=folder,
         env=os.environ
         | {f"JUPYTER_{name}_DIR": str(folder / name) for name in FOLDERS}
-        | {"NBDIST_LOG_DIR": str(folder / "logs")},
+        | {"NBDIST_LOG_DIR": str(folder / "logs"), IDLE_IMPORTS: "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
