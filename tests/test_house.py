@@ -13,8 +13,8 @@ from functools import cache
 
 import pytest
 
-from tests.conftest import LONGEST
 from tests.sources import PACKAGE, nodes_of, sources
+from tests.tiers import LONGEST
 from tests.waiting import SOON
 
 ROOT = PACKAGE.parent

@@ -1,0 +1,137 @@
+"""Which tests are run together: a tier for each, and the modules that one process runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+try:
+    from xdist.scheduler import LoadScopeScheduling
+except ImportError:  # where there is a GPU there may be nothing else
+    LoadScopeScheduling = None
+
+TESTS = Path(__file__).parent
+
+# Several run beside one another, a file each: the longest must not be the last to begin.
+LONGEST = (
+    "hosts/test_ray.py",
+    "hosts/test_membership.py",
+    "hosts/test_slurm.py",
+    "hosts/test_worlds.py",
+    "faults/test_nothing_left.py",
+    "notebooks/test_notebooks.py",
+    "notebook/commands/test_export.py",
+    "faults/test_freeing.py",
+    "browser/test_tutorials.py",
+    "browser/test_cells.py",
+    "world/test_workers.py",
+    "test_api.py",
+    "world/test_world.py",
+    "notebook/test_magics.py",
+    "node/test_inspect.py",
+    "libraries/test_libraries.py",
+    "node/test_agent.py",
+    "gpu/test_command.py",
+    "node/test_processes.py",
+    "faults/test_server.py",
+    "worker/group/test_gloo.py",
+)
+
+
+# Modules with the same servers, which are started once: one process runs them all.
+SAME_PROCESS: dict[str, str] = {}
+
+# What a test needs and costs: a marker of each test, set by its folder, else by what it asks for.
+TIERS = {
+    "unit": "starts no process",
+    "world": "has workers of the agent that all tests of the process share, or a short process",
+    "kernel": "has a notebook kernel",
+    "slow": "has agents of its own: starts, deaths, what is left behind",
+    "hosts": "needs machines: network namespaces with sshd, Slurm, etcd, Ray",
+    "browser": "opens JupyterLab in headless Chromium",
+    "gpu": "needs a GPU",
+    "matrix": "runs with other versions of what nbdist stands on",
+}
+OF_FOLDER = {
+    **{name: name for name in ("hosts", "browser", "gpu", "matrix")},
+    **dict.fromkeys(("attacks", "bench", "faults", "libraries", "notebooks"), "slow"),
+}
+OF_FIXTURE = {"Notebook": "kernel", "World": "world", "NewWorld": "world"}  # by what it gives
+MARKERS = {
+    **TIERS,
+    "own_agent": "starts agents of its own, so that it is `slow`",
+    "smoke": "is run also without `--all`, whatever it costs",
+    "shared_world(ranks)": "the `world` of a module's tests, after which leaks are counted",
+}
+QUICK = "unit or world or smoke"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help=f"all tests, and not only: {QUICK}")
+
+
+def tier_of(item: pytest.Item) -> str:
+    """The first that says so: the test or its module, its folder, a fixture of it."""
+    if item.get_closest_marker("own_agent"):
+        return "slow"
+    for tier in TIERS:
+        if item.get_closest_marker(tier):
+            return tier
+    folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
+    return OF_FOLDER.get(folder) or min(_tiers_of_fixtures(item), default="unit")
+
+
+def _tiers_of_fixtures(item: pytest.Item) -> Iterator[str]:
+    for definitions in item._fixtureinfo.name2fixturedefs.values():  # type: ignore[attr-defined]
+        given = str(definitions[-1].func.__annotations__.get("return"))
+        for word in re.findall(r"\w+", given):
+            if word in OF_FIXTURE:
+                yield OF_FIXTURE[word]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(tier_of(item))
+    place = {TESTS / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Use four processes, since tests wait a third of their time; none where some are named."""
+    is_one_of_them = hasattr(config, "workerinput")
+    has_said = getattr(config.option, "numprocesses", 0) is not None or _names_tests(config)
+    if not (is_one_of_them or has_said):
+        config.option.numprocesses = 4
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Have what is dear to start be started in one process, and a module's tests run in one."""
+    config.option.loadscopereorder = False
+    scheduling = LoadScopeScheduling(config, log)
+    scheduling._split_scope = scope_of
+    return scheduling
+
+
+def scope_of(nodeid: str) -> str:
+    """What one process runs, a test after the other, in the order of collection."""
+    file = nodeid.partition("::")[0]
+    return SAME_PROCESS.get(file.removeprefix("tests/"), file)
+
+
+def _names_tests(config: pytest.Config) -> bool:
+    return config.args_source is config.ArgsSource.ARGS
+
+
+def choose(config: pytest.Config) -> None:
+    """Say what the markers mean, and run the quick tiers where nobody says which tests."""
+    for marker, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{marker}: {meaning}")
+    asked_for = config.option.all or config.option.markexpr or config.option.keyword
+    if not (asked_for or _names_tests(config)):
+        config.option.markexpr = QUICK
