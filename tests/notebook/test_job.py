@@ -10,9 +10,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import Empty
+from typing import Any
 
 import pytest
 
+from nbdist.notebook.job import CellPlace
 from tests.notebook.front_end import Notebook
 from tests.notebook.test_subshells import HAS_SUBSHELLS, Subshell
 from tests.waiting import SOON
@@ -34,6 +36,29 @@ def two() -> Iterator[Notebook]:
 def notebook(two: Notebook) -> Iterator[Notebook]:
     yield two
     assert two.run("%dist_interrupt").errors == []
+
+
+def test_where_a_cell_has_shown_its_output() -> None:
+    """What is shown for it meanwhile belongs there, and what comes next to the cell that runs."""
+    shell: Any = Page()
+    place = CellPlace(shell)
+    shell.parent = "the cell that runs"
+    for is_wanted, shown in ((True, "the first"), (False, "the cell that runs")):
+        with place.within(is_wanted):
+            assert shell.parent == shown
+        assert shell.parent == "the cell that runs"
+
+
+class Page:
+    """Shows what it is given below the cell that it was told of last."""
+
+    parent = "the first"
+
+    def get_parent(self) -> str:
+        return self.parent
+
+    def set_parent(self, parent: str) -> None:
+        self.parent = parent
 
 
 def begin(notebook: Notebook, source: str, options: str = "") -> str:

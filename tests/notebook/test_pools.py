@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
 
+from nbdist.errors import ForkedProcess
+from nbdist.notebook.pools import Pools
+from nbdist.notebook.settings import NbDist
 from tests.notebook.front_end import Notebook, body
 
 pytestmark = pytest.mark.shared_world
@@ -21,6 +27,31 @@ def pools() -> Iterator[Notebook]:
     notebook = Notebook("%load_ext nbdist", *start)
     yield notebook
     notebook.close()
+
+
+@pytest.fixture(scope="module")
+def shell() -> InteractiveShell:
+    """That keeps its history in memory."""
+    config = Config()
+    config.HistoryManager.enabled = False
+    return InteractiveShell(config=config)
+
+
+def test_a_line_that_failed_has_gathered_nothing(shell: InteractiveShell) -> None:
+    """What the notebook had under the name stays its own."""
+    pools = Pools(shell, NbDist(display="plain"))
+    shell.user_ns.update(kept=1, theirs=2)
+    pools.gathered.add(["theirs"])
+    pools.notice_names(shell.run_cell("kept = %dist_gather theirs"))
+    assert ("theirs" in pools.gathered, "kept" in pools.gathered) == (True, False)
+
+
+def test_in_a_forked_child(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are no workers that it could use."""
+    pools = Pools(shell, NbDist(display="plain"))
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    with pytest.raises(ForkedProcess):
+        pools.at(None)
 
 
 def test_each_has_a_group_of_its_own(pools: Notebook) -> None:

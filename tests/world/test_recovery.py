@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from nbdist.config import WorldConfig
 from nbdist.errors import (
     NotEnoughGpus,
     ScaleError,
@@ -21,8 +23,9 @@ from nbdist.errors import (
     WorldBusy,
     WorldNotStarted,
 )
-from nbdist.world.recovery import replaced_text
+from nbdist.world.recovery import healing_text, replaced_text
 from nbdist.world.spec import scaled
+from nbdist.world.standing import Standing
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.worlds import NewWorld
@@ -391,3 +394,14 @@ def test_words() -> None:
     """Of one rank and of several."""
     assert replaced_text([2], "x") == "rank 2 was restarted and its variables (x) are gone"
     assert replaced_text([2, 0], "") == "ranks 0,2 were restarted and their variables are gone"
+    two: Any = Standing(WorldConfig(2, log_dir=""))
+    assert healing_text(two, [1]).endswith(" are gone; other ranks are unaffected.")
+    assert healing_text(two, [0, 1]).endswith(" are gone.")
+
+
+def test_what_nobody_wants_run_again(world: World) -> None:
+    """Is not said to be."""
+    with pytest.raises(WorkerError):
+        world.execute("1 / 0")
+    assert world.session.running is not None
+    assert world.session.running.restart == ""
