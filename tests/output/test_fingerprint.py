@@ -40,7 +40,7 @@ def test_what_may_not(one: str, other: str) -> None:
 LINES = st.lists(st.tuples(st.text(max_size=5), st.sampled_from([b"\0", b"\1"])), max_size=9)
 
 
-@settings(deadline=None, database=None, derandomize=True)
+@settings(deadline=None, database=None, derandomize=True, max_examples=30)
 @given(LINES, st.integers(0, 9))
 def test_lines_may_come_in_blocks(lines: list[tuple[str, bytes]], cut: int) -> None:
     """Text has one key, in how many blocks it was taken in, and so has a copy."""
