@@ -13,6 +13,7 @@ from functools import cache
 
 import pytest
 
+from tests import folders
 from tests.sources import PACKAGE, nodes_of, sources
 from tests.tiers import LONGEST
 from tests.waiting import SOON
@@ -334,6 +335,11 @@ def test_every_room_has_its_floor():
     """What lies in the package is in the table of floors."""
     rooms = {path.name.removesuffix(".py") for path in PACKAGE.iterdir()}
     assert rooms - {"__pycache__", "py.typed"} <= set(FLOORS)
+
+
+def test_no_folder_grows():
+    """What needs more files or lines raises its folder's limit, and says why in its commit."""
+    assert folders.more_than_allowed(folders.counted()) == []
 
 
 @pytest.mark.world

@@ -1,0 +1,89 @@
+"""Files, lines and coverage of each folder; tests/folders.txt has the numbers, which only fall.
+
+`python -m tests.folders --write` lowers them to what there is, and adds new folders; without
+`--write` it fails where there is more.  With `--missed` it runs the tests that start no process,
+and looks at the percentage of statements that none of them runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TABLE = ROOT / "tests" / "folders.txt"
+COLUMNS = ("files", "lines", "% missed")
+
+Numbers = dict[str, dict[str, int]]
+"""By folder and column."""
+
+
+def limits() -> Numbers:
+    _, *lines = TABLE.read_text().splitlines()
+    rows = ((folder, map(int, numbers)) for folder, *numbers in map(str.split, lines))
+    return {folder: dict(zip(COLUMNS, numbers, strict=False)) for folder, numbers in rows}
+
+
+def counted() -> Numbers:
+    files: Counter[str] = Counter()
+    lines: Counter[str] = Counter()
+    for path in (each for top in ("nbdist", "tests") for each in (ROOT / top).rglob("*.py")):
+        folder = path.parent.relative_to(ROOT).as_posix()
+        files[folder] += 1
+        lines[folder] += path.read_text().count("\n")
+    return {folder: {"files": files[folder], "lines": lines[folder]} for folder in files}
+
+
+def measured() -> Numbers:
+    """The percentages, rounded up."""
+    missed: Counter[str] = Counter()
+    statements: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as place:
+        os.environ["COVERAGE_FILE"] = f"{place}/data"
+        for command in (
+            "coverage run -m pytest -q -m unit -n 4",
+            "coverage combine -q",
+            f"coverage json -q -o {place}/report",
+        ):
+            subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, check=True)
+        report = json.loads(Path(place, "report").read_text())
+    for file, found in report["files"].items():
+        folder = file.rpartition("/")[0]
+        missed[folder] += found["summary"]["missing_lines"]
+        statements[folder] += found["summary"]["num_statements"]
+    return {each: {"% missed": -(-100 * missed[each] // statements[each])} for each in statements}
+
+
+def more_than_allowed(now: Numbers) -> list[str]:
+    """One line for each number that has grown; of what is missed by more than chance."""
+    allowed, none = limits(), {"files": 0, "lines": 0, "% missed": 100}
+    return [
+        f"{folder}: {number} {column}, and {limit} in tests/folders.txt"
+        for folder, row in now.items()
+        for column, number in row.items()
+        if number > (limit := {**none, **allowed.get(folder, {})}[column]) + (column == "% missed")
+    ]
+
+
+def write(now: Numbers) -> None:
+    before = limits()
+    lines = [f"{'# folder':<26}{'files':>6}{'lines':>7}{'% missed':>10}\n"]
+    for folder in sorted(set(before) & set(counted()) | set(now)):
+        old, new = before.get(folder, {}), now.get(folder, {})
+        row = {**new, **old, **{each: min(old[each], new[each]) for each in old.keys() & new}}
+        files, line_count, *missed = (row[each] for each in COLUMNS if each in row)
+        lines.append(f"{folder:<26}{files:>6}{line_count:>7}" + "".join(f"{x:>10}" for x in missed))
+        lines.append("\n")
+    TABLE.write_text("".join(lines))
+
+
+if __name__ == "__main__":
+    numbers = measured() if "--missed" in sys.argv else counted()
+    if "--write" in sys.argv:
+        write(numbers)
+    sys.exit("\n".join(more_than_allowed(numbers)) or 0)
