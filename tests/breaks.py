@@ -35,7 +35,7 @@ SMOKE = (
 )
 """For breaks of what runs in every cell, where the tests of their own folder find nothing."""
 
-BOUNDS = {"nearest": 90, "room": 20, "smoke": 25}
+BOUNDS = {"nearest": 90, "room": 12, "smoke": 15}
 """Seconds of a processor for the tests of each stage; those left by then are left out."""
 
 LONGEST = 300
@@ -205,7 +205,7 @@ class Copy:
         wrong += [each[1] for each in began if each[2] in ("FAILED", "ERROR")]
         if code in (0, 5) or wrong:  # 5: there was none to run
             return wrong[0] if wrong else ""
-        return f"{began[-1][1] if began else tests[0]}{ENDED}{code})"
+        return f"{began[-1][1].rstrip() if began else tests[0]}{ENDED}{code})"
 
     def _wait(self, run: subprocess.Popen[bytes], bound: int, said: int) -> int:
         """Return its exit code: -1 where it hung, -2 where it was over its bound."""

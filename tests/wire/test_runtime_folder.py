@@ -14,7 +14,7 @@ import pytest
 
 from nbdist.errors import NoRuntimeFolder, ScaleError
 from nbdist.folders import MARKER
-from nbdist.wire.runtime_folder import RuntimeFolder
+from nbdist.wire.runtime_folder import RuntimeFolder, places
 from nbdist.world.world import World
 
 
@@ -75,6 +75,12 @@ def test_places_that_cannot_hold_sockets(
     made.close()
     assert made.path.parent == Path("/tmp")
     assert not [*folder.iterdir()]
+
+
+def test_which_place_is_first(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the session goes before that of temporary files."""
+    monkeypatch.setenv("TMPDIR", "/tmp/other")
+    assert places()[:2] == [parent, Path("/tmp/other")]
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ import torch
 from IPython.core.getipython import get_ipython
 
 from nbdist.errors import VariableNotSent, WorkerDied, WorkerError
+from nbdist.world.calling import title_of
 from nbdist.world.world import World
 from tests.waiting import wait_until
 from tests.worlds import NewWorld
@@ -118,6 +119,12 @@ def fails_unseen(tensor: torch.Tensor) -> None:
 def test_kinds_of_functions(world: World, function: Callable[[int], int]) -> None:
     """Whatever can be called can be called on the ranks."""
     assert list(world.run(function, 4)) == [7, 8]
+
+
+def test_what_people_call_them() -> None:
+    """Without where they were defined, or what was bound to them."""
+    found = map(title_of, (functools.partial(my_rank, 3), Adder(3).add, Adder(3)))
+    assert [*found] == ["my_rank", "Adder.add", "Adder"]
 
 
 def test_they_meet(world: World) -> None:
