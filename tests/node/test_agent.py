@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,6 @@ from nbdist.wire.messages import (
 from nbdist.wire.start import WorldSpec
 from nbdist.wire.task import Source, Task
 from tests.waiting import SOON, wait_until
-
-ENDED_IN = 10.0
 
 both_sources = pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
 
@@ -95,8 +92,10 @@ class Notebook:
         self._socket.bind(f"ipc://{self.runtime}/{name}")
 
     def receive_anew(self) -> Up:
-        """The first message of an agent that has connected anew."""
-        self._identity, message = self.receive()
+        """The hello of an agent that has connected anew, after what nobody has read before."""
+        while not isinstance((said := self.receive())[1], Hello):
+            pass
+        self._identity, message = said
         return message
 
     def receive(self) -> tuple[bytes, Up]:
@@ -126,10 +125,11 @@ class Notebook:
     def start(self, spec: WorldSpec | None = None) -> Any:
         return self.call(StartWorld(spec or self.spec()))
 
-    def spec(self, backend: str | None = None, **changes: Any) -> WorldSpec:
-        environ = {**os.environ, **changes}
-        path = tuple(sys.path)
-        return WorldSpec(2, backend, environ, os.getcwd(), path, 1, sys.executable)
+    def spec(self, backend: str | None = None, *, fork: bool = True, **changes: Any) -> WorldSpec:
+        environ, path = {**os.environ, **changes}, tuple(sys.path)
+        return WorldSpec(
+            2, backend, environ, os.getcwd(), path, 1, sys.executable, use_fork_server=fork
+        )
 
     def send_task(self, name: str, source: str) -> None:
         """Have both ranks run the source."""
@@ -167,6 +167,21 @@ def make() -> Iterator[Callable[..., Notebook]]:
         notebook.close()
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Notebook]:
+    notebook = Notebook(fork=True)
+    yield notebook
+    notebook.close()
+
+
+@pytest.fixture
+def notebook(shared: Notebook) -> Iterator[Notebook]:
+    """One whose agent all tests have that do not end it, without workers."""
+    shared.outputs.clear()
+    yield shared
+    shared.call(StopWorld(0.0))
+
+
 def close_stdin(notebook: Notebook) -> None:
     assert notebook.agent.stdin is not None
     notebook.agent.stdin.close()
@@ -186,73 +201,75 @@ def leave(notebook: Notebook) -> None:
 
 
 ENDS = [close_stdin, end_notebook, terminate, leave]
+BUSY = "import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\nprint(1)\nwhile 1: 0"
 
 
-@both_sources
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.own_agent
+@pytest.mark.parametrize(
+    ("end", "fork", "is_busy"),
+    [
+        (close_stdin, True, True),
+        (end_notebook, False, False),
+        (terminate, True, False),
+        (leave, False, True),
+    ],
+)
 def test_end(
     make: Callable[..., Notebook],
     end: Callable[[Notebook], None],
     fork: bool,  # noqa: FBT001
+    is_busy: bool,  # noqa: FBT001
 ) -> None:
-    """Whatever ends the agent: its workers, what they started, and its folder go with it."""
+    """Whatever ends the agent: its workers, what they started, and its folder go with it.
+
+    Also where they run a cell that ignores signals.
+    """
     notebook = make(fork=fork)
     assert isinstance(notebook.start(), WorldStarted)
     notebook.run(
         "import subprocess, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "children = [subprocess.Popen(['sleep', '1000'], start_new_session=s) for s in (0, 1)]"
     )
-    agent, deadline = psutil.Process(notebook.agent.pid), time.monotonic() + SOON
-    sleeping: list[psutil.Process] = []
-    while len(sleeping) < 4:  # a process has no command line yet in the moment of its exec
-        assert time.monotonic() < deadline
-        processes = agent.children(recursive=True)
-        sleeping = [each for each in processes if "sleep" in each.cmdline()]
+    agent = psutil.Process(notebook.agent.pid)
+
+    def all_sleep() -> bool:  # a process has no command line yet in the moment of its exec
+        return sum("sleep" in each.cmdline() for each in agent.children(recursive=True)) == 4
+
+    wait_until(all_sleep, "all that they started is there")
+    if is_busy:
+        notebook.send_task("busy", BUSY)
+        while len({rank for rank, name, _ in notebook.outputs if name == "busy"}) < 2:
+            notebook.take_one()
+    processes = agent.children(recursive=True)
     end(notebook)
-    assert notebook.agent.wait(ENDED_IN) == 0
-    _gone, alive = psutil.wait_procs(processes, timeout=ENDED_IN)
+    assert notebook.agent.wait(SOON) == 0
+    _gone, alive = psutil.wait_procs(processes, timeout=SOON)
     assert alive == []
     assert not notebook.runtime.exists()
 
 
+@pytest.mark.own_agent
 @pytest.mark.parametrize("end", ENDS)
 def test_end_while_starting(make: Callable[..., Notebook], end: Callable[[Notebook], None]) -> None:
     """An agent that is told to end while its fork server still imports ends at once."""
     notebook = make()
     notebook.send(Ask(1, StartWorld(notebook.spec("gloo"))))
     end(notebook)
-    assert notebook.agent.wait(ENDED_IN) == 0
+    assert notebook.agent.wait(SOON) == 0
     assert not notebook.runtime.exists()
 
 
-def test_end_in_mid_cell(make: Callable[..., Notebook]) -> None:
-    """A cell that ignores signals does not keep the agent."""
-    notebook = make()
-    notebook.start()
-    busy = "import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\nprint(1)\nwhile 1: 0"
-    notebook.send_task("busy", busy)
-    while len(notebook.outputs) < 2:
-        notebook.take_one()
-    close_stdin(notebook)
-    assert notebook.agent.wait(ENDED_IN) == 0
-
-
-def test_stop_button_does_not_reach_the_agent(make: Callable[..., Notebook]) -> None:
+def test_stop_button_does_not_reach_the_agent(notebook: Notebook) -> None:
     """SIGINT to the agent changes nothing."""
-    notebook = make()
     notebook.start()
     notebook.agent.send_signal(signal.SIGINT)
     assert [row.state for row in notebook.call(GetStatus())] == ["idle", "idle"]
 
 
 @both_sources
-def test_cell_and_interrupt(
-    make: Callable[..., Notebook],
-    fork: bool,  # noqa: FBT001
-) -> None:
+def test_cell_and_interrupt(notebook: Notebook, fork: bool) -> None:  # noqa: FBT001
     """Cells run on all ranks; an interrupt is answered while a cell runs, and ends it."""
-    notebook = make(fork=fork)
-    notebook.start()
+    notebook.start(notebook.spec(fork=fork))
     said = notebook.run("print('rank', rank)")
     for rank in (0, 1):
         # A line may come in pieces.
@@ -270,13 +287,8 @@ def test_cell_and_interrupt(
     assert names == {"KeyboardInterrupt"}
 
 
-@both_sources
-def test_stop_and_start_again(
-    make: Callable[..., Notebook],
-    fork: bool,  # noqa: FBT001
-) -> None:
+def test_stop_and_start_again(notebook: Notebook) -> None:
     """The agent outlives its workers, and starts new ones, with a folder kept tidy."""
-    notebook = make(fork=fork)
     first = notebook.start(notebook.spec("gloo"))
     notebook.call(StopWorld(1.0))
     assert notebook.call(GetStatus()) == ()
@@ -287,13 +299,9 @@ def test_stop_and_start_again(
 
 
 @both_sources
-def test_start_that_fails(
-    make: Callable[..., Notebook],
-    fork: bool,  # noqa: FBT001
-) -> None:
+def test_start_that_fails(notebook: Notebook, fork: bool) -> None:  # noqa: FBT001
     """A failed start says which rank and why, leaves no worker, and the next one can work."""
-    notebook = make(fork=fork)
-    failure = notebook.start(notebook.spec("gloo", GLOO_SOCKET_IFNAME="nowhere0"))
+    failure = notebook.start(notebook.spec("gloo", fork=fork, GLOO_SOCKET_IFNAME="nowhere0"))
     assert isinstance(failure, StartFailure)
     assert failure.reason == "it exited with code 1"
     assert "nowhere0" in failure.last_lines[-1]
@@ -301,9 +309,8 @@ def test_start_that_fails(
     assert isinstance(notebook.start(notebook.spec("gloo")), WorldStarted)
 
 
-def test_last_words_come_before_the_death(make: Callable[..., Notebook]) -> None:
+def test_last_words_come_before_the_death(notebook: Notebook) -> None:
     """All that a rank wrote before it died comes before the news of its death."""
-    notebook = make()
     notebook.start()
     said = notebook.run("import os\nprint('x' * 1_000_000)\nos.write(2, b'bye')\nos._exit(7)")
     for rank in (0, 1):
@@ -313,9 +320,8 @@ def test_last_words_come_before_the_death(make: Callable[..., Notebook]) -> None
         assert mine[-1].exit_code == 7
 
 
-def test_cell_for_a_rank_that_has_died(make: Callable[..., Notebook]) -> None:
+def test_cell_for_a_rank_that_has_died(notebook: Notebook) -> None:
     """A cell that was sent before the notebook had heard of a death ends there all the same."""
-    notebook = make()
     started = notebook.start()
     os.kill(started.pids[1], signal.SIGKILL)
     while not any(isinstance(output, Died) for _, _, output in notebook.outputs):
@@ -325,9 +331,8 @@ def test_cell_for_a_rank_that_has_died(make: Callable[..., Notebook]) -> None:
     assert any(isinstance(output, Done) for rank, output in said if rank == 0)
 
 
-def test_folder_of_sockets_is_private(make: Callable[..., Notebook]) -> None:
+def test_folder_of_sockets_is_private(notebook: Notebook) -> None:
     """Nobody else can open the folder, and nothing listens on TCP before there is a group."""
-    notebook = make()
     notebook.start()
     assert notebook.runtime.stat().st_mode & 0o777 == 0o700
     agent = psutil.Process(notebook.agent.pid)

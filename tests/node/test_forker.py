@@ -19,7 +19,11 @@ pytestmark = pytest.mark.own_agent
 
 
 def test_fork_server_that_is_killed(runtime: Path) -> None:
-    """Its workers live on, their ends are told, and the next one comes from a new fork server."""
+    """Its workers live on, their ends are told, and the next one comes from a new fork server.
+
+    Also where a worker dies with it, told with its signal or as one that was killed, and where
+    it is killed while it forks: whoever asked gets a worker all the same.
+    """
 
     async def test(source: Source) -> None:
         first, second = await source.worker(0), await source.worker(1)
@@ -27,52 +31,39 @@ def test_fork_server_that_is_killed(runtime: Path) -> None:
         fork_server.kill()
         await until(lambda: fork_server_of(first) == psutil.Process())
         third = await source.worker(2)
-        assert fork_server_of(third) not in (fork_server, psutil.Process())
+        another = fork_server_of(third)
+        assert another not in (fork_server, psutil.Process())
         os.kill(second.pid, signal.SIGSEGV)
         assert await asyncio.wait_for(second.exited, SOON) == -signal.SIGSEGV
-        assert not first.exited.done()
         assert not psutil.pid_exists(fork_server.pid)
-
-    run("fork", runtime, test)
-
-
-def test_worker_and_fork_server_die_together(runtime: Path) -> None:
-    """The end of the worker is told with its signal, or as that of one that was killed."""
-
-    async def test(source: Source) -> None:
-        process = await source.worker()
-        os.kill(process.pid, signal.SIGSEGV)
-        fork_server_of(process).kill()
-        code = await asyncio.wait_for(process.exited, SOON)
+        os.kill(third.pid, signal.SIGSEGV)
+        another.kill()
+        code = await asyncio.wait_for(third.exited, SOON)
         assert code in (-signal.SIGSEGV, -signal.SIGKILL)
-        assert (await source.worker(1)).pid != process.pid
-
-    run("fork", runtime, test)
-
-
-def test_fork_server_that_is_killed_while_it_forks(runtime: Path) -> None:
-    """Whoever asked gets a worker all the same."""
-
-    async def test(source: Source) -> None:
-        fork_server = fork_server_of(await source.worker(0))
-        fork_server.suspend()
-        asked = asyncio.ensure_future(source.worker(1))
-        await asyncio.sleep(0.05)
-        fork_server.kill()
-        assert fork_server_of(await asked) != fork_server
+        last = fork_server_of(await source.worker(3))
+        last.suspend()
+        asked = asyncio.ensure_future(source.worker(4))
+        for _ in range(10):  # rounds of the loop, in which it asks
+            await asyncio.sleep(0)
+        last.kill()
+        assert fork_server_of(await asked) not in (last, another)
+        assert not first.exited.done()
 
     run("fork", runtime, test)
 
 
 def test_fork_server_that_hangs(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is killed after a while; what was asked of it comes from another, its workers stay."""
-    monkeypatch.setattr(forker, "FORK_TIMEOUT", 3.0)
 
     async def test(source: Source) -> None:
         first = await source.worker(0)
         fork_server = fork_server_of(first)
         fork_server.suspend()
-        assert fork_server_of(await source.worker(1)) != fork_server
+        monkeypatch.setattr(forker, "FORK_TIMEOUT", 0.2)
+        asked = asyncio.ensure_future(source.worker(1))
+        await until(lambda: fork_server_of(first) != fork_server, "it is killed")
+        monkeypatch.undo()  # the next one has its time
+        assert fork_server_of(await asked) != fork_server
         assert not fork_server.is_running()
         assert not first.exited.done()
 
@@ -105,30 +96,21 @@ def fork_server_of(process: WorkerProcess) -> psutil.Process:
 def test_fork_server_is_fit_for_forks(runtime: Path) -> None:
     """The fork server has one thread: a fork of it inherits no lock that nobody will release.
 
-    Also when it has imported all that it imports while it is idle.
+    Also when it has imported all that it imports while it is idle; who asks before gets a
+    worker, however much there is left to import.
     """
 
     async def test(source: Source) -> None:
         assert source.forker is not None
         fork_server = fork_server_of(await source.worker(0))
+        for rank in (1, 2):
+            await source.worker(rank)
+        assert not source.forker.has_all.is_set()
         assert fork_server.num_threads() == 1
         await asyncio.wait_for(source.forker.has_all.wait(), SOON)
         assert fork_server.num_threads() == 1
-        assert fork_server_of(await source.worker(1)) == fork_server
+        assert fork_server_of(await source.worker(3)) == fork_server
         assert source.forker.last_lines() == ()
-
-    run("fork", runtime, test)
-
-
-@pytest.mark.usefixtures("idle_imports")
-def test_requests_come_before_what_is_imported_when_idle(runtime: Path) -> None:
-    """Who asks gets a worker, however much there is left to import."""
-
-    async def test(source: Source) -> None:
-        assert source.forker is not None
-        for rank in range(3):
-            await source.worker(rank)
-        assert not source.forker.has_all.is_set()
 
     run("fork", runtime, test)
 

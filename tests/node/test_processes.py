@@ -16,49 +16,35 @@ from tests.waiting import SOON, until
 
 pytestmark = pytest.mark.own_agent
 
-both_sources = pytest.mark.parametrize("kind", ["fork", "spawn"])
 
+@pytest.mark.parametrize(
+    ("kind", "numbers"),
+    [("fork", [signal.SIGKILL, signal.SIGSEGV]), ("spawn", [signal.SIGSEGV])],
+)
+def test_workers_and_their_ends(kind: str, runtime: Path, numbers: list[signal.Signals]) -> None:
+    """Each leads its own session, where the notebook's Stop does not reach it.
 
-@both_sources
-def test_worker_is_a_leader_of_its_own(kind: str, runtime: Path) -> None:
-    """A worker leads its own session, so that the notebook's Stop does not reach it."""
-
-    async def test(source: Source) -> None:
-        process = await source.worker()
-        assert os.getsid(process.pid) == process.pid
-        assert os.getpgid(process.pid) == process.pid
-        assert repr(process) == f"<WorkerProcess {process.pid} running>"
-
-    run(kind, runtime, test)
-
-
-@both_sources
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_death_is_told_with_its_signal(kind: str, runtime: Path, number: int) -> None:
-    """The exit code of a worker that was killed is the negative signal."""
+    The exit code of one that was killed is the negative signal, which is nothing to the
+    others; closing the source leaves none.
+    """
+    pids = []
 
     async def test(source: Source) -> None:
-        process = await source.worker()
-        os.kill(process.pid, number)
-        assert await asyncio.wait_for(process.exited, SOON) == -number
-        assert repr(process) == f"<WorkerProcess {process.pid} exited -{number:d}>"
-        process.send_signal(signal.SIGTERM)  # to nobody: no error
+        last = await source.worker(len(numbers))
+        for rank, number in enumerate(numbers):
+            process = await source.worker(rank)
+            assert os.getsid(process.pid) == os.getpgid(process.pid) == process.pid
+            assert repr(process) == f"<WorkerProcess {process.pid} running>"
+            os.kill(process.pid, number)
+            assert await asyncio.wait_for(process.exited, SOON) == -number
+            assert repr(process) == f"<WorkerProcess {process.pid} exited -{number:d}>"
+            process.send_signal(signal.SIGTERM)  # to nobody: no error
+        assert psutil.pid_exists(last.pid)
+        assert not last.exited.done()
+        pids.append(last.pid)
 
     run(kind, runtime, test)
-
-
-@both_sources
-def test_other_workers_live_on(kind: str, runtime: Path) -> None:
-    """The death of one worker is nothing to the others."""
-
-    async def test(source: Source) -> None:
-        first, second = await source.worker(0), await source.worker(1)
-        os.kill(first.pid, signal.SIGKILL)
-        await asyncio.wait_for(first.exited, SOON)
-        assert psutil.pid_exists(second.pid)
-        assert not second.exited.done()
-
-    run(kind, runtime, test)
+    asyncio.run(until(lambda: not any(map(psutil.pid_exists, pids))))
 
 
 def test_what_it_started_ends_with_it(runtime: Path, tmp_path: Path) -> None:
@@ -78,18 +64,6 @@ def test_what_it_started_ends_with_it(runtime: Path, tmp_path: Path) -> None:
         await until(lambda: not psutil.pid_exists(int(child)))
 
     run("spawn", runtime, test)
-
-
-@both_sources
-def test_close_ends_all_workers(kind: str, runtime: Path) -> None:
-    """Closing the source leaves no worker."""
-    pids = []
-
-    async def test(source: Source) -> None:
-        pids.extend([(await source.worker(0)).pid, (await source.worker(1)).pid])
-
-    run(kind, runtime, test)
-    asyncio.run(until(lambda: not any(map(psutil.pid_exists, pids))))
 
 
 def test_spawner_without_an_interpreter(runtime: Path) -> None:

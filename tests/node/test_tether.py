@@ -21,8 +21,10 @@ from nbdist.wire.messages import (
     StopWorld,
     WorldStarted,
 )
-from tests.node.test_agent import ENDED_IN, Notebook, close_stdin, end_notebook
+from tests.node.test_agent import Notebook, close_stdin, end_notebook
 from tests.waiting import SOON, wait_until
+
+pytestmark = pytest.mark.own_agent
 
 
 class Caller:
@@ -57,7 +59,7 @@ def call() -> Iterator[Callable[[Notebook], Caller]]:
 @pytest.fixture
 def notebook() -> Iterator[Notebook]:
     """One whose world is to outlive it, without a group."""
-    made = Notebook(fork=False, grace=0.2)
+    made = Notebook(fork=True, grace=0.2)
     made.send(Remember({"detach": True}))
     assert isinstance(made.start(), WorldStarted)
     yield made
@@ -71,7 +73,14 @@ def holder(caller: Caller) -> int:
 
 
 def test_the_next_notebook_gets_all(notebook: Notebook, call: Callable[[Notebook], Caller]) -> None:
-    """What a cell has said since it began, though nobody was there; then what it says next."""
+    """What a cell has said since it began, though nobody was there; then what it says next.
+
+    Other versions are refused in a sentence, and so is whoever comes while one is there.
+    """
+    wrong = Refused(f"it is of nbdist {__version__}, and this is 0.0")
+    assert call(notebook).ask(Attach("0.0", 1, "notebook-1.sock")) == wrong
+    whose = Refused(f"the notebook of process {notebook.life.pid} uses it")
+    assert call(notebook).ask(Attach(__version__, 1, "notebook-1.sock")) == whose
     slow = "print('before', rank)\nimport time\nwhile not stop: time.sleep(0.01)\nprint('after')"
     notebook.run("stop = False")
     notebook.send_task("slow", slow)
@@ -107,17 +116,7 @@ def test_the_next_notebook_gets_all(notebook: Notebook, call: Callable[[Notebook
         notebook.agent.wait(0.5)
     assert all(worker.is_running() for worker in workers)
     notebook.agent.terminate()
-    assert notebook.agent.wait(ENDED_IN) == 0
-
-
-def test_other_versions_are_refused(notebook: Notebook, call: Callable[[Notebook], Caller]) -> None:
-    """In a sentence; so is whoever comes while the notebook is there."""
-    caller = call(notebook)
-    assert caller.ask(Attach("0.0", 1, "notebook-1.sock")) == Refused(
-        f"it is of nbdist {__version__}, and this is 0.0"
-    )
-    whose = f"the notebook of process {notebook.life.pid} uses it"
-    assert call(notebook).ask(Attach(__version__, 1, "notebook-1.sock")) == Refused(whose)
+    assert notebook.agent.wait(SOON) == 0
 
 
 def test_an_agent_that_is_killed(notebook: Notebook) -> None:
@@ -126,8 +125,8 @@ def test_an_agent_that_is_killed(notebook: Notebook) -> None:
     workers = [*notebook.workers]
     (agent,) = psutil.Process(notebook.agent.pid).children()
     agent.kill()
-    notebook.agent.wait(ENDED_IN)
-    assert psutil.wait_procs(workers, timeout=ENDED_IN)[1] == []
+    notebook.agent.wait(SOON)
+    assert psutil.wait_procs(workers, timeout=SOON)[1] == []
     assert not notebook.runtime.exists()
 
 
@@ -135,14 +134,21 @@ def test_a_world_without_workers(notebook: Notebook) -> None:
     """Nothing is kept that nobody can want."""
     notebook.call(StopWorld(0.0))
     end_notebook(notebook)
-    assert notebook.agent.wait(ENDED_IN) == 0
+    assert notebook.agent.wait(SOON) == 0
 
 
 def test_a_cell_that_ends_meanwhile(notebook: Notebook, call: Callable[[Notebook], Caller]) -> None:
     """Its end is there for the next notebook."""
-    notebook.send_task("quick", "import time; time.sleep(0.5); print('done')")
+    gate = notebook.runtime / "gate"
+    notebook.send_task(
+        "gated",
+        "import os, time\n"
+        f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
+        "print('done')",
+    )
     wait_until(lambda: held_state(call(notebook))[0] == "busy", "it runs")
     end_notebook(notebook)
+    gate.touch()
     wait_until(lambda: held_state(call(notebook)) == ("ready", 0), "it is done")
     notebook.bind("notebook-1.sock")
     caller = call(notebook)

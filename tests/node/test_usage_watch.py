@@ -13,6 +13,7 @@ from nbdist.node.proc import LARGEST_SHARE, MemoryGauge
 from nbdist.node.usage_watch import UsageWatch
 from nbdist.world.usage import usage_text
 from nbdist.world.world import World
+from tests.waiting import SOON
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
@@ -33,7 +34,7 @@ def test_while_a_cell_runs(world: World, tmp_path: Path) -> None:
             f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)"
         )
     )
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + SOON
     for _ in world.follow(running):
         if running.usage or time.monotonic() > deadline:
             gate.touch()

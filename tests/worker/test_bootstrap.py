@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 
 from nbdist.world.world import World
+from tests.waiting import SOON
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
 
 TYPING_SECONDS = 2.5
-IMPORTED_TIMEOUT = 30.0
 
 DRAW = """
 import multiprocessing.process, os, random, tempfile
@@ -45,11 +45,11 @@ def assert_all_different(drawn: list[dict[str, object]]) -> None:
         assert len(set(values)) == len(values), (source, values)
 
 
-@pytest.mark.own_agent
-@pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
-def test_chance_is_every_workers_own(fork: bool) -> None:  # noqa: FBT001
+def test_chance_is_every_workers_own(new_world: NewWorld) -> None:
     """No rank repeats what another draws, nor one after a restart, replaced, or added."""
-    with World(2, fork=fork, log_dir="") as world:
+    with new_world(2, fork=False) as spawned:
+        assert_all_different(draws(spawned))
+    with new_world(2) as world:
         drawn = draws(world)
         world.restart()
         drawn += draws(world)
@@ -64,7 +64,7 @@ def test_chance_is_every_workers_own(fork: bool) -> None:  # noqa: FBT001
 def warm(new_world: NewWorld) -> Iterator[World]:
     """A world whose fork server has imported all that it does while it is idle."""
     with new_world(2) as world:
-        deadline, typing = time.monotonic() + IMPORTED_TIMEOUT, TYPING_SECONDS
+        deadline, typing = time.monotonic() + SOON, TYPING_SECONDS
         while not all(_has_all_for_training(world)):
             assert time.monotonic() < deadline
             time.sleep(typing)  # nothing is imported while workers start

@@ -12,11 +12,10 @@ import pytest
 
 from nbdist.wire.runtime_folder import RuntimeFolder
 from nbdist.world.agent_process import AgentProcess
-from tests.waiting import wait_until
+from tests.waiting import SOON, wait_until
 
 pytestmark = pytest.mark.own_agent
 
-END_TIMEOUT = 20.0
 ENDED_IN = 3.0
 
 
@@ -34,7 +33,7 @@ def test_an_agent_ends_with_its_stdin(runtime: RuntimeFolder) -> None:
     assert agent.exit_code() is None
     assert repr(agent) == f"<AgentProcess {agent.pid} exit code None>"
     assert agent.command.endswith(f"-m nbdist.node {runtime.path} {os.getpid()} --no-fork")
-    agent.end(END_TIMEOUT)
+    agent.end(SOON)
     assert select.select([agent], [], [], 0)[0] == [agent]
     assert (agent.exit_code(), agent.last_lines()) == (0, [])
     agent.close()
@@ -46,10 +45,10 @@ def test_an_agent_that_cannot_start(
     """Its last lines say why."""
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
     agent = AgentProcess(runtime.path, fork_server=False)
-    assert select.select([agent], [], [], END_TIMEOUT)[0] == [agent]
+    assert select.select([agent], [], [], SOON)[0] == [agent]
     assert agent.exit_code() == 1
     assert any("PYTHONHOME" in line for line in agent.last_lines())
-    agent.end(END_TIMEOUT)
+    agent.end(SOON)
     agent.close()
 
 
@@ -78,5 +77,5 @@ def test_a_guard_that_hangs_is_killed_after_its_agent(runtime: RuntimeFolder) ->
     hanging.suspend()
     agent.end(0.1)
     assert agent.exit_code() == -signal.SIGKILL
-    hanging.wait(END_TIMEOUT)
+    hanging.wait(SOON)
     agent.close()

@@ -95,28 +95,31 @@ def test_what_a_failed_task_has_bound(session: Session) -> None:
 
 @pytest.mark.own_agent
 def test_another_launcher_starts_other_agents(
-    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that there is not is refused in a line, and leaves the workers as they are."""
     install(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    session.run(session.task("x = 7"))
-    before, agent = session.pids, session.link.agents[0]
-    with pytest.raises(UsageError, match=r"`--launcher nowhere`: available: here, .*local, .*ssh"):
-        session.restart(launcher="nowhere", n=2)
-    assert (session.pids, session.size, session.config.launched_by) == (before, 1, "local")
-    session.restart(keep=["x"], launcher="here")
-    assert "nbdist.head" in session.link.agents[0].command
-    assert not psutil.pid_exists(agent.pid)
-    assert list(session.run(session.task(fetch=("x",)))) == [7]
-    session.restart()
-    assert "nbdist.head" in session.link.agents[0].command
-    session.restart(launcher="local")
-    assert "nbdist.node" in session.link.agents[0].command
+    with World(1, log_dir="") as world:
+        session = world.session
+        session.run(session.task("x = 7"))
+        before, agent = session.pids, session.link.agents[0]
+        with pytest.raises(
+            UsageError, match=r"`--launcher nowhere`: available: here, .*local, .*ssh"
+        ):
+            session.restart(launcher="nowhere", n=2)
+        assert (session.pids, session.size, session.config.launched_by) == (before, 1, "local")
+        session.restart(keep=["x"], launcher="here")
+        assert "nbdist.head" in session.link.agents[0].command
+        assert not psutil.pid_exists(agent.pid)
+        assert list(session.run(session.task(fetch=("x",)))) == [7]
+        session.restart()
+        assert "nbdist.head" in session.link.agents[0].command
+        session.restart(launcher="local")
+        assert "nbdist.node" in session.link.agents[0].command
 
 
-@pytest.mark.own_agent
 @pytest.mark.parametrize("ranks", ["0", [7], [-1], ["0"]])
 def test_ranks_that_there_are_not(session: Session, ranks: list[int]) -> None:
     """They are refused in a line, and nothing is sent."""

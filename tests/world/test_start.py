@@ -56,7 +56,8 @@ def test_variables_are_there_also_in_a_replaced_rank(world: World) -> None:
 
 def test_name_is_the_log_folders(world: World, folder: Path) -> None:
     """`exp/run` is a folder in a folder; there `@record` writes what went wrong."""
-    root = folder / "exp" / "run" / "attempt_0"
+    root = Path(world.logs[0]).parent
+    assert (root.parent, root.name[:8]) == (folder / "exp" / "run", "attempt_")
     assert [Path(world.logs[rank]) for rank in range(2)] == [root / "0", root / "1"]
     with pytest.raises(WorkerError):
         world.execute(
@@ -99,7 +100,7 @@ def test_torchs_debug_level_reaches_a_fork(world: World) -> None:
     world.execute("dist.all_reduce(torch.ones(1), group=group)")
 
 
-@pytest.mark.own_agent
+@pytest.mark.world
 def test_wrapped_workers_in_another_interpreter(tmp_path: Path) -> None:
     """A virtual environment with packages of its own; the wrapper's doings hold in the worker."""
     venv = tmp_path / "venv"
@@ -147,7 +148,7 @@ def test_a_wrapper_that_stays(tmp_path: Path) -> None:
         assert not any(process.is_running() for process in processes)
 
 
-@pytest.mark.own_agent
+@pytest.mark.world
 def test_debug_tells_which_collectives_differ() -> None:
     """Before it runs, with C++ stacks; also after a rank was replaced and the group renewed."""
     mismatch = "x = torch.ones(2 + rank)\ndist.all_reduce(x)"

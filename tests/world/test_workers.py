@@ -22,6 +22,7 @@ from nbdist.world import workers as workers_module
 from nbdist.world.states import State
 from nbdist.world.workers import Workers
 from nbdist.world.world import World
+from tests.waiting import SOON, wait_until
 from tests.worlds import NewWorld
 
 both_sources = pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
@@ -37,13 +38,9 @@ def new_children() -> Callable[[], list[psutil.Process]]:
 
 
 @pytest.mark.own_agent
-@both_sources
-def test_shutdown_leaves_nothing(
-    fork: bool,  # noqa: FBT001
-    traces_left: Callable[[], list[str]],
-) -> None:
+def test_shutdown_leaves_nothing(traces_left: Callable[[], list[str]]) -> None:
     """After the `with` block no process, thread, descriptor, socket folder or segment is left."""
-    with World(2, fork=fork, log_dir="") as world:
+    with World(2, log_dir="") as world:
         world.execute("import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nx = [0] * 9")
         big = world.gather("torch.zeros(200_000)")
         assert len(big) == 2
@@ -54,13 +51,12 @@ def test_shutdown_leaves_nothing(
 
 
 @pytest.mark.own_agent
-@both_sources
-def test_shutdown_in_mid_cell_leaves_nothing(
-    fork: bool,  # noqa: FBT001
-    traces_left: Callable[[], list[str]],
-) -> None:
-    """A world can be ended while its ranks are in a cell that ignores every signal it can."""
-    world = World(2, fork=fork, log_dir="")
+def test_shutdown_in_mid_cell_leaves_nothing(traces_left: Callable[[], list[str]]) -> None:
+    """A world can be ended while its ranks are in a cell that ignores every signal it can.
+
+    Its agent has no fork server.
+    """
+    world = World(2, fork=False, log_dir="")
     world.start()
     world.submit(
         world.task(
@@ -75,16 +71,14 @@ def test_shutdown_in_mid_cell_leaves_nothing(
 
 
 @pytest.mark.own_agent
-@both_sources
 def test_worker_that_cannot_form_its_group(
-    fork: bool,  # noqa: FBT001
     monkeypatch: pytest.MonkeyPatch,
     traces_left: Callable[[], list[str]],
     new_children: Callable[[], list[psutil.Process]],
 ) -> None:
     """A start that fails says which rank, where, why, how it was started, and its last lines."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-    world = World(2, fork=fork, log_dir="")
+    world = World(2, log_dir="")
     began = time.monotonic()
     with pytest.raises(StartError) as caught:
         world.start()
@@ -144,22 +138,14 @@ def test_interpreter_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.own_agent
-@both_sources
-def test_start_interrupted(
-    fork: bool,  # noqa: FBT001
-    new_children: Callable[[], list[psutil.Process]],
-) -> None:
+def test_start_interrupted(new_children: Callable[[], list[psutil.Process]]) -> None:
     """Stop during a start ends all that was started; the world can be started afterwards."""
-    world = World(2, fork=fork, log_dir="")
+    world = World(2, log_dir="")
     main = threading.main_thread().ident
     assert main is not None
 
     def stop_soon() -> None:
-        deadline = time.monotonic() + 10
-        while world.state is not State.STARTING or not new_children():
-            if time.monotonic() > deadline:
-                return
-            time.sleep(0.01)
+        wait_until(lambda: world.state is State.STARTING and new_children(), "it starts")
         signal.pthread_kill(main, signal.SIGINT)
 
     stopper = threading.Thread(target=stop_soon)
@@ -180,7 +166,12 @@ def test_restart_interrupted() -> None:
     with World(1, log_dir="") as world:
         world.execute("import atexit, time; atexit.register(time.sleep, 60)")
         before = dict(world.pids)
-        stop = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+
+        def stop_soon() -> None:
+            wait_until(lambda: world.state is not State.READY, "it restarts")
+            os.kill(os.getpid(), signal.SIGINT)
+
+        stop = threading.Thread(target=stop_soon)
         stop.start()
         with pytest.raises(KeyboardInterrupt):
             world.restart()
@@ -241,7 +232,7 @@ def test_an_agent_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
             patience.setattr(workers_module, "STOP_TIMEOUT", 0.5)
             world.restart()
         assert world.gather("rank") == [0, 1]
-        psutil.wait_procs(everything, timeout=10)
+        psutil.wait_procs(everything, timeout=SOON)
         assert not any(process.is_running() for process in everything)
 
 
@@ -262,10 +253,9 @@ def test_who_was_replaced_is_said_once() -> None:
     assert [workers.take_replaced(), workers.take_replaced()] == [{1: Died(-9, 0)}, {}]
 
 
-@pytest.mark.own_agent
-def test_secrets_are_not_in_any_command_line() -> None:
+def test_secrets_are_not_in_any_command_line(new_world: NewWorld) -> None:
     """The environment does not show up where other users can read it."""
-    with World(2, log_dir="") as world:
+    with new_world(2) as world:
         agent = psutil.Process(world.session.link.agents[0].pid)
         for process in (agent, *agent.children(recursive=True)):
             assert "NBDIST_TEST_RUN" not in " ".join(process.cmdline())
@@ -288,15 +278,16 @@ def test_unknown_launcher(traces_left: Callable[[], list[str]]) -> None:
     assert traces_left() == []
 
 
-@pytest.mark.own_agent
-def test_log_files(tmp_path: Path) -> None:
-    """Each rank's full text is in its own files, a folder for each attempt."""
-    with World(2, log_dir=str(tmp_path), name="exp") as world:
+def test_log_files(new_world: NewWorld, tmp_path: Path) -> None:
+    """Each rank's full text is in its own files, a folder for each attempt of the agent's."""
+    with new_world(2, log_dir=str(tmp_path), name="exp") as world:
         world.execute("import sys\nprint('out', rank)\nprint('err', rank, file=sys.stderr)")
+        (attempt,) = (tmp_path / "exp").glob("attempt_*")
         for rank in range(2):
-            folder = tmp_path / "exp" / "attempt_0" / str(rank)
+            folder = attempt / str(rank)
             assert world.logs[rank] == str(folder)
             assert (folder / "stdout.log").read_text() == f"out {rank}\n"
             assert (folder / "stderr.log").read_text() == f"err {rank}\n"
         world.restart()
-        assert world.logs[0] == str(tmp_path / "exp" / "attempt_1" / "0")
+        number = int(attempt.name.removeprefix("attempt_"))
+        assert world.logs[0] == str(tmp_path / "exp" / f"attempt_{number + 1}" / "0")

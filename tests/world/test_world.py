@@ -1,6 +1,6 @@
 """Tests of `nbdist.world` with real workers: cells, output, failures, and ways out of each.
 
-Every test runs on workers that the fork server forked, and on workers that were spawned.
+On workers that the fork server forked; what can differ, also on workers that were spawned.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.shared_world
 
 
-@pytest.fixture(scope="module", params=["fork", "spawn"])
+on_both = pytest.mark.parametrize("started", ["fork", "spawn"], indirect=True)
+
+
+@pytest.fixture(scope="module", params=["fork"])
 def started(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
@@ -67,6 +70,7 @@ def is_running(pid: int) -> bool:
 # --- where a cell runs ------------------------------------------------------------------
 
 
+@on_both
 def test_environment_is_torchruns(world: World) -> None:
     """Every rank has the variables that torchrun sets, with its own numbers in them."""
     names = [
@@ -95,6 +99,7 @@ def test_environment_is_torchruns(world: World) -> None:
     assert world.gather("torch.get_num_threads()") == [int(threads)] * world.size
 
 
+@on_both
 def test_process_inherits_the_notebooks_folder_and_path(world: World) -> None:
     """Workers import what the notebook imports and open files where it does."""
     found = world.gather("(__import__('os').getcwd(), __import__('sys').path)")
@@ -120,6 +125,7 @@ def test_state_is_kept(world: World) -> None:
     assert world.gather("twice()") == [2 * (11 + rank) for rank in range(world.size)]
 
 
+@on_both
 def test_collectives(world: World) -> None:
     """All ranks share a group: all_reduce, barrier and all_gather_object give right results."""
     run_well(
@@ -142,6 +148,7 @@ def test_cell_on_some_ranks(world: World) -> None:
     assert world.gather("rank", ranks=[1]) == [1]
 
 
+@on_both
 def test_ids_and_folders_are_the_ranks_own(world: World) -> None:
     """Every rank is a process of its own, the leader of its own session."""
     pids = world.gather("__import__('os').getpid()")
@@ -149,7 +156,9 @@ def test_ids_and_folders_are_the_ranks_own(world: World) -> None:
     assert world.gather("__import__('os').getsid(0)") == pids
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    ("started", "method"), [("fork", "fork"), ("spawn", "spawn")], indirect=["started"]
+)
 def test_data_loader_with_workers(world: World, method: str) -> None:
     """A data set class of a cell works in a DataLoader with worker processes."""
     ran = run_well(
@@ -159,7 +168,8 @@ def test_data_loader_with_workers(world: World, method: str) -> None:
         "    def __getitem__(self, i): return offset() + i * i\n"
         "def offset(): return 100\n"
         "loader = torch.utils.data.DataLoader(\n"
-        f"    Squares(), batch_size=4, num_workers=2, multiprocessing_context='{method}')\n"
+        f"    Squares(), batch_size=4, num_workers={2 if method == 'fork' else 1},\n"
+        f"    multiprocessing_context='{method}')\n"
         "print([batch.tolist() for batch in loader])\n"
         "del loader",
         ranks=(0,) if method == "spawn" else None,
@@ -201,6 +211,7 @@ def test_text_is_not_changed(world: World) -> None:
     assert text == said
 
 
+@on_both
 def test_c_stdio_is_flushed_at_the_end(world: World) -> None:
     """What C code printed and did not flush belongs to the cell that ran it."""
     ran = run_well(world, "import ctypes\n_ = ctypes.CDLL(None).printf(b'from C\\n')")
@@ -421,6 +432,7 @@ def test_exceptions_of_the_users_own(world: World) -> None:
 REPLACED = r"was restarted and its variables \(.+\) are gone; other ranks are unaffected\."
 
 
+@on_both
 def test_os_exit(world: World) -> None:
     """`os._exit(3)` on one rank is told with its code; what it said is kept; it is replaced."""
     ran = run(world, "import os\nprint('last words')\nif rank == 1:\n    os._exit(3)")
@@ -468,6 +480,7 @@ def test_killed_while_idle(world: World) -> None:
 # --- stop -------------------------------------------------------------------------------
 
 
+@on_both
 @pytest.mark.parametrize(
     ("source", "name"),
     [
@@ -541,6 +554,7 @@ def test_rank_that_is_slow_to_leave(world: World) -> None:
     world.restart()
 
 
+@on_both
 def test_rank_that_ignores_sigint(world: World) -> None:
     """Control is back in 5 s: who does not stop is killed and replaced, the others stay."""
     run_well(world, "kept = rank")
@@ -566,6 +580,7 @@ def test_rank_that_ignores_sigint(world: World) -> None:
     assert world.gather("globals().get('kept')") == [None, *range(1, world.size)]
 
 
+@on_both
 def test_rank_blocked_in_a_collective(world: World) -> None:
     """Stop frees a rank that waits for one that never comes; both keep their variables."""
     run_well(world, "kept = rank")
@@ -576,17 +591,6 @@ def test_rank_blocked_in_a_collective(world: World) -> None:
     assert "KeyboardInterrupt" in str(ran.error)
     assert world.gather("kept") == [*range(world.size)]
     run_well(world, "dist.barrier()")
-
-
-def test_restart_forgets_variables(world: World) -> None:
-    """New workers have new processes, a working group, and none of the variables."""
-    run_well(world, "gone = 1")
-    before = dict(world.pids)
-    world.restart()
-    assert set(before.values()).isdisjoint(world.pids.values())
-    assert world.gather("'gone' in globals()") == [False] * world.size
-    run_well(world, "dist.barrier()")
-    assert not any(psutil.pid_exists(pid) for pid in before.values())
 
 
 def test_restart_while_a_cell_runs(world: World) -> None:
@@ -613,53 +617,46 @@ def test_restart_with_another_size(world: World) -> None:
     assert world.gather("world_size") == [size] * size
 
 
-def test_restart_takes_the_notebooks_new_environment(
-    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """What changed in the notebook's environment and folder holds after a restart."""
+@on_both
+def test_restart(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """New workers: a working group, no variables, the environment and folder of now."""
+    run_well(world, "gone = 1")
+    before = dict(world.pids)
     monkeypatch.setenv("NBDIST_TEST_NEW", "1")
     monkeypatch.chdir(tmp_path)
     world.restart()
+    assert set(before.values()).isdisjoint(world.pids.values())
+    assert not any(psutil.pid_exists(pid) for pid in before.values())
+    assert world.gather("'gone' in globals()") == [False] * world.size
+    run_well(world, "dist.barrier()")
     found = world.gather("(os := __import__('os')).environ['NBDIST_TEST_NEW'], os.getcwd()")
     assert found == [("1", str(tmp_path))] * world.size
-    monkeypatch.undo()
-    world.restart()
+    world.shutdown()  # the next test starts them, with the environment that is there then
 
 
-def test_agent_killed_while_idle(world: World) -> None:
-    """The next cell says once that the agent is gone; a restart works."""
-    workers = list(world.pids.values())
-    world.session.link.agents[0].pid  # noqa: B018
-    os.kill(world.session.link.agents[0].pid, signal.SIGKILL)
-    wait_until(lambda: not any(map(psutil.pid_exists, workers)), "the workers end with it")
-    with pytest.raises(AgentLost, match="was killed by SIGKILL"):
-        run(world, "1")
-    world.restart()
-    assert world.gather("rank") == [*range(world.size)]
+@pytest.mark.own_agent
+def test_agent_killed() -> None:
+    """Status has no workers any more, a cell says once that it is gone; a restart works."""
+    with World(2, log_dir="") as world:
+        workers = list(world.pids.values())
+        os.kill(world.session.link.agents[0].pid, signal.SIGKILL)
 
+        def is_told() -> bool:
+            assert world.status() is not None
+            return world.state is State.LOST
 
-def test_status_after_the_agent_was_killed(world: World) -> None:
-    """The status says that there are no workers any more, rather than fail."""
-    os.kill(world.session.link.agents[0].pid, signal.SIGKILL)
-
-    def is_told() -> bool:
-        assert world.status() is not None
-        return world.state is State.LOST
-
-    wait_until(is_told, "the loss is known")
-    assert world.status() == ()
-    world.restart()
-
-
-def test_agent_killed_in_mid_cell(world: World) -> None:
-    """The cell fails with one clear error; a restart works."""
-    running = begin(world, "import time\ntime.sleep(600)")
-    os.kill(world.session.link.agents[0].pid, signal.SIGKILL)
-    ran = follow(world, running)
-    assert isinstance(ran.error, AgentLost)
-    assert "%dist_restart" in str(ran.error)
-    world.restart()
-    assert world.gather("rank") == [*range(world.size)]
+        wait_until(is_told, "the loss is known")
+        assert world.status() == ()
+        wait_until(lambda: not any(map(psutil.pid_exists, workers)), "the workers end with it")
+        with pytest.raises(AgentLost, match="was killed by SIGKILL"):
+            run(world, "1")
+        world.restart()
+        assert world.gather("rank") == [0, 1]
+        running = begin(world, "import time\ntime.sleep(600)")
+        os.kill(world.session.link.agents[0].pid, signal.SIGKILL)
+        ran = follow(world, running)
+        assert isinstance(ran.error, AgentLost)
+        assert "%dist_restart" in str(ran.error)
 
 
 @pytest.mark.world
@@ -686,6 +683,7 @@ def test_shutdown_and_start_again(world: World) -> None:
     assert world.gather("rank") == [*range(world.size)]
 
 
+@on_both
 def test_status(world: World) -> None:
     """One row per rank with pid, state, device and memory, also while ranks are busy."""
     rows = world.status()

@@ -32,7 +32,7 @@ def test_what_is_lacking_is_said_in_sentences() -> None:
     assert len(said) == sum(since > seam.VERSION for since in ((2, 9), (2, 11), (2, 13)))
 
 
-@pytest.mark.own_agent
+@pytest.mark.world
 def test_a_world_whose_torch_lacks_something(tmp_path: Path) -> None:
     """It starts, says what is missing, and who waits is freed and named all the same."""
     python = tmp_path / "python"
