@@ -60,8 +60,7 @@ AWAY = {
 }
 
 
-@pytest.mark.parametrize("fd", [1, 2])
-@pytest.mark.parametrize("away", AWAY)
+@pytest.mark.parametrize(("away", "fd"), zip(AWAY, [1, 2] * 3, strict=True))
 def test_output_that_goes_elsewhere(
     world: World, away: str, fd: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -110,17 +109,16 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("forged", FORGED)
-def test_garbage_on_stdout(world: World, forged: str) -> None:
+def test_garbage_on_stdout(world: World) -> None:
     """It is text, or nothing."""
-    source = (
-        "import os\nif rank == 1:\n    token = get_ipython().kernel.session.token.encode()\n"
-        f"    {FORGED[forged]}\ndisplay(rank)"
-    )
-    for _ in range(2):
-        running = ran(world, source)
-        assert running.error() is None
-        assert [shown.plain for shown in running.transcript[1].displays] == ["1"]
+    for name in [*FORGED, *FORGED]:
+        running = ran(
+            world,
+            "import os\nif rank == 1:\n    token = get_ipython().kernel.session.token.encode()\n"
+            f"    {FORGED[name]}\ndisplay(rank)",
+        )
+        assert running.error() is None, name
+        assert [shown.plain for shown in running.transcript[1].displays] == ["1"], name
     assert world.gather("kept") == ["kept", "kept"]
 
 

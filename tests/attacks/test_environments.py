@@ -42,9 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["", "'', '.', os.getcwd()"])
-def beside(request: pytest.FixtureRequest, folder: Path) -> Iterator[Notebook]:
-    """A notebook in that folder: with the path that kernels have, and with some habits.
+@pytest.fixture(scope="module")
+def beside(folder: Path) -> Iterator[Notebook]:
+    """A notebook in that folder, with more of it in its path than kernels have.
 
     It goes there itself, because a kernel that is started there is broken already.
     """
@@ -52,8 +52,7 @@ def beside(request: pytest.FixtureRequest, folder: Path) -> Iterator[Notebook]:
     go = f"import os, sys, subprocess; os.chdir({str(folder)!r})"
     notebook = Notebook(go, f"os.environ['PYTHONPATH'] = {paths!r}")
     try:
-        if request.param:
-            assert notebook.run(f"sys.path[:0] = [{request.param}]").errors == []
+        assert notebook.run("sys.path[:0] = ['', '.', os.getcwd()]").errors == []
         (folder / "ran.txt").write_text("")
         assert notebook.run("%load_ext nbdist").errors == []
         yield notebook

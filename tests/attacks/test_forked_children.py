@@ -10,6 +10,7 @@ import pytest
 
 from nbdist import World
 from tests.notebook.front_end import Notebook
+from tests.waiting import SOON
 
 pytestmark = pytest.mark.shared_world
 
@@ -118,7 +119,7 @@ def test_a_world_in_a_forked_child(world: World) -> None:
         child = context.Process(target=outcome, args=(do, said))
         child.start()
         assert said.get().startswith("ForkedProcess: nbdist: this process is a forked child")
-        child.join(20)
+        child.join(SOON)
         assert child.exitcode == 0
     said.close()
     assert world.gather("rank") == [0, 1]
@@ -137,7 +138,7 @@ said = context.SimpleQueue()
 process = context.Process(target=child, args=(said,))
 process.start()
 print(said.get())
-process.join(20)
+process.join(60)
 print(process.exitcode)
 """
 

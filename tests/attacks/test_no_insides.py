@@ -17,7 +17,7 @@ BEGIN, END = "\x1b[200~", "\x1b[201~"
 """What a terminal puts around text that is pasted."""
 
 
-EVERY = 2
+EVERY = 6
 """Of how many one is tried: those are more than sixty."""
 
 

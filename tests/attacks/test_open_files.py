@@ -72,7 +72,7 @@ def test_the_soft_limit_is_raised() -> None:
         """
         import resource
         from nbdist import World
-        with World(6, log_dir="") as world:
+        with World(3, log_dir="") as world:
             world.execute("t = torch.ones(1); dist.all_reduce(t)")
             world.execute("import resource")
             print(min(world.gather("resource.getrlimit(resource.RLIMIT_NOFILE)[0]")))

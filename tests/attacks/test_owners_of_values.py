@@ -142,7 +142,7 @@ def test_optimizers_arrays_and_containers_count_too(two: Notebook) -> None:
         "import numpy as np\nclass Box: items = None\n"
         "model = torch.nn.Linear(2, 1); opt = torch.optim.Adam(model.parameters(), lr=.5)\n"
         "array = np.zeros(3); rows = [1]; table = {}; box = Box(); box.items = []; same = [0]\n"
-        "big = torch.zeros(30_000_000)"
+        "big = torch.zeros(3_000_000)"
     )
     two.run(
         f"%%distributed\n{STEP}\narray[0] = 1; rows.append(2); table['a'] = 1; box.items += [1]\n"

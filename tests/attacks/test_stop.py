@@ -62,7 +62,7 @@ def leave(world: World, running: RunningTask) -> None:
         world.session.wait_for_stop()
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "all_gather_object", "DDP(...)", "new_group"])
+@pytest.mark.parametrize("name", ["all_reduce", "new_group"])
 def test_in_the_first_collective_on_busy_cores(world: World, name: str) -> None:
     """Nobody loses anything; `python -m tests.faults.stops` goes through all of them."""
     world.restart()
@@ -131,7 +131,7 @@ def test_c_code_that_works(world: World) -> None:
     running = begin(
         world,
         "import hashlib\nprint('runs\\n')\n"
-        "while True: hashlib.pbkdf2_hmac('sha256', b'', b'', 8_000_000)",
+        "while rank == 1: hashlib.pbkdf2_hmac('sha256', b'', b'', 8_000_000)",
     )
     stop(world, running)
     leave(world, running)

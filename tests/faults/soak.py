@@ -81,8 +81,9 @@ class Holdings:
         """Of this process, which is the notebook, of the agent and the fork server."""
         workers = set(world.pids.values())
         notebook = psutil.Process()
-        found = [p for p in notebook.children(recursive=True) if p.pid not in workers]
-        lasting = [notebook, *found]
+        guard = psutil.Process(world.session.link.agents[0].pid)
+        found = [p for p in guard.children(recursive=True) if p.pid not in workers]
+        lasting = [notebook, guard, *found]
         return cls(
             sum(process.num_fds() for process in lasting),
             sum(process.num_threads() for process in lasting),

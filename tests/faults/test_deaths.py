@@ -17,25 +17,22 @@ pytestmark = pytest.mark.shared_world
 LIMIT = 600 << 20
 
 
-@pytest.fixture(scope="module", params=["fork", "spawn"])
-def world(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[World]:
-    logs = tmp_path_factory.mktemp("logs")
-    fork = request.param == "fork"
-    with World(2, fork=fork, log_dir=str(logs)) as started:
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with World(2, log_dir=str(tmp_path_factory.mktemp("logs"))) as started:
         yield started
 
 
 def death(world: World, source: str) -> tuple[Died, list[str]]:
-    """How rank 1 died in a cell, as cell 5, and what its block in the cell's output says."""
-    pid = world.pids[1]
+    """How the last rank died in a cell, as cell 5, and what its block in the cell's output says."""
+    last = world.size - 1
+    pid = world.pids[last]
     running = world.submit(world.task(source, execution_count=5))
     world.session.wait(running)
-    died = running.transcript.errors[1]
+    died = running.transcript.errors[last]
     assert isinstance(died, Died)
     assert died.pid == pid
-    return died, [line.text for line in running.transcript[1].tail(99)]
+    return died, [line.text for line in running.transcript[last].tail(99)]
 
 
 @pytest.mark.parametrize(
@@ -79,6 +76,15 @@ def test_no_crash(world: World) -> None:
     assert death(world, "import os\nprint('bye')\nif rank: os._exit(3)")[1] == ["bye"]
     end = "import os, signal\nif rank: os.kill(os.getpid(), signal.SIGKILL)"
     assert death(world, end)[1] == []
+
+
+def test_crash_of_a_spawned_worker(tmp_path: Path) -> None:
+    """It leaves the same, in its output and in its log."""
+    with World(1, fork=False, on_failure="stop", log_dir=str(tmp_path)) as world:
+        died, lines = death(world, "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
+    assert died.exit_code == -signal.SIGSEGV
+    assert lines[:2] == ["Fatal Python error: Segmentation fault, in", "  Cell In[5], line 2"]
+    assert lines[0] in Path(world.logs[0], "stderr.log").read_text().splitlines()
 
 
 def test_crash_of_a_child(world: World) -> None:

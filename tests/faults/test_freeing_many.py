@@ -14,19 +14,15 @@ from tests.worlds import NewWorld
 pytestmark = pytest.mark.shared_world
 
 
-@pytest.fixture(scope="module", params=[8, 16])
-def many(request: pytest.FixtureRequest, new_world: NewWorld) -> Iterator[World]:
-    with new_world(request.param) as world:
+@pytest.fixture(scope="module")
+def many(new_world: NewWorld) -> Iterator[World]:
+    with new_world(8) as world:
         world.execute(BEFORE)
         yield world
 
 
 @pytest.mark.parametrize(
-    ("name", "length"),
-    [
-        *((name, 256) for name in ("all_reduce", "barrier", "recv", "DDP", "all_gather_object")),
-        ("all_reduce", 25_000_000),
-    ],
+    ("name", "length"), [("all_reduce", 5_000_000), ("recv", 256), ("all_gather_object", 256)]
 )
 def test_one_rank_of_many_raises(many: World, name: str, length: int) -> None:
     """As with few: that one exception, who waited in what, and all goes on."""

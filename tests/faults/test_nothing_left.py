@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -17,13 +18,16 @@ from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import start_new_kernel
 from jupyter_core.utils import ensure_event_loop
 
-from tests.waiting import SOON, wait_until
+from tests.waiting import SOON, STEP, wait_until
 
 # jupyter_client's blocking calls run on a loop that lives as long as the process.
 ensure_event_loop()
 
 
-STARTED = "%%distributed -n 2\nimport subprocess; child = subprocess.Popen(['sleep', '1000'])"
+STARTED = """%%distributed -n 2
+import subprocess
+child = subprocess.Popen(['sleep', '1000'])
+subprocess.run(['setsid', '--fork', 'sleep', '1002'])"""
 MOMENTS = {
     "idle": "",
     "in a cell": "%%distributed\nimport time; time.sleep(1000)",
@@ -37,27 +41,40 @@ MOMENTS = {
 }
 
 
+def runtime_folders() -> set[Path]:
+    return {*Path(os.environ["XDG_RUNTIME_DIR"]).glob("nbdist-*")}
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
 class Notebook:
     """A real notebook kernel, and the processes that hang on it."""
 
     def __init__(self) -> None:
+        self.before = runtime_folders()
         self.manager, self.client = start_new_kernel(kernel_name="python3")
         assert isinstance(self.client, BlockingKernelClient)
         self.run("%load_ext nbdist")
+        self.start_workers()
+
+    def start_workers(self) -> None:
+        """Two, each with a child, and one more that has left its session and its parent."""
         self.run(STARTED)
         (self.fork_server,) = self.agent.children()
+        wait_until(lambda: len(self.find("sleep 100")) == 4, "all have their children")
 
     def run(self, source: str) -> None:
         reply = self.client.execute_interactive(source, timeout=SOON, output_hook=lambda _: None)
-        assert reply["content"]["status"] == "ok", reply
+        assert reply["content"]["status"] == "ok", reply["content"]
 
     def begin(self, source: str) -> None:
         """Start a cell that will not end by itself, and wait until the workers have it."""
         if source:
-            self.client.execute(source)
-            time.sleep(
-                1.0 if "Timer" in source else 0.5
-            )  # there is no fact to wait for: the moment is arbitrary anyway
+            self.client.execute(source, stop_on_error=False)
+            # There is no fact to wait for: the moment is arbitrary anyway.
+            time.sleep(1.0 if "Timer" in source else 0.5)
 
     @property
     def kernel(self) -> psutil.Process:
@@ -65,11 +82,12 @@ class Notebook:
 
     def find(self, part: str) -> list[psutil.Process]:
         """The kernel's descendants whose command line holds `part`."""
-        return [
-            process
-            for process in self.kernel.children(recursive=True)
-            if process.status() != psutil.STATUS_ZOMBIE and part in " ".join(process.cmdline())
-        ]
+        found = []
+        for process in self.kernel.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if is_alive(process) and part in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
 
     @property
     def guard(self) -> psutil.Process:
@@ -83,6 +101,13 @@ class Notebook:
     def workers(self) -> list[psutil.Process]:
         forked = self.find("nbdist.node.fork_server /")
         return [process for process in forked if process != self.fork_server]
+
+    def has_nothing(self, when: str) -> None:
+        """Wait until it has no process of nbdist's, and no runtime folder."""
+        deadline = time.monotonic() + SOON
+        while left := [*self.find(""), *(runtime_folders() - self.before)]:
+            assert time.monotonic() < deadline, f"left {when}: {left}"
+            time.sleep(STEP)
 
     def close(self) -> None:
         self.client.stop_channels()
@@ -143,75 +168,71 @@ def shut_down_kernel(notebook: Notebook) -> None:
     notebook.manager.shutdown_kernel(now=False)
 
 
-ALWAYS = (kill_kernel, kill_agent, kill_fork_server, kill_one_worker, kill_all_workers)
-DEATHS = (
-    kill_guard,
-    stop_agent,
-    kill_kernel_and_agent,
-    restart_kernel,
-    shut_down_kernel,
+@pytest.mark.parametrize(
+    ("death", "moment", "first"),
+    [
+        (kill_kernel, "idle", None),
+        (kill_kernel, "in a cell", kill_fork_server),
+        (kill_kernel, "in a loop", None),
+        (kill_kernel, "while starting", kill_fork_server),
+        (kill_kernel, "while healing", None),
+        (kill_kernel_and_agent, "in a collective", kill_fork_server),
+        (kill_kernel_and_agent, "while healing", None),
+        (restart_kernel, "in a collective", None),
+        (restart_kernel, "while healing", kill_fork_server),
+        (shut_down_kernel, "idle", kill_fork_server),
+        (shut_down_kernel, "in a collective", None),
+    ],
 )
-
-
-OFTEN = ("in a collective", "while healing")
-
-MATRIX = [
-    pytest.param(death, moment, id=f"{death.__name__}-{moment}")
-    for deaths, moments in ((ALWAYS, tuple(MOMENTS)), (DEATHS, OFTEN))
-    for death in deaths
-    for moment in moments
-]
-
-
-@pytest.mark.parametrize(("death", "moment"), MATRIX)
-def test_nothing_is_left(
-    notebook: Notebook, death: Callable[[Notebook], None], moment: str
+def test_nothing_is_left_of_the_kernel(
+    notebook: Notebook,
+    death: Callable[[Notebook], None],
+    moment: str,
+    first: Callable[[Notebook], None] | None,
 ) -> None:
-    """Whoever dies, everything that hung on it is gone within seconds, children included."""
+    """It dies, also after the fork server: all that hung on it is gone within seconds."""
     notebook.begin(MOMENTS[moment])
+    if first:
+        first(notebook)
     death(notebook)
 
 
-SECOND = (*(death for death in (*ALWAYS, *DEATHS) if death is not kill_fork_server),)
-
-
-@pytest.mark.parametrize("death", SECOND, ids=lambda death: death.__name__)
-def test_nothing_is_left_after_the_fork_server(
-    notebook: Notebook, death: Callable[[Notebook], None]
-) -> None:
-    """The fork server is killed, its workers live on; whoever dies next, nothing stays behind."""
-    workers = notebook.workers
-    kill_fork_server(notebook)
-    notebook.fork_server.wait(SOON)
-    assert notebook.workers == workers
-    death(notebook)
-
-
-def test_a_daemon_of_a_worker_ends_with_a_killed_agent(notebook: Notebook) -> None:
-    """What has left its session and its parent is ended by the guard, fork server or not."""
-    notebook.run(
-        "%%distributed -r 0\nimport subprocess\n"
-        "subprocess.Popen(['setsid', '--fork', 'sleep', '1002'])"
-    )
-    wait_until(lambda: notebook.find("1002"), "the daemon runs")
-    kill_fork_server(notebook)
-    kill_agent(notebook)
-
-
-def test_shutdown_leaves_nothing_while_the_notebook_goes_on(notebook: Notebook) -> None:
-    """After `%dist_shutdown` the notebook has no process of nbdist's, and no runtime folder."""
+def test_nothing_is_left_of_the_agent(notebook: Notebook) -> None:
+    """Whoever dies of guard, agent and fork server: the notebook that goes on has nothing left."""
+    for deaths, moment in (
+        ((kill_agent,), "idle"),
+        ((kill_agent,), "while starting"),
+        ((kill_fork_server, kill_agent), "in a cell"),
+        ((kill_agent,), "while healing"),
+        ((stop_agent,), "in a collective"),
+        ((kill_fork_server, stop_agent), "while healing"),
+        ((kill_guard,), "in a loop"),
+        ((kill_fork_server, kill_guard), "in a collective"),
+    ):
+        notebook.begin(MOMENTS[moment])
+        for death in deaths:
+            death(notebook)
+        notebook.has_nothing(f"after {deaths} {moment}")
+        notebook.run("%dist_restart")
+        notebook.start_workers()
     notebook.run("%dist_shutdown")
-    assert notebook.kernel.children(recursive=True) == []
-    folder = Path(os.environ["XDG_RUNTIME_DIR"])
-    assert not [found for found in folder.iterdir() if found.name.startswith("nbdist-")]
+    notebook.has_nothing("after %dist_shutdown")
 
 
-def test_a_daemon_started_in_a_cell_ends_with_the_workers(notebook: Notebook) -> None:
-    """A process that left its session and its parent is ended too."""
-    notebook.run(
-        "%%distributed -r 0\nimport os\nif os.fork() == 0:\n    os.setsid()\n"
-        "    os.execvp('sleep', ['sleep', '1001']) if os.fork() == 0 else os._exit(0)"
-    )
-    wait_until(lambda: notebook.find("1001"), "the daemon runs")  # after the cell
-    notebook.run("%dist_shutdown")
-    assert not notebook.find("1001")
+@pytest.mark.parametrize("death", [kill_one_worker, kill_all_workers])
+def test_nothing_is_left_of_workers(notebook: Notebook, death: Callable[[Notebook], None]) -> None:
+    """Their children end with them, also where the fork server has gone; others are there."""
+    for moment, source in MOMENTS.items():
+        notebook.begin(source)
+        children = {child: child.parent() for child in notebook.find("sleep 1000")}
+        if moment == "in a cell":
+            kill_fork_server(notebook)
+        death(notebook)
+        for child, worker in children.items():
+            assert worker is not None
+            if not is_alive(worker):
+                wait_until(lambda child=child: not is_alive(child), f"{child} ends {moment}")
+        notebook.manager.interrupt_kernel()
+        if moment != "while healing":  # where the notebook waits for a rank that is stopped
+            notebook.run("%dist_restart")
+            notebook.start_workers()

@@ -18,26 +18,15 @@ import pytest
 from jupyter_client.blocking import BlockingKernelClient
 from jupyter_core.utils import ensure_event_loop
 
+from tests.faults.test_nothing_left import MOMENTS, STARTED
 from tests.waiting import SOON
 
 # jupyter_client's blocking calls run on a loop that lives as long as the process.
 ensure_event_loop()
 
 
-MOMENTS = {
-    "idle": "%%distributed\npass",
-    "in a cell": "%%distributed\nimport time; time.sleep(1000)",
-    "in a collective": "%%distributed\nimport time\ndist.barrier() if rank else time.sleep(900)",
-    "while starting": "%dist_restart",
-    # Rank 0 is stopped, so that the agent waits for its part in a new group; rank 1 is dead.
-    "while healing": "%%distributed\nimport os, signal, threading\n"
-    "end = (signal.SIGSTOP, signal.SIGKILL)[rank]\n"
-    "threading.Timer(0.2, os.kill, (os.getpid(), end)).start()",
-}
-
-
 class Server:
-    """A Jupyter server of its own, and a kernel that it has started."""
+    """A Jupyter server of its own, and kernels that it has started."""
 
     def __init__(self, folder: Path) -> None:
         self._runtime = folder / "runtime"
@@ -55,30 +44,25 @@ class Server:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self._client = BlockingKernelClient()
+        self._clients: list[BlockingKernelClient] = []
 
-    def start_kernel(self) -> None:
+    def start_kernel(self) -> BlockingKernelClient:
         """Have the server start one, as JupyterLab does, and load nbdist in it."""
         kernel = self._ask("kernels", {"name": "python3"})["id"]
-        self._client.load_connection_file(str(self._runtime / f"kernel-{kernel}.json"))
+        client = BlockingKernelClient()
+        client.load_connection_file(str(self._runtime / f"kernel-{kernel}.json"))
         # Without the heartbeat, by which a kernel is dead that is busy for a second.
-        self._client.start_channels(hb=False)
-        self._client.wait_for_ready(timeout=SOON)
-        self.run("%load_ext nbdist")
-        self.run("%%distributed -n 2\nimport subprocess; subprocess.Popen(['sleep', '1000'])")
-
-    def run(self, source: str) -> None:
-        """A cell, until it has ended."""
-        reply = self._client.execute_interactive(source, timeout=SOON, output_hook=lambda _: None)
-        assert reply["content"]["status"] == "ok", reply
-
-    def begin(self, source: str) -> None:
-        """A cell that need not end, and a second of it, or of what comes after it."""
-        self._client.execute(source)
-        time.sleep(1.0)
+        client.start_channels(hb=False)
+        self._clients.append(client)
+        client.wait_for_ready(timeout=SOON)
+        for source in ("%load_ext nbdist", STARTED):
+            reply = client.execute_interactive(source, timeout=SOON, output_hook=lambda _: None)
+            assert reply["content"]["status"] == "ok", reply
+        return client
 
     def close(self) -> None:
-        self._client.stop_channels()
+        for client in self._clients:
+            client.stop_channels()
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(SOON)
@@ -106,18 +90,23 @@ class Server:
 def server(tmp_path: Path) -> Iterator[Server]:
     server = Server(tmp_path)
     try:
-        server.start_kernel()
         yield server
     finally:
         server.close()
 
 
 @pytest.mark.parametrize(
-    ("end", "moment"),
-    [*((signal.SIGKILL, moment) for moment in MOMENTS), (signal.SIGTERM, "in a collective")],
+    ("end", "moments"),
+    [
+        (signal.SIGKILL, ("idle", "while starting", "while healing")),
+        (signal.SIGTERM, ("in a collective",)),
+    ],
 )
-def test_nothing_is_left(server: Server, end: signal.Signals, moment: str) -> None:
+def test_nothing_is_left(server: Server, end: signal.Signals, moments: tuple[str, ...]) -> None:
     """No process, socket or folder; the guard in `tests/conftest.py` does the counting."""
-    server.begin(MOMENTS[moment])
+    clients = [server.start_kernel() for _ in moments]
+    for client, moment in zip(clients, moments, strict=True):
+        client.execute(MOMENTS[moment] or "pass")
+    time.sleep(1.0)  # there is no fact to wait for: the moment is arbitrary anyway
     server.process.send_signal(end)
     server.process.wait(SOON)

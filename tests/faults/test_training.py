@@ -67,8 +67,13 @@ def world(new_world: NewWorld) -> Iterator[World]:
         yield world
 
 
-@pytest.mark.parametrize("breaks", BREAKS)
-@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+@pytest.mark.parametrize(
+    ("kind", "breaks"),
+    [
+        *(("DDP", breaks) for breaks in BREAKS if "forward" not in breaks),
+        *(("FSDP2", breaks) for breaks in BREAKS if "middle" in breaks),
+    ],
+)
 def test_weights_are_those_of_an_unbroken_run(world: World, kind: str, breaks: str) -> None:
     """Five steps, a failure, five more; the same objects all the time."""
     world.execute(f"hook = None; net, optimizer = make({kind!r}); train(net, optimizer, range(5))")
