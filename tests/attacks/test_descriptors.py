@@ -60,7 +60,7 @@ AWAY = {
 }
 
 
-@pytest.mark.parametrize(("away", "fd"), zip(AWAY, [1, 2] * 3, strict=True))
+@pytest.mark.parametrize(("away", "fd"), [*zip(AWAY, [1, 2] * 3, strict=True)])
 def test_output_that_goes_elsewhere(
     world: World, away: str, fd: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -46,7 +46,9 @@ def runtime_folders() -> set[Path]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 class Notebook:
@@ -62,8 +64,12 @@ class Notebook:
     def start_workers(self) -> None:
         """Two, each with a child, and one more that has left its session and its parent."""
         self.run(STARTED)
-        (self.fork_server,) = self.agent.children()
-        wait_until(lambda: len(self.find("sleep 100")) == 4, "all have their children")
+        forked = self.find("nbdist.node.fork_server ")
+        (self.fork_server,) = (each for each in forked if each.parent() == self.agent)
+        assert len(self.workers) == 2
+        # Of killed workers that one stays until the agent ends.
+        wait_until(lambda: len(self.find("sleep 1002")) > 1, "the daemons run")
+        wait_until(lambda: len(self.find("sleep 1000")) == 2, "there is a child of each")
 
     def run(self, source: str) -> None:
         reply = self.client.execute_interactive(source, timeout=SOON, output_hook=lambda _: None)
@@ -99,7 +105,7 @@ class Notebook:
 
     @property
     def workers(self) -> list[psutil.Process]:
-        forked = self.find("nbdist.node.fork_server /")
+        forked = self.find("nbdist.node.fork_server ")
         return [process for process in forked if process != self.fork_server]
 
     def has_nothing(self, when: str) -> None:
@@ -144,14 +150,18 @@ def kill_guard(notebook: Notebook) -> None:
     notebook.guard.kill()
 
 
+def kill(workers: list[psutil.Process]) -> None:
+    for worker in workers:
+        with suppress(psutil.NoSuchProcess):
+            worker.kill()
+
+
 def kill_one_worker(notebook: Notebook) -> None:
-    for worker in notebook.workers[-1:]:  # none, where they are just being started
-        worker.kill()
+    kill(notebook.workers[-1:])  # none, where they are just being started
 
 
 def kill_all_workers(notebook: Notebook) -> None:
-    for worker in notebook.workers:
-        worker.kill()
+    kill(notebook.workers)
 
 
 def kill_kernel_and_agent(notebook: Notebook) -> None:
@@ -229,8 +239,7 @@ def test_nothing_is_left_of_workers(notebook: Notebook, death: Callable[[Noteboo
             kill_fork_server(notebook)
         death(notebook)
         for child, worker in children.items():
-            assert worker is not None
-            if not is_alive(worker):
+            if worker and not is_alive(worker):
                 wait_until(lambda child=child: not is_alive(child), f"{child} ends {moment}")
         notebook.manager.interrupt_kernel()
         if moment != "while healing":  # where the notebook waits for a rank that is stopped
