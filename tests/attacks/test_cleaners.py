@@ -19,7 +19,7 @@ from nbdist.wire.runtime_folder import RuntimeFolder
 from nbdist.world.world import World
 from tests.waiting import SOON
 
-pytestmark = pytest.mark.shared_world
+pytestmark = [pytest.mark.shared_world, pytest.mark.own_agent]
 
 LONG_AGO = time.time() - 40 * 24 * 3600
 

@@ -20,7 +20,7 @@ from nbdist.world.snapshot_store import KEPT, Snapshot
 from nbdist.world.world import World
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.shared_world
+pytestmark = [pytest.mark.shared_world, pytest.mark.own_agent]
 
 SOMEBODY = 54321
 """A user of whom nobody has heard."""

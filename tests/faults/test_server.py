@@ -98,7 +98,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 @pytest.mark.parametrize(
     ("end", "moments"),
     [
-        (signal.SIGKILL, ("idle", "while starting", "while healing")),
+        (signal.SIGKILL, ("idle", "while healing")),
         (signal.SIGTERM, ("in a collective",)),
     ],
 )
