@@ -251,20 +251,19 @@ def test_slow_is_not_stuck(world: World) -> None:
     assert list(result) == [2.0, 1.0, 2.0, 1.0]
 
 
-@pytest.mark.parametrize("listens", [True, False])
-def test_stop_in_new_group(world: World, listens: bool) -> None:  # noqa: FBT001
-    """Stop ends a wait in the store, also of code that ignores SIGINT."""
-    ignore = "" if listens else "signal.signal(signal.SIGINT, signal.SIG_IGN)"
-    source = f"import time, signal\nif rank: time.sleep(600)\n{ignore}\ndist.new_group()"
+DEAF = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+
+
+@pytest.mark.parametrize("waits", ["dist.barrier()", "dist.new_group()", f"{DEAF}dist.new_group()"])
+def test_stop(world: World, waits: str) -> None:
+    """It ends a wait, in the store too, also of code that ignores SIGINT; nobody loses anything."""
     before = dict(world.pids)
-    running = world.submit(world.task(source))
+    running = world.submit(world.task(f"import time\nif rank: time.sleep(600)\n{waits}"))
     for _ in world.follow(running):
         if running.age > 0.5:
             break
-    stopped = time.monotonic()
     world.interrupt()
     world.session.wait(running)
-    sys.stdout.write(f"{time.monotonic() - stopped:.2f} s from Stop to idle\n")
     assert world.pids == before
     world.execute("import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)")
     world.execute(ALL_MEET)
@@ -342,15 +341,3 @@ def test_a_second_death_before_the_first_is_healed(world: World) -> None:
     assert isinstance(error, WorkerDied)
     assert world.gather("rank") == [*range(world.size)]
     world.execute("dist.barrier()")
-
-
-def test_stop_in_a_collective(world: World) -> None:
-    """Stop frees who waits, and nobody loses anything."""
-    running = world.submit(world.task("import time\nif rank: time.sleep(600)\ndist.barrier()"))
-    for _ in world.follow(running):
-        if running.age > 0.5:
-            break
-    world.interrupt()
-    world.session.wait(running)
-    assert world.state is State.READY
-    goes_on(world)
