@@ -109,7 +109,8 @@ def test_a_second_stop_gives_control_back(world: World, tmp_path: Path) -> None:
         world.task(
             "import time\nfrom pathlib import Path\n"
             "try:\n    Path(str(rank)).touch(); time.sleep(600)\n"
-            "except KeyboardInterrupt:\n    time.sleep(3)"
+            "except KeyboardInterrupt:\n"
+            "    while not Path('open').exists(): time.sleep(0.01)"
         )
     )
     pressed = 0.0
@@ -122,6 +123,7 @@ def test_a_second_stop_gives_control_back(world: World, tmp_path: Path) -> None:
     assert running.stops == 2
     assert running.unfinished == (0, 1)
     assert world.state is State.STUCK
+    (tmp_path / "open").touch()
     assert world.gather("kept") == [0, 1]
     assert not running.unfinished
 
