@@ -640,13 +640,7 @@ def test_agent_killed() -> None:
     with World(2, log_dir="") as world:
         workers = list(world.pids.values())
         os.kill(world.session.link.agents[0].pid, signal.SIGKILL)
-
-        def is_told() -> bool:
-            assert world.status() is not None
-            return world.state is State.LOST
-
-        wait_until(is_told, "the loss is known")
-        assert world.status() == ()
+        wait_until(lambda: world.status() == () and world.state is State.LOST, "it is known")
         wait_until(lambda: not any(map(psutil.pid_exists, workers)), "the workers end with it")
         with pytest.raises(AgentLost, match="was killed by SIGKILL"):
             run(world, "1")
