@@ -22,6 +22,7 @@ from nbdist.world.world import World
 from tests import worlds
 from tests.tiers import (  # noqa: F401 (pytest's hooks)
     choose,
+    may_share_agent,
     pytest_addoption,
     pytest_cmdline_main,
     pytest_collection_modifyitems,
@@ -127,7 +128,7 @@ def nothing_is_left_by_the_module(
 ) -> Iterator[set[str]]:
     """What a module's fixtures leave behind is an error of its last test."""
     items = [item for item in request.session.items if item.path == request.path]
-    if not all(item.get_closest_marker("unit") for item in items):
+    if any(map(may_share_agent, items)):
         request.getfixturevalue("agent").start()
     for name in LASTING:
         asked = name in getattr(request.module, "LASTING", ())

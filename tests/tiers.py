@@ -42,8 +42,8 @@ LONGEST = (
 )
 
 
-# Modules with the same servers, which are started once: one process runs them all.
-SAME_PROCESS: dict[str, str] = {}
+# Folders whose modules share servers, which are started once: one process runs them all.
+ONE_PROCESS = ("tests/browser/",)
 
 # What a test needs and costs: a marker of each test, set by its folder, else by what it asks for.
 TIERS = {
@@ -85,6 +85,12 @@ def tier_of(item: pytest.Item) -> str:
     return OF_FOLDER.get(folder) or min(_tiers_of_fixtures(item), default="unit")
 
 
+def may_share_agent(item: pytest.Item) -> bool:
+    """Whether it may have a world in this process, on this machine."""
+    is_elsewhere = any(map(item.get_closest_marker, ("unit", "kernel", "hosts", "browser")))
+    return not (is_elsewhere or item.get_closest_marker("own_agent"))
+
+
 def _tiers_of_fixtures(item: pytest.Item) -> Iterator[str]:
     for definitions in item._fixtureinfo.name2fixturedefs.values():  # type: ignore[attr-defined]
         given = str(definitions[-1].func.__annotations__.get("return"))
@@ -121,7 +127,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def scope_of(nodeid: str) -> str:
     """What one process runs, a test after the other, in the order of collection."""
     file = nodeid.partition("::")[0]
-    return SAME_PROCESS.get(file.removeprefix("tests/"), file)
+    return next(filter(file.startswith, ONE_PROCESS), file)
 
 
 def _names_tests(config: pytest.Config) -> bool:

@@ -14,7 +14,7 @@ from tests.waiting import wait_until
 if TYPE_CHECKING:
     from tests.browser.conftest import Lab
 
-pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 NAME = f"lab-{os.getpid()}"
 

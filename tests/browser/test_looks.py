@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 if TYPE_CHECKING:
     from tests.browser.conftest import Lab, Notebook
 
-pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 CELLS = {
     "load": "%load_ext nbdist",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 QUICKSTART, WRONG, _ = NOTEBOOKS
 
-pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 def run_all(lab: Lab, source: Path) -> tuple[Notebook, list[ShownCell], str]:
