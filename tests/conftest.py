@@ -82,7 +82,7 @@ AGENT = worlds.share_agent()
 
 
 @pytest.fixture(scope="session")
-def agent(nothing_is_left_by_all: set[str]) -> Iterator[SharedAgent]:
+def shared_agent(nothing_is_left_by_all: set[str]) -> Iterator[SharedAgent]:
     """The agent of all worlds of this process, but of those of tests marked `own_agent`."""
     yield AGENT
     AGENT.end()
@@ -94,7 +94,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def new_world(agent: SharedAgent) -> NewWorld:
+def new_world(shared_agent: SharedAgent) -> NewWorld:
     """Makes worlds, not started yet."""
     return worlds.new_world
 
@@ -129,7 +129,7 @@ def nothing_is_left_by_the_module(
     """What a module's fixtures leave behind is an error of its last test."""
     items = [item for item in request.session.items if item.path == request.path]
     if any(map(may_share_agent, items)):
-        request.getfixturevalue("agent").start()
+        request.getfixturevalue("shared_agent").start()
     for name in LASTING:
         asked = name in getattr(request.module, "LASTING", ())
         if asked or any(name in item.fixturenames for item in items):  # type: ignore[attr-defined]

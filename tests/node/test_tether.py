@@ -142,8 +142,7 @@ def test_a_cell_that_ends_meanwhile(notebook: Notebook, call: Callable[[Notebook
     gate = notebook.runtime / "gate"
     notebook.send_task(
         "gated",
-        "import os, time\n"
-        f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
+        f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
         "print('done')",
     )
     wait_until(lambda: held_state(call(notebook))[0] == "busy", "it runs")

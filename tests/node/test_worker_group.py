@@ -142,6 +142,7 @@ def test_a_runtime_folder_that_was_removed(runtime: Path) -> None:
         started_with(folder, "/bin/false")
 
 
+@pytest.mark.world
 def test_other_numbers(runtime: Path, tmp_path: Path) -> None:
     """What ranks write from then on is apart from what others wrote under these numbers."""
     spec = replace(worker_start(runtime).world, python="/bin/false", log_dir=str(tmp_path))
