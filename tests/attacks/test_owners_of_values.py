@@ -7,14 +7,15 @@ from collections.abc import Iterator
 import pytest
 
 from tests.notebook.front_end import Notebook, body
+from tests.worlds import IDLE_IMPORTS
 
 pytestmark = pytest.mark.shared_world
 
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Notebook]:
-    """A notebook with two workers."""
-    notebook = Notebook("%load_ext nbdist", "import torch", "%%distributed -n 2\npass")
+    first = ("%load_ext nbdist", "import torch", "%%distributed -n 2\npass")
+    notebook = Notebook(*first, env={IDLE_IMPORTS: "1"})  # they train
     yield notebook
     notebook.close()
 
