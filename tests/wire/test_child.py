@@ -7,7 +7,11 @@ import select
 import sys
 from pathlib import Path
 
+import pytest
+
 from nbdist.wire.child import Child
+
+pytestmark = pytest.mark.world
 
 
 def test_its_session_its_end_and_its_log(tmp_path: Path) -> None:
