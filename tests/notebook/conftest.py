@@ -5,11 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 
 from nbdist.notebook.command import find_commands
 from nbdist.notebook.pools import Pools
 from nbdist.notebook.settings import NbDist
-from tests.notebook.front_end import Notebook
+from tests.notebook.front_end import KERNELS, Notebook, SharedKernels
+
+
+@pytest.fixture(scope="session")
+def kernels(nothing_is_left_by_all: set[str]) -> Iterator[SharedKernels]:
+    """The kernels of all notebooks of this process, but of those of tests marked `own_agent`."""
+    yield KERNELS
+    KERNELS.end()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    KERNELS.is_offered = item.get_closest_marker("kernel") is not None
+
+
+def pytest_runtest_teardown() -> None:
+    KERNELS.is_offered = False
 
 
 @pytest.fixture(scope="module")
@@ -21,13 +37,11 @@ def kernel() -> Iterator[Notebook]:
 
 
 @pytest.fixture(scope="module")
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables of a notebook in which is completed what is no magic.
-
-    The notebooks of other tests write what jedi has read in place, and who reads one of those
-    files meanwhile completes nothing.
-    """
-    return {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+def two() -> Iterator[Notebook]:
+    """One notebook with two workers for all tests of the module."""
+    notebook = Notebook("%load_ext nbdist", "%dist_init -n 2")
+    yield notebook
+    notebook.close()
 
 
 @pytest.fixture
@@ -57,6 +71,7 @@ class Shell:
 
     def __init__(self) -> None:
         self.user_ns: dict[str, object] = {}
+        self.transform_cell = TransformerManager().transform_cell
 
 
 @pytest.fixture
@@ -67,12 +82,13 @@ def pools() -> Pools:
 
 @pytest.fixture
 def typed(pools: Pools, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
-    """Runs a line such as `%dist_why` there, and gives what it shows."""
+    """Runs a line such as `%dist_why` there, or a cell, and gives what it shows."""
     magics = {each.shown_name: each.magic(pools) for each in find_commands()}
 
-    def run(line: str) -> str:
+    def run(source: str) -> str:
+        line, _, cell = source.partition("\n")
         name, _, text = line.partition(" ")
-        magics[name](text)
+        magics[name](text, cell)
         return capsys.readouterr().out
 
     return run

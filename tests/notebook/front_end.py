@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from queue import Empty
@@ -22,6 +23,9 @@ from tests.waiting import SOON
 # jupyter_client's blocking calls run on a loop that lives as long as the process.
 ensure_event_loop()
 
+
+REUSED = "tests.notebook.reused"
+NO_TORCH = "assert 'torch' not in __import__('sys').modules"
 
 INSIDES = re.compile(r"[^\s\"']*/nbdist/(?:\w+/)*\w+\.py\b")
 """A file of nbdist's, as a traceback names it."""
@@ -83,24 +87,98 @@ class Outcome:
         return said
 
 
+def new_manager() -> KernelManager:
+    """Of a kernel whose sockets are files: no port can be taken by another program in between."""
+    place = f"{os.environ['XDG_RUNTIME_DIR']}/{uuid.uuid4().hex[:8]}"
+    return KernelManager(kernel_name="python3", transport="ipc", ip=place)
+
+
+class SharedKernels:
+    """Those that notebooks of this process take one after the other; each keeps an agent."""
+
+    def __init__(self) -> None:
+        self.is_offered = False
+        self._free: list[KernelManager] = []
+        self._taken: list[KernelManager] = []
+
+    def start(self, count: int) -> None:
+        """Have so many that are free."""
+        for _ in range(count - len(self._free)):
+            cache = f"{os.environ['XDG_RUNTIME_DIR']}/jedi"
+            notebook = Notebook()
+            self._taken.append(notebook.manager)
+            begins = f"import {REUSED}; {REUSED}.kernel = {REUSED}.Kernel({cache!r})"
+            assert not (said := notebook.fails_at(begins)), said
+            notebook.close()
+
+    def take(self) -> KernelManager | None:
+        """One that is as new, where one is there."""
+        if not self.is_offered or not self._free:
+            return None
+        self._taken.append(self._free.pop())
+        return self._taken[-1]
+
+    def give_back(self, notebook: Notebook) -> bool:
+        """Make it as new; say whether it is one of these, and can be used again."""
+        if notebook.manager not in self._taken:
+            return False
+        self._taken.remove(notebook.manager)
+        is_kept = notebook.manager.is_alive() and not notebook.fails_at(NO_TORCH)
+        if is_kept:
+            cleaning = f"__import__('sys').modules[{REUSED!r}].kernel.clean()"
+            assert not (said := notebook.fails_at(cleaning)), said
+            self._free.append(notebook.manager)
+        return is_kept
+
+    def end(self) -> None:
+        """End them."""
+        for manager in self._free:
+            manager.shutdown_kernel(now=True)
+        self._free.clear()
+
+
+KERNELS = SharedKernels()
+
+
 class Notebook:
-    """A notebook kernel and its front end."""
+    """A notebook kernel, one that is shared where it may be, and its front end."""
 
     def __init__(self, *first: str, env: dict[str, str] | None = None) -> None:
-        self.manager = KernelManager(kernel_name="python3")
-        self.manager.start_kernel(env={**os.environ, "NBDIST_LOG_DIR": "", **(env or {})})
+        taken = KERNELS.take()
+        self.manager = taken or new_manager()
+        environ = {**os.environ, "NBDIST_LOG_DIR": "", **(env or {})}
+        if taken is None:
+            self.manager.start_kernel(env=environ)
         client = self.manager.client()
         assert isinstance(client, BlockingKernelClient)
+        # A kernel takes no two for the same: not while it has not seen the first one go.
+        client.session = client.session.clone()
+        client.session.session = uuid.uuid4().hex
         self.client = client
         try:
             client.start_channels()
             client.wait_for_ready(timeout=SOON)
+            if taken is not None:
+                # Tests set variables of their own process too.
+                self.fails_at(f"__import__('os').environ.update({environ!r})")
             for source in first:
                 outcome = self.run(source)
                 assert outcome.errors == [], outcome.errors
         except BaseException:
             self.close()
             raise
+
+    def fails_at(self, source: str) -> str:
+        """Run what is no cell of the notebook's; return its traceback, if it has one."""
+        reply = self._reply_to(self.client.execute(source, silent=True, stop_on_error=False))
+        return "" if reply["status"] == "ok" else "\n".join(reply.get("traceback", ["aborted"]))
+
+    def _reply_to(self, request: str) -> dict[str, Any]:
+        while (reply := self.client.get_shell_msg(timeout=SOON))["parent_header"]["msg_id"] != (
+            request
+        ):
+            pass
+        return {**reply["content"]}
 
     def run(
         self,
@@ -131,11 +209,7 @@ class Notebook:
             self._take(outcome, kind, content)
             if meanwhile is not None:
                 meanwhile(outcome)
-        while (reply := self.client.get_shell_msg(timeout=SOON))["parent_header"]["msg_id"] != (
-            request
-        ):
-            pass
-        outcome.reply = reply["content"]
+        outcome.reply = self._reply_to(request)
         # Whatever a person does, and whatever goes wrong: none of it is the person's concern.
         assert not (found := INSIDES.findall(outcome.seen)), (found, outcome.seen)
         return outcome
@@ -181,8 +255,10 @@ class Notebook:
         return psutil.Process(self.manager.provisioner.process.pid)  # type: ignore[union-attr]
 
     def close(self) -> None:
+        is_kept = KERNELS.give_back(self)
         self.client.stop_channels()
-        self.manager.shutdown_kernel(now=True)
+        if not is_kept:
+            self.manager.shutdown_kernel(now=True)
 
 
 def body(outcome: Outcome) -> list[str]:

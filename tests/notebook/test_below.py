@@ -117,7 +117,7 @@ def test_any_kind_reaches_the_page(notebook: Notebook) -> None:
     ]  # fmt: skip
     shown = next(each for each in outcome.displays if "application/json" in each["data"])
     assert shown["metadata"]["application/json"]["expanded"] is True
-    panel = (outcome.updates or outcome.displays)[-1]["data"]
+    panel = (outcome.updates or outcome.displays[:1])[-1]["data"]
     for word in ("Markdown", "LaTeX", "JSON", "application/x-mine"):
         assert f"{word}, shown below" in panel["text/html"]
     assert "\n**done**\n$\\displaystyle x^2$\n" in panel["text/plain"]

@@ -75,16 +75,26 @@ def test_death_while_idle_that_the_event_loop_did_not_see(notebook: Notebook) ->
     assert said in outcome.displays[-1]["data"]["text/plain"]
 
 
-def test_agent_that_dies_while_idle(notebook: Notebook) -> None:
-    """It is told under the last cell."""
-    notebook.run("%%distributed\npass")
+@pytest.mark.own_agent
+def test_agent_that_dies(fresh: Callable[..., Notebook]) -> None:
+    """It is told under the last cell, where that is watched, and in the next as in the status."""
+    notebook = fresh("%load_ext nbdist", "%%distributed -n 2\npass")
     _agent(notebook).kill()
     shown, deadline = "", time.monotonic() + SOON
     while "was killed by SIGKILL, and its workers ended with it" not in shown:
         message = notebook.client.get_iopub_msg(timeout=deadline - time.monotonic())
         if message["msg_type"] in ("display_data", "update_display_data"):
             shown = message["content"]["data"]["text/plain"]
-    assert "4 workers ready" in notebook.run("%dist_restart").text
+    assert "2 workers ready" in notebook.run("%dist_restart").text
+    agent = _agent(notebook)
+    agent.kill()
+    agent.wait(SOON)
+    error = notebook.run("%%distributed\n1").error
+    assert "the agent on " in error
+    assert "was killed by SIGKILL" in error
+    assert "the agent" in notebook.run("%%distributed -n 2\n1").error
+    assert "2 workers ready" in notebook.run("%dist_restart").text
+    assert notebook.run("%%distributed\npass").errors == []
 
 
 def _agent(notebook: Notebook) -> psutil.Process:
@@ -92,19 +102,6 @@ def _agent(notebook: Notebook) -> psutil.Process:
         child for child in notebook.process.children() if "nbdist.node" in " ".join(child.cmdline())
     ]
     return agent
-
-
-def test_agent_that_dies(notebook: Notebook) -> None:
-    """The loss of the agent is one clear line, in the next cell as in the status."""
-    agent = _agent(notebook)
-    agent.kill()
-    agent.wait(10)
-    error = notebook.run("%%distributed\n1").error
-    assert "the agent on " in error
-    assert "was killed by SIGKILL" in error
-    assert "the agent" in notebook.run("%%distributed -n 4\n1").error
-    assert "4 workers ready" in notebook.run("%dist_restart").text
-    assert notebook.run("%%distributed\npass").errors == []
 
 
 # --- what ranks are doing ---------------------------------------------------------------
@@ -148,21 +145,12 @@ def test_stacks_of_a_rank_that_holds_the_gil(notebook: Notebook) -> None:
     assert "rank 2" in html
 
 
-def test_stacks_without_workers(fresh: Callable[..., Notebook]) -> None:
+def test_stacks_without_workers(typed: Callable[[str], str]) -> None:
     """Without workers one line says how to start some."""
-    notebook = fresh("%load_ext nbdist")
-    assert notebook.run("%dist_stack").text.startswith("no workers are running")
+    assert typed("%dist_stack").startswith("no workers are running")
 
 
 # --- why ----------------------------------------------------------------------------------
-
-
-def test_why_nothing(fresh: Callable[..., Notebook]) -> None:
-    """Where nothing has failed one line says so."""
-    notebook = fresh("%load_ext nbdist")
-    assert notebook.run("%dist_why").text == "nothing has failed yet"
-    notebook.run("%%distributed -n 2\npass")
-    assert notebook.run("%dist_why").text == "nothing has failed yet"
 
 
 def test_why_of_an_exception(notebook: Notebook) -> None:
@@ -291,23 +279,6 @@ def test_stop_of_ranks_that_do_not_listen(notebook: Notebook) -> None:
     assert outcome.error.endswith("; other ranks are unaffected.")
     assert body(notebook.run("%%distributed -r 0\nkept")) == ["── rank 0 ──", "0"]
     assert notebook.run("%%distributed\ndist.barrier()").errors == []
-
-
-def test_rank_that_raises_while_others_wait(notebook: Notebook) -> None:
-    """The exception comes first; who waited is told in one line, and was freed."""
-    outcome = notebook.run(
-        "%%distributed\nkept = rank\nif rank == 1: raise ValueError('bad shard')\ndist.barrier()"
-    )
-    assert "1 of 4 ranks failed (1); first: rank 1 after " in outcome.error
-    freed = (
-        "ValueError: bad shard. Ranks 0,2-3 were waiting in barrier (line 4) and were "
-        "released; no variables"
-    )
-    assert freed in outcome.error
-    shown = (*outcome.displays, *outcome.updates)[-1]["data"]["text/plain"]
-    assert "it waited in barrier (cell line 4)" in shown
-    assert "Connection closed" not in shown
-    assert notebook.run("%%distributed\nassert kept == rank; dist.barrier()").errors == []
 
 
 def test_stop_of_a_gather(notebook: Notebook) -> None:

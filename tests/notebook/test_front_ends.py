@@ -15,17 +15,14 @@ import nbformat
 import pexpect
 import psutil
 import pytest
-from jupyter_core.utils import ensure_event_loop
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_notebook
 
+from tests.notebook.front_end import Notebook
 from tests.waiting import SOON
 
-pytestmark = pytest.mark.kernel
-
-# jupyter_client's blocking calls run on a loop that lives as long as the process.
-ensure_event_loop()
+pytestmark = [pytest.mark.kernel, pytest.mark.shared_world]
 
 
 class Terminal:
@@ -41,7 +38,7 @@ class Terminal:
                 **os.environ,
                 "TERM": kind,
                 "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody answers where the cursor is
-                "NBDIST_LOG_DIR": "",
+                "NBDIST_LOG_DIR": str(home / "logs"),
                 "IPYTHONDIR": str(home),
                 "PYTHONFAULTHANDLER": "1",
             },
@@ -82,11 +79,27 @@ class Terminal:
         return [line.strip("\r") for line in said.split("\n")]
 
 
+@pytest.fixture(scope="module")
+def terminals() -> Iterator[list[Terminal]]:
+    """Those that have been opened; the last of them is still at its prompt if all is well."""
+    opened: list[Terminal] = []
+    yield opened
+    for each in opened:
+        each.child.close(force=True)
+
+
 @pytest.fixture
-def terminal(tmp_path: Path) -> Iterator[Terminal]:
-    terminal = Terminal(tmp_path)
-    yield terminal
-    terminal.child.close(force=True)
+def terminal(terminals: list[Terminal], tmp_path: Path) -> Iterator[Terminal]:
+    """One with two workers, which a test takes over from the one before that went well."""
+    terminal = terminals.pop() if terminals else Terminal(tmp_path)
+    terminal.enter("%dist_init -n 2")
+    try:
+        yield terminal
+        terminal.enter("None")
+    except BaseException:
+        terminal.child.close(force=True)
+        raise
+    terminals.append(terminal)
 
 
 def test_terminal(terminal: Terminal) -> None:
@@ -113,7 +126,6 @@ def test_terminal(terminal: Terminal) -> None:
 
 def test_terminal_shows_lines_at_once(terminal: Terminal, tmp_path: Path) -> None:
     """A line is there while its cell still runs, and bars are one line that moves."""
-    terminal.enter("%dist_init -n 2")
     there = f"iter(Path({str(tmp_path)!r}, n).exists, True)"
     wait = f"wait = lambda n: [time.sleep(0.01) for _ in {there}]"
     terminal.enter("%%distributed", "import time, tqdm; from pathlib import Path", wait)
@@ -139,7 +151,6 @@ def test_terminal_shows_lines_at_once(terminal: Terminal, tmp_path: Path) -> Non
 
 def test_terminal_ctrl_c(terminal: Terminal) -> None:
     """Ctrl-C ends the cell within seconds, and the workers live on."""
-    terminal.enter("%dist_init -n 2")
     terminal.begin("%%distributed", "kept = rank; print('runs'); import time; time.sleep(600)")
     terminal.child.expect_exact("[0-1] runs")
     terminal.child.sendintr()
@@ -184,16 +195,10 @@ def test_terminal_is_live_at_its_prompt(tmp_path: Path) -> None:
         terminal.child.close(force=True)
 
 
-def test_terminal_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_figures(terminal: Terminal) -> None:
     """Each is in a file that is named; equal ones of several ranks once."""
-    monkeypatch.setenv("NBDIST_LOGS", str(tmp_path / "logs"))
-    terminal = Terminal(tmp_path)
-    try:
-        terminal.enter("import os; os.environ['NBDIST_LOG_DIR'] = os.environ['NBDIST_LOGS']")
-        plot = "import matplotlib.pyplot as plt; _ = plt.plot([1, 2])"
-        lines = terminal.enter("%%distributed -n 2", plot)
-    finally:
-        terminal.child.close(force=True)
+    plot = "import matplotlib.pyplot as plt; _ = plt.plot([1, 2])"
+    lines = terminal.enter("%%distributed -n 2", plot)
     (path,) = [line for line in lines if line.startswith("figure of ranks 0-1: ")]
     assert Path(path.removeprefix("figure of ranks 0-1: ")).read_bytes().startswith(b"\x89PNG")
 
@@ -217,17 +222,6 @@ def test_terminal_asks(terminal: Terminal) -> None:
     assert "KeyboardInterrupt: Stopped on ranks 0-1. No variables were lost." in terminal.finish()
 
 
-def test_terminal_ends_its_workers(terminal: Terminal) -> None:
-    """`exit` of the terminal takes the workers along."""
-    terminal.enter("%dist_init -n 2")
-    processes = psutil.Process(terminal.child.pid).children(recursive=True)
-    assert len(processes) >= 4
-    terminal.child.send("exit\r")
-    terminal.child.expect(pexpect.EOF)
-    _gone, alive = psutil.wait_procs(processes, timeout=10)
-    assert alive == []
-
-
 CELLS = (
     "%load_ext nbdist",
     "%%distributed -n 2\nx = rank + 1\nprint('x is', x)",
@@ -242,12 +236,26 @@ def a_notebook(*cells: str) -> nbformat.NotebookNode:
     return new_notebook(cells=[new_code_cell(cell) for cell in cells], metadata=metadata)
 
 
-def test_nbclient_stops_at_a_failed_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+def execute(notebook: nbformat.NotebookNode, *, rests: int = -1, **env: str) -> None:
+    """Run it as nbclient does, which rests for a while before one of the cells."""
+    kernel = Notebook(env=env)
+    manager, usual = kernel.manager, kernel.manager.client_class
+    manager.client_class = "jupyter_client.asynchronous.AsyncKernelClient"
+    client = NotebookClient(notebook, km=manager, timeout=SOON)
+    client.on_cell_start = lambda cell, cell_index: time.sleep(3 if cell_index == rests else 0)
+    try:
+        client.execute()
+    finally:
+        client.kc.stop_channels()
+        manager.client_class = usual
+        kernel.close()
+
+
+def test_nbclient_stops_at_a_failed_cell() -> None:
     """A cell in which a rank failed is a failed cell: those after it do not run."""
-    monkeypatch.setenv("NBDIST_LOG_DIR", "")
     notebook = a_notebook(*CELLS, "%%distributed\nif rank: raise ValueError('bad')", "after = 1")
     with pytest.raises(CellExecutionError, match="ValueError: bad"):
-        NotebookClient(notebook, timeout=SOON).execute()
+        execute(notebook)
     *_, failed, after = notebook.cells
     assert after.outputs == []
     assert after.execution_count is None
@@ -256,24 +264,22 @@ def test_nbclient_stops_at_a_failed_cell(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(error.traceback) == 1
 
 
-def test_nbclient_can_type_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nbclient_can_type_nothing() -> None:
     """Who asks is told so, with the remedy, and nothing waits."""
-    monkeypatch.setenv("NBDIST_LOG_DIR", "")
     for asks in ("name = input('name? ')", "breakpoint()\nx = 1"):
         notebook = a_notebook("%load_ext nbdist", f"%%distributed -n 2\n{asks}")
         with pytest.raises(
             CellExecutionError,
             match=r"breakpoint\(\) need JupyterLab or a terminal",
         ):
-            NotebookClient(notebook, timeout=SOON).execute()
+            execute(notebook)
 
 
-def test_nbclient_saves_one_display_per_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nbclient_saves_one_display_per_cell() -> None:
     """What is saved is the final view, in HTML and as text, with empty metadata."""
-    monkeypatch.setenv("NBDIST_LOG_DIR", "")
     slow = "%%distributed\nimport time\nprint('start')\ntime.sleep(0.6)\nprint('end')"
     notebook = a_notebook(*CELLS, slow)
-    NotebookClient(notebook, timeout=SOON).execute()
+    execute(notebook)
     for cell in (notebook.cells[1], notebook.cells[-1]):
         (output,) = cell.outputs
         assert output.output_type == "display_data"
@@ -283,26 +289,18 @@ def test_nbclient_saves_one_display_per_cell(monkeypatch: pytest.MonkeyPatch) ->
     nbformat.validate(notebook)
 
 
-def test_nbclient_saves_what_nobody_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nbclient_saves_what_nobody_waited_for() -> None:
     """What ran on while other cells did is in its cell's output; what still runs ends with it."""
-    monkeypatch.setenv("NBDIST_LOG_DIR", "")
     sent = "%%distributed -n 2 --no-wait -o job\nimport time\nfor i in range(4):\n    "
     sent += "print('step', i); time.sleep(0.2)\n"
     cells = (sent, "import time; time.sleep(3)", "None", f"{sent}time.sleep(600)")
     notebook = a_notebook("%load_ext nbdist", *cells, "job.done()", "time.sleep(0.5)")
-    NotebookClient(notebook, timeout=SOON).execute()
+    execute(notebook)
     (ended,) = notebook.cells[1].outputs
     assert ended.data["text/plain"].endswith("step 0\nstep 1\nstep 2\nstep 3")
     assert " · ✓ 2" in ended.data["text/plain"]
     waited = a_notebook("%load_ext nbdist", sent, "job.wait()", sent, "None")
-    client = NotebookClient(waited, timeout=SOON)
-
-    def rest(cell: nbformat.NotebookNode, cell_index: int) -> None:
-        if cell_index == 4:  # it ends while no cell runs
-            time.sleep(3)
-
-    client.on_cell_start = rest
-    client.execute()
+    execute(waited, rests=4)  # it ends while no cell runs
     for cell in (waited.cells[1], waited.cells[3]):
         assert cell.outputs[0].data["text/plain"].endswith("step 3")
     (broken_off,) = notebook.cells[4].outputs
@@ -310,7 +308,6 @@ def test_nbclient_saves_what_nobody_waited_for(monkeypatch: pytest.MonkeyPatch) 
     assert "step 0" in broken_off.data["text/plain"]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_nbval(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its strict mode finds outputs that are the same, whatever time they took, and no others."""
     monkeypatch.setenv("NBDIST_LOG_DIR", "")
@@ -325,9 +322,10 @@ def test_nbval(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         f"%%distributed\nos.path.exists({str(differs)!r})",
         "out[1]",
     )
-    NotebookClient(notebook, timeout=SOON).execute()
+    execute(notebook)
     nbformat.write(notebook, saved)
     gate.touch()
+    differs.touch()
     command = [
         sys.executable,
         "-m",
@@ -338,9 +336,6 @@ def test_nbval(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "--nbval",
         str(saved),
     ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "5 passed" in done.stdout, done.stdout
-    differs.touch()
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "1 failed, 4 passed" in done.stdout, done.stdout
     assert "saved.ipynb::Cell 3" in done.stdout
@@ -375,11 +370,23 @@ def test_terminal_completes_workers_names(terminal: Terminal) -> None:
 
 def test_terminal_in_auto_mode(terminal: Terminal) -> None:
     """Plain cells run on the workers, those of `%%local` here."""
-    terminal.enter("%dist_init -n 2")
     terminal.enter("%dist_auto on")
     lines = terminal.enter("print('there', rank)")
     assert "[1] there 1" in lines
     assert any("· auto mode: `%%local` on the first line" in line for line in lines)
-    assert "Out[5]: 42" in terminal.enter("%%local", "x = 6", "x * 7")
+    assert f"Out[{terminal.prompts}]: 42" in terminal.enter("%%local", "x = 6", "x * 7")
     terminal.enter("%dist_auto off")
-    assert "Out[7]: 6" in terminal.enter("x")
+    assert f"Out[{terminal.prompts}]: 6" in terminal.enter("x")
+
+
+def test_terminal_ends_its_workers(tmp_path: Path, terminals: list[Terminal]) -> None:
+    """`exit` of the terminal takes the workers along."""
+    terminal = terminals.pop() if terminals else Terminal(tmp_path)
+    terminal.enter("%dist_init -n 2")
+    processes = psutil.Process(terminal.child.pid).children(recursive=True)
+    assert len(processes) >= 4
+    terminal.child.send("exit\r")
+    terminal.child.expect(pexpect.EOF)
+    _gone, alive = psutil.wait_procs(processes, timeout=SOON)
+    assert alive == []
+    terminal.child.close(force=True)

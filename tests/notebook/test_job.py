@@ -24,14 +24,6 @@ pytestmark = pytest.mark.shared_world
 SLEEPS = "import time\nkept = rank\nprint('begun')\ntime.sleep(600)"
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Notebook]:
-    """A notebook with two workers."""
-    notebook = Notebook("%load_ext nbdist", "%dist_init -n 2")
-    yield notebook
-    notebook.close()
-
-
 @pytest.fixture
 def notebook(two: Notebook) -> Iterator[Notebook]:
     yield two
@@ -285,7 +277,7 @@ def test_it_cannot_be_sent_to_the_workers(notebook: Notebook) -> None:
     assert said.startswith("VariableNotSent: `job` (part of this notebook) cannot be sent to ")
 
 
-@pytest.mark.kernel
+@pytest.mark.own_agent
 def test_nothing_is_left_by_the_end() -> None:
     """Of the notebook, or the extension: the cell ends with its workers, and Stop is as before."""
     notebook = Notebook("%load_ext nbdist", "%dist_init -n 2")

@@ -35,6 +35,7 @@ def test_builds_and_previews_are_their_version(found: str, wanted: str, is_right
     assert is_within(found, wanted) is is_right
 
 
+@pytest.mark.own_agent
 @pytest.mark.parametrize(("library", "old"), [("torch", "2.3.1"), ("ipykernel", "7.1.0")])
 def test_an_old_library_is_refused(
     fresh: Callable[..., Notebook], tmp_path: Path, library: str, old: str

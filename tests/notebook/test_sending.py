@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -10,14 +10,6 @@ from nbdist.errors import UsageError
 from tests.notebook.front_end import Notebook, body
 
 pytestmark = pytest.mark.shared_world
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Notebook]:
-    """A notebook with two workers."""
-    notebook = Notebook("%load_ext nbdist", "%dist_init -n 2")
-    yield notebook
-    notebook.close()
 
 
 def test_a_name_for_the_result(two: Notebook) -> None:

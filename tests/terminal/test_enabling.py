@@ -27,7 +27,7 @@ def said(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     return code, shown.out + shown.err
 
 
-@pytest.mark.kernel
+@pytest.mark.own_agent
 def test_a_notebook_without_load_ext(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`%%distributed` works in the first cell of a kernel, and in that of a restarted one."""
     assert said("enable", "--yes", capsys=capsys)[0] == 0

@@ -27,10 +27,10 @@ def train_for(net, steps=3):
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory, own_cache: dict[str, str]) -> Iterator[Notebook]:
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """A notebook with two workers; `net` is something else here."""
     first = ("%load_ext nbdist", "here_only = 'text'", ON_WORKERS)
-    env = {"NBDIST_SNAPSHOT_DIR": str(tmp_path_factory.mktemp("snapshots")), **own_cache}
+    env = {"NBDIST_SNAPSHOT_DIR": str(tmp_path_factory.mktemp("snapshots"))}
     notebook = Notebook(*first, env=env)
     notebook.run("%%rank 1\nnet_of_one = 1")
     notebook.run("net = 3j")

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def two(own_cache: dict[str, str]) -> Iterator[Notebook]:
+def two() -> Iterator[Notebook]:
     first = "%%distributed -n 2\nimport pathlib, time\nmine = 1"
-    notebook = Notebook("%load_ext nbdist", first, env=own_cache)
+    notebook = Notebook("%load_ext nbdist", first)
     yield notebook
     notebook.close()
 

@@ -14,6 +14,8 @@ from nbdist.world.registry import Found, worlds
 from tests.notebook.front_end import Notebook, Outcome, body
 from tests.waiting import SOON, wait_until
 
+pytestmark = pytest.mark.own_agent
+
 LOOP = """%%distributed
 import os, time
 step = 0

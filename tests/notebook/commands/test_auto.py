@@ -14,10 +14,10 @@ from tests.waiting import SOON
 
 
 @pytest.fixture(scope="module")
-def auto(own_cache: dict[str, str]) -> Iterator[Notebook]:
+def auto() -> Iterator[Notebook]:
     """With two workers, and auto mode on."""
     first = ("%load_ext nbdist", "%dist_init -n 2", "here = 'notebook'")
-    notebook = Notebook(*first, env=own_cache)
+    notebook = Notebook(*first)
     assert "auto mode is on" in notebook.run("%dist_auto on").text
     yield notebook
     notebook.close()

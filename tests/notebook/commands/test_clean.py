@@ -64,6 +64,7 @@ def test_equal_rows_are_one() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.own_agent
 def test_a_long_start_is_told(fresh: Callable[..., Notebook], tmp_path: Path) -> None:
     """While workers start the display says how many are ready."""
     (tmp_path / "sitecustomize.py").write_text(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -16,13 +16,6 @@ def test_without_workers(typed: Callable[[str], str]):
     """It says how to start some."""
     with pytest.raises(WorldNotStarted, match="`%dist_scatter` needs workers"):
         typed("%dist_scatter x")
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Notebook]:
-    notebook = Notebook("%load_ext nbdist", "%dist_init -n 2")
-    yield notebook
-    notebook.close()
 
 
 def test_parts_are_the_workers(two: Notebook):

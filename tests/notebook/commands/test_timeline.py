@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,13 +16,6 @@ from nbdist.world.timelines import timeline_of
 from tests.notebook.front_end import Notebook
 
 pytestmark = pytest.mark.shared_world
-
-
-@pytest.fixture(scope="module")
-def kernel() -> Iterator[Notebook]:
-    notebook = Notebook("%load_ext nbdist")
-    yield notebook
-    notebook.close()
 
 
 def test_the_straggler_is_named(kernel: Notebook) -> None:

@@ -1,0 +1,65 @@
+"""Runs in a notebook kernel that is as new for each module, and keeps its agent."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import sysconfig
+from types import ModuleType
+from typing import Any
+
+import jedi
+from IPython.core.getipython import get_ipython
+
+import nbdist
+from tests.worlds import share_agent
+
+LIBRARIES = (
+    *("site-packages", "built-in", "frozen"),
+    sysconfig.get_path("stdlib"),
+    os.path.dirname(nbdist.__file__),
+)
+"""What is imported from there may stay."""
+
+
+class Kernel:
+    """What was there before anybody's cell."""
+
+    def __init__(self, cache: str) -> None:
+        # Where others write what jedi has read, who reads that meanwhile completes nothing.
+        jedi.settings.cache_directory = cache
+        self.shell: Any = get_ipython()  # type: ignore[no-untyped-call]
+        self.agent = share_agent()
+        self.agent.start()
+        self.folder, self.environ = os.getcwd(), {**os.environ}
+        self.modules = {*sys.modules}
+        self.extensions = {*self.shell.extension_manager.loaded}
+        self.stop = signal.getsignal(signal.SIGINT)
+        hooks = (*self.shell.events.callbacks.values(), self.shell.input_transformers_cleanup)
+        self.lists = [(each, [*each]) for each in (sys.path, self.shell.ast_transformers, *hooks)]
+
+    def clean(self) -> None:
+        """End what has been started, and forget what has been changed."""
+        for extension in {*self.shell.extension_manager.loaded} - self.extensions:
+            self.shell.extension_manager.unload_extension(extension)
+        self.shell.extension_manager.loaded = {*self.extensions}
+        self.shell.reset(new_session=True)
+        self.shell.call_pdb = False
+        signal.signal(signal.SIGINT, self.stop)
+        os.chdir(self.folder)
+        os.environ.clear()
+        os.environ.update(self.environ)
+        for each, before in self.lists:
+            each[:] = before
+        for name in {*sys.modules} - self.modules:
+            if not _is_of_a_library(sys.modules[name]):
+                del sys.modules[name]
+        gc.collect()
+        self.agent.start()
+
+
+def _is_of_a_library(module: ModuleType) -> bool:
+    spec = getattr(module, "__spec__", None)
+    return spec is not None and any(each in (spec.origin or "built-in") for each in LIBRARIES)
