@@ -44,6 +44,8 @@ from tests.waiting import SOON, wait_until
 
 both_sources = pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
 
+pytestmark = pytest.mark.own_agent
+
 
 WITH_GRACE = """
 import runpy
@@ -204,7 +206,6 @@ ENDS = [close_stdin, end_notebook, terminate, leave]
 BUSY = "import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\nprint(1)\nwhile 1: 0"
 
 
-@pytest.mark.own_agent
 @pytest.mark.parametrize(
     ("end", "fork", "is_busy"),
     [
@@ -248,7 +249,6 @@ def test_end(
     assert not notebook.runtime.exists()
 
 
-@pytest.mark.own_agent
 @pytest.mark.parametrize("end", ENDS)
 def test_end_while_starting(make: Callable[..., Notebook], end: Callable[[Notebook], None]) -> None:
     """An agent that is told to end while its fork server still imports ends at once."""
@@ -340,7 +340,6 @@ def test_folder_of_sockets_is_private(notebook: Notebook) -> None:
         assert process.net_connections("inet") == []
 
 
-@pytest.mark.own_agent
 def test_notebook_that_is_gone_already() -> None:
     """An agent whose notebook ended before it began ends by itself."""
     life = subprocess.Popen(["true"])
