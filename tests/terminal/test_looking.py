@@ -15,6 +15,7 @@ from nbdist.wire.frames import framed
 from nbdist.wire.seen import WINDOW, WorldSeen
 from nbdist.world.registry import runtime_folders
 from nbdist.world.world import World
+from tests.waiting import wait_until
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
@@ -119,6 +120,19 @@ def test_what_is_no_world(place: Path, worlds: Worlds, said: bytes) -> None:
         assert str(place) not in repr([each.host for each in worlds.seen()])
         answering.join()
     assert str(place) not in repr(worlds)
+
+
+def test_a_world_that_is_silent(place: Path, world: World, worlds: Worlds) -> None:
+    """Is waited for once; no later look at the others waits for it, and it may still answer."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(place / WINDOW))
+        server.listen()
+        assert ours(worlds)
+        assert f"'{place}'" in repr(worlds).partition("silent")[2]
+        assert ours(worlds)
+        end, _ = server.accept()
+        end.close()
+        wait_until(lambda: ours(worlds) and str(place) not in repr(worlds))
 
 
 @pytest.mark.world
