@@ -15,7 +15,7 @@ import nbdist
 from nbdist.notebook.command import find_commands
 from tests.waiting import SOON
 
-pytestmark = [pytest.mark.own_agent, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.own_agent
 
 ROOT = Path(__file__).parent.parent
 

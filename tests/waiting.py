@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 
-SOON = 60
-"""Seconds in which all comes that comes at all, also where other programs have the processors."""
+SOON = 60 * max(1, round(os.getloadavg()[0] / (os.cpu_count() or 1)))
+"""Seconds in which all comes that comes at all: more where other programs have the processors."""
 
 STEP = 0.01
 

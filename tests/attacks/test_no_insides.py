@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.notebook.front_end import INSIDES
 from tests.notebook.mistakes import AHEAD, MISTAKES
 from tests.notebook.test_front_ends import Terminal
@@ -21,7 +19,6 @@ EVERY = 6
 """Of how many one is tried: those are more than sixty."""
 
 
-@pytest.mark.timeout(150)
 def test_mistakes_in_a_terminal(tmp_path: Path, empty_snapshot_folder: None) -> None:
     """What is said is the same as in a notebook, and no line is of nbdist's insides."""
     terminal = Terminal(tmp_path)

@@ -14,7 +14,7 @@ from tests.browser.conftest import Lab, Notebook, in_folder
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-pytestmark = [pytest.mark.shared_world, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.shared_world
 
 BOX, PROMPT = ".jp-Stdin-input", ".jp-Stdin-prompt"
 POPUP, TOOLTIP = ".jp-Completer", ".jp-Tooltip"

@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-import pytest
-
 from nbdist.terminal.listing import kill_world
 from nbdist.world.registry import worlds
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from tests.browser.conftest import Lab
-
-pytestmark = pytest.mark.timeout(300)
 
 NAME = f"lab-{os.getpid()}"
 

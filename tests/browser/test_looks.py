@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import nbformat
-import pytest
 from nbconvert import HTMLExporter
 
 from tests.browser.conftest import WIDTH
@@ -16,8 +15,6 @@ from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from tests.browser.conftest import Lab, Notebook
-
-pytestmark = pytest.mark.timeout(300)
 
 CELLS = {
     "load": "%load_ext nbdist",

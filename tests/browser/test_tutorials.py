@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import nbformat
-import pytest
 
 from tests.notebooks.test_notebooks import NOTEBOOKS, check_run, cleared
 
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
     from tests.browser.conftest import Lab, Notebook, ShownCell
 
 QUICKSTART, WRONG, _ = NOTEBOOKS
-
-pytestmark = pytest.mark.timeout(300)
 
 
 def run_all(lab: Lab, source: Path) -> tuple[Notebook, list[ShownCell], str]:

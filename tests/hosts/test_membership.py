@@ -19,7 +19,7 @@ from tests.hosts.network import Host, Network
 from tests.hosts.worlds import check_whole, lose, new_world
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.shared_world, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.shared_world
 
 SEAT = """
 [rank, world_size, int(os.environ["GROUP_RANK"]), int(os.environ["GROUP_WORLD_SIZE"]),

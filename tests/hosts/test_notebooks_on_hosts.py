@@ -18,8 +18,6 @@ from tests.notebooks.test_notebooks import (
     text,
 )
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.mark.usefixtures("hosts", "path")
 def test_the_quickstart_on_two_hosts(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tests.hosts.ray_cluster import RayCluster
 from tests.hosts.worlds import agent_on, check_whole, lose, new_world
 from tests.waiting import SOON, wait_until
 
-pytestmark = [pytest.mark.shared_world, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.shared_world
 
 TICKET = Ticket(("127.0.0.1",), 1, "x" * 40, KeyPair.new(), fork=False)
 

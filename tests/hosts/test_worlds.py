@@ -32,7 +32,7 @@ from tests.hosts.launched import (
 from tests.hosts.network import Host, Network
 from tests.hosts.worlds import check_whole
 
-pytestmark = [pytest.mark.shared_world, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.shared_world
 
 SSH = Launched("ssh", {"hosts": "node1:2,node2:2"}, "")
 

@@ -11,7 +11,7 @@ from nbdist import World
 from tests.libraries.bars import drawn
 from tests.worlds import NewWorld
 
-pytestmark = [pytest.mark.shared_world, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.shared_world
 
 DATA = """
 import torch

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import nbformat
-import pytest
 from nbformat import NotebookNode
 
 from tests.worlds import IDLE_IMPORTS
@@ -24,8 +23,6 @@ CELL_TIMEOUT = 120
 RUN_TIMEOUT = 280
 EXECUTE = "from nbclient.cli import main; main()"
 FOLDERS = ("CONFIG", "DATA", "RUNTIME")
-
-pytestmark = pytest.mark.timeout(300)
 
 
 def code_cells(notebook: NotebookNode) -> list[NotebookNode]:

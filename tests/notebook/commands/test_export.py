@@ -17,7 +17,7 @@ from nbdist.notebook.commands.export import setting_of
 from nbdist.world.world import World
 from tests.notebook.front_end import Notebook
 
-pytestmark = [pytest.mark.shared_world, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.shared_world
 
 QUICKSTART = Path(__file__).parents[3] / "notebooks" / "01-quickstart.ipynb"
 RUN_TIMEOUT = 200
