@@ -65,6 +65,8 @@ HELLO_TIMEOUT = 30.0
 CALL_TIMEOUT = 240.0
 """Longer than an agent takes for its slowest answer, a start; `AgentLost` comes at once."""
 LEAVE_TIMEOUT = 8.0
+THREAD_TIMEOUT = 60.0
+CLOSED = -1
 DETACH_LINGER = 500
 """Milliseconds that the last messages may take to reach an agent that stays."""
 
@@ -281,14 +283,17 @@ class Link:
         self._folder.let_go()
 
     def _end(self) -> None:
-        if self._thread.is_alive():
-            self._thread.join(LEAVE_TIMEOUT)
+        if self._thread.is_alive():  # all that it waits for has ended
+            self._thread.join(THREAD_TIMEOUT)
         # First: what was said last is to come before the end.
         self._socket.close(DETACH_LINGER if self._is_detached else 0)
         self._context.term()
         for agent in self.agents:
             agent.close()
-        for end in (self._wake, self._wake_end, self.asides, self._asides_end):
+        ends = (self._wake, self._wake_end, self.asides, self._asides_end)
+        # Who wakes it later is not to write to what has these numbers then.
+        self._wake_end = self._asides_end = CLOSED
+        for end in ends:
             os.close(end)
 
     # --- the notebook's thread ----------------------------------------------------------
@@ -298,8 +303,7 @@ class Link:
         self._wake_up()
 
     def _wake_up(self) -> None:
-        with suppress(BlockingIOError):  # full of wakes, so it will wake
-            os.write(self._wake_end, b"x")
+        _write_to(self._wake_end)
 
     def _wait_for_hello(self, tick: float) -> Iterator[Starting]:
         try:
@@ -421,8 +425,7 @@ class Link:
         self.arrived.extend(items)
         self._bell.put(None)
         if self.tells_all or any(_is_aside(item) for item in items):
-            with suppress(BlockingIOError):  # full: it is readable
-                os.write(self._asides_end, b"x")
+            _write_to(self._asides_end)
 
     def _agent_ended(self, agent: AgentProcess | AttachedAgent) -> None:
         """Take in its last messages; called in the link's thread, which ends then."""
@@ -441,6 +444,13 @@ class Link:
             if not answer.done():
                 answer.set_exception(lost)
         self._arrive(lost)
+
+
+def _write_to(end: int) -> None:
+    """Have a pipe be readable, which it is if it is full, unless it is closed."""
+    if end != CLOSED:
+        with suppress(BlockingIOError):
+            os.write(end, b"x")
 
 
 def _is_aside(item: Arrived) -> bool:
