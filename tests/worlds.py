@@ -44,6 +44,7 @@ class SharedLink(Link):
         try:
             self.call(StopWorld(0.0), STOP_TIMEOUT)
         except (AgentLost, StartError):
+            print("the shared agent's last lines:", *self.agents[0].last_lines(), sep="\n")  # noqa: T201
             super().close()
         while self.arrived:
             if isinstance(self.arrived.popleft(), Received) and self.is_up:

@@ -87,7 +87,9 @@ async def status_of(
         watch.gpus(workers, STATUS_TIMEOUT),
         asyncio.gather(*map(_status_of, workers)),
     )
-    return tuple(replace(row, memory=memory[row.pid], gpu=gpus.get(row.rank)) for row in rows)
+    # A rank that was replaced meanwhile has another process, whose memory is not known yet.
+    known = (replace(row, memory=memory.get(row.pid, 0)) for row in rows)
+    return tuple(replace(row, gpu=gpus.get(row.rank)) for row in known)
 
 
 async def _status_of(worker: Worker) -> WorkerStatus:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.node.proc import thread_state
+from nbdist.node.inspect import status_of
+from nbdist.node.proc import MemoryGauge, thread_state
 from nbdist.wire.places import Place, Stack, WorkerStatus
 from nbdist.world.running import RunningTask
 from nbdist.world.states import State
@@ -381,3 +383,26 @@ def test_files_of_stacks_go_with_their_workers(world: World) -> None:
     world.restart()
     files = Path(os.environ["XDG_RUNTIME_DIR"]).glob("nbdist-*/*.stack")
     assert len(list(files)) == world.size
+
+
+class Replaced:
+    """A rank that has another process by the time it is asked, on a busy machine."""
+
+    pid = rank = 0
+
+    def status(self) -> WorkerStatus:
+        return WorkerStatus(0, os.getpid(), "vm", "starting", 0.0, 0, "cpu")
+
+
+class NoGpus:
+    """A machine without GPUs."""
+
+    async def gpus(self, *_: object) -> dict[int, object]:
+        return {}
+
+
+@pytest.mark.unit
+def test_a_rank_that_is_replaced_meanwhile() -> None:
+    """Is told without its memory; that it had another process just now ends nothing."""
+    rows = asyncio.run(status_of([Replaced()], MemoryGauge(), NoGpus()))  # type: ignore[arg-type, list-item]
+    assert [(row.pid, row.memory) for row in rows] == [(os.getpid(), 0)]

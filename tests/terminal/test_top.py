@@ -30,7 +30,7 @@ def test_in_a_terminal(world: World, has_rich: bool) -> None:  # noqa: FBT001
     hide = "" if has_rich else "import sys; sys.modules['rich.live'] = None; "
     command = f"{hide}from nbdist.terminal.top import show_top; show_top(0.5)"
     shown = pexpect.spawn(
-        sys.executable, ["-c", command], dimensions=(30, 120), encoding="utf-8", timeout=SOON
+        sys.executable, ["-c", command], dimensions=(300, 120), encoding="utf-8", timeout=SOON
     )
     try:
         shown.expect_exact("\x1b[?1049h")
