@@ -128,10 +128,9 @@ def nothing_is_left_by_the_module(
 ) -> Iterator[set[str]]:
     """What a module's fixtures leave behind is an error of its last test."""
     items = [item for item in request.session.items if item.path == request.path]
-    kernels = [item for item in items if item.get_closest_marker("kernel")]
-    if any(may_share_agent(item) for item in items if item not in kernels):
+    if any(map(may_share_agent, items)):
         request.getfixturevalue("shared_agent").start()
-    if kernels:
+    if kernels := [item for item in items if item.get_closest_marker("kernel")]:
         two = any("fresh" in item.fixturenames for item in kernels)  # type: ignore[attr-defined]
         request.getfixturevalue("kernels").start(1 + two)
     for name in LASTING:

@@ -17,23 +17,22 @@ from nbdist.world import workers
 from nbdist.world.launchers import AGENT
 from nbdist.world.link import Link
 from nbdist.world.world import World
+from tests.waiting import SOON
 
 NewWorld = Callable[..., World]
 """Takes what `World` takes; without log files where nothing else is said."""
 
 IDLE_IMPORTS = "NBDIST_IDLE_IMPORTS"
-STOP_TIMEOUT = 60.0
 
 
 class SharedLink(Link):
     """A link that is open again for the next world once the world before has closed it."""
 
-    is_open = is_taken = False
+    is_taken = False
 
     def open(self) -> None:
         """Start the agent, the first time."""
-        if not self.is_open:
-            self.is_open = True
+        if not self._opened:
             super().open()
 
     def close(self) -> None:
@@ -42,7 +41,7 @@ class SharedLink(Link):
             return
         self.is_taken = self._is_remembered = self.tells_all = False
         try:
-            self.call(StopWorld(0.0), STOP_TIMEOUT)
+            self.call(StopWorld(0.0), SOON)
         except (AgentLost, StartError):
             print("the shared agent's last lines:", *self.agents[0].last_lines(), sep="\n")  # noqa: T201
             super().close()

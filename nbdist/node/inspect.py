@@ -88,8 +88,9 @@ async def status_of(
         asyncio.gather(*map(_status_of, workers)),
     )
     # A rank that was replaced meanwhile has another process, whose memory is not known yet.
-    known = (replace(row, memory=memory.get(row.pid, 0)) for row in rows)
-    return tuple(replace(row, gpu=gpus.get(row.rank)) for row in known)
+    return tuple(
+        replace(row, memory=memory.get(row.pid, 0), gpu=gpus.get(row.rank)) for row in rows
+    )
 
 
 async def _status_of(worker: Worker) -> WorkerStatus:
