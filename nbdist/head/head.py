@@ -14,7 +14,7 @@ from pathlib import Path
 from nbdist.head.assembly import Assembly
 from nbdist.head.freight import Freight
 from nbdist.head.inquiry import Round, ask, first_answer, rows_of
-from nbdist.head.merging import in_time_of_head
+from nbdist.head.merging import in_time_of_head, last_words
 from nbdist.head.node import Node
 from nbdist.node.guard import Guard
 from nbdist.node.serving import Serving
@@ -197,6 +197,10 @@ class Head:
 
     def _take(self, node: Node, message: NodeUp) -> None:
         match message:
+            case Outputs() if node.lost:
+                self._show(last_words(message), node)
+            case _ if node.lost:
+                log.info("%s said more after it was lost: %s", node.name, type(message).__name__)
             case Answer(number, reply):
                 node.answered(number, reply, of_part=False)
             case NodeAnswer(number, part_reply):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from nbdist.output.events import Died, Failure
+from nbdist.output.events import Clear, Died, Display, Failure, Text, Update
 from nbdist.wire.messages import Outputs
 
 
@@ -21,6 +21,16 @@ def in_time_of_head(outputs: Outputs, offset_ns: int) -> Outputs:
             for rank, task, output in outputs.items
         )
     )
+
+
+def last_words(outputs: Outputs) -> Outputs:
+    """Return what ranks had shown before their machine was lost, which may arrive after that.
+
+    They have been reported dead by then: how a task ended there says nothing any more, and what
+    their collectives raised is of a group that is being replaced.
+    """
+    shown = Text | Display | Update | Clear
+    return Outputs(tuple(each for each in outputs.items if isinstance(each[2], shown)))
 
 
 def shares(ranks: Iterable[int], node_of: Mapping[int, int]) -> dict[int, tuple[int, ...]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nbdist.head.merging import in_time_of_head, shares
-from nbdist.output.events import Died, Failure, Text
+from nbdist.head.merging import in_time_of_head, last_words, shares
+from nbdist.output.events import Died, Done, Failure, Text
 from nbdist.wire.messages import Outputs
 
 HOUR = 3600 * 10**9
@@ -19,6 +19,14 @@ def test_failures_of_a_node_whose_clock_is_wrong() -> None:
     assert isinstance(second[2], Died)
     assert (first[2].time_ns, second[2].time_ns) == (5, 7)
     assert first[2].message == "no"
+
+
+def test_the_last_words_of_a_machine() -> None:
+    """What was shown is kept; what failed and ended there is not, as its ranks are dead by then."""
+    text, failure = Text("stdout", "step 9"), Failure("RuntimeError", "closed", (), 5)
+    ended = Done("error", 0.0, received=False)
+    items = ((1, "t", text), (1, "t", failure), (1, "t", ended))
+    assert last_words(Outputs(items)) == Outputs(((1, "t", text),))
 
 
 def test_the_share_of_each_node() -> None:
