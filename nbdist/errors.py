@@ -514,13 +514,18 @@ class LocalCellError(NbdistError):
 
 
 class AgentLost(NbdistError):
-    """The agent of a machine ended; its workers ended with it."""
+    """The agent of a machine ended; its workers ended with it.
 
-    def __init__(self, host: str, exit_code: int | None) -> None:
+    `last_line` is the last of its log, which says why where it ended by itself.
+    """
+
+    def __init__(self, host: str, exit_code: int | None, last_line: str = "") -> None:
         self.host = host
         self.exit_code = exit_code
+        self.last_line = last_line
+        why = f" ({one_line(last_line)})" if last_line and (exit_code or 0) > 0 else ""
         super().__init__(
-            f"the agent on {host} {word_exit(exit_code)}, and its workers ended with it. "
+            f"the agent on {host} {word_exit(exit_code)}{why}, and its workers ended with it. "
             "`%dist_restart` starts new workers; the variables are lost."
         )
 

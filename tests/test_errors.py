@@ -62,7 +62,7 @@ EVERY_ERROR = [
     errors.JobLost("`job`", 12.3, "its workers were restarted"),
     errors.ValueLost([1], "is gone with its worker"),
     errors.LocalCellError(ValueError("bad shard"), 4),
-    errors.AgentLost("node1", -9),
+    errors.AgentLost("node1", -9, "KeyError: 17"),
 ]
 
 
@@ -254,3 +254,9 @@ def test_an_unknown_class_is_an_attribute_error():
     """The old names hide no typing error."""
     with pytest.raises(AttributeError, match="no attribute 'RanksFred'"):
         errors.RanksFred  # noqa: B018
+
+
+def test_an_agent_that_ended_by_itself_says_why():
+    """The last line of its log says it; one that was killed has written none about that."""
+    assert "exited with code 1 (KeyError: 17), and" in str(errors.AgentLost("a", 1, "KeyError: 17"))
+    assert "(" not in str(errors.AgentLost("a", -9, "Extension loaded"))

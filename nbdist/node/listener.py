@@ -68,6 +68,9 @@ class Listener(ABC):
                 # What does not ask as it should, or does not listen, is sent away.
                 with suppress(OSError, ValueError, TimeoutError, BadFrame):
                     await self.answer_to(reader, writer)
+        except Exception:
+            # A fault of ours, of which the world is not to die: who asks learns no more.
+            log.exception("%r cannot answer", self)
         finally:
             self._calling.discard(task)
             writer.transport.abort()

@@ -32,23 +32,31 @@ class Serving:
         self._send = send
         self._asked: asyncio.Queue[Ask] = asyncio.Queue()
         self._gone = asyncio.Event()
+        self._fault: BaseException | None = None
 
     def __repr__(self) -> str:
         state = "leaves" if self._gone.is_set() else "serves"
         return f"<Serving {state}, {self._asked.qsize()} calls wait>"
 
     async def until_left(self) -> None:
-        """Work until `leave` is called; what is under way then is cancelled."""
+        """Work until `leave` is called; what is under way then is cancelled.
+
+        Raises what one of the tasks has raised, or a callback of the loop's: a fault of ours,
+        which ends all.  Its line is the last of the log, and the notebook shows it.
+        """
         try:
-            # What one of them raises is a fault of ours, ends all, and goes to the log.
             async with asyncio.TaskGroup() as self._tasks:
                 self._tasks.create_task(self._answer_asked())
                 await self._gone.wait()
                 raise _Left
         except* _Left:
             pass
+        except* Exception as faults:  # noqa: BLE001 (it is raised below, without its group)
+            self._fault = self._fault or faults.exceptions[0]
         finally:
             self._gone.set()
+        if self._fault is not None:
+            raise self._fault
 
     def call(self, ask: Ask) -> None:
         """Do this once all calls before it have been answered."""
@@ -68,6 +76,7 @@ class Serving:
     def fail(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """End loudly, rather than go on half, after a fault of ours in a callback."""
         loop.default_exception_handler(context)
+        self._fault = self._fault or context.get("exception") or RuntimeError(context["message"])
         self.leave()
 
     async def _answer_asked(self) -> None:

@@ -333,8 +333,7 @@ class Link:
         return StartError(None, agent.host, agent.command, why, agent.last_lines())
 
     def _lost_now(self) -> AgentLost:
-        agent = self.agents[0]
-        return AgentLost(agent.host, agent.exit_code())
+        return _lost(self.agents[0])
 
     # --- the link's thread ---------------------------------------------------------------
 
@@ -434,7 +433,7 @@ class Link:
 
     def _fail(self, agent: AgentProcess | AttachedAgent) -> None:
         """Fail all calls that wait."""
-        lost = AgentLost(agent.host, agent.exit_code())
+        lost = _lost(agent)
         log.debug("agent ended: %s", lost)
         self._lost = lost
         for first in (self._hello, self._attached):
@@ -444,6 +443,10 @@ class Link:
             if not answer.done():
                 answer.set_exception(lost)
         self._arrive(lost)
+
+
+def _lost(agent: AgentProcess | AttachedAgent) -> AgentLost:
+    return AgentLost(agent.host, agent.exit_code(), "".join(agent.last_lines()[-1:]))
 
 
 def _write_to(end: int) -> None:

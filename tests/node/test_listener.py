@@ -17,14 +17,18 @@ class Echo(Listener):
         while line := await reader.readline():
             if line == b"bad\n":
                 raise BadFrame
+            if line == b"fault\n":
+                raise KeyError(17)
             writer.write(line)
             await writer.drain()
 
 
 def test_connections(runtime: Path) -> None:
-    """Each is answered until it is bad, and none is left at the end."""
+    """Each is answered until it is bad, or we are; none is left, and the loop learns of nothing."""
 
     async def test() -> None:
+        faults: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
         listener = Echo(runtime / "echo.sock", 100)
         await listener.open()
         ends = [await asyncio.open_unix_connection(runtime / "echo.sock") for _ in range(2)]
@@ -38,6 +42,11 @@ def test_connections(runtime: Path) -> None:
         await until(lambda: len(listener) == 1)
         last.write(b"still\n")
         assert await other.readline() == b"still\n"
+        third, asks = await asyncio.open_unix_connection(runtime / "echo.sock")
+        asks.write(b"fault\n")
+        assert await third.read() == b""
+        asks.close()
+        assert faults == []
         await listener.close()
         assert await other.read() == b""
         for _, writer in ends:

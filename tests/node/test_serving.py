@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+
+import pytest
 
 from nbdist.node.serving import Serving
 from nbdist.wire.messages import Answer, Ask, GetStatus, Kill, Reply, Request
@@ -50,3 +53,38 @@ def test_calls_wait_for_one_another_and_other_things_do_not() -> None:
     asyncio.run(serve())
     assert answers == [Answer(1, ()), Answer(2, ())]
     assert said == ["beside", "cancelled"]
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        lambda serving: serving.do(_raise()),
+        lambda serving: asyncio.get_running_loop().call_soon(_raise_now),
+    ],
+    ids=["a task", "a callback"],
+)
+def test_a_fault_of_ours(fail: Callable[[Serving], object]) -> None:
+    """It ends all, and is raised: the process exits with its line as the last of the log."""
+
+    async def serve() -> None:
+        async def answer(_: Request) -> Reply:
+            return ()
+
+        serving = Serving(answer, lambda _: None)
+        asyncio.get_running_loop().set_exception_handler(serving.fail)
+        working = asyncio.create_task(serving.until_left())
+        await asyncio.sleep(0)
+        fail(serving)
+        async with asyncio.timeout(20):
+            await working
+
+    with pytest.raises(KeyError, match="17"):
+        asyncio.run(serve())
+
+
+async def _raise() -> None:
+    _raise_now()
+
+
+def _raise_now() -> None:
+    raise KeyError(17)
