@@ -80,9 +80,9 @@ def met_stops(meet: Callable[[], bool]) -> Iterator[None]:
 
 
 @contextmanager
-def counted_stops() -> Iterator[Stops]:
-    """Count Stops instead of raising KeyboardInterrupt where one happens to come."""
-    stops = Stops()
+def counted_stops(stops: Stops | None = None) -> Iterator[Stops]:
+    """Count Stops, in these, instead of raising KeyboardInterrupt where one happens to come."""
+    stops = stops or Stops()
     if not is_main_thread():
         yield stops
         return
@@ -96,8 +96,9 @@ def counted_stops() -> Iterator[Stops]:
 @contextmanager
 def held_stops() -> Iterator[None]:
     """Have a Stop that comes inside come once this has been left."""
+    stops = Stops()  # it is there, should one come before they are counted
     try:
-        with counted_stops() as stops:
+        with counted_stops(stops):
             yield
     finally:
         if stops.count:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from functools import partial
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -62,6 +65,40 @@ def test_a_stop_comes_later():
             assert stops.count == 0
         done.append(2)
     assert (stops.count, done) == (1, [1, 2])
+
+
+def test_a_stop_at_any_moment():
+    """Whatever line of ours it comes at, it is a KeyboardInterrupt, and it is as before then."""
+    passed = held_with_a_stop(at=0)
+    assert passed > 8
+    for number in range(1, passed + 1):
+        with pytest.raises(KeyboardInterrupt):
+            held_with_a_stop(at=number)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def held_with_a_stop(at: int) -> int:
+    """Enter and leave `held_stops`, with Stop at this line of all that are passed: how many."""
+    passed = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal passed
+        if not frame.f_code.co_filename.endswith("notebook/stops.py"):
+            return None
+        if event == "line" and frame.f_code.co_name in ("held_stops", "counted_stops"):
+            passed += 1
+            if passed == at:
+                press()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with held_stops():
+            pass
+    finally:
+        sys.settrace(before)
+    return passed
 
 
 def test_a_stop_while_somebody_types():
