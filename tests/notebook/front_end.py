@@ -145,6 +145,7 @@ class Notebook:
 
     def __init__(self, *first: str, env: dict[str, str] | None = None) -> None:
         taken = KERNELS.take()
+        self.is_closed = False
         self.manager = taken or new_manager()
         environ = {**os.environ, "NBDIST_LOG_DIR": "", **(env or {})}
         if taken is None:
@@ -255,6 +256,10 @@ class Notebook:
         return psutil.Process(self.manager.provisioner.process.pid)  # type: ignore[union-attr]
 
     def close(self) -> None:
+        """End it; what was closed before may be another's kernel by now."""
+        if self.is_closed:
+            return
+        self.is_closed = True
         is_kept = KERNELS.give_back(self)
         self.client.stop_channels()
         if not is_kept:

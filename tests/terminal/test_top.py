@@ -44,6 +44,7 @@ def test_in_a_terminal(world: World, has_rich: bool) -> None:  # noqa: FBT001
         shown.expect_exact(OFF[-8:])
         shown.expect(pexpect.EOF)
     finally:
+        sys.stdout.write(str(shown.before)[-20_000:])
         shown.close()
     assert shown.exitstatus == 0
 

@@ -18,6 +18,7 @@ def double(x: int) -> tuple[int, str | None]:
     return 2 * x, os.environ.get("ASKED")
 
 
+@pytest.mark.world
 def test_each_call_has_workers_of_its_own() -> None:
     """With what the decorator says; they are gone afterwards."""
     asked = distributed(**SPAWN, env={"ASKED": "yes"})(double)
