@@ -86,7 +86,7 @@ def test_looking_from_a_terminal(world: World) -> None:
     assert found
     # Other tests may have worlds of their own.
     rows = [line.split()[0] for line in ours.splitlines() if "idle" in line]
-    assert rows[:2] == ["0", "1"]
+    assert rows[:2] == ["0", "1"], ours
 
 
 def test_hosts_are_named(world: World) -> None:
