@@ -35,6 +35,10 @@ FULL_FOLDER = 500
 
 GIT_TIMEOUT = 5.0
 """Seconds for git to say what it ignores; without an answer all goes along that is small."""
+GIT = ("git", "--no-pager", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
+GIT_ENVIRON = {"GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none"}
+"""Git runs no program that the folder's own configuration names, and fetches nothing: the folder
+may be somebody else's, unpacked or cloned."""
 
 FRESH = 2 * 10**9
 """Nanoseconds after a change in which a second one may not show in a file's times."""
@@ -334,8 +338,8 @@ def _ignored_by_git(root: Path) -> frozenset[str]:
     What is left are the files of `git ls-files -co --exclude-standard`; this way round it also
     says which folders need no look.
     """
-    command = ["git", "ls-files", "-oi", "--exclude-standard", "--directory", "-z"]
-    environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    command = [*GIT, "ls-files", "-oi", "--exclude-standard", "--directory", "-z"]
+    environ = {**os.environ, **GIT_ENVIRON}
     try:
         git = subprocess.run(
             command, cwd=root, env=environ, capture_output=True, timeout=GIT_TIMEOUT, check=True

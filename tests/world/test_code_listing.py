@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,11 +88,51 @@ def test_the_ignore_file_has_the_last_word(tmp_path: Path) -> None:
     assert {*found} == wanted
 
 
-def test_what_git_ignores_stays(tmp_path: Path) -> None:
-    """Also folders; but for what the ignore file asks for.  New files go along unasked."""
-    git = ["git", "-C", str(tmp_path), "-c", "safe.directory=*"]
-    if subprocess.run([*git, "init", "-q"], capture_output=True).returncode:
+@pytest.fixture
+def git(tmp_path: Path) -> Callable[..., str]:
+    """Runs git in a new repository; returns what it writes."""
+
+    def run(*words: str, said: str = "") -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "core.fsmonitor=false", *words]
+        return subprocess.check_output(command, input=said, text=True).strip()
+
+    try:
+        run("init", "-q")
+    except (OSError, subprocess.CalledProcessError):
         pytest.skip("there is no git")
+    return run
+
+
+def test_a_look_runs_nothing_that_the_folder_names(tmp_path: Path, git: Callable[..., str]) -> None:
+    """A repository of somebody else's: what its own configuration has git run or fetch, is not."""
+    ran = tmp_path / "ran"
+    hook = tmp_path / "hooks" / "post-index-change"
+    write(tmp_path, {"a.py": "1", "hooks/post-index-change": f"#!/bin/sh\ntouch {ran}-hook\n"})
+    hook.chmod(0o700)
+    # The blob of an ignore file that is not checked out would be fetched to be read.
+    ignore = git("hash-object", "-w", "--stdin", said="*.log\n")
+    git("update-index", "--add", "--cacheinfo", f"100644,{ignore},.gitignore")
+    git("update-index", "--skip-worktree", ".gitignore")
+    (tmp_path / ".git" / "objects" / ignore[:2] / ignore[2:]).unlink()
+    for name, value in {
+        "core.hooksPath": str(hook.parent),
+        "core.pager": f"touch {ran}-pager",
+        "pager.ls-files": "true",
+        "alias.ls-files": f"!touch {ran}-alias",
+        "core.repositoryFormatVersion": "1",
+        "extensions.partialClone": "origin",
+        "remote.origin.url": f"ext::touch {ran}-fetch",
+        "remote.origin.promisor": "true",
+        "protocol.ext.allow": "always",
+        "core.fsmonitor": f"touch {ran}-fsmonitor;",
+    }.items():
+        git("config", name, value)
+    listed(tmp_path)
+    assert [*tmp_path.glob("ran*")] == []
+
+
+def test_what_git_ignores_stays(tmp_path: Path, git: Callable[..., str]) -> None:
+    """Also folders; but for what the ignore file asks for.  New files go along unasked."""
     write(tmp_path, {"a.py": "1", "local.py": "2", "out/x": "3", "wanted.py": "4"})
     (tmp_path / ".gitignore").write_text("local.py\nout/\nwanted.py\n")
     (tmp_path / ".nbdistignore").write_text("!wanted.py\n")
