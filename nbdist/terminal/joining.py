@@ -14,19 +14,28 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
+import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from nbdist.errors import UsageError
 from nbdist.terminal.starters import part_of, without_starters
 from nbdist.terminal.turn import turn_of
 from nbdist.wire.interpreter import agent_command, safe_environ
-from nbdist.wire.offers import Place, find_offer, offers_folder, place_from, read_key_file
-from nbdist.wire.ticket import BadTicket, Ticket, ticket_from
+from nbdist.wire.offers import (
+    Place,
+    find_offer,
+    offers_folder,
+    place_from,
+    place_of,
+    read_key_file,
+)
+from nbdist.wire.ticket import BadTicket, Ticket, come_with, endpoint, ticket_from
 
 REACH_TIMEOUT = 5.0
-"""Seconds for the place to answer, where there is no key for it."""
+"""Seconds for the place to answer, and then to take the key."""
 
 ENDED = 128 + signal.SIGTERM
 """The exit code of what was ended, as a shell has it."""
@@ -69,7 +78,14 @@ def _take_part(place: Place, key_file: str | None, node: int | None) -> int:
 
 
 def _come(place: Place, key_file: str | None, number: int) -> int:
-    ticket = _reached_by(place, _ticket(place, key_file))
+    address = _reach(place)
+    key = _ticket(place, key_file)
+    ticket = replace(key, addresses=(address,), port=place.port)
+    if not _is_taken(ticket):
+        raise UsageError(
+            f"`nbdist join {place}`: what listens there does not take this key, made for the world "
+            f"at {place_of(key)}: that one has ended, or the address is another's."
+        )
     environ = safe_environ(without_starters(os.environ), os.getcwd())
     # A session of its own: Ctrl-C ends the agent through its stdin, with its workers.
     agent = subprocess.Popen(
@@ -116,7 +132,6 @@ def _ticket(place: Place, key_file: str | None) -> Ticket:
             return read_key_file(Path(key_file))
         if found := find_offer(place):
             return found
-        _check_open(place)
         if sys.stdin.isatty():
             return ticket_from(getpass.getpass(f"Key of the world at {place}: ").encode())
     except BadTicket as error:
@@ -130,10 +145,11 @@ def _ticket(place: Place, key_file: str | None) -> Ticket:
     )
 
 
-def _check_open(place: Place) -> None:
-    """Raise UsageError where nobody listens, of which a missing key is a sign."""
+def _reach(place: Place) -> str:
+    """Return the address that answers there; UsageError for none: the world has ended, say."""
     try:
-        socket.create_connection((place.host, place.port), REACH_TIMEOUT).close()
+        with socket.create_connection((place.host, place.port), REACH_TIMEOUT) as reached:
+            return socket.getnameinfo(reached.getpeername(), socket.NI_NUMERICHOST)[0]
     except OSError as error:
         why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
         raise UsageError(
@@ -142,13 +158,15 @@ def _check_open(place: Place) -> None:
         ) from None
 
 
-def _reached_by(place: Place, ticket: Ticket) -> Ticket:
-    """Have the address that was typed tried besides the ticket's, where it is another one."""
-    if place.host in ticket.addresses:
-        return ticket
-    try:
-        found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise UsageError(f"`nbdist join {place}`: {error.strerror or error}.") from None
-    typed = [str(each[4][0]) for each in found]
-    return replace(ticket, addresses=tuple(dict.fromkeys([*typed, *ticket.addresses])))
+def _is_taken(ticket: Ticket) -> bool:
+    """Try the key where the agent is to come: somebody else may listen there, another world too."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as link:
+        link.linger = 0
+        come_with(link, ticket)
+        ends = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
+        said: Any = link.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | ends)
+        with said:
+            link.connect(endpoint(ticket.addresses[0], ticket.port))
+            heard = said.poll(REACH_TIMEOUT * 1000) and parse_monitor_message(said.recv_multipart())
+            link.disable_monitor()
+        return bool(heard) and heard["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED

@@ -39,7 +39,7 @@ def test_who_cannot_come_is_told_in_a_line(
         assert "has no key for it. Where the home folder is not" in refused(hosts[1], place)
         hosts[0].block_port_of(network.address, port)
         told = refused(hosts[0], f"{place} --key-file /tmp/key")
-        assert told.endswith(f"at {place}: no answer within 5 s")
+        assert "no world waits there (no answer)" in told
         hosts[0].mend()
     assert "no world waits there (Connection refused)" in refused(hosts[0], place)
     hosts[0].link_down()
