@@ -50,7 +50,8 @@ class Place:
     `operation` is the collective it waits for, "" if it
     does something else; `counts` has by group how many collectives it has begun, `moved` the
     bytes that its connections have carried, `in_flight` packets that it has sent and that have
-    yet to arrive; `is_calm` whether none of gloo's threads has
+    yet to arrive; `stalled` the pairs of addresses, the own one first, between which nothing of
+    that arrives; `is_calm` whether none of gloo's threads has
     anything to do; `unfinished` how many collectives seem to have begun and not ended.
     `holds_gil`: C code holds the GIL, so nothing more is known, unless the line is.
     `is_stopped`: by a signal such as SIGSTOP.  `begun` are a waiting or idle rank's last
@@ -64,6 +65,7 @@ class Place:
     counts: Mapping[str, int] = field(default_factory=dict)
     moved: int = 0
     in_flight: int = 0
+    stalled: tuple[tuple[str, str], ...] = ()
     is_calm: bool = False
     unfinished: int = 0
     holds_gil: bool = False

@@ -13,6 +13,7 @@ import struct
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from types import FrameType
@@ -42,8 +43,12 @@ POINT_TO_POINT = {inspect.unwrap(each).__code__ for each in (dist.send, dist.rec
 FUTEX = 202 if os.uname().machine == "x86_64" else 98
 LIBRARIES = (PACKAGES.pattern, "<frozen ", re.escape(os.path.dirname(os.path.dirname(__file__))))
 IN_LIBRARY = re.compile("|".join(LIBRARIES))
-TCP_INFO, TCP_INFO_FIELDS = 11, struct.Struct("=24xI92xQQ")
-"""`tcpi_unacked`, `tcpi_bytes_acked` and `tcpi_bytes_received` of tcp_info (linux/tcp.h)."""
+TCP_INFO, TCP_INFO_FIELDS = 11, struct.Struct("=2xB21xI92xQQ")
+"""`tcpi_retransmits`, `tcpi_unacked`, `tcpi_bytes_acked` and `tcpi_bytes_received` of tcp_info
+(linux/tcp.h)."""
+
+STALLED = 3
+"""Times that TCP has sent the same again, all in vain: after 0.2, 0.6 and 1.4 s."""
 
 
 class Probe:
@@ -69,7 +74,7 @@ class Probe:
         begun = {number: each.begun for number, each in counts.items()}
         spot, operation = self._spot(shown), self._operation(frames, counts, nccl)
         is_idle = not spot.line and not spot.file
-        in_flight, moved = self._carried()
+        in_flight, moved, stalled = self._carried()
         since = self._group.task_began_ns if self._group is not None else 0
         return replace(
             spot,
@@ -82,6 +87,7 @@ class Probe:
             counts=begun if self._nccl is None else {**begun, "nccl": nccl.number},
             moved=moved,
             in_flight=in_flight,
+            stalled=stalled,
             is_calm=self._is_calm(),
             unfinished=sum(each.unfinished for each in counts.values()) + nccl.count,
         )
@@ -199,15 +205,22 @@ class Probe:
         except OSError:
             return False
 
-    def _carried(self) -> tuple[int, int]:
-        """Return packets of gloo's that have yet to arrive, and bytes carried so far."""
+    def _carried(self) -> tuple[int, int, tuple[tuple[str, str], ...]]:
+        """Return packets of gloo's that have yet to arrive, bytes carried so far, what is stalled.
+
+        That is a pair of addresses, the own one first, for each connection.
+        """
         in_flight = moved = 0
+        stalled = set()
         for connection in self._group.connections() if self._group is not None else ():
             info = connection.getsockopt(6, TCP_INFO, TCP_INFO_FIELDS.size)
-            unacked, acked, received = TCP_INFO_FIELDS.unpack(info)
+            again, unacked, acked, received = TCP_INFO_FIELDS.unpack(info)
             in_flight += unacked
             moved += acked + received
-        return in_flight, moved
+            if unacked and again >= STALLED:
+                with suppress(OSError):  # TCP has given up just now
+                    stalled.add((connection.getsockname()[0], connection.getpeername()[0]))
+        return in_flight, moved, tuple(sorted(stalled))
 
     def _is_calm(self) -> bool:
         """Say whether none of gloo's threads has anything to do; the kernel's own often have.

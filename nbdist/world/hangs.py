@@ -24,6 +24,7 @@ from nbdist.output.wording import fold_ranks
 from nbdist.wire.places import Begun, Place
 from nbdist.wire.task import Script
 from nbdist.words import name_ranks, one_line
+from nbdist.world.machines import Machines
 
 FIRST_LOOK = LOOK_EVERY = 1.0
 SOON, HURRY_SECONDS = 0.1, 2.0
@@ -38,12 +39,6 @@ UNCHANGED = 3.0
 ALL_UNCHANGED = 1.0
 """Seconds after which nothing moves where all wait, and no thread has anything to do."""
 
-
-LONGEST_FLIGHT = 10.0
-"""Seconds in which what has been sent arrives, though its packets be lost; else no line is there.
-
-TCP sends a packet again after 0.2 s, and after twice as long each time.
-"""
 
 ABORTED = "Released"
 """`Failure.name` of a rank whose collective was aborted."""
@@ -121,12 +116,9 @@ class Watch:
         """
         ranks = tuple(unfinished)
         rest = self._looks >= 2 and all(self._rests(rank, now, unchanged) for rank in ranks)
-        return rest and not self._may_arrive(ranks, now)
-
-    def _may_arrive(self, ranks: Iterable[int], now: float) -> bool:
-        """Say whether something is on its way that may bring these on."""
-        since = max((self._since[rank] for rank in ranks), default=now)
-        return self._in_flight > 0 and now - since < LONGEST_FLIGHT
+        # What is on its way may bring them on.  TCP sends it again and again, for minutes, after
+        # twice as long each time; where it gives up, gloo raises.
+        return rest and not self._in_flight
 
     def is_dead_end(self, ranks: Iterable[int], now: float, *, is_known: bool) -> bool:
         """Say whether these ranks, all there are, wait for one another, and none will come.
@@ -303,6 +295,17 @@ def waits_text(places: Mapping[int, Place], source: str = "") -> str:
     return " · ".join(
         f"{name_ranks(ranks)} {_verb(ranks, doing)}" for doing, ranks in found.items()
     )
+
+
+def stalled_text(places: Mapping[int, Place], machines: Machines) -> str:
+    """Write `the network between hosta and hostb is stalled`; "" where none is.
+
+    An address that no rank has called its own is written as it is.
+    """
+    pairs = {rank: place.stalled for rank, place in places.items() if place.stalled}
+    names = {own: machines.name(rank) for rank, each in pairs.items() for own, _ in each}
+    ends = {names.get(end, end) for each in pairs.values() for pair in each for end in pair}
+    return f"the network between {' and '.join(sorted(ends))} is stalled" if ends else ""
 
 
 def released_text(places: Mapping[int, Place]) -> str:

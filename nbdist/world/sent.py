@@ -28,7 +28,7 @@ from nbdist.wire.pickling import unpickle
 from nbdist.wire.places import Place, Usage
 from nbdist.wire.task import Task, unpack
 from nbdist.words import name_ranks
-from nbdist.world.hangs import Watch, never_meet, released_text, waits_text
+from nbdist.world.hangs import Watch, never_meet, released_text, stalled_text, waits_text
 from nbdist.world.machines import Machines
 from nbdist.world.names import Shipped
 from nbdist.world.prompts import Prompts
@@ -164,6 +164,12 @@ class SentTask:
 
     @property
     def waits(self) -> str:
+        """Which machine or network is silent, and which ranks wait; "" for neither."""
+        stalled = stalled_text(self.places, self.crew.machines)
+        return " · ".join(filter(None, [stalled, self._waiting]))
+
+    @property
+    def _waiting(self) -> str:
         """Which ranks wait in which collective, and where the others are; "" if none waits.
 
         Nor where one waits for your input, for whom all others may wait.

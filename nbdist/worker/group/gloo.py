@@ -25,7 +25,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -55,8 +54,12 @@ ENDED = re.compile(
 )
 """What gloo says on a rank whose connections have ended, and we where a wait is ended."""
 
-TIMED_OUT = re.compile(r"gloo/transport/.* Timed out waiting|timeout caused pair closure")
-"""What gloo says where a collective took too long: it closes the connections, for ever."""
+TIMED_OUT = re.compile(
+    r"gloo/transport/.* Timed out waiting|timeout caused pair closure"
+    r"|gloo/\S+\] .*(Connection timed out|No route to host|Network is unreachable)"
+)
+"""What gloo says where a collective took too long, or TCP has given up: it closes the connections,
+for ever."""
 
 ABORTED = "Connection closed by peer: it waited for a message and was released"
 """Words that gloo has for the same."""
@@ -179,19 +182,12 @@ class Gloo:
         """
         self._store.abort()
         ended = 0
-        for connection in chain(self.connections(), self._to_other_machines()):
+        for connection in self.connections():
             with suppress(OSError):  # the other rank was quicker
                 connection.shutdown(socket.SHUT_RDWR)
                 ended += 1
         abort_receives()
         return ended
-
-    def _to_other_machines(self) -> Iterator[socket.socket]:
-        """Find those that this rank has opened, each valid until the next is asked for."""
-        for fd, inode in _sockets() if self._opened else ():
-            if inode in self._opened:
-                with suppress(OSError), _borrowed(fd, inode) as found:
-                    yield found
 
     def leave(self) -> None:
         """Hold none of the rank's sockets, and make backends as torch does: in a forked child."""
@@ -213,10 +209,14 @@ class Gloo:
         return self._store.is_waited_in
 
     def connections(self) -> Iterator[socket.socket]:
-        """Find those that gloo accepted, each valid until the next is asked for."""
+        """Find those that gloo accepted, and those to other machines that it has opened.
+
+        Each is valid until the next is asked for.
+        """
         for fd, inode in _sockets():
             with suppress(OSError), _borrowed(fd, inode) as found:
-                if found.getsockname()[1] == self._port and not _listens(found):
+                was_accepted = found.getsockname()[1] == self._port and not _listens(found)
+                if was_accepted or inode in self._opened:
                     yield found
 
 

@@ -118,7 +118,7 @@ class Group:
         return self._meeting.is_waited_in or self._gloo.waits_to_meet
 
     def connections(self) -> Iterator[socket]:
-        """Find the connections that gloo accepted, each valid until the next is asked for."""
+        """Find gloo's connections, each valid until the next is asked for."""
         return self._gloo.connections()
 
     @property
