@@ -219,6 +219,13 @@ class WorldConfig:
         "--address", "address or network interface of this machine for the other machines",
         read_address, metavar="ADDRESS",
     ))
+    link_timeout: int | None = field(default=None, metadata=_as(
+        "--link-timeout", "seconds without a sign of life after which another machine counts as "
+            "lost (10)"
+        "",
+        whole_number("--link-timeout", "a number of seconds from 2 on, such as 30", 2, 9999),
+        metavar="SECONDS",
+    ))
     detach: bool = field(default=False, metadata=_as(
         "--detach", "keep the workers when the notebook's kernel ends; %dist_attach finds them",
         bool, at_once=True,
@@ -366,6 +373,7 @@ class Changes(TypedDict, total=False):
     memory: str | None
     copy_env: str | None
     address: str | None
+    link_timeout: int | None
     detach: bool
     sync_code: bool
     rdzv_backend: str | None

@@ -12,7 +12,7 @@ from nbdist.words import count
 LOCAL = "local"
 """The launcher for this machine."""
 
-OTHER_MACHINES = frozenset({"copy_env", "address", "rdzv_backend", "rdzv_endpoint"})
+OTHER_MACHINES = frozenset({"copy_env", "address", "link_timeout", "rdzv_backend", "rdzv_endpoint"})
 """What only a world on other machines can be told, and all launchers of such worlds take."""
 
 TAKES: Mapping[str, frozenset[str]] = {

@@ -42,6 +42,8 @@ README = Path(__file__).parent.parent / "README.md"
         ({"hang_timeout": 0}, "`--hang-timeout 0`: a number of seconds, such as 30 or 0.5."),
         ({"hang_timeout": "nan"}, "`--hang-timeout nan`: a number of seconds, such as 30"),
         ({"hang_timeout": "soon"}, "`--hang-timeout soon`: a number of seconds, such as 30"),
+        ({"link_timeout": "1"}, "`--link-timeout 1`: a number of seconds from 2 on, such as 30."),
+        ({"link_timeout": 30}, "`--link-timeout 30`: it is for `--launcher ssh`"),
         ({"hosts": "a", "launcher": "local"}, "`--hosts a`: it is for `--launcher ssh`, and not"),
         ({"launcher": "ssh"}, "`--launcher ssh`: on which machines?"),
         ({"layout": "5:2x4"}, "`-j 5:2x4`: 5 nodes are more than 2. Use `-j 4`"),

@@ -28,6 +28,8 @@ OTHERS = {
     "set_custom_exc",
     "tcpi_bytes_acked",
     "tcpi_bytes_received",
+    "tcpi_last_data_recv",
+    "tcpi_retransmits",
     "tcpi_unacked",
 }
 

@@ -149,7 +149,9 @@ class Assembly:
         if roster is None or not roster.will_do(wanted) or _who(wanted) != self._who:
             await self.dismiss()
             self._who = _who(wanted)
-            roster = self._roster = Roster(self._runtime, self._take, self._lose, self._admit)
+            roster = self._roster = Roster(
+                self._runtime, self._take, self._lose, self._admit, self._tell
+            )
             await roster.fill(wanted, self._report_coming)
         self._wanted = wanted
         return roster
@@ -280,4 +282,5 @@ def _who(wanted: Wanted) -> tuple[object, ...]:
         wanted.wrap,
         wanted.fork,
         wanted.address,
+        wanted.link_timeout,
     )

@@ -1,14 +1,19 @@
 """Where agents of other machines come in: one port, and nobody without this world's keys.
 
 CurveZMQ lets both sides know one another and encrypts all.  libzmq's own threads send signs of
-life and miss them, so that a busy interpreter at either end is not taken for a dead one.
+life, so that a busy interpreter at either end is not taken for a dead one.  When the last one has
+come from an agent, the kernel says: it takes them in also while this process is paused.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import socket
+import struct
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -18,7 +23,14 @@ from zmq.utils.monitor import parse_monitor_message
 
 from nbdist.head.refusals import HEARD, Refusals
 from nbdist.wire.many import NodeDown, NodeUp, node_frames, node_up_from
-from nbdist.wire.ticket import BEAT_INTERVAL, KeyPair, Ticket, endpoint, listen_with
+from nbdist.wire.ticket import (
+    BEAT_INTERVAL,
+    LINK_TIMEOUT,
+    KeyPair,
+    Ticket,
+    endpoint,
+    listen_with,
+)
 
 log = logging.getLogger("nbdist.head")
 
@@ -27,6 +39,46 @@ ROUNDS = 5
 
 LINGER = 500
 """Milliseconds that the last messages may take to reach agents."""
+
+SILENT_AFTER = 2.5
+"""Seconds without a sign of life until that is said, where the link timeout is twice that."""
+
+TCP_INFO, LAST_RECEIVED = 11, struct.Struct("=52xI")
+"""`tcpi_last_data_recv` of tcp_info (linux/tcp.h): milliseconds since the last byte has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    """That of an agent, by libzmq's descriptor, which may be another's once it is closed."""
+
+    fd: int
+    peer: object
+
+    @classmethod
+    def of(cls, frame: zmq.Frame) -> _Connection:
+        """Find that by which a frame has come."""
+        fd = int(frame.get("__fd"))
+        with suppress(OSError), _borrowed(fd) as found:
+            return cls(fd, found.getpeername())
+        return cls(fd, None)
+
+    def silence(self) -> float:
+        """Return how many seconds ago the last byte has come; 0.0 where it is closed."""
+        with suppress(OSError), _borrowed(self.fd) as found:
+            if found.getpeername() == self.peer:
+                info = found.getsockopt(socket.IPPROTO_TCP, TCP_INFO, LAST_RECEIVED.size)
+                return float(LAST_RECEIVED.unpack(info)[0]) / 1000
+        return 0.0
+
+
+@contextmanager
+def _borrowed(fd: int) -> Iterator[socket.socket]:
+    """Open the socket behind a descriptor of libzmq's, which stays open."""
+    found = socket.socket(fileno=fd)
+    try:
+        yield found
+    finally:
+        found.detach()
 
 
 class _OneKey:
@@ -43,18 +95,24 @@ class _OneKey:
 class Gate:
     """The head's side of the links to all agents.
 
-    `receive` gets what an agent says, by the identity of its connection, and `lose` is called
-    with that when nothing can be sent there any more.  `refused` counts who had no right key,
-    and bytes that were not from who they seemed to be.
+    `receive` gets what an agent says, by the identity of its connection, `lose` is called with
+    that when nothing can be sent there any more or nothing comes from there for `link_timeout`
+    seconds, and `miss` every now and then with those that are silent, until none is.  `refused`
+    counts who had no right key, and bytes that were not from who they seemed to be.
     """
 
     def __init__(
-        self, receive: Callable[[bytes, NodeUp], None], lose: Callable[[bytes], None]
+        self,
+        receive: Callable[[bytes, NodeUp], None],
+        lose: Callable[[bytes], None],
+        miss: Callable[[Collection[bytes]], None],
     ) -> None:
         self.port = 0
+        self.link_timeout = LINK_TIMEOUT
         self._refusals = Refusals()
         self._receive = receive
         self._lose = lose
+        self._miss = miss
         self._own, self._theirs = KeyPair.new(), KeyPair.new()
         self._context = zmq.asyncio.Context()
         self._auth = AsyncioAuthenticator(self._context, log=log)
@@ -62,10 +120,9 @@ class Gate:
         self._socket.linger = LINGER
         self._socket.router_mandatory = True
         self._socket.zap_domain = b"nbdist"
-        listen_with(self._socket, self._own)
         self._monitor: Any = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._known: set[bytes] = set()
+        self._known: dict[bytes, _Connection] = {}
 
     def __repr__(self) -> str:
         return f"<Gate port {self.port}, {len(self._known)} agents, {self.refused} refused>"
@@ -75,8 +132,10 @@ class Gate:
         """How many were."""
         return self._refusals.count
 
-    def open(self, *addresses: str) -> None:
+    def open(self, *addresses: str, link_timeout: float = LINK_TIMEOUT) -> None:
         """Listen from now on, at these or at all, on a port that the kernel chooses."""
+        self.link_timeout = link_timeout
+        listen_with(self._socket, self._own, link_timeout)
         self._monitor = self._socket.get_monitor_socket(HEARD)
         self._auth.start()
         self._auth.configure_curve_callback("nbdist", _OneKey(self._theirs.public))
@@ -91,15 +150,12 @@ class Gate:
 
     def ticket(self, addresses: tuple[str, ...], *, fork: bool) -> Ticket:
         """Make what an agent needs to come in."""
-        return Ticket(addresses, self.port, self._own.public, self._theirs, fork)
+        keys = self._own.public, self._theirs
+        return Ticket(addresses, self.port, *keys, fork, self.link_timeout)
 
     def send(self, identity: bytes, message: NodeDown) -> None:
         """Send a message to one agent; it is lost where the agent is."""
         self._send_frames([identity, *node_frames(message)])
-
-    def forget(self, identity: bytes) -> None:
-        """Look after this one no more."""
-        self._known.discard(identity)
 
     async def close(self) -> None:
         """Let go of all connections."""
@@ -124,22 +180,31 @@ class Gate:
             self._drop(bytes(frames[0]))
 
     def _drop(self, identity: bytes) -> None:
-        if identity in self._known:
-            self._known.discard(identity)
+        if self._known.pop(identity, None) is not None:
             self._lose(identity)
 
     async def _read(self) -> None:
         while True:
             first, frame, *data = await self._socket.recv_multipart(copy=False)
-            self._known.add(identity := first.bytes)
+            if (identity := first.bytes) not in self._known:
+                self._known[identity] = _Connection.of(first)
             self._receive(identity, node_up_from(frame.bytes, *(each.buffer for each in data)))
 
     async def _beat(self) -> None:
         """Find who has gone: libzmq notices it, but says so only to who sends there."""
+        silent: set[bytes] = set()
         while True:
             await asyncio.sleep(BEAT_INTERVAL)
-            for identity in [*self._known]:
+            before, silent = silent, set()
+            for identity, connection in [*self._known.items()]:
                 self._send_frames([identity, b""])
+                seconds = connection.silence()
+                if seconds >= self.link_timeout:
+                    self._drop(identity)
+                elif seconds >= min(SILENT_AFTER, self.link_timeout / 2):
+                    silent.add(identity)
+            if silent or before:
+                self._miss(silent)
 
     async def _watch(self) -> None:
         """Count those who are refused."""

@@ -88,7 +88,10 @@ class Head:
         self._round = Round()
         self._serving = Serving(self._answer, self._send)
         leave = self._serving.leave
-        self._notebook = Tether(runtime, notebook_pid, guard, self._receive, leave)
+        self._notebook = Tether(
+            *(runtime, notebook_pid, guard, self._receive, leave),
+            has_machines=lambda: self._assembly.there,
+        )
         self._window = Window(runtime, self._seen)
 
     def __repr__(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from nbdist.head.waiting import Awaited
 from nbdist.launch.launcher import AgentProcess, Launched, LaunchError, find_launcher
 from nbdist.launch.why_not_there import why_refused
 from nbdist.wire.many import NodeHello, NodeUp, Reach
-from nbdist.wire.messages import Leave, StartFailure
+from nbdist.wire.messages import Leave, Silent, StartFailure
 from nbdist.wire.wanted import Wanted
 from nbdist.words import count, word_exit
 
@@ -50,7 +50,7 @@ class Roster:
     """All nodes by their numbers, those that are lost included.
 
     `receive` gets what each says, `lose` is called with one that is lost, `admit` with one that
-    has come once the world had begun.
+    has come once the world had begun, `tell` with what the notebook is to hear.
     """
 
     def __init__(
@@ -59,13 +59,15 @@ class Roster:
         receive: Callable[[Node, NodeUp], None],
         lose: Callable[[Node], None],
         admit: Callable[[Node], None],
+        tell: Callable[[Silent], None],
     ) -> None:
         self.nodes: dict[int, Node] = {}
-        self.gate = Gate(self._take, self._disconnected)
+        self.gate = Gate(self._take, self._disconnected, self._miss)
         self._folder = folder
         self._receive = receive
         self._lose = lose
         self._admit_late = admit
+        self._tell = tell
         self._launched = Launched((), 0)
         self._processes: list[AgentProcess] = []
         self._late: set[asyncio.Task[None]] = set()
@@ -118,7 +120,7 @@ class Roster:
         `report` is called with what is to be said of those that have come.
         """
         try:
-            self.gate.open(*listened_at(wanted.address))
+            self.gate.open(*listened_at(wanted.address), link_timeout=wanted.link_timeout)
             ticket = self.gate.ticket(addresses(wanted.address), fork=wanted.fork)
             launcher = find_launcher(wanted.launcher)
             self._launched = await asyncio.to_thread(launcher.launch, wanted, ticket, self._folder)
@@ -286,9 +288,15 @@ class Roster:
             await asyncio.sleep(LAST_WORD_STEP)
         return ""
 
+    def _miss(self, identities: Collection[bytes]) -> None:
+        found = (self._by_identity.get(identity) for identity in identities)
+        names = tuple(sorted(node.name for node in found if node is not None and not node.lost))
+        self._tell(Silent(names, self.gate.link_timeout))
+
     def _disconnected(self, identity: bytes) -> None:
         node = self._by_identity.pop(identity, None)
         if node is not None:
+            node.send(Leave())  # which it gets where it was only silent, and comes back
             mine = [each for each in self._processes if each.host in ("", node.name)]
             why = _complaint(mine) or f"the connection to {node.name} was lost"
             self._note_loss(node, why)

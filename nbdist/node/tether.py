@@ -47,7 +47,8 @@ FIRST_LINE = 200
 class Tether:
     """The notebook that has this world, if any does, as agents see it.
 
-    `receive` takes what it sends; `leave` is called where the world is to end with it.
+    `receive` takes what it sends; `leave` is called where the world is to end with it, and where
+    nobody has it and `has_machines` says that none is left.
     """
 
     problem = ""
@@ -60,10 +61,12 @@ class Tether:
         guard: Guard | None,
         receive: Callable[[Down], None],
         leave: Callable[[], None],
+        has_machines: Callable[[], object] = lambda: True,
     ) -> None:
         self._runtime = runtime
         self._guard = guard
         self._hand_on, self._leave = receive, leave
+        self._has_machines = has_machines
         self._record = Record()
         self._door = Door(runtime, self._who, self._admit, self._let_go_by)
         self._end: NotebookEnd | None = NotebookEnd(runtime, self._receive)
@@ -202,7 +205,7 @@ class Tether:
         if self._end is not notebook:
             return
         notebook.drain()
-        if not self._record.has_world:
+        if not self._is_wanted():
             self._leave()
             return
         log.warning("notebook %d is gone; the world stays", self.notebook_pid)
@@ -219,9 +222,13 @@ class Tether:
             self._lose()
 
     def _end_if_empty(self) -> None:
-        """End where there is no notebook, and nothing left that one could want."""
-        if self._end is None and not self._record.has_world:
+        if self._end is None and not self._is_wanted():
             self._leave()
+
+    def _is_wanted(self) -> bool:
+        """Say whether anything is left that a notebook could want."""
+        record = self._record
+        return record.has_world and (record.changes or bool(self._has_machines()))
 
     def _notebook_lives(self) -> bool:
         """Say whether the notebook is there still; its end may not have been noticed yet."""

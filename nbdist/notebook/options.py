@@ -32,8 +32,8 @@ GROUPS = {
     "which workers": ("n", "layout", "gpus", "share_gpus", "cpus", "backend", "name"),
     "how they are started": ("env", "env_file", "debug", "python", "wrap", "fork"),
     "on which machines": (
-        *("launcher", "hosts", "salloc", "memory", "copy_env", "address", "detach", "sync_code"),
-        *("rdzv_backend", "rdzv_endpoint"),
+        *("launcher", "hosts", "salloc", "memory", "copy_env", "address", "link_timeout"),
+        *("detach", "sync_code", "rdzv_backend", "rdzv_endpoint"),
     ),
     "when something goes wrong": ("on_failure", "hang_timeout", "free"),
 }

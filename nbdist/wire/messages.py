@@ -390,6 +390,17 @@ class Came:
 
 
 @dataclass(frozen=True, slots=True)
+class Silent:
+    """Agent to notebook, again and again: these machines, which may be none, do not respond.
+
+    Each counts as lost after `timeout` seconds.
+    """
+
+    hosts: tuple[str, ...]
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
 class Aborted:
     """Agent to notebook: the collectives are being aborted in which these ranks wait."""
 
@@ -407,7 +418,7 @@ class Outputs:
 
 
 Down = Ask | Run | Locate | Abort | Interrupt | LetGo | Enter | Remember | Received | Leave
-Up = Hello | Attached | Answer | Outputs | Located | Aborted | Starting | Used | Came
+Up = Hello | Attached | Answer | Outputs | Located | Aborted | Starting | Used | Came | Silent
 
 
 def to_bytes(message: Down | Up) -> bytes:

@@ -19,9 +19,16 @@ LONGEST_TICKET = 1 << 16
 BEAT_INTERVAL = 0.5
 """Seconds between two signs of life that libzmq sends, from a thread of its own."""
 
-BEAT_TIMEOUT = 2.5
-"""Seconds without one after which the other end counts as gone; a link that loses packets repeats
-them in a fraction of that."""
+LINK_TIMEOUT = 10.0
+"""Seconds without one after which a machine counts as lost, unless the user says otherwise.
+
+TCP sends what was lost again after 0.2, 0.6, 1.4, 3.0 and 6.2 s: a cable that is out for a second
+may be silent for nearly three.
+"""
+
+AGENTS_WAIT = 4
+"""Times the link timeout that an agent waits for a silent head: that may be paused and go on, and
+with it all machines."""
 
 
 class BadTicket(ValueError):
@@ -49,7 +56,8 @@ class KeyPair:
 class Ticket:
     """Where a world's head listens, its public key, and the keys that it lets in.
 
-    `addresses` are tried in this order; `fork` says whether workers are to be forked.
+    `addresses` are tried in this order; `fork` says whether workers are to be forked;
+    `link_timeout` is how many seconds the head waits for a silent agent.
     """
 
     addresses: tuple[str, ...]
@@ -57,6 +65,7 @@ class Ticket:
     server_key: str
     keys: KeyPair
     fork: bool = True
+    link_timeout: float = LINK_TIMEOUT
 
     def to_line(self) -> bytes:
         """Write it as one line of JSON."""
@@ -77,10 +86,11 @@ def _ticket(found: Mapping[str, Any]) -> Ticket:
         if len(key) != 40:
             raise ValueError(key)
     addresses = tuple(map(str, found["addresses"]))
-    port = int(found["port"])
-    if not addresses or not 0 < port < 1 << 16:
+    port, link_timeout = int(found["port"]), float(found["link_timeout"])
+    if not addresses or not 0 < port < 1 << 16 or not 0 < link_timeout < 1 << 16:
         raise ValueError(port)
-    return Ticket(addresses, port, str(found["server_key"]), keys, bool(found["fork"]))
+    fork = bool(found["fork"])
+    return Ticket(addresses, port, str(found["server_key"]), keys, fork, link_timeout)
 
 
 def endpoint(address: str, port: int) -> str:
@@ -88,9 +98,9 @@ def endpoint(address: str, port: int) -> str:
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
-def listen_with(socket: zmq.Socket[Any], keys: KeyPair) -> None:
+def listen_with(socket: zmq.Socket[Any], keys: KeyPair, link_timeout: float = LINK_TIMEOUT) -> None:
     """Have a socket take connections of those alone who have the keys."""
-    _beat(socket)
+    _beat(socket, link_timeout)
     socket.curve_server = True
     socket.curve_publickey = keys.public.encode()
     socket.curve_secretkey = keys.secret.encode()
@@ -98,18 +108,20 @@ def listen_with(socket: zmq.Socket[Any], keys: KeyPair) -> None:
 
 def come_with(socket: zmq.Socket[Any], ticket: Ticket) -> None:
     """Have a socket connect with the keys of a ticket, once: what is lost is lost."""
-    _beat(socket)
+    _beat(socket, ticket.link_timeout)
     socket.reconnect_ivl = -1
     socket.curve_serverkey = ticket.server_key.encode()
     socket.curve_publickey = ticket.keys.public.encode()
     socket.curve_secretkey = ticket.keys.secret.encode()
 
 
-def _beat(socket: zmq.Socket[Any]) -> None:
+def _beat(socket: zmq.Socket[Any], link_timeout: float) -> None:
     socket.ipv6 = True
     socket.heartbeat_ivl = round(BEAT_INTERVAL * 1000)
-    socket.heartbeat_timeout = socket.heartbeat_ttl = round(BEAT_TIMEOUT * 1000)
+    # After a pause of its own libzmq looks at the clock before it reads what has come meanwhile.
+    # So this is how agents miss a head; the head looks at its connections (`Gate`), and earlier.
+    socket.heartbeat_timeout = round(AGENTS_WAIT * link_timeout * 1000)
     # No beat is sent, and none missed, while a message stands half in the kernel's buffer: a big
     # value is on its way when the cable is pulled.  TCP_USER_TIMEOUT is for that.
-    socket.setsockopt(zmq.TCP_MAXRT, round(BEAT_TIMEOUT * 1000))
+    socket.setsockopt(zmq.TCP_MAXRT, round(AGENTS_WAIT * link_timeout * 1000))
     socket.sndhwm = socket.rcvhwm = 0

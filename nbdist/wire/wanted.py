@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from nbdist.hosts import Host
 from nbdist.topology import WorkerCount
+from nbdist.wire.ticket import LINK_TIMEOUT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,7 @@ class Wanted:
     memory: str | None = None
     salloc: str | None = None
     address: str | None = None
+    link_timeout: float = LINK_TIMEOUT
     rdzv_backend: str | None = None
     rdzv_endpoint: str | None = None
     detach: bool = False

@@ -21,6 +21,7 @@ from nbdist.config import HANG_TIMEOUT
 from nbdist.output.ansi import strip
 from nbdist.output.events import Died, Failure
 from nbdist.output.wording import fold_ranks
+from nbdist.wire.messages import Silent
 from nbdist.wire.places import Begun, Place
 from nbdist.wire.task import Script
 from nbdist.words import name_ranks, one_line
@@ -295,6 +296,14 @@ def waits_text(places: Mapping[int, Place], source: str = "") -> str:
     return " · ".join(
         f"{name_ranks(ranks)} {_verb(ranks, doing)}" for doing, ranks in found.items()
     )
+
+
+def silent_text(silent: Silent) -> str:
+    """Write `hosta does not respond and counts as lost after 10 s`; "" for no machine."""
+    many = len(silent.hosts) > 1
+    does = "do not respond and count" if many else "does not respond and counts"
+    text = f"{' and '.join(silent.hosts)} {does} as lost after {silent.timeout:g} s"
+    return text if silent.hosts else ""
 
 
 def stalled_text(places: Mapping[int, Place], machines: Machines) -> str:

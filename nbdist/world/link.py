@@ -47,6 +47,7 @@ from nbdist.wire.messages import (
     Reply,
     Request,
     Run,
+    Silent,
     Starting,
     Up,
     Used,
@@ -75,7 +76,7 @@ SHORTEST_WAIT = 0.001
 """A queue's `get` with some microseconds can find them negative, and waits for ever."""
 
 Item = tuple[int, str, Output]
-Arrived = Item | Received | Located | Aborted | Used | Came | AgentLost
+Arrived = Item | Received | Located | Aborted | Used | Came | Silent | AgentLost
 
 
 class Link:
@@ -415,7 +416,7 @@ class Link:
             case Outputs(items):
                 # What ends a batch is to be sent back.
                 self._arrive(*items, Received())
-            case Located() | Aborted() | Used() | Came() as news:
+            case Located() | Aborted() | Used() | Came() | Silent() as news:
                 self._arrive(news)
             case Starting() as starting:
                 self._starting = starting

@@ -22,13 +22,20 @@ from nbdist.errors import (
 )
 from nbdist.output.events import NAME_PROBLEM, Died, Done, Failure, Moved, Output, RankError
 from nbdist.output.transcript import Transcript, follows
-from nbdist.wire.messages import Attached
+from nbdist.wire.messages import Attached, Silent
 from nbdist.wire.payload import Payload, as_read, open_payload
 from nbdist.wire.pickling import unpickle
 from nbdist.wire.places import Place, Usage
 from nbdist.wire.task import Task, unpack
 from nbdist.words import name_ranks
-from nbdist.world.hangs import Watch, never_meet, released_text, stalled_text, waits_text
+from nbdist.world.hangs import (
+    Watch,
+    never_meet,
+    released_text,
+    silent_text,
+    stalled_text,
+    waits_text,
+)
 from nbdist.world.machines import Machines
 from nbdist.world.names import Shipped
 from nbdist.world.prompts import Prompts
@@ -96,6 +103,7 @@ class SentTask:
         self.places: dict[int, Place] = {}
         self.moved: dict[int, Moved] = {}
         self.usage: Mapping[int, Usage] = {}
+        self.silent = Silent((), 0.0)
         self.stops = 0
         self.stops_met = 0  # of these, so many have been acted on
         self.raises_stops = False  # one that comes now ends what is being done
@@ -166,7 +174,7 @@ class SentTask:
     def waits(self) -> str:
         """Which machine or network is silent, and which ranks wait; "" for neither."""
         stalled = stalled_text(self.places, self.crew.machines)
-        return " · ".join(filter(None, [stalled, self._waiting]))
+        return " · ".join(filter(None, [silent_text(self.silent), stalled, self._waiting]))
 
     @property
     def _waiting(self) -> str:

@@ -24,6 +24,7 @@ from nbdist.hosts import parse_hosts
 from nbdist.seats import Position, Seats, seat_more
 from nbdist.wire.cgroups import memory_limits
 from nbdist.wire.start import WorldSpec
+from nbdist.wire.ticket import LINK_TIMEOUT
 from nbdist.wire.wanted import Wanted
 from nbdist.wire.worker_environ import NBDIST_DECIDES
 from nbdist.words import size_text
@@ -232,6 +233,7 @@ def make_wanted(config: WorldConfig, run: str = "", here: Here | None = None) ->
         memory=config.memory,
         salloc=config.salloc,
         address=config.address,
+        link_timeout=config.link_timeout or LINK_TIMEOUT,
         rdzv_backend=config.rdzv_backend,
         rdzv_endpoint=config.rdzv_endpoint,
         detach=config.detach,

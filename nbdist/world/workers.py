@@ -19,6 +19,7 @@ from nbdist.wire.messages import (
     Received,
     Remember,
     Run,
+    Silent,
     StartFailure,
     Starting,
     StartWorld,
@@ -241,6 +242,9 @@ class Workers(Standing):
                     self._take_aborted(places)
                 case Came(host):
                     self.have_come[host] = None
+                case Silent() as silent:
+                    if self.running is not None:
+                        self.running.silent = silent
                 case Used(usage):
                     if self.running is not None:
                         self.running.usage = usage

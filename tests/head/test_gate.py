@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import zmq
 
 from nbdist.head.gate import Gate
@@ -39,7 +43,7 @@ def test_nobody_comes_but_where_it_listens() -> None:
     """At one address, or two, on the same port."""
 
     async def open_one() -> list[bool]:
-        gate = Gate(lambda _, __: None, lambda _: None)
+        gate = Gate(lambda _, __: None, lambda _: None, print)
         gate.open("127.0.0.1", "127.0.0.3")
         try:
             return [reaches(f"127.0.0.{number}", gate.port) for number in (1, 2, 3)]
@@ -62,7 +66,7 @@ def test_the_kernel_chooses_the_port() -> None:
     """Among those that every user can have."""
 
     async def open_one() -> int:
-        gate = Gate(lambda _, __: None, lambda _: None)
+        gate = Gate(lambda _, __: None, lambda _: None, print)
         gate.open()
         try:
             return gate.port
@@ -78,7 +82,7 @@ def test_one_gate_after_another() -> None:
 
     async def come_once() -> None:
         said: list[NodeUp] = []
-        gate = Gate(lambda _, message: said.append(message), lambda _: None)
+        gate = Gate(lambda _, message: said.append(message), lambda _: None, print)
         gate.open()
         with connect(gate.ticket(("127.0.0.1",), fork=True)) as link:
             try:
@@ -100,7 +104,7 @@ def test_agents_come_and_go() -> None:
     async def come_and_go() -> None:
         said: list[tuple[bytes, NodeUp]] = []
         lost: list[bytes] = []
-        gate = Gate(lambda identity, message: said.append((identity, message)), lost.append)
+        gate = Gate(lambda identity, message: said.append((identity, message)), lost.append, print)
         gate.open()
         link = connect(gate.ticket(("127.0.0.1",), fork=True))
         try:
@@ -131,7 +135,7 @@ def test_strangers_are_refused_and_counted() -> None:
 
     async def come() -> None:
         said: list[NodeUp] = []
-        gate = Gate(lambda _, message: said.append(message), lambda _: None)
+        gate = Gate(lambda _, message: said.append(message), lambda _: None, print)
         gate.open()
         ticket = gate.ticket(("127.0.0.1",), fork=True)
         links = [
@@ -150,3 +154,50 @@ def test_strangers_are_refused_and_counted() -> None:
             await gate.close()
 
     asyncio.run(come())
+
+
+AGENT = """
+import sys, zmq
+from nbdist.wire.many import node_bytes
+from nbdist.wire.messages import Starting
+from nbdist.wire.ticket import come_with, endpoint, ticket_from
+ticket = ticket_from(sys.stdin.buffer.readline())
+link = zmq.Context.instance().socket(zmq.DEALER)
+come_with(link, ticket)
+link.connect(endpoint("127.0.0.1", ticket.port))
+link.send(node_bytes(Starting(1)))
+while True: link.recv()
+"""
+
+
+@pytest.mark.world
+def test_an_agent_that_falls_silent() -> None:
+    """It is missed until it is there again, and lost where that takes too long."""
+
+    async def fall_silent() -> None:
+        said: list[bytes] = []
+        missed: list[set[bytes]] = []
+        lost: list[bytes] = []
+        gate = Gate(lambda identity, _: said.append(identity), lost.append, missed.append)
+        gate.open(link_timeout=2.0)
+        assert agent.stdin is not None
+        try:
+            agent.stdin.write(gate.ticket(("127.0.0.1",), fork=True).to_line())
+            agent.stdin.flush()
+            await until(lambda: said)
+            agent.send_signal(signal.SIGSTOP)
+            await until(lambda: missed)
+            agent.send_signal(signal.SIGCONT)
+            await until(lambda: not missed[-1])
+            assert (missed[0], lost) == ({*said}, [])
+            agent.send_signal(signal.SIGSTOP)
+            await until(lambda: lost)
+            assert lost == said
+        finally:
+            await gate.close()
+
+    with subprocess.Popen([sys.executable, "-c", AGENT], stdin=subprocess.PIPE) as agent:
+        try:
+            asyncio.run(fall_silent())
+        finally:
+            agent.kill()

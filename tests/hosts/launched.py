@@ -26,7 +26,7 @@ from tests.hosts.conftest import complain
 from tests.hosts.network import Host, Network, end
 from tests.hosts.ray_cluster import RayCluster
 from tests.hosts.slurm import Slurm
-from tests.hosts.worlds import TRAIN, agent_on, check_whole, lose
+from tests.hosts.worlds import LINK_TIMEOUT, TRAIN, agent_on, check_whole, lose
 from tests.waiting import SOON, wait_until
 
 JOIN = f"{sys.executable} -m nbdist.terminal join"
@@ -38,7 +38,7 @@ class Launched:
 
     def __init__(self, name: str, options: Mapping[str, Any], way_back: str) -> None:
         self.name = name
-        self.options = {**options, "log_dir": "", "show": False}
+        self.options = {**options, "log_dir": "", "show": False, "link_timeout": LINK_TIMEOUT}
         self.way_back = way_back
         """What the user is told to do about a host that is lost; "" where it is tried again."""
 

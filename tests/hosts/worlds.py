@@ -18,6 +18,9 @@ from tests.waiting import wait_until
 
 AGENT_ARGUMENTS = agent_command("")[1:]
 
+LINK_TIMEOUT = 3
+"""Seconds, where a test does not say otherwise: many wait for the loss of a machine."""
+
 TRAIN = """
 import os, socket, time, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -43,6 +46,7 @@ SUM = "import torch, torch.distributed as dist\ntotal = torch.ones(1)\ndist.all_
 
 def new_world(hosts: str | None = "node1:2,node2:2", **options: Any) -> World:
     """Workers on these hosts, or where else the options say."""
+    options = {"link_timeout": LINK_TIMEOUT, **options}
     world = World(hosts=hosts, log_dir="", show=False, **options)
     world.start()
     return world

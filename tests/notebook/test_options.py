@@ -64,11 +64,12 @@ def test_all_options() -> None:
     }
     elsewhere = options(
         "-j 1:2x1 --hosts a:1,b --salloc '-p x' --memory 2g --copy-env 'HF_*,A' --address eth0"
-        " --detach --sync-code --rdzv-backend etcd-v2 --rdzv-endpoint a:2379"
+        " --link-timeout 30 --detach --sync-code --rdzv-backend etcd-v2 --rdzv-endpoint a:2379"
     )
     assert given(elsewhere) == {
         **{"layout": "1:2x1", "hosts": "a:1,b", "salloc": "-p x", "memory": "2G"},
         **{"copy_env": "HF_*,A", "address": "eth0", "detach": True, "sync_code": True},
+        **{"link_timeout": 30},
         **{"rdzv_backend": "etcd-v2", "rdzv_endpoint": "a:2379"},
     }
     assert said.pool == "trainer"

@@ -9,7 +9,8 @@ from nbdist.wire.ticket import BadTicket, KeyPair, Ticket, endpoint, ticket_from
 
 def test_a_ticket_crosses_as_a_line() -> None:
     """It comes back as it was; its secret is in no text that people or logs see."""
-    ticket = Ticket(("10.0.0.1", "fd00::1"), 4711, KeyPair.new().public, KeyPair.new())
+    keys = KeyPair.new()
+    ticket = Ticket(("10.0.0.1", "fd00::1"), 4711, keys.public, keys, link_timeout=30.0)
     line = ticket.to_line()
     assert line.count(b"\n") == 1
     assert ticket_from(line) == ticket
@@ -27,7 +28,9 @@ def test_what_is_no_ticket(line: bytes) -> None:
         ticket_from(line)
 
 
-@pytest.mark.parametrize("change", [{"port": 0}, {"port": 70000}, {"addresses": ()}])
+@pytest.mark.parametrize(
+    "change", [{"port": 0}, {"port": 70000}, {"addresses": ()}, {"link_timeout": 0}]
+)
 def test_tickets_that_lead_nowhere(change: dict[str, object]) -> None:
     """So is one that cannot lead anywhere."""
     fields = {"addresses": ("a",), "port": 1, "server_key": "x" * 40, "keys": KeyPair.new()}

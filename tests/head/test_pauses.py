@@ -1,0 +1,124 @@
+"""Heads and agents that are paused, as on a machine that swaps or is moved, and go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nbdist.errors import WorkerDied
+from nbdist.world.registry import worlds
+from nbdist.world.running import RunningTask
+from nbdist.world.world import World
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.own_agent
+
+LINK_TIMEOUT = 2
+
+OPTIONS = {"launcher": "here", "log_dir": "", "show": False, "link_timeout": LINK_TIMEOUT}
+
+SUM = "total = torch.ones(1)\ndist.all_reduce(total)\nassert total == 2"
+
+LOOP = """
+import os
+is_open = torch.zeros(1)
+while not is_open:
+    is_open = torch.tensor(float(os.path.exists({gate!r})))
+    dist.all_reduce(is_open, dist.ReduceOp.MIN)
+"""
+
+NAME = f"alone-{os.getpid()}"
+
+DETACHED = f"""
+from nbdist import World
+world = World(layout="2x1", detach=True, name={NAME!r}, **{OPTIONS})
+world.start()
+print("up", flush=True)
+input()
+"""
+
+
+@pytest.fixture
+def world(launchers: None) -> Iterator[World]:
+    """A worker on each of two nodes, with a variable."""
+    with World(layout="2x1", **OPTIONS) as world:
+        world.execute("import torch.distributed as dist\nkept = rank + 10")
+        yield world
+
+
+def agents(head: int) -> list[psutil.Process]:
+    """The agents below a head, in the order of their nodes; each has a guard before it."""
+    found = psutil.Process(head).children(recursive=True)
+    named = {tuple(each.cmdline()[-2:]): each for each in found if "--node" in each.cmdline()}
+    return [named["--node", number] for number in "01"]
+
+
+@contextmanager
+def paused(pid: int) -> Iterator[None]:
+    """Have a process stand still."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_head_that_is_paused(world: World) -> None:
+    """Nothing is lost, though it is paused for longer than it waits for agents."""
+    with paused(world.session.link.agents[0].pid):
+        time.sleep(1.5 * LINK_TIMEOUT)
+    world.execute(SUM)
+    assert world.gather("kept") == [10, 11]
+
+
+def test_an_agent_that_is_paused(world: World, tmp_path: Path) -> None:
+    """The running cell says that its machine does not respond, and goes on with it.
+
+    Where the pause is too long the machine is lost, and nothing is left there once it is over.
+    """
+    head, gate = world.session.link.agents[0].pid, tmp_path / "gate"
+    second = agents(head)[1]
+    silent = f"node1 does not respond and counts as lost after {LINK_TIMEOUT} s"
+    running = world.session.submit(world.session.task(LOOP.format(gate=str(gate))))
+    follow(world, running, lambda: running.unfinished and not running.waits)
+    with paused(second.pid):
+        follow(world, running, lambda: silent in running.waits)
+    follow(world, running, lambda: silent not in running.waits)
+    gate.touch()
+    world.session.wait(running)
+    assert running.error() is None
+    with paused(second.pid), pytest.raises(WorkerDied, match=r"rank 1 on node1 .*was lost"):
+        world.execute("while True: dist.all_reduce(torch.ones(1))")
+    assert world.gather("kept") == [10]
+    wait_until(lambda: not second.is_running(), "it has left")
+
+
+def test_a_detached_head_without_machines(launchers: None) -> None:
+    """It ends: what the world had is gone with them."""
+    command = [sys.executable, "-c", DETACHED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as notebook:
+        assert notebook.stdout is not None
+        assert notebook.stdout.readline() == b"up\n"
+        notebook.kill()
+    (found,) = (each for each in worlds() if each.held.name == NAME)
+    head = psutil.Process(found.agent)
+    for agent in agents(head.pid):
+        agent.kill()
+    wait_until(lambda: not head.is_running(), "the head has ended")
+
+
+def follow(world: World, running: RunningTask, is_so: Callable[[], object]) -> None:
+    """Follow a cell until this is so."""
+    for _ in world.session.follow(running):
+        if is_so():
+            return
+    pytest.fail(f"the cell has ended: {running.error()}")

@@ -1,0 +1,90 @@
+"""What a world keeps where its head, an agent or a cable stops for some seconds: a table.
+
+    python -m tests.hosts.pauses [SECONDS ...]    # 1 2 3 5 10 30, three times each
+
+Needs what `tests.hosts.network` does.  `tests/hosts/test_pauses.py` has a line of it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from nbdist.errors import WorkerDied
+from nbdist.world.world import World
+from tests.hosts.launched import has_come
+from tests.hosts.network import Host, Network
+from tests.hosts.sshd import Sshd
+from tests.hosts.worlds import SUM, agent_on, new_world
+from tests.waiting import wait_until
+
+SECONDS = (1, 2, 3, 5, 10, 30)
+
+Part = Callable[[World, Host, float], None]
+
+
+def pause_head(world: World, host: Host, seconds: float) -> None:
+    """Have the head stand still."""
+    _pause(world.session.link.agents[0].pid, seconds)
+
+
+def pause_agent(world: World, host: Host, seconds: float) -> None:
+    """Have the agent of a host stand still."""
+    _pause(agent_on(host), seconds)
+
+
+def pull_cable(world: World, host: Host, seconds: float) -> None:
+    """Have the cable of a host be out."""
+    host.link_down()
+    time.sleep(seconds)
+    host.link_up()
+
+
+PARTS: dict[str, Part] = {"head": pause_head, "agent": pause_agent, "cable": pull_cable}
+
+
+def _pause(pid: int, seconds: float) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(seconds)
+    os.kill(pid, signal.SIGCONT)
+
+
+def kept(world: World, host: Host, part: Part, seconds: float) -> list[int]:
+    """Pause this part of a world of four ranks, and use it: the ranks whose variables are there."""
+    world.execute("kept = rank")
+    part(world, host, seconds)
+    try:
+        world.execute(SUM)
+    except WorkerDied:
+        world.execute(SUM)
+    return [rank for rank in world.gather("globals().get('kept')") if rank is not None]
+
+
+def main() -> None:
+    """Write the table: of four ranks so many keep their variables."""
+    network = Network(("node1", "node2"))
+    sshd = Sshd(network)
+    os.environ.update(sshd.environ)
+    asked = [float(each) for each in sys.argv[1:]] or SECONDS
+    try:
+        with new_world(link_timeout=None) as world:
+            for name, part in PARTS.items():
+                for seconds in asked:
+                    found = []
+                    for _ in range(3):
+                        if world.size < 4:
+                            wait_until(lambda: has_come(world), "node2 to come back")
+                            world.restart(4)
+                        found.append(len(kept(world, network.hosts[1], part, seconds)))
+                    sys.stdout.write(f"{name} {seconds:g} s: {found} of 4 ranks kept\n")
+                    sys.stdout.flush()
+    finally:
+        sshd.close()
+        network.close()
+
+
+if __name__ == "__main__":
+    main()
