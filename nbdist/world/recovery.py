@@ -75,7 +75,8 @@ LASTING = (
 def end(workers: Workers, running: RunningTask) -> None:
     """Do what is left to do once all ranks have finished a task, and keep with it what it was."""
     finish(workers, running)
-    heal(workers)
+    if not running.was_stalled:  # else they could not meet now, and the next cell has them do so
+        heal(workers)
     if running.died:
         running.fate = healing_text(workers, running.deaths)
     running.restart = _restart_text(workers, running)

@@ -77,6 +77,7 @@ class SentTask:
     `transcript` has all that they have shown so far, `shipped` says what its names are.  When it
     is over, `fate` says what was done about ranks that died, and `restart` why it is to be run
     again, "" where it is not.  `shows_value`: a rank has shown what its last line gave.
+    `was_stalled`: when Stop came a network between them was.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class SentTask:
         self.stops_met = 0  # of these, so many have been acted on
         self.raises_stops = False  # one that comes now ends what is being done
         self.give_up_at = float("inf")
-        self.is_stopping = self.is_over = self.shows_value = False
+        self.is_stopping = self.is_over = self.shows_value = self.was_stalled = False
         self.lost: AgentLost | None = None
         self.fate = self.restart = self.why_died = self.differing = self.lacking = ""
         self.timed_out: str | None = None  # where its ranks were
