@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -55,11 +55,14 @@ def world(launchers: None) -> Iterator[World]:
         yield world
 
 
-def agents(head: int) -> list[psutil.Process]:
-    """The agents below a head, in the order of their nodes; each has a guard before it."""
-    found = psutil.Process(head).children(recursive=True)
-    named = {tuple(each.cmdline()[-2:]): each for each in found if "--node" in each.cmdline()}
-    return [named["--node", number] for number in "01"]
+def agents(head: int) -> dict[str, psutil.Process]:
+    """The agents below a head by the numbers of their nodes; each has a guard before it."""
+    found = {}
+    for each in psutil.Process(head).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended, and may not have been waited for
+            if each.cmdline()[-2:-1] == ["--node"]:
+                found[each.cmdline()[-1]] = each
+    return found
 
 
 @contextmanager
@@ -86,7 +89,7 @@ def test_an_agent_that_is_paused(world: World, tmp_path: Path) -> None:
     Where the pause is too long the machine is lost, and nothing is left there once it is over.
     """
     head, gate = world.session.link.agents[0].pid, tmp_path / "gate"
-    second = agents(head)[1]
+    second = agents(head)["1"]
     silent = f"node1 does not respond and counts as lost after {LINK_TIMEOUT} s"
     running = world.session.submit(world.session.task(LOOP.format(gate=str(gate))))
     follow(world, running, lambda: running.unfinished and not running.waits)
@@ -99,7 +102,7 @@ def test_an_agent_that_is_paused(world: World, tmp_path: Path) -> None:
     with paused(second.pid), pytest.raises(WorkerDied, match=r"rank 1 on node1 .*was lost"):
         world.execute("while True: dist.all_reduce(torch.ones(1))")
     assert world.gather("kept") == [10]
-    wait_until(lambda: not second.is_running(), "it has left")
+    wait_until(lambda: "1" not in agents(head), "it has left")
 
 
 def test_a_detached_head_without_machines(launchers: None) -> None:
@@ -111,7 +114,7 @@ def test_a_detached_head_without_machines(launchers: None) -> None:
         notebook.kill()
     (found,) = (each for each in worlds() if each.held.name == NAME)
     head = psutil.Process(found.agent)
-    for agent in agents(head.pid):
+    for agent in agents(head.pid).values():
         agent.kill()
     wait_until(lambda: not head.is_running(), "the head has ended")
 

@@ -32,8 +32,8 @@ def notebook(sshd: Sshd, hosts_of_module: list[Host], folder: Path) -> Iterator[
     """One with two workers, each on a host of its own."""
     environ = {**sshd.environ, "NBDIST_LOG_DIR": LOGS}
     notebook = Notebook(f"%cd -q {folder}", "%load_ext nbdist", env=environ)
-    cell = "%%distributed --hosts node1:1,node2:1 --name logs\nprint('hello from', rank)"
-    assert notebook.run(cell).errors == []
+    line = "%%distributed --hosts node1:1,node2:1 --name logs --link-timeout 3"
+    assert notebook.run(f"{line}\nprint('hello from', rank)").errors == []
     yield notebook
     notebook.close()
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nbdist.config import Patience
 from nbdist.errors import AgentLost, RanksNotStopped, RanksReleased
 from nbdist.output.events import Done, Failure, Moved
+from nbdist.wire.messages import Silent
 from nbdist.wire.places import Place
 from tests.world.test_running import WAITS, running
 
@@ -16,6 +19,18 @@ def test_who_waits_where() -> None:
     assert task.doing == task.waits == "rank 0 waits in barrier, line 1 · rank 1 is in line 2"
     task.receive(1, Done("ok", 0.1))
     assert task.waits.endswith("· rank 1 finished")
+
+
+def test_machines_and_networks_that_are_silent() -> None:
+    """They are named before anything else, whatever ranks do."""
+    task = running()
+    task.silent = Silent(("hosta",), 10.0)
+    assert task.waits == "hosta does not respond and counts as lost after 10 s"
+    task.silent = Silent(("hosta", "hostb"), 2.5)
+    assert task.waits == "hosta and hostb do not respond and count as lost after 2.5 s"
+    task.silent = Silent((), 2.5)
+    task.take_places({0: replace(WAITS, stalled=(("10.0.0.1", "10.0.0.2"),))}, 1.0)
+    assert task.waits == "the network between 10.0.0.2 and here is stalled"
 
 
 def test_what_it_has_bound_and_moved() -> None:
