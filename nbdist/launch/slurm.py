@@ -2,7 +2,8 @@
 
 Inside an allocation it is that one, found by its SLURM_JOB_ID.  `--salloc "-p gpu"` asks for one
 of the world's own, which ends with the world: `salloc` runs the `srun`, which ends when its stdin
-does, also where the head was killed.  Neither ssh between nodes nor a shared folder is needed.
+does, and `nbdist.launch.allocation` owns both.  Neither ssh between nodes nor a shared folder is
+needed.
 
 An agent is the only task on its node: single ranks could not be started again inside a step.
 """
@@ -15,11 +16,16 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
+from nbdist.launch.allocation import CANCEL_TIMEOUT, GRANTED, cancel, step_environ
 from nbdist.launch.launcher import AgentCommand, Launched, LaunchError, agent_command
+from nbdist.wire.child import LEFT, left_behind
+from nbdist.wire.interpreter import MODULE
 from nbdist.wire.ticket import Ticket
 from nbdist.wire.wanted import Wanted
 from nbdist.words import count
@@ -29,15 +35,6 @@ ASK_TIMEOUT = 10.0
 
 QUEUE_TIMEOUT = 86_000.0
 """Seconds that an allocation may wait in Slurm's queue; Stop ends the wait."""
-
-CARRIED = frozenset(
-    ("PATH", "LD_LIBRARY_PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ")
-)
-"""What goes from this environment to the nodes, whose own Slurm would replace by all of it."""
-
-OF_SLURM = frozenset(("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CLUSTER_NAME", "SLURM_JWT"))
-"""What Slurm's commands need.  What else an allocation or a step has set asks for tasks,
-memory or nodes of its own: `srun` would start four agents instead of two."""
 
 OF_ALLOCATION = (
     *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
@@ -60,13 +57,14 @@ IN_ALLOCATION = (
     'srun --jobid="$SLURM_JOB_ID" --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES"'
 )
 
-GRANTED = "Granted job allocation"
-
 _SIZE = re.compile(r"([0-9]{1,9})([KMGT]?)", re.IGNORECASE)
 _SPAN = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
-_SAID = re.compile(r"(?:salloc|srun): (?:error: )?(.+)")
+_SAID = re.compile(r"(?:salloc|srun): (?:(?:error|fatal): )?(.+)")
+_REASON = re.compile(r"(?:salloc|srun): (error|fatal|unrecognized|invalid|option)")
+_NOT_SLURMS = re.compile(r"task [-0-9,]+: (Exited with|Killed|Terminated)")
+_OWN = re.compile(r"nbdist: (salloc .*)")
+_JOB = re.compile(r"job ([0-9]+)")
 _PENDING = re.compile(r"Pending job allocation ([0-9]+)")
-_REFUSED = re.compile(r"salloc: (error|unrecognized|invalid|option)")
 _ENDED = re.compile(
     r"has expired|Invalid job id|Expired or invalid job|Force Terminated|been revoked|CANCELLED"
 )
@@ -93,12 +91,11 @@ class SlurmLauncher:
                 f"there is no `{missing[0]}` on this machine. Begin the notebook where Slurm's "
                 "commands are, or use `--hosts` for ssh"
             )
-        environ = step_environ(os.environ)
         if wanted.salloc is not None:
-            command = salloc_command(wanted)
-            process = SlurmCommand(command, ticket, folder, environ, f"`--salloc {wanted.salloc}`")
+            end_left()
+            owner = Allocation(wanted, ticket, folder)
             nodes = nodes_asked(wanted)[0]
-            return Launched([process], nodes, arrive_timeout=QUEUE_TIMEOUT, news=process.word_wait)
+            return Launched([owner], nodes, arrive_timeout=QUEUE_TIMEOUT, news=owner.word_wait)
         job = find_job(os.environ)
         nodes = nodes_of(job, wanted)
         names = _ask("scontrol", "show", "hostnames", job.names).split()
@@ -106,21 +103,21 @@ class SlurmLauncher:
             srun_command(job.number, nodes, wanted),
             ticket,
             folder,
-            environ,
+            step_environ(os.environ),
             f"allocation {job.number}",
         )
         return Launched([process], nodes, names[:nodes])
 
 
 class SlurmCommand(AgentCommand):
-    """A `srun`, or the `salloc` that runs it; `of` says of which allocation, for messages."""
+    """A `srun`, or what runs one; `of` says of which allocation, for messages."""
 
     def __init__(
         self,
         command: Sequence[str],
         ticket: Ticket,
         folder: Path,
-        environ: Mapping[str, str],
+        environ: Mapping[str, str] | None,
         of: str,
     ) -> None:
         super().__init__("", command, ticket, folder, environ)
@@ -134,12 +131,34 @@ class SlurmCommand(AgentCommand):
         """Say in which queue it waits, "" where it does not."""
         return word_queue(self.last_lines())
 
+
+class Allocation(SlurmCommand):
+    """What owns a `salloc`, and has its job be gone at the end."""
+
+    left: ClassVar[list[str]] = []
+    """The jobs of this head that may still be there."""
+
+    def __init__(self, wanted: Wanted, ticket: Ticket, folder: Path) -> None:
+        command = salloc_command(wanted)
+        owner = [sys.executable, *MODULE, "nbdist.launch.allocation"]
+        super().__init__([*owner, *command], ticket, folder, None, f"`--salloc {wanted.salloc}`")
+        self.command = shlex.join(command)
+
     def end(self, timeout: float) -> None:
-        """Have it end; a `salloc` that waits in the queue, which reads no stdin, by SIGTERM."""
-        is_granted = any(GRANTED in line for line in self.last_lines())
-        if self.command.startswith("salloc") and not is_granted and self.exit_code() is None:
-            self._process.terminate()
-        super().end(timeout)
+        """Have it end; what Slurm has not ended the head's log says, for the notebook."""
+        super().end(timeout + CANCEL_TIMEOUT)
+        if left := left_behind(self.last_lines()):
+            Allocation.left += _JOB.findall(left)[:1]
+            sys.stderr.write(f"{LEFT}{left}\n")
+
+
+def end_left() -> None:
+    """End the jobs that were left before; LaunchError where Slurm does not."""
+    while Allocation.left:
+        if problem := cancel(Allocation.left[-1]):
+            raise LaunchError(problem)
+        Allocation.left.pop()
+        sys.stderr.write(f"{LEFT}\n")
 
 
 # --- commands -----------------------------------------------------------------------------
@@ -249,11 +268,6 @@ def nodes_asked(wanted: Wanted) -> tuple[int, int]:
     return asked
 
 
-def step_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what Slurm's commands have, and hand on to the nodes."""
-    return {name: value for name, value in environ.items() if name in CARRIED | OF_SLURM}
-
-
 # --- allocations --------------------------------------------------------------------------
 
 
@@ -295,10 +309,13 @@ def nodes_of(job: Job, wanted: Wanted) -> int:
 
 def word_complaint(of: str, lines: Sequence[str]) -> str:
     """Say in a line why Slurm ended or refused an allocation or a step, "" if it was not Slurm."""
-    refused = [line for line in lines if _REFUSED.match(line)]
+    if own := [found[1] for line in lines if (found := _OWN.fullmatch(line))]:
+        return f"{of}: {own[0]}"
+    reasons = [line for line in lines if _REASON.match(line) and not _NOT_SLURMS.search(line)]
+    refused = [line for line in reasons if line.startswith("salloc")]
     if not refused and any(_ENDED.search(line) for line in lines):
         return f"the allocation of {of} has ended" if of[0] == "`" else f"{of} has ended"
-    said = [found[1].strip() for line in refused or lines if (found := _SAID.fullmatch(line))]
+    said = [found[1].strip() for line in refused or reasons if (found := _SAID.fullmatch(line))]
     return f"{of}: Slurm says: {'; '.join(said)}" if said else ""
 
 

@@ -204,19 +204,18 @@ class Pool:
                 display.note(world.session.warning)
         return world
 
-    def shutdown(self) -> bool:
-        """End the workers and the agent; say whether there were workers."""
+    def shutdown(self) -> str:
+        """End the workers and the agent; say what became of them, "" where there were none."""
         had_workers, link = self.has_workers, self._link
         self.background.lose("its workers were shut down")
         self._link = None
         self._idle.stop()
         if link is not None:
             link.close()
-        if self.world is not None:
-            self.world.shutdown()
+        left = self.world.session.shutdown() if self.world is not None else ""
         # Not before: where Stop ends the wait, the next `%dist_shutdown` has to find it.
         self.world = None
-        return had_workers
+        return f"workers ended, but {left}" if left else "workers ended" if had_workers else ""
 
     def close(self) -> None:
         """End at once all that this pool has started, since the notebook ends.

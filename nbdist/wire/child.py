@@ -11,6 +11,9 @@ from pathlib import Path
 
 LAST_BYTES = 4096
 
+LEFT = "nbdist left behind: "
+"""Begins a line of a log that says what its process could not end."""
+
 
 class Child:
     """A command that runs here, in a session of its own; `host` is where its work is done."""
@@ -74,3 +77,8 @@ class Child:
         except subprocess.TimeoutExpired:
             return False
         return True
+
+
+def left_behind(lines: Sequence[str]) -> str:
+    """Return what a log says last that could not be ended, "" for nothing."""
+    return next((line.removeprefix(LEFT) for line in [*lines][::-1] if line.startswith(LEFT)), "")

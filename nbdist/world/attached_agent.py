@@ -20,7 +20,7 @@ class AttachedAgent:
         self.pid = admitted.agent
         self.command = f"the agent of world {found.name}"
         self._asking = asking
-        self._log = found.folder / "agent.log"
+        self._log = (found.folder / "agent.log").open("rb")  # also once that has gone
         # The guard is the last to end.
         self._guard = os.pidfd_open(admitted.guard)
         self._agent = os.pidfd_open(admitted.agent)
@@ -35,11 +35,8 @@ class AttachedAgent:
         return None  # only a parent learns of it
 
     def last_lines(self) -> list[str]:
-        try:
-            data = self._log.read_bytes()
-        except OSError:
-            return []
-        return data[-LAST_BYTES:].decode(errors="replace").splitlines()
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - LAST_BYTES))
+        return self._log.read().decode(errors="replace").splitlines()
 
     def end(self, timeout: float) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -54,5 +51,6 @@ class AttachedAgent:
 
     def close(self) -> None:
         self._asking.close()
+        self._log.close()
         os.close(self._guard)
         os.close(self._agent)

@@ -25,6 +25,7 @@ import zmq
 from nbdist import __version__
 from nbdist.errors import AgentLost, ForkedProcess, StartError
 from nbdist.output.events import Died, Output
+from nbdist.wire.child import left_behind
 from nbdist.wire.frames import BadFrame, object_from
 from nbdist.wire.messages import (
     Abort,
@@ -65,7 +66,8 @@ log = logging.getLogger("nbdist.world")
 HELLO_TIMEOUT = 30.0
 CALL_TIMEOUT = 240.0
 """Longer than an agent takes for its slowest answer, a start; `AgentLost` comes at once."""
-LEAVE_TIMEOUT = 8.0
+LEAVE_TIMEOUT = 12.0
+"""Seconds; longer than a head takes whose Slurm does not answer."""
 THREAD_TIMEOUT = 60.0
 CLOSED = -1
 DETACH_LINGER = 500
@@ -259,18 +261,23 @@ class Link:
         if len(self._waiting) > 1 or self._is_remembered:
             self._wake_up()
 
-    def close(self) -> None:
-        """End the agents and all they hold; afterwards nothing of the link is left."""
+    def close(self) -> str:
+        """End the agents and all they hold; afterwards nothing of the link is left.
+
+        Return what they say that they could not end elsewhere, "" for nothing.
+        """
         if self._closing or os.getpid() != self.pid:  # a fork of the notebook owns nothing here
-            return
+            return ""
         self._closing = True
         self._send(Leave())
         if self._opened:
             self._launched.wait(LEAVE_TIMEOUT)
         for agent in self.agents:
             agent.end(LEAVE_TIMEOUT)
+        left = [said for agent in self.agents if (said := left_behind(agent.last_lines()))]
         self._end()
         self._folder.close()
+        return "; ".join(left)
 
     def detach(self) -> None:
         """End the link alone: agents that outlive their notebook go on, and others end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,6 +40,8 @@ from nbdist.world.records import hand_over, wanted_level
 from nbdist.world.running import RunningTask
 from nbdist.world.standing import Standing
 from nbdist.world.states import Event, State
+
+log = logging.getLogger("nbdist.world")
 
 COMING_TIMEOUT = 86_400.0
 """Seconds for other machines to come, on whose queues it depends; their head waits less long."""
@@ -102,12 +105,10 @@ class Workers(Standing):
             request = StartWorld(self.spec, self.wanted)
             started = yield from self._link.calling(request, timeout)
         except BaseException:  # Stop too: whatever has been started is ended
-            self.advance(Event.START_FAILED)
-            self.close_link()
+            self._call_off_start()
             raise
         if isinstance(started, StartFailure):
-            self.advance(Event.START_FAILED)
-            self.close_link()
+            self._call_off_start()
             raise StartError(
                 started.rank, started.host, started.command, started.reason, started.last_lines
             )
@@ -118,6 +119,11 @@ class Workers(Standing):
         if self.code is not None and self.is_elsewhere:  # now that it is known who shares it
             yield from self.code.bringing(self._link.calling, anew=True)
         self.advance(Event.STARTED)
+
+    def _call_off_start(self) -> None:
+        self.advance(Event.START_FAILED)
+        if left := self.close_link():
+            log.warning("%s", left)
 
     def starting_texts(self) -> Iterator[str]:
         """Start them; `starting 4 workers: 2 ready` when it takes long, and when that changes.
@@ -153,14 +159,15 @@ class Workers(Standing):
             self.close_link()
         self.start()
 
-    def shutdown(self) -> None:
-        """End them all and their agent; nothing of them is left."""
+    def shutdown(self) -> str:
+        """End them all and their agent; return what of them is left elsewhere, "" for nothing."""
         self.setup.forget()
         self.advance(Event.STOP)
         if self._link is not None and self._link.is_up:
             self._stop(STOP_GRACE)
-        self.close_link()
+        left = self.close_link()
         self.advance(Event.STOPPED)
+        return left
 
     def _stop(self, grace: float) -> None:
         """Have the agent end them, which ends with them where it cannot."""
@@ -199,12 +206,11 @@ class Workers(Standing):
         link, self._link = self._link, None
         return link
 
-    def close_link(self) -> None:
-        """End the agents, if there are any."""
+    def close_link(self) -> str:
+        """End the agents, if there are any; return what is left elsewhere, "" for nothing."""
         self.names.let_go()
         link = self.detach_link()
-        if link is not None:
-            link.close()
+        return link.close() if link is not None else ""
 
     def _forget_outputs(self) -> None:
         """Drop what the workers before had still to say."""

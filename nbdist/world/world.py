@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from types import TracebackType
@@ -23,6 +24,8 @@ from nbdist.world.scripts import find_script
 from nbdist.world.session import Session
 from nbdist.world.snapshot_store import Snapshot, SnapshotStore, owner_of, root_folder
 from nbdist.world.states import State
+
+log = logging.getLogger("nbdist.world")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -125,8 +128,9 @@ class World:
         return self.session
 
     def shutdown(self) -> None:
-        """End all workers and their agent; nothing of them is left."""
-        self.session.shutdown()
+        """End all workers and their agent; a warning says what is left of them elsewhere."""
+        if left := self.session.shutdown():
+            log.warning("%s", left)
 
     def __enter__(self) -> World:
         self.start()

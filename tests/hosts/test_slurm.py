@@ -6,6 +6,7 @@ The tests' machine is one from which jobs are submitted, and is itself in no all
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import psutil
 import pytest
 
 from nbdist.errors import AgentLost, StartError, WorkerDied
@@ -47,6 +49,30 @@ def stop_when(is_due: Callable[[], bool]) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+def dies_when(world: World, do: Callable[[], object]) -> str:
+    """Do this while a cell runs, and return what that cell says."""
+
+    def wait_and_do() -> None:
+        wait_until(lambda: world.state is State.RUNNING, "the cell runs")
+        do()
+
+    thread = threading.Thread(target=wait_and_do)
+    thread.start()
+    with pytest.raises(WorkerDied) as died:
+        world.execute("import time; time.sleep(600)")
+    thread.join()
+    return str(died.value)
+
+
+def start_killed_in_queue(world: World) -> None:
+    """Start it, and kill its head and the guard above that once it waits in the queue."""
+    for text in world.session.starting_texts():
+        if "waits in Slurm's queue" in text:
+            guard = psutil.Process(world.session.link.agents[0].pid)
+            for each in [guard, *guard.children()]:
+                each.kill()
 
 
 @pytest.fixture(scope="module")
@@ -95,15 +121,8 @@ def test_a_world_in_an_allocation(world: World, job: int, slurm_here: Slurm) -> 
     steps = slurm_here.run("squeue", "--steps", "--noheader", "--format=%j", f"--jobs={job}")
     assert world.session.spec.name in steps.stdout.split()
 
-    def cancel() -> None:
-        wait_until(lambda: world.state is State.RUNNING, "the cell runs")
-        slurm_here.cancel(job)
-
-    thread = threading.Thread(target=cancel)
-    thread.start()
-    with pytest.raises(WorkerDied, match=f"allocation {job} has ended"):
-        world.execute("import time; time.sleep(600)")
-    thread.join()
+    said = dies_when(world, lambda: slurm_here.cancel(job))
+    assert f"allocation {job} has ended" in said
     with pytest.raises(StartError, match=f"allocation {job} has ended") as found:
         make_world().start()
     assert "\n" not in str(found.value)
@@ -130,6 +149,28 @@ def test_a_notebook_that_is_killed(slurm_here: Slurm, hosts: list[Host]) -> None
     notebook.kill()
     notebook.wait()
     wait_until(lambda: not slurm_here.jobs(), "the allocation has ended")
+
+
+def test_a_salloc_that_is_killed(slurm_here: Slurm, hosts: list[Host]) -> None:
+    """Its allocation ends with it, which the cell says; a restart has one of its own, and no more.
+
+    With Slurm's controller away at the end it is said that the job may run on, and what ends it.
+    """
+    with make_world(salloc="-p main") as world:
+        (before,) = slurm_here.jobs()
+        guard = psutil.Process(world.session.link.agents[0].pid)
+        below = guard.children(recursive=True)
+        (salloc,) = (each for each in below if each.name() == "salloc")
+        said = dies_when(world, salloc.kill)
+        assert f"`--salloc -p main`: salloc was killed by SIGKILL, and job {before} ends" in said
+        wait_until(lambda: not slurm_here.jobs(), "the allocation has ended")
+        world.restart()
+        (job,) = slurm_here.jobs()
+        slurm_here.control.link_down()
+        left = world.session.shutdown()
+        slurm_here.control.link_up()
+    assert re.search(rf"Slurm's job {job} may still run \(.+\): `scancel {job}` ends it$", left)
+    slurm_here.cancel(job)
 
 
 @pytest.mark.parametrize(("taken", "nodes"), [("", 2), ("-N2", 1)])
@@ -201,13 +242,20 @@ def all_taken(slurm_here: Slurm) -> Iterator[int]:
     slurm_here.cancel(job)
 
 
-def test_an_allocation_of_its_own(all_taken: int, slurm_here: Slurm, hosts: list[Host]) -> None:
+def test_an_allocation_of_its_own(
+    all_taken: int, slurm_here: Slurm, hosts: list[Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`--salloc` waits in the queue for one of that name; it ends with the head, however that does.
 
-    Nothing is left in the queue when the wait is stopped.
+    Nothing is left in the queue when the wait is stopped, or its head and the guard are killed.
     """
+    monkeypatch.setenv("SALLOC_TIMELIMIT", "7")
     with stop_when(lambda: len(slurm_here.jobs()) == 2), pytest.raises(KeyboardInterrupt):
         make_world(salloc="-p main").start()
+    wait_until(lambda: slurm_here.jobs() == [all_taken], "it is in the queue no more")
+
+    with pytest.raises(AgentLost):
+        start_killed_in_queue(make_world(salloc="-p main"))
     wait_until(lambda: slurm_here.jobs() == [all_taken], "it is in the queue no more")
 
     world = make_world(salloc=f"--gpus-per-node={GPUS} --mem=500", name="mine", cpus=2)
@@ -218,8 +266,8 @@ def test_an_allocation_of_its_own(all_taken: int, slurm_here: Slurm, hosts: list
             slurm_here.cancel(all_taken)
     with world:
         assert said
-        shown = slurm_here.run("squeue", "--noheader", "--format=%j %D %C").stdout
-        assert shown.split() == ["mine", "2", "4"]
+        shown = slurm_here.run("squeue", "--noheader", "--format=%j %D %C %l").stdout
+        assert shown.split() == ["mine", "2", "4", "7:00"]
         assert world.size == 2
         (head,) = children_of(world.session.link.agents[0].pid)
         os.kill(head, signal.SIGKILL)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from nbdist.launch.allocation import salloc_environ, step_environ
 from nbdist.launch.launcher import LaunchError
 from nbdist.launch.slurm import (
     NUMBERED,
@@ -16,7 +17,6 @@ from nbdist.launch.slurm import (
     read_job,
     salloc_command,
     srun_command,
-    step_environ,
     word_complaint,
     word_queue,
 )
@@ -109,7 +109,10 @@ def test_as_many_nodes_are_waited_for_as_are_sure_to_come() -> None:
 
 
 def test_what_goes_to_the_nodes() -> None:
-    """Neither secrets nor anything that changes what a nested srun does."""
+    """Neither secrets nor anything that changes what a nested srun does.
+
+    salloc has the user's own defaults besides.
+    """
     environ = {
         "PATH": "/bin",
         "SLURM_CONF": "/etc/slurm.conf",
@@ -117,7 +120,10 @@ def test_what_goes_to_the_nodes() -> None:
         "SLURM_NTASKS": "4",
         "HF_TOKEN": "secret",
     }
-    assert step_environ(environ) == {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf"}
+    kept = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf"}
+    assert step_environ(environ) == kept
+    defaults = {"SALLOC_PARTITION": "gpu", "SALLOC_TIMELIMIT": "2:00:00"}
+    assert salloc_environ(environ | defaults | {"SALLOC_NO_SHELL": "1"}) == kept | defaults
 
 
 def test_a_job_is_read() -> None:
@@ -167,6 +173,20 @@ def test_no_allocation() -> None:
         ),
         (["salloc: unrecognized option '--bogus'"], "unrecognized option '--bogus'"),
         (["sh: 1: exec: /venv/python: not found"], ""),
+        (
+            [
+                "salloc: Granted job allocation 3",
+                "srun: cluster configuration lacks support for cpu binding",
+                "nbdist: the interpreter there is none",
+                "srun: error: node1: task 0: Exited with exit code 1",
+                "salloc: Relinquishing job allocation 3",
+            ],
+            "",
+        ),
+        (
+            ["nbdist: salloc was killed by SIGKILL, and job 3 ends with it", "srun: error: no"],
+            "allocation 17: salloc was killed by SIGKILL, and job 3 ends with it",
+        ),
         ([], ""),
     ],
 )

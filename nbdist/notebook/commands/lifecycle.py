@@ -75,8 +75,8 @@ def _interrupt_job(job: Job) -> str:
 @command()
 def dist_shutdown(line: Line) -> str:
     """Shut down all workers, or those of one pool."""
-    had_workers = [pool.shutdown() for pool in line.pools]
-    return "workers ended" if any(had_workers) else "no workers were running"
+    said = dict.fromkeys(pool.shutdown() for pool in line.pools)
+    return "; ".join(filter(None, said)) or "no workers were running"
 
 
 def _replace(line: Line, keep: list[str]) -> str:
