@@ -114,7 +114,7 @@ class Assembly:
             return error.failure
         except NoSeats as error:
             await self.dismiss()
-            return StartFailure(None, request.wanted.launcher, "the world", str(error), ())
+            return StartFailure(None, request.wanted.launcher, "", str(error), ())
         if self._forming is None:
             self._forming = Forming(roster.nodes, lambda spec, rank: spec.seats[rank].node)
         if request.wanted.rdzv_backend and request.wanted.rdzv_endpoint:

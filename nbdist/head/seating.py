@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -41,6 +42,11 @@ def _gpus(wanted: Wanted, node: Machine) -> tuple[str, ...]:
         raise NoSeats(f"{node.facts.name}: {error}") from None
 
 
+def _has_cuda(node: Machine) -> bool:
+    """Say whether torch there may use GPUs: of a build for CPUs alone its version tells."""
+    return not node.facts.torch.endswith("+cpu")
+
+
 def _room(wanted: Wanted, node: Machine) -> int:
     slots = wanted.hosts[node.number].slots if node.number < len(wanted.hosts) else None
     if slots is not None:
@@ -62,13 +68,28 @@ def seated(spec: WorldSpec, wanted: Wanted, nodes: Sequence[Machine]) -> WorldSp
     if size > len(free):
         there = ", ".join(f"{node.facts.name} has {room[node.number]}" for node in nodes)
         raise NoSeats(f"{count(size, 'worker')} asked for, but room for {len(free)}: {there}")
-    gpus = all(_gpus(wanted, node) for node in nodes)
+    gpus = all(_gpus(wanted, node) and _has_cuda(node) for node in nodes)
     backend = spec.backend
     if wanted.backend is None:
         backend = topology.default_backend(int(gpus))
     seats = tuple(free[:size])
+    if topology.uses_nccl(backend or ""):
+        _check_nccl(wanted, nodes, Counter(seat.node for seat in seats), shared=spec.share_gpus)
     spec = replace(spec, world_size=size, seats=seats, backend=backend, environ=wanted.environ)
     return led_by_first(spec, nodes)
+
+
+def _check_nccl(
+    wanted: Wanted, nodes: Sequence[Machine], ranks: Mapping[int, int], *, shared: bool
+) -> None:
+    """Raise NoSeats where a node has no GPU for each of its ranks, or a torch without nccl."""
+    for node in nodes:
+        number, gpus, name = ranks.get(node.number, 0), len(_gpus(wanted, node)), node.facts.name
+        if number and not _has_cuda(node):
+            raise NoSeats(f"torch {node.facts.torch} on {name} has no nccl: `--backend gloo`")
+        if number > gpus and not (gpus and shared):
+            there = f"{name} has {count(gpus, 'GPU')} for {count(number, 'rank')}"
+            raise NoSeats(f"{there}, and nccl needs one for each: `--backend gloo`")
 
 
 def led_by_first(spec: WorldSpec, nodes: Sequence[Machine]) -> WorldSpec:

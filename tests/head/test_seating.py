@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -71,6 +71,28 @@ def test_the_backend_is_that_of_all_nodes() -> None:
     assert seated(SPEC, wanted(), mixed).backend == "gloo"
     assert seated(SPEC, wanted(), all_have).backend == GPU_BACKEND
     assert seated(SPEC, wanted(backend="gloo"), all_have).backend == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "torch", "told"),
+    [
+        (0, "2.13.0", "n0 has 0 GPUs for 2 ranks, and nccl needs one for each: `--backend gloo`"),
+        (2, "2.13.0+cpu", "torch 2.13.0+cpu on n0 has no nccl: `--backend gloo`"),
+        (1, "2.13.0", "n0 has 1 GPU for 2 ranks, and nccl needs one for each: `--backend gloo`"),
+    ],
+)
+def test_nccl_where_it_cannot_be(gpus: int, torch: str, told: str) -> None:
+    """It is said before a rank tries; unless it was asked for, a torch for CPUs alone has gloo."""
+    there = machine(0, gpus)
+    there.facts = replace(there.facts, torch=torch)
+    with pytest.raises(NoSeats) as found:
+        seated(replace(SPEC, backend="nccl"), wanted(per_node=2, backend="nccl"), [there])
+    assert str(found.value) == told
+    if gpus != 1:
+        assert seated(SPEC, wanted(per_node=2), [there]).backend == "gloo"
+    if gpus == 1:
+        shared = replace(SPEC, backend="nccl", share_gpus=True)
+        assert seated(shared, wanted(per_node=2, backend="nccl"), [there]).world_size == 2
 
 
 def test_too_many_workers() -> None:

@@ -53,6 +53,22 @@ def test_a_host_that_ssh_does_not_reach(alias: str, why: str) -> None:
     assert said.startswith(f"the agent on {alias} could not start: {why}")
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"gpus": "0"}, "node1: `--gpus 0`: there is no GPU 0, none is visible"),
+        ({"backend": "nccl"}, "nccl"),
+    ],
+)
+def test_gpus_that_are_not_there(options: dict[str, str], why: str) -> None:
+    """In one line."""
+    with pytest.raises(StartError) as found:
+        new_world("node1:1", **options)
+    assert str(found.value).startswith("the workers could not start: ")
+    assert why in str(found.value)
+    assert "\n" not in str(found.value)
+
+
 def test_a_host_twice() -> None:
     """It is found before anything is started."""
     with pytest.raises(BadTopology, match="node1 is listed twice"):
