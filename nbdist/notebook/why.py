@@ -12,11 +12,14 @@ from nbdist.output.events import Died, Failure, RankError
 from nbdist.output.folded_traceback import traceback_html
 from nbdist.output.folding import said_by
 from nbdist.output.markup import LINES, RED, barred, bold, dim, line, panel
+from nbdist.output.rank_transcript import RankTranscript
+from nbdist.output.screen import Line
 from nbdist.output.wording import error_text, fold_ranks, traceback_text
 from nbdist.words import name_ranks
 from nbdist.world.running import RunningTask
 
 TRACEBACK_LINES, WIDTH = 1000, 2000
+LAST_LINES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ def why_of(running: RunningTask, error: NbdistError, logs: Mapping[int, str]) ->
         mentioned |= alike
     others = fold_ranks({other: error_text(errors[other]) for other in errors.keys() - mentioned})
     followed += [f"{name_ranks(ranks)}: {text}" for text, ranks in others.items()]
-    return Why(title, _body(first), tuple(followed), logs.get(rank, ""))
+    return Why(title, _body(first, transcript[rank]), tuple(followed), logs.get(rank, ""))
 
 
 def why_died(rank: int, host: str, died: Died, log: str) -> Why:
@@ -90,12 +93,14 @@ def idle_end(died: Died) -> str:
     return f"{died.end} while no cell was running{why}"
 
 
-def _body(error: RankError) -> str:
+def _body(error: RankError, shown: RankTranscript | None = None) -> str:
+    """Return its traceback or last lines; of a machine that is lost those that were shown."""
     if isinstance(error, Failure):
         return traceback_text(error)
-    if not error.last_lines:
-        return "it had printed nothing"
-    return "\n".join(["its last lines:", *error.last_lines])
+    lines = error.last_lines
+    if shown is not None and not lines:
+        lines = tuple(each.text for each in shown.tail(LAST_LINES) if isinstance(each, Line))
+    return "\n".join(["its last lines:", *lines]) if lines else "it had printed nothing"
 
 
 def _clock(seconds: float) -> str:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from nbdist.notebook.why import Why, idle_end, why_died
-from nbdist.output.events import IGNORES_STOP, Died
+from nbdist.config import Patience
+from nbdist.errors import WorkerDied
+from nbdist.notebook.why import Why, idle_end, why_died, why_of
+from nbdist.output.events import IGNORES_STOP, Died, Text
+from nbdist.wire.task import Source, Task
+from nbdist.world.machines import Machines
+from nbdist.world.running import RunningTask
+from nbdist.world.sent import Crew
 from tests.output.lab import Panel
 
 
@@ -35,6 +43,19 @@ def test_nothing_more_to_say() -> None:
 def test_ends_of_idle_ranks(died: Died, end: str) -> None:
     """How, and why where that is known; one that was stopped had a cell before."""
     assert idle_end(died) == end
+
+
+def test_a_rank_whose_machine_is_lost() -> None:
+    """Of its end nobody has said anything: its last lines are those that were shown."""
+    crew = Crew(1, "gloo", Machines.one("node1", 1), {0: 4711}, {}, True)  # noqa: FBT003
+    running = RunningTask(Task("id", (0,), Source("print(1)")), Patience(), crew)
+    running.receive(0, Text("stdout", "loading shards\nepoch 7\n"))
+    running.receive(0, Died(None, time.time_ns(), why="its machine counts as lost"))
+    error = running.error()
+    assert isinstance(error, WorkerDied)
+    why = why_of(running, error, {})
+    assert why is not None
+    assert why.body == "its last lines:\nloading shards\nepoch 7"
 
 
 def test_a_rank_that_died() -> None:
