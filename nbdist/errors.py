@@ -44,7 +44,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from nbdist.words import count, format_ranks, name_ranks, one_line, word_exit
+from nbdist.words import LACKED_MEMORY, count, format_ranks, name_ranks, one_line, word_exit
 
 Made = TypeVar("Made", bound=BaseException)
 
@@ -311,8 +311,8 @@ class WorldBroken(UsageError):
 
     def __init__(self, why: str) -> None:
         super().__init__(
-            f"the workers could not rebuild their process group: {why}. "
-            "`%dist_restart` restarts all workers."
+            f"the workers could not rebuild their process group: {why}. The next cell tries again; "
+            "`%dist_restart` restarts all workers, and their variables are lost."
         )
 
 
@@ -516,14 +516,16 @@ class LocalCellError(NbdistError):
 class AgentLost(NbdistError):
     """The agent of a machine ended; its workers ended with it.
 
-    `last_line` is the last of its log, which says why where it ended by itself.
+    `last_line` is the last of its log, which says why where it ended by itself, or that it lacked
+    memory.
     """
 
     def __init__(self, host: str, exit_code: int | None, last_line: str = "") -> None:
         self.host = host
         self.exit_code = exit_code
         self.last_line = last_line
-        why = f" ({one_line(last_line)})" if last_line and (exit_code or 0) > 0 else ""
+        is_why = (exit_code or 0) > 0 or last_line.startswith(LACKED_MEMORY)
+        why = f" ({one_line(last_line)})" if last_line and is_why else ""
         super().__init__(
             f"the agent on {host} {word_exit(exit_code)}{why}, and its workers ended with it. "
             "`%dist_restart` starts new workers; the variables are lost."

@@ -38,6 +38,10 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"rank {text}" if text.isdigit() else f"ranks {text}"
 
 
+LACKED_MEMORY = "most likely killed by the kernel for lack of memory"
+"""Begins a line on a process."""
+
+
 def word_exit(exit_code: int | None) -> str:
     """Word how a process ended, by `subprocess`'s exit code: `was killed by SIGKILL`."""
     if exit_code is None:

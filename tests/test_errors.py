@@ -11,6 +11,7 @@ from IPython.utils.capture import capture_output
 from traitlets.config import Config
 
 from nbdist import errors
+from nbdist.words import LACKED_MEMORY
 
 
 @dataclass(frozen=True)
@@ -260,3 +261,6 @@ def test_an_agent_that_ended_by_itself_says_why():
     """The last line of its log says it; one that was killed has written none about that."""
     assert "exited with code 1 (KeyError: 17), and" in str(errors.AgentLost("a", 1, "KeyError: 17"))
     assert "(" not in str(errors.AgentLost("a", -9, "Extension loaded"))
+    assert f"SIGKILL ({LACKED_MEMORY}: x), and" in str(
+        errors.AgentLost("a", -9, f"{LACKED_MEMORY}: x")
+    )

@@ -1,12 +1,10 @@
-"""The machine's limits, in words: processes and threads, open files, memory."""
+"""The machine's limits, in words: processes and threads, open files."""
 
 from __future__ import annotations
 
 import errno
 import os
-import re
 import resource
-import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -24,8 +22,6 @@ rank: 16 of zmq's, pipes and logs, and four while it starts."""
 
 WORKER_FILES, FILES_OF_PEER = 128, 2
 """What a worker has open: 60, a reserve of 48 and some; for each other rank: gloo's connections."""
-
-OOM_KILL = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 class Lack(ChildProcessError):
@@ -105,48 +101,3 @@ def word_lack_of_files(workers: int) -> str:
         f"{workers} workers take {needed} open files in one process, and `ulimit -Hn` allows "
         f"{hard}. Raise it before the notebook is started{instead}"
     )
-
-
-# --- memory ---------------------------------------------------------------------------------
-
-
-class OomKills:
-    """Counts how many processes the kernel kills for lack of memory, where a worker lives.
-
-    In its control group, or on the whole machine where that cannot be read.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self._file = next((file for file in _count_files(pid) if _count_in(file) is not None), None)
-        self._before = self._read()
-
-    def __repr__(self) -> str:
-        return f"<OomKills {self._file} {self._before}>"
-
-    def text(self, exit_code: int) -> str:
-        """Word a line on a worker that has died, "" where lack of memory is not why."""
-        now = self._read()
-        if exit_code != -signal.SIGKILL or now <= self._before:
-            return ""
-        return (
-            "most likely killed by the kernel for lack of memory: oom_kill in "
-            f"{self._file} went from {self._before} to {now}\n"
-        )
-
-    def _read(self) -> int:
-        return (_count_in(self._file) or 0) if self._file else 0
-
-
-def _count_files(pid: int) -> Iterator[Path]:
-    """Yield where the count may be, the most special first (cgroups(7), proc(5))."""
-    for group in control_groups("memory", pid):
-        yield group.folder / ("memory.events" if group.version == 2 else "memory.oom_control")
-    yield Path("/proc/vmstat")
-
-
-def _count_in(file: Path) -> int | None:
-    try:
-        found = OOM_KILL.search(file.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        return None
-    return int(found[1]) if found else None

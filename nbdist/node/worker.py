@@ -15,7 +15,7 @@ from typing import Any
 
 from nbdist.node.kernel_client import KernelClient, TaskConnection
 from nbdist.node.kernel_messages import Message, as_shown, output_from
-from nbdist.node.limits import Lack, OomKills, lack_in
+from nbdist.node.limits import Lack, lack_in
 from nbdist.node.proc import is_exiting, is_stopped
 from nbdist.node.processes import ProcessSource, WorkerProcess
 from nbdist.node.stack_file import StackFile
@@ -23,6 +23,7 @@ from nbdist.node.worker_logs import WorkerLog
 from nbdist.node.worker_output import WorkerOutput
 from nbdist.output.events import Died, Done, Failure, InputRequest, Output, Text, Typed
 from nbdist.wire import control
+from nbdist.wire.cgroups import OomKills
 from nbdist.wire.frames import BadFrame
 from nbdist.wire.messages import Run
 from nbdist.wire.places import Place, RankState, WorkerStatus

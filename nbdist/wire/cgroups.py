@@ -8,14 +8,20 @@ notebook.  Asked before memory is shared: both versions, and each group above th
 from __future__ import annotations
 
 import os
+import re
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from nbdist.words import LACKED_MEMORY
+
 ASKED_FROM = 32 << 20
 """Bytes: less than that is not looked at; it takes 0.2 ms."""
 UNLIMITED = 1 << 60
+
+OOM_KILL = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 _PROC = Path("/proc")
 
@@ -141,3 +147,42 @@ def _fields(file: Path) -> dict[str, int]:
         lines = (line.split() for line in file.read_text().splitlines())
         return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
     return {}
+
+
+class OomKills:
+    """Counts how many processes the kernel kills for lack of memory, where one lives.
+
+    In its control group, or on the whole machine where that cannot be read.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._file = next((file for file in _count_files(pid) if _count_in(file) is not None), None)
+        self._before = self._read()
+
+    def __repr__(self) -> str:
+        return f"<OomKills {self._file} {self._before}>"
+
+    def text(self, exit_code: int) -> str:
+        """Word a line on that one once it has died, "" where lack of memory is not why."""
+        now = self._read()
+        if exit_code != -signal.SIGKILL or now <= self._before:
+            return ""
+        return f"{LACKED_MEMORY}: oom_kill in {self._file} went from {self._before} to {now}\n"
+
+    def _read(self) -> int:
+        return (_count_in(self._file) or 0) if self._file else 0
+
+
+def _count_files(pid: int) -> Iterator[Path]:
+    """Yield where the count may be, the most special first (cgroups(7), proc(5))."""
+    for group in control_groups("memory", pid):
+        yield group.folder / ("memory.events" if group.version == 2 else "memory.oom_control")
+    yield Path("/proc/vmstat")
+
+
+def _count_in(file: Path) -> int | None:
+    try:
+        found = OOM_KILL.search(file.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+    return int(found[1]) if found else None

@@ -9,6 +9,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from nbdist.wire.cgroups import OomKills
 from nbdist.wire.child import Child
 from nbdist.wire.interpreter import MODULE, safe_environ
 from nbdist.wire.prctl import children_of
@@ -28,6 +29,11 @@ class AgentProcess(Child):
             command.append("--no-fork")
         environ = safe_environ(os.environ, os.getcwd())
         super().__init__(socket.gethostname(), command, runtime / "agent.log", environ)
+        self._oom_kills = OomKills(self.pid)
+
+    def last_lines(self) -> list[str]:
+        """Return the end of its log; where the kernel has killed it for its memory, that too."""
+        return [*super().last_lines(), *self._oom_kills.text(self.exit_code() or 0).splitlines()]
 
     def end(self, timeout: float) -> None:
         """Have it end; by force, a step at a time, each `timeout` seconds after the one before.

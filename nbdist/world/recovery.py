@@ -326,8 +326,10 @@ def _did(error: RankError) -> str:
 def healing_text(workers: Workers, dead: Iterable[int]) -> str:
     """Say what became of a world some of whose workers have died."""
     if workers.state is State.BROKEN:
-        why = f" ({workers.problem})" if workers.problem else ""
-        return f"`%dist_restart` restarts all workers; their variables are lost{why}."
+        if not workers.problem:
+            return "`%dist_restart` restarts all workers; their variables are lost."
+        said = str(WorldBroken(workers.problem))
+        return said[0].upper() + said[1:]
     if workers.on_failure == "stop":
         return "All workers were ended (`--on-failure stop`); the next cell starts new ones."
     if workers.on_failure == "restart-all":

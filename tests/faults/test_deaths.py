@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import select
 import signal
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from nbdist.errors import AgentLost
 from nbdist.output.events import Died
+from nbdist.wire.prctl import children_of
+from nbdist.wire.runtime_folder import RuntimeFolder
+from nbdist.world.agent_process import AgentProcess
 from nbdist.world.world import World
+from tests.waiting import SOON, wait_until
 
 pytestmark = pytest.mark.shared_world
 
@@ -116,6 +125,27 @@ def small_group() -> Iterator[Path]:
         group.rmdir()
         return
     pytest.skip("no control group can be made here")
+
+
+def test_an_agent_out_of_memory(small_group: Path) -> None:
+    """Where the kernel has killed it for that, the last line says so."""
+    procs, runtime = small_group / "cgroup.procs", RuntimeFolder()
+    procs.write_text(str(os.getpid()))
+    try:
+        agent = AgentProcess(runtime.path, fork_server=False)
+    finally:
+        (small_group.parent / "cgroup.procs").write_text(str(os.getpid()))
+    wait_until(lambda: children_of(agent.pid), "it is below its guard")
+    for pid in (agent.pid, *children_of(agent.pid)):
+        Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
+    fill = f"open({str(procs)!r}, 'w').write('0'); x = [bytearray(10_000_000) for _ in range(99)]"
+    subprocess.run([sys.executable, "-c", fill], check=False, timeout=SOON)
+    assert select.select([agent], [], [], SOON)[0] == [agent]
+    lost = AgentLost(agent.host, agent.exit_code(), agent.last_lines()[-1])
+    assert "was killed by SIGKILL (most likely killed by the kernel for lack of" in str(lost)
+    agent.end(SOON)
+    agent.close()
+    runtime.close()
 
 
 def test_out_of_memory(world: World, small_group: Path) -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 import resource
-import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from nbdist.node.limits import OomKills, lack_in, word_lack, word_lack_of_files
+from nbdist.node.limits import lack_in, word_lack, word_lack_of_files
 
 
 def test_a_program_that_cannot_be_run() -> None:
@@ -63,11 +60,3 @@ def test_open_files() -> None:
     )
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert (word_lack_of_files(2) == "") == (hard > 130)
-
-
-def test_count_of_oom_kills() -> None:
-    """It is found on any machine; a count that has not gone up, or another end, is nothing."""
-    kills = OomKills(os.getpid())
-    assert "oom_kill" in Path(repr(kills).split()[1]).read_text()
-    assert kills.text(-signal.SIGKILL) == ""
-    assert OomKills(2**22 + 1).text(-signal.SIGKILL) == ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from nbdist.errors import NotEnoughMemory
 from nbdist.wire.cgroups import (
     ControlGroup,
     MemoryLimit,
+    OomKills,
     control_groups,
     memory_limits,
     require_memory,
@@ -135,3 +138,11 @@ def test_groups_of_another_process() -> None:
         finally:
             process.kill()
     assert list(control_groups("memory", process.pid)) == []
+
+
+def test_count_of_oom_kills() -> None:
+    """It is found on any machine; a count that has not gone up, or another end, is nothing."""
+    kills = OomKills(os.getpid())
+    assert "oom_kill" in Path(repr(kills).split()[1]).read_text()
+    assert kills.text(-signal.SIGKILL) == ""
+    assert OomKills(2**22 + 1).text(-signal.SIGKILL) == ""
