@@ -37,12 +37,26 @@ from nbdist.launch.bundles import (
     word_bundle,
 )
 from nbdist.launch.launcher import agent_command
-from nbdist.launch.ray import End, Ended, Order, Placed, Refused, Said, actor_name, read_message
+from nbdist.launch.ray import (
+    TOKEN,
+    TOKEN_WANTED,
+    End,
+    Ended,
+    Order,
+    Placed,
+    Refused,
+    Said,
+    actor_name,
+    read_message,
+)
 from nbdist.wire.wanted import Wanted
 from nbdist.words import count
 
 REACH_TIMEOUT = 5.0
 """Seconds for the cluster's address to answer."""
+
+REACH_TRIES = ("RAY_NUM_REDIS_GET_RETRIES", "3")
+"""How often Ray tries what listens, a second apart: by itself 20 times, also with a wrong token."""
 
 PLACE_TIMEOUT = 5.0
 """Seconds for nodes that have what is wanted to have it free."""
@@ -130,13 +144,16 @@ def main() -> None:
     os.dup2(2, 1)
     order: Order = read_message(sys.stdin.buffer)
 
+    os.environ.setdefault(*REACH_TRIES)
     from ray.exceptions import RayError
 
     try:
         connect()
         bundles, names = place(order.wanted)
     except (NoRoom, OSError, RuntimeError, ValueError, RayError) as error:
-        say(told, Refused(" ".join(str(error).split())))
+        # Of a token Ray speaks in the cause alone.
+        wants_token = TOKEN.search(f"{error} {error.__cause__}")
+        say(told, Refused(TOKEN_WANTED if wants_token else " ".join(str(error).split())))
         return
     agents = start(order, bundles)
     say(told, Placed(names))

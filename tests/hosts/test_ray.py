@@ -75,7 +75,6 @@ def test_who_has_not_the_token(
     """Neither asked for it nor found, or another: one line says what to set."""
     (home := tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setenv("RAY_NUM_REDIS_GET_RETRIES", "2")  # so often Ray asks, once a second
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
     for mode, token in (("disabled", ""), ("token", ""), ("token", "f" * 64)):
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
