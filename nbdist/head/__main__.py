@@ -13,7 +13,7 @@ from nbdist.node.first_steps import begin
 
 COMMANDS_GRACE = 3.0
 """Seconds for `srun` and the like to end when a head was killed: agents leave, and so do they;
-and after a SIGTERM.  A `salloc` that is killed leaves its allocation to run on."""
+and after a SIGTERM.  A head that leaves waits as long for an allocation to be gone."""
 
 
 def main() -> None:

@@ -59,7 +59,7 @@ def go_below_guard(runtime: Path, notebook: int | None, grace: float = 0.0) -> G
     """Fork: the parent becomes the guard and never returns, the child is to be the agent.
 
     What that leaves behind has `grace` seconds to end by itself, as its stdin has, and as many
-    after a SIGTERM.
+    after a SIGTERM; for these the agent itself may wait.
     Raises OSError where there can be no further process.
     """
     guard = os.getpid()
@@ -123,7 +123,7 @@ def _watch(agent: int, runtime: Path, notebook: int | None, told: int, grace: fl
     """Wait for the agent, end what it has left, and end as it did."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(agent, signal.SIGTERM))
-    status = _wait_for(agent, notebook, told)
+    status = _wait_for(agent, notebook, told, AGENT_GRACE + 2 * grace)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if grace:
         await_end(_reap_children, grace)
@@ -133,6 +133,7 @@ def _watch(agent: int, runtime: Path, notebook: int | None, told: int, grace: fl
     shutil.rmtree(runtime, ignore_errors=True)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
+        _drop_code()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the agent has left one, if any
         with suppress(OSError):  # it is so already for SIGKILL
             signal.signal(-code, signal.SIG_DFL)
@@ -140,7 +141,18 @@ def _watch(agent: int, runtime: Path, notebook: int | None, told: int, grace: fl
     sys.exit(code)
 
 
-def _wait_for(agent: int, notebook: int | None, told: int) -> int:
+def _drop_code() -> None:
+    """Remove the notebook's files that a killed agent has left in this machine's /tmp."""
+    # Not at the top: there the agent imports next to nothing.
+    import tempfile
+
+    from nbdist.node.code_folder import drop_dead
+
+    with suppress(OSError):
+        drop_dead(Path(tempfile.gettempdir()))
+
+
+def _wait_for(agent: int, notebook: int | None, told: int, grace: float) -> int:
     """Return the agent's status; kill it where it hangs after its notebook's end.
 
     But not one that stays, as it has said.
@@ -154,18 +166,18 @@ def _wait_for(agent: int, notebook: int | None, told: int) -> int:
         ends.poll()
     except ProcessLookupError:
         pass  # it has ended already
-    if not _stays(told) and not _ends(agent, ended):
+    if not _stays(told) and not _ends(agent, ended, grace):
         os.kill(agent, signal.SIGKILL)
     return os.waitpid(agent, 0)[1]
 
 
-def _ends(agent: int, ended: int) -> bool:
+def _ends(agent: int, ended: int, grace: float) -> bool:
     """Wait for its end; not for one that does nothing meanwhile, and not for ever."""
     for _ in range(AGENT_GRACES):
         before = cpu_seconds(agent)
-        if select.select([ended], [], [], AGENT_GRACE)[0]:
+        if select.select([ended], [], [], grace)[0]:
             return True
-        if cpu_seconds(agent) - before < AT_WORK * AGENT_GRACE:
+        if cpu_seconds(agent) - before < AT_WORK * grace:
             break
     return False
 

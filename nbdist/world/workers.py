@@ -163,18 +163,20 @@ class Workers(Standing):
         """End them all and their agent; return what of them is left elsewhere, "" for nothing."""
         self.setup.forget()
         self.advance(Event.STOP)
+        left = ""
         if self._link is not None and self._link.is_up:
-            self._stop(STOP_GRACE)
-        left = self.close_link()
+            left = self._stop(STOP_GRACE)
+        left = left or self.close_link()
         self.advance(Event.STOPPED)
         return left
 
-    def _stop(self, grace: float) -> None:
-        """Have the agent end them, which ends with them where it cannot."""
+    def _stop(self, grace: float) -> str:
+        """Have the agent end them, which ends with them where it cannot: then as `close_link`."""
         try:
             self.link.call(StopWorld(grace), STOP_TIMEOUT)
         except (AgentLost, StartError):
-            self.close_link()
+            return self.close_link()
+        return ""
 
     def attach(self, link: Link, there: Attached, namespace: dict[str, Any]) -> None:
         """Take over the workers at the other end of this link, as they are."""

@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import select
 import signal
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
+from nbdist.node.code_folder import CodeFolder
+from nbdist.wire.code_tree import CodeFile, CodePart, digest_of
+from nbdist.wire.messages import PutCode
 from nbdist.wire.runtime_folder import RuntimeFolder
 from nbdist.world.agent_process import AgentProcess
 from tests.waiting import SOON, wait_until
@@ -52,8 +57,18 @@ def test_an_agent_that_cannot_start(
     agent.close()
 
 
-def test_an_agent_that_hangs_is_killed(runtime: RuntimeFolder) -> None:
-    """After the seconds it has for it; its guard then ends what it has left, and itself."""
+def test_an_agent_that_hangs_is_killed(
+    runtime: RuntimeFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the seconds it has for it; its guard then ends what it has left, and itself.
+
+    Of the notebook's code, too, nothing stays that dead agents had.
+    """
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    code, file = CodeFolder(), CodeFile(digest_of(b"x = 1"), is_program=False)
+    code.take(PutCode(CodePart({file.digest: b"x = 1"}, {"a.py": file})))
+    os.close(code._claim)  # as the kernel does at a process's end
     agent = AgentProcess(runtime.path, fork_server=True)
     guard = psutil.Process(agent.pid)
     wait_until(lambda: len(guard.children(recursive=True)) == 2, "the agent has a fork server")
@@ -64,6 +79,7 @@ def test_an_agent_that_hangs_is_killed(runtime: RuntimeFolder) -> None:
     assert agent.exit_code() == -signal.SIGKILL
     assert not any(process.is_running() for process in left)
     assert not runtime.path.exists()
+    assert [*tmp_path.iterdir()] == []
     agent.close()
 
 
