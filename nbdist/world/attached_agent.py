@@ -6,6 +6,7 @@ import os
 import select
 import signal
 from contextlib import suppress
+from pathlib import Path
 
 from nbdist.wire.at_door import Admitted
 from nbdist.wire.child import LAST_BYTES
@@ -20,7 +21,8 @@ class AttachedAgent:
         self.pid = admitted.agent
         self.command = f"the agent of world {found.name}"
         self._asking = asking
-        self._log = (found.folder / "agent.log").open("rb")  # also once that has gone
+        log = found.folder / "agent.log"
+        self._log = (log if log.exists() else Path(os.devnull)).open("rb")  # also once it has gone
         # The guard is the last to end.
         self._guard = os.pidfd_open(admitted.guard)
         self._agent = os.pidfd_open(admitted.agent)

@@ -40,7 +40,10 @@ def guard() -> Iterator[subprocess.Popen[str]]:
 
 
 def test_its_end(guard: subprocess.Popen[str], tmp_path: Path) -> None:
-    """It is there while the guard is; it is ended by a signal where it does not end by itself."""
+    """It is there while the guard is; it is ended by a signal where it does not end by itself.
+
+    What it said last is known once its folder has gone, unless somebody took that away before.
+    """
     assert guard.stdout is not None
     pid, line = int(guard.stdout.readline()), Line()
     (tmp_path / "agent.log").write_text("one\ntwo\n")
@@ -53,7 +56,10 @@ def test_its_end(guard: subprocess.Popen[str], tmp_path: Path) -> None:
     assert select.select([agent.fileno()], [], [], 0)[0] == [agent.fileno()]
     with pytest.raises(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
+    (tmp_path / "agent.log").unlink()
+    assert agent.last_lines() == ["one", "two"]
     agent.close()
     assert line.is_closed
-    (tmp_path / "agent.log").unlink()
+    agent = AttachedAgent(found, line, Admitted(os.getpid(), os.getpid()))  # type: ignore[arg-type]
     assert agent.last_lines() == []
+    agent.close()
