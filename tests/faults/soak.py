@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import psutil
 
 from nbdist.errors import NbdistError
+from nbdist.node.fork_server import AFTER_FORK, makes_idle_imports
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.faults.spinning import spinning
@@ -34,6 +35,9 @@ count memory or look at GPUs; which of them meet is chance, and no more than thr
 
 SETTLED = 10
 """Faults after which nothing may grow any more: each kind has been met by then."""
+
+IMPORTED, LONGEST_IMPORTS = 2 * AFTER_FORK, 120.0
+"""Seconds without work after which the fork server has nothing to import any more, and in all."""
 
 COLLECTIVES = (
     "dist.all_reduce(torch.ones(9))",
@@ -79,17 +83,30 @@ class Holdings:
     @classmethod
     def now(cls, world: World) -> Holdings:
         """Of this process, which is the notebook, of the agent and the fork server."""
-        workers = set(world.pids.values())
-        notebook = psutil.Process()
-        guard = psutil.Process(world.session.link.agents[0].pid)
-        found = [p for p in guard.children(recursive=True) if p.pid not in workers]
-        lasting = [notebook, guard, *found]
+        lasting = [psutil.Process(), *_serving(world)]
         return cls(
             sum(process.num_fds() for process in lasting),
             sum(process.num_threads() for process in lasting),
             len(lasting),
             round(sum(process.memory_full_info().uss for process in lasting) / 2**20, 1),
         )
+
+
+def _serving(world: World) -> list[psutil.Process]:
+    """Those processes of a world that are no workers."""
+    workers = set(world.pids.values())
+    guard = psutil.Process(world.session.link.agents[0].pid)
+    return [guard, *(p for p in guard.children(recursive=True) if p.pid not in workers)]
+
+
+def wait_for_imports(world: World) -> None:
+    """Return once the fork server has imported all that it does while idle: no leak is as large."""
+    (server,) = (p for p in _serving(world) if "nbdist.node.fork_server" in p.cmdline())
+    deadline, before = time.monotonic() + LONGEST_IMPORTS, None
+    while makes_idle_imports() and before != (before := server.cpu_times()):
+        if time.monotonic() > deadline:
+            raise AssertionError("the fork server has not ended its imports")
+        time.sleep(IMPORTED)
 
 
 def one_fault(world: World, dice: random.Random) -> str:
@@ -142,6 +159,7 @@ def soak(seed: int, faults: int) -> tuple[Counter[str], Holdings, Holdings]:
         for number in range(faults):
             kinds[one_fault(world, dice)] += 1
             if number + 1 == min(SETTLED, faults):
+                wait_for_imports(world)
                 settled = Holdings.now(world)
         assert settled is not None
         return kinds, settled, Holdings.now(world)

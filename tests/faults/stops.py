@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from nbdist.world.states import State
 from nbdist.world.world import World
+from tests.faults.collectives import BEFORE, BIG_ONLY, SMALL
 from tests.faults.spinning import spinning
-from tests.faults.test_freeing import BEFORE, BIG_ONLY, SMALL
 
 NEEDS_MORE = re.compile(r"net\(|mesh|sharded|spread")
 """What `BEFORE` makes."""

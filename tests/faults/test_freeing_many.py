@@ -8,7 +8,8 @@ import pytest
 
 from nbdist.errors import WorkerDied
 from nbdist.world.world import World
-from tests.faults.test_freeing import BEFORE, SMALL, fails, goes_on
+from tests.faults.collectives import BEFORE, SMALL
+from tests.faults.test_freeing import fails, goes_on
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world

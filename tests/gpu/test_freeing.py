@@ -13,6 +13,7 @@ import pytest
 
 from nbdist.errors import RanksReleased, WorkerDied, WorkerError
 from nbdist.world.world import World
+from tests.faults import collectives
 from tests.faults import test_freeing as faults
 from tests.gpu import lab
 from tests.gpu.conftest import Figure
@@ -26,7 +27,7 @@ HOST_ONLY = ("send", "recv", "batch_isend_irecv")
 
 BIG = ("all_reduce", "broadcast", "all_gather", "DDP")
 
-CASES = [*((name, 256) for name in faults.SMALL), *((name, 25_000_000) for name in BIG)]
+CASES = [*((name, 256) for name in collectives.SMALL), *((name, 25_000_000) for name in BIG)]
 
 NAMES = [f"{name} of 100 MB" if length > 256 else name for name, length in CASES]
 
@@ -35,9 +36,9 @@ NAMES = [f"{name} of 100 MB" if length > 256 else name for name, length in CASES
 def world(world: World, kind: str) -> World:
     """Four ranks with a DDP model and a subgroup, and with meshes where these work."""
     if not all(world.gather("'net' in globals()")):
-        world.execute(faults.MODEL)
+        world.execute(collectives.MODEL)
         if has_meshes(kind):
-            world.execute(faults.SHARDS)
+            world.execute(collectives.SHARDS)
     return world
 
 
@@ -83,7 +84,7 @@ def test_one_rank_raises(world: World, kind: str, name: str, length: int) -> Non
         pytest.skip("meshes of CUDA devices may need nccl")
     if kind == "gloo" and lab.DEVICE == "cuda" and name in HOST_ONLY:
         pytest.skip("gloo does this with the CPU's tensors alone")
-    collective = faults.SMALL[name]
+    collective = collectives.SMALL[name]
     if kind == "gloo" and name not in (*MESHES, *HOST_ONLY):
         works_with_gloo(world, collective)
     before = dict(world.pids)
