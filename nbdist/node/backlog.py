@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from nbdist.output.events import Display, InputRequest, Moved, Output, Record, Skipped, Text, Update
+from collections.abc import Iterable
+
+from nbdist.output.events import (
+    Clear,
+    Display,
+    Failure,
+    InputRequest,
+    Moved,
+    Output,
+    Record,
+    Skipped,
+    Text,
+    Update,
+    size_of,
+)
 
 TEXT_KEPT = 4 << 20
 """Characters per rank that wait for a slow notebook; older ones are only in the log file."""
+
+SHOWN_KEPT = 64 << 20
+"""Characters of figures and tables of all ranks that wait for it; older ones are left out."""
 
 JOINED_AT_MOST = 1 << 16
 
@@ -15,16 +32,17 @@ Item = tuple[int, str, Output]
 class Backlog:
     """Outputs of all ranks, each rank's in order; the oldest make room for new ones.
 
-    Of each rank's text it keeps `text`, of what was displayed `shown` characters; with None
-    as many as there are.  What is left out is said in its place.  With `is_long` it is for hours:
-    a rank's text is joined, whatever others have said meanwhile.
+    Of each rank's text it keeps `text`, of what was displayed `shown` characters.  What is left
+    out is counted in its place.  With `is_long` it is for hours: a rank's text is joined,
+    whatever others have said meanwhile.
     """
 
     def __init__(
-        self, text: int = TEXT_KEPT, shown: int | None = None, *, is_long: bool = False
+        self, text: int = TEXT_KEPT, shown: int = SHOWN_KEPT, *, is_long: bool = False
     ) -> None:
         self._items: list[Item] = []
         self._last: dict[int, int] = {}  # where each rank's last item is
+        self._updated: set[tuple[int, str]] = set()  # displays of which there are updates
         self._is_long = is_long
         self._characters: dict[int, int] = {}
         self._most_text, self._most_shown = text, shown
@@ -50,23 +68,18 @@ class Backlog:
             case Update():
                 self._drop_older(rank, output)
         self._append(rank, cell_id, output)
-        if self._most_shown is not None:
-            self._shown += size_of(output)
-            if self._shown > self._most_shown:
-                self._leave_out(self._most_shown // 2)
+        self._shown += size_of(output)
+        if self._shown > self._most_shown:
+            self._leave_out()
 
     def answered(self, rank: int, number: int) -> None:
         """Leave out what this rank wanted typed, by its number: it has been."""
         self._keep(
-            [
-                item
-                for item in self._items
-                if not (
-                    item[0] == rank
-                    and isinstance(item[2], InputRequest)
-                    and item[2].number == number
-                )
-            ]
+            item
+            for item in self._items
+            if not (
+                item[0] == rank and isinstance(item[2], InputRequest) and item[2].number == number
+            )
         )
 
     def take(self, most: int) -> list[Item]:
@@ -81,15 +94,29 @@ class Backlog:
         for rank, _, output in self._items:
             if isinstance(output, Text):
                 self._characters[rank] = self._characters.get(rank, 0) + len(output.text)
+        self._shown = self._size_shown()
         return batch
 
+    def _size_shown(self) -> int:
+        return sum(size_of(output) for _, _, output in self._items if not isinstance(output, Text))
+
     def _append(self, rank: int, cell_id: str, output: Output) -> None:
+        """Add it; what is skipped is one with what was skipped before it."""
+        if isinstance(output, Skipped) and (at := self._last.get(rank)) is not None:
+            _, last_cell, last = self._items[at]
+            if isinstance(last, Skipped) and last_cell == cell_id:
+                self._items[at] = rank, cell_id, last + output
+                return
+        if isinstance(output, Update):
+            self._updated.add((rank, output.display_id))
         self._last[rank] = len(self._items)
         self._items.append((rank, cell_id, output))
 
-    def _keep(self, items: list[Item]) -> None:
-        self._items = items
-        self._last = {item[0]: at for at, item in enumerate(items)}
+    def _keep(self, items: Iterable[Item]) -> None:
+        kept = [*items]
+        self._items, self._last, self._updated = [], {}, set()
+        for item in kept:
+            self._append(*item)
 
     def _add_text(self, rank: int, cell_id: str, output: Text) -> None:
         at = self._last.get(rank, -1) if self._is_long else len(self._items) - 1
@@ -117,7 +144,7 @@ class Backlog:
                 too_many -= cut
                 self._characters[rank] -= cut
                 lines = output.text.count("\n", 0, cut)
-                _add_skipped(kept, item, Skipped(output.stream, cut, lines))
+                kept.append((rank, cell_id, Skipped(cut, lines)))
                 if output.text[cut:]:
                     kept.append((rank, cell_id, Text(output.stream, output.text[cut:])))
             else:
@@ -126,63 +153,34 @@ class Backlog:
 
     def _drop_older(self, rank: int, update: Update) -> None:
         """Keep of several updates of one display only the last, the only one to be seen."""
+        if (rank, update.display_id) not in self._updated:  # there may be many items to look at
+            return
         self._keep(
-            [
-                (item_rank, cell_id, output)
-                for item_rank, cell_id, output in self._items
-                if not (
-                    item_rank == rank
-                    and isinstance(output, Update)
-                    and output.display_id == update.display_id
-                )
-            ]
+            item
+            for item in self._items
+            if not (
+                item[0] == rank
+                and isinstance(item[2], Update)
+                and item[2].display_id == update.display_id
+            )
         )
 
-    def _leave_out(self, most: int) -> None:
-        """Leave the oldest out of what is no text, until there is no more than this."""
-        self._shown = sum(size_of(each[2]) for each in self._items if not _is_text(each))
+    def _leave_out(self) -> None:
+        """Leave out the older half of what is no text, where it is still too much."""
+        self._shown = self._size_shown()  # of updates only the last are there
+        most = self._most_shown if self._shown <= self._most_shown else self._most_shown // 2
+        newest = {(item[0], item[1], type(item[2])): at for at, item in enumerate(self._items)}
         kept: list[Item] = []
-        for item in self._items:
-            rank, cell_id, output = item
-            if self._shown <= most or not isinstance(output, Display | Update | Record | Moved):
-                kept.append(item)
+        for at, (rank, cell_id, output) in enumerate(self._items):
+            # How a cell failed is said by its last error, and what is there by the last clearing.
+            is_over = at != newest[rank, cell_id, type(output)]
+            can_go = isinstance(output, Display | Update | Record | Moved) or (
+                is_over and isinstance(output, Failure | Clear)
+            )
+            if self._shown <= most or not can_go:
+                kept.append((rank, cell_id, output))
                 continue
             self._shown -= size_of(output)
-            if isinstance(output, Display):
-                note = f"[what was displayed here is left out: {size_of(output):,} characters]\n"
-                kept.append((rank, cell_id, Text("stdout", note)))
+            if isinstance(output, Display | Failure):
+                kept.append((rank, cell_id, Skipped(0, 0, displays=1)))
         self._keep(kept)
-
-
-def _add_skipped(kept: list[Item], item: Item, skipped: Skipped) -> None:
-    """Add a note of what was skipped, to the one before it if that is of the same."""
-    rank, cell_id, _ = item
-    match kept[-1] if kept else None:
-        case (last_rank, last_cell, Skipped(stream, characters, lines)) if (
-            last_rank,
-            last_cell,
-            stream,
-        ) == (rank, cell_id, skipped.stream):
-            both = Skipped(stream, characters + skipped.characters, lines + skipped.lines)
-            kept[-1] = rank, cell_id, both
-        case _:
-            kept.append((rank, cell_id, skipped))
-
-
-def _is_text(item: Item) -> bool:
-    return isinstance(item[2], Text)
-
-
-def size_of(output: Output) -> int:
-    """Count characters, of what can have many."""
-    match output:
-        case Text(text=text):
-            return len(text)
-        case Display(data=data) | Update(data=data):
-            return sum(len(said) for said in data.values() if isinstance(said, str))
-        case Record(message=message, exception=exception):
-            return len(message) + len(exception) + 100
-        case Moved():
-            return 100
-        case _:
-            return 0

@@ -16,11 +16,11 @@ from jupyter_client.session import Session
 from zmq.eventloop.zmqstream import ZMQStream
 
 from nbdist.node.kernel_messages import Message, message_from
-from nbdist.output.events import TOPIC, InputRequest
+from nbdist.output.events import TOPIC
 from nbdist.wire import control
 from nbdist.wire.frames import BadFrame, FrameCutter, framed
 from nbdist.wire.start import WorkerStart
-from nbdist.wire.task import MOST_BYTES, Finished, InputReply, said_from
+from nbdist.wire.task import MOST_BYTES, InputReply, Said, said_from
 
 log = logging.getLogger("nbdist.node")
 
@@ -36,7 +36,7 @@ class TaskConnection(asyncio.Protocol):
 
     def __init__(
         self,
-        hear: Callable[[Finished | InputRequest], None],
+        hear: Callable[[Said], None],
         lose: Callable[[BadFrame | None], None],
     ) -> None:
         self._hear = hear
@@ -129,7 +129,7 @@ class KernelClient:
         self._tasks.write(framed(packed))
 
     def enter(self, reply: InputReply) -> None:
-        """Pass on what was typed for the task that runs."""
+        """Pass on what was typed for the task that runs, or that it may go on showing."""
         assert self._tasks is not None
         self._tasks.write(framed(reply.pack()))
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nbdist.node.backlog import Backlog, size_of
-from nbdist.output.events import Died, Done, Failure, Output
+from nbdist.node.backlog import Backlog
+from nbdist.output.events import Died, Done, Failure, Output, size_of
 from nbdist.seats import Seats
 from nbdist.wire.membership import processes
 from nbdist.wire.messages import (
@@ -45,9 +45,6 @@ from nbdist.wire.wanted import Wanted
 TEXT_OF_ALL = 256 << 20
 """Characters of all ranks' text that are kept; of one rank's at most `TEXT_OF_ONE`."""
 TEXT_OF_ONE, TEXT_AT_LEAST = 4 << 20, 1 << 16
-
-SHOWN_KEPT = 64 << 20
-"""Characters of figures and tables that are kept."""
 
 BATCH = 8 << 20
 """Characters of what is sent again at a time."""
@@ -156,7 +153,7 @@ class Record:
         self.run, self.unfinished = run, {*run.ranks} - self._dead.keys()
         self._tasks += 1
         text = min(TEXT_OF_ONE, max(TEXT_AT_LEAST, TEXT_OF_ALL // max(1, len(self.pids))))
-        self._backlog = Backlog(text, SHOWN_KEPT, is_long=True)
+        self._backlog = Backlog(text, is_long=True)
         self._started, self._started_ns = time.monotonic(), time.time_ns()
         self.began = time.time()
 

@@ -29,7 +29,7 @@ from nbdist.wire.messages import Run
 from nbdist.wire.places import Place, RankState, WorkerStatus
 from nbdist.wire.prctl import cpu_seconds
 from nbdist.wire.start import WorkerStart, WorldSpec
-from nbdist.wire.task import Finished, InputReply, Task, unpack
+from nbdist.wire.task import CatchUp, Finished, InputReply, Said, Task, unpack
 from nbdist.words import word_exit
 
 log = logging.getLogger("nbdist.node")
@@ -88,6 +88,11 @@ class Worker:
     def pid(self) -> int:
         """The worker's process, 0 before it has one."""
         return self.process.pid if self.process else 0
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether its agent has ended it, though its process may still be there."""
+        return self._killed
 
     @property
     def state(self) -> RankState:
@@ -323,11 +328,13 @@ class Worker:
             self._errors_sent.add(message.number)
         self.output.receive(message.number, output)
 
-    def _take(self, item: Output | Finished) -> None:
+    def _take(self, item: Output | Said) -> None:
         """Take in the next of what it writes and shows."""
         match item:
             case InputRequest():
                 self._take_request(item)
+            case CatchUp(number):
+                self._kernel.enter(InputReply(number))
             case Finished(task_id=task_id, done=done):
                 if task_id == self.task_id:
                     self._end_task(done)

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 from nbdist.node.worker_logs import WorkerLog
 from nbdist.output.events import InputRequest, Output, StreamName, Text, Typed
 from nbdist.wire.marks import LONGEST_MARK, Mark, cut_off_pattern, mark_pattern, mark_value
-from nbdist.wire.task import Finished
+from nbdist.wire.task import Finished, Said
 
 READ_SIZE = 1 << 18
 PIPE_SIZE = 1 << 18
@@ -43,12 +43,12 @@ class WorkerOutput:
     """
 
     def __init__(
-        self, token: str, log: WorkerLog, hand_on: Callable[[Output | Finished], None]
+        self, token: str, log: WorkerLog, hand_on: Callable[[Output | Said], None]
     ) -> None:
         self.up, self.ready = asyncio.Event(), asyncio.Event()
         self._log = log
         self._hand_on = hand_on
-        self._merger: Merger[Output | Finished | None] = Merger(token)
+        self._merger: Merger[Output | Said | None] = Merger(token)
         self._last: deque[str] = deque(maxlen=LAST_LINES)
         self._stdout, self._stderr = OutputPipe(self._read_stdout), OutputPipe(self._read_stderr)
         self._retry: asyncio.TimerHandle | None = None
@@ -83,7 +83,7 @@ class WorkerOutput:
         self._merger.receive_message(number, output, time.monotonic())
         self._pass_on_all()
 
-    def place(self, end: Finished | InputRequest) -> None:
+    def place(self, end: Said) -> None:
         """Take in the end of a cell, or what it waits for in its midst.
 
         Its mark is in the pipe, unless the cell has closed that.
@@ -103,7 +103,7 @@ class WorkerOutput:
         for item in self._merger.take_all():
             self.pass_on(item)
 
-    def pass_on(self, item: Output | Finished | None) -> None:
+    def pass_on(self, item: Output | Said | None) -> None:
         """Hand it on, at once."""
         match item:
             case None:

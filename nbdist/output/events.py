@@ -32,14 +32,18 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Characters that were not sent because the notebook could not keep up.
+    """Text and displays that were not sent because the notebook could not keep up.
 
-    They are in the rank's log file all the same.
+    The text is in the rank's log file all the same.
     """
 
-    stream: StreamName
     characters: int
     lines: int
+    displays: int = 0
+
+    def __add__(self, other: Skipped) -> Skipped:
+        lines, displays = self.lines + other.lines, self.displays + other.displays
+        return Skipped(self.characters + other.characters, lines, displays)
 
 
 def plain_of(data: MimeBundle) -> str:
@@ -265,3 +269,39 @@ RankError = Failure | Died
 """What ended a task on a rank otherwise than well."""
 
 Output = Visible | Died | Done | Moved | Record | InputRequest | Typed
+
+OF_EACH, OF_VALUE = 100, 32
+"""Characters that one counts for besides those that it has, and a number or key of JSON."""
+
+
+def size_of(output: Output) -> int:
+    """Count characters, of what can have many."""
+    match output:
+        case Text(text=text):
+            return len(text)
+        case Display(data, metadata) | Update(data, metadata):
+            return OF_EACH + _length([data, metadata])
+        case Record(message=message, exception=exception, stack=stack):
+            return OF_EACH + len(message) + len(exception) + len(stack)
+        case Failure(message=message, traceback=frames):
+            return OF_EACH + len(message) + sum(map(len, frames))
+        case Moved() | Clear():
+            return OF_EACH
+        case _:
+            return 0
+
+
+def _length(value: object) -> int:
+    length, waiting = 0, [value]  # not by recursion: JSON can be as deep as its sender likes
+    while waiting:
+        match waiting.pop():
+            case str(text):
+                length += len(text)
+            case dict(mapping):
+                length += OF_VALUE * len(mapping)
+                waiting.extend(mapping.values())
+            case list(values):
+                waiting.extend(values)
+            case _:
+                length += OF_VALUE
+    return length

@@ -27,7 +27,7 @@ from nbdist.output.events import (
     plain_of,
 )
 from nbdist.output.screen import Screen
-from nbdist.output.wording import error_text, in_log_only
+from nbdist.output.wording import error_text, in_log_only, left_out_text
 from nbdist.words import format_ranks
 
 MERGE_SECONDS = 0.1
@@ -101,8 +101,11 @@ class PlainLines:
                 self._write(rank, stream, text, now)
             case Display(data=data) | Update(data=data):
                 self._say(rank, plain_of(data), now)
-            case Skipped(lines=lines):
-                self._say(rank, in_log_only(lines), now)
+            case Skipped(lines=lines, displays=displays):
+                if displays:
+                    self._say(rank, left_out_text(displays), now)
+                if lines:
+                    self._say(rank, in_log_only(lines), now)
             case Failure() | Died():
                 self._say(rank, f"✗ {error_text(output)}", now)
             case Done() | InputRequest():

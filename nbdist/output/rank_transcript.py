@@ -23,9 +23,15 @@ from nbdist.output.events import (
     Typed,
     Update,
     plain_of,
+    size_of,
 )
 from nbdist.output.fingerprint import Key, error_keys, key_of
 from nbdist.output.screen import Line, Screen
+from nbdist.output.wording import left_out_text
+
+SHOWN_AT_MOST = 64 << 20
+MOST_DISPLAYS = 2_000
+"""As many displays of a rank are kept, if their characters are."""
 
 State = Literal["waiting", "running", "ok", "failed", "died", "aborted"]
 Look: TypeAlias = State | Literal["released", "stopped"]
@@ -79,7 +85,8 @@ class Body:
 class RankTranscript:
     """One rank's side of a transcript: its pieces in the order in which it showed them."""
 
-    def __init__(self, rank: int, keep_lines: int) -> None:
+    def __init__(self, rank: int, keep_lines: int, most_shown: int = SHOWN_AT_MOST) -> None:
+        """`most_shown` characters of displays are kept, of the newest ones."""
         self.rank = rank
         self.state: State = "waiting"
         self.pieces: list[Piece] = []
@@ -91,6 +98,9 @@ class RankTranscript:
         self.finished: float | None = None
         self.version = 0
         self._keep = keep_lines
+        self._most_shown = self._room = most_shown
+        self._left_out = 0
+        self._note: Shown | None = None  # of how many displays are left out
         self._clear_next = False
         self._body: tuple[int, Body] | None = None
         self._error_keys: tuple[object, tuple[str, ...]] = (None, ("",))
@@ -213,6 +223,7 @@ class RankTranscript:
             case Display():
                 self._clear_if_due()
                 self.pieces.append(Shown(output, _display_key(output)))
+                self._count(output)
             case Update():
                 return self._update(output)
             case Skipped():
@@ -276,20 +287,58 @@ class RankTranscript:
                 display = replace(piece.display, data=update.data, metadata=update.metadata)
                 self.pieces[position] = Shown(display, _display_key(display))
                 changed = True
+        if changed:
+            self._count(display)
         return changed
 
     def _skip(self, skipped: Skipped) -> None:
+        if skipped.displays:
+            self._leave_out(len(self.pieces), skipped.displays)
         lines, characters = skipped.lines, skipped.characters
+        if not (lines or characters):
+            return
         if self.pieces and isinstance(last := self.pieces[-1], Gap):
             lines, characters = lines + last.lines, characters + last.characters
             self.pieces.pop()
         self.pieces.append(Gap(lines, characters))
+
+    def _count(self, display: Display) -> None:
+        """Leave out the older half of the displays where there are too many by now."""
+        self._room -= self._cost(display)
+        if self._room >= 0:
+            return
+        self._room = self._most_shown  # of what was updated only the newest content is there
+        kept: list[Piece] = []
+        place = left = 0
+        for piece in reversed(self.pieces):
+            if isinstance(piece, Shown) and piece is not self._note:
+                if self._room <= self._most_shown // 2:
+                    place = place if left else len(kept)
+                    left += 1
+                    continue
+                self._room -= self._cost(piece.display)
+            kept.append(piece)
+        self.pieces = kept[::-1]
+        if left:
+            self._leave_out(len(kept) - place, left)
+
+    def _cost(self, display: Display) -> int:
+        return max(size_of(display), self._most_shown // MOST_DISPLAYS)
+
+    def _leave_out(self, at: int, number: int) -> None:
+        """Say at this place, and no other, how many displays are not kept."""
+        self._left_out += number
+        note = Display({"text/plain": left_out_text(self._left_out)}, {})
+        self.pieces.insert(at, shown := Shown(note, _display_key(note)))
+        self.pieces = [piece for piece in self.pieces if piece is not self._note]
+        self._note = shown
 
     def _clear(self, *, wait: bool) -> bool:
         self._clear_next = wait
         changed = bool(self.pieces) and not wait
         if changed:
             self.pieces.clear()
+            self._room, self._left_out, self._note = self._most_shown, 0, None
         return changed
 
     def _clear_if_due(self) -> None:

@@ -11,8 +11,18 @@ from collections.abc import Iterable, Iterator
 
 from nbdist.output.events import Failure, Output, RankError
 from nbdist.output.folding import Group, fold_errors, group_of
-from nbdist.output.rank_transcript import ENDED, FAILED, Look, RankTranscript, State
+from nbdist.output.rank_transcript import (
+    ENDED,
+    FAILED,
+    SHOWN_AT_MOST,
+    Look,
+    RankTranscript,
+    State,
+)
 from nbdist.words import format_ranks
+
+SHOWN_OF_ALL, SHOWN_AT_LEAST = 256 << 20, 4 << 20
+"""Characters of displays that are kept of all ranks together, and of each in any case."""
 
 MOST_ROWS = 16
 """As many lines and displays are shown for each rank in full where ranks differ in them."""
@@ -23,7 +33,9 @@ class Transcript:
 
     def __init__(self, ranks: Iterable[int], keep_lines: int = 10_000) -> None:
         self.ranks = tuple(sorted(ranks))
-        self.by_rank = {rank: RankTranscript(rank, keep_lines) for rank in self.ranks}
+        of_each = SHOWN_OF_ALL // max(1, len(self.ranks))
+        shown = min(SHOWN_AT_MOST, max(SHOWN_AT_LEAST, of_each))
+        self.by_rank = {rank: RankTranscript(rank, keep_lines, shown) for rank in self.ranks}
         self.started: float | None = None
 
     def __repr__(self) -> str:

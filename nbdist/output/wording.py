@@ -67,6 +67,11 @@ def in_log_only(lines: int, path: str | None = None) -> str:
     return f"… {lines_text(lines)} only in the log{f': {path}' if path else ''}"
 
 
+def left_out_text(displays: int) -> str:
+    """Say `… 12 displays left out; the newest are kept`."""
+    return f"… {count(displays, 'display')} left out; the newest are kept"
+
+
 def lines_text(number: int) -> str:
     """Say `1 line`, `1,200 lines`."""
     return f"{number:,} {'line' if number == 1 else 'lines'}"

@@ -3,7 +3,8 @@
 The notebook packs it once.  An agent passes the bytes on by rank, over a unix socket of each
 worker, and opens them only when it has to show a line of the source; each worker unpacks it
 once.  `Finished` comes back, and before it an `InputRequest` for each line that the task waits
-for somebody to type; a mark in the worker's stdout says where either belongs.
+for somebody to type, and a `CatchUp` where it has shown much; a mark in the worker's stdout says
+where each belongs.
 """
 
 from __future__ import annotations
@@ -210,9 +211,20 @@ class Finished:
     done: Done
 
 
-def said_from(frame: bytes) -> Finished | InputRequest:
+@dataclass(frozen=True, slots=True)
+class CatchUp:
+    """Worker to agent: an `InputReply` is wanted once all has been taken in that came before."""
+
+    number: int
+
+
+Said = Finished | InputRequest | CatchUp
+"""What a worker says of its tasks, by its number among what has marks."""
+
+
+def said_from(frame: bytes) -> Said:
     """Return what a worker has said of its task; raises BadFrame."""
-    said: Finished | InputRequest = object_from(frame, Finished | InputRequest, Payload)
+    said: Said = object_from(frame, Said, Payload)
     if isinstance(said, Finished) and not fits(said.done.values, Payload | None):
         raise BadFrame("what it brings back is no payload")
     return said

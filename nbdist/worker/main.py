@@ -50,7 +50,7 @@ def run_worker(start: WorkerStart) -> None:
     scaling = Scaling(start, app.kernel.namespace, group, app.session.large)
     ControlThread(app.kernel, group, scaling)
     tasks = Tasks(start.task_socket, app.kernel, app.session)
-    app.kernel.ask = tasks.ask
+    app.kernel.ask, app.session.catch_up = tasks.ask, tasks.catch_up
     write_all(mark(start.token, "up"))
     if group is not None:
         group.form()

@@ -2,7 +2,7 @@
 
 Jupyter's server drops what exceeds some megabytes, and on its way there Stop would wait behind
 it.  So the whole of what is too large goes into the rank's log folder, before anything is
-packed.
+packed.  And a rank is not far ahead of its agent.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,9 @@ SMALL = 1_000_000
 
 LONGEST_ERROR = 1 << 17
 """Characters of an error's message, and of a frame of its traceback, that are passed on."""
+
+MOST_AHEAD = 8 << 20
+"""Bytes after which a rank waits until its agent has taken in all of them."""
 
 MOST_IN_FILES = 200_000_000
 """Characters that are kept in files of a rank, from its start on."""
@@ -165,10 +168,13 @@ class MarkingSession(Session):
     showing: BaseException | None = None
     """That exception, while it is shown."""
     large = LargeOutputs(None)
+    catch_up: Callable[[], None] | None = None
+    """Waits until the agent has taken in all that was sent, which nothing else limits."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._sent = 0
+        self._ahead = 0  # bytes since that was last waited for
         self._shown: tuple[BaseException | None, int] = (None, 0)
         # The mark and its message must not be parted by another thread's.
         self._in_order = threading.RLock()
@@ -207,11 +213,21 @@ class MarkingSession(Session):
                 stream, msg_or_type, content, parent, ident, buffers, track, header, metadata
             )
             if is_ordered:
+                self._ahead += sum(memoryview(each).nbytes for each in buffers or ())
                 # Afterwards: a message that cannot be written as JSON has raised by now.
                 self._mark()
                 if kind == "error":
                     self._shown = self.showing, self._sent
+        if is_ordered and self._ahead > MOST_AHEAD and self.catch_up is not None:
+            self._ahead = 0
+            self.catch_up()
         return sent
+
+    def serialize(self, msg: Any, ident: Any = None) -> list[bytes]:
+        """Do it as any session does, and count the bytes."""
+        frames: list[bytes] = super().serialize(msg, ident)
+        self._ahead += sum(map(len, frames))
+        return frames
 
     def _numbered(self, kind: str, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
         """Add to metadata which message it is, and what is known of an error."""

@@ -1,6 +1,6 @@
 """Takes the tasks that come from the agent, and has the main thread do them in turn.
 
-What somebody types for the one that runs comes the same way.
+What somebody types for the one that runs comes the same way, and that it may show more.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import pickle
 import select
 import socket
 import threading
+import time
 from collections import deque
 from typing import TYPE_CHECKING
 
 from nbdist.output.events import Done, InputRequest
 from nbdist.wire.frames import FrameCutter, framed
-from nbdist.wire.task import Finished, InputReply, Task, down_from
+from nbdist.wire.task import CatchUp, Finished, InputReply, Said, Task, down_from
 from nbdist.worker.process import Interrupts
 from nbdist.worker.streams import flush_streams
 
@@ -28,6 +29,9 @@ READ_SIZE = 1 << 18
 
 LOOK_EVERY_MS = 200
 """Milliseconds after which one thread that waits for a reply looks whether another has read it."""
+
+CATCH_UP_SECONDS = 60.0
+"""In which an agent that is not paused itself takes in all that was shown."""
 
 IN_CHILD = "a process forked by the rank cannot read input: use `num_workers=0` for a `DataLoader`"
 
@@ -73,21 +77,30 @@ class Tasks:
 
         Where Stop comes meanwhile, the main thread has KeyboardInterrupt.
         """
-        agent = self._agent
-        if agent is None or os.getpid() != self._pid:
+        if self._agent is None or os.getpid() != self._pid:
             return InputReply(0, problem=IN_CHILD)
         flush_streams()
         number = self._session.place()
+        return self._reply_to(InputRequest(number, prompt, secret, by_debugger))
+
+    def catch_up(self) -> None:
+        """Wait until the agent has taken in all that was shown; any thread may, as in `ask`."""
+        if self._agent is not None:
+            self._reply_to(CatchUp(self._session.place()), CATCH_UP_SECONDS)
+
+    def _reply_to(self, said: InputRequest | CatchUp, timeout: float = float("inf")) -> InputReply:
+        agent, number, deadline = self._agent, said.number, time.monotonic() + timeout
+        assert agent is not None
         self._replies[number] = None
         try:
-            self._send(InputRequest(number, prompt, secret, by_debugger))
+            self._send(said)
             # Not `select`, which knows no descriptors from 1,024 on.
             waiting = select.poll()
             waiting.register(agent, select.POLLIN)
-            while (reply := self._replies[number]) is None:
+            while (reply := self._replies[number]) is None and time.monotonic() < deadline:
                 if waiting.poll(LOOK_EVERY_MS) and not self._read(agent):
-                    return InputReply(number)  # this process is about to end
-            return reply
+                    break  # this process is about to end
+            return reply or InputReply(number)
         finally:
             del self._replies[number]
 
@@ -138,6 +151,6 @@ class Tasks:
                 # First the mark: the agent reads it when it gets the other.
                 self._send(Finished(self._session.place(), task.id, done))
 
-    def _send(self, said: Finished | InputRequest) -> None:
+    def _send(self, said: Said) -> None:
         assert self._agent is not None
         self._agent.sendall(framed(pickle.dumps(said, protocol=5)))

@@ -235,9 +235,10 @@ class Workers(Standing):
             self._link.wake()
 
     def receive_waiting(self) -> None:
-        """Take in all that has arrived so far."""
-        while self._link is not None and self._link.arrived:
-            link = self._link
+        """Take in all that has arrived so far; not what comes meanwhile, which may have no end."""
+        link = self._link
+        for _ in range(len(link.arrived) if link is not None else 0):
+            assert link is not None
             match link.arrived[0]:
                 case AgentLost() as lost:
                     self.take_loss(lost)
@@ -259,6 +260,8 @@ class Workers(Standing):
                 case (rank, task_id, output):
                     self._take(rank, task_id, output)
             link.arrived.popleft()
+            if self._link is not link:
+                return
 
     def take_late(self) -> list[tuple[int, Any]]:
         """Return what ranks have said outside of tasks since this was last asked."""

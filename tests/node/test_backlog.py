@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from nbdist.node.backlog import Backlog
-from nbdist.output.events import Display, Done, InputRequest, Output, Skipped, Text, Update
+from nbdist.output.events import (
+    Clear,
+    Display,
+    Done,
+    Failure,
+    InputRequest,
+    Moved,
+    Output,
+    Skipped,
+    Text,
+    Update,
+)
 
 
 def filled(backlog: Backlog, *outputs: Output, rank: int = 0) -> list[Output]:
@@ -71,10 +82,44 @@ def test_figures_make_room() -> None:
     done = Done("ok", 1.0)
     found = filled(backlog, figure("a" * 600), done, figure("b" * 300), figure("c" * 300))
     note, *rest = found
-    assert isinstance(note, Text)
-    assert "600 characters" in note.text
+    assert note == Skipped(0, 0, displays=1)
     assert rest[0] == done
     assert rest[-1] == figure("c" * 300)
+
+
+def test_figures_of_plotly_make_room() -> None:
+    """What is JSON counts like text."""
+    points = [[0.5] * 10, {"x": ["label"] * 10}]
+    found = filled(Backlog(shown=10_000), *[Display({"application/x": points}, {})] * 100)
+    assert isinstance(found[0], Skipped)
+    assert found[0].displays + len(found[1:]) == 100
+    assert 5 < len(found) < 20
+
+
+FAILED = Failure("ValueError", "x" * 500, (), 1)
+
+
+def test_a_flood_of_anything_is_bounded() -> None:
+    """Of ranks that take turns: small figures among text, clearing, errors that are shown."""
+    small, line = figure("x" * 50), Text("stdout", f"{'x' * 80}\n")
+    backlog = Backlog(text=1000, shown=10_000)
+    for _ in range(1000):
+        for rank in (0, 1):
+            filled(backlog, small, line, Clear(wait=True), Moved(1, 2), FAILED, rank=rank)
+    assert len(backlog) < 300
+    for rank in (0, 1):
+        own = [output for of, _, output in backlog.items if of == rank]
+        skipped = [output for output in own if isinstance(output, Skipped)]
+        left = sum(isinstance(output, Display | Failure) for output in own)
+        assert sum(each.displays for each in skipped) + left == 2000
+        assert own[-1] == FAILED
+
+
+def test_a_first_error_stays() -> None:
+    """However much others show afterwards: it may be why the cell failed."""
+    backlog = Backlog(shown=1000)
+    backlog.add(1, "cell", FAILED)
+    assert filled(backlog, *[figure("x" * 100)] * 100)[0] == FAILED
 
 
 def test_updates_replace_one_another() -> None:
@@ -98,3 +143,14 @@ def test_taking_some() -> None:
     filled(backlog, Text("stdout", "x" * 60), Text("stderr", "y" * 30))
     assert backlog.take(10) == [(0, "cell", Text("stdout", "x" * 60))]
     assert filled(backlog, Text("stderr", "z" * 60)) == [Text("stderr", "y" * 30 + "z" * 60)]
+
+
+def test_what_was_taken_makes_room() -> None:
+    """Figures are left out for those that wait still, not for those that were taken."""
+    backlog = Backlog(shown=1000)
+    figures = [figure(f"{number}" * 300) for number in range(5)]
+    filled(backlog, *figures[:2])
+    assert len(backlog.take(1)) == 1
+    assert filled(backlog, figures[2]) == figures[1:3]
+    assert backlog.take(10_000)
+    assert filled(backlog, *figures[3:]) == figures[3:]

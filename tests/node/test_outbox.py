@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.node.backlog import TEXT_KEPT
+from nbdist.node.backlog import SHOWN_KEPT, TEXT_KEPT
 from nbdist.node.outbox import BATCH_SECONDS, BATCHES_UNDER_WAY, Outbox
 from nbdist.output.events import Display, Done, Failure, Output, Skipped, Text, Update
 from nbdist.wire.messages import Outputs, to_bytes, up_from
@@ -49,7 +49,11 @@ class Notebook:
         while acknowledged < len(self.batches):
             self.outbox.acknowledge()
             acknowledged += 1
-            await until(lambda: "<Outbox 0 items" in repr(self.outbox))
+            await until(
+                lambda so_far=acknowledged: (
+                    "<Outbox 0 items" in repr(self.outbox) or len(self.batches) > so_far
+                )
+            )
 
 
 def another(text: str) -> str:
@@ -187,7 +191,26 @@ def test_too_much_for_a_slow_notebook_is_skipped():
     run(test)
 
 
-def test_displays_are_never_skipped():
+def test_too_many_displays_for_a_slow_notebook_are_left_out():
+    """The older ones, which are counted in their place; the end of the cell comes."""
+
+    async def test(notebook: Notebook) -> None:
+        await notebook.fill()
+        page, number = "<p>" * 300_000, 3 * SHOWN_KEPT // 900_000
+        for _ in range(number):
+            notebook.outbox.add(0, "cell", Display({"text/html": page}, {}))
+        notebook.outbox.add(0, "cell", Done("ok", 0.1))
+        await notebook.read_all()
+        skipped = [output for _, _, output in notebook.items() if isinstance(output, Skipped)]
+        shown = sum(isinstance(output, Display) for _, _, output in notebook.items())
+        assert SHOWN_KEPT // 2 < shown * len(page) < SHOWN_KEPT
+        assert shown + sum(each.displays for each in skipped) == number
+        assert isinstance(notebook.items()[-1][2], Done)
+
+    run(test)
+
+
+def test_displays_are_not_skipped_with_text():
     """Figures and ends stay where they were among skipped text."""
 
     async def test(notebook: Notebook) -> None:

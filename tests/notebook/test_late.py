@@ -110,7 +110,7 @@ def test_texts() -> None:
         (1, Display({"text/plain": "a"}, {})),
         (1, out("b\n")),
         (2, failure),
-        (3, Skipped("stdout", 9, 3)),
+        (3, Skipped(9, 3)),
         (4, out("x" * (MOST_CHARACTERS + 1000))),
     ]
     *short, long = late_texts(late)

@@ -54,7 +54,7 @@ def test_made() -> None:
     "event",
     [
         Text("stderr", "\udc80"),
-        Skipped("stdout", 9, 3),
+        Skipped(9, 3),
         Display({"text/plain": "1"}, {}, "id", is_result=True),
         Update({"text/plain": "1"}, {}, "id"),
         Clear(wait=True),

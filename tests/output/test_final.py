@@ -157,7 +157,7 @@ def test_how_many_lines() -> None:
 def test_displays_are_kept() -> None:
     """All of them, wherever they stand among lines that are left out."""
     shown = Display({"text/html": "<b>x</b>"}, {})
-    said = [lines(300), shown, Skipped("stdout", 9, 3), lines(150)]
+    said = [lines(300), shown, Skipped(9, 3), lines(150)]
     (block,) = final_layout(make(1, lambda rank: said)).blocks
     hidden, kept, display, gap, last = block.items
     assert kinds([hidden, kept, gap, last]) == [

@@ -136,7 +136,7 @@ def test_long_output() -> None:
 
 def test_lines_in_the_log_only() -> None:
     """Lines that the notebook skipped are counted where they are missing."""
-    said: list[Output] = [out("a\n"), Skipped("stdout", 9000, 1200), out("b\n")]
+    said: list[Output] = [out("a\n"), Skipped(9000, 1200), out("b\n")]
     lines = Panel(final_html(make(1, lambda rank: said), lambda rank: f"{rank}.log")).lines
     assert lines[2:] == ["a", "… 1,200 lines only in the log: 0.log", "b"]
 

@@ -142,7 +142,7 @@ def test_other_outputs() -> None:
         Display({"text/plain": "a b\n0 1", "text/html": "<table>"}, {}),
         Update({"image/png": "x"}, {}, "id"),
         Clear(wait=False),
-        Skipped("stdout", 100, 12),
+        Skipped(100, 12, displays=2),
         Failure("ValueError", "bad", ("-----", "ValueError: bad"), 1),
         Died(-9, 2),
     ):
@@ -152,6 +152,7 @@ def test_other_outputs() -> None:
         "[3] a b",
         "[3] 0 1",
         "[3] <image/png>",
+        "[3] … 2 displays left out; the newest are kept",
         "[3] … 12 lines only in the log",
         "[3] ✗ ValueError: bad",
         "[3] ✗ killed (SIGKILL), often by the system for using too much memory",

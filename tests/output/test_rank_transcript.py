@@ -18,7 +18,7 @@ from nbdist.output.events import (
     Typed,
     Update,
 )
-from nbdist.output.rank_transcript import Gap, RankTranscript, Shown
+from nbdist.output.rank_transcript import MOST_DISPLAYS, Gap, RankTranscript, Shown
 from nbdist.output.screen import Line
 
 
@@ -69,7 +69,7 @@ def test_version() -> None:
 
 def test_order() -> None:
     """Text, displays and gaps stay in the order in which the rank showed them."""
-    outputs = [out("a\nb"), figure("plot"), out("c\n"), Skipped("stdout", 90, 7), out("d\n")]
+    outputs = [out("a\nb"), figure("plot"), out("c\n"), Skipped(90, 7), out("d\n")]
     transcript = said(*outputs)
     assert texts(transcript) == ["a", "b", "<plot>", "c", "(7 skipped)", "d"]
     assert transcript.line_count == 11
@@ -78,7 +78,37 @@ def test_order() -> None:
 
 def test_gaps_are_merged() -> None:
     """What was skipped twice in a row is counted together."""
-    assert texts(said(Skipped("stdout", 10, 2), Skipped("stderr", 20, 3))) == ["(5 skipped)"]
+    assert texts(said(Skipped(10, 2), Skipped(20, 3))) == ["(5 skipped)"]
+
+
+def test_displays_left_out() -> None:
+    """All that were are counted in one place: the agent's, and those that are too many here."""
+    outputs = [figure("a"), Skipped(10, 2, displays=3), figure("b"), Skipped(0, 0, displays=2)]
+    found = texts(said(*outputs))
+    assert found == ["<a>", "(2 skipped)", "<b>", "<… 5 displays left out; the newest are kept>"]
+    transcript = RankTranscript(0, 10_000, most_shown=10_000)
+    for number in range(100):
+        transcript.receive(out(f"{number}\n"), 1.0)
+        transcript.receive(Display({"image/png": f"{number:02}" * 1000}, {}), 1.0)
+    assert sum(len(each.display.data.get("image/png", "")) for each in transcript.displays) < 10_000
+    kept = len(transcript.displays) - 1
+    rows = [item.plain if isinstance(item, Shown) else "line" for item in transcript.tail(1000)]
+    note = f"… {100 - kept} displays left out; the newest are kept"
+    assert rows.index(note) == rows.index("<image/png>") - 2
+    assert rows.count("line") == 100
+    transcript.receive(Clear(wait=False), 1.0)
+    assert texts(transcript) == []
+
+
+def test_many_small_displays() -> None:
+    """So many are kept, however small; and of one that is updated only its newest content."""
+    transcript = said(*(figure(f"{number}") for number in range(3 * MOST_DISPLAYS)))
+    assert MOST_DISPLAYS // 2 <= len(transcript.displays) <= MOST_DISPLAYS + 1
+    transcript = RankTranscript(0, 10_000, most_shown=10_000)
+    transcript.receive(figure("first", "id"), 1.0)
+    for number in range(100):
+        transcript.receive(Update({"text/plain": f"{number}" * 1000}, {}, "id"), 1.0)
+    assert texts(transcript) == [f"<{'99' * 1000}>"]
 
 
 def test_update_in_place() -> None:
@@ -154,7 +184,7 @@ OUTPUTS = st.lists(
     st.one_of(
         st.sampled_from([out("a\n"), out("b"), out("\rc"), Clear(wait=True), Clear(wait=False)]),
         st.sampled_from([figure("f", "x"), Update({"text/plain": "g"}, {}, "x")]),
-        st.just(Skipped("stdout", 5, 2)),
+        st.just(Skipped(5, 2)),
     ),
     max_size=12,
 )

@@ -84,9 +84,7 @@ def test_failures_that_follow() -> None:
 def test_what_is_left_out_is_named() -> None:
     """Lines that are not shown are counted, with the way to them."""
     lines = out("".join(f"{number}\n" for number in range(500)))
-    text = final_text(
-        make(1, lambda rank: [lines, Skipped("stdout", 9, 3), out("end\n")]), {0: "0.log"}
-    )
+    text = final_text(make(1, lambda rank: [lines, Skipped(9, 3), out("end\n")]), {0: "0.log"})
     assert "… 301 lines more: %dist_output -r 0 --all, or 0.log\n301\n" in text
     assert text.endswith("\n499\n… 3 lines only in the log: 0.log\nend")
 

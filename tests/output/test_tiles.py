@@ -27,7 +27,7 @@ def table(rank: int) -> Display:
         (lambda rank: [out(f"epoch 0 loss 0.{rank}\nepoch 1 loss 0.{rank}\n")], True),
         (lambda rank: [out(f"{'x' * 60}{rank}\ny\n")], False),
         (lambda rank: [out(f"{rank}\n" * 30)], False),
-        (lambda rank: [out(f"{rank}\n\n"), Skipped("stdout", 9, 3)], False),
+        (lambda rank: [out(f"{rank}\n\n"), Skipped(9, 3)], False),
         (
             lambda rank: [
                 table(rank),

@@ -50,7 +50,7 @@ UP: list[Up] = [
     Outputs(
         (
             (0, "a1", Text("stdout", "é\x00\x1b[31m")),
-            (0, "a1", Skipped("stderr", 100, 3)),
+            (0, "a1", Skipped(100, 3)),
             (
                 1,
                 "a1",

@@ -12,6 +12,7 @@ import zmq
 from nbdist.worker.publishing import (
     LARGEST,
     LONGEST_ERROR,
+    MOST_AHEAD,
     MOST_IN_A_TASK,
     MOST_IN_FILES,
     SMALL,
@@ -72,6 +73,19 @@ def test_many_displays_of_a_task(tmp_path: Path) -> None:
     session.large = large
     session.begin_task()
     assert large.fitting("display_data", some) is some
+
+
+def test_who_shows_much_waits_for_the_agent(capfd: pytest.CaptureFixture[str]) -> None:
+    """Each time that so many bytes have been sent, of whatever kind, and not in between."""
+    session, waits = MarkingSession(), list[int]()
+    session.catch_up = lambda: waits.append(session._sent)
+    part = MOST_AHEAD // 4
+    for _ in range(6):
+        session.send(None, "display_data", {"data": {"text/html": "x" * part}})
+    for _ in range(4):
+        session.send(None, "comm_msg", {}, buffers=[bytes(part)])
+    assert waits == [4, 8]
+    assert capfd.readouterr().out.count("\x1b_") == 10
 
 
 def test_which_error_has_been_shown(capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ import pytest
 from nbdist.node.proc import is_stopped
 from nbdist.output.events import Done
 from nbdist.wire.frames import FrameCutter, framed
-from nbdist.wire.task import Finished, InputReply, Source, Task
+from nbdist.wire.task import CatchUp, Finished, InputReply, Source, Task
 from nbdist.worker.process import Interrupts
 from nbdist.worker.tasks import Tasks
 from nbdist.world.world import World
@@ -202,6 +202,26 @@ def test_what_somebody_types(served: Callable[..., Kernel]) -> None:
 
     assert served(done, test).begun == ["first", "second"]
     assert sorted(reply.text or "" for reply in replies) == ["2", "3"]
+
+
+def test_catching_up(served: Callable[..., Kernel]) -> None:
+    """A thread that has shown much goes on when the agent says so, or has ended."""
+
+    async def test(agent: Agent, tasks: Tasks) -> None:
+        tasks.catch_up()  # there is no connection yet: nobody could answer
+        agent.end.sendall(task("first"))
+        await agent.hear(1)
+        for end in (framed(InputReply(2).pack()), b""):
+            waiting = threading.Thread(target=tasks.catch_up)
+            waiting.start()
+            (asked,) = await agent.hear(1)
+            assert isinstance(asked, CatchUp)
+            assert waiting.is_alive()
+            agent.end.sendall(end) if end else agent.end.shutdown(socket.SHUT_WR)
+            await asyncio.to_thread(waiting.join, 10)
+            assert not waiting.is_alive()
+
+    served(done, test)
 
 
 # --- in a worker --------------------------------------------------------------------------
