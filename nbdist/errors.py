@@ -293,15 +293,18 @@ class WorldBusy(UsageError):
 class RanksNotStopped(UsageError):
     """Ranks have not ended a cell that was stopped: they clean up, go on, or are slow."""
 
-    def __init__(self, ranks: Iterable[int], doing: str = "") -> None:
-        """`doing` says where they are."""
+    def __init__(self, ranks: Iterable[int], doing: str = "", *, is_safe: bool = False) -> None:
+        """`doing` says where they are; with `is_safe` they are not ended but by another Stop."""
         self.ranks = tuple(ranks)
-        verb = "has" if len(self.ranks) == 1 else "have"
-        them = "it" if len(self.ranks) == 1 else "them"
+        is_one = len(self.ranks) == 1
+        verb, them, their = ("has", "it", "its") if is_one else ("have", "them", "their")
+        kept = "; no variables were lost"
+        ending = f", which may end {them}"
         super().__init__(
-            f"{name_ranks(self.ranks)} {verb} not stopped yet"
-            f"{f' ({doing})' if doing else ''}; no variables were lost. The next cell waits for "
-            f"{them}; `%dist_interrupt` presses Stop again, and "
+            f"{name_ranks(self.ranks)} {verb} not stopped yet{f' ({doing})' if doing else ''}"
+            f"{kept if is_safe else f', and may have to be ended, with {their} variables'}. "
+            f"The next cell waits for {them}; `%dist_interrupt` presses Stop again"
+            f"{ending if is_safe else ''}, and "
             f"`%dist_restart -r {format_ranks(self.ranks)}` restarts {them}."
         )
 
@@ -466,12 +469,21 @@ class CellTimeout(NbdistError, TimeoutError):
     """The cell took longer than `--timeout` allows, and was stopped as by Stop."""
 
     def __init__(
-        self, seconds: float, where: str, late: Iterable[int] = (), killed: Iterable[int] = ()
+        self,
+        seconds: float,
+        where: str,
+        late: Iterable[int] = (),
+        killed: Iterable[int] = (),
+        *,
+        is_safe: bool = True,
     ) -> None:
-        """`where` says where its ranks were then, `late` are those that have not left it yet."""
+        """`where` says where its ranks were then, `late` are those that have not left it yet.
+
+        With `is_safe` these are not ended but by Stop.
+        """
         self.late, self.killed = tuple(late), tuple(killed)
         doing = f": {where}" if where else ""
-        kept = "" if self.killed else "; no variables were lost"
+        kept = "; no variables were lost" if is_safe and not self.killed else ""
         said = f"the cell was stopped by `--timeout {seconds:g}`{doing}{kept}."
         super().__init__(said)
         if self.late:

@@ -161,10 +161,16 @@ def test_ipython_shows_the_line_and_no_traceback():
             "with `%dist_interrupt`, or restart with `%dist_restart`.",
         ),
         (
-            errors.RanksNotStopped([0, 1]),
+            errors.RanksNotStopped([0, 1], is_safe=True),
             "ranks 0-1 have not stopped yet; no variables were lost. The "
-            "next cell waits for them; `%dist_interrupt` presses Stop again, and "
-            "`%dist_restart -r 0-1` restarts them.",
+            "next cell waits for them; `%dist_interrupt` presses Stop again, which may end them, "
+            "and `%dist_restart -r 0-1` restarts them.",
+        ),
+        (
+            errors.RanksNotStopped([2], "it sorts"),
+            "rank 2 has not stopped yet (it sorts), and may have to be ended, with its variables. "
+            "The next cell waits for it; `%dist_interrupt` presses Stop again, and "
+            "`%dist_restart -r 2` restarts it.",
         ),
         (errors.Interrupted([0, 1, 3]), "Stopped on ranks 0-1,3. No variables were lost."),
         (errors.Interrupted([2]), "Stopped on rank 2. No variables were lost."),

@@ -52,6 +52,7 @@ from nbdist.wire.messages import (
     Request,
     Run,
     Scale,
+    Spare,
     Starting,
     StartWorld,
     StopWorld,
@@ -133,7 +134,7 @@ class Head:
             case LetGo(task_id, ranks):
                 self._freight.let_go(task_id, ranks)
                 self._pass_on(message, ranks)
-            case Abort(ranks):
+            case Abort(ranks) | Spare(ranks):
                 self._pass_on(message, ranks)
             case Enter(rank):
                 for node in self._assembly.nodes([rank]):
@@ -162,7 +163,9 @@ class Head:
 
     # --- to the nodes ---------------------------------------------------------------------
 
-    def _pass_on(self, message: Abort | Interrupt | LetGo | Locate, ranks: Iterable[int]) -> None:
+    def _pass_on(
+        self, message: Abort | Interrupt | LetGo | Locate | Spare, ranks: Iterable[int]
+    ) -> None:
         for node, part in self._assembly.nodes(ranks).items():
             node.send(replace(message, ranks=part))
 

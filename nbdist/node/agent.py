@@ -56,6 +56,7 @@ from nbdist.wire.messages import (
     Request,
     Run,
     Scale,
+    Spare,
     StartWorld,
     StopWorld,
     Up,
@@ -206,6 +207,8 @@ class Agent:
                 ranks = self._returns.stop(ranks)
                 for work in self._stopping.begin(self._workers.alive(ranks)):
                     self._serving.do(work)
+            case Spare(ranks):
+                self._stopping.spare(ranks)
             case LetGo(task_id, ranks):
                 self._serving.do(self._let_go(task_id, ranks))
             case Enter(rank, reply):
@@ -248,7 +251,7 @@ class Agent:
         alive = self._workers.alive(ranks)
         places = await asyncio.gather(*(worker.locate() for worker in alive))
         found = zip(alive, places, strict=True)
-        self._send(Located({worker.rank: place for worker, place in found}))
+        self._send(Located({each.rank: place for each, place in found if not each.is_killed}))
 
     async def _report_status(self, number: int) -> None:
         workers = tuple(self._workers.all.values())

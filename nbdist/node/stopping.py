@@ -46,7 +46,7 @@ class Sight:
 
     `again`: Stop was pressed again.  `is_asleep`: its main thread has hardly run since.
     `aborts` and `aborted_for`: how often, and for how many own seconds, its collective has
-    been aborted in vain.
+    been aborted in vain.  `is_spared`: it was said that it will not be ended.
     """
 
     place: Place
@@ -56,6 +56,7 @@ class Sight:
     is_asleep: bool = False
     aborts: int = 0
     aborted_for: float = 0.0
+    is_spared: bool = False
 
 
 def is_stuck(sight: Sight) -> bool:
@@ -65,7 +66,7 @@ def is_stuck(sight: Sight) -> bool:
     caught that and goes on: the latter two are once Stop has been pressed again.
     """
     place = sight.place
-    if not place.is_in_code:
+    if sight.is_spared or not place.is_in_code:
         return False
     if place.is_stopped or place.holds_gil:
         return sight.own >= C_GRACE
@@ -82,7 +83,7 @@ class _Stopped:
     def __init__(self, rank: Worker, task_id: str) -> None:
         self.rank = rank
         self._task_id = task_id
-        self._again = False
+        self._again = self.is_spared = False
         self._aborts = 0
         self._aborted_at = 0.0
         self._place = Place()
@@ -93,7 +94,7 @@ class _Stopped:
 
     def interrupt_again(self) -> None:
         """Note that Stop was pressed again."""
-        self._again = True
+        self._again, self.is_spared = True, False
         self._restart_clock()
 
     def _restart_clock(self) -> None:
@@ -126,6 +127,7 @@ class _Stopped:
             is_asleep=ran < ASLEEP and wakes < WAKES,
             aborts=self._aborts,
             aborted_for=own - self._aborted_at,
+            is_spared=self.is_spared,
         )
 
     def count_abort(self) -> None:
@@ -167,6 +169,12 @@ class Stopping:
                 yield self._follow(stopped)
         if self._stopped and not is_aborting:
             yield self._abort()
+
+    def spare(self, ranks: Iterable[int]) -> None:
+        """End none of these before they are interrupted again."""
+        for rank in ranks:
+            if rank in self._stopped:
+                self._stopped[rank].is_spared = True
 
     async def _follow(self, stopped: _Stopped) -> None:
         """Wait until it has left, and kill it where it never will."""

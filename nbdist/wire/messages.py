@@ -270,6 +270,13 @@ class Interrupt:
 
 
 @dataclass(frozen=True, slots=True)
+class Spare:
+    """Notebook to agent: end none of these for Stop unless that is pressed again."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LetGo:
     """Notebook to agent: what these ranks sent back of a task has been read."""
 
@@ -417,7 +424,7 @@ class Outputs:
     items: tuple[tuple[int, str, Output], ...]
 
 
-Down = Ask | Run | Locate | Abort | Interrupt | LetGo | Enter | Remember | Received | Leave
+Down = Ask | Run | Locate | Abort | Interrupt | Spare | LetGo | Enter | Remember | Received | Leave
 Up = Hello | Attached | Answer | Outputs | Located | Aborted | Starting | Used | Came | Silent
 
 

@@ -27,6 +27,9 @@ EAGER_SECONDS, EAGER_TICK = 0.2, 0.05
 LEAVE_SECONDS = 0.3
 """In which a Stop turns out to be the begin of a restart of the kernel: Jupyter sends both."""
 
+SPARE_SECONDS = 0.6
+"""In which it turns out, before control is given back, which ranks are not ended any more."""
+
 LEFTOVERS_GRACE = 1.0
 """Seconds that GPUs have after a failed task to end the collectives that all have joined."""
 
@@ -54,13 +57,16 @@ def follow(workers: Workers, running: RunningTask) -> Following:
             if is_stopped:
                 running.stops_met = running.stops
                 _meet_stop(workers, running, running.stops - before)
-            if time.monotonic() >= running.give_up_at:
-                workers.advance(Event.GAVE_UP)
-                return
+            if time.monotonic() >= running.give_up_at - SPARE_SECONDS:
+                _spare(workers, running)
+                if running.unfinished:
+                    workers.advance(Event.GAVE_UP)
+                    return
             # Then what comes up, for as long as there is nothing to ask the ranks for.
             now = time.monotonic()
             tick = min(longest, TICK if running.age > EAGER_SECONDS else EAGER_TICK)
-            wait = min(tick, running.give_up_at - now, running.seconds_to_look(now))
+            left = running.give_up_at - SPARE_SECONDS - now
+            wait = min(tick, left, running.seconds_to_look(now))
             workers.receive(max(0.0, wait))
             # Then what these facts make necessary.
             for step in running.next_steps(time.monotonic()):
@@ -101,6 +107,17 @@ def _meet_stop(workers: Workers, running: RunningTask, number: int) -> None:
         interrupt(workers, running)
     if number > 1 and is_waited_for:
         running.give_up_at = 0.0
+
+
+def _spare(workers: Workers, running: RunningTask) -> None:
+    """Have those that have not stopped be ended only if Stop is pressed again, and not now.
+
+    Whoever says where it is has not been ended until then: its agent takes both in this order.
+    """
+    if running.interrupts > 1:
+        return
+    workers.link.spare(running.unfinished)
+    running.spared = frozenset(_locate(workers, running))
 
 
 def _take(workers: Workers, running: RunningTask, step: Step) -> None:
@@ -156,6 +173,6 @@ def _locate(workers: Workers, running: RunningTask) -> dict[int, Place]:
     running.places = {}
     workers.link.locate(workers.everyone)
     deadline = time.monotonic() + ANSWER_TIMEOUT
-    while not running.places and (left := deadline - time.monotonic()) > 0:
+    while not (running.places or running.lost) and (left := deadline - time.monotonic()) > 0:
         workers.receive(left)
     return running.places

@@ -49,6 +49,7 @@ from nbdist.wire.messages import (
     Request,
     Run,
     Silent,
+    Spare,
     Starting,
     Up,
     Used,
@@ -220,6 +221,10 @@ class Link:
     def interrupt(self, ranks: tuple[int, ...]) -> None:
         """Have these ranks leave what they run."""
         self._send(Interrupt(ranks))
+
+    def spare(self, ranks: tuple[int, ...]) -> None:
+        """Have none of these be ended because they have not left it, until the next interrupt."""
+        self._send(Spare(ranks))
 
     def let_go(self, task_id: str, ranks: tuple[int, ...]) -> None:
         """Have these ranks no longer keep what they sent back of a task."""

@@ -16,7 +16,6 @@ from dataclasses import replace as but
 from nbdist.errors import (
     AgentLost,
     NbdistError,
-    RanksNotStopped,
     RanksReleased,
     ScaleError,
     StartError,
@@ -271,7 +270,7 @@ def refusal(workers: Workers) -> NbdistError | None:
     running = workers.running
     if running is not None and running.unfinished:
         if running.is_stopping:
-            return RanksNotStopped(running.unfinished, running.doing)
+            return running.not_stopped
         return WorldBusy(running.unfinished, running.age)
     return _death(workers)
 

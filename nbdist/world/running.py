@@ -123,6 +123,7 @@ class RunningTask(SentTask):
         wait = self.patience.control_timeout
         self.is_stopping = True
         self.was_stalled = any(place.stalled for place in self.places.values())
+        self.interrupts, self.spared = self.interrupts + 1, frozenset()
         for rank in self.prompts.ranks:  # nobody is to answer them now
             self.prompts.drop(rank, now)
         self.give_up_at = float("inf") if wait is None else now + wait

@@ -108,6 +108,8 @@ class SentTask:
         self.stops = 0
         self.stops_met = 0  # of these, so many have been acted on
         self.raises_stops = False  # one that comes now ends what is being done
+        self.interrupts = 0
+        self.spared: frozenset[int] = frozenset()  # these are ended only if Stop comes again
         self.give_up_at = float("inf")
         self.is_stopping = self.is_over = self.shows_value = self.was_stalled = False
         self.lost: AgentLost | None = None
@@ -205,6 +207,15 @@ class SentTask:
         known = {rank: place for rank, place in places.items() if place is not None}
         return waits_text(known, self.task.source)
 
+    @property
+    def not_stopped(self) -> RanksNotStopped:
+        """Say who has not left it, and whether that may still cost variables."""
+        return RanksNotStopped(self.unfinished, self.doing, is_safe=self._is_safe)
+
+    @property
+    def _is_safe(self) -> bool:
+        return self.spared.issuperset(self.unfinished)
+
     # --- what became of it ----------------------------------------------------------------
 
     def received(self, rank: int) -> Mapping[str, Shipped]:
@@ -244,10 +255,11 @@ class SentTask:
             return self.lost
         cause = self.transcript.root_cause()
         if self.timed_out is not None and (cause is None or _is_of_stop(cause[1])):
-            late, killed = self.unfinished, self.killed_by_stop
-            return CellTimeout(self.patience.timeout or 0.0, self.timed_out, late, killed)
+            late, killed, seconds = self.unfinished, self.killed_by_stop, self.patience.timeout
+            is_safe = self._is_safe
+            return CellTimeout(seconds or 0.0, self.timed_out, late, killed, is_safe=is_safe)
         if self.unfinished:
-            return RanksNotStopped(self.unfinished, self.doing)
+            return self.not_stopped
         if cause is None:
             return None
         rank, first = cause

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from nbdist.config import Patience
 from nbdist.errors import RanksNotStopped, WorkerDied
 from nbdist.world.running import RunningTask
 from nbdist.world.states import State
@@ -34,9 +35,9 @@ def world(started: World) -> World:
     return started
 
 
-def begin(world: World, source: str) -> RunningTask:
+def begin(world: World, source: str, patience: Patience | None = None) -> RunningTask:
     """Have all ranks run it; they print a line when they are where Stop is to find them."""
-    running = world.submit(world.task(source))
+    running = world.submit(world.task(source), patience)
     for _ in world.follow(running):
         if all(track.line_count > 1 for track in running.transcript):
             return running
@@ -120,10 +121,22 @@ def test_c_code_that_holds_the_gil(world: World) -> None:
     """It is killed; those that wait for it are freed, not killed beside it."""
     running = begin(world, "print('runs\\n')\nif rank == 1: sum(range(10 ** 12))\ndist.barrier()")
     stop(world, running)
+    if running.unfinished:  # on busy cores only another Stop ends it
+        stop(world, running)
     leave(world, running)
     assert isinstance(running.error(), WorkerDied)
     assert running.killed_by_stop == (1,)
     assert world.gather("globals().get('kept')") == [0, None, 2]
+
+
+def test_c_code_that_is_not_done_when_control_is_back(world: World) -> None:
+    """It was said that nothing is lost, so it is waited for, as long as it takes."""
+    soon = Patience(control_timeout=1.0)  # as on busy cores: before it can be called stuck
+    running = begin(world, "print('runs\\n')\nif rank == 1: sum(range(3 * 10 ** 8))", soon)
+    stop(world, running)
+    assert running.unfinished == (1,)
+    assert "no variables were lost" in str(running.error())
+    assert world.gather("kept") == [*range(world.size)]
 
 
 def test_c_code_that_works(world: World) -> None:

@@ -27,11 +27,13 @@ WAITS = Place(line=3, operation="all_reduce")
         Sight(WAITS, LONG, aborts=ABORTS, aborted_for=IGNORES_GRACE - 0.1),
         Sight(IN_PYTHON, IGNORES_GRACE - 0.1, ignores=True),
         Sight(IN_PYTHON, IGNORES_GRACE - 0.1, again=True),
+        Sight(IN_C, LONG, is_spared=True),
+        Sight(IN_PYTHON, LONG, ignores=True, is_spared=True),
     ],
     ids=repr,
 )
 def test_who_is_waited_for(sight: Sight) -> None:
-    """One that reports its end, goes on, cleans up, computes, or has had no time yet."""
+    """One that reports its end, goes on, cleans up, computes, has had no time yet, is spared."""
     assert not is_stuck(sight)
 
 
