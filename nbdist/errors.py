@@ -50,6 +50,8 @@ Made = TypeVar("Made", bound=BaseException)
 
 START_LOG_LINES = 20
 
+KEPT = "; no variables were lost"
+
 OLD_NAMES = {
     "CellTimedOut": "CellTimeout",
     "FailedHere": "LocalCellError",
@@ -298,7 +300,7 @@ class RanksNotStopped(UsageError):
         self.ranks = tuple(ranks)
         is_one = len(self.ranks) == 1
         verb, them, their = ("has", "it", "its") if is_one else ("have", "them", "their")
-        kept = "; no variables were lost"
+        kept = KEPT
         ending = f", which may end {them}"
         super().__init__(
             f"{name_ranks(self.ranks)} {verb} not stopped yet{f' ({doing})' if doing else ''}"
@@ -456,13 +458,13 @@ class RanksReleased(WorkerError):
     """Ranks waited in collectives for what could never come."""
 
     def __init__(
-        self, rank: int, host: str, pid: int, errors: Mapping[int, RankFailure], why: str
+        self, rank: int, host: str, pid: int, errors: Mapping[int, RankFailure], why: str, fate: str
     ) -> None:
-        """`why` says who waited in what, and why in vain."""
+        """`why` says who waited in what, and why in vain; `fate` who was restarted after that."""
         self._keep(rank, host, pid, errors)
-        NbdistError.__init__(
-            self, f"{why}. The waiting ranks were released; no variables were lost."
-        )
+        NbdistError.__init__(self, f"{why}. The waiting ranks were released{'' if fate else KEPT}.")
+        if fate:
+            self.add(fate)
 
 
 class CellTimeout(NbdistError, TimeoutError):
@@ -483,7 +485,7 @@ class CellTimeout(NbdistError, TimeoutError):
         """
         self.late, self.killed = tuple(late), tuple(killed)
         doing = f": {where}" if where else ""
-        kept = "; no variables were lost" if is_safe and not self.killed else ""
+        kept = KEPT if is_safe and not self.killed else ""
         said = f"the cell was stopped by `--timeout {seconds:g}`{doing}{kept}."
         super().__init__(said)
         if self.late:

@@ -57,7 +57,7 @@ EVERY_ERROR = [
     errors.ScaleError(2, 4, "rank 2 could not start: it was killed by SIGKILL"),
     worker_error(),
     worker_died(),
-    errors.RanksReleased(0, "node1", 4711, {0: Failed(0)}, "rank 0 waits in barrier, line 2"),
+    errors.RanksReleased(0, "node1", 4711, {0: Failed(0)}, "rank 0 waits in barrier, line 2", ""),
     errors.CellTimeout(30.0, "rank 0 waits in barrier, line 2", [1]),
     errors.JobTimeout("`job`", 5.0, "rank 0 waits in barrier, line 2"),
     errors.JobLost("`job`", 12.3, "its workers were restarted"),

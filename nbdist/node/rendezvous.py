@@ -13,6 +13,7 @@ from nbdist import folders
 from nbdist.node.limits import Lack
 from nbdist.node.processes import ProcessSource
 from nbdist.node.worker import Worker
+from nbdist.wire import control
 from nbdist.wire.membership import Groups
 from nbdist.wire.start import WorkerStart, WorldSpec, over_file
 from nbdist.wire.worker_environ import torchrun_variables
@@ -20,6 +21,9 @@ from nbdist.wire.worker_environ import torchrun_variables
 ASKS_ONCE = {"GLOO_ENABLE_STORE_V2_API": "1"}
 """Has gloo ask a store for the addresses of all ranks at once, not for one after the other: for
 a group of 32 on 2 cores 64 questions instead of 2,080, and 90 ms instead of 350 (torch 2.13)."""
+
+CALLED_OFF_GRACE = 3.0
+"""Seconds for a rank to come back from a forming that has been called off."""
 
 KILL_STEP = 0.05
 """Seconds between two looks whether a worker that is being started has a process by now."""
@@ -149,9 +153,10 @@ class Rendezvous:
 
 
 class CallOff:
-    """Calls the forming of a group off when one that is to take part has died.
+    """Calls the forming of a group off when one that is to take part cannot.
 
-    That is a worker which lived (`ends`, by their exit codes), or one that is being started.
+    That is a worker which lived and has died (`ends`, by their exit codes) or does not form its
+    groups, or one that is being started.
     `file` is for those that wait in the store.  A new one waits there in C++: it is killed.
     """
 
@@ -171,6 +176,16 @@ class CallOff:
     def __exit__(self, *_: object) -> None:
         for end in self._ends:
             end.remove_done_callback(self._call_off)
+
+    async def ask(
+        self, worker: Worker, request: control.Request, timeout: float
+    ) -> control.Answer | None:
+        """Ask one that lives to form its groups; the others are told where it does not."""
+        asked = asyncio.ensure_future(worker.ask_or_end(request, timeout + CALLED_OFF_GRACE))
+        await asyncio.wait({asked}, timeout=timeout)
+        if not (asked.done() and isinstance(asked.result(), control.Ok)):
+            self._call_off()
+        return await asked
 
     async def start(self, worker: Worker, source: ProcessSource, timeout: float) -> str:
         """Start a worker in the place of a dead one; return what kept it from that, else ""."""

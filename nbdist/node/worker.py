@@ -44,7 +44,7 @@ UNREACHABLE = "it closed the connection to its agent"
 
 NO_CELL = "no cell is running that could read input"
 
-NO_FILES = "no more files can be opened, so the process is restarted"
+UNFIT = "this rank cannot take part in the group, so its process is restarted"
 
 COUNT_AFTER = 0.05
 """Seconds into a cell: short ones do without, it takes 0.4 ms for each rank."""
@@ -183,11 +183,16 @@ class Worker:
     async def ask_or_end(self, request: control.Request, timeout: float) -> control.Answer | None:
         """Ask; it is ended where it answers that only another process could do that."""
         answer = await self.ask(request, timeout)
-        if isinstance(answer, control.Failed) and answer.unfit and self.process is not None:
-            self.say(f"{NO_FILES}: {answer.error}\n")
+        if isinstance(answer, control.Failed) and answer.unfit:
+            await self.end_unfit(answer.error)
+        return answer
+
+    async def end_unfit(self, why: str) -> None:
+        """End the process, which can take no part in the group, and say so."""
+        if self.process is not None and not self.process.exited.done():
+            self.say(f"{UNFIT}: {why}\n")
             self.kill()
             await asyncio.wait([self.process.exited], timeout=KILL_TIMEOUT)
-        return answer
 
     async def locate(self) -> Place:
         """Ask where it is."""

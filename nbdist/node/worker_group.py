@@ -30,6 +30,11 @@ START_TIMEOUT = 180.0
 HEAL_TIMEOUT = 30.0
 """Seconds for survivors and new workers to meet."""
 
+HELD_TIMEOUT = 10.0
+"""Seconds for a worker to say what groups it holds; they are formed without what it would say."""
+
+SILENT = "it did not answer while the group was formed"
+
 ABORT_TIMEOUT = 1.0
 
 CHECK_TIMEOUT = 1.0
@@ -172,7 +177,7 @@ class WorkerGroup:
     async def held(self) -> Held:
         """Say which of its ranks live, and what groups they hold."""
         alive = self.all_alive()
-        asked = (worker.ask(control.ListGroups(), HEAL_TIMEOUT) for worker in alive)
+        asked = (worker.ask(control.ListGroups(), HELD_TIMEOUT) for worker in alive)
         answers = zip(alive, await asyncio.gather(*asked), strict=True)
         found = {each.rank: said for each, said in answers if self.alive([each.rank])}
         return Held(
@@ -219,9 +224,12 @@ class WorkerGroup:
         ends = [worker.process.exited for worker in forms if worker.process is not None]
         with CallOff(self._rendezvous.over_file, ends) as call_off:
             answers, starts = await asyncio.gather(
-                asyncio.gather(*(each.ask_or_end(forms[each], HEAL_TIMEOUT) for each in forms)),
+                asyncio.gather(*(call_off.ask(each, forms[each], HEAL_TIMEOUT) for each in forms)),
                 asyncio.gather(*(call_off.start(each, source, HEAL_TIMEOUT) for each in new)),
             )
+        if self._spec and self._spec.node is None:  # else the network may be why
+            silent = (each for each, said in zip(forms, answers, strict=True) if said is None)
+            await asyncio.gather(*(each.end_unfit(SILENT) for each in silent))
         return problem_in(starts, answers)
 
     def _form(self, plan: Plan, rank: int) -> control.Request:

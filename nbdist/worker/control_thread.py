@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import _thread
 import asyncio
-import errno
-import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +13,7 @@ from nbdist.wire import control
 from nbdist.wire.questions import Question
 from nbdist.worker.compat import ipython, torch
 from nbdist.worker.consulting import Consulting
+from nbdist.worker.group.gloo import is_of_others
 from nbdist.worker.probe import Probe
 from nbdist.worker.process import die_with_parent, reserve
 
@@ -44,15 +43,16 @@ class ControlThread:
 
     def answer(self, stream: Any, ident: Any, message: dict[str, Any]) -> None:
         """Answer a request; called by ipykernel."""
-        try:
-            with reserve():
-                request = control.request_from(message["buffers"])
-                if isinstance(request, Question):
-                    self._answer_later(request, partial(self._send, stream, ident, message))
-                    return
+        with reserve():
+            request = control.request_from(message["buffers"])
+            if isinstance(request, Question):
+                self._answer_later(request, partial(self._send, stream, ident, message))
+                return
+            answer: control.Answer
+            try:
                 answer = self._answer_to(request)
-        except OSError as error:  # most likely it is out of descriptors all the same
-            answer = _failed(error)
+            except Exception as error:  # noqa: BLE001 (whatever it was, the agent waits)
+                answer = control.Failed(str(error) or repr(error), unfit=not is_of_others(error))
         self._send(stream, ident, message, answer)
 
     def _answer_later(self, question: Question, send: Callable[[control.Answer], None]) -> None:
@@ -106,20 +106,12 @@ class ControlThread:
             # What waited for an aborted collective goes on, with results of no meaning.
             _thread.interrupt_main()
 
-    def _meet(self, form: Callable[[], None]) -> control.Failed | control.Ok:
+    def _meet(self, form: Callable[[], None]) -> control.Ok:
         """Form groups with the other ranks."""
         self._probe.start_over()
-        try:
-            check_room_for_threads()
-            form()
-        except (RuntimeError, ConnectionResetError) as error:
-            return _failed(error)
+        check_room_for_threads()
+        form()
         return control.Ok()
-
-
-def _failed(error: Exception) -> control.Failed:
-    lacks = errno.EMFILE in error.args or os.strerror(errno.EMFILE) in str(error)
-    return control.Failed(str(error), unfit=lacks)
 
 
 def check_room_for_threads() -> None:

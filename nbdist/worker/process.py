@@ -8,7 +8,7 @@ import os
 import resource
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
 
@@ -19,6 +19,9 @@ PLENTY = 65536
 
 RESERVE = 48
 """For reading /proc, and for gloo's sockets while a group is formed."""
+
+SPARE = 16
+"""Descriptors that are held for the same where user code has lowered the hard limit."""
 
 DATA_LOADER = "torch.utils.data.dataloader"
 
@@ -52,21 +55,36 @@ def set_limit() -> None:
     if hard == resource.RLIM_INFINITY:
         hard = PLENTY + RESERVE
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(PLENTY, soft, hard - RESERVE), hard))
+    _hold_spare()
 
 
 @contextmanager
 def reserve() -> Iterator[None]:
-    """Have all that the hard limit allows; called on the control thread."""
+    """Have all that the hard limit allows, or else the spare ones; called on the control thread."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     more = soft + RESERVE if hard == resource.RLIM_INFINITY else min(hard, soft + RESERVE)
     if more <= soft:
-        yield
+        while _spare:
+            os.close(_spare.pop())
+        try:
+            yield
+        finally:
+            _hold_spare()
         return
     resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+_spare: list[int] = []
+
+
+def _hold_spare() -> None:
+    with suppress(OSError):
+        while len(_spare) < SPARE:
+            _spare.append(os.open(os.devnull, os.O_RDONLY))
 
 
 # --- SIGINT -----------------------------------------------------------------------------------

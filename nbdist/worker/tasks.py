@@ -10,6 +10,7 @@ import os
 import pickle
 import select
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -61,6 +62,7 @@ class Tasks:
         self._loop.add_reader(self._listener, self._accept)
         # One for all: what a cell sets in the context is there for the next.
         self._serving = self._loop.create_task(self._serve())
+        self._serving.add_done_callback(_end_unless_closed)
 
     def __repr__(self) -> str:
         return f"<Tasks {len(self._waiting)} waiting>"
@@ -108,7 +110,7 @@ class Tasks:
         self._agent, _ = self._listener.accept()
         self._loop.remove_reader(self._listener)
         self._listener.close()
-        self._loop.add_reader(self._agent, self._read, self._agent)
+        self._loop.add_reader(self._agent, self._read_more, self._agent)
 
     def _read(self, agent: socket.socket) -> bool:
         """Take what has come; False at the end of the connection."""
@@ -135,6 +137,13 @@ class Tasks:
                 else:
                     self._loop.call_soon_threadsafe(self._arrived.set)
 
+    def _read_more(self, agent: socket.socket) -> None:
+        try:
+            self._read(agent)
+        except MemoryError as error:
+            # What has come stays there, and the loop would call this again for ever.
+            _end("a task could not be read", error)
+
     async def _serve(self) -> None:
         while True:
             await self._arrived.wait()
@@ -154,3 +163,16 @@ class Tasks:
     def _send(self, said: Said) -> None:
         assert self._agent is not None
         self._agent.sendall(framed(pickle.dumps(said, protocol=5)))
+
+
+def _end_unless_closed(serving: asyncio.Task[None]) -> None:
+    """End a process that can report the end of no task: the notebook would wait for ever."""
+    if not serving.cancelled():
+        _end("the end of a cell could not be reported", serving.exception())
+
+
+def _end(why: str, error: BaseException | None) -> None:
+    try:
+        os.write(sys.stderr.fileno(), f"{why}: {error!r}\n".encode())
+    finally:
+        os._exit(1)

@@ -74,10 +74,11 @@ LASTING = (
 def end(workers: Workers, running: RunningTask) -> None:
     """Do what is left to do once all ranks have finished a task, and keep with it what it was."""
     finish(workers, running)
-    if not running.was_stalled:  # else they could not meet now, and the next cell has them do so
-        heal(workers)
-    if running.died:
-        running.fate = healing_text(workers, running.deaths)
+    # In a stalled network they could not meet now, and the next cell has them do so.  Where they
+    # do, some may be restarted for it.
+    again = () if running.was_stalled else heal(workers)
+    if lost := {*running.deaths, *again}:
+        running.fate = healing_text(workers, sorted(lost))
     running.restart = _restart_text(workers, running)
     running.lacking = _lacking_text(workers, running)
     running.let_go()
@@ -121,23 +122,25 @@ def _who_has(workers: Workers, name: str, rank: int) -> str:
     return f"{name_ranks(ranks)} {verb} `{name}`: `%dist_sync {name} --from {ranks[0]}`."
 
 
-def heal(workers: Workers) -> None:
-    """Do about deaths and broken collectives what `on_failure` says; nothing if all is well.
+def heal(workers: Workers) -> tuple[int, ...]:
+    """Do about deaths and broken collectives what `on_failure` says; the ranks that are new by it.
 
     All workers that live keep their variables, and their modules, meshes and subgroups,
     unless the policy is another.  Where that cannot be done, the state stays BROKEN, and
     `problem` says why.
     """
     if workers.state is not State.BROKEN:
-        return
+        return ()
     if not workers.dead or workers.on_failure == "heal":
         # Workers in the place of the dead, and a group of all.
         replaced, _ = _regroup(workers, Event.HEAL, Heal(), HEAL_TIMEOUT)
         replay(workers, {*replaced, *workers.renumbering.new})
-    elif workers.on_failure == "stop":
+        return replaced
+    if workers.on_failure == "stop":
         workers.shutdown()
     else:
         _restart_all(workers)
+    return ()
 
 
 def grow(workers: Workers) -> None:

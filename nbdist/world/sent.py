@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from nbdist.config import CONTROL_TIMEOUT, Patience
 from nbdist.errors import (
+    KEPT,
     AgentLost,
     CellTimeout,
     NbdistError,
@@ -276,14 +277,16 @@ class SentTask:
                 died.add(said)
             return died
         if not own and self.aborted and not self.is_stopping:
-            return RanksReleased(rank, host, pid, errors, self._why_aborted)
+            return RanksReleased(rank, host, pid, errors, self._why_aborted, self.fate)
         error = WorkerError(
             *(rank, host, pid, own or errors, ran, seconds),
             cause=(first.name, first.message),
             who=self.crew.machines.who([rank]),
         )
         if self.aborted:
-            error.add(f"{released_text(self.aborted)}; no variables were lost.")
+            error.add(f"{released_text(self.aborted)}{'' if self.fate else KEPT}.")
+        if self.fate:
+            error.add(self.fate)
         if self.differing:
             error.add(f"Before that: {self.differing}.")
         if self.lacking:

@@ -1,4 +1,4 @@
-"""A notebook in a memory cgroup, as in containers and Slurm jobs."""
+"""A notebook in a memory cgroup, as in containers and Slurm jobs; a rank under `ulimit -v`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,23 @@ from pathlib import Path
 
 import pytest
 
+from nbdist.errors import WorkerError
 from nbdist.wire.cgroups import control_groups
 from tests.notebook.front_end import Notebook
 from tests.waiting import wait_until
+from tests.worlds import NewWorld
 
 SIZE = 100 << 20
+
+FILL_UP = f"""
+import resource
+kept, hog = rank, []
+if rank == 1:
+    used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + {SIZE},) * 2)
+    while True: hog.append(bytearray(1 << 16))
+dist.barrier()
+"""
 
 
 @pytest.fixture
@@ -78,3 +90,16 @@ def test_values_that_do_not_fit(notebook: Notebook, group: Path) -> None:
     assert "NotEnoughMemory: sending 0.10 GB" in notebook.run("%dist_gather x -r 0 --as y").error
     limit.write_text("max" if version_2 else "-1")
     assert notebook.run("%%distributed\nassert kept == rank").errors == []
+
+
+def test_a_rank_at_its_limit_of_address_space(new_world: NewWorld) -> None:
+    """It has no room to form the group again with those that waited: it alone is restarted."""
+    with new_world(3) as world:
+        pids = dict(world.pids)
+        with pytest.raises(WorkerError, match="Rank 1 was restarted and its va") as raised:
+            world.execute(FILL_UP)
+        assert "MemoryError" in str(raised.value)  # which it may have no memory to report itself
+        assert "no variables were lost" not in str(raised.value)
+        world.execute("dist.barrier()")
+        assert world.gather("globals().get('kept')") == [0, None, 2]
+        assert [world.pids[rank] == pids[rank] for rank in range(3)] == [True, False, True]

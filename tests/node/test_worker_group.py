@@ -233,6 +233,19 @@ def test_a_survivor_dies_while_it_forms_the_group(world: World) -> None:
     assert world.gather("globals().get('kept')") == [None, None, 2, 3]
 
 
+def test_a_survivor_that_cannot_form_the_group(world: World) -> None:
+    """Whatever it raises it is restarted alone, and the others do not wait for it."""
+    world.execute(
+        "import nbdist.worker.group.group as group_module\n"
+        "def fail(*_): raise MemoryError\n"
+        "if rank == 0: group_module.Group.regroup = fail"
+    )
+    end(world, 1)
+    world.execute(SUM)
+    assert world.session.take_replaced().keys() == {0, 1}
+    assert world.gather("globals().get('kept')") == [None, None, 2, 3]
+
+
 def test_a_new_rank_dies_before_it_is_ready(world: World) -> None:
     """Another one takes its place."""
     before = set(world.pids.values())

@@ -17,6 +17,7 @@ how long each took.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
@@ -54,6 +55,12 @@ ENDED = re.compile(
 )
 """What gloo says on a rank whose connections have ended, and we where a wait is ended."""
 
+LACKS = re.compile(
+    "out of memory|bad_alloc|can't start new thread|"
+    + "|".join(map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)))
+)
+"""What C code and Python say where this process has reached a limit of its own."""
+
 TIMED_OUT = re.compile(
     r"gloo/transport/.* Timed out waiting|timeout caused pair closure"
     r"|gloo/\S+\] .*(Connection timed out|No route to host|Network is unreachable)"
@@ -75,6 +82,13 @@ def connections_after(message: str) -> Connections:
     if ENDED.search(message):
         return "ended"
     return "timed out" if TIMED_OUT.search(message) else ""
+
+
+def is_of_others(error: Exception) -> bool:
+    """Say whether what is between the ranks has kept them from meeting, and not this process."""
+    said = str(error)
+    is_between = isinstance(error, ConnectionError | dist.DistError | BadEnvironment)
+    return (is_between or "gloo/" in said) and not LACKS.search(said)
 
 
 def reword(error: BaseException) -> None:

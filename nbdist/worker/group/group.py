@@ -231,7 +231,8 @@ class Group:
         """
         most = self._most_generations()
         if most is not None and generation > most:
-            raise RuntimeError(f"the group was rebuilt {most} times, which is all torch takes")
+            why = f"the group was rebuilt {most} times, which is all torch takes"
+            raise dist.DistBackendError(why)
         # First, so that what is made anew here can be waited for, and aborted.
         self._start_over()
         self._meet(generation, self._start.world.world_size)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from nbdist.worker.compat import torch as seam
 
@@ -46,9 +47,9 @@ def connect(backend: Any, device: torch.device, timeout: float, over: Path | Non
     while thread.is_alive():
         thread.join(POLL_EVERY)
         if over is not None and over.exists():
-            raise RuntimeError("connecting nccl was called off: a rank has ended")
+            raise dist.DistBackendError("connecting nccl was called off: a rank has ended")
         if time.monotonic() > deadline:
-            raise RuntimeError(f"nccl did not connect within {timeout:.0f} s")
+            raise dist.DistBackendError(f"nccl did not connect within {timeout:.0f} s")
     if failed:
         raise failed[0]
 
