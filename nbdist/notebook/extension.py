@@ -27,7 +27,7 @@ _loaded = WeakKeyDictionary()
 def load(shell: InteractiveShell) -> None:
     """Register the magics and the settings, and have torch imported in the background.
 
-    Raises WrongVersion, and does nothing then.
+    Raises UsageError, and does nothing then.
     """
     check_libraries()
     settings = NbDist(parent=shell)

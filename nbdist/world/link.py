@@ -61,6 +61,7 @@ from nbdist.wire.task import InputReply
 from nbdist.world.agent_process import AgentProcess
 from nbdist.world.attached_agent import AttachedAgent
 from nbdist.world.launchers import AGENT
+from nbdist.world.open_files import require_open_files
 
 log = logging.getLogger("nbdist.world")
 
@@ -96,6 +97,7 @@ class Link:
         fork_server: bool = True,
         folder: RuntimeFolder | JoinedFolder | None = None,
     ) -> None:
+        require_open_files()
         self.pid = os.getpid()
         self.arrived: deque[Arrived] = deque()
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()

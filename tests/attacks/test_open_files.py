@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from nbdist import World
-from nbdist.errors import WorkerError
+from nbdist.errors import RanksReleased, WorkerError
 from tests.waiting import SOON
 
 pytestmark = pytest.mark.shared_world
@@ -119,6 +119,25 @@ def test_the_hard_limit_is_too_low() -> None:
     assert ranks == "[0, 1]"
 
 
+def test_a_notebook_without_descriptors() -> None:
+    """`%load_ext` says why there are no magics, and no library ends the notebook's process."""
+    ran = under_limit(
+        24,
+        24,
+        """
+        from IPython.core.interactiveshell import InteractiveShell
+        shell = InteractiveShell.instance()
+        shell.run_cell("%load_ext nbdist")
+        print("distributed" in shell.magics_manager.magics["cell"])
+        """,
+    )
+    assert ran.returncode == 0, ran.stderr
+    said, is_there = ran.stdout.splitlines()
+    assert "UsageError\x1b[0m: nbdist cannot be used here, neither its magics nor workers" in said
+    assert "`ulimit -n` is 24). Start the notebook after `ulimit -n 1024`." in said
+    assert is_there == "False"
+
+
 def test_a_rank_without_descriptors_fails_while_others_wait(world: World) -> None:
     """They are freed, the group is whole again, and nobody loses anything."""
     pids = dict(world.pids)
@@ -147,7 +166,7 @@ def test_ranks_without_descriptors_are_stopped(world: World) -> None:
 def test_a_rank_that_cannot_take_part_is_replaced_alone(world: World) -> None:
     """One that takes every descriptor that is closed has no reserve; other ranks are unaffected."""
     pids = dict(world.pids)
-    with pytest.raises(WorkerError, match="OSError"):
+    with pytest.raises(WorkerError, match=r"OSError.* Rank 1 was restarted and its var"):
         world.execute(
             "import resource, threading, time\n"
             f"{USE_UP}\n"
@@ -166,3 +185,19 @@ def test_a_rank_that_cannot_take_part_is_replaced_alone(world: World) -> None:
     world.execute(SUM)
     assert world.gather("globals().get('kept')") == [0, None, 2]
     assert [world.pids[rank] == pids[rank] for rank in range(3)] == [True, False, True]
+
+
+def test_a_rank_with_a_lower_hard_limit_is_seen(world: World) -> None:
+    """What it waits for is found with the spare descriptors, and nobody loses anything."""
+    pids = dict(world.pids)
+    with pytest.raises(RanksReleased, match=r"rank 1 is in all_reduce .*, ranks 0,2 in barrier"):
+        world.execute(
+            "import resource\n"
+            "if rank == 1: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n"
+            f"{USE_UP}\n"
+            "if rank == 1: dist.all_reduce(torch.ones(1))\n"
+            "dist.barrier()"
+        )
+    world.execute(SUM)
+    assert world.gather("kept") == [0, 1, 2]
+    assert world.pids == pids
