@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from nbdist import __version__
+from nbdist.wire.interpreter import MODULE
 
 _KNOWN = (
     (
@@ -40,20 +41,32 @@ _KNOWN = (
     (
         r"(?:exec: |env: |sh: .*?: )*['\u2018]?(/?[^\s:'\u2018\u2019]+)['\u2019]?: "
         r"(?:not found|No such file or directory|command not found)",
-        "there is no {0} there: `--python` names the interpreter, by its path on all machines",
+        "there is no {0} there: {named_by}, by its path on all machines",
     ),
     (
         r"(?:exec: )?(\S+): Permission denied",
-        "{0} cannot be executed there: `--python` names the interpreter",
+        "{0} cannot be executed there: {named_by}",
     ),
     (r"^nbdist: (.*)", "{0}"),
 )
 
 
-def why_refused(host: str, lines: Sequence[str]) -> str:
-    """Word the first reason that is known among these lines, and the remedy; "" for none."""
+def why_refused(host: str, lines: Sequence[str], command: str = "") -> str:
+    """Word the first reason that is known among these lines, and the remedy; "" for none.
+
+    The lines were left by `command`.
+    """
     text = "\n".join(lines)
     for pattern, said in _KNOWN:
         if found := re.search(pattern, text, re.MULTILINE):
-            return said.format(*found.groups(), host=host, version=__version__).rstrip(". ")
+            named_by = _named_by(found.groups(), command)
+            known = {"host": host, "version": __version__, "named_by": named_by}
+            return said.format(*found.groups(), **known).rstrip(". ")
     return ""
+
+
+def _named_by(programs: Sequence[str], command: str) -> str:
+    """Say which option names a program of this command: the interpreter, or what wraps it."""
+    *wrapper, _ = re.split(r"[\s'\"]+", command.partition(f" {' '.join(MODULE)} ")[0])
+    is_wrapper = not {*wrapper}.isdisjoint(programs)
+    return "`--wrap` names it" if is_wrapper else "`--python` names the interpreter"

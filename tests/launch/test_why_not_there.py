@@ -61,3 +61,21 @@ def test_other_reasons() -> None:
     """They are for the lines themselves to tell."""
     assert why_refused("b", ["Segmentation fault"]) == ""
     assert why_refused("b", []) == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("sh: 1: exec: no-such: not found", "there is no no-such there: `--wrap` names it"),
+        ("apptainer: /no/img: No such file or directory", "there is no /no/img there: `--wrap`"),
+        ("sh: 1: /etc/passwd: Permission denied", "/etc/passwd cannot be executed there: `--wrap`"),
+        (
+            "no-such: /no/python: not found",
+            "there is no /no/python there: `--python` names the int",
+        ),
+    ],
+)
+def test_a_wrapper_is_not_the_interpreter(line: str, said: str) -> None:
+    """The option is named by which the program was asked for."""
+    command = "ssh b -- 'exec no-such /no/img /etc/passwd /no/python -P -m nbdist.node --ticket'"
+    assert why_refused("b", [line], command).startswith(said)
