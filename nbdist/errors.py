@@ -300,11 +300,10 @@ class RanksNotStopped(UsageError):
         self.ranks = tuple(ranks)
         is_one = len(self.ranks) == 1
         verb, them, their = ("has", "it", "its") if is_one else ("have", "them", "their")
-        kept = KEPT
         ending = f", which may end {them}"
         super().__init__(
             f"{name_ranks(self.ranks)} {verb} not stopped yet{f' ({doing})' if doing else ''}"
-            f"{kept if is_safe else f', and may have to be ended, with {their} variables'}. "
+            f"{KEPT if is_safe else f', and may have to be ended, with {their} variables'}. "
             f"The next cell waits for {them}; `%dist_interrupt` presses Stop again"
             f"{ending if is_safe else ''}, and "
             f"`%dist_restart -r {format_ranks(self.ranks)}` restarts {them}."

@@ -2,61 +2,35 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from nbdist import __version__
 from nbdist.wire.many import NodeFacts, NodeHello, Target
+from nbdist.wire.versions import Versions, difference
 
 REACHED = 16
 """Of so many other machines each tries the way: with more of them, others try the rest."""
-
-
-@dataclass(frozen=True, slots=True)
-class Versions:
-    """What the notebook's machine has; `torch` is "" where it has none."""
-
-    nbdist: str
-    python: str
-    torch: str
-
-    @classmethod
-    def here(cls) -> Versions:
-        """Look at this interpreter, which is the notebook's."""
-        try:
-            torch = importlib.metadata.version("torch")
-        except importlib.metadata.PackageNotFoundError:
-            torch = ""
-        return cls(__version__, platform.python_version(), torch)
 
 
 def mismatch(name: str, hello: NodeHello, here: Versions) -> str:
     """Say in which version a machine differs from the notebook's that has to be the same."""
     facts = hello.facts
     own = f"{facts.python} on {name}"
-    if hello.version != here.nbdist:
-        install = f"`pip install nbdist=={here.nbdist}` for {own}"
-        return f"{name} has nbdist {hello.version}, the notebook {here.nbdist}: {install}"
-    if _minor(facts.python_version) != _minor(here.python):
-        why = "functions can be sent to the same minor version only. `--python` names another one"
-        return f"{own} is Python {facts.python_version}, the notebook's is {here.python}: {why}"
+    if hello.version != __version__:
+        install = f"`pip install nbdist=={__version__}` for {own}"
+        return f"{name} has nbdist {hello.version}, the notebook {__version__}: {install}"
+    found = difference(facts.versions, here)
+    if found and found.what == "Python":
+        said = f"{own} is Python {found.there}, the notebook's is {found.here}: {found.why}"
+        return f"{said}. `--python` names another one"
     if not facts.torch:
         return f"{own} has no torch: `--python` names the interpreter that has it"
-    if here.torch and _minor(facts.torch) != _minor(here.torch):
-        install = f"`pip install torch=={_release(here.torch)}` for {own}, or another `--python`"
-        return f"{name} has torch {facts.torch}, the notebook {here.torch}: {install}"
+    if found:
+        wanted = f"{found.what}=={found.here.partition('+')[0]}"
+        install = f"`pip install {wanted}` for {own}, or another `--python`"
+        return f"{name} has {found.what} {found.there}, the notebook {found.here}: {install}"
     return ""
-
-
-def _minor(version: str) -> tuple[str, ...]:
-    return tuple(version.split(".")[:2])
-
-
-def _release(version: str) -> str:
-    return version.partition("+")[0]
 
 
 # --- from machine to machine ------------------------------------------------------------------

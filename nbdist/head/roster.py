@@ -12,13 +12,14 @@ from typing import Any
 from nbdist.head.addresses import addresses, listened_at
 from nbdist.head.gate import Gate
 from nbdist.head.node import Node, NodeLost
-from nbdist.head.preflight import Versions, mismatch, targets, unreachable
+from nbdist.head.preflight import mismatch, targets, unreachable
 from nbdist.head.seating import room_of
 from nbdist.head.waiting import Awaited
 from nbdist.launch.launcher import AgentProcess, Launched, LaunchError, find_launcher
 from nbdist.launch.why_not_there import why_refused
 from nbdist.wire.many import NodeHello, NodeUp, Reach
 from nbdist.wire.messages import Leave, Silent, StartFailure
+from nbdist.wire.versions import versions_here
 from nbdist.wire.wanted import Wanted
 from nbdist.words import count, word_exit
 
@@ -73,7 +74,7 @@ class Roster:
         self._late: set[asyncio.Task[None]] = set()
         self._by_identity: dict[bytes, Node] = {}
         self._failure: StartFailure | None = None
-        self._versions = Versions.here()
+        self._versions = versions_here()
         self._failed = 0
         self._came = asyncio.Event()
         self._has_begun = self._is_leaving = False
@@ -305,7 +306,7 @@ class Roster:
         asyncio.get_running_loop().remove_reader(process.fileno())
         code = process.exit_code() or 0
         lines = tuple(process.last_lines())
-        why = why_refused(process.host, lines) or f"it {word_exit(code)}"
+        why = why_refused(process.host, lines, process.command) or f"it {word_exit(code)}"
         mine = [node for node in self.there if process.host in ("", node.name)]
         said = process.complaint()
         for node in mine:

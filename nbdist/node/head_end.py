@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import importlib.metadata
 import itertools
 import os
 import select
@@ -51,6 +50,7 @@ from nbdist.wire.ticket import (
     endpoint,
     ticket_from,
 )
+from nbdist.wire.versions import versions_here
 
 TICKET_TIMEOUT = 60.0
 """Seconds for the ticket to come; a person may have to type it."""
@@ -158,10 +158,6 @@ def _begin(
 
 def facts_of(coming: Coming, port: int, environ: Mapping[str, str]) -> NodeFacts:
     """Look at this machine."""
-    try:
-        torch = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        torch = ""
     return NodeFacts(
         name=socket.gethostname(),
         number=coming.number,
@@ -170,8 +166,7 @@ def facts_of(coming: Coming, port: int, environ: Mapping[str, str]) -> NodeFacts
         cores=usable_cores(),
         gpus=visible_gpus(environ),
         python=sys.executable,
-        python_version=".".join(map(str, sys.version_info[:3])),
-        torch=torch,
+        versions=versions_here(),
     )
 
 

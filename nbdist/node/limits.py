@@ -25,7 +25,7 @@ WORKER_FILES, FILES_OF_PEER = 128, 2
 
 
 class Lack(ChildProcessError):
-    """A process could not be started, or not live, because of a limit, which it names."""
+    """A process could not be started, or not live, for a reason, which it names: a limit mostly."""
 
 
 # --- processes and threads ------------------------------------------------------------------

@@ -31,6 +31,7 @@ from nbdist.wire.at_door import SOCKET, Admitted, Attach, Held, Refused
 from nbdist.wire.messages import Abort, Down, Outputs, Received, Remember, Up
 from nbdist.wire.shared_memory import Segment, SegmentGone, SegmentRef
 from nbdist.wire.task import Task, unpack
+from nbdist.wire.versions import versions_here
 
 log = logging.getLogger("nbdist.node")
 
@@ -261,6 +262,7 @@ class Tether:
             since=self._since,
             detach=record.detach,
             guard=self._last,
+            versions=versions_here(),
         )
 
     async def _admit(self, wanted: Attach) -> Admitted | Refused:

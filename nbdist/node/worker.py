@@ -28,7 +28,7 @@ from nbdist.wire.frames import BadFrame
 from nbdist.wire.messages import Run
 from nbdist.wire.places import Place, RankState, WorkerStatus
 from nbdist.wire.prctl import cpu_seconds
-from nbdist.wire.start import WorkerStart, WorldSpec
+from nbdist.wire.start import WRONG_VERSION, WorkerStart, WorldSpec
 from nbdist.wire.task import CatchUp, Finished, InputReply, Said, Task, unpack
 from nbdist.words import word_exit
 
@@ -116,9 +116,12 @@ class Worker:
             process.kill()
         await self.output.ready.wait()
         if process.exited.done():
-            if lack := lack_in(self.output.last_lines):
+            lines, code = self.output.last_lines, process.exited.result()
+            if lack := lack_in(lines):
                 raise Lack(lack)
-            raise ChildProcessError(f"it {word_exit(process.exited.result())}")
+            if code == WRONG_VERSION and lines:
+                raise Lack(lines[-1])
+            raise ChildProcessError(f"it {word_exit(code)}")
         process.exited.add_done_callback(self._ended)
         self._count_kills_in(0.0)
         try:

@@ -309,4 +309,6 @@ def _first_failed(starts: Mapping[asyncio.Task[None], Worker]) -> tuple[Worker, 
 
 
 def _failure(spec: WorldSpec, rank: int, why: str, lines: tuple[str, ...]) -> StartFailure:
+    if why in lines[-1:]:  # it says all
+        return StartFailure(rank, socket.gethostname(), "", why, ())
     return StartFailure(rank, socket.gethostname(), shlex.join(spec.command), why, lines)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from nbdist.wire.frames import BadFrame, fits
+from nbdist.wire.versions import Versions
 
 DOOR = "door.sock"
 """The socket's name in the runtime folder."""
@@ -45,7 +46,8 @@ class Held:
 
     `cell` is what it runs, a line, "" for nothing; `began` when that was sent, or the world
     was started.  Before the first start there are no `workers` and no `name`.  `guard` is the
-    process that ends last, once nothing is left of the world.
+    process that ends last, once nothing is left of the world.  `versions` are those of the
+    interpreter that the world was started with.
     """
 
     version: str
@@ -60,6 +62,7 @@ class Held:
     since: float
     detach: bool
     guard: int
+    versions: Versions = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,9 @@ import cloudpickle.cloudpickle as by_value
 SYSTEM_NAMES = re.compile(r"_+|_i+|_i?\d+|_[dio]h|_exit_code|__\w+__|In|Out|exit|quit|get_ipython")
 """What Python and IPython keep in `__main__` for themselves."""
 
+PYTHON = sys.version_info[:2]
+"""The code of functions is of one minor version."""
+
 _SPECIAL_SLOTS = {"__dict__", "__weakref__"}
 
 _receiver: ContextVar[dict[str, Any] | None] = ContextVar("nbdist_receiver", default=None)
@@ -220,6 +223,14 @@ def import_by_name(name: str, *submodules: str) -> types.ModuleType:
     for submodule in submodules:
         importlib.import_module(submodule)
     return importlib.import_module(name)
+
+
+def make_code(python: tuple[int, int], *parts: Any) -> types.CodeType:
+    """Make a function's code; that of another Python would crash this one when it is called."""
+    if python != PYTHON:
+        there, here = (".".join(map(str, each)) for each in (python, PYTHON))
+        raise pickle.UnpicklingError(f"a function of Python {there} cannot be used in {here}")
+    return types.CodeType(*parts)
 
 
 def make_function(

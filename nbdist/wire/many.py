@@ -16,6 +16,7 @@ from nbdist.wire.messages import Down, Reply, StartFailure, Up, WorldStarted
 from nbdist.wire.start import WorldSpec
 from nbdist.wire.store_operations import Answer as StoreReply
 from nbdist.wire.store_operations import Operation
+from nbdist.wire.versions import Versions
 
 # --- who comes ------------------------------------------------------------------------------
 
@@ -36,8 +37,12 @@ class NodeFacts:
     cores: int
     gpus: tuple[str, ...]
     python: str
-    python_version: str
-    torch: str
+    versions: Versions
+
+    @property
+    def torch(self) -> str:
+        """The version of torch there, "" for none."""
+        return self.versions.get("torch", "")
 
 
 @dataclass(frozen=True, slots=True)

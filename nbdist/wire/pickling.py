@@ -26,6 +26,7 @@ from nbdist.wire.cell_sources import CellSource, cell_source, keep_cell_sources
 from nbdist.wire.cgroups import ASKED_FROM, require_memory
 from nbdist.wire.definitions import (
     MAIN,
+    PYTHON,
     ModuleNamespace,
     Variable,
     fill_class,
@@ -37,6 +38,7 @@ from nbdist.wire.definitions import (
     make_cached_function,
     make_cached_property,
     make_class,
+    make_code,
     make_function,
     other_name,
     receiving,
@@ -186,7 +188,10 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
     """Says how each object is taken apart; pickle's C code does the rest."""
 
     dispatch_table: ClassVar[ChainMap[type, Any]] = ChainMap(
-        {functools.cached_property: lambda found: _reduce_cached_property(found)},
+        {
+            functools.cached_property: lambda found: _reduce_cached_property(found),
+            types.CodeType: lambda code: _reduce_code(code),
+        },
         by_value.Pickler.dispatch_table,
     )
 
@@ -375,6 +380,11 @@ def _reduce_stream(stream: io.TextIOBase) -> Reduced:
 
 def _reduce_cached_property(found: functools.cached_property[Any]) -> Reduced:
     return make_cached_property, (found.func, found.attrname)
+
+
+def _reduce_code(code: types.CodeType) -> Reduced:
+    _, parts = by_value.Pickler.dispatch_table[types.CodeType](code)
+    return make_code, (PYTHON, *parts)
 
 
 def _load_union(parts: list[list[Buffer]]) -> dict[str, Any]:

@@ -7,11 +7,15 @@ first import of user code.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from nbdist.seats import Seat, Seats, gpus_of, ranks_on, seat_of
 from nbdist.wire.interpreter import MODULE
+from nbdist.wire.versions import Versions
+
+WRONG_VERSION = 78
+"""The exit code of a worker whose versions are not the notebook's, as its last line says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,8 @@ class WorldSpec:
     `sync_code` edited modules are imported anew before each task.
     `interface` is that of the network by which gloo connects ranks, and at `master_addr` user
     code's own rank 0 can listen; `master_port` 0 is one that the agent holds.
-    With `torch_store` the ranks meet there.
+    With `torch_store` the ranks meet there.  `versions` are those of the notebook where a worker's
+    may be others: of an interpreter or a wrapper that the user names.
     """
 
     world_size: int
@@ -72,6 +77,7 @@ class WorldSpec:
     argv: tuple[str, ...] = ("",)
     sync_code: bool = False
     torch_store: TorchStore | None = None
+    versions: Versions = field(default_factory=dict)
 
     @property
     def command(self) -> tuple[str, ...]:

@@ -45,7 +45,8 @@ import traceback
 from multiprocessing import process
 
 from nbdist.wire.interpreter import safe_path
-from nbdist.wire.start import WorkerStart
+from nbdist.wire.start import WRONG_VERSION, WorkerStart
+from nbdist.wire.versions import Versions, difference, versions_here
 from nbdist.worker.process import BadEnvironment, set_limit
 
 AUTHKEY_BYTES = 32
@@ -81,6 +82,7 @@ def become_worker(start: WorkerStart, *, forked: bool) -> None:
     else:
         restore_path_variable(start)
     os.chdir(start.world.cwd)
+    end_unless_as(start.world.versions)
     # Imports wait until here, so that a spawned worker has its environment before torch.
     from nbdist.worker.main import run_worker
 
@@ -97,6 +99,15 @@ def become_worker(start: WorkerStart, *, forked: bool) -> None:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
+
+
+def end_unless_as(versions: Versions) -> None:
+    """End a process that the notebook could not send its functions to, and say why in a line."""
+    if versions and (found := difference(versions_here(), versions)):
+        has = f"{sys.executable} has {found.what} {found.there}"
+        sys.stderr.write(f"{has}, the notebook {found.here}: {found.why}\n")
+        sys.stderr.flush()
+        os._exit(WRONG_VERSION)
 
 
 def renew_what_is_shared() -> None:

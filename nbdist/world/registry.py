@@ -16,6 +16,7 @@ from nbdist.wire.at_door import DOOR, LONGEST_LINE, Held, Said, Who, from_line, 
 from nbdist.wire.frames import BadFrame
 from nbdist.wire.runtime_folder import PREFIX, places
 from nbdist.wire.seen import connect_to, process_at
+from nbdist.wire.versions import difference, versions_here
 from nbdist.world.launchers import AGENT, HEAD
 
 ANSWER_TIMEOUT = 15.0
@@ -145,6 +146,11 @@ def _checked(found: Found, asked: str) -> Found:
         raise UsageError(
             f"{asked}: world {found.name} runs nbdist {held.version}, and this is {__version__}. "
             f"`nbdist kill {held.name}` in a terminal ends it."
+        )
+    if differs := difference(held.versions, versions_here()):
+        raise UsageError(
+            f"{asked}: world {found.name} runs {differs.what} {differs.there}, and this notebook "
+            f"{differs.here}: {differs.why}. Attach from an environment like the world's."
         )
     if held.notebook:
         whose = f"the notebook of process {held.notebook} still uses it"

@@ -25,6 +25,7 @@ from nbdist.seats import Position, Seats, seat_more
 from nbdist.wire.cgroups import memory_limits
 from nbdist.wire.start import WorldSpec
 from nbdist.wire.ticket import LINK_TIMEOUT
+from nbdist.wire.versions import versions_here
 from nbdist.wire.wanted import Wanted
 from nbdist.wire.worker_environ import NBDIST_DECIDES
 from nbdist.words import size_text
@@ -121,6 +122,7 @@ def make_spec(
         use_fork_server=config.fork and not (wrap or is_foreign or is_read_at_start),
         room=(layout.per_node,) * layout.nodes if layout.nodes > 1 else (),
         wrap=tuple(wrap),
+        versions=versions_here() if wrap or is_foreign else {},
         own_path=is_foreign,
         share_gpus=config.share_gpus,
         argv=_argv(here.argv),

@@ -29,7 +29,7 @@ def nodes() -> tuple[list[Node], list[tuple[int, NodeDown]]]:
     sent: list[tuple[int, NodeDown]] = []
 
     def node(number: int) -> Node:
-        facts = NodeFacts(f"n{number}", number, "10.0.0.1", 1, 2, (), "", "3.11.7", "2.13.0")
+        facts = NodeFacts(f"n{number}", number, "10.0.0.1", 1, 2, (), "", {})
         hello = NodeHello("0.1.0", 7, facts)
         return Node(number, f"n{number}", hello, lambda message: sent.append((number, message)))
 

@@ -14,7 +14,7 @@ from nbdist.wire.membership import Formed, Held, Plan
 from nbdist.wire.messages import Ask, GetStatus, StartFailure
 from nbdist.wire.start import WorldSpec
 
-FACTS = NodeFacts("b", 1, "10.0.0.2", 4000, 2, (), "/python", "3.11.7", "2.13.0")
+FACTS = NodeFacts("b", 1, "10.0.0.2", 4000, 2, (), "/python", {})
 SPEC = WorldSpec(1, "gloo", {}, "/", (), 1, "", seats=(Position(1, 0),))
 HOUR = 3600 * 10**9
 

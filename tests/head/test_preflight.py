@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from nbdist.head.preflight import REACHED, Versions, mismatch, targets
+from nbdist.head.preflight import REACHED, mismatch, targets
 from nbdist.wire.many import NodeFacts, NodeHello
+from nbdist.wire.versions import versions_here
 
-HERE = Versions("0.1.0", "3.11.7", "2.13.0+cpu")
-FACTS = NodeFacts("b", 1, "10.0.0.2", 4000, 4, (), "/usr/bin/python", "3.11.2", "2.13.1")
+HERE = {"Python": "3.11.7", "torch": "2.13.0+cpu", "cloudpickle": "3.1.2"}
+THERE = {"Python": "3.11.2", "torch": "2.13.1", "cloudpickle": "3.1.0"}
+FACTS = NodeFacts("b", 1, "10.0.0.2", 4000, 4, (), "/usr/bin/python", THERE)
 
 
 @pytest.mark.parametrize(
@@ -20,7 +22,7 @@ FACTS = NodeFacts("b", 1, "10.0.0.2", 4000, 4, (), "/usr/bin/python", "3.11.2", 
         ("0.2.0", {}, "b has nbdist 0.2.0, the notebook 0.1.0: `pip install nbdist==0.1.0` for"),
         (
             "0.1.0",
-            {"python_version": "3.12.1"},
+            {"Python": "3.12.1"},
             "/usr/bin/python on b is Python 3.12.1, the notebook's is 3.11.7: ",
         ),
         ("0.1.0", {"torch": ""}, "/usr/bin/python on b has no torch: `--python` names the"),
@@ -29,19 +31,24 @@ FACTS = NodeFacts("b", 1, "10.0.0.2", 4000, 4, (), "/usr/bin/python", "3.11.2", 
             {"torch": "2.8.0"},
             "b has torch 2.8.0, the notebook 2.13.0+cpu: `pip install torch==2.13.0` for",
         ),
+        (
+            "0.1.0",
+            {"cloudpickle": "3.0.0"},
+            "b has cloudpickle 3.0.0, the notebook 3.1.2: `pip install cloudpickle==3.1.2` for",
+        ),
     ],
 )
 def test_versions(version: str, changes: dict[str, str], said: str) -> None:
     """Both are named, with what makes them the same."""
-    found = mismatch("b", NodeHello(version, 1, replace(FACTS, **changes)), HERE)
+    found = mismatch("b", NodeHello(version, 1, replace(FACTS, versions=THERE | changes)), HERE)
     assert found.startswith(said)
     assert bool(found) == bool(said)
 
 
 def test_a_notebook_without_torch() -> None:
     """Any will do."""
-    assert mismatch("b", NodeHello("0.1.0", 1, FACTS), replace(HERE, torch="")) == ""
-    assert Versions.here().torch
+    assert mismatch("b", NodeHello("0.1.0", 1, FACTS), HERE | {"torch": ""}) == ""
+    assert all(versions_here().values())
 
 
 @dataclass

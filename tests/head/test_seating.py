@@ -26,7 +26,7 @@ def machine(number: int, gpus: int = 0, cores: int = 2) -> Machine:
     """A node with so many of both."""
     names = tuple(map(str, range(gpus)))
     address, port = f"10.0.0.{number + 1}", 4000 + number
-    facts = NodeFacts(f"n{number}", number, address, port, cores, names, "", "3.11.7", "2.13.0")
+    facts = NodeFacts(f"n{number}", number, address, port, cores, names, "", {})
     return Machine(number, facts)
 
 
@@ -84,7 +84,7 @@ def test_the_backend_is_that_of_all_nodes() -> None:
 def test_nccl_where_it_cannot_be(gpus: int, torch: str, told: str) -> None:
     """It is said before a rank tries; unless it was asked for, a torch for CPUs alone has gloo."""
     there = machine(0, gpus)
-    there.facts = replace(there.facts, torch=torch)
+    there.facts = replace(there.facts, versions={"torch": torch})
     with pytest.raises(NoSeats) as found:
         seated(replace(SPEC, backend="nccl"), wanted(per_node=2, backend="nccl"), [there])
     assert str(found.value) == told

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pickle import UnpicklingError
 from typing import Any
 
 import pytest
 
+from nbdist.wire import definitions
 from nbdist.wire.pickling import pickle, unpickle
 
 FUNCTIONS = {
@@ -367,3 +369,12 @@ def test_a_slotted_class_of_the_workers_comes_to_the_notebook(notebook: Any, wor
     worker.run("w = W(); w._W__x = 1; w.more = 2")
     back = unpickle(worker.fetch("w"), notebook.names)
     assert (back.get(), vars(back)) == (1, {"more": 2})
+
+
+def test_code_of_another_python(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused as it arrives, also in a class: a call of it would end the process."""
+    worker.run("class W:\n    def get(self): pass")
+    monkeypatch.setattr(definitions, "PYTHON", (3, 1))
+    there = ".".join(map(str, sys.version_info[:2]))
+    with pytest.raises(UnpicklingError, match=f"a function of Python {there} cannot be used in 3"):
+        unpickle(worker.fetch("W"), {})

@@ -21,7 +21,7 @@ from nbdist.wire.many import (
 from nbdist.wire.shared_memory import SegmentRef
 from nbdist.wire.store_operations import Add
 
-FACTS = NodeFacts("a", 0, "10.0.0.1", 4000, 2, ("0",), "/python", "3.11.7", "2.13.0")
+FACTS = NodeFacts("a", 0, "10.0.0.1", 4000, 2, ("0",), "/python", {})
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from nbdist import __version__
 from nbdist.errors import UsageError
 from nbdist.wire.at_door import DOOR, Held
 from nbdist.wire.runtime_folder import PREFIX
+from nbdist.wire.versions import Versions, versions_here
 from nbdist.world import registry
 from nbdist.world.registry import Asking, Found, runtime_folders, to_attach, worlds
 from nbdist.world.world import World
@@ -50,7 +52,7 @@ def test_a_world_that_runs(world: World) -> None:
     """Is found with its name, its pool, what it does, and who has it."""
     (found,) = ours("exp")
     assert (found.held.pool, found.held.workers, found.held.state) == ("trainer", 1, "ready")
-    assert found.held.version == __version__
+    assert (found.held.version, found.held.versions) == (__version__, versions_here())
     assert not found.held.detach
     assert found.name == "`exp` (pool trainer)"
     assert ours("trainer") == ours(str(found.agent)) == [found]
@@ -88,8 +90,11 @@ def found(
     notebook: int = 0,
     detach: bool = True,
     version: str = __version__,
+    versions: Versions | None = None,
 ) -> Found:
-    held = Held(version, "vm", pool, name, 2, "ready", "", 0, notebook, 0, detach, 1)
+    held = Held(
+        version, "vm", pool, name, 2, "ready", "", 0, notebook, 0, detach, 1, versions or {}
+    )
     return Found(Path("/x"), agent, held)
 
 
@@ -131,6 +136,11 @@ def test_which_is_meant(there: list[Found], name: str | None, agent: int) -> Non
             [found(version="0.0.1")],
             "exp",
             f"`exp` runs nbdist 0.0.1, and this is {__version__}. `nbdist kill exp`",
+        ),
+        (
+            [found(versions={"Python": "3.1.0", "torch": "1.0"})],
+            "exp",
+            f"`exp` runs Python 3.1.0, and this notebook {platform.python_version()}: functions",
         ),
         (
             [found(notebook=5)],

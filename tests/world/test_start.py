@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -122,6 +123,19 @@ def test_wrapped_workers_in_another_interpreter(tmp_path: Path) -> None:
         assert world.gather("os.nice(0)") == [5 + os.nice(0)]
         command = psutil.Process(world.pids[0]).cmdline()
         assert command == [python, "-P", "-m", "nbdist.worker"]
+
+
+def test_other_versions_than_the_notebooks(world: World, tmp_path: Path) -> None:
+    """They are found before torch is imported, and told in one line; no worker is left."""
+    other = tmp_path / "torch-1.9.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Name: torch\nVersion: 1.9.0\n")
+    with pytest.raises(StartError) as found:
+        world.restart(wrap=f"env PYTHONPATH={tmp_path}")
+    said = f"the workers could not start: {sys.executable} has torch 1.9.0, the notebook "
+    assert str(found.value).startswith(f"{said}{version('torch')}: functions and values go")
+    assert "\n" not in str(found.value)
+    world.start()
 
 
 @pytest.mark.own_agent
