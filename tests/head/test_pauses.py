@@ -77,8 +77,9 @@ def paused(pid: int) -> Iterator[None]:
 
 def test_a_head_that_is_paused(world: World) -> None:
     """Nothing is lost, though it is paused for longer than it waits for agents."""
-    with paused(world.session.link.agents[0].pid):
-        time.sleep(1.5 * LINK_TIMEOUT)
+    (head,) = psutil.Process(world.session.link.agents[0].pid).children()  # of its guard
+    with paused(head.pid):
+        time.sleep(2 * LINK_TIMEOUT)
     world.execute(SUM)
     assert world.gather("kept") == [10, 11]
 

@@ -13,6 +13,8 @@ import sys
 import time
 from collections.abc import Callable
 
+import psutil
+
 from nbdist.errors import WorkerDied
 from nbdist.world.world import World
 from tests.hosts.launched import has_come
@@ -46,10 +48,12 @@ def pull_cable(world: World, host: Host, seconds: float) -> None:
 PARTS: dict[str, Part] = {"head": pause_head, "agent": pause_agent, "cable": pull_cable}
 
 
-def _pause(pid: int, seconds: float) -> None:
-    os.kill(pid, signal.SIGSTOP)
+def _pause(guard: int, seconds: float) -> None:
+    """Have the process stand still that a guard has started first."""
+    paused = psutil.Process(guard).children()[0]
+    paused.send_signal(signal.SIGSTOP)
     time.sleep(seconds)
-    os.kill(pid, signal.SIGCONT)
+    paused.send_signal(signal.SIGCONT)
 
 
 def kept(world: World, host: Host, part: Part, seconds: float) -> list[int]:

@@ -15,7 +15,7 @@ from tests.hosts.worlds import check_whole, new_world
 
 pytestmark = pytest.mark.shared_world
 
-PAUSE = 3.0
+PAUSE = 4.0
 """Seconds in which TCP sends what was lost again, and libzmq's signs of life are missed."""
 
 RETRIES = "/proc/sys/net/ipv4/tcp_retries2"
