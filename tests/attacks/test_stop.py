@@ -132,10 +132,11 @@ def test_c_code_that_holds_the_gil(world: World) -> None:
 def test_c_code_that_is_not_done_when_control_is_back(world: World) -> None:
     """It was said that nothing is lost, so it is waited for, as long as it takes."""
     soon = Patience(control_timeout=1.0)  # as on busy cores: before it can be called stuck
-    running = begin(world, "print('runs\\n')\nif rank == 1: sum(range(3 * 10 ** 8))", soon)
+    running = begin(world, "print('runs\\n')\nif rank == 1: sum(range(6 * 10 ** 8))", soon)
     stop(world, running)
     assert running.unfinished == (1,)
     assert "no variables were lost" in str(running.error())
+    leave(world, running)
     assert world.gather("kept") == [*range(world.size)]
 
 
