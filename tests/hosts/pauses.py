@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import psutil
 
@@ -53,7 +54,8 @@ def _pause(guard: int, seconds: float) -> None:
     paused = psutil.Process(guard).children()[0]
     paused.send_signal(signal.SIGSTOP)
     time.sleep(seconds)
-    paused.send_signal(signal.SIGCONT)
+    with suppress(psutil.NoSuchProcess):  # a guard ends an agent that does not end by itself
+        paused.send_signal(signal.SIGCONT)
 
 
 def kept(world: World, host: Host, part: Part, seconds: float) -> list[int]:
