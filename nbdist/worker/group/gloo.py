@@ -20,6 +20,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import socket
 import stat
 import time
@@ -56,10 +57,13 @@ ENDED = re.compile(
 """What gloo says on a rank whose connections have ended, and we where a wait is ended."""
 
 LACKS = re.compile(
-    "out of memory|bad_alloc|can't start new thread|"
-    + "|".join(map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)))
+    "out of memory|bad_alloc|"
+    + "|".join(map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM)))
 )
 """What C code and Python say where this process has reached a limit of its own."""
+
+NO_THREAD = re.compile(f"can't start new thread|{os.strerror(errno.EAGAIN)}")
+"""What they say where no thread can be started."""
 
 TIMED_OUT = re.compile(
     r"gloo/transport/.* Timed out waiting|timeout caused pair closure"
@@ -87,6 +91,9 @@ def connections_after(message: str) -> Connections:
 def is_of_others(error: Exception) -> bool:
     """Say whether what is between the ranks has kept them from meeting, and not this process."""
     said = str(error)
+    if NO_THREAD.search(said):
+        # All ranks share the number of threads; where that is not it, each has its addresses.
+        return resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
     is_between = isinstance(error, ConnectionError | dist.DistError | BadEnvironment)
     return (is_between or "gloo/" in said) and not LACKS.search(said)
 
