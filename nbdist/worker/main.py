@@ -23,6 +23,7 @@ from nbdist.worker.environment import (
 from nbdist.worker.group.group import Group
 from nbdist.worker.kernel import make_app
 from nbdist.worker.op import import_ops
+from nbdist.worker.out_of_memory import reserve_addresses
 from nbdist.worker.process import leave_world_in_children
 from nbdist.worker.publishing import LargeOutputs
 from nbdist.worker.streams import flush_c_streams, write_all
@@ -41,6 +42,7 @@ def run_worker(start: WorkerStart) -> None:
     )
     app.kernel.namespace.start_with(ready_names(start))
     quieten()
+    reserve_addresses()
     write_stacks_to(start.stack_file)
     pickle_cell_definitions_by_value()
     app.kernel.own_modules.is_kept_in_step = start.world.sync_code

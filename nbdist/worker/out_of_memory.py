@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,6 +25,22 @@ ALLOCATION_FAILED = re.compile(
 """What a RuntimeError of torch's says then."""
 
 
+RESERVE = 16 << 20
+"""Bytes of addresses, and none of memory, since nothing is written there.
+
+They are given up while a MemoryError is accounted for: with no room at all CPython 3.11 looks for
+ever for what handles it (ceval.c, `exception_unwind`), which nothing interrupts.
+"""
+
+_reserved: list[mmap.mmap] = []
+
+
+def reserve_addresses() -> None:
+    """Set them aside, unless there is no room for that."""
+    with suppress(OSError, MemoryError):
+        _reserved.append(mmap.mmap(-1, RESERVE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Say whether an allocation failed, on the CPU or a GPU, or it came from such an error."""
     while error is not None:
@@ -38,10 +56,14 @@ def account(shell: Any, rank: int, error: BaseException) -> list[str]:
     """Say in some lines what the memory is used for that was not enough; none for other errors."""
     if not is_out_of_memory(error):
         return []
+    while _reserved:
+        _reserved.pop().close()
     try:
         return account_lines(rank, measure(shell, Peaks(), SEARCH_SECONDS, error))
     except (MemoryError, OSError, RuntimeError):
         return []  # there is no room for that either
+    finally:
+        reserve_addresses()
 
 
 def account_lines(rank: int, memory: Memory) -> list[str]:
