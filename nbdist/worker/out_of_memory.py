@@ -29,7 +29,7 @@ RESERVE = 16 << 20
 """Bytes of addresses, and none of memory, since nothing is written there.
 
 They are given up while a MemoryError is accounted for: with no room at all CPython 3.11 looks for
-ever for what handles it (ceval.c, `exception_unwind`), which nothing interrupts.
+ever for what handles it (exception_unwind of its ceval.c), which nothing interrupts.
 """
 
 _reserved: list[mmap.mmap] = []
