@@ -220,9 +220,8 @@ class WorldConfig:
         read_address, metavar="ADDRESS",
     ))
     link_timeout: int | None = field(default=None, metadata=_as(
-        "--link-timeout", "seconds without a sign of life after which another machine counts as "
-            "lost (10)"
-        "",
+        "--link-timeout",
+        "seconds without a sign of life after which another machine counts as lost (10)",
         whole_number("--link-timeout", "a number of seconds from 2 on, such as 30", 2, 9999),
         metavar="SECONDS",
     ))
