@@ -29,12 +29,15 @@ def test_in_a_terminal(world: World, has_rich: bool) -> None:  # noqa: FBT001
     """Another screen, drawn again; `q` and Ctrl-C end it, and the terminal is as it was."""
     hide = "" if has_rich else "import sys; sys.modules['rich.live'] = None; "
     command = f"{hide}from nbdist.terminal.top import show_top; show_top(0.5)"
-    # Python's own environment: where a test has loaded readline, the C library's has LINES and
-    # COLUMNS, which count for more than the terminal's size.
+    # pytest loads readline, which has LINES and COLUMNS in the environment of what is started
+    # from then on; they count for more than the terminal's size.
+    environ = {
+        name: value for name, value in os.environ.items() if name not in ("LINES", "COLUMNS")
+    }
     shown = pexpect.spawn(
         sys.executable,
         ["-c", command],
-        env={**os.environ},
+        env=environ,
         dimensions=(300, 120),
         encoding="utf-8",
         timeout=SOON,
