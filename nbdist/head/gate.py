@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import struct
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,27 +59,17 @@ class _Connection:
     def of(cls, frame: zmq.Frame) -> _Connection:
         """Find that by which a frame has come."""
         fd = int(frame.get("__fd"))
-        with suppress(OSError), _borrowed(fd) as found:
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as found:
             return cls(fd, found.getpeername())
         return cls(fd, None)
 
     def silence(self) -> float:
         """Return how many seconds ago the last byte has come; 0.0 where it is closed."""
-        with suppress(OSError), _borrowed(self.fd) as found:
+        with suppress(OSError), socket.socket(fileno=os.dup(self.fd)) as found:
             if found.getpeername() == self.peer:
                 info = found.getsockopt(socket.IPPROTO_TCP, TCP_INFO, LAST_RECEIVED.size)
                 return float(LAST_RECEIVED.unpack(info)[0]) / 1000
         return 0.0
-
-
-@contextmanager
-def _borrowed(fd: int) -> Iterator[socket.socket]:
-    """Open the socket behind a descriptor of libzmq's, which stays open."""
-    found = socket.socket(fileno=fd)
-    try:
-        yield found
-    finally:
-        found.detach()
 
 
 class _OneKey:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from nbdist.wire.child import LEFT
@@ -99,17 +99,22 @@ def cancel(number: str) -> str:
     return ""
 
 
+def run(command: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands; raises OSError, and TimeoutExpired after so many seconds."""
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=step_environ(os.environ),
+    )
+
+
 def _ask(*command: str) -> str:
     """Return the line that one of Slurm's commands writes, or its complaint."""
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=CANCEL_TIMEOUT / 2,
-            env=step_environ(os.environ),
-        )
+        done = run(command, CANCEL_TIMEOUT / 2)
     except subprocess.TimeoutExpired:
         return "Slurm does not answer"
     except OSError as error:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from nbdist.launch.allocation import CANCEL_TIMEOUT, GRANTED, cancel, step_environ
+from nbdist.launch.allocation import CANCEL_TIMEOUT, GRANTED, cancel, run, step_environ
 from nbdist.launch.launcher import AgentCommand, Launched, LaunchError, agent_command
 from nbdist.wire.child import LEFT, left_behind
 from nbdist.wire.interpreter import MODULE
@@ -337,14 +337,7 @@ def _refuse(number: str, state: str = "") -> LaunchError:
 def _ask(*command: str) -> str:
     """Return what one of Slurm's commands prints; LaunchError with its complaint."""
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=ASK_TIMEOUT,
-            env={**step_environ(os.environ)},
-        )
+        done = run(command, ASK_TIMEOUT)
     except subprocess.TimeoutExpired:
         raise LaunchError(f"Slurm has not answered `{command[0]}` in {ASK_TIMEOUT:.0f} s") from None
     if done.returncode:

@@ -48,8 +48,8 @@ FIRST_LINE = 200
 class Tether:
     """The notebook that has this world, if any does, as agents see it.
 
-    `receive` takes what it sends; `leave` is called where the world is to end with it, and where
-    nobody has it and `has_machines` says that none is left.
+    `receive` takes what it sends; `leave` is called where the world is to end with it, and
+    where no notebook has the world and `has_machines` is false.
     """
 
     problem = ""

@@ -159,7 +159,7 @@ def _reach(place: Place) -> str:
 
 
 def _is_taken(ticket: Ticket) -> bool:
-    """Try the key where the agent is to come: somebody else may listen there, another world too."""
+    """Check that the server at the ticket's address accepts its key; it may be another world's."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as link:
         link.linger = 0
         come_with(link, ticket)

@@ -8,11 +8,18 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 LAST_BYTES = 4096
 
 LEFT = "nbdist left behind: "
 """Begins a line of a log that says what its process could not end."""
+
+
+def last_lines_of(log: BinaryIO) -> list[str]:
+    """Return the end of a log that is open."""
+    log.seek(max(0, log.seek(0, os.SEEK_END) - LAST_BYTES))
+    return log.read().decode(errors="replace").splitlines()
 
 
 class Child:
@@ -54,8 +61,7 @@ class Child:
 
     def last_lines(self) -> list[str]:
         """Return the end of what it wrote to its log."""
-        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - LAST_BYTES))
-        return self._log.read().decode(errors="replace").splitlines()
+        return last_lines_of(self._log)
 
     def close(self) -> None:
         """Let go of all descriptors; of stdin too, after which most of them end."""

@@ -2,9 +2,9 @@
 
 The notebook packs it once.  An agent passes the bytes on by rank, over a unix socket of each
 worker, and opens them only when it has to show a line of the source; each worker unpacks it
-once.  `Finished` comes back, and before it an `InputRequest` for each line that the task waits
-for somebody to type, and a `CatchUp` where it has shown much; a mark in the worker's stdout says
-where each belongs.
+once.  `Finished` comes back, and before it an `InputRequest` for each line that the user is to
+type, and a `CatchUp` when the task has shown much; a mark in the worker's stdout says where each
+belongs.
 """
 
 from __future__ import annotations

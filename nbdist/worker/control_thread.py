@@ -51,7 +51,7 @@ class ControlThread:
             answer: control.Answer
             try:
                 answer = self._answer_to(request)
-            except Exception as error:  # noqa: BLE001 (whatever it was, the agent waits)
+            except Exception as error:  # noqa: BLE001 (the agent waits for an answer, whatever failed)
                 answer = control.Failed(str(error) or repr(error), unfit=not is_of_others(error))
         self._send(stream, ident, message, answer)
 

@@ -1,6 +1,6 @@
 """Takes the tasks that come from the agent, and has the main thread do them in turn.
 
-What somebody types for the one that runs comes the same way, and that it may show more.
+The user's input for the running task comes over the same socket, and so do replies to `CatchUp`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from nbdist.wire.at_door import Admitted
-from nbdist.wire.child import LAST_BYTES
+from nbdist.wire.child import last_lines_of
 from nbdist.world.registry import Asking, Found
 
 
@@ -37,8 +37,7 @@ class AttachedAgent:
         return None  # only a parent learns of it
 
     def last_lines(self) -> list[str]:
-        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - LAST_BYTES))
-        return self._log.read().decode(errors="replace").splitlines()
+        return last_lines_of(self._log)
 
     def end(self, timeout: float) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):

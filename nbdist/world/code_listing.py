@@ -38,7 +38,7 @@ GIT_TIMEOUT = 5.0
 GIT = ("git", "--no-pager", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
 GIT_ENVIRON = {"GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none"}
 """Git runs no program that the folder's own configuration names, and fetches nothing: the folder
-may be somebody else's, unpacked or cloned."""
+may be a clone or an unpacked archive that another person made."""
 
 FRESH = 2 * 10**9
 """Nanoseconds after a change in which a second one may not show in a file's times."""

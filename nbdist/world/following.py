@@ -112,7 +112,7 @@ def _meet_stop(workers: Workers, running: RunningTask, number: int) -> None:
 def _spare(workers: Workers, running: RunningTask) -> None:
     """Have those that have not stopped be ended only if Stop is pressed again, and not now.
 
-    Whoever says where it is has not been ended until then: its agent takes both in this order.
+    A rank that answers the question after that is still alive: its agent takes both in this order.
     """
     if running.interrupts > 1:
         return

@@ -180,7 +180,7 @@ class Link:
             yield from self._until_done(answer, timeout, tick)
             return answer.result()
         except FutureTimeoutError:
-            raise self._lost_now() from None
+            raise _lost(self.agents[0]) from None
 
     def take_over(self, agent: AttachedAgent) -> Attached:
         """Open it to an agent that is there; return what that says.  Raises as `call` does."""
@@ -191,7 +191,7 @@ class Link:
         try:
             attached = self._attached.result(HELLO_TIMEOUT)
         except FutureTimeoutError:
-            raise self._lost or self._lost_now() from None
+            raise self._lost or _lost(self.agents[0]) from None
         self._numbers = itertools.count(attached.next_call)
         return attached
 
@@ -346,9 +346,6 @@ class Link:
             return StartError(None, os.uname().nodename, self.module, why)
         agent = self.agents[0]
         return StartError(None, agent.host, agent.command, why, agent.last_lines())
-
-    def _lost_now(self) -> AgentLost:
-        return _lost(self.agents[0])
 
     # --- the link's thread ---------------------------------------------------------------
 

@@ -12,7 +12,7 @@ NEEDED = 20
 
 
 def require_open_files() -> None:
-    """Raise UsageError where so many more files cannot be opened."""
+    """Raise UsageError if this process cannot open `NEEDED` more files."""
     opened: list[int] = []
     try:
         while len(opened) < NEEDED:

@@ -236,9 +236,9 @@ class Workers(Standing):
 
     def receive_waiting(self) -> None:
         """Take in all that has arrived so far; not what comes meanwhile, which may have no end."""
-        link = self._link
-        for _ in range(len(link.arrived) if link is not None else 0):
-            assert link is not None
+        if (link := self._link) is None:
+            return
+        for _ in range(len(link.arrived)):
             match link.arrived[0]:
                 case AgentLost() as lost:
                     self.take_loss(lost)
