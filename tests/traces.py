@@ -23,6 +23,9 @@ LEAK_TIMEOUT = float(os.environ.get("NBDIST_LEAK_TIMEOUT", "8"))
 LONGEST_WAIT = 30.0
 POLL_SECONDS = 0.02
 
+# Seconds for which a process may be becoming another program.
+LONGEST_START = 1.0
+
 # Every process that a test starts inherits this, also when it outlives its parent, or has
 # left its session.
 MARK = f"NBDIST_TEST_RUN={uuid.uuid4().hex}"
@@ -90,18 +93,24 @@ def _descriptors() -> Iterator[tuple[str, str]]:
 def _is_ours(pid: str) -> bool:
     """Whether this test run started it and it has not ended.
 
-    By the mark in its environment, or by its parent: one that has only just been started
-    shows no environment yet, and a test can start one with an environment of its own.
+    By the mark in its environment, or by its parent: a test can start one with an environment of
+    its own.  While it is becoming another program it shows neither environment nor arguments.
     """
     if pid == str(os.getpid()):
         return True
+    deadline, has_arguments = time.monotonic() + LONGEST_START, False
     try:
+        while not (environ := Path(f"/proc/{pid}/environ").read_bytes()):
+            os.readlink(f"/proc/{pid}/exe")  # a thread of the kernel, and who is ending, has none
+            if has_arguments or time.monotonic() > deadline:
+                break
+            has_arguments = Path(f"/proc/{pid}/cmdline").read_bytes() != b""
+            time.sleep(POLL_SECONDS / 10)
         # What stands before is the program's name, which may hold anything.
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[:2]
-        marked = MARK.encode() in Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return False  # It has ended, or belongs to somebody else.
-    return state != "Z" and (marked or (parent != "0" and _is_ours(parent)))
+    return state != "Z" and (MARK.encode() in environ or (parent != "0" and _is_ours(parent)))
 
 
 def _command(pid: str) -> str:

@@ -20,7 +20,7 @@ from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_notebook
 
 from tests.notebook.front_end import Notebook
-from tests.waiting import SOON
+from tests.waiting import SOON, wait_until
 
 pytestmark = [pytest.mark.kernel, pytest.mark.shared_world]
 
@@ -66,6 +66,13 @@ class Terminal:
         """Type a cell, and Alt-Enter, which runs it."""
         self.child.send("\r".join(lines))
         self.child.send("\x1b\r")
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C where `input()` asks: Python hears one before it reads only afterwards."""
+        read = 0 if os.uname().machine == "x86_64" else 63
+        doing = Path(f"/proc/{self.child.pid}/syscall")
+        wait_until(lambda: doing.read_text().startswith(f"{read} 0x0 "), "it reads stdin")
+        self.child.sendintr()
 
     def enter(self, *lines: str) -> list[str]:
         """Type a cell; the lines that it shows."""
@@ -218,7 +225,7 @@ def test_terminal_asks(terminal: Terminal) -> None:
     assert "[1] 'bob'" in terminal.finish()
     terminal.begin("%%distributed", "breakpoint()", "kept = 'lost'")
     terminal.child.expect_exact("[rank 0] ipdb> ")
-    terminal.child.sendintr()
+    terminal.interrupt()
     assert "KeyboardInterrupt: Stopped on ranks 0-1. No variables were lost." in terminal.finish()
 
 
