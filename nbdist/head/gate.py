@@ -3,6 +3,7 @@
 CurveZMQ lets both sides know one another and encrypts all.  libzmq's own threads send signs of
 life, so that a busy interpreter at either end is not taken for a dead one.  When the last one has
 come from an agent, the kernel says: it takes them in also while this process is paused.
+An agent whose connection was lost comes back by its identity, and what was said is said again.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -24,6 +25,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from nbdist.head.refusals import HEARD, Refusals
 from nbdist.wire.many import NodeDown, NodeUp, node_frames, node_up_from
+from nbdist.wire.numbered import Frame, Kind, Mismatch, Numbered
 from nbdist.wire.ticket import (
     BEAT_INTERVAL,
     LINK_TIMEOUT,
@@ -72,6 +74,22 @@ class _Connection:
         return 0.0
 
 
+@dataclass(slots=True)
+class _Line:
+    """The link to an agent: its connection, for how many seconds that is lost, and what was said.
+
+    `lost_for` is counted while this process runs: after a pause it has not read yet who is back.
+    """
+
+    connection: _Connection
+    talk: Numbered = field(default_factory=Numbered)
+    lost_for: float | None = None
+
+    def silence(self) -> float:
+        """Return how many seconds ago the last byte has come."""
+        return self.connection.silence() if self.lost_for is None else self.lost_for
+
+
 class _OneKey:
     """Knows the one public key that is let in; zmq.auth asks it."""
 
@@ -86,9 +104,9 @@ class _OneKey:
 class Gate:
     """The head's side of the links to all agents.
 
-    `receive` gets what an agent says, by the identity of its connection, `lose` is called with
-    that when nothing can be sent there any more or nothing comes from there for `link_timeout`
-    seconds, and `miss` every now and then with those that are silent, until none is.  `refused`
+    `receive` gets what an agent says, by its identity, `lose` is called with that when it has ended
+    or nothing comes from there for `link_timeout` seconds, and `miss` every
+    now and then with those that are silent, until none is.  `refused`
     counts who had no right key, and bytes that were not from who they seemed to be.
     """
 
@@ -109,11 +127,11 @@ class Gate:
         self._auth = AsyncioAuthenticator(self._context, log=log)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = LINGER
-        self._socket.router_mandatory = True
+        self._socket.router_mandatory = self._socket.router_handover = True
         self._socket.zap_domain = b"nbdist"
         self._monitor: Any = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._known: dict[bytes, _Connection] = {}
+        self._known: dict[bytes, _Line] = {}
 
     def __repr__(self) -> str:
         return f"<Gate port {self.port}, {len(self._known)} agents, {self.refused} refused>"
@@ -146,7 +164,8 @@ class Gate:
 
     def send(self, identity: bytes, message: NodeDown) -> None:
         """Send a message to one agent; it is lost where the agent is."""
-        self._send_frames([identity, *node_frames(message)])
+        if line := self._known.get(identity):
+            self._send_frames(identity, line.talk.message(node_frames(message)))
 
     async def close(self) -> None:
         """Let go of all connections."""
@@ -164,22 +183,42 @@ class Gate:
         self._socket.close()
         self._context.term()
 
-    def _send_frames(self, frames: list[bytes | memoryview]) -> None:
-        sent: Any = self._socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
+    def _send_frames(self, identity: bytes, frames: Sequence[Frame]) -> None:
+        sent: Any = self._socket.send_multipart([identity, *frames], zmq.DONTWAIT, copy=False)
         # It is done at once: there is no mark above which it would have to wait.
         if sent.done() and isinstance(sent.exception(), zmq.ZMQError):
-            self._drop(bytes(frames[0]))
+            line = self._known.get(identity)
+            if line is not None and line.lost_for is None:
+                line.lost_for = 0.0
 
     def _drop(self, identity: bytes) -> None:
-        if self._known.pop(identity, None) is not None:
+        if line := self._known.pop(identity, None):
+            self._send_frames(identity, [line.talk.sign(Kind.ENDED)])
             self._lose(identity)
 
     async def _read(self) -> None:
         while True:
-            first, frame, *data = await self._socket.recv_multipart(copy=False)
-            if (identity := first.bytes) not in self._known:
-                self._known[identity] = _Connection.of(first)
-            self._receive(identity, node_up_from(frame.bytes, *(each.buffer for each in data)))
+            self._take(*await self._socket.recv_multipart(copy=False))
+
+    def _take(self, first: zmq.Frame, header: zmq.Frame, *frames: zmq.Frame) -> None:
+        identity = first.bytes
+        line = self._known.get(identity) or _Line(_Connection.of(first))
+        try:
+            kind = line.talk.take(header.bytes)
+        except Mismatch:
+            self._send_frames(identity, [line.talk.sign(Kind.ENDED)])
+            return
+        match kind:
+            case Kind.MESSAGE:
+                self._known[identity] = line
+                frame, *data = frames
+                self._receive(identity, node_up_from(frame.bytes, *(each.buffer for each in data)))
+            case Kind.AGAIN if identity in self._known:
+                line.connection, line.lost_for = _Connection.of(first), None
+                for again in line.talk.again():
+                    self._send_frames(identity, again)
+            case Kind.ENDED:
+                self._drop(frames[0].bytes)
 
     async def _beat(self) -> None:
         """Find who has gone: libzmq notices it, but says so only to who sends there."""
@@ -187,9 +226,11 @@ class Gate:
         while True:
             await asyncio.sleep(BEAT_INTERVAL)
             before, silent = silent, set()
-            for identity, connection in [*self._known.items()]:
-                self._send_frames([identity, b""])
-                seconds = connection.silence()
+            for identity, line in [*self._known.items()]:
+                if line.lost_for is not None:
+                    line.lost_for += BEAT_INTERVAL
+                self._send_frames(identity, [line.talk.sign(Kind.BEAT)])
+                seconds = line.silence()
                 if seconds >= self.link_timeout:
                     self._drop(identity)
                 elif seconds >= min(SILENT_AFTER, self.link_timeout / 2):

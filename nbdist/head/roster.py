@@ -297,7 +297,6 @@ class Roster:
     def _disconnected(self, identity: bytes) -> None:
         node = self._by_identity.pop(identity, None)
         if node is not None:
-            node.send(Leave())  # which it gets where it was only silent, and comes back
             mine = [each for each in self._processes if each.host in ("", node.name)]
             why = _complaint(mine) or f"the connection to {node.name} was lost"
             self._note_loss(node, why)

@@ -131,7 +131,7 @@ class Agent:
         self._stopping = Stopping(self._abort_all, lambda places: self._send(Aborted(places)))
         leave = self._serving.leave
         self._end: LinkEnd = (
-            HeadEnd(coming, self._workers.port, self._receive, leave)
+            HeadEnd(coming, self._workers.port, self._receive, leave, guard)
             if coming
             else Tether(runtime, notebook_pid, guard, self._receive, leave)
         )

@@ -29,18 +29,20 @@ def come(argv: Sequence[str]) -> None:
 
 def serve(ticket: Ticket, number: int) -> None:
     """Serve the head of this ticket, as the node of this number, -1 for any."""
-    from nbdist.node.head_end import Coming, NoWay, find_way
+    from nbdist.node.head_end import Coming
+    from nbdist.node.reaching import NoWay, find_way
 
     try:
         runtime = RuntimeFolder().path
     except (NoRuntimeFolder, OSError) as error:
         sys.exit(f"nbdist: {error}")
-    _, fork_server = begin(runtime, None, fork_server=ticket.fork)
+    guard, fork_server = begin(runtime, None, fork_server=ticket.fork)
     try:
         way = find_way(ticket)
     except NoWay as error:
         sys.exit(f"nbdist: {error}")
     from nbdist.node.agent import run_agent
 
-    if problem := run_agent(runtime, 0, fork_server, coming=Coming(ticket, way, number)):
+    coming = Coming(ticket, way, number)
+    if problem := run_agent(runtime, 0, fork_server, coming=coming, guard=guard):
         sys.exit(f"nbdist: {problem}")

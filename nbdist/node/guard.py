@@ -54,6 +54,11 @@ class Guard:
         with suppress(BrokenPipeError):  # it is being killed, and this process is told so
             os.write(self._end, STAYS if stays else LEAVES)
 
+    def tell_last_word(self, line: bytes) -> None:
+        """Leave what is to be said to the head where this process is killed: `last_word`."""
+        with suppress(BrokenPipeError):
+            os.write(self._end, line)
+
 
 def go_below_guard(runtime: Path, notebook: int | None, grace: float = 0.0) -> Guard:
     """Fork: the parent becomes the guard and never returns, the child is to be the agent.
@@ -123,7 +128,7 @@ def _watch(agent: int, runtime: Path, notebook: int | None, told: int, grace: fl
     """Wait for the agent, end what it has left, and end as it did."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(agent, signal.SIGTERM))
-    status = _wait_for(agent, notebook, told, AGENT_GRACE + 2 * grace)
+    status, last_word = _wait_for(agent, notebook, told, AGENT_GRACE + 2 * grace)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if grace:
         await_end(_reap_children, grace)
@@ -133,12 +138,21 @@ def _watch(agent: int, runtime: Path, notebook: int | None, told: int, grace: fl
     shutil.rmtree(runtime, ignore_errors=True)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
+        _say(last_word)
         _drop_code()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the agent has left one, if any
         with suppress(OSError):  # it is so already for SIGKILL
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     sys.exit(code)
+
+
+def _say(last_word: bytes) -> None:
+    """Have the head of a killed agent know."""
+    if last_word.endswith(b"\n"):
+        from nbdist.node.last_word import say_ended
+
+        say_ended(last_word)
 
 
 def _drop_code() -> None:
@@ -152,8 +166,8 @@ def _drop_code() -> None:
         drop_dead(Path(tempfile.gettempdir()))
 
 
-def _wait_for(agent: int, notebook: int | None, told: int, grace: float) -> int:
-    """Return the agent's status; kill it where it hangs after its notebook's end.
+def _wait_for(agent: int, notebook: int | None, told: int, grace: float) -> tuple[int, bytes]:
+    """Return the agent's status and what it has told; kill it where it hangs after its notebook.
 
     But not one that stays, as it has said.
     """
@@ -166,9 +180,10 @@ def _wait_for(agent: int, notebook: int | None, told: int, grace: float) -> int:
         ends.poll()
     except ProcessLookupError:
         pass  # it has ended already
-    if not _stays(told) and not _ends(agent, ended, grace):
+    said = _told(told)
+    if said[-1:] != STAYS and not _ends(agent, ended, grace):
         os.kill(agent, signal.SIGKILL)
-    return os.waitpid(agent, 0)[1]
+    return os.waitpid(agent, 0)[1], said
 
 
 def _ends(agent: int, ended: int, grace: float) -> bool:
@@ -182,9 +197,9 @@ def _ends(agent: int, ended: int, grace: float) -> bool:
     return False
 
 
-def _stays(told: int) -> bool:
-    """Say whether the last that the agent has told is that it stays."""
+def _told(told: int) -> bytes:
+    """Return what the agent has told; the last is what holds."""
     try:
-        return os.read(told, LONGEST_TOLD)[-1:] == STAYS
+        return os.read(told, LONGEST_TOLD)
     except BlockingIOError:
-        return False
+        return b""

@@ -1,17 +1,17 @@
 """The end of the link to the head of a world, of an agent on one of several machines.
 
 How it comes there: a ticket on stdin, the first address of it that can be reached, and a
-CurveZMQ connection, which is made once.  When that is lost, or stdin ends, the agent leaves.
+CurveZMQ connection.  When that is lost it is made again, and both sides say again what the other
+may not have read.  When nobody listens there any more, or stdin ends, the agent leaves.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import itertools
 import os
+import secrets
 import select
-import selectors
 import signal
 import socket
 import stat
@@ -27,6 +27,9 @@ from zmq.eventloop.zmqstream import ZMQStream
 from zmq.utils.monitor import parse_monitor_message
 
 from nbdist import __version__
+from nbdist.node.guard import Guard
+from nbdist.node.last_word import what_to_say
+from nbdist.node.reaching import Way, is_refused
 from nbdist.topology import usable_cores, visible_gpus
 from nbdist.wire.carrying import Dropped, Piece, Receiving
 from nbdist.wire.many import (
@@ -36,13 +39,16 @@ from nbdist.wire.many import (
     NodeUp,
     StoreAnswer,
     StoreAsk,
+    Target,
     node_down_from,
     node_frames,
 )
 from nbdist.wire.messages import Leave, Run
+from nbdist.wire.numbered import Kind, Mismatch, Numbered
 from nbdist.wire.store_operations import Answer, Operation
 from nbdist.wire.task import unpack
 from nbdist.wire.ticket import (
+    AGENTS_WAIT,
     LONGEST_TICKET,
     BadTicket,
     Ticket,
@@ -55,26 +61,8 @@ from nbdist.wire.versions import versions_here
 TICKET_TIMEOUT = 60.0
 """Seconds for the ticket to come; a person may have to type it."""
 
-REACH_TIMEOUT = 5.0
-"""Seconds for one of the head's addresses to answer."""
-
-ORDER_GRACE = 0.2
-"""Seconds more for one that comes before the quickest in order."""
-
 LINK_LINGER = 500
 """Milliseconds that the last messages may take to reach the head."""
-
-
-class NoWay(OSError):
-    """No address of the head can be reached; the message names each with its port, and why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """The address of the head that was reached, and the own one that leads there."""
-
-    address: str
-    own: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,62 +86,6 @@ def read_ticket() -> Ticket:
             raise BadTicket("stdin has ended before there was a ticket on it")
         line += byte
     return ticket_from(line)
-
-
-def find_way(ticket: Ticket) -> Way:
-    """Connect to all addresses at once, and take the first, in their order, that answers.
-
-    An earlier one has `ORDER_GRACE` seconds more than the quickest: on the head's own machine
-    all answer, also those by which no other can be reached.  Raises NoWay after
-    `REACH_TIMEOUT` seconds, or as soon as all have refused.
-    """
-    problems: dict[str, str] = {}
-    ways: dict[str, Way] = {}
-    with selectors.DefaultSelector() as waiting:
-        tried = [each for each in ticket.addresses if _begin(each, ticket.port, waiting, problems)]
-        end = time.monotonic() + REACH_TIMEOUT
-        try:
-            while waiting.get_map() and (left := end - time.monotonic()) > 0:
-                for key, _ in waiting.select(left):
-                    waiting.unregister(key.fileobj)
-                    _take(key.data, ways, problems)
-                if ways:
-                    end = min(end, time.monotonic() + ORDER_GRACE)
-        finally:
-            for key in waiting.get_map().values():
-                key.data[0].close()
-    for address in tried:
-        if address in ways:
-            return ways[address]
-        problems.setdefault(address, f"no answer within {REACH_TIMEOUT:.0f} s")
-    said = "; ".join(f"{name}:{ticket.port}: {why}" for name, why in problems.items())
-    raise NoWay(f"{socket.gethostname()} cannot reach the notebook's machine at {said}")
-
-
-def _take(tried: tuple[socket.socket, str], ways: dict[str, Way], problems: dict[str, str]) -> None:
-    """Note what became of one attempt."""
-    attempt, address = tried
-    with attempt:
-        code = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            problems[address] = os.strerror(code)
-        else:
-            ways[address] = Way(address, attempt.getsockname()[0])
-
-
-def _begin(
-    address: str, port: int, waiting: selectors.BaseSelector, problems: dict[str, str]
-) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    attempt = socket.socket(family, socket.SOCK_STREAM)
-    attempt.settimeout(0.0)
-    code = attempt.connect_ex((address, port))
-    if code not in (0, errno.EINPROGRESS):
-        problems[address] = os.strerror(code)
-        attempt.close()
-        return False
-    waiting.register(attempt, selectors.EVENT_WRITE, (attempt, address))
-    return True
 
 
 def facts_of(coming: Coming, port: int, environ: Mapping[str, str]) -> NodeFacts:
@@ -193,6 +125,7 @@ class HeadEnd:
         port: int,
         receive: Callable[[NodeDown], None],
         leave: Callable[[], None],
+        guard: Guard | None = None,
     ) -> None:
         """`port` is the MASTER_PORT that is held here."""
         self._coming = coming
@@ -203,8 +136,16 @@ class HeadEnd:
         self._memory = Receiving()
         self._has_come = self._is_dismissed = False
         self.problem = ""
+        self._talk = Numbered()
+        self._heard = 0.0
+        self._giving_up: asyncio.TimerHandle | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._identity = b"agent" + secrets.token_bytes(16)
+        if guard is not None:
+            guard.tell_last_word(what_to_say(self._identity, coming.ticket, coming.way.address))
         link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         link.linger = LINK_LINGER
+        link.routing_id = self._identity
         come_with(link, coming.ticket)
         monitor: Any = link.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -234,7 +175,7 @@ class HeadEnd:
 
     def send(self, message: NodeUp) -> None:
         """Send a message."""
-        self._link.send_multipart(node_frames(message), copy=False)
+        self._link.send_multipart(self._talk.message(node_frames(message)), copy=False)
 
     async def ask_store(self, operation: Operation) -> Answer:
         """Return what the head's store answers; ConnectionError where the head is gone."""
@@ -247,29 +188,92 @@ class HeadEnd:
         finally:
             del self._answers[number]
 
+    # --- the connection -------------------------------------------------------------------
+
+    @property
+    def _place(self) -> str:
+        place = endpoint(self._coming.way.address, self._coming.ticket.port)
+        return place.removeprefix("tcp://")
+
     def _note(self, frames: list[bytes]) -> None:
-        if parse_monitor_message(frames)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        event = parse_monitor_message(frames)["event"]
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._say_again()
             self._has_come = True
-            return
-        if not self._is_dismissed:
-            place = endpoint(self._coming.way.address, self._coming.ticket.port)
-            at = place.removeprefix("tcp://")
-            lost = f"the connection to the world at {at} was lost, and the workers here were ended"
-            refused = f"{at} does not take this key: a world that has ended had it, or another one"
-            self.problem = self.problem or (lost if self._has_come else refused)
+        elif not self._has_come or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self._end(
+                f"{self._place} does not take this key: a world that has ended had it, or another "
+                "one"
+            )
+        elif self._is_dismissed:
+            self._leave()
+        else:
+            self._begin_giving_up()
+
+    def _say_again(self) -> None:
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None
+        if self._has_come:
+            self._link.send(self._talk.sign(Kind.AGAIN))
+            for frames in self._talk.again():
+                self._link.send_multipart(frames, copy=False)
+
+    def _begin_giving_up(self) -> None:
+        """Leave if libzmq cannot connect again in time, at once where nobody listens there."""
+        loop = asyncio.get_running_loop()
+        if self._giving_up is None:
+            timeout = self._coming.ticket.link_timeout
+            left = self._heard + AGENTS_WAIT * timeout - loop.time()
+            self._giving_up = loop.call_later(max(timeout, left), self._lose)
+        if self._looking is None or self._looking.done():
+            self._looking = loop.create_task(self._look())
+
+    async def _look(self) -> None:
+        place = Target("", self._coming.way.address, self._coming.ticket.port)
+        if await is_refused(place):
+            self._lose()
+
+    def _lose(self) -> None:
+        self._end(
+            f"the connection to the world at {self._place} was lost, and the workers here were "
+            "ended"
+        )
+
+    def _end(self, problem: str) -> None:
+        self.problem = self.problem or problem
         self._leave()
 
     async def close(self) -> None:
         """End the link; what was sent has `LINK_LINGER` to arrive."""
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
+        self._link.send_multipart([self._talk.sign(Kind.ENDED), self._identity])
+        self._link.flush(zmq.POLLOUT)
         self._link.socket.disable_monitor()
         self._watch.close()
         self._link.close()
         self._memory.close()
 
     def _receive(self, frames: list[zmq.Frame]) -> None:
-        if not (frame := frames[0].bytes):  # it is a beat
-            return
-        match node_down_from(frame, *(each.buffer for each in frames[1:])):
+        header, *data = frames
+        self._heard = asyncio.get_running_loop().time()
+        try:
+            kind = self._talk.take(header.bytes)
+        except Mismatch:
+            kind = Kind.ENDED
+        match kind:
+            case Kind.MESSAGE:
+                self._take(*data)
+            case Kind.BEAT if self._talk.has_read:
+                self._link.send(self._talk.sign(Kind.BEAT))
+            case Kind.ENDED:
+                self._lose()
+
+    def _take(self, frame: zmq.Frame, *data: zmq.Frame) -> None:
+        match node_down_from(frame.bytes, *(each.buffer for each in data)):
             case StoreAnswer(number, answer):
                 asked = self._answers.get(number)
                 if asked is not None and not asked.done():

@@ -26,6 +26,9 @@ TCP sends what was lost again after 0.2, 0.6, 1.4, 3.0 and 6.2 s: a cable that i
 may be silent for nearly three.
 """
 
+RECONNECT_INTERVAL = 0.2
+"""Seconds between two tries of an agent to connect again."""
+
 AGENTS_WAIT = 4
 """Times the link timeout that an agent waits for a silent head: that may be paused and go on, and
 with it all machines."""
@@ -107,9 +110,9 @@ def listen_with(socket: zmq.Socket[Any], keys: KeyPair, link_timeout: float = LI
 
 
 def come_with(socket: zmq.Socket[Any], ticket: Ticket) -> None:
-    """Have a socket connect with the keys of a ticket, once: what is lost is lost."""
+    """Have a socket connect with the keys of a ticket, and again where the connection is lost."""
     _beat(socket, ticket.link_timeout)
-    socket.reconnect_ivl = -1
+    socket.reconnect_ivl = round(RECONNECT_INTERVAL * 1000)
     socket.curve_serverkey = ticket.server_key.encode()
     socket.curve_publickey = ticket.keys.public.encode()
     socket.curve_secretkey = ticket.keys.secret.encode()

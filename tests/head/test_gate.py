@@ -16,20 +16,31 @@ import zmq
 
 from nbdist.head.gate import Gate
 from nbdist.wire.many import NodeUp, node_bytes
-from nbdist.wire.messages import Leave, Starting, down_from
+from nbdist.wire.messages import Leave, Spare, Starting, down_from
+from nbdist.wire.numbered import Kind, Numbered
 from nbdist.wire.ticket import KeyPair, Ticket, come_with, endpoint
 from tests.waiting import SOON
 
 PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
-def connect(ticket: Ticket) -> zmq.Socket[bytes]:
+def connect(ticket: Ticket, identity: bytes = b"") -> zmq.Socket[bytes]:
     """A socket of an agent that has this ticket."""
     link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     link.linger = 0
+    if identity:
+        link.routing_id = identity
     come_with(link, ticket)
     link.connect(endpoint("127.0.0.1", ticket.port))
     return link
+
+
+async def next_message(link: zmq.Socket[bytes]) -> bytes:
+    """What comes next, but for signs of life."""
+    while True:
+        assert await asyncio.to_thread(link.poll, SOON * 1000)
+        if message := link.recv_multipart()[1:]:
+            return message[0]
 
 
 async def until(is_so: Callable[[], object]) -> None:
@@ -86,7 +97,7 @@ def test_one_gate_after_another() -> None:
         gate.open()
         with connect(gate.ticket(("127.0.0.1",), fork=True)) as link:
             try:
-                link.send(node_bytes(Starting(3)))
+                link.send_multipart(Numbered().message([node_bytes(Starting(3))]))
                 await until(lambda: said)
             finally:
                 await gate.close()
@@ -108,19 +119,14 @@ def test_agents_come_and_go() -> None:
         gate.open()
         link = connect(gate.ticket(("127.0.0.1",), fork=True))
         try:
-            link.send(node_bytes(Starting(3)))
+            link.send_multipart(Numbered().message([node_bytes(Starting(3))]))
             await until(lambda: said)
             identity, message = said[0]
             assert message == Starting(3)
             gate.send(identity, Leave())
-            await asyncio.to_thread(link.poll, SOON * 1000)
-            frames = [link.recv()]
-            while not frames[-1]:  # signs of life
-                await asyncio.to_thread(link.poll, SOON * 1000)
-                frames.append(link.recv())
-            assert down_from(frames[-1]) == Leave()
+            assert down_from(await next_message(link)) == Leave()
             assert (lost, gate.refused) == ([], 0)
-            link.close()
+            link.send_multipart([Numbered().sign(Kind.ENDED), identity])
             await until(lambda: lost)
             assert lost == [identity]
         finally:
@@ -128,6 +134,42 @@ def test_agents_come_and_go() -> None:
             await gate.close()
 
     asyncio.run(come_and_go())
+
+
+def test_an_agent_that_connects_again() -> None:
+    """Each gets once what the other has said meanwhile; one that was given up is told so."""
+
+    async def come_again() -> None:
+        said: list[NodeUp] = []
+        lost: list[bytes] = []
+        gate = Gate(lambda _, message: said.append(message), lost.append, print)
+        gate.open()
+        ticket, talk = gate.ticket(("127.0.0.1",), fork=True), Numbered()
+        with connect(ticket, b"agent") as first:
+            first.send_multipart(talk.message([node_bytes(Starting(0))]))
+            await until(lambda: said)
+        try:
+            for rank in (1, 2):
+                gate.send(b"agent", Spare((rank,)))
+            talk.message([node_bytes(Starting(1))])  # of which nothing arrives
+            with connect(ticket, b"agent") as link:
+                link.send_multipart([talk.sign(Kind.AGAIN)])
+                for frames in [*talk.again()] * 2:
+                    link.send_multipart(frames)
+                assert [await next_message(link) for _ in range(2)] == [
+                    node_bytes(Spare((rank,))) for rank in (1, 2)
+                ]
+                await until(lambda: len(said) > 1)
+                assert (said, lost) == ([Starting(0), Starting(1)], [])
+            talk.take(bytes(Numbered().message([])[0]))
+            with connect(ticket, b"another") as link:
+                link.send_multipart([talk.sign(Kind.AGAIN)])
+                assert await asyncio.to_thread(link.poll, SOON * 1000)
+                assert link.recv().startswith(Kind.ENDED.value)
+        finally:
+            await gate.close()
+
+    asyncio.run(come_again())
 
 
 def test_strangers_are_refused_and_counted() -> None:
@@ -144,7 +186,7 @@ def test_strangers_are_refused_and_counted() -> None:
         ]
         try:
             for link in links:
-                link.send(node_bytes(Starting(1)))
+                link.send_multipart(Numbered().message([node_bytes(Starting(1))]))
             await until(lambda: gate.refused >= len(links))
             assert said == []
             assert "2 refused" in repr(gate) or gate.refused > 2
@@ -160,12 +202,13 @@ AGENT = """
 import sys, zmq
 from nbdist.wire.many import node_bytes
 from nbdist.wire.messages import Starting
+from nbdist.wire.numbered import Numbered
 from nbdist.wire.ticket import come_with, endpoint, ticket_from
 ticket = ticket_from(sys.stdin.buffer.readline())
 link = zmq.Context.instance().socket(zmq.DEALER)
 come_with(link, ticket)
 link.connect(endpoint("127.0.0.1", ticket.port))
-link.send(node_bytes(Starting(1)))
+link.send_multipart(Numbered().message([node_bytes(Starting(1))]))
 while True: link.recv()
 """
 

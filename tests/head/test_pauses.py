@@ -1,9 +1,11 @@
-"""Heads and agents that are paused, as on a machine that swaps or is moved, and go on."""
+"""Heads and agents that are paused, and connections that are lost: the world goes on with them."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -104,6 +106,58 @@ def test_an_agent_that_is_paused(world: World, tmp_path: Path) -> None:
         world.execute("while True: dist.all_reduce(torch.ones(1))")
     assert world.gather("kept") == [10]
     wait_until(lambda: "1" not in agents(head), "it has left")
+
+
+PIDFD_GETFD = 438
+"""The number of the system call, on all architectures."""
+
+COUNT = """
+import itertools, os, time
+for number in itertools.count():
+    print(number)
+    is_open = torch.tensor(float(os.path.exists({gate!r})))
+    dist.all_reduce(is_open, dist.ReduceOp.MIN)
+    if is_open: break
+    time.sleep(0.01)
+"""
+
+
+def cut(agent: psutil.Process, head: int) -> None:
+    """Have the connection between both be lost, as a router does that has forgotten it."""
+    ports = {each.laddr.port for each in psutil.Process(head).net_connections("tcp")}
+    found: list[int] = []
+
+    def is_connected() -> bool:
+        there = agent.net_connections("tcp")
+        found[:] = (each.fd for each in there if each.raddr and each.raddr.port in ports)
+        return len(found) == 1
+
+    wait_until(is_connected, "the agent is connected to its head")
+    pidfd = os.pidfd_open(agent.pid)
+    fd = ctypes.CDLL(None).syscall(PIDFD_GETFD, pidfd, found[0], 0)
+    os.close(pidfd)
+    with socket.socket(fileno=fd) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_connection_that_is_lost(world: World, tmp_path: Path) -> None:
+    """It is made again: nothing that was said on either side is lost, or comes twice."""
+    (head,) = psutil.Process(world.session.link.agents[0].pid).children()
+    second, gate = agents(head.pid)["1"], tmp_path / "gate"
+    pids = dict(world.pids)
+    running = world.session.submit(world.session.task(COUNT.format(gate=str(gate))))
+    second_rank = running.transcript[1]
+    for _ in range(5):
+        count = second_rank.line_count
+        follow(world, running, lambda: second_rank.line_count > count)  # noqa: B023
+        cut(second, head.pid)
+    gate.touch()
+    world.session.wait(running)
+    assert running.error() is None
+    lines = second_rank.written().split()
+    assert lines == [str(number) for number in range(len(lines))]
+    assert world.gather("kept") == [10, 11]
+    assert world.pids == pids
 
 
 def test_a_detached_head_without_machines(launchers: None) -> None:

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from nbdist.node.head_end import NoWay, find_way, interface_of, read_ticket
+from nbdist.node.head_end import interface_of, read_ticket
+from nbdist.node.reaching import NoWay, find_way
 from nbdist.wire.ticket import BadTicket, KeyPair, Ticket
 
 
