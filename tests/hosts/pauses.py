@@ -1,12 +1,13 @@
 """What a world keeps where its head, an agent or a cable stops for some seconds: a table.
 
-    python -m tests.hosts.pauses [SECONDS ...]    # 1 2 3 5 10 30
+    python -m tests.hosts.pauses [SECONDS ...] [--link-timeout 60]    # 1 2 3 5 10 30
 
 Needs what `tests.hosts.network` does.  `tests/hosts/test_pauses.py` has a line of it.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
@@ -71,15 +72,18 @@ def kept(world: World, host: Host, part: Part, seconds: float) -> list[int]:
 
 def main() -> None:
     """Write the table: of four ranks so many keep their variables."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("seconds", nargs="*", type=float, default=SECONDS)
+    parser.add_argument("--link-timeout", type=int)
+    options = parser.parse_args()
     os.environ["NBDIST_TEST_RUN"] = "pauses"  # by which leaks are found, and what sshd hands on
     network = Network(("node1", "node2"))
     sshd = Sshd(network)
     os.environ.update(sshd.environ)
-    asked = [float(each) for each in sys.argv[1:]] or SECONDS
     try:
-        with new_world(link_timeout=None) as world:
+        with new_world(link_timeout=options.link_timeout) as world:
             for name, part in PARTS.items():
-                for seconds in asked:
+                for seconds in options.seconds:
                     if world.size < 4:
                         wait_until(lambda: has_come(world), "node2 to come back")
                         world.restart(4)

@@ -194,8 +194,11 @@ def test_terminal_is_live_at_its_prompt(tmp_path: Path) -> None:
         terminal.child.expect_exact("running on 2 ranks in the background")
         for said in ("step 3", "✗ ZeroDivisionError", "2 of 2 ranks failed (0-1); first: rank "):
             terminal.child.expect_exact(said)
-        kill = "threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGKILL)).start()"
-        terminal.begin("%%distributed -r 1", "import os, signal, threading", kill)
+        terminal.begin("%%distributed -r 1", "import os; print('process', os.getpid())")
+        terminal.child.expect(r"process (\d+)")
+        pid = int(terminal.child.match[1])
+        terminal.child.expect_exact("· ✓ 1")
+        os.kill(pid, signal.SIGKILL)
         terminal.child.expect_exact("rank 1 was killed by SIGKILL while no cell was running")
         terminal.child.expect_exact("rank 1 was restarted and its variables")
     finally:

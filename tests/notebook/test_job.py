@@ -21,6 +21,18 @@ from tests.waiting import SOON
 
 pytestmark = pytest.mark.shared_world
 
+PRESS = """
+import os, signal, sys, threading, time
+def press(name):
+    def is_there(frame):
+        return frame is not None and (frame.f_code.co_qualname == name or is_there(frame.f_back))
+    while not is_there(sys._current_frames()[threading.main_thread().ident]):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=press, args=[{name!r}]).start()
+"""
+"""Stop, as soon as the kernel's main thread is in a function of this name."""
+
 SLEEPS = "import time\nkept = rank\nprint('begun')\ntime.sleep(600)"
 
 
@@ -119,9 +131,7 @@ def test_it_goes_on_while_a_cell_asks_for_it(notebook: Notebook) -> None:
 def test_stop_while_a_cell_asks_for_it(notebook: Notebook) -> None:
     """It stops that cell, whatever it is about, and not the one that nobody waits for."""
     begin(notebook, "import time; time.sleep(600)")
-    press = "import os, signal, threading\n"
-    press += "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
-    (stopped,) = notebook.run(f"{press}while not job.done(): pass").errors
+    (stopped,) = notebook.run(PRESS.format(name="Job.done") + "while not job.done(): pass").errors
     assert stopped["ename"] == "KeyboardInterrupt"
     assert notebook.value("job.done(), job.running.stops") == (False, 0)
     assert notebook.run("%dist_interrupt").errors == []
@@ -168,11 +178,10 @@ def test_stop_ends_the_waiting(notebook: Notebook) -> None:
     """`wait` raises, and the cell runs on until it is stopped itself; also in a plain cell."""
     display_id = begin(notebook, SLEEPS)
     idle_until(notebook, display_id, "begun")
-    press = "import os, signal, threading\n"
-    press += "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
     said = "KeyboardInterrupt: Stopped. `job` keeps running: "
-    assert notebook.run(f"{press}job.wait()").error.startswith(said)
-    (plain,) = notebook.run(f"{press}import time; time.sleep(60)").errors
+    assert notebook.run(PRESS.format(name="Job.wait") + "job.wait()").error.startswith(said)
+    rest = "def rest(): time.sleep(60)\nrest()"
+    (plain,) = notebook.run(PRESS.format(name="rest") + rest).errors
     assert plain["ename"] == "KeyboardInterrupt"
     said = "JobTimeout: `job` is still running after 1.1 s: "
     said += "ranks 0-1 are in line 5: time.sleep(600)."
@@ -334,10 +343,8 @@ def test_it_can_be_awaited(notebook: Notebook) -> None:
 def test_stop_ends_an_await(notebook: Notebook) -> None:
     """Of the wait alone; the job runs on."""
     begin(notebook, SLEEPS)
-    press = "import os, signal, threading\n"
-    press += "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
     begun = time.monotonic()
-    (stopped,) = notebook.run(f"{press}await job").errors
+    (stopped,) = notebook.run(PRESS.format(name="EpollSelector.select") + "await job").errors
     assert time.monotonic() - begun < SOON
     assert stopped["ename"] in ("CancelledError", "KeyboardInterrupt", "Interrupted")
     assert notebook.value("job.done()") is False
