@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import zmq
 
 from nbdist.head.gate import Gate
-from nbdist.wire.many import NodeUp, node_bytes
+from nbdist.wire.many import NodeHello, NodeUp, node_bytes
 from nbdist.wire.messages import Leave, Spare, Starting, down_from
 from nbdist.wire.numbered import Kind, Numbered
 from nbdist.wire.ticket import KeyPair, Ticket, come_with, endpoint
@@ -244,3 +245,29 @@ def test_an_agent_that_falls_silent() -> None:
             asyncio.run(fall_silent())
         finally:
             agent.kill()
+
+
+@pytest.mark.world
+def test_an_agent_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its guard says so: a connection that is lost may come back."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+    async def be_killed() -> None:
+        said: list[NodeUp] = []
+        lost: list[bytes] = []
+        gate = Gate(lambda _, message: said.append(message), lost.append, print)
+        gate.open(link_timeout=3600)
+        assert guard.stdin is not None
+        try:
+            guard.stdin.write(gate.ticket(("127.0.0.1",), fork=False).to_line())
+            guard.stdin.flush()
+            await until(lambda: said)
+            assert isinstance(said[0], NodeHello)
+            os.kill(said[0].pid, signal.SIGKILL)
+            await until(lambda: lost)
+        finally:
+            await gate.close()
+
+    command = [sys.executable, "-P", "-m", "nbdist.node", "--ticket"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as guard:
+        asyncio.run(be_killed())

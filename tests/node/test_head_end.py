@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil
 import pytest
+import zmq
+import zmq.asyncio
 
-from nbdist.node.head_end import interface_of, read_ticket
-from nbdist.node.reaching import NoWay, find_way
-from nbdist.wire.ticket import BadTicket, KeyPair, Ticket
+from nbdist.node.head_end import Coming, HeadEnd, interface_of, read_ticket
+from nbdist.node.reaching import NoWay, Way, find_way
+from nbdist.wire.many import NodeDown, node_bytes
+from nbdist.wire.messages import Spare, Starting
+from nbdist.wire.numbered import Kind, Numbered
+from nbdist.wire.ticket import BadTicket, KeyPair, Ticket, listen_with
+from tests.waiting import SOON, until
 
 
 @contextmanager
@@ -74,3 +82,45 @@ def test_the_interface_of_an_address() -> None:
     """Gloo wants its name."""
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("203.0.113.7") == ""
+
+
+def test_what_was_not_read_is_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the next connection; what was acknowledged is not."""
+    keys, got = KeyPair.new(), list[NodeDown]()
+    with open(os.devnull) as nothing, zmq.asyncio.Context() as context:
+        monkeypatch.setattr("sys.stdin", nothing)
+        head = context.socket(zmq.ROUTER)
+        head.linger, head.router_handover = 0, True
+        listen_with(head, keys)
+        port = head.bind_to_random_port("tcp://127.0.0.1")
+        place = Ticket(("127.0.0.1",), port, keys.public, KeyPair.new())
+
+        async def connect_twice() -> list[bytes]:
+            coming = Coming(place, Way("127.0.0.1", "127.0.0.1"), 0)
+            end, talk = HeadEnd(coming, 1, got.append, list), Numbered()
+            await end.open()
+            end.send(Starting(1))
+            try:
+                identity, hello, _ = await head.recv_multipart()
+                await head.recv_multipart()
+                talk.take(hello)
+                await head.send_multipart([identity, *talk.message([node_bytes(Spare((0,)))])])
+                await until(lambda: got, "the agent has read it")
+                cut(port)
+                _, again = await head.recv_multipart()
+                assert again.startswith(Kind.AGAIN.value)
+                return (await head.recv_multipart())[1:]
+            finally:
+                await end.close()
+
+        with head:
+            second = asyncio.run(asyncio.wait_for(connect_twice(), SOON))
+    assert second[1] == node_bytes(Starting(1))
+
+
+def cut(port: int) -> None:
+    """Have this process's connection to that port be lost."""
+    mine = psutil.Process().net_connections("tcp")
+    (fd,) = (each.fd for each in mine if each.raddr and each.raddr.port == port)
+    with socket.socket(fileno=os.dup(fd)) as connection:
+        connection.shutdown(socket.SHUT_RDWR)

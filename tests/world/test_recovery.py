@@ -352,16 +352,30 @@ def test_a_survivor_that_dies_meanwhile_is_replaced(world: World) -> None:
     assert "layer" in world.session.names.lacking([1])
 
 
-def test_stop_while_it_is_scaled(world: World) -> None:
+LATE = """
+import time
+from nbdist.worker.group.group import Group
+at_once = Group.regroup
+def late(*args):
+    while not Path({gate!r}).exists(): time.sleep(0.01)
+    Group.regroup = at_once
+    return at_once(*args)
+Group.regroup = late
+"""
+
+
+def test_stop_while_it_is_scaled(world: World, tmp_path: Path) -> None:
     """The next cell finds the ranks that there are then, with a group."""
-    main = threading.main_thread().ident
+    main, gate = threading.main_thread().ident, tmp_path / "gate"
     assert main is not None
+    world.execute(LATE.format(gate=str(gate)), ranks=[0])
     with (
         each_new_worker(world, lambda _: signal.pthread_kill(main, signal.SIGINT)),
         pytest.raises(KeyboardInterrupt),
     ):
         world.scale(3)
     assert world.state is State.BROKEN
+    gate.touch()
     world.session.heal()
     assert world.gather("(rank, world_size, dist.get_world_size())") == [
         (rank, 3, 3) for rank in range(3)
