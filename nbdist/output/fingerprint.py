@@ -82,6 +82,12 @@ class Digest:
         self._alike.update(_bytes(normal(text)))
         self._origins.update(origins)
 
+    def add_key(self, key: Key) -> None:
+        """Take in what another one has taken in."""
+        self._alike.update(key.alike)
+        self._but_bars.update(key.but_bars)
+        self._exact.update(key.exact)
+
     def copy(self) -> Digest:
         twin = Digest()
         twin._alike = self._alike.copy()

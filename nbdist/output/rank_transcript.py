@@ -5,7 +5,9 @@ No I/O and no clock: the time comes with each output.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Literal, TypeAlias
 
 from nbdist.output.ansi import strip
@@ -102,6 +104,7 @@ class RankTranscript:
         self._left_out = 0
         self._note: Shown | None = None  # of how many displays are left out
         self._clear_next = False
+        self._new_lines = 0  # since the oldest were forgotten
         self._body: tuple[int, Body] | None = None
         self._error_keys: tuple[object, tuple[str, ...]] = (None, ("",))
 
@@ -220,6 +223,7 @@ class RankTranscript:
                     return False
                 self._clear_if_due()
                 self._screen().write(stream, text)
+                self._new_lines += text.count("\n")
             case Display():
                 self._clear_if_due()
                 self.pieces.append(Shown(output, _display_key(output)))
@@ -264,13 +268,16 @@ class RankTranscript:
     def _screen(self) -> Screen:
         if self.pieces and isinstance(last := self.pieces[-1], Screen):
             return last
-        self._forget_oldest()
+        self._new_lines += 1
+        if self._new_lines > self._keep // 8:
+            self._forget_oldest()
         screen = Screen(self._keep)
         self.pieces.append(screen)
         return screen
 
     def _forget_oldest(self) -> None:
         """Keep the limit of lines over all screens: displays and gaps lie between them."""
+        self._new_lines = 0
         screens = [piece for piece in self.pieces if isinstance(piece, Screen)]
         excess = sum(map(len, screens)) - self._keep
         for screen in screens:
@@ -321,6 +328,8 @@ class RankTranscript:
         self.pieces = kept[::-1]
         if left:
             self._leave_out(len(kept) - place, left)
+            *older, newest = self.pieces
+            self.pieces = [*_joined(older), newest]
 
     def _cost(self, display: Display) -> int:
         return max(size_of(display), self._most_shown // MOST_DISPLAYS)
@@ -344,6 +353,19 @@ class RankTranscript:
     def _clear_if_due(self) -> None:
         if self._clear_next:
             self._clear(wait=False)
+
+
+def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """Make one text, and one gap before it, of those that no display parts any more."""
+    for is_shown, run in groupby(pieces, lambda piece: isinstance(piece, Shown)):
+        if is_shown:
+            yield from run
+            continue
+        said = [*run]
+        if gaps := [piece for piece in said if isinstance(piece, Gap)]:
+            yield Gap(sum(gap.lines for gap in gaps), sum(gap.characters for gap in gaps))
+        if screens := [piece for piece in said if isinstance(piece, Screen)]:
+            yield screens[0] if len(screens) == 1 else Screen.joined(screens)
 
 
 def _lines_of(piece: Piece) -> int:

@@ -7,7 +7,7 @@ kept: there is no window height.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from io import StringIO
 from itertools import groupby, islice, repeat
@@ -366,7 +366,22 @@ class Screen:
         if not row.width:
             self._flags[self._row] &= ~_STDERR
 
-    # --- forgetting ---------------------------------------------------------------------
+    # --- joining and forgetting -----------------------------------------------------------
+
+    @classmethod
+    def joined(cls, screens: Sequence[Screen]) -> Screen:
+        """Make one of several that are written no more; it is not to be written either."""
+        new = cls(screens[0]._keep)
+        for each in screens:
+            new._digest.add_key(each.key)
+        lines = [line for each in screens for line in each.lines()]
+        new._rows = [*(line.text for line in lines), ""]
+        new._flags = bytearray([*(line.stderr for line in lines), 0])
+        new._characters = sum(map(len, new._rows)) + len(lines)
+        new._row = len(lines)
+        new._settled = sum(each.end for each in screens)
+        new._first = new._settled - len(lines)
+        return new
 
     def forget(self, count: int) -> None:
         """Drop the `count` oldest lines that can still be read, but not the cursor's."""

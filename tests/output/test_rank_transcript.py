@@ -100,6 +100,29 @@ def test_displays_left_out() -> None:
     assert texts(transcript) == []
 
 
+def in_turns(first: str) -> RankTranscript:
+    """Text and displays in turns, so many that most of both are left out."""
+    transcript = RankTranscript(0, keep_lines=100, most_shown=10_000)
+    for number in range(1000):
+        transcript.receive(out(f"{number}\n" if number else first), 1.0)
+        if number % 100 == 0:
+            transcript.receive(Skipped(20, 2), 1.0)
+        transcript.receive(figure("f"), 1.0)
+    return transcript
+
+
+def test_text_and_displays_in_turns() -> None:
+    """Text that no display parts any more is one, and differs as it did before."""
+    transcript = in_turns("0\n")
+    assert len(transcript.pieces) < 2 * len(transcript.displays) + 20
+    assert transcript.line_count == 1020
+    lines = [item.text for item in transcript.tail(10_000) if isinstance(item, Line)]
+    assert 100 <= len(lines) <= 120
+    assert lines == [f"{number}" for number in range(1000 - len(lines), 1000)]
+    assert transcript.body.exact == in_turns("0\n").body.exact
+    assert transcript.body.exact != in_turns("1\n").body.exact
+
+
 def test_many_small_displays() -> None:
     """So many are kept, however small; and of one that is updated only its newest content."""
     transcript = said(*(figure(f"{number}") for number in range(3 * MOST_DISPLAYS)))
