@@ -106,7 +106,7 @@ def etcd(network: Network) -> Iterator[Etcd]:
     """A real etcd on the first host."""
     if reason := etcds.missing():
         pytest.skip(reason)
-    etcd = Etcd(network)
+    etcd = Etcd(network, network.hosts[0])
     yield etcd
     etcd.close()
 

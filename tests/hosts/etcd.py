@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from tests.hosts.network import Network, end, wait_for
+from tests.hosts.network import Host, Network, end, wait_for
 
 PORT, PEER_PORT = 2379, 2380
 
@@ -18,16 +21,16 @@ def missing() -> str | None:
 
 
 class Etcd:
-    """An etcd of one member, on the network's first host."""
+    """An etcd of one member, on a host of the network."""
 
-    def __init__(self, network: Network) -> None:
-        self.host = network.hosts[0]
+    def __init__(self, network: Network, host: Host) -> None:
+        self.host = host
         self.address = f"{self.host.address}:{PORT}"
         """What `rdzv_endpoint` is for torch, on every host and on this machine."""
-        self._log = network.folder / "etcd.log"
+        self._log = network.folder / f"etcd-{host.name}.log"
         url, peers = f"http://{self.address}", f"http://127.0.0.1:{PEER_PORT}"
         options = {
-            "data-dir": str(network.folder / "etcd"),
+            "data-dir": str(network.folder / f"etcd-{host.name}"),
             "listen-client-urls": f"http://0.0.0.0:{PORT}",
             "advertise-client-urls": url,
             "listen-peer-urls": peers,
@@ -43,6 +46,15 @@ class Etcd:
             )
         self.host.lasts(self._process.pid, PORT, PEER_PORT)
         wait_for(lambda: PORT in self.host.listening(), f"etcd did not start; see {self._log}")
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Have it stand still: it takes connections, and does not answer."""
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         end(self._process)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 from torch._C._distributed_c10d import PrefixStore
 
-from nbdist.errors import WorkerDied
+from nbdist.errors import StartError, WorkerDied, WorkerError
 from nbdist.wire.start import TorchStore
 from nbdist.worker.group.torch_rendezvous import TorchRendezvous
 from nbdist.world.world import World
-from tests.hosts.etcd import Etcd
-from tests.hosts.network import Host
-from tests.hosts.worlds import check_whole
+from tests.hosts.etcd import PORT, Etcd
+from tests.hosts.network import Host, Network
+from tests.hosts.worlds import SUM, check_whole
 
 RDZV_PORT = 29417
 
@@ -57,3 +58,28 @@ def test_c10d_over_hosts(launch: Callable[..., World], hosts: list[Host]) -> Non
             world.execute(KILL.format(rank=rank))
         check_whole(world)
     assert world.gather("globals().get('kept')") == [None, 1, 2, None]
+
+
+def test_etcd_goes_away(network: Network, launch: Callable[..., World]) -> None:
+    """A line names it and says to start it; what runs goes on, and heals once it is there again."""
+    pytest.importorskip("etcd", reason="no python-etcd (pip install python-etcd)")
+    endpoint = f"{network.hosts[1].address}:{PORT}"
+    options = {"rdzv_backend": "etcd-v2", "rdzv_endpoint": endpoint}
+    silent = f"--rdzv-endpoint {endpoint}`: no etcd answers there .*; start it"
+    with pytest.raises(StartError, match=silent):
+        launch("node1:1,node2:1", **options)
+    with closing(Etcd(network, network.hosts[1])) as etcd:
+        world = launch("node1:1,node2:1", **options)
+        world.execute("kept = rank")
+        with etcd.paused():
+            world.execute(SUM)
+            with pytest.raises(WorkerDied, match=f"{silent}.*`%dist_restart`"):
+                world.execute(KILL.format(rank=1))
+        check_whole(world, 2)
+    with pytest.raises(WorkerError, match=silent):
+        world.execute("dist.new_group()")
+    with pytest.raises(WorkerDied, match=f"{silent}.*`%dist_restart`"):
+        world.execute(KILL.format(rank=1))
+    with closing(Etcd(network, network.hosts[1])):
+        check_whole(world, 2)
+        assert world.gather("globals().get('kept')") == [0, None]

@@ -66,6 +66,22 @@ def test_a_rank_that_does_not_come(endpoint: str, monkeypatch: pytest.MonkeyPatc
         alone.meet(1, 2)
 
 
+@pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
+def test_an_etcd_that_is_away(backend: str, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said soon, also of one that is paused, and torch's client is not asked."""
+    where = TorchStore(backend, endpoint, "world")
+    said = f"--rdzv-endpoint {endpoint}`: no etcd answers there \\(%s\\); start it$"
+    with pytest.raises(NoStore, match=said % "Connection refused"):
+        TorchRendezvous(where, 0).meet(1, 1)
+    monkeypatch.setattr(torch_rendezvous, "ANSWER_TIMEOUT", 0.1)
+    host, _, port = endpoint.rpartition(":")
+    with (
+        socket.create_server((host, int(port))),
+        pytest.raises(NoStore, match=said % "timed out"),
+    ):
+        TorchRendezvous(where, 0).meet(1, 1)
+
+
 @pytest.mark.parametrize(
     ("backend", "why"), [("nowhere", "nowhere"), ("static", "Port is absent"), ("etcd-v2", "etcd")]
 )
