@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nbdist.config import Patience
 from nbdist.errors import ScaleError, WorkerDied, WorkerError
 from nbdist.world.world import World
 
@@ -75,6 +76,23 @@ def test_more_than_there_is_room_for(world: World) -> None:
     assert [row.host for row in world.status()] == ["node0", "node0", "node1", "node1"]
     with pytest.raises(WorkerError, match="rank 3 on node1 "):
         world.execute("if rank == 3: raise ValueError")
+
+
+def test_c_code_that_is_not_done_when_control_is_back(world: World) -> None:
+    """It was said that nothing is lost: the agent of its machine is told, and does not end it."""
+    world.execute("kept = rank")
+    source = "print('runs')\nif rank == 3: sum(range(6 * 10 ** 8))"
+    running = world.submit(world.task(source), Patience(control_timeout=1.0))
+    for _ in world.follow(running):
+        if all(track.line_count for track in running.transcript):
+            break
+    world.interrupt()
+    world.session.wait(running)
+    assert running.unfinished == (3,)
+    assert "no variables were lost" in str(running.error())
+    while running.unfinished:
+        world.session.wait_for_stop()
+    assert world.gather("kept") == [0, 1, 2, 3]
 
 
 def test_fewer_and_as_many_again(world: World) -> None:
