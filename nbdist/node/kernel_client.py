@@ -20,7 +20,7 @@ from nbdist.output.events import TOPIC
 from nbdist.wire import control
 from nbdist.wire.frames import BadFrame, FrameCutter, framed
 from nbdist.wire.start import WorkerStart
-from nbdist.wire.task import MOST_BYTES, InputReply, Said, said_from
+from nbdist.wire.task import MOST_BYTES, SIGINT_SENT, InputReply, Said, said_from
 
 log = logging.getLogger("nbdist.node")
 
@@ -132,6 +132,11 @@ class KernelClient:
         """Pass on what was typed for the task that runs, or that it may go on showing."""
         assert self._tasks is not None
         self._tasks.write(framed(reply.pack()))
+
+    def mark_sigint(self) -> None:
+        """Say between two tasks that SIGINT was sent, where any could be."""
+        if self._tasks is not None:
+            self._tasks.write(framed(SIGINT_SENT))
 
     async def ask(
         self, request: control.Request, timeout: float, ended: asyncio.Future[int]

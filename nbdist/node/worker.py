@@ -219,6 +219,7 @@ class Worker:
         self._stopped_task = self.task_id
         if self.process is not None:
             self.process.send_signal(signal.SIGINT)
+            self._kernel.mark_sigint()
         # Of the main thread it has been given up by then; another would wait on.
         for number in [*self._asks]:
             self.enter(InputReply(number))

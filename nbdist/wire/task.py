@@ -187,9 +187,17 @@ class InputReply:
         return pickle.dumps(self, protocol=5)
 
 
-def down_from(data: bytes) -> Task | InputReply:
-    """Return what a worker has been sent: a task, or what was typed for the one that it does."""
-    received: Task | InputReply = pickle.loads(data)
+@dataclass(frozen=True, slots=True)
+class SigintSent:
+    """SIGINT was sent before this, and is for no task that comes after it."""
+
+
+SIGINT_SENT = pickle.dumps(SigintSent(), protocol=5)
+
+
+def down_from(data: bytes) -> Task | InputReply | SigintSent:
+    """Return what a worker has been sent, such as what was typed for the task that it does."""
+    received: Task | InputReply | SigintSent = pickle.loads(data)
     return received
 
 

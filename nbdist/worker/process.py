@@ -122,9 +122,14 @@ class Interrupts:
     def _keep(self, *_: object) -> None:
         self._is_kept = True
         # In the turn after the next: what arrived before the signal has been read by then.
-        self._loop.call_soon_threadsafe(self._loop.call_soon, self._forget)
+        self._loop.call_soon_threadsafe(self._loop.call_soon, self.forget)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Drop one that is kept, unless a task has been read that has not begun: it is for that.
+
+        Also called where `SigintSent` is read: a process that had no processor for a while may
+        read the next task in the turn in which it takes the signal.
+        """
         self._is_kept = self._is_kept and self._has_more()
 
 

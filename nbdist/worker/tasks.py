@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.output.events import Done, InputRequest
 from nbdist.wire.frames import FrameCutter, framed
-from nbdist.wire.task import CatchUp, Finished, InputReply, Said, Task, down_from
+from nbdist.wire.task import CatchUp, Finished, InputReply, Said, SigintSent, Task, down_from
 from nbdist.worker.process import Interrupts
 from nbdist.worker.streams import flush_streams
 
@@ -125,8 +125,10 @@ class Tasks:
                 self._take(down_from(frame))
         return bool(data)
 
-    def _take(self, item: Task | InputReply) -> None:
+    def _take(self, item: Task | InputReply | SigintSent) -> None:
         match item:
+            case SigintSent():
+                self._interrupts.forget()
             case InputReply(number):
                 if number in self._replies:
                     self._replies[number] = item

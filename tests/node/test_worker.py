@@ -182,6 +182,25 @@ def test_an_interrupt(bench: Bench) -> None:
     bench.run(test)
 
 
+def test_an_interrupt_between_two_tasks(bench: Bench) -> None:
+    """It is for the task before it, whenever the worker gets to run, and not for the one after."""
+
+    async def test(watched: Watched) -> None:
+        for name, is_before in (("a", True), ("b", False)):
+            os.kill(watched.worker.pid, signal.SIGSTOP)
+            if is_before:
+                watched.begin("x = 1", name)
+            watched.worker.interrupt()
+            if not is_before:
+                watched.begin("x = 1", name)
+            os.kill(watched.worker.pid, signal.SIGCONT)
+            *_, done = await watched.ends(name)
+            assert isinstance(done, Done)
+            assert done.status == ("error" if is_before else "ok")
+
+    bench.run(test)
+
+
 def test_what_it_waits_for(bench: Bench) -> None:
     """It is passed on in order with what it prints; what was typed is in the log, no password."""
 
