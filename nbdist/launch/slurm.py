@@ -53,6 +53,8 @@ OF_TASK = (
 
 # An agent's number is in a variable of its own: the first node's task is the first.
 NUMBERED = f'number=$SLURM_PROCID; unset {" ".join(OF_TASK)}; exec "$@" --node "$number"'
+CLUSTERS = "SALLOC_CLUSTERS"
+
 IN_ALLOCATION = (
     'srun --jobid="$SLURM_JOB_ID" --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES"'
 )
@@ -245,6 +247,12 @@ def _split(text: str) -> list[str]:
         raise LaunchError(f"`--salloc {text}`: {error}") from None
     if "--no-shell" in options:
         raise LaunchError(f"`--salloc {text}`: with --no-shell it would outlive the world")
+    clusters = [word for word in options if word.startswith(("-M", "--clusters"))]
+    if clusters or os.environ.get(CLUSTERS):
+        raise LaunchError(
+            f"`{clusters[0] if clusters else CLUSTERS}`: only salloc obeys it, and scancel does "
+            "not: set SLURM_CLUSTERS to the name of the cluster before the notebook starts"
+        )
     return options
 
 

@@ -88,6 +88,11 @@ def test_the_step_of_an_allocation_asks_for_nothing_of_it() -> None:
         ({"salloc": "-p 'gpu"}, "`--salloc -p 'gpu`: No closing quotation"),
         ({"salloc": "--no-shell"}, "`--salloc --no-shell`: with --no-shell it would outlive"),
         ({"salloc": "-p gpu -N"}, "`--salloc -p gpu -N`: argument -N/--nodes: expected one arg"),
+        (
+            {"salloc": "-p gpu -M c2"},
+            "`-M`: only salloc obeys it, and scancel does not: set SLURM_CL",
+        ),
+        ({"salloc": "--clusters=c2"}, "`--clusters=c2`: only salloc obeys it"),
         ({"memory": "much"}, "`--memory much`: a size such as 16G or 500M"),
         (
             {"salloc": "-N 4", "min_nodes": 2, "max_nodes": 2},
