@@ -76,20 +76,38 @@ class Turn:
 
 @contextmanager
 def turn_of(key: str) -> Iterator[Turn]:
-    """Open the file of this key, which the last of those that did so removes."""
+    """Open the file of this key; what no process uses any more is removed at the end.
+
+    That is the file itself where this was the last, and those of processes that were killed.
+    """
     folder = Path(tempfile.gettempdir()) / f"nbdist-join-{os.geteuid()}"
     try:
         folders.make_private(folder)
         folders.check_private(folder)
-        fd = folders.open_private(folder / key, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        fd = _open_used(folder / key)
     except OSError as error:
         raise UsageError(f"{folder} cannot be used: {error.strerror or error}.") from None
     try:
         yield Turn(fd)
     finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)
-        with suppress(OSError):  # another one still waits there
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            (folder / key).unlink()
-            folder.rmdir()
         os.close(fd)
+        for file in folder.glob("*"):
+            _remove_unused(file)
+        with suppress(OSError):  # others meet there
+            folder.rmdir()
+
+
+def _open_used(file: Path) -> int:
+    """Open it, and hold it: by a lock of the other kind than the one of the process that works."""
+    while True:
+        fd = folders.open_private(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        fcntl.lockf(fd, fcntl.LOCK_SH)
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)  # another process has removed it in between
+
+
+def _remove_unused(file: Path) -> None:
+    with suppress(OSError), file.open("r+b") as opened:
+        fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.unlink()

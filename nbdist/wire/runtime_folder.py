@@ -74,6 +74,9 @@ class JoinedFolder:
 
 def _make_folder() -> Path:
     problems = {}
+    # In all of them: the session that left one may have had another environment.
+    for parent in places():
+        drop_dead_folders(parent)
     for parent in places():
         try:
             return _make_folder_in(parent)
@@ -96,7 +99,6 @@ def _make_folder_in(parent: Path) -> Path:
     longest = len(os.fsencode(parent / f"{PREFIX}12345678" / LONGEST_NAME))
     if longest > SOCKET_PATH_LIMIT or not str(parent).isprintable():
         raise OSError("its path is too long for a socket's, or has signs that it cannot have")
-    drop_dead_folders(parent)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     try:
         _try_out(folder)

@@ -78,6 +78,29 @@ def test_where_who_works_is_killed_the_others_end(
     working.stdout.close()
 
 
+@pytest.mark.world
+def test_what_a_killed_one_has_left_goes_with_the_next(
+    process: Callable[[str, str], subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """Whatever their key; where others wait nothing is removed, but for the last of them."""
+    killed, waiting = process(WORK, "killed"), process(WAIT, "key")
+    for each in (killed, waiting):
+        assert each.stdout is not None
+        each.stdout.readline()
+        each.stdout.close()
+    killed.kill()
+    killed.wait()
+    with turn_of("another"):
+        pass
+    folder = tmp_path / f"nbdist-join-{os.geteuid()}"
+    assert [each.name for each in folder.iterdir()] == ["key"]
+    with turn_of("key") as mine:
+        mine.begin()
+        mine.ended(0)
+    assert waiting.wait(20) == 0
+    wait_until(lambda: not folder.exists(), "the folder is gone")
+
+
 def test_where_nobody_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It is printed after a while."""
     monkeypatch.setattr(turn.tempfile, "tempdir", str(tmp_path))

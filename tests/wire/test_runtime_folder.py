@@ -47,6 +47,18 @@ def test_what_a_killed_agent_left_goes_and_nothing_else(parent: Path) -> None:
     assert {*parent.iterdir()} == {renamed, copy, data}
 
 
+def test_what_was_left_elsewhere_goes_too(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next agent may come by ssh, or in a batch job, and have another environment."""
+    killed = RuntimeFolder()
+    os.close(killed._claim)
+    other = parent / "other"
+    other.mkdir()
+    monkeypatch.setenv("TMPDIR", str(parent))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(other))
+    RuntimeFolder().close()
+    assert [*parent.iterdir()] == [other]
+
+
 @pytest.mark.parametrize("umask", [0, 0o077])
 def test_only_this_user_can_open_it(parent: Path, umask: int) -> None:
     """Whatever the umask."""
