@@ -227,9 +227,8 @@ class WorkerGroup:
                 asyncio.gather(*(call_off.ask(each, forms[each], HEAL_TIMEOUT) for each in forms)),
                 asyncio.gather(*(call_off.start(each, source, HEAL_TIMEOUT) for each in new)),
             )
-        if self._spec and self._spec.node is None:  # else the network may be why
-            silent = (each for each, said in zip(forms, answers, strict=True) if said is None)
-            await asyncio.gather(*(each.end_unfit(SILENT) for each in silent))
+        silent = (each for each, said in zip(forms, answers, strict=True) if said is None)
+        await asyncio.gather(*(each.end_unfit(SILENT) for each in silent))
         return problem_in(starts, answers)
 
     def _form(self, plan: Plan, rank: int) -> control.Request:

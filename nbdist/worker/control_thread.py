@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from nbdist.worker.group.group import Group
     from nbdist.worker.kernel import WorkerKernel
 
-THREADS = 4
-"""As many as a new gloo backend starts, and one more."""
+THREADS = 5
+"""As many as a new gloo backend starts, that which waits for it, and one more."""
 
 
 class ControlThread:

@@ -45,8 +45,8 @@ from nbdist.world.spec import scaled
 from nbdist.world.states import Event, State
 from nbdist.world.workers import Workers
 
-HEAL_TIMEOUT = 70.0
-"""Seconds; longer than an agent takes when ranks do not meet."""
+HEAL_TIMEOUT = 150.0
+"""Seconds; longer than an agent takes when ranks do not meet, one after the other."""
 
 SCALE_TIMEOUT = 200.0
 """Seconds; longer than an agent takes that tries it, then goes back to what there was."""

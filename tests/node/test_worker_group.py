@@ -17,9 +17,10 @@ import psutil
 import pytest
 
 from nbdist import folders
-from nbdist.node import worker_group
+from nbdist.node import rendezvous, worker_group
 from nbdist.node.worker_group import WorkerGroup, problem_in
 from nbdist.wire.control import Answer, Failed, Ok
+from nbdist.wire.membership import Plan
 from nbdist.wire.messages import StartFailure
 from nbdist.world.states import State
 from nbdist.world.world import World
@@ -126,6 +127,29 @@ def test_a_start_that_is_called_off(runtime: Path, program: Program) -> None:
         assert isinstance(failure, StartFailure)
         assert failure.reason == "it was killed by SIGKILL"
         assert group.all == {}
+
+    run("spawn", runtime, test)
+
+
+@pytest.mark.world
+def test_a_silent_survivor_on_one_of_several_machines(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is ended after a while, so that it is restarted alone, and the world goes on."""
+    monkeypatch.setattr(worker_group, "HEAL_TIMEOUT", 0.1)
+    monkeypatch.setattr(rendezvous, "CALLED_OFF_GRACE", 0.1)
+    spec = replace(worker_start(runtime).world, node=1)
+
+    async def test(source: Source) -> None:
+        group = WorkerGroup(runtime, source.children, None, lambda *_: None, lambda _: None)
+        try:
+            await group.start_part(spec, [0], 1)
+            os.kill(group.all[0].pid, signal.SIGSTOP)
+            formed = await group.form(Plan(spec, 1, 2, 1, (), {}), [0])
+        finally:
+            await group.stop(grace=0.0)
+            group.close()
+        assert (formed.alive, formed.problem) == ((), "a rank did not answer")
 
     run("spawn", runtime, test)
 
@@ -244,6 +268,31 @@ def test_a_survivor_that_cannot_form_the_group(world: World) -> None:
     world.execute(SUM)
     assert world.session.take_replaced().keys() == {0, 1}
     assert world.gather("globals().get('kept')") == [None, None, 2, 3]
+
+
+def test_a_survivor_that_fails_once_all_have_its_address(world: World) -> None:
+    """The others, who wait in gloo for its connection, are called off, and lose nothing."""
+    world.execute(
+        "import gc, socket, time\n"
+        "from nbdist.worker.group.gloo import Gloo\n"
+        "from nbdist.worker.group.store import AbortableStore\n"
+        "awaited = AbortableStore.awaited\n"
+        "def fail(*args, **options):\n"
+        "    awaited(*args, **options)\n"
+        "    time.sleep(0.5)  # the others are further by then\n"
+        "    raise MemoryError\n"
+        "(port,) = [each._port for each in gc.get_objects() if type(each) is Gloo]\n"
+        "port = socket.htons(port)"
+    )
+    ports = world.gather("port")
+    fails = ports.index(max(ports))  # who has less waits until the other connects
+    world.execute(f"if rank == {fails}: AbortableStore.awaited = fail")
+    lost = {fails, (fails + 1) % 4}
+    end(world, max(lost - {fails}))
+    world.execute(SUM)
+    assert world.session.take_replaced().keys() == lost
+    kept = [None if rank in lost else rank for rank in range(4)]
+    assert world.gather("globals().get('kept')") == kept
 
 
 def test_a_new_rank_dies_before_it_is_ready(world: World) -> None:

@@ -24,7 +24,7 @@ import resource
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -37,7 +37,7 @@ from nbdist.words import one_line
 from nbdist.worker.cell_times import CELL_TIMES
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.compat.receives import end_receive
-from nbdist.worker.group.store import AbortableStore, Meeting
+from nbdist.worker.group.store import AbortableStore, Meeting, until_over
 from nbdist.worker.process import BadEnvironment
 
 COLLECTIVE_TIMEOUT = 24 * 60 * 60.0
@@ -46,6 +46,10 @@ COLLECTIVE_TIMEOUT = 24 * 60 * 60.0
 Longer than anybody sits in the debugger of one rank, for which all others wait.  Torch's 30
 minutes are for what `nbdist.world.hangs` finds within seconds, or Stop ends.
 """
+
+RENEWAL_TIMEOUT = 5.0
+"""Seconds for a backend that is connected anew, once all ranks are there: gloo takes five times as
+many, which are less than agents wait."""
 
 THREADS = 2
 """For each backend, as torch has it: with one a small all_reduce takes 1.7 times as long."""
@@ -135,7 +139,8 @@ class Gloo:
 
     def renew(self, backend: Any, meeting: Meeting, rank: int, size: int) -> None:
         """Connect one anew that can be renewed; RuntimeError where the others do not come."""
-        timeout = timedelta(seconds=meeting.timeout)
+        seconds = meeting.timeout if meeting.over is None else RENEWAL_TIMEOUT
+        timeout = timedelta(seconds=seconds)
         with self._store.at(meeting), self._noting_opened():
             seam.renew(backend, self._store, rank, size, meeting.number, timeout)
 
@@ -167,12 +172,25 @@ class Gloo:
         renewable = self.renews or enable_reconfigure
         options = seam.gloo_options(self._device, THREADS, timeout, renewable=renewable)
         if not renewable or enable_reconfigure:
-            with self._noting_opened():
-                self._init(backend, _abortable(meeting), rank, size, options)
+            self._connect(
+                lambda: self._init(backend, _abortable(meeting), rank, size, options), meeting
+            )
             return
         with self._store.at(meeting):
             self._init(backend, self._store, rank, size, options)
         self.renew(backend, meeting, rank, size)
+
+    def _connect(self, connect: Callable[[], None], meeting: Meeting) -> None:
+        """Have a backend connect; DistBackendError where that is called off meanwhile.
+
+        What a rank waits for in gloo once it has all addresses nothing else ends: that of one
+        which fails then never comes.
+        """
+        with self._noting_opened():
+            if meeting.over is None:
+                connect()
+            else:
+                until_over(connect, "connecting gloo", meeting.timeout, meeting.over)
 
     @contextmanager
     def _noting_opened(self) -> Iterator[None]:

@@ -9,49 +9,26 @@ which workers start with).
 from __future__ import annotations
 
 import re
-import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from nbdist.worker.compat import torch as seam
+from nbdist.worker.group.store import until_over
 
 START_TIMEOUT, RENEWAL_TIMEOUT = 100.0, 25.0
 """Seconds for all ranks to connect: agents wait 180 s for a start, and 30 s for healing."""
 
-POLL_EVERY = 0.02
-
 
 def connect(backend: Any, device: torch.device, timeout: float, over: Path | None = None) -> None:
-    """Have all ranks connect; RuntimeError where they do not in time, or it is called off.
+    """Have all ranks connect, all at once; raises as `until_over` does.
 
     With the first collective instead, ranks that wait for one that has failed before it
-    could not be aborted.  Here it is a thread that waits, and is left behind then.  All ranks
-    do so at once; once the file `over` is there, it is called off.
+    could not be aborted.
     """
-    failed: list[RuntimeError] = []
-
-    def run() -> None:
-        try:
-            seam.connect_nccl(backend, device)
-        except RuntimeError as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="nbdist connects nccl", daemon=True)
-    deadline = time.monotonic() + timeout
-    thread.start()
-    while thread.is_alive():
-        thread.join(POLL_EVERY)
-        if over is not None and over.exists():
-            raise dist.DistBackendError("connecting nccl was called off: a rank has ended")
-        if time.monotonic() > deadline:
-            raise dist.DistBackendError(f"nccl did not connect within {timeout:.0f} s")
-    if failed:
-        raise failed[0]
+    until_over(lambda: seam.connect_nccl(backend, device), "connecting nccl", timeout, over)
 
 
 @dataclass(frozen=True, slots=True)

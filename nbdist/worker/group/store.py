@@ -12,20 +12,24 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import DistStoreError
+from torch.distributed import DistBackendError, DistStoreError
 
 from nbdist.worker.compat.torch import PrefixStore, Store
 from nbdist.worker.group.agent_store import AgentStore
 
 FIRST_STEP, LONGEST_STEP = 0.001, 0.02
 """Seconds between two polls: as short as the others are quick, but no burden for long."""
+
+POLL_EVERY = 0.02
+"""Seconds between two looks whether what waits in C++ is called off."""
 
 FORM_TIMEOUT = 120.0
 """Seconds for all ranks to form a group of the world's; torch's own default is ten to thirty
@@ -47,6 +51,33 @@ class Meeting:
     number: int = 0
     over: Path | None = None
     timeout: float = FORM_TIMEOUT
+
+
+def until_over(
+    connect: Callable[[], None], what: str, timeout: float, over: Path | None = None
+) -> None:
+    """Do what waits in C++ for other ranks; DistBackendError once it takes too long, or is over.
+
+    It is a thread that waits, and is left behind then.  `over` is a file; once it is there, it is
+    called off: not all ranks will come.
+    """
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            connect()
+            done.set_result(None)
+        except BaseException as error:  # noqa: BLE001 (it is raised where it is waited for)
+            done.set_exception(error)
+
+    deadline = time.monotonic() + timeout
+    threading.Thread(target=run, name=f"nbdist: {what}", daemon=True).start()
+    while not wait([done], POLL_EVERY).done:
+        if over is not None and over.exists():
+            raise DistBackendError(f"{what} was called off: a rank cannot take part")
+        if time.monotonic() > deadline:
+            raise DistBackendError(f"{what} took more than {timeout:.0f} s")
+    done.result()
 
 
 class AbortableStore(Store):
