@@ -153,15 +153,22 @@ class Link:
         """Whether calls can be made."""
         return self._lost is None and not self._closing
 
-    def call(self, request: Request, timeout: float = CALL_TIMEOUT) -> Reply:
-        """Return the agent's reply.  Raises AgentLost, StartError, or KeyboardInterrupt on Stop."""
-        calling = self.calling(request, timeout, tick=timeout)
-        while True:
+    def call(
+        self, request: Request, timeout: float = CALL_TIMEOUT, patience: float = float("inf")
+    ) -> Reply:
+        """Return the agent's reply.  Raises AgentLost, StartError, or KeyboardInterrupt on Stop.
+
+        The latter also where there is none after `patience` seconds.
+        """
+        calling = self.calling(request, timeout, tick=min(timeout, patience))
+        end = time.monotonic() + patience
+        while time.monotonic() < end:
             try:
                 next(calling)
             except StopIteration as ended:
                 reply: Reply = ended.value
                 return reply
+        raise KeyboardInterrupt
 
     def calling(
         self, request: Request, timeout: float = CALL_TIMEOUT, tick: float = TICK

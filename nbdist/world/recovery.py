@@ -48,6 +48,9 @@ from nbdist.world.workers import Workers
 HEAL_TIMEOUT = 150.0
 """Seconds; longer than an agent takes when ranks do not meet, one after the other."""
 
+HEAL_AFTER_STOP = 8.0
+"""The same once Stop was pressed: then control is given back, and the next cell tries again."""
+
 SCALE_TIMEOUT = 200.0
 """Seconds; longer than an agent takes that tries it, then goes back to what there was."""
 
@@ -192,7 +195,9 @@ def _regroup(
     workers.advance(event)
     outcome, workers.problem = Event.HEAL_FAILED, "it was interrupted"
     try:
-        healed = workers.link.call(request, timeout=timeout)
+        is_stopped = workers.running is not None and workers.running.ends_after_stop
+        patience = HEAL_AFTER_STOP if is_stopped else timeout
+        healed = workers.link.call(request, timeout, patience)
         assert isinstance(healed, Healed)
         # Ranks that have died meanwhile were replaced, too.
         workers.receive_waiting()

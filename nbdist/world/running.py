@@ -129,6 +129,11 @@ class RunningTask(SentTask):
         self.give_up_at = float("inf") if wait is None else now + wait
         self._watch.hurry(now)
 
+    @property
+    def ends_after_stop(self) -> bool:
+        """Say whether somebody who has pressed Stop waits for what is done at its end."""
+        return self.raises_stops and self.stops > 0 and self.patience.control_timeout is not None
+
     def wants_control(self, before: int) -> bool:
         """Say whether Stop came a second time, to somebody who waits; `before` were met then."""
         return self.patience.control_timeout is not None and self.stops > before + 1

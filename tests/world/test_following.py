@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.config import Patience
+from nbdist.world import recovery
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.waiting import SOON
@@ -126,6 +127,21 @@ def test_a_second_stop_gives_control_back(world: World, tmp_path: Path) -> None:
     (tmp_path / "open").touch()
     assert world.gather("kept") == [0, 1]
     assert not running.unfinished
+
+
+def test_a_stop_while_a_rank_is_silent(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives control back though the group cannot be formed yet; the next cell does that."""
+    monkeypatch.setattr(recovery, "HEAL_AFTER_STOP", 0.2)
+    world.execute(
+        "import nbdist.worker.group.group as group_module, time\n"
+        "if rank == 0: group_module.Group.regroup = lambda *_: time.sleep(600)"
+    )
+    with ctrl_c(lambda: world.state is State.HEALING), pytest.raises(KeyboardInterrupt):
+        world.execute("if rank == 1: raise ValueError\ntorch.distributed.barrier()")
+    assert world.state is State.BROKEN
+    os.kill(world.pids[0], signal.SIGKILL)  # else its agent does so after half a minute
+    world.execute("torch.distributed.barrier()")
+    assert world.gather("globals().get('kept')") == [None, 1]
 
 
 def test_it_comes_round_at_once_for_who_cannot_wait(world: World) -> None:
