@@ -1,4 +1,4 @@
-"""A short soak; `python -m tests.faults.soak --faults 200` is the long one."""
+"""A short soak and few random actions; `python -m tests.faults.soak` makes a long one."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import pytest
 from nbdist.node.fork_server import IMPORTED_WHEN_IDLE
 from nbdist.world.world import World
 from tests.faults.soak import Holdings, soak, wait_for_imports
+from tests.waiting import SOON
 
 WITHOUT_PYTEST = """
 import sys
 sys.modules["pytest"] = None
-import tests.faults.soak, tests.faults.stops
+import tests.faults.actions, tests.faults.soak, tests.faults.stops
 """
 
 
 def test_they_need_no_pytest() -> None:
-    """The long soak and the long list of Stops run where there is none."""
+    """The long soak, random actions and the long list of Stops run where there is none."""
     subprocess.run([sys.executable, "-c", WITHOUT_PYTEST], check=True)
 
 
@@ -41,3 +42,10 @@ def test_faults_in_a_row() -> None:
     kinds, settled, end = soak(1, 15)
     assert sum(kinds.values()) == 15
     assert not end.has_grown_since(settled), (settled, end)
+
+
+@pytest.mark.own_agent  # in a process that is a notebook
+def test_actions_in_a_row() -> None:
+    """After each of them every rank has what the oracle says, and what was lost was named."""
+    command = [sys.executable, "-m", "tests.faults.actions", "--seed", "3", "--actions", "8"]
+    subprocess.run(command, check=True, timeout=SOON)

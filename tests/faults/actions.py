@@ -1,0 +1,373 @@
+"""Random actions in a notebook, each followed by a look at every variable of every rank.
+
+    python -m tests.faults.actions --seed 7 --actions 100
+    python -m tests.faults.actions --seed 77 --actions 100 --busy 4
+
+What a user does, in an IPython shell: cells that bind, change and delete variables, fail, wait for
+what never comes, are stopped or run in the background; variables sent, gathered, scattered, copied,
+saved and restored; ranks that die or are restarted, more ranks and fewer.  After each action all
+ranks have to have what `tests.faults.oracle` says, in the same processes as before, and nbdist has
+to have named what was lost.  The first action after which it is not so is printed with its seed and
+step, and ends the program with exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from glob import glob
+from types import NoneType
+from typing import Any
+
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+from nbdist.errors import RanksReleased, UsageError, WorkerDied
+from nbdist.output.ansi import strip
+from nbdist.topology import parse_ranks
+from nbdist.words import format_ranks
+from tests.faults.oracle import KINDS, Oracle, Ranks, names_of
+from tests.faults.spinning import spinning
+
+RANKS, MOST_RANKS = 4, 5
+
+VALUES = range(100, 100_000, 100)
+"""Of new variables: no two are alike after some changes."""
+
+LOOK = (
+    "%%distributed -o found\n"
+    "(lambda one: dist.all_reduce(one) or {'pid': __import__('os').getpid(), 'sum': one.item(), "
+    f"**{{kind: eval(read, globals()) for kind, read in { {k: v.read for k, v in KINDS.items()} }"
+    ".items() if kind in globals()}})(torch.ones(1))"
+)
+
+WAITS = (
+    "time.sleep(600)",
+    "while True: pass",
+    "if rank == 0: time.sleep(600)\ndist.barrier()",
+    "if rank != 0: dist.all_reduce(torch.ones(9))\ntime.sleep(600)",
+)
+
+LOST = re.compile(r"anks? ([\d,-]+) w\w+ restarted and \w+ variables(?: \(([^)]*)\))? are gone")
+
+
+class Violation(Exception):
+    """Something is not as the oracle says."""
+
+
+class Notebook:
+    """A shell with nbdist, what it has said since the last look, and what ought to be so."""
+
+    def __init__(self, dice: random.Random, folder: str) -> None:
+        self.dice, self.folder, self.said = dice, folder, ""
+        self.oracle = Oracle([{} for _ in range(RANKS)], [0] * RANKS)
+        self.before: Ranks | None = None  # where it may be as before just as well
+        config = Config(HistoryManager={"enabled": False})
+        self.shell: Any = InteractiveShell(config=config)  # type: ignore[no-untyped-call]
+        self.run("import torch\n%load_ext nbdist")
+        self.run(f"%dist_init -n {RANKS}")
+
+    def run(self, source: str, *errors: type[BaseException]) -> None:
+        """Run a cell of the notebook, which has to end with one of these errors, or with none."""
+        text = io.StringIO()
+        with redirect_stdout(text), redirect_stderr(text):
+            done = self.shell.run_cell(source)
+        error = done.error_before_exec or done.error_in_exec
+        self.said += f"{source}\n{strip(text.getvalue())}{type(error).__name__}: {error}\n"
+        may_be_stopped = (KeyboardInterrupt,) if self.before else ()
+        wanted = (*(errors or (NoneType,)), *may_be_stopped)
+        self.require(isinstance(error, wanted), f"{error!r} instead of {wanted}")
+
+    def cell(self, on: Sequence[int], source: str, *errors: type[BaseException]) -> None:
+        """Run a cell on these ranks."""
+        imports = "import os, signal, time\n"
+        self.run(f"%%distributed -r {format_ranks(on)}\n{imports}{source}", *errors)
+
+    def require(self, is_so: object, what: str) -> None:
+        """Raise Violation, with what was said since the last look, where it is not so."""
+        if not is_so:
+            raise Violation(f"{what}\n--- said:\n{self.said}")
+
+    def look(self) -> None:
+        """Compare all variables of all ranks with the oracle's, and losses with what was said."""
+        oracle, before, self.before = self.oracle, self.before, None
+        self.run(LOOK)
+        found = [{**each} for each in self.shell.user_ns["found"]]
+        pids, sums = [each.pop("pid") for each in found], {each.pop("sum") for each in found}
+        self.require(sums == {len(found)} == {len(oracle.ranks)}, f"{sums} of {len(found)} ranks")
+        are_same = [was in (0, pid) for was, pid in zip(self.oracle.pids, pids, strict=True)]
+        self.require(all(are_same), f"processes {pids} instead of {self.oracle.pids}")
+        if before and found == Oracle(before, []).values:
+            oracle.ranks = before
+        wanted = oracle.values
+        self.require(found == wanted, f"{found}\n--- instead of {wanted}\n--- or {before}")
+        told = {
+            rank: {*re.findall(r"\w+", lost[2] or "")}
+            for lost in LOST.finditer(self.said)
+            for rank in parse_ranks(lost[1], MOST_RANKS)
+        }
+        is_told = told.keys() == oracle.lost.keys() and all(
+            names <= told[rank] or "more" in told[rank] for rank, names in oracle.lost.items()
+        )
+        self.require(is_told, f"said to be lost: {told} instead of {oracle.lost}")
+        self.oracle.pids, oracle.lost, self.said = pids, {}, ""
+
+    # --- dice -----------------------------------------------------------------------------
+
+    def some(self) -> list[int]:
+        """Choose ranks: all, or some."""
+        everyone = self.oracle.everyone
+        many = self.dice.choice((len(everyone), self.dice.randint(1, len(everyone))))
+        return sorted(self.dice.sample(everyone, many))
+
+    def kinds(self) -> list[str]:
+        """Choose variables."""
+        return self.dice.sample([*KINDS], self.dice.randint(1, 3))
+
+    def is_so(self) -> bool:
+        """Choose one of two."""
+        return self.dice.random() < 0.5
+
+    # --- actions --------------------------------------------------------------------------
+
+    def bind(self) -> None:
+        on, kinds, value = self.some(), self.kinds(), self.dice.choice(VALUES)
+        self.cell(on, "\n".join(KINDS[kind].bind.format(v=f"({value} + rank)") for kind in kinds))
+        for kind in kinds:
+            self.oracle.give(kind, {rank: [value + rank] * KINDS[kind].size for rank in on})
+
+    def changing(self, on: Sequence[int], kinds: Sequence[str] = ()) -> str:
+        """Make lines of a cell that change variables on these ranks, and have it be so."""
+        kinds = kinds or self.kinds()
+        self.oracle.change(kinds, on)
+        return "".join(f"if {kind!r} in globals(): {KINDS[kind].change}\n" for kind in kinds)
+
+    def change(self) -> None:
+        on = self.some()
+        self.cell(on, self.changing(on))
+
+    def forget(self) -> None:
+        on, kinds = self.some(), self.kinds()
+        lines = (f"if {kind!r} in globals(): del {', '.join(names_of([kind]))}" for kind in kinds)
+        self.cell(on, "\n".join(lines))
+        self.oracle.forget(kinds, on)
+
+    def bind_here(self) -> None:
+        kind, value = self.dice.choice([*KINDS]), self.dice.choice(VALUES)
+        how, now = KINDS[kind], self.oracle.here.get(kind)
+        if now is None or self.is_so():
+            self.run(how.bind.format(v=value))
+            self.oracle.bind_here(kind, [value] * how.size)
+        elif self.is_so():
+            self.run(how.change)
+            changed = [number + 1 for number in now]
+            self.oracle.bind_here(kind, changed, in_place=how.changes_in_place)
+        else:
+            self.run(f"del {', '.join(names_of([kind]))}")
+            self.oracle.bind_here(kind, None)
+
+    def push(self) -> None:
+        on, kind = self.some(), self.dice.choice([*KINDS])
+        is_here = kind in self.oracle.here
+        line = f"%dist_push {' '.join(names_of([kind]))} -r {format_ranks(on)}"
+        self.run(line, NoneType if is_here else UsageError)
+        self.oracle.send(kind, on if is_here else ())
+
+    def gather(self) -> None:
+        on, kind = self.some(), self.dice.choice([*KINDS])
+        what = KINDS[kind].read if kind == "model" else kind
+        has = [self.oracle.values[rank].get(kind) for rank in on]
+        line = f"%dist_gather {what} --as got -r {format_ranks(on)}"
+        self.run(line, NoneType if all(has) else UsageError)
+        if all(has):
+            got = self.shell.user_ns["got"] if len(on) > 1 else [self.shell.user_ns["got"]]
+            read = kind if kind == "model" else KINDS[kind].read
+            found = [eval(read, {kind: each}) for each in got]
+            self.require(found == has, f"gathered {found} instead of {has}")
+
+    def scatter(self) -> None:
+        value, size = self.dice.choice(VALUES), len(self.oracle.ranks)
+        self.run(
+            f"whole = list(range({value}, {value + 2 * size}))\n%dist_scatter whole --as items"
+        )
+        first = {rank: value + 2 * rank for rank in range(size)}
+        self.oracle.give("items", {rank: [number, number + 1] for rank, number in first.items()})
+
+    def sync(self) -> None:
+        source, kind = self.dice.choice(self.oracle.everyone), self.dice.choice([*KINDS])
+        to_all = self.is_so()
+        given = self.oracle.values[source].get(kind)
+        names = " ".join(names_of([kind]))
+        line = f"%dist_sync {names} --from {source}{' -r all' if to_all else ''}"
+        self.run(line, NoneType if given else UsageError)
+        wants = [r for r, has in enumerate(self.oracle.ranks) if to_all or kind not in has]
+        if given and {*wants} - {source}:  # what others have a copy of is its own, too
+            self.oracle.give(kind, dict.fromkeys([*wants, source], given))
+
+    def raises(self) -> None:
+        on = self.oracle.everyone
+        rank, changing = self.dice.choice(on), self.changing(on)
+        lines = f"if rank == {rank}: raise ValueError('bad')\ndist.barrier()"
+        self.cell(on, changing + lines, ValueError)
+
+    def skips(self) -> None:
+        on = self.oracle.everyone
+        changing, rank = self.changing(on), self.dice.choice(on)
+        self.cell(on, f"{changing}if rank != {rank}: dist.barrier()", RanksReleased)
+
+    def dies(self) -> None:
+        on = self.oracle.everyone
+        dead = self.dice.sample(on, self.dice.choice((1, 1, 2)))
+        how = self.dice.choice(("os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"))
+        self.cell(on, f"{self.changing(on)}if rank in {dead}: {how}\ndist.barrier()", WorkerDied)
+        self.oracle.lose(dead)
+
+    def dies_while_idle(self) -> None:
+        rank = self.dice.choice(self.oracle.everyone)
+        os.kill(self.oracle.pids[rank], signal.SIGKILL)
+        self.run("%distributed pass", NoneType, WorkerDied)
+        self.oracle.lose([rank])
+
+    def stop(self) -> None:
+        on, gate = self.oracle.everyone, f"{self.folder}/{time.monotonic_ns()}-"
+        come = f"open(f'{gate}{{rank}}', 'w').close()\n"
+        with stopped_when(lambda: len(glob(f"{gate}*")) == len(on)):
+            wait = self.dice.choice(WAITS)
+            self.cell(on, self.changing(on) + come + wait, KeyboardInterrupt)
+        self.require("No variables were lost" in self.said, "Stop does not say what is kept")
+
+    def stop_command(self) -> None:
+        """All ranks bind it or none, whenever Stop comes."""
+        self.before, due = self.oracle.copy(), time.monotonic() + self.dice.random() / 20
+        with stopped_when(lambda: time.monotonic() > due):
+            self.dice.choice((self.push, self.scatter, self.sync, self.restore))()
+
+    def restart(self) -> None:
+        on = self.dice.choice((self.oracle.everyone, [self.dice.choice(self.oracle.everyone)]))
+        is_all = len(on) > 1
+        keep = [k for k in self.kinds() if all(k in self.oracle.ranks[rank] for rank in on)]
+        kept = f" --keep {','.join(names_of(keep))}" if keep else ""
+        self.run(f"%dist_restart{'' if is_all else f' -r {on[0]}'}{kept}")
+        self.oracle.lose(on, keep)
+        if is_all:  # which says that all is cleared
+            self.oracle.lost = {}
+
+    def scale(self) -> None:
+        now = len(self.oracle.ranks)
+        size = self.dice.choice([size for size in range(2, MOST_RANKS + 1) if size != now])
+        stay, option = [*range(min(size, now))], f"{size}"
+        if size < now and self.is_so():
+            stay = sorted(self.dice.sample(range(now), size))
+            option = f"-r {format_ranks(stay)}"
+        self.run(f"%dist_scale {option}")
+        self.oracle.scale(size, stay)
+
+    def snapshot(self) -> None:
+        own = self.oracle.own
+        self.run("%dist_snapshot --name kept", NoneType if any(own) else UsageError)
+        self.oracle.saved = own if any(own) else self.oracle.saved
+
+    def restore(self) -> None:
+        size, source = len(self.oracle.saved), self.dice.choice((None, None, 0, 1))
+        is_right = size == len(self.oracle.ranks) if source is None else source < size
+        option = "" if source is None else f" --from {source}"
+        self.run(f"%dist_restore --name kept{option}", NoneType if is_right else UsageError)
+        if is_right:
+            self.oracle.restore(source)
+
+    def job(self) -> None:
+        on, kinds, gate = self.some(), self.kinds(), f"{self.folder}/{time.monotonic_ns()}-"
+        self.oracle.use(kinds, on)
+        before, changing = self.oracle.copy(), self.changing(on, kinds)
+        waiting = f"import os, time\nwhile not os.path.exists({gate!r}): time.sleep(0.01)\n"
+        self.run(f"%%distributed --no-wait -o job -r {format_ranks(on)}\n{waiting}{changing}")
+        self.run("sum(range(9))")
+        if self.is_so():
+            self.run("%dist_interrupt")
+            self.oracle.ranks = before
+        else:
+            with open(gate, "w"):
+                self.run(self.dice.choice(("job.wait()", "pass")))
+
+
+NAMED = (
+    "bind bind change change forget bind_here bind_here push gather scatter sync raises skips dies "
+    "dies_while_idle stop stop_command restart scale snapshot restore job"
+)
+ACTIONS: list[Callable[[Notebook], None]] = [getattr(Notebook, name) for name in NAMED.split()]
+
+
+@contextmanager
+def stopped_when(is_due: Callable[[], bool]) -> Iterator[None]:
+    """Press Stop once it is due and a command of nbdist runs, which takes Stops itself."""
+    over, main = threading.Event(), threading.main_thread().ident
+    assert main is not None
+
+    def press() -> None:
+        while not over.wait(0.001):
+            if is_due() and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+                signal.pthread_kill(main, signal.SIGINT)
+                return
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with suppress(KeyboardInterrupt):  # where the command has just ended
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+def act(seed: int, actions: int, folder: str) -> Counter[str]:
+    """Do as many actions, and look after each; how many there were of each kind."""
+    dice, done = random.Random(seed), Counter[str]()
+    notebook = Notebook(dice, folder)
+    try:
+        notebook.look()
+        for step in range(actions):
+            action = dice.choice(ACTIONS)
+            try:
+                action(notebook)
+                notebook.look()
+            except Violation as violation:
+                where = f"--- seed {seed}, step {step}: {action.__name__}"
+                raise Violation(f"{violation}{where}") from None
+            done[action.__name__] += 1
+    finally:
+        notebook.shell.run_cell("%unload_ext nbdist")
+    return done
+
+
+def main() -> None:
+    """Print what was done, and how long it took; exit code 1 where something is not as it was."""
+    parser = argparse.ArgumentParser("python -m tests.faults.actions", description=__doc__)
+    parser.add_argument("--seed", type=int, default=random.randrange(10_000))
+    parser.add_argument("--actions", type=int, default=100)
+    parser.add_argument("--busy", type=int, default=0, help="processes that spin beside")
+    options = parser.parse_args()
+    sys.stdout.write(f"seed {options.seed}, {options.actions} actions, {RANKS} ranks\n")
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, spinning(options.busy):
+        os.environ |= {"IPYTHONDIR": folder, "NBDIST_SNAPSHOT_DIR": folder, "NBDIST_LOG_DIR": ""}
+        try:
+            done = act(options.seed, options.actions, folder)
+        except Violation as violation:
+            sys.exit(str(violation))
+    seconds = time.monotonic() - started
+    sys.stdout.write(f"{dict(done)}\n{seconds / max(1, options.actions):.2f} s each\n")
+
+
+if __name__ == "__main__":
+    main()
