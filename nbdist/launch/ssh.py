@@ -18,7 +18,10 @@ CONNECT_TIMEOUT = 5
 """Seconds for a host to answer."""
 
 ALIVE_EVERY = 15
-"""Seconds of silence after which ssh asks whether the host is there; three times, then it ends."""
+"""Seconds of silence after which ssh asks whether the host is there; three times, then it ends.
+
+As many as the link timeout where that is longer: a machine that is waited for keeps its ssh.
+"""
 
 
 class SshLauncher:
@@ -41,7 +44,7 @@ def ssh_command(host: str, number: int, wanted: Wanted) -> list[str]:
     options = {
         "BatchMode": "yes",
         "ConnectTimeout": str(CONNECT_TIMEOUT),
-        "ServerAliveInterval": str(ALIVE_EVERY),
+        "ServerAliveInterval": str(max(ALIVE_EVERY, round(wanted.link_timeout))),
     }
     remote = shlex.join([*wanted.wrap, *agent_command(wanted.python, number)])
     return [

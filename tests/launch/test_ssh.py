@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 from nbdist.hosts import parse_hosts
 from nbdist.launch.ssh import ssh_command
 from nbdist.wire.wanted import Wanted
@@ -24,3 +26,10 @@ def test_the_command() -> None:
 def test_the_interpreter_is_the_notebooks_by_default() -> None:
     """Clusters have one path for it on all nodes."""
     assert f"exec {sys.executable} " in ssh_command("b", 0, Wanted(launcher="ssh"))[-1]
+
+
+@pytest.mark.parametrize(("link_timeout", "seconds"), [(10.0, 15), (60.0, 60)])
+def test_ssh_waits_as_long_as_the_link(link_timeout: float, seconds: int) -> None:
+    """Three times that: a machine that is waited for does not lose its agent with ssh."""
+    command = ssh_command("b", 0, Wanted(launcher="ssh", link_timeout=link_timeout))
+    assert f"ServerAliveInterval={seconds}" in command
