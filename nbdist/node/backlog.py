@@ -24,6 +24,9 @@ TEXT_KEPT = 4 << 20
 SHOWN_KEPT = 64 << 20
 """Characters of figures and tables of all ranks that wait for it; older ones are left out."""
 
+OF_ITEM = 1000
+"""Characters that each output counts for in a batch besides its own: small ones take time too."""
+
 JOINED_AT_MOST = 1 << 16
 
 Item = tuple[int, str, Output]
@@ -86,15 +89,18 @@ class Backlog:
         """Take the oldest away, of so many characters, and those of the one that exceeds it."""
         count = size = 0
         while count < len(self._items) and size < most:
-            size += size_of(self._items[count][2])
+            size += OF_ITEM + size_of(self._items[count][2])
             count += 1
         batch = self._items[:count]
-        self._keep(self._items[count:])
-        self._characters.clear()
-        for rank, _, output in self._items:
+        del self._items[:count]  # what is left may be very many, and is not looked at
+        self._last = {rank: at - count for rank, at in self._last.items() if at >= count}
+        for rank, _, output in batch:
             if isinstance(output, Text):
-                self._characters[rank] = self._characters.get(rank, 0) + len(output.text)
-        self._shown = self._size_shown()
+                self._characters[rank] -= len(output.text)
+                continue
+            self._shown -= size_of(output)
+            if isinstance(output, Update):
+                self._updated.discard((rank, output.display_id))
         return batch
 
     def _size_shown(self) -> int:

@@ -51,6 +51,22 @@ def test_older_text_makes_room() -> None:
     assert skipped.lines + kept.count("\n") == 1000
 
 
+def test_small_displays_in_batches() -> None:
+    """A batch has not so many that a reader is long about it; what is left keeps its limits."""
+    backlog = Backlog(text=1000, shown=100_000)
+    for number in range(200):
+        filled(backlog, Text("stdout", f"{number}\n"), figure("f"), Update({}, {}, "id"))
+    before = backlog.items
+    assert len(before) == 401
+    batches = [backlog.take(50_000) for _ in range(4)]
+    assert all(len(batch) <= 50 for batch in batches)
+    assert [*before] == [*(item for batch in batches for item in batch), *backlog.items]
+    filled(backlog, *(Update({}, {}, "id") for _ in range(2)), Text("stdout", "x" * 999))
+    kinds = [type(output) for _, _, output in backlog.items]
+    assert (kinds.count(Update), kinds[-1]) == (1, Text)
+    assert sum(len(each[2].text) for each in backlog.items if isinstance(each[2], Text)) <= 1000
+
+
 def test_one_rank_makes_no_room_for_another() -> None:
     """The text of each has its own limit."""
     backlog = Backlog(text=100)
