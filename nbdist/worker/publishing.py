@@ -53,6 +53,9 @@ LONGEST_ERROR = 1 << 17
 MOST_AHEAD = 8 << 20
 """Bytes after which a rank waits until its agent has taken in all of them."""
 
+OF_MESSAGE = 4 << 10
+"""Bytes that each message counts for besides: small ones take the agent time too."""
+
 MOST_IN_FILES = 200_000_000
 """Characters that are kept in files of a rank, from its start on."""
 
@@ -213,7 +216,7 @@ class MarkingSession(Session):
                 stream, msg_or_type, content, parent, ident, buffers, track, header, metadata
             )
             if is_ordered:
-                self._ahead += sum(memoryview(each).nbytes for each in buffers or ())
+                self._ahead += OF_MESSAGE + sum(memoryview(each).nbytes for each in buffers or ())
                 # Afterwards: a message that cannot be written as JSON has raised by now.
                 self._mark()
                 if kind == "error":

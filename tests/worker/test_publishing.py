@@ -15,6 +15,7 @@ from nbdist.worker.publishing import (
     MOST_AHEAD,
     MOST_IN_A_TASK,
     MOST_IN_FILES,
+    OF_MESSAGE,
     SMALL,
     LargeOutputs,
     MarkingSession,
@@ -76,7 +77,7 @@ def test_many_displays_of_a_task(tmp_path: Path) -> None:
 
 
 def test_who_shows_much_waits_for_the_agent(capfd: pytest.CaptureFixture[str]) -> None:
-    """Each time that so many bytes have been sent, of whatever kind, and not in between."""
+    """Each time that so many bytes have been sent, or messages, and not in between."""
     session, waits = MarkingSession(), list[int]()
     session.catch_up = lambda: waits.append(session._sent)
     part = MOST_AHEAD // 4
@@ -86,6 +87,9 @@ def test_who_shows_much_waits_for_the_agent(capfd: pytest.CaptureFixture[str]) -
         session.send(None, "comm_msg", {}, buffers=[bytes(part)])
     assert waits == [4, 8]
     assert capfd.readouterr().out.count("\x1b_") == 10
+    for _ in range(2 * MOST_AHEAD // OF_MESSAGE):
+        session.send(None, "display_data", {"data": {"text/plain": "x"}})
+    assert len(waits) == 4
 
 
 def test_which_error_has_been_shown(capfd: pytest.CaptureFixture[str]) -> None:
