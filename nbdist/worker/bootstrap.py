@@ -104,8 +104,8 @@ def become_worker(start: WorkerStart, *, forked: bool) -> None:
 def end_unless_as(versions: Versions) -> None:
     """End a process that the notebook could not send its functions to, and say why in a line."""
     if versions and (found := difference(versions_here(), versions)):
-        has = f"{sys.executable} has {found.what} {found.there}"
-        sys.stderr.write(f"{has}, the notebook {found.here}: {found.why}\n")
+        has = f"{sys.executable} has {found.what} {found.there}, the notebook {found.here}"
+        sys.stderr.write(f"{has}: {found.why}. `--python` names another one\n")
         sys.stderr.flush()
         os._exit(WRONG_VERSION)
 

@@ -134,6 +134,7 @@ def test_other_versions_than_the_notebooks(world: World, tmp_path: Path) -> None
         world.restart(wrap=f"env PYTHONPATH={tmp_path}")
     said = f"the workers could not start: {sys.executable} has torch 1.9.0, the notebook "
     assert str(found.value).startswith(f"{said}{version('torch')}: functions and values go")
+    assert str(found.value).endswith("`--python` names another one.")
     assert "\n" not in str(found.value)
     world.start()
 
