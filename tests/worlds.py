@@ -46,8 +46,9 @@ class SharedLink(Link):
             print("the shared agent's last lines:", *self.agents[0].last_lines(), sep="\n")  # noqa: T201
             super().close()
         while self.arrived:
-            if isinstance(self.arrived.popleft(), Received) and self.is_up:
-                self.received()
+            item = self.arrived.popleft()
+            if isinstance(item, Received) and self.is_up:
+                self.received(item)
 
     def detach(self) -> None:
         """Refuse: the agent is to be there for the next test."""

@@ -114,6 +114,7 @@ class Link:
         self._wake, self._wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.asides, self._asides_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._waiting: deque[Down] = deque()
+        self._last_received: Received | None = None
         self._answers: dict[int, Future[Reply]] = {}
         self._numbers = itertools.count(1)
         self._hello: Future[Hello] = Future()
@@ -265,13 +266,15 @@ class Link:
         self._is_woken = True
         self._bell.put(None)
 
-    def received(self) -> None:
-        """Say that one batch has been taken in.
+    def received(self, batch: Received) -> None:
+        """Say that this batch has been taken in; once, also where Stop has it be said again.
 
         One may wait for the next message, down or up: the agent may have several under way.
         But not where the next notebook is to be shown what this one has not seen.
         """
-        self._waiting.append(Received())
+        if batch is not self._last_received:
+            self._last_received = batch
+            self._waiting.append(batch)
         if len(self._waiting) > 1 or self._is_remembered:
             self._wake_up()
 

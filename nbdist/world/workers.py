@@ -219,8 +219,9 @@ class Workers(Standing):
         self.running = None
         self.late.clear()
         while self._link is not None and self._link.arrived:
-            if isinstance(self._link.arrived.popleft(), Received) and self._link.is_up:
-                self._link.received()
+            item = self._link.arrived.popleft()
+            if isinstance(item, Received) and self._link.is_up:
+                self._link.received(item)
 
     # --- what comes up --------------------------------------------------------------------
 
@@ -242,8 +243,8 @@ class Workers(Standing):
             match link.arrived[0]:
                 case AgentLost() as lost:
                     self.take_loss(lost)
-                case Received():
-                    link.received()
+                case Received() as batch:
+                    link.received(batch)
                 case Located(places):
                     if self.running is not None:
                         self.running.take_places(places, time.monotonic())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Any
+
 import pytest
 import torch
 
 from nbdist.config import Patience
 from nbdist.errors import ScaleError, WorkerDied, WorkerError
+from nbdist.wire.messages import Received
 from nbdist.world.world import World
 
 pytestmark = [pytest.mark.shared_world, pytest.mark.own_agent]
@@ -93,6 +97,31 @@ def test_c_code_that_is_not_done_when_control_is_back(world: World) -> None:
     while running.unfinished:
         world.session.wait_for_stop()
     assert world.gather("kept") == [0, 1, 2, 3]
+
+
+class StopsOnce(deque[Any]):
+    """Has Stop come just after a batch was acknowledged."""
+
+    has_stopped = False
+
+    def popleft(self) -> Any:
+        if isinstance(self[0], Received) and not self.has_stopped:
+            self.has_stopped = True
+            raise KeyboardInterrupt
+        return super().popleft()
+
+
+def test_stop_as_a_batch_is_acknowledged(world: World) -> None:
+    """It is not acknowledged twice, and nobody loses anything."""
+    world.execute("kept = rank")
+    link = world.session.link
+    link.arrived = arrived = StopsOnce(link.arrived)
+    with pytest.raises(KeyboardInterrupt):
+        world.execute("print('shown')")
+    assert arrived.has_stopped
+    for _ in range(3):  # each takes the acknowledgement along that waits for a message
+        assert world.gather("kept") == [0, 1, 2, 3]
+    assert link.agents[0].last_lines() == []
 
 
 def test_fewer_and_as_many_again(world: World) -> None:
