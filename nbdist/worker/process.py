@@ -99,7 +99,7 @@ class Interrupts:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, has_more: Callable[[], bool]) -> None:
-        """`has_more` says whether a task has been read that has not begun."""
+        """`has_more` says whether a task has come that has not begun, read or not."""
         self._loop = loop
         self._has_more = has_more
         self._is_kept = False
@@ -121,15 +121,24 @@ class Interrupts:
 
     def _keep(self, *_: object) -> None:
         self._is_kept = True
-        # In the turn after the next: what arrived before the signal has been read by then.
-        self._loop.call_soon_threadsafe(self._loop.call_soon, self.forget)
+        # In the turn after the next: what arrived before the signal has been read by then, or
+        # is seen to wait; then the mark that follows it decides.
+        self._loop.call_soon_threadsafe(self._loop.call_soon, self._forget)
 
-    def forget(self) -> None:
-        """Drop one that is kept, unless a task has been read that has not begun: it is for that.
+    def take_sent(self, *, is_for_task: bool) -> None:
+        """Take one that was sent before this was: it is for the task read before this, or for none.
 
-        Also called where `SigintSent` is read: a process that had no processor for a while may
-        read the next task in the turn in which it takes the signal.
+        In a process that had no processor for a while it may not have been taken by any thread
+        yet, and one that does so later would interrupt the next task.
         """
+        if signal.getsignal(signal.SIGINT) != self._keep:
+            return  # a task runs, and it is for that
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        is_there = bool(signal.sigtimedwait([signal.SIGINT], 0)) or self._is_kept
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._is_kept = is_there and is_for_task
+
+    def _forget(self) -> None:
         self._is_kept = self._is_kept and self._has_more()
 
 

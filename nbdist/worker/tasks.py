@@ -50,7 +50,7 @@ class Tasks:
         self._pid = os.getpid()
         self._loop = asyncio.get_event_loop()
         self._waiting: deque[Task] = deque()
-        self._interrupts = Interrupts(self._loop, lambda: bool(self._waiting))
+        self._interrupts = Interrupts(self._loop, self._has_more)
         self._arrived = asyncio.Event()
         self._cutter = FrameCutter()
         self._reading = threading.Lock()
@@ -106,6 +106,14 @@ class Tasks:
         finally:
             del self._replies[number]
 
+    def _has_more(self) -> bool:
+        """Say whether a task has come that has not begun, also one that has not been read."""
+        if self._waiting:
+            return True
+        waiting = select.poll()
+        waiting.register(self._agent or self._listener, select.POLLIN)
+        return bool(waiting.poll(0))
+
     def _accept(self) -> None:
         self._agent, _ = self._listener.accept()
         self._loop.remove_reader(self._listener)
@@ -128,7 +136,7 @@ class Tasks:
     def _take(self, item: Task | InputReply | SigintSent) -> None:
         match item:
             case SigintSent():
-                self._interrupts.forget()
+                self._interrupts.take_sent(is_for_task=bool(self._waiting))
             case InputReply(number):
                 if number in self._replies:
                     self._replies[number] = item

@@ -29,7 +29,8 @@ def run_all(lab: Lab, source: Path) -> tuple[Notebook, list[ShownCell], str]:
     assert not any(cell.shown for cell in notebook.cells())
     cells = notebook.run_all()
     notebook.screenshot(source.stem)
-    assert all(re.fullmatch(r"\[\d+\]:", cell.prompt) for cell in cells)
+    unfinished = [cell for cell in cells if not re.fullmatch(r"\[\d+\]:", cell.prompt)]
+    assert not unfinished, cells
     notebook.save()
     check_run(saved, nbformat.read(copy, as_version=4))
     return notebook, cells, "\n".join(cell.shown for cell in cells)

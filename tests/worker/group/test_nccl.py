@@ -47,11 +47,11 @@ def test_what_nccl_says_is_passed_on() -> None:
 def test_nobody_waits_for_ever(tmp_path: Path) -> None:
     """A rank that does not come in time, or has ended, is told of; the wait is left behind."""
     end = threading.Event()
-    with pytest.raises(RuntimeError, match="nccl did not connect within 0 s"):
+    with pytest.raises(RuntimeError, match="connecting nccl took more than 0 s"):
         connect(Backend(end.wait), GPU, timeout=0.1)
     over = tmp_path / "over"
     over.touch()
-    with pytest.raises(RuntimeError, match="called off: a rank has ended"):
+    with pytest.raises(RuntimeError, match="called off: a rank cannot take part"):
         connect(Backend(end.wait), GPU, timeout=5.0, over=over)
     end.set()
 
