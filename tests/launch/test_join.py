@@ -64,7 +64,7 @@ def twice_by_torchrun(place: str) -> list[str]:
         ddp = ["run", "-s", "local_cwd", "dist.ddp", "-j", "1x2", "-m", "nbdist.terminal"]
         return [torchx, *ddp, "--", "join", place]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--master-port=0"]
-    return [*torchrun, "--nproc-per-node", "2", *COMMAND, place]
+    return [*torchrun, "--log-dir=.", "--nproc-per-node", "2", *COMMAND, place]
 
 
 def twice_by_mpirun(place: str) -> list[str]:

@@ -58,7 +58,8 @@ def start_torchrun(folder: Path, *options: str) -> subprocess.Popen[bytes]:
     folder.mkdir(exist_ok=True)
     script = folder / "dump.py"
     script.write_text(DUMP)
-    command = [sys.executable, "-m", "torch.distributed.run", *options, str(script), str(folder)]
+    run = [sys.executable, "-m", "torch.distributed.run", "--log-dir", str(folder), *options]
+    command = [*run, str(script), str(folder)]
     return subprocess.Popen(command, env=plain_environ(), stderr=subprocess.DEVNULL)
 
 

@@ -76,10 +76,11 @@ def plain_environ() -> dict[str, str]:
 
 def torchrun(python: Path, script: Path, ranks: int) -> str:
     """Run it as people do; what the ranks have printed."""
-    command = [python, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", script]
+    run = [python, "-m", "torch.distributed.run", f"--log-dir={script.parent / 'logs'}"]
     done = subprocess.run(
-        command, cwd=script.parent, env=plain_environ(), stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=RUN_TIMEOUT, check=False,
+        [*run, f"--nproc-per-node={ranks}", script], stdin=subprocess.DEVNULL,
+        cwd=script.parent, env=plain_environ(), capture_output=True,
+        text=True, timeout=RUN_TIMEOUT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
