@@ -34,14 +34,14 @@ def test_while_a_cell_runs(world: World, tmp_path: Path) -> None:
             f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)"
         )
     )
-    deadline = time.monotonic() + SOON
+    deadline, more = time.monotonic() + SOON, 0
     for _ in world.follow(running):
-        if running.usage or time.monotonic() > deadline:
+        if len(running.usage) == 2:
+            more = running.usage[1].memory - running.usage[0].memory
+        if more > 150 << 20 or time.monotonic() > deadline:  # it may be counted as it is filled
             gate.touch()
     assert not running.error()
-    assert {*running.usage} == {0, 1}
-    used = [running.usage[rank].memory for rank in (0, 1)]
-    assert 150 << 20 < used[1] - used[0] < 250 << 20
+    assert 150 << 20 < more < 250 << 20
     assert usage_text(running.usage.values()).startswith("cpu ")
     world.execute("del big")
 
