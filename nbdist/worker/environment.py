@@ -29,6 +29,7 @@ from nbdist.wire.control import Regroup, Resize
 from nbdist.wire.start import WorkerStart
 from nbdist.wire.task import Attempt
 from nbdist.wire.worker_environ import sharing_variables
+from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.compat.debugger import Debugger
 from nbdist.worker.group.group import Group
@@ -58,15 +59,15 @@ def prepare_torch(start: WorkerStart) -> None:
     torch.set_num_threads(start.world.threads)
     seam.read_debug_level()
     device = device_of(start)
-    if device.type == "cuda":
+    if device.type != "cpu":
+        accelerator.use(device)
         share_gpu(start)
-        torch.cuda.set_device(device)
 
 
 def share_gpu(start: WorkerStart) -> None:
     """Have NCCL take several ranks on one GPU, if they are to share it."""
     if start.world.share_gpus and start.gpus:
-        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # needs no CUDA
+        version = accelerator.nccl_version()
         os.environ.update(sharing_variables(start.rank, version, os.environ))
 
 

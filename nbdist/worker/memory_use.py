@@ -7,12 +7,11 @@ import resource
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 from nbdist.wire.cgroups import MemoryLimit, memory_limits
 from nbdist.wire.ops import GpuMemory, Held, Memory, Peak
 from nbdist.wire.reading import without_cycles
 from nbdist.words import size_text
+from nbdist.worker.compat import accelerator
 from nbdist.worker.holdings import LAST_VALUE, Search, last_errors, locals_of
 
 MOST_SHOWN = 12
@@ -34,7 +33,7 @@ class Peaks:
     def begin(self) -> None:
         """Have a cell begin now."""
         self._rss = _most_rss()
-        self._on_gpu = torch.cuda.max_memory_allocated() if uses_gpu() else 0
+        self._on_gpu = accelerator.most_allocated()
 
     def memory(self, pss: int) -> Peak:
         """Return that of memory, where it is `pss` now; what comes and goes is not shared."""
@@ -43,7 +42,7 @@ class Peaks:
 
     def on_gpu(self) -> Peak:
         """Return that of tensors on the rank's GPU, which is in use."""
-        most = torch.cuda.max_memory_allocated()
+        most = accelerator.most_allocated()
         return Peak(most, is_bound=most <= self._on_gpu)
 
 
@@ -81,11 +80,6 @@ def pss_now() -> int:
         return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
 
 
-def uses_gpu() -> bool:
-    """Say whether this process has a CUDA context: looking must not make one."""
-    return torch.cuda.is_initialized()  # type: ignore[no-untyped-call, no-any-return]
-
-
 def _names_of(shell: Any) -> dict[str, Any]:
     """Give the namespace without IPython's own names and what it has shown."""
     hidden = shell.user_ns_hidden
@@ -117,12 +111,11 @@ def _tightest_limit() -> MemoryLimit | None:
 
 
 def _gpu(peaks: Peaks) -> GpuMemory | None:
-    if not uses_gpu():
+    if not accelerator.is_in_use():
         return None
-    free, total = torch.cuda.mem_get_info()
-    device = str(torch.cuda.current_device())
-    used = torch.cuda.memory_allocated()
-    return GpuMemory(device, total - free, total, used, peaks.on_gpu())
+    free, total = accelerator.room()
+    used = accelerator.allocated()
+    return GpuMemory(str(accelerator.index()), total - free, total, used, peaks.on_gpu())
 
 
 def _rss() -> int:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from nbdist.worker.memory_use import Peaks, measure, pss_now, uses_gpu
+from nbdist.worker.compat import accelerator
+from nbdist.worker.memory_use import Peaks, measure, pss_now
 
 MEGABYTE = 2**20
 
@@ -29,7 +30,7 @@ def test_names_and_what_is_shown():
     assert [(each.name, each.size) for each in found.held] == [("mine", 4000)]
     assert [(each.name, each.size) for each in found.kept] == [("Out[5]", 2000)]
     assert (found.tensors, found.kept_size, found.is_whole) == (4000, 2000, True)
-    assert found.gpu is None or uses_gpu()
+    assert found.gpu is None or accelerator.is_in_use()
     assert found.limit is not None
     assert 0 < found.limit.free < found.limit.limit
 

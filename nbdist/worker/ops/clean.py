@@ -10,11 +10,10 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from nbdist.wire.ops import Cleaned
+from nbdist.worker.compat import accelerator
 from nbdist.worker.holdings import LAST_VALUE, last_errors
-from nbdist.worker.memory_use import pss_now, uses_gpu
+from nbdist.worker.memory_use import pss_now
 
 if TYPE_CHECKING:
     from nbdist.worker.op import Context
@@ -31,12 +30,7 @@ def clean(context: Context) -> Cleaned:
     forget_errors(shell)
     _forget_shown(shell)
     gc.collect()
-    if uses_gpu():
-        torch.cuda.empty_cache()
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-        # What tensors were gathered through.  Newer than some versions of torch.
-        if hasattr(torch.accelerator, "empty_host_cache"):
-            torch.accelerator.empty_host_cache()
+    accelerator.release_cached()
     with suppress(AttributeError):  # a C library without it
         ctypes.CDLL(None).malloc_trim(0)
     return Cleaned(*zip(before, _memory(), strict=True))
@@ -85,6 +79,4 @@ def _forget_shown(shell: Any) -> None:
 
 def _memory() -> tuple[int, int, int]:
     """Measure the fields of `Cleaned`."""
-    gpu = uses_gpu()
-    on_gpu = torch.cuda.memory_allocated() if gpu else 0
-    return pss_now(), on_gpu, torch.cuda.memory_reserved() if gpu else 0
+    return pss_now(), accelerator.allocated(), accelerator.reserved()

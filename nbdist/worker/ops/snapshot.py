@@ -22,6 +22,7 @@ from nbdist.folders import Untrusted
 from nbdist.wire.ops import Loaded, Written
 from nbdist.wire.pickling import Pickled, pickle, unpickle
 from nbdist.words import one_line
+from nbdist.worker.compat import accelerator
 from nbdist.worker.group.ddp import bucket_layout, set_bucket_layout
 from nbdist.worker.ops import sharded
 from nbdist.worker.ops.files import Damaged, map_frames, read_frames, write_frames
@@ -166,8 +167,8 @@ def random_states() -> dict[str, Any]:
     states = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if numpy := sys.modules.get("numpy"):
         states["numpy"] = numpy.random.get_state()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = torch.cuda.get_rng_state()
+    if (on_gpu := accelerator.random_state()) is not None:
+        states["cuda"] = on_gpu
     return states
 
 
@@ -179,8 +180,8 @@ def set_random_states(states: Mapping[str, Any]) -> None:
         import numpy as np
 
         np.random.set_state(states["numpy"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    if "cuda" in states:
+        accelerator.set_random_state(states["cuda"])
 
 
 # --- restore ----------------------------------------------------------------------------

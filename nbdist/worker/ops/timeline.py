@@ -19,6 +19,7 @@ import torch
 
 from nbdist.wire.ops import Met, RankTimes, TracePart
 from nbdist.worker.cell_times import CELL_TIMES
+from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group.flight_record import operation_of
 
@@ -74,10 +75,7 @@ _profilers: list[Any] = []
 def begin_profile(context: Context) -> None:
     """Have torch's profiler look at what this rank does from now on."""
     _stop()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    profiler = torch.profiler.profile(activities=activities)
+    profiler = torch.profiler.profile(activities=accelerator.profiled())
     profiler.start()
     _profilers.append(profiler)
 

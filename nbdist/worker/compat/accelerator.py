@@ -1,0 +1,96 @@
+"""The rank's accelerator: all that is asked of torch about it, for GPUs of whatever kind.
+
+ROCm's are `cuda` to torch.  By `torch.accelerator` where torch 2.7 has the function; what is newer
+there (memory, random numbers) by the device's own module, which all kinds name alike.  Runs in
+workers; where torch has no accelerator, none is in use.  Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+
+def use(device: torch.device) -> None:
+    """Make it this process's current one; RuntimeError where torch cannot use it."""
+    torch.accelerator.set_device_index(device)
+
+
+def is_in_use() -> bool:
+    """Say whether this process has a context: looking must not make one."""
+    return bool(_module().is_initialized())
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Read which NCCL torch brings; makes no context."""
+    return torch.cuda.nccl.version()  # type: ignore[no-untyped-call, no-any-return]
+
+
+# --- memory, in bytes, of an accelerator in use -----------------------------------------------
+
+
+def index() -> int:
+    """Return the number of the current one."""
+    return torch.accelerator.current_device_index()
+
+
+def room() -> tuple[int, int]:
+    """Return how much is free, whoever uses the rest, and how much there is."""
+    free, total = _module().mem_get_info()
+    return free, total
+
+
+def allocated() -> int:
+    """Return what this process's tensors take, 0 where none is in use; so the next two."""
+    return int(_module().memory_allocated()) if is_in_use() else 0
+
+
+def most_allocated() -> int:
+    """Return what they have taken at most."""
+    return int(_module().max_memory_allocated()) if is_in_use() else 0
+
+
+def reserved() -> int:
+    """Return that and what torch keeps for the next tensors."""
+    return int(_module().memory_reserved()) if is_in_use() else 0
+
+
+def release_cached() -> None:
+    """Give back what torch keeps for the next tensors, pinned memory of the CPU too."""
+    if not is_in_use():
+        return
+    module = _module()
+    module.empty_cache()
+    if hasattr(module, "ipc_collect"):  # CUDA's alone
+        module.ipc_collect()
+    # What tensors were gathered through.  Newer than some versions of torch.
+    if hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()
+
+
+# --- random numbers, profiles -----------------------------------------------------------------
+
+
+def random_state() -> torch.Tensor | None:
+    """Return its generator's state, None where none is in use."""
+    return _module().get_rng_state() if is_in_use() else None
+
+
+def set_random_state(state: torch.Tensor) -> None:
+    """Go on from there, if there is an accelerator."""
+    if torch.accelerator.is_available():
+        _module().set_rng_state(state)
+
+
+def profiled() -> list[ProfilerActivity]:
+    """List what a profile can have here; torch's own choice warns where there is no GPU."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kinds = ["CPU", *([] if found is None else [found.type.upper()])]
+    return [getattr(ProfilerActivity, kind) for kind in kinds]
+
+
+def _module() -> Any:
+    kind = torch.accelerator.current_accelerator()
+    return torch.get_device_module("cuda" if kind is None else kind)
