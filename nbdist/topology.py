@@ -29,6 +29,7 @@ GPU_BACKEND = "cpu:gloo,cuda:nccl"
 AUTO_LIMIT = 4
 NVIDIA_SMI_TIMEOUT = 5.0
 DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
+SLICES_FOLDER = Path("/proc/driver/nvidia/capabilities")
 
 _WORKERS_WORDS: Mapping[str, WorkerCount] = {"auto": "auto", "gpu": "gpu", "cpu": "cpu"}
 WORKERS_FORMS = "Use `-n 4`, `-n auto`, `-n gpu` or `-n cpu`."
@@ -44,6 +45,7 @@ _NUMBER = re.compile(r"[0-9]{1,6}")
 _SIZE = re.compile(r"([+-]?)([0-9]{1,6})")
 _SPAN = re.compile(r"([0-9]{1,6})-([0-9]{1,6})")
 _SIGNED = re.compile(r"-?[0-9]{1,6}")
+_MIG_SLICE = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)", re.MULTILINE)
 _SLICE = re.compile(r"(-?[0-9]{1,6})?:(-?[0-9]{1,6})?(?::(-?[0-9]{1,6})?)?")
 
 
@@ -206,7 +208,8 @@ def visible_gpus(environ: Mapping[str, str], installed: int | None = None) -> tu
     """List the GPUs that a process with this environment sees, as CUDA_VISIBLE_DEVICES names them.
 
     `installed` is their number on the machine, looked up when it is None.  Touches
-    neither torch nor CUDA.
+    neither torch nor CUDA.  Where there are MIG slices it is these that count: CUDA shows a
+    process that names several, or none, the first alone, so each rank is to name its own.
     """
     text = environ.get("CUDA_VISIBLE_DEVICES")
     chosen = None if text is None else _cuda_list(text)
@@ -214,11 +217,22 @@ def visible_gpus(environ: Mapping[str, str], installed: int | None = None) -> tu
         return ()
     number = installed_gpus() if installed is None else installed
     if chosen is None:
-        return tuple(str(index) for index in range(number))
-    if chosen[0].startswith("MIG-"):
-        # CUDA shows a process one slice, the first, however many are named.
-        return chosen[: min(number, 1)]
+        return installed_slices() or tuple(str(index) for index in range(number))
+    if is_slice(chosen[0]):
+        return tuple(filter(is_slice, chosen)) if number else ()
     return _existing(chosen, number)
+
+
+def is_slice(gpu: str) -> bool:
+    """Say whether it is a slice of a GPU (MIG), as CUDA_VISIBLE_DEVICES names it."""
+    return gpu.startswith("MIG-")
+
+
+def installed_slices() -> tuple[str, ...]:
+    """Name the MIG slices of the machine's GPUs: nvidia-smi does where the driver has some."""
+    if next(SLICES_FOLDER.glob("gpu*/mig/gi*/ci*"), None) is None:
+        return ()
+    return tuple(_MIG_SLICE.findall(_listed_by_nvidia_smi()))
 
 
 def installed_gpus() -> int:
@@ -227,7 +241,8 @@ def installed_gpus() -> int:
         return len(list(DRIVER_FOLDER.iterdir()))
     except OSError:
         # No such driver, or one that hides its files: WSL, some containers.
-        return _count_by_nvidia_smi()
+        # MIG slices are listed too, indented under their GPU.
+        return sum(line.startswith("GPU ") for line in _listed_by_nvidia_smi().splitlines())
 
 
 def parse_gpus(text: str, visible: Sequence[str]) -> tuple[str, ...]:
@@ -274,12 +289,12 @@ def _existing(chosen: Sequence[str], number: int) -> tuple[str, ...]:
     return tuple(chosen)
 
 
-def _count_by_nvidia_smi() -> int:
+def _listed_by_nvidia_smi() -> str:
     program = shutil.which("nvidia-smi")
     if program is None:
-        return 0
+        return ""
     try:
-        listing = subprocess.run(
+        return subprocess.run(
             [program, "-L"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -288,9 +303,7 @@ def _count_by_nvidia_smi() -> int:
             check=True,
         ).stdout
     except (OSError, subprocess.SubprocessError):
-        return 0
-    # MIG slices are listed too, indented under their GPU.
-    return sum(line.startswith("GPU ") for line in listing.splitlines())
+        return ""
 
 
 def _visible(number: int) -> str:

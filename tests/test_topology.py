@@ -84,7 +84,7 @@ def test_usable_cores():
         ("0,1", 0, ()),
         ("GPU-8f6e,GPU-1b2c", 2, ("GPU-8f6e", "GPU-1b2c")),
         ("GPU-8f6e,GPU-1b2c", 1, ("GPU-8f6e",)),
-        ("MIG-8f6e,MIG-1b2c", 1, ("MIG-8f6e",)),
+        ("MIG-8f6e,MIG-1b2c", 1, ("MIG-8f6e", "MIG-1b2c")),
         ("MIG-8f6e", 0, ()),
     ],
 )
@@ -115,6 +115,17 @@ def test_gpus_by_nvidia_smi(tmp_path, monkeypatch, script, gpus):
     fake_nvidia_smi(tmp_path, monkeypatch, script)
     monkeypatch.setattr(topology, "NVIDIA_SMI_TIMEOUT", 0.5)
     assert topology.installed_gpus() == gpus
+
+
+@pytest.mark.world
+def test_slices_by_nvidia_smi(tmp_path, monkeypatch):
+    """Where the driver has MIG slices it is these that ranks get, as nvidia-smi names them."""
+    fake_nvidia_smi(tmp_path, monkeypatch, TWO_GPUS)
+    monkeypatch.setattr(topology, "SLICES_FOLDER", tmp_path / "capabilities")
+    assert topology.visible_gpus({}) == ("0", "1")
+    (tmp_path / "capabilities/gpu0/mig/gi3/ci0").mkdir(parents=True)
+    assert topology.visible_gpus({}) == ("MIG-1",)
+    assert topology.visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == ("1",)
 
 
 def test_gpus_by_driver(tmp_path, monkeypatch):

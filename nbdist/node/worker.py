@@ -227,8 +227,7 @@ class Worker:
     @property
     def gpu(self) -> str:
         """Its GPU as CUDA_VISIBLE_DEVICES names it, "" for none."""
-        start = self._start
-        return start.gpus[start.local_rank % len(start.gpus)] if start.gpus else ""
+        return self._start.gpu
 
     @property
     def environ(self) -> Mapping[str, str]:

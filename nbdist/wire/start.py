@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nbdist.seats import Seat, Seats, gpus_of, ranks_on, seat_of
+from nbdist.topology import is_slice
 from nbdist.wire.interpreter import MODULE
 from nbdist.wire.versions import Versions
 
@@ -96,8 +97,10 @@ class WorldSpec:
         return ranks_on(self.node, self.world_size, self.seats)
 
     def gpus_of(self, rank: int) -> tuple[str, ...]:
-        """Choose what CUDA shows the rank: all of its node's."""
-        return gpus_of(rank, self.seats if self.node is None else (), self.gpus)
+        """Choose what CUDA shows the rank: all of its node's, or its own MIG slice."""
+        gpus = gpus_of(rank, self.seats if self.node is None else (), self.gpus)
+        own = self.seat(rank).local_rank % max(1, len(gpus))
+        return gpus[own : own + 1] if any(map(is_slice, gpus)) else gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,16 @@ class WorkerStart:
     def device(self) -> str:
         """Its own GPU as torch names it; shared where there are fewer than workers."""
         return f"cuda:{self.local_rank % len(self.gpus)}" if self.gpus else "cpu"
+
+    @property
+    def gpu(self) -> str:
+        """Its own GPU as CUDA_VISIBLE_DEVICES names it, "" for none."""
+        return self.gpus[self.local_rank % len(self.gpus)] if self.gpus else ""
+
+    @property
+    def has_slice(self) -> bool:
+        """Whether that is a MIG slice, of a GPU of which other ranks may have others."""
+        return is_slice(self.gpu)
 
     @property
     def log_folder(self) -> Path | None:

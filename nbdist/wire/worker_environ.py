@@ -18,21 +18,40 @@ PYTHON_EXEC                     unset    the workers'  a torchrun in a cell uses
 GLOO_SOCKET_IFNAME              unset    lo            gloo would ask the host's name for an
                                                        address, and listen on that one
 TORCH_NCCL_ENABLE_MONITORING    unset    0             it ends a worker that waits, as above
+TORCH_NCCL_RETHROW_CUDA_ERRORS  unset    0, with nccl  else torch's watchdog ends a worker whose
+                                                       communicator was aborted or whose context
+                                                       is corrupt, before a cell can say so
+TORCH_NCCL_DUMP_ON_TIMEOUT      unset    0, with nccl  else a first abort writes Flight Recorder's
+                                                       trace to a file, for up to 15 s
+NCCL_NVLS_ENABLE                unset    0, with nccl  what it sets up in NVLink's switches does
+                                                       not survive an abort, so healing demands it
+                                                       (NVIDIA's in-process restart does too)
+NCCL_SOCKET_IFNAME              unset    =lo, with     nccl would listen on an interface of its
+                                         nccl          own choice; on several machines it is the
+                                                       one that gloo has, and not those whose names
+                                                       begin so: hence the =
+NCCL_RAS_ENABLE                 unset    0, with nccl  nccl's own monitor listens on TCP, and
+                                                       answers whoever asks
 CUDA_VISIBLE_DEVICES            as it is the GPUs used what `--gpus` chose, a slice of it per
-                                                       simulated node
+                                                       simulated node, or each rank's MIG slice
 MPLBACKEND                      unset    inline        figures are outputs of the cell
 PYDEVD_DISABLE_FILE_VALIDATION  unset    1             a debugger's warning that none can heed
 NBDIST_WORLD                    unset    the name      `--name`
 =============================== ======== ============= =======================================
 
-The user's own OMP_NUM_THREADS, TORCH_NCCL_*, GLOO_SOCKET_IFNAME and MPLBACKEND win.
-With `--share-gpus` there is `sharing_variables` besides.
+The user's own OMP_NUM_THREADS, TORCH_NCCL_*, NCCL_*, GLOO_SOCKET_IFNAME and MPLBACKEND win.
+Where ranks share a GPU there is `sharing_variables` besides.  Of what ends a process torch 2.15's
+`nccl` reads TORCH_NCCL_ASYNC_ERROR_HANDLING alone, and later ones the monitoring too.  Never set
+here is TORCH_NCCL_DESYNC_DEBUG: torch then takes TORCH_NCCL_ASYNC_ERROR_HANDLING=0 for 3.
+Read in torch 2.13's and 2.15's headers and libraries; not run on a GPU yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from nbdist.errors import UsageError
+from nbdist.topology import uses_nccl
 from nbdist.wire.start import WorldSpec
 
 NBDIST_DECIDES = frozenset(
@@ -46,9 +65,18 @@ NBDIST_DECIDES = frozenset(
 )
 """What a user cannot set for the workers, because it says which rank each is."""
 
+WITH_NCCL: Mapping[str, str] = {
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0",
+}
+"""What ranks whose backend uses nccl have besides; and NCCL_SOCKET_IFNAME."""
+
 NBDIST_SETS = NBDIST_DECIDES | {
     *("OMP_NUM_THREADS", "PYTHON_EXEC", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"),
     *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "MPLBACKEND"),
+    *(*WITH_NCCL, "NCCL_SOCKET_IFNAME"),
 }
 """All names of `torchrun_variables`."""
 
@@ -57,19 +85,38 @@ MULTI_RANK_NCCL = (2, 30)
 """The first version of NCCL that takes several ranks on one GPU by itself."""
 
 
+def check_nvls(backend: str, environ: Mapping[str, str], *, shared: bool) -> str:
+    """Return a line on what the user's NCCL_NVLS_ENABLE costs, "" where it is not set.
+
+    UsageError where ranks share a GPU, or have slices of one: NCCL would refuse to connect them.
+    """
+    value = environ.get("NCCL_NVLS_ENABLE", "0") if uses_nccl(backend) else "0"
+    if value == "1" and shared:
+        raise UsageError(
+            "NCCL_NVLS_ENABLE=1 cannot work where several ranks are on one GPU: "
+            "`--env NCCL_NVLS_ENABLE=0` turns it off."
+        )
+    if value == "0":
+        return ""
+    return (
+        f"NCCL_NVLS_ENABLE={value}: faster, but after an aborted collective the group may not be "
+        "rebuilt; ranks are restarted then and lose their variables."
+    )
+
+
 def sharing_variables(
-    rank: int, version: tuple[int, ...], environ: Mapping[str, str]
+    rank: int, version: tuple[int, ...], environ: Mapping[str, str], *, slices: bool = False
 ) -> Mapping[str, str]:
     """Choose what lets NCCL of this version have several ranks on one GPU, before its first use.
 
+    MIG `slices` of one GPU count as that GPU (NCCL to 2.31), but have multiprocessors of their own.
     Older ones recognise two ranks on one GPU by host and bus.  With a host of its own each rank
     passes, and meets the others through sockets, of the loopback interface: they are on one
     machine.  What the user has set stays, but for the host, which has to be each rank's own.
     """
-    wanted = {
-        "NCCL_MAX_CTAS": "1",  # the kernels of all ranks have to fit on it
-        "NCCL_NVLS_ENABLE": "0",  # which adds up in the switch between GPUs
-    }
+    wanted = {"NCCL_NVLS_ENABLE": "0"}  # which adds up in the switch between GPUs
+    if not slices:
+        wanted["NCCL_MAX_CTAS"] = "1"  # the kernels of all ranks have to fit on it
     if version >= MULTI_RANK_NCCL:
         wanted["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     else:
@@ -89,6 +136,8 @@ def torchrun_variables(
     """
     seat, size = spec.seat(rank), str(spec.world_size)
     gpus = spec.gpus_of(rank)
+    with_nccl = {"NCCL_SOCKET_IFNAME": f"={spec.interface}", **WITH_NCCL}
+    nccl = with_nccl if uses_nccl(spec.backend or "") else {}
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(seat.local_rank),
@@ -115,4 +164,5 @@ def torchrun_variables(
         "TORCH_NCCL_ENABLE_MONITORING": spec.environ.get("TORCH_NCCL_ENABLE_MONITORING", "0"),
         "MPLBACKEND": spec.environ.get("MPLBACKEND", "module://matplotlib_inline.backend_inline"),
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+        **{name: spec.environ.get(name, value) for name, value in nccl.items()},
     }

@@ -65,10 +65,10 @@ def prepare_torch(start: WorkerStart) -> None:
 
 
 def share_gpu(start: WorkerStart) -> None:
-    """Have NCCL take several ranks on one GPU, if they are to share it."""
-    if start.world.share_gpus and start.gpus:
-        version = accelerator.nccl_version()
-        os.environ.update(sharing_variables(start.rank, version, os.environ))
+    """Have NCCL take several ranks on one GPU, if they are to share it or have slices of it."""
+    if start.gpus and (start.has_slice or start.world.share_gpus):
+        version, slices = accelerator.nccl_version(), start.has_slice
+        os.environ.update(sharing_variables(start.rank, version, os.environ, slices=slices))
 
 
 def count_restarts(attempt: Attempt) -> None:

@@ -27,18 +27,20 @@ from nbdist.wire.start import WorldSpec
 from nbdist.wire.ticket import LINK_TIMEOUT
 from nbdist.wire.versions import versions_here
 from nbdist.wire.wanted import Wanted
-from nbdist.wire.worker_environ import NBDIST_DECIDES
+from nbdist.wire.worker_environ import NBDIST_DECIDES, check_nvls
 from nbdist.words import size_text
 from nbdist.world.env_file import read_env_file
 
 DEBUG_VARIABLES: Mapping[str, str] = {
     "CUDA_LAUNCH_BLOCKING": "1",
-    "NCCL_DESYNC_DEBUG": "1",
     "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
     "TORCH_SHOW_CPP_STACKTRACES": "1",
     "PYTHONFAULTHANDLER": "1",
 }
-"""torchx's `--debug`; the last is for processes that a worker starts, it has its own."""
+"""torchx's `--debug`; the last is for processes that a worker starts, it has its own.
+
+But for NCCL_DESYNC_DEBUG, with which torch ends a worker whose collective waits too long.
+"""
 
 READ_AT_START = re.compile(
     r"(LD|MALLOC|KMP|GOMP|MKL|OPENBLAS|GLIBC)_.*|PYTHON(?!_EXEC|FAULTHANDLER|PATH).*"
@@ -159,7 +161,8 @@ def _spec_elsewhere(
         argv=_argv(here.argv),
         sync_code=config.sync_code,
     )
-    return spec, backend, ""
+    with_gpus = config.backend or topology.GPU_BACKEND
+    return spec, backend, check_nvls(with_gpus, given, shared=config.share_gpus)
 
 
 def scaled(
@@ -183,13 +186,15 @@ def scaled(
     warning = topology.check_start(
         size, len(spec.gpus), cores, spec.backend or "none", devices, share_gpus=spec.share_gpus
     )
+    shared = spec.share_gpus or any(map(topology.is_slice, spec.gpus))
+    more = check_nvls(spec.backend or "none", spec.environ, shared=shared)
     threads = _threads(spec.environ, config.cpus or max(1, cores // size))
     room = spec.room
     while room and sum(room) < size:  # as many simulated nodes as it takes
         room = (*room, room[-1])
     seats = seat_more(_seats_of(spec, keep), room, size)
     spec = replace(spec, world_size=size, threads=threads, room=room, seats=seats)
-    return spec, warning or ""
+    return spec, " ".join(filter(None, (warning, more)))
 
 
 def _require_room(size: int) -> None:

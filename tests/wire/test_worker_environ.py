@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
+from nbdist.errors import UsageError
 from nbdist.seats import fill
+from nbdist.wire import worker_environ
 from nbdist.wire.start import WorldSpec
 from nbdist.wire.worker_environ import (
     NBDIST_DECIDES,
     NBDIST_SETS,
+    WITH_NCCL,
+    check_nvls,
     sharing_variables,
     torchrun_variables,
 )
@@ -42,7 +50,50 @@ def test_what_the_user_has_set_stays() -> None:
     assert torchrun_variables(SPEC, 0, 0)["MPLBACKEND"] == "agg"
     assert torchrun_variables(SPEC, 0, 0)["OMP_NUM_THREADS"] == "3"
     assert NBDIST_DECIDES < NBDIST_SETS
-    assert torchrun_variables(SPEC, 0, 0).keys() == NBDIST_SETS
+    assert torchrun_variables(SPEC, 0, 0).keys() == NBDIST_SETS - NCCLS
+
+
+NCCLS = {*WITH_NCCL, "NCCL_SOCKET_IFNAME"}
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_ranks_with_nccl(backend: str) -> None:
+    """No thread of torch's ends them, nothing listens beyond gloo's interface; the user's win."""
+    spec = replace(SPEC, backend=backend)
+    given = torchrun_variables(spec, 0, 0)
+    assert given.keys() == NBDIST_SETS
+    assert {name: given[name] for name in NCCLS} == {
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_RAS_ENABLE": "0",
+        "NCCL_SOCKET_IFNAME": "=lo",
+    }
+    assert given["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert given["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    between = torchrun_variables(replace(spec, node=1, interface="eth1"), 2, 0)
+    assert between["NCCL_SOCKET_IFNAME"] == "=eth1"
+    theirs = dict.fromkeys(NCCLS, "theirs")
+    assert {*torchrun_variables(replace(spec, environ=theirs), 0, 0).items()} >= {*theirs.items()}
+
+
+def test_each_name_has_its_reason() -> None:
+    """What torchrun does not set, or otherwise, is in the table of the module."""
+    table = {line.split()[0] for line in worker_environ.__doc__.splitlines() if line}
+    assert table >= NCCLS
+
+
+def test_nvls_that_the_user_wants() -> None:
+    """A line says what it costs; where ranks share a GPU nccl could not connect them."""
+    on = {"NCCL_NVLS_ENABLE": "1"}
+    assert check_nvls("nccl", {}, shared=True) == check_nvls("gloo", on, shared=True) == ""
+    assert check_nvls("nccl", {"NCCL_NVLS_ENABLE": "0"}, shared=True) == ""
+    said = check_nvls("nccl", on, shared=False)
+    assert said.startswith("NCCL_NVLS_ENABLE=1: faster, but after an aborted collective")
+    # By itself NCCL does without where ranks share a GPU.
+    assert "=2: faster" in check_nvls("nccl", {"NCCL_NVLS_ENABLE": "2"}, shared=True)
+    with pytest.raises(UsageError, match="ENABLE=1 cannot work where several ranks"):
+        check_nvls("nccl", on, shared=True)
 
 
 def test_nccl_that_takes_several_ranks_on_one_gpu() -> None:
@@ -67,5 +118,7 @@ def test_nccl_that_refuses_several_ranks_on_one_gpu() -> None:
         "NCCL_MNNVL_ENABLE": "0",
         "NCCL_HOSTID": "",
     }
+    # Slices have multiprocessors of their own.
+    assert "NCCL_MAX_CTAS" not in sharing_variables(0, (2, 28), {}, slices=True)
     # Also where the user has named the host.
     assert sharing_variables(1, (2, 28), {"NCCL_HOSTID": "node"})["NCCL_HOSTID"] == "node-1"

@@ -120,7 +120,8 @@ def test_another_interpreter_has_its_own_packages(
 def test_all_names_are_listed() -> None:
     """What nbdist sets is what workers are given."""
     spec = spec_of(n=1)
-    assert torchrun_variables(spec, 0, 0).keys() | {"CUDA_VISIBLE_DEVICES"} == NBDIST_SETS
+    with_nccl = replace(spec, backend="nccl", gpus=("0",))
+    assert torchrun_variables(with_nccl, 0, 0).keys() == NBDIST_SETS
 
 
 def test_several_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +135,26 @@ def test_several_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scaled(spec, WorldConfig(), 8)[1].startswith(
         "8 ranks of nccl on 1 GPU with `--share-gpus`"
     )
+
+
+def test_ranks_on_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a MIG slice of its own, and may share the card; NVLS, if wanted, is spoken of."""
+    monkeypatch.setattr(topology, "installed_gpus", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
+    spec, backend, said = make_spec(WorldConfig(n=2))
+    assert (spec.share_gpus, backend, said) == (False, "cpu:gloo,cuda:nccl", "")
+    assert [spec.gpus_of(rank) for rank in (0, 1)] == [("MIG-a",), ("MIG-b",)]
+    with pytest.raises(NotEnoughGpus, match="3 ranks asked, 2 GPUs visible"):
+        spec_of(n=3)
+    on = {"NCCL_NVLS_ENABLE": "1"}
+    with pytest.raises(UsageError, match="cannot work where several ranks are on one GPU"):
+        spec_of(n=2, env=on)
+    assert make_spec(WorldConfig(n=2, env=on, backend="gloo"))[2] == ""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert make_spec(WorldConfig(n=1, env=on))[2].startswith("NCCL_NVLS_ENABLE=1: faster, but")
+    elsewhere = WorldConfig(hosts="a,b", share_gpus=True, env=on)
+    with pytest.raises(UsageError, match="NCCL_NVLS_ENABLE=1 cannot work"):
+        make_spec(elsewhere)
 
 
 HERE = Here(
