@@ -28,7 +28,7 @@ from nbdist.wire.frames import BadFrame
 from nbdist.wire.messages import Run
 from nbdist.wire.places import Place, RankState, WorkerStatus
 from nbdist.wire.prctl import cpu_seconds
-from nbdist.wire.start import WRONG_VERSION, WorkerStart, WorldSpec
+from nbdist.wire.start import LAST_LINE_SAYS, WorkerStart, WorldSpec
 from nbdist.wire.task import CatchUp, Finished, InputReply, Said, Task, unpack
 from nbdist.words import word_exit
 
@@ -119,7 +119,7 @@ class Worker:
             lines, code = self.output.last_lines, process.exited.result()
             if lack := lack_in(lines):
                 raise Lack(lack)
-            if code == WRONG_VERSION and lines:
+            if code == LAST_LINE_SAYS and lines:
                 raise Lack(lines[-1])
             raise ChildProcessError(f"it {word_exit(code)}")
         process.exited.add_done_callback(self._ended)

@@ -15,8 +15,8 @@ from nbdist.topology import is_slice
 from nbdist.wire.interpreter import MODULE
 from nbdist.wire.versions import Versions
 
-WRONG_VERSION = 78
-"""The exit code of a worker whose versions are not the notebook's, as its last line says."""
+LAST_LINE_SAYS = 78
+"""The exit code of a worker that cannot start, for a reason that its last line says in full."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ import traceback
 from multiprocessing import process
 
 from nbdist.wire.interpreter import safe_path
-from nbdist.wire.start import WRONG_VERSION, WorkerStart
+from nbdist.wire.start import LAST_LINE_SAYS, WorkerStart
 from nbdist.wire.versions import Versions, difference, versions_here
 from nbdist.worker.process import BadEnvironment, set_limit
 
@@ -85,6 +85,7 @@ def become_worker(start: WorkerStart, *, forked: bool) -> None:
     end_unless_as(start.world.versions)
     # Imports wait until here, so that a spawned worker has its environment before torch.
     from nbdist.worker.main import run_worker
+    from nbdist.worker.remedies import why_not_started
 
     try:
         if forked:
@@ -94,11 +95,12 @@ def become_worker(start: WorkerStart, *, forked: bool) -> None:
         sys.stderr.write(f"{error}\n")
         sys.stderr.flush()
         os._exit(1)
-    except Exception:  # noqa: BLE001 (whatever it was, it is printed and the process ends)
+    except Exception as error:  # noqa: BLE001 (whatever it was, it is printed and the process ends)
         # Taking the interpreter apart could wait for ever for the kernel's open sockets.
-        traceback.print_exc()
+        why = why_not_started(start.gpu or start.device, error)
+        sys.stderr.write(f"{why}\n" if why else traceback.format_exc())
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(LAST_LINE_SAYS if why else 1)
 
 
 def end_unless_as(versions: Versions) -> None:
@@ -107,7 +109,7 @@ def end_unless_as(versions: Versions) -> None:
         has = f"{sys.executable} has {found.what} {found.there}, the notebook {found.here}"
         sys.stderr.write(f"{has}: {found.why}. `--python` names another one\n")
         sys.stderr.flush()
-        os._exit(WRONG_VERSION)
+        os._exit(LAST_LINE_SAYS)
 
 
 def renew_what_is_shared() -> None:

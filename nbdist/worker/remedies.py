@@ -1,11 +1,17 @@
-"""What is said below the traceback of an error that has a remedy: lines on what to do now."""
+"""What is said below the traceback of an error that has a remedy: lines on what to do now.
+
+And instead of one, where a worker cannot start with its GPU.
+"""
 
 from __future__ import annotations
 
 import builtins
 import re
+import socket
 from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 from nbdist.words import did_you_mean
 from nbdist.worker.out_of_memory import account
@@ -15,10 +21,74 @@ NO_GPU = re.compile(
 )
 """What torch says of `.cuda()` and `"cuda"` then."""
 
+OTHERS = "`--gpus` chooses others"
+ON_CPU = "`--env CUDA_VISIBLE_DEVICES=` uses the CPU"
+
+OF_GPUS = {
+    r"driver on your system is too old|driver version is insufficient"
+    r"|forward compatibility was attempted|unsupported display driver": (
+        "its driver does not fit this torch ({torch}, CUDA {cuda}): update NVIDIA's driver (and "
+        f"restart the machine or container then), or install a torch for an older CUDA; {ON_CPU}"
+    ),
+    r"system not yet initialized": (
+        "the machine's NVSwitch is not up: `systemctl start nvidia-fabricmanager`"
+    ),
+    r"busy or unavailable": (
+        "another process has it to itself (`nvidia-smi` lists it; `nvidia-smi -c DEFAULT` ends "
+        f"compute mode Exclusive_Process), or it has gone (`dmesg | grep Xid`); {OTHERS}"
+    ),
+    r"Found no NVIDIA driver": (
+        f"torch finds no driver of NVIDIA's: install it, or let the container use it; {ON_CPU}"
+    ),
+    r"not compiled with (CUDA|cuda)|Accelerator expected|Cannot access accelerator": (
+        f"this torch ({{torch}}) is built for the CPU alone: install one for this GPU; {ON_CPU}"
+    ),
+    r"no kernel image is available": (
+        "this torch ({torch}, CUDA {cuda}) was built for other GPUs: install another build; "
+        f"{OTHERS}"
+    ),
+    r"CUDA(?: error:)? unknown error|No CUDA GPUs|no CUDA-capable device|uncorrectable ECC"
+    r"|driver initialization failed|GPU is lost|fallen off": (
+        "it does not respond, or has gone: see `nvidia-smi` and `dmesg | grep Xid`; "
+        f"{OTHERS}, or restart the machine"
+    ),
+    r"invalid device ordinal": (
+        "CUDA has none of this number: one has gone, or is not shown to this process; "
+        "`nvidia-smi` lists what is there"
+    ),
+    r"NCCL_NVLS_ENABLE has been set": (
+        "another rank has it too, and NVLS cannot: `--env NCCL_NVLS_ENABLE=0` turns that off"
+    ),
+    r"Duplicate GPU detected|Multiple Ranks are using the same GPU": (
+        f"another rank has it too: {OTHERS}, `--share-gpus` allows it"
+    ),
+}
+"""What to do where a GPU cannot be used, by what torch, CUDA or NCCL say then."""
+
+NO_ROOM = re.compile(r"(CUDA|Cuda|HIP)\b.*out of memory", re.DOTALL)
+FULL = (
+    "its memory is full before anything has run: `nvidia-smi` lists the processes that use it; "
+    f"end them, or {OTHERS}"
+)
+"""What to do where a worker finds no room at its start, and what torch and NCCL say then."""
+
 
 def remedies(shell: Any, rank: int, error: BaseException) -> list[str]:
     """Say in some lines what there is to do about an error; none for most."""
     return [*account(shell, rank, error), *_hints(shell.user_ns, error)]
+
+
+def why_not_started(gpu: str, error: Exception) -> str:
+    """Say in a line what keeps a worker from starting with this GPU; "" if it is not the GPU."""
+    why = FULL if NO_ROOM.search(str(error)) else _of_gpu(error)
+    return f"GPU {gpu} of {socket.gethostname()}: {why}" if why else ""
+
+
+def _of_gpu(error: BaseException) -> str:
+    """Word what is wrong with a GPU, "" where the error is of something else."""
+    said = str(error) if isinstance(error, AssertionError | RuntimeError) else ""
+    found = next((why for sign, why in OF_GPUS.items() if re.search(sign, said)), "")
+    return found.format(torch=torch.__version__, cuda=torch.version.cuda)
 
 
 def _hints(names: dict[str, Any], error: BaseException) -> Iterator[str]:
@@ -28,3 +98,5 @@ def _hints(names: dict[str, Any], error: BaseException) -> Iterator[str]:
     elif isinstance(error, AssertionError | RuntimeError) and NO_GPU.search(str(error)):
         device = names.get("device", "cpu")
         yield f"There is no GPU here: `.to(device)` instead of `.cuda()`; `device` is {device}."
+    elif why := _of_gpu(error):
+        yield f"The GPU cannot be used: {why}."

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import torch
 
-from nbdist.worker.remedies import remedies
+from nbdist.worker.remedies import remedies, why_not_started
 from tests.worker.test_memory_use import shell_with
 
 
@@ -31,3 +33,61 @@ def test_hints(source: str, said: list[str]) -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011 (this is what is asked)
         exec(source, names)
     assert remedies(shell_with(**names), 0, caught.value) == said
+
+
+COUNTING = (
+    "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling "
+    "NumCudaDevices() that might have already set an error? Error "
+)
+NCCL_SAYS = (
+    "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run "
+    "with NCCL_DEBUG=INFO for details), NCCL version 2.28.9\nncclUnhandledCudaError: Call to CUDA "
+    "function failed.\nLast error:\n"
+)
+OF_STARTS = {
+    "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU "
+    "driver by downloading and installing a new version from the URL: "
+    "http://www.nvidia.com/Download/index.aspx": "its driver does not fit this torch",
+    f"{COUNTING}804: forward compatibility was attempted on non supported HW": "its driver does",
+    f"{COUNTING}803: system has unsupported display driver / cuda driver combination": "its driver",
+    f"{COUNTING}802: system not yet initialized": "the machine's NVSwitch is not up",
+    "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might be "
+    "asynchronously reported": "another process has it to itself (",
+    "CUDA error: out of memory\nCUDA kernel errors might be": "its memory is full",
+    "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity": "its memory is",
+    f"{NCCL_SAYS}Cuda failure 2 'out of memory'": "its memory is full before anything has run",
+    "CUDA error: unknown error\nCUDA kernel errors might be": "it does not respond, or has gone",
+    "CUDA unknown error - this may be due to an incorrectly set up environment": "it does not",
+    "CUDA error: uncorrectable ECC error encountered": "it does not respond, or has gone",
+    "No CUDA GPUs are available": "it does not respond, or has gone",
+    "CUDA error: invalid device ordinal\nGPU device may be out of range": "CUDA has none of this",
+    "CUDA error: no kernel image is available for execution on the device": "this torch (",
+    "Found no NVIDIA driver on your system. Please check": "torch finds no driver of NVIDIA's",
+    "Cannot access accelerator device when none is available.": "this torch (",
+    f'{NCCL_SAYS}NCCL_NVLS_ENABLE has been set to "1" and communicator has': "another rank has it",
+    f"{NCCL_SAYS}Multiple Ranks are using the same GPU/Partition. Set": "another rank has it too",
+}
+
+
+@pytest.mark.parametrize(("text", "begins"), OF_STARTS.items())
+def test_a_gpu_that_keeps_a_worker_from_starting(text: str, begins: str) -> None:
+    """One line says which GPU of which machine, what is wrong with it, and what to do."""
+    said = why_not_started("MIG-8f6e", RuntimeError(text))
+    assert said.startswith(f"GPU MIG-8f6e of {socket.gethostname()}: {begins}")
+    assert "\n" not in said
+    assert "`" in said or "install" in said
+    assert "{" not in said
+
+
+def test_starts_that_no_gpu_keeps() -> None:
+    """An error of something else has no such line."""
+    assert why_not_started("0", RuntimeError("Connection closed by peer")) == ""
+    assert why_not_started("0", MemoryError("out of memory")) == ""
+
+
+def test_a_gpu_that_fails_in_a_cell() -> None:
+    """The first use of a GPU can be in a cell; full memory is accounted for there instead."""
+    busy = RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+    (line,) = remedies(shell_with(), 0, busy)
+    assert line.startswith("The GPU cannot be used: another process has it to itself")
+    assert remedies(shell_with(), 0, RuntimeError("CUDA error: device-side assert triggered")) == []

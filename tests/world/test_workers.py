@@ -13,7 +13,9 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
+from nbdist import topology
 from nbdist.config import WorldConfig
 from nbdist.errors import BadTopology, StartError, UsageError, WorkerError
 from nbdist.output.events import Died, Done
@@ -99,6 +101,24 @@ def test_worker_that_cannot_form_its_group(
     assert world.gather("rank") == [0, 1]
     world.shutdown()
     assert [line for line in traces_left() if not line.startswith("process")] == []
+
+
+@pytest.mark.own_agent
+def test_worker_whose_gpu_torch_cannot_use(
+    monkeypatch: pytest.MonkeyPatch, new_children: Callable[[], list[psutil.Process]]
+) -> None:
+    """It is one line that says which GPU, of which machine, why, and what to do."""
+    if torch.accelerator.is_available():
+        pytest.skip("torch can use one here")
+    monkeypatch.setattr(topology, "installed_gpus", lambda: 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    world = World(2, log_dir="", share_gpus=True)
+    with pytest.raises(StartError) as caught:
+        world.start()
+    (said,) = str(caught.value).splitlines()
+    assert said.startswith(f"the workers could not start: GPU 0 of {os.uname().nodename}: ")
+    assert said.endswith("; `--env CUDA_VISIBLE_DEVICES=` uses the CPU.")
+    assert new_children() == []
 
 
 @pytest.mark.own_agent
