@@ -14,6 +14,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +30,7 @@ GPU_BACKEND = "cpu:gloo,cuda:nccl"
 AUTO_LIMIT = 4
 NVIDIA_SMI_TIMEOUT = 5.0
 DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
+AMD_FOLDER = Path("/sys/class/kfd/kfd/topology/nodes")
 SLICES_FOLDER = Path("/proc/driver/nvidia/capabilities")
 
 _WORKERS_WORDS: Mapping[str, WorkerCount] = {"auto": "auto", "gpu": "gpu", "cpu": "cpu"}
@@ -36,6 +38,7 @@ WORKERS_FORMS = "Use `-n 4`, `-n auto`, `-n gpu` or `-n cpu`."
 _WITHOUT_GPU = "Use `-n 4`, `-n auto` or `-n cpu`."
 _SIZE_FORMS = "Use `%dist_scale 4`, or `+2` and `-1` for more or fewer."
 _LAYOUT_FORMS = "Use `-j 4`, `-j 2x4` (2 nodes with 4 workers each), or `-j 1:2x4` (1 node to 2)."
+_BACKENDS = {"cpu": ("gloo",), "cuda": ("gloo", "nccl"), "xpu": ("xccl",)}
 _BACKEND_FORMS = f'Use `--backend gloo`, `nccl`, `"{GPU_BACKEND}"` or `none`.'
 _GPUS_FORM = "Use numbers with commas, `--gpus 0,1,3` or `0-3`."
 
@@ -180,17 +183,17 @@ def default_backend(gpus: int) -> str:
 def parse_backend(text: str) -> str:
     """Read the value of `--backend` as torch takes it, without spaces; `none` for no group."""
     backend = text.replace(" ", "").lower()
-    if backend in ("gloo", "nccl", "none"):
+    if backend in ("gloo", "nccl", "xccl", "none"):
         return backend
     pairs = [pair.split(":") for pair in backend.split(",")]
     if any(len(pair) != 2 for pair in pairs):
         raise BadTopology("--backend", text, "that is not a backend", _BACKEND_FORMS)
     for device, name in pairs:
-        if device not in ("cpu", "cuda") or name not in ("gloo", "nccl"):
-            why = f"`{device}:{name}` is not a device and its backend"
-            raise BadTopology("--backend", text, why, _BACKEND_FORMS)
         if (device, name) == ("cpu", "nccl"):
             raise BadTopology("--backend", text, "nccl has no CPU tensors", _BACKEND_FORMS)
+        if name not in _BACKENDS.get(device, ()):
+            why = f"`{device}:{name}` is not a device and its backend"
+            raise BadTopology("--backend", text, why, _BACKEND_FORMS)
     if len({device for device, _ in pairs}) < len(pairs):
         raise BadTopology("--backend", text, "a device is listed twice", _BACKEND_FORMS)
     return backend
@@ -236,7 +239,12 @@ def installed_slices() -> tuple[str, ...]:
 
 
 def installed_gpus() -> int:
-    """Count the machine's NVIDIA GPUs: by the driver's files, else by nvidia-smi."""
+    """Count the machine's GPUs: by the driver's files, else by nvidia-smi.
+
+    NVIDIA's, or with a torch for ROCm AMD's, whose driver's nodes without a number are CPUs.
+    """
+    if _has_rocm():
+        return sum(node.read_text().strip() != "0" for node in AMD_FOLDER.glob("*/gpu_id"))
     try:
         return len(list(DRIVER_FOLDER.iterdir()))
     except OSError:
@@ -287,6 +295,13 @@ def _existing(chosen: Sequence[str], number: int) -> tuple[str, ...]:
         if position >= number or (entry.isdigit() and int(entry) >= number):
             return tuple(chosen[:position])
     return tuple(chosen)
+
+
+def _has_rocm() -> bool:
+    try:
+        return "+rocm" in version("torch")
+    except PackageNotFoundError:
+        return False
 
 
 def _listed_by_nvidia_smi() -> str:

@@ -128,6 +128,19 @@ def test_slices_by_nvidia_smi(tmp_path, monkeypatch):
     assert topology.visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == ("1",)
 
 
+def test_gpus_of_amd(tmp_path, monkeypatch):
+    """They count where torch is one for ROCm; a node without a number is a CPU."""
+    monkeypatch.setattr(topology, "AMD_FOLDER", tmp_path)
+    monkeypatch.setattr(topology, "DRIVER_FOLDER", tmp_path)
+    for node, number in enumerate(("0", "51966", "4660")):
+        (tmp_path / str(node)).mkdir()
+        (tmp_path / str(node) / "gpu_id").write_text(f"{number}\n")
+    monkeypatch.setattr(topology, "version", {"torch": "2.13.0+rocm7.0"}.get)
+    assert topology.visible_gpus({}) == ("0", "1")
+    monkeypatch.setattr(topology, "version", {"torch": "2.13.0+cu130"}.get)
+    assert topology.installed_gpus() == 3
+
+
 def test_gpus_by_driver(tmp_path, monkeypatch):
     """The driver's folder has an entry for each GPU, and no program needs to run."""
     fake_nvidia_smi(tmp_path, monkeypatch, TWO_GPUS)
@@ -181,6 +194,8 @@ def test_bad_gpus(text, visible, why):
         ("none", "none"),
         ("cpu:gloo, cuda:nccl", "cpu:gloo,cuda:nccl"),
         ("cuda:gloo", "cuda:gloo"),
+        ("xccl", "xccl"),
+        ("cpu:gloo,xpu:xccl", "cpu:gloo,xpu:xccl"),
     ],
 )
 def test_backend(text, backend):
@@ -189,7 +204,8 @@ def test_backend(text, backend):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "glo", "cpu:nccl", "gloo,nccl", "cpu:gloo,cpu:gloo", "tpu:gloo", "cpu:gloo:x"]
+    "text",
+    ["", "glo", "cpu:nccl", "xpu:nccl", "gloo,nccl", "cpu:gloo,cpu:gloo", "tpu:gloo", "cpu:gloo:x"],
 )
 def test_bad_backend(text):
     """Any other backend is answered with the right forms."""

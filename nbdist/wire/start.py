@@ -133,7 +133,12 @@ class WorkerStart:
 
     @property
     def device(self) -> str:
-        """Its own GPU as torch names it; shared where there are fewer than workers."""
+        """Its own GPU as torch names it; shared where there are fewer than workers.
+
+        Intel's are not counted: with their backend each rank has the one of its number.
+        """
+        if "xccl" in (self.world.backend or ""):
+            return f"xpu:{self.local_rank}"
         return f"cuda:{self.local_rank % len(self.gpus)}" if self.gpus else "cpu"
 
     @property

@@ -31,6 +31,8 @@ def test_seats_of_a_world() -> None:
 def test_device_of_a_worker(gpus: tuple[str, ...], device: str) -> None:
     """Its own GPU, or its share of fewer."""
     assert replace(START, gpus=gpus).device == device
+    intels = replace(START, world=replace(START.world, backend="cpu:gloo,xpu:xccl"))
+    assert intels.device == "xpu:1"
 
 
 def test_files_of_a_worker() -> None:
