@@ -139,6 +139,18 @@ def test_private_names_are_in_the_seam():
     assert "\n".join(map(str, found)) == ""
 
 
+def test_devices_are_in_one_file():
+    """No other file asks torch about a kind of device, as `torch.cuda` and `torch.accelerator`."""
+    modules = {f"torch.{name}" for name in ("accelerator", "cuda", "mtia", "xpu")}
+    found = {
+        f"nbdist/{file}:{node.lineno}"
+        for file, source in sources().items()
+        for node in nodes_of(source)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in modules
+    }
+    assert {place.partition(":")[0] for place in found} == {"nbdist/worker/compat/accelerator.py"}
+
+
 def test_what_is_allowed_is_there():
     """The list holds nothing that has gone."""
     assert set(ALLOWED) <= {(use.file, use.name) for use in all_uses()}

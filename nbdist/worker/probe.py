@@ -19,12 +19,12 @@ from itertools import pairwise
 from types import FrameType
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from nbdist.wire.cell_sources import cell_numbers
 from nbdist.wire.control import Traced
 from nbdist.wire.places import PACKAGES, Collective, Place
+from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group.flight_record import Counts, Recording
 from nbdist.worker.group.gloo import wait
@@ -195,7 +195,7 @@ class Probe:
         waits for anything at all, with a collective begun besides.
         """
         threads = set(sys._current_frames()) - {self._ident, threading.get_ident()}
-        has_gpu = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        has_gpu = accelerator.is_in_use()
         return has_gpu or not _waits_for_ranks(frames) or any(map(_is_of_user, threads))
 
     def _is_in_futex(self) -> bool:
