@@ -363,6 +363,9 @@ class Worker:
         """Note what ended it, also where no error message was sent."""
         if done.failure is not None and done.error_number not in self._errors_sent:
             self._show(as_shown(done.failure))
+        if done.unfit:
+            self.kill(done.unfit)  # `Died` follows, in the place of `Done`
+            return
         self._errors_sent.clear()
         self._show(replace(done, failure=None))
         self._forget_task()

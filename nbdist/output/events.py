@@ -177,7 +177,7 @@ class Done:
     `kept` is how many bytes the cell's last value takes, where the rank has kept it for the
     notebook, None where not.  `kinds` says of those of `bound` that are modules, optimizers or
     tensors which they are (`nbdist.wire.kinds`), and `covered` are those that every worker has
-    of itself, and that are something else now.
+    of itself, and that are something else now.  `unfit` says why the process is of no more use.
     """
 
     status: Literal["ok", "error", "aborted"]
@@ -193,6 +193,7 @@ class Done:
     kept: int | None = None
     kinds: Mapping[str, int] = field(default_factory=dict)
     covered: frozenset[str] = frozenset()
+    unfit: str = ""
 
     @property
     def made(self) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""What an exception has besides its class: its arguments and attributes, for the notebook."""
+"""What led to an exception, and its arguments and attributes, for the notebook."""
 
 from __future__ import annotations
 
@@ -33,6 +33,15 @@ def contents_of(error: BaseException, namespace: dict[str, Any]) -> Payload:
         whole = _packed(error, namespace)
     frames = pickle((args, {k: v for k, v in state.items() if v}, whole), namespace).frames
     return pack_frames(frames)[0]
+
+
+def led_to(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception, and those that led to it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        yield error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
 
 
 def _packed(value: object, namespace: dict[str, Any]) -> list[bytes] | None:

@@ -39,6 +39,7 @@ from nbdist.worker.compat.ipython import (
 )
 from nbdist.worker.environment import WorkerShell, count_restarts, draw_bars_as_text
 from nbdist.worker.exceptions import contents_of
+from nbdist.worker.gpu_errors import unfit_after
 from nbdist.worker.memory_use import Peaks
 from nbdist.worker.namespace import Namespace
 from nbdist.worker.op import Context, find_op
@@ -125,8 +126,10 @@ class WorkerKernel(LeavesChildren):
         except KeyboardInterrupt:  # between the lines of the cell
             done = replace(done, failure=failure_in_words("KeyboardInterrupt", ""))
         except Exception as problem:  # noqa: BLE001 (whatever it was, the notebook waits for the end)
-            done = replace(done, failure=failure_of(problem))
+            done, error = replace(done, failure=failure_of(problem)), problem
         interrupts.end()
+        if error is not None:
+            done = replace(done, unfit=unfit_after(context.rank, error))
         leave_debugger()
         context.at_end.close()
         if isinstance(task.work, Call) and done.status != "ok":

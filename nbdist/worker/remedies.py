@@ -6,6 +6,7 @@ And instead of one, where a worker cannot start with its GPU.
 from __future__ import annotations
 
 import builtins
+import os
 import re
 import socket
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from nbdist.words import did_you_mean
+from nbdist.worker.gpu_errors import lasting_error
 from nbdist.worker.out_of_memory import account
 
 NO_GPU = re.compile(
@@ -100,3 +102,5 @@ def _hints(names: dict[str, Any], error: BaseException) -> Iterator[str]:
         yield f"There is no GPU here: `.to(device)` instead of `.cuda()`; `device` is {device}."
     elif why := _of_gpu(error):
         yield f"The GPU cannot be used: {why}."
+    elif lasting_error(error) and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
+        yield "To see which call failed: `%dist_restart --debug`, then this cell again."

@@ -30,6 +30,7 @@ from nbdist.wire.cell_sources import cell_numbers
 from nbdist.wire.task import failure_in_words
 from nbdist.worker.breakpoints import LEFT
 from nbdist.worker.compat.ipython import around_errors, publish_error
+from nbdist.worker.exceptions import led_to
 from nbdist.worker.group.gloo import connections_after, reword
 from nbdist.worker.group.naming import stale_group_of
 from nbdist.worker.publishing import MarkingSession
@@ -116,15 +117,6 @@ def without_ours(tb: TracebackType | None) -> TracebackType | None:
     for each in reversed(theirs):
         tb = TracebackType(tb, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return tb
-
-
-def led_to(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception, and those that led to it."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        yield error
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
 
 
 def _code_of(cell: str, number: int) -> str:

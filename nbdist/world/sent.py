@@ -160,13 +160,18 @@ class SentTask:
     @property
     def deaths(self) -> dict[int, Died]:
         """The ranks whose processes have ended, and how."""
-        errors = self.transcript.errors.items()
-        return {rank: error for rank, error in errors if isinstance(error, Died)}
+        return {each.rank: each.died for each in self.transcript if each.died is not None}
 
     @property
     def died(self) -> bool:
         """Whether the process of any rank ended."""
         return bool(self.deaths)
+
+    @property
+    def _why_ended(self) -> str:
+        """Why its agent has ended a rank, the first one; "" where only Stop ended some."""
+        whys = (f"{died.why}." for died in self.deaths.values() if died.why and not died.by_stop)
+        return next(whys, "")
 
     @property
     def killed_by_stop(self) -> tuple[int, ...]:
@@ -271,9 +276,7 @@ class SentTask:
         if isinstance(first, Died):
             code, end = first.exit_code, first.end
             died = WorkerDied(rank, host, pid, errors, ran, seconds, code, end)
-            if first.why and not first.by_stop:
-                died.add(f"{first.why}.")
-            for said in filter(None, (self.why_died, self.fate)):
+            for said in filter(None, (self._why_ended, self.why_died, self.fate)):
                 died.add(said)
             return died
         if not own and self.aborted and not self.is_stopping:
@@ -285,8 +288,8 @@ class SentTask:
         )
         if self.aborted:
             error.add(f"{released_text(self.aborted)}{'' if self.fate else KEPT}.")
-        if self.fate:
-            error.add(self.fate)
+        for said in filter(None, (self._why_ended, self.fate)):
+            error.add(said)
         if self.differing:
             error.add(f"Before that: {self.differing}.")
         if self.lacking:

@@ -90,4 +90,4 @@ def test_a_gpu_that_fails_in_a_cell() -> None:
     busy = RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
     (line,) = remedies(shell_with(), 0, busy)
     assert line.startswith("The GPU cannot be used: another process has it to itself")
-    assert remedies(shell_with(), 0, RuntimeError("CUDA error: device-side assert triggered")) == []
+    assert remedies(shell_with(), 0, RuntimeError("CUDA error: invalid argument")) == []

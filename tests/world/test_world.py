@@ -459,6 +459,28 @@ def test_killed_in_mid_cell(world: World) -> None:
     run_well(world, "dist.barrier()")
 
 
+def test_a_gpu_error_that_lasts(world: World) -> None:
+    """Its rank is restarted by itself, as nothing works on its GPU; the others lose nothing."""
+    run_well(world, "kept = rank")
+    before = dict(world.pids)
+    said = "CUDA error: device-side assert triggered"
+    ran = run(
+        world,
+        "kind = getattr(torch, 'AcceleratorError', RuntimeError)\n"
+        f"if rank == 1: raise kind({said!r})\ndist.barrier()",
+    )
+    assert isinstance(ran.error, RuntimeError)
+    assert re.search(
+        rf"{said}. .*A GPU error \(device-side assert triggered\) made the process of rank 1 "
+        r"unusable. Rank 1 was restarted and its variables \(.+\) are gone; other ranks are",
+        str(ran.error),
+    )
+    assert "`%dist_restart --debug`" in ran.failure(1).account[0]
+    assert {rank for rank in before if before[rank] != world.pids[rank]} == {1}
+    run_well(world, "dist.barrier()")
+    assert world.gather("globals().get('kept')") == [0, None, 2, 3]
+
+
 def test_killed_while_idle(world: World) -> None:
     """A worker that dies between cells is seen by the status, and replaced by the next cell."""
     run_well(world, "kept = rank")

@@ -7,6 +7,7 @@ workers; where torch has no accelerator, none is in use.  Not run on a GPU yet.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,14 @@ def use(device: torch.device) -> None:
 def is_in_use() -> bool:
     """Say whether this process has a context: looking must not make one."""
     return bool(_module().is_initialized())
+
+
+def asks_context() -> Callable[[], bool] | None:
+    """Return what raises the error that lasts, if there was one; None where none is in use.
+
+    It waits for nothing that the accelerator does, and any thread may call it.
+    """
+    return torch.accelerator.current_stream().query if is_in_use() else None
 
 
 def nccl_version() -> tuple[int, ...]:

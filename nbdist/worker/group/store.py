@@ -54,7 +54,7 @@ class Meeting:
 
 
 def until_over(
-    connect: Callable[[], None], what: str, timeout: float, over: Path | None = None
+    connect: Callable[[], object], what: str, timeout: float, over: Path | None = None
 ) -> None:
     """Do what waits in C++ for other ranks; DistBackendError once it takes too long, or is over.
 
