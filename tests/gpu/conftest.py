@@ -10,6 +10,7 @@ from nbdist.world.world import World
 from tests.gpu import lab
 
 Figure = Callable[[str, float, str], None]
+Fact = Callable[[str, object], None]
 
 
 @pytest.fixture(scope="module", params=lab.KINDS)
@@ -43,11 +44,13 @@ def gpu() -> str:
 def figure(record_property: Callable[[str, object], None]) -> Figure:
     """Puts a figure into the report: name, value, unit."""
 
-    def note(name: str, value: float, unit: str) -> None:
-        record_property(name, f"{value:.4g} {unit}")
-        lab.say(f"{name}: {value:.4g} {unit}")
+    return lambda name, value, unit: record_property(name, f"{value:.4g} {unit}".strip())
 
-    return note
+
+@pytest.fixture
+def fact(record_property: Callable[[str, object], None]) -> Fact:
+    """Puts words into it."""
+    return lambda name, value: record_property(name, str(value))
 
 
 def needs_gpu() -> None:

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,15 @@ from nbdist.world.world import World
 DEVICE = os.environ.get("NBDIST_TEST_DEVICE", "cuda")
 """`cpu` runs the same bodies with gloo on the CPU, to prove that they are right."""
 
-KINDS = ("gloo", "nccl")
-"""Which backend has the collectives of CUDA tensors."""
+TORCH = tuple(map(int, version("torch").split(".")[:2]))
+
+KINDS = ("nccl", "gloo")
+"""Which backend has the collectives of CUDA tensors; the more telling first."""
+
+NCCL = pytest.mark.parametrize("kind", ["nccl"], indirect=True, scope="module")
+"""For a module's tests that are about nccl alone."""
+
+SUM = "t = torch.ones(1); dist.all_reduce(t); assert t.item() == world_size"
 
 ON_DEVICE = "torch.set_default_device(device)"
 """As a set-up cell: tensors and modules that cells make are on the rank's GPU."""
@@ -43,6 +51,13 @@ def has_gpu() -> bool:
 def gpus() -> int:
     """How many are visible, without CUDA."""
     return len(topology.visible_gpus(os.environ)) if DEVICE == "cuda" else 0
+
+
+def big() -> int:
+    """Bytes of a collective whose kernel runs for a while: 1 GiB on a card with 32 of them."""
+    if DEVICE == "cpu":
+        return 4 << 20
+    return min(1 << 30, (int(smi("--query-gpu=memory.total")[0]) << 20) // 32)
 
 
 def make_world(kind: str, n: int, **options: Any) -> World:

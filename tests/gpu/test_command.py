@@ -46,10 +46,10 @@ def test_all_was_run(tmp_path: Path) -> None:
 
 def test_time_is_over(tmp_path: Path) -> None:
     """What was at work is ended; what had no time is in the report as not run."""
-    code, report, page = run(tmp_path, "--only", "generations,ground", "--limit", "1")
+    code, report, page = run(tmp_path, "--only", "kills,ground", "--limit", "1")
     assert code == 1
     assert {test["outcome"] for test in report["tests"]} <= {"cut off", "not run"}
-    assert "| test_generations |  | 0.0 | no time was left |" in page
+    assert "| test_kills |  | 0.0 | no time was left |" in page
 
 
 def test_it_is_ended(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_it_is_ended(tmp_path: Path) -> None:
 
     Each test with its outcome, what it measured, and on what machine that was.
     """
-    only = ["--only", "freeing,generations", "-k", "(first_collective or generations) and gloo"]
+    only = ["--only", "freeing,kills", "-k", "collective_of_all and gloo or grows"]
     process = subprocess.Popen(
         [*COMMAND, "--out", str(tmp_path), "--device", "cpu", *only],
         cwd=command.ROOT,

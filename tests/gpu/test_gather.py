@@ -11,10 +11,11 @@ from nbdist.world.world import World
 from tests.gpu import lab
 from tests.gpu.conftest import Figure
 
-pytestmark = [pytest.mark.shared_world, pytest.mark.timeout(75)]
+# The way is the same with every backend.
+pytestmark = [lab.NCCL, pytest.mark.shared_world, pytest.mark.timeout(75)]
 
 MIB = 1 << 20
-SIZE = 256 * MIB if lab.DEVICE == "cuda" else 8 * MIB
+SIZE = 1024 * MIB if lab.DEVICE == "cuda" else 8 * MIB
 
 COPIES = """
 import time
@@ -28,14 +29,6 @@ pinned = torch.empty(big.shape, dtype=big.dtype, device="cpu", pin_memory=device
 took = [seconds(lambda: to.copy_(big)) for to in (pageable, pinned)]
 del pageable, pinned
 """
-
-
-@pytest.fixture(scope="module")
-def kind() -> str:
-    """The way is the same with every backend."""
-    if not lab.has_gpu():
-        pytest.skip("no GPU is visible here")
-    return "gloo"
 
 
 def test_values(world: World) -> None:

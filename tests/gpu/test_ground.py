@@ -1,9 +1,10 @@
-"""Where CUDA is, and where it must not be; what workers start with."""
+"""What nccl is here, where CUDA is and must not be, what listens, and the start."""
 
 from __future__ import annotations
 
 import os
 import time
+from ipaddress import ip_address
 
 import psutil
 import pytest
@@ -12,12 +13,45 @@ from nbdist.errors import NotEnoughGpus
 from nbdist.wire.worker_environ import sharing_variables
 from nbdist.world.world import World
 from tests.gpu import lab
-from tests.gpu.conftest import Figure
+from tests.gpu.conftest import Fact, Figure
 from tests.notebook.front_end import Notebook
+from tests.waiting import wait_until
 
 SUM = "t = torch.ones(1, device=device); dist.all_reduce(t); assert t.item() == world_size"
 
+LISTENING = """
+import psutil
+process = psutil.Process()
+found = getattr(process, "net_connections", process.connections)("inet")
+found = sorted({each.laddr[:2] for each in found if each.status == psutil.CONN_LISTEN})
+"""
+
 pytestmark = pytest.mark.timeout(90)
+
+
+def test_what_nccl_is(world: World, kind: str, fact: Fact) -> None:
+    """The backend of CUDA tensors: its class, its name, and whether it can be connected anew."""
+    world.execute("t = torch.ones(1); dist.all_reduce(t)")
+    world.execute(
+        "group = dist.group.WORLD; backend = group._get_backend(device)\n"
+        "about = type(backend).__name__, backend.name(),"
+        " getattr(backend, 'supports_reconfigure', False)"
+    )
+    (about,) = {*world.gather("about")}
+    fact(f"{kind}: class, name, can be connected anew", ", ".join(map(str, about)))
+    assert lab.DEVICE == "cpu" or kind in about[1]
+
+
+def test_what_listens(world: World, kind: str, fact: Fact) -> None:
+    """After collectives of the group and of a subgroup nothing does beyond loopback."""
+    world.execute(
+        "t = torch.ones(1); dist.all_reduce(t); pair = dist.new_group([0, 1])\n"
+        "if rank < 2: dist.all_reduce(t, group=pair)"
+    )
+    world.execute(LISTENING)
+    found = sorted({place for places in world.gather("found") for place in places})
+    fact(f"{kind}: listens on", ", ".join(f"{host}:{port}" for host, port in found) or "nothing")
+    assert all(ip_address(host).is_loopback for host, _ in found), found
 
 
 def test_a_notebook_has_no_cuda(gpu: str) -> None:
@@ -59,6 +93,7 @@ def test_agent_and_fork_server_have_no_cuda(gpu: str) -> None:
 
 def test_each_rank_has_its_gpu(world: World, gpu: str) -> None:
     """`device` is the rank's own, it is the current one, and LOCAL_RANK says which."""
+    assert [each.device for each in world.status()] == world.gather("str(device)")
     if gpu == "cpu":
         assert world.gather("str(device)") == ["cpu"] * 4
         return
@@ -89,19 +124,17 @@ def test_more_ranks_of_nccl_than_gpus_are_refused() -> None:
         World(lab.gpus() + 1, log_dir="")
 
 
-def test_start_and_memory(kind: str, figure: Figure) -> None:
+@pytest.mark.parametrize("n", [2, 4])
+def test_start_and_memory(kind: str, figure: Figure, n: int) -> None:
     """Workers start within seconds, and leave nothing on the GPU when they end."""
     before, started = lab.used_on_device(), time.monotonic()
-    with lab.make_world(kind, 4) as world:
+    with lab.make_world(kind, n) as world:
         world.execute(SUM)
-        figure(f"{kind}: start to the first all_reduce, n=4", time.monotonic() - started, "s")
-        used = (lab.used_on_device() - before) / 4 / 2**20
-        figure(f"{kind}: memory on the device per rank", used, "MiB")
+        figure(f"{kind}: start to the first all_reduce, n={n}", time.monotonic() - started, "s")
+        used = (lab.used_on_device() - before) / n / 2**20
+        figure(f"{kind}: memory on the device per rank, n={n}", used, "MiB")
         started = time.monotonic()
         world.restart()
         world.execute(SUM)
-        figure(f"{kind}: restart to an all_reduce, n=4", time.monotonic() - started, "s")
-    deadline = time.monotonic() + 10
-    while lab.used_on_device() > before + (64 << 20):
-        assert time.monotonic() < deadline, "the GPU's memory did not come back"
-        time.sleep(0.2)
+        figure(f"{kind}: restart to an all_reduce, n={n}", time.monotonic() - started, "s")
+    wait_until(lambda: lab.used_on_device() <= before + (64 << 20), "the memory comes back", 10.0)

@@ -17,8 +17,6 @@ pytestmark = [pytest.mark.shared_world, pytest.mark.timeout(60)]
 STOP_LIMIT = 12.0
 """Seconds after which the test says that Stop has failed; the aim is 5."""
 
-SUM = "t = torch.ones(1); dist.all_reduce(t); assert t.item() == world_size"
-
 KERNEL = (
     "torch.cuda._sleep(10**12)\n{then}"
     if lab.DEVICE == "cuda"
@@ -52,7 +50,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_stop_keeps_everything(world: World, kind: str, figure: Figure, name: str) -> None:
     """Nobody loses anything, and the group works."""
-    source = CASES[name].replace("{SUM}", SUM)
+    source = CASES[name].replace("{SUM}", lab.SUM)
     if lab.DEVICE == "cpu":
         source = source.replace("; torch.cuda.synchronize()", "")
     before = dict(world.pids)
@@ -61,7 +59,7 @@ def test_stop_keeps_everything(world: World, kind: str, figure: Figure, name: st
     figure(f"{kind}: Stop, {name}", seconds, "s")
     assert world.pids == before
     assert world.gather("kept") == [0, 1, 2, 3]
-    world.execute(SUM)
+    world.execute(lab.SUM)
     assert seconds < STOP_LIMIT
 
 
@@ -77,7 +75,7 @@ def test_stop_in_a_kernel(world: World, kind: str, figure: Figure, *, waits: boo
     assert error is not None
     figure(f"{kind}: Stop in a kernel, {'waited for' if waits else 'left behind'}", seconds, "s")
     assert {rank for rank in before if before[rank] != world.pids[rank]} <= {1}
-    world.execute(SUM)
+    world.execute(lab.SUM)
     assert seconds < STOP_LIMIT
 
 

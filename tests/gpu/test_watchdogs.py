@@ -1,0 +1,50 @@
+"""torch's own watchdogs end no process, whatever a rank waits for: nbdist sees to that itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from nbdist.errors import NbdistError
+from nbdist.world.world import World
+from tests.gpu import lab
+
+pytestmark = [lab.NCCL, pytest.mark.shared_world, pytest.mark.timeout(75)]
+
+SECONDS = 8 if lab.DEVICE == "cuda" else 3
+"""Longer than any watchdog waits that is told to wait for a second or two."""
+
+CASES = {
+    # By a timeout of the group, which a watchdog looks at.
+    "a late rank": f"if rank == 1: time.sleep({SECONDS})\n"
+    "dist.all_reduce(t, group=brief); t.sum().item()",
+    "all ranks hold the GIL": "dist.all_reduce(t); t.sum().item()\n"
+    f"ctypes.PyDLL(None).sleep({SECONDS})\n"
+    "dist.all_reduce(t); t.sum().item()",
+    "a rank that never comes": "if rank != 1:\n    dist.all_reduce(t, group=brief); t.sum().item()",
+}
+
+
+@pytest.fixture(scope="module")
+def started(kind: str) -> Iterator[World]:
+    environ = {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "2"}
+    with lab.make_world(kind, 4, env=environ) as world:
+        yield world
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_process_ends(world: World, name: str) -> None:
+    """The cell ends in one way or the other, all processes stay, and the group works."""
+    world.execute(
+        "import ctypes, time\nfrom datetime import timedelta\nt = torch.ones(8)\n"
+        "brief = dist.new_group(timeout=timedelta(seconds=2)); dist.all_reduce(t, group=brief)"
+    )
+    before = dict(world.pids)
+    try:
+        world.execute(CASES[name])
+    except NbdistError as error:
+        lab.say(str(error))
+    assert world.pids == before
+    world.execute(lab.SUM)
+    assert world.pids == before
