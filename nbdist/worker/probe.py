@@ -126,8 +126,13 @@ class Probe:
 
     @property
     def waits_for_nccl(self) -> bool:
-        """Whether a cell runs that has begun collectives of nccl's which have not ended."""
-        return self.is_in_cell and self._pending().count > 0
+        """Whether a cell runs that has begun collectives of nccl's which have not ended.
+
+        Or which nccl has ended by itself, because of an error.
+        """
+        if self._nccl is None or self._group is None or not self.is_in_cell:
+            return False
+        return self._pending().count > 0 or bool(self._group.nccl_error)
 
     def _frames(self) -> Iterator[FrameType]:
         """Give its frames from the innermost out."""

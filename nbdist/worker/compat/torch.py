@@ -1,10 +1,9 @@
 """Every private name of torch's groups and backends, each behind a function in our own words.
 
-Those of its models are in `nbdist.worker.compat.models`, what C++ alone has in
-`nbdist.worker.compat.receives`.
+Those of nccl's are in `nbdist.worker.compat.nccl`, those of models in
+`nbdist.worker.compat.models`, what C++ alone has in `nbdist.worker.compat.receives`.
 Runs in workers, and in the fork server before them.  Where versions differ a function says
-which ones; `check` says what the torch that is here lacks.  Run with 2.7 to 2.15 on the
-CPU; nothing of nccl has been run.
+which ones; `check` says what the torch that is here lacks.  Run with 2.7 to 2.15.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import FileStore as FileStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
@@ -60,7 +58,10 @@ OPERATIONS = (
 BACKWARD = "_engine_run_backward"
 """The function in which a thread runs a backward, in C++."""
 
-TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
+TABLES = (
+    *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag"),
+    "pg_flight_recorder_hooks",  # from torch 2.15 on, and it lasts as long as somebody has it
+)
 """Where torch has something under a group."""
 
 
@@ -91,7 +92,8 @@ def subgroups_of(default: ProcessGroup) -> dict[str, ProcessGroup]:
 
 def entries_of(group: ProcessGroup) -> dict[str, Any]:
     """Keep what torch has under this group, for `put_back`."""
-    return {table: getattr(distributed_c10d._world, table)[group] for table in TABLES}
+    tables = [table for table in TABLES if group in getattr(distributed_c10d._world, table, ())]
+    return {table: getattr(distributed_c10d._world, table)[group] for table in tables}
 
 
 def put_back(group: ProcessGroup, entries: Mapping[str, Any]) -> None:
@@ -155,17 +157,6 @@ def gloo_of(group: ProcessGroup) -> Any:
     return None
 
 
-def nccl_of(group: ProcessGroup) -> Any:
-    """Find the group's nccl backend, None where it has none."""
-    try:
-        backend = group._get_backend(CUDA)
-    except RuntimeError:
-        return None
-    # With debug level DETAIL it is in one that compares first, which has no abort of its own.
-    backend = getattr(backend, "wrapped_pg", backend)
-    return backend if backend.name() == "nccl" else None
-
-
 def takes_cpu(group: ProcessGroup) -> bool:
     """Say whether it works on tensors of the CPU."""
     return any(device.type == "cpu" for device in group._device_types)
@@ -203,12 +194,20 @@ def renew(backend: Any, store: Any, rank: int, size: int, number: int, timeout: 
 
     Raises RuntimeError where they do not meet; then it is as before.
     """
+    options = exchange_handles(backend, store, rank, size, number, timeout)
+    backend.reconfigure(options).wait()
+
+
+def exchange_handles(
+    backend: Any, store: Any, rank: int, size: int, number: int, timeout: timedelta
+) -> Any:
+    """Wait in the store for all ranks, and return the options to connect to them."""
     store.set(f"handle{number}/{rank}", backend.get_reconfigure_handle())
     options = c10d.ReconfigureOptions()  # type: ignore[attr-defined]
     options.uuid, options.timeout = number, timeout
     handles = store.multi_get([f"handle{number}/{each}" for each in range(size)])
     options.handles = [each.decode() for each in handles]
-    backend.reconfigure(options).wait()
+    return options
 
 
 def replace_gloo(group: ProcessGroup, backend: Any, number: int) -> None:
@@ -259,59 +258,6 @@ def read_debug_level() -> None:
 def compares() -> bool:
     """Say whether each collective is compared over the ranks first: debug level DETAIL."""
     return bool(c10d.get_debug_level() == c10d.DebugLevel.DETAIL)
-
-
-# --- nccl: written, not run -------------------------------------------------------------------
-
-
-def abort_nccl(backends: Sequence[Any]) -> None:
-    """End their collectives, from any thread."""
-    if not backends:
-        return
-    # Together: aborts of communicators that depend on each other would wait for ever.
-    backends[0]._group_start()
-    for backend in backends:
-        backend.abort()
-    backends[0]._group_end()
-
-
-def replace_nccl(
-    group: ProcessGroup, store: Any, rank: int, members: Sequence[int], number: int, timeout: Any
-) -> None:
-    """Give the group a new nccl backend; its members connect with their first collective.
-
-    Written after torch 2.13's own `_new_process_group_helper`.  (From 2.14 on another nccl
-    backend, "nccl2", can be renewed as gloo's can; torch's default one cannot.)
-    """
-    options = dist.ProcessGroupNCCL.Options()
-    options.is_high_priority_stream = False
-    options._timeout = timeout
-    # Asked of one of the backends, which can be another one in a moment.
-    name, description = group.group_name, group.group_desc
-    options.group_name = name
-    options.global_ranks_in_group = list(members)
-    backend = dist.ProcessGroupNCCL(store, members.index(rank), len(members), options)
-    backend._set_sequence_number_for_group()
-    group._register_backend(CUDA, ProcessGroup.BackendType(LAST_TYPE - number), backend)
-    group._set_group_name(name)
-    group._set_group_desc(description)
-
-
-def connect_nccl(backend: Any, device: torch.device) -> None:
-    """Have its ranks connect now, instead of with their first collective; all have to come.
-
-    A wait there for a rank that does not come cannot be aborted: torch has nothing to
-    abort before a communicator is there.  Sends and receives between two ranks use it too,
-    then, where they would else connect in the same way.
-    """
-    backend.eager_connect_single_device(device)
-
-
-def unfinished_of_nccl() -> list[dict[str, Any]]:
-    """Read Flight Recorder's entries of nccl's collectives that have not ended."""
-    dump = c10d._dump_nccl_trace_json(includeCollectives=True, onlyActive=True)  # type: ignore[attr-defined]
-    entries: list[dict[str, Any]] = json.loads(dump).get("entries", [])
-    return entries
 
 
 # --- Flight Recorder of gloo ------------------------------------------------------------------

@@ -16,7 +16,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
-from pathlib import Path
 from socket import socket
 from typing import Any
 
@@ -25,13 +24,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from nbdist.wire.start import WorkerStart, over_file
+from nbdist.worker.compat import nccl
 from nbdist.worker.compat import torch as seam
-from nbdist.worker.group import nccl
 from nbdist.worker.group.agent_store import AgentStore, Connections
 from nbdist.worker.group.ddp import forget_broken_off_steps, move_models
 from nbdist.worker.group.default import DefaultGroup
 from nbdist.worker.group.gloo import COLLECTIVE_TIMEOUT, Gloo
 from nbdist.worker.group.naming import GroupNames, refuse_stale, refuse_stale_models
+from nbdist.worker.group.nccl import START_TIMEOUT, Nccl
 from nbdist.worker.group.store import FORM_TIMEOUT, AbortableStore, Meeting
 
 ARRIVED = "arrived"
@@ -39,6 +39,9 @@ ARRIVED = "arrived"
 
 WORLD = "world"
 """The world's own group in the store; others have names that torch gave them."""
+
+OF_NCCL = "/nccl"
+"""What follows a group's name where its nccl backend is meant, and not its gloo backend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class Group:
         self.task_began_ns = 0
         self._names = GroupNames()
         self._gloo = Gloo()
+        self._nccl = Nccl(torch.device(start.device)) if self.uses_nccl else None
         self._default = DefaultGroup(timedelta(seconds=COLLECTIVE_TIMEOUT))
 
     def __repr__(self) -> str:
@@ -99,13 +103,18 @@ class Group:
     # --- what there is ------------------------------------------------------------------------
 
     def held(self) -> dict[str, tuple[int, ...]]:
-        """Give the ranks of each group that this one holds besides the world's, by its name."""
-        # Not those of nccl alone: they connect with their first collective.
-        return {
-            name: tuple(dist.get_process_group_ranks(group))
-            for name, group in self._default.subgroups().items()
-            if seam.gloo_of(group) is not None
-        }
+        """Give the ranks of each group that this one holds besides the world's, by its name.
+
+        They are those that all their ranks connect anew: gloo's and nccl's backend by themselves.
+        """
+        found = {}
+        for name, group in self._default.subgroups().items():
+            ranks = tuple(dist.get_process_group_ranks(group))
+            if seam.gloo_of(group) is not None:
+                found[name] = ranks
+            if nccl.connects_at_once(group):
+                found[name + OF_NCCL] = ranks
+        return found
 
     @property
     def uses_nccl(self) -> bool:
@@ -113,9 +122,16 @@ class Group:
         return "nccl" in (self._start.world.backend or "")
 
     @property
+    def nccl_error(self) -> str:
+        """What nccl itself says has gone wrong between ranks; "" for nothing."""
+        backends = self._nccl_backends()
+        return next(filter(None, (nccl.adapter_of(each).error(each) for each in backends)), "")
+
+    @property
     def waits_to_meet(self) -> bool:
         """Whether a thread waits for ranks that have not come to make a group."""
-        return self._meeting.is_waited_in or self._gloo.waits_to_meet
+        makes = self._meeting.is_waited_in or self._gloo.waits_to_meet
+        return makes or (self._nccl is not None and self._nccl.waits_to_meet)
 
     def connections(self) -> Iterator[socket]:
         """Find gloo's connections, each valid until the next is asked for."""
@@ -162,15 +178,14 @@ class Group:
         self._gloo.next_meets_in(meeting)
         try:
             # What torch would wrap a later one in meets where earlier generations did.
-            with nullcontext() if is_first else seam.without_comparing():
+            later = nullcontext() if self._nccl is None else self._nccl.connecting_later()
+            with later, nullcontext() if is_first else seam.without_comparing():
                 self._default.form(start, store)
         finally:
             self._gloo.next_meets_in(None)
-        if is_first:
-            self._connect_nccl(nccl.START_TIMEOUT)
-        else:
+        if not is_first:
             self._compare_default(start.generation)
-            self._renew_nccl(start.generation)
+        self._connect_own_nccl(start.generation)
 
     def _compare_default(self, generation: int) -> None:
         """Have a default group that torch made without it compare collectives, as all others."""
@@ -210,18 +225,17 @@ class Group:
     # --- abort, and form again ----------------------------------------------------------------
 
     # An abort ends the connections, from whichever thread, and leaves groups that work no more.
-    # `regroup` connects each of them anew in place: gloo's backend where it can be renewed, else
-    # by another backend in its place; nccl's by another one always.
+    # `regroup` connects each of them anew in place: its backend where that can be renewed, else
+    # another one in its place.
 
     def abort(self) -> int:
         """End all waits, in collectives and for others to make a group; from any thread.
 
         Gloo's connections end (how many there were is returned), nccl's collectives are
-        aborted.
+        aborted.  Raises AbortHangs.
         """
         self._meeting.abort()
-        ended = self._abort_nccl() if self.uses_nccl else 0
-        return ended + self._gloo.abort()
+        return self._gloo.abort() + self._abort_nccl()
 
     def regroup(self, generation: int, held: Mapping[str, tuple[int, ...]]) -> None:
         """Connect every group anew in place; all its members do so at once.
@@ -233,23 +247,30 @@ class Group:
         if most is not None and generation > most:
             why = f"the group was rebuilt {most} times, which is all torch takes"
             raise dist.DistBackendError(why)
+        # What they hold on the device; they may not have been aborted.
+        self._abort_nccl()
         # First, so that what is made anew here can be waited for, and aborted.
         self._start_over()
         self._meet(generation, self._start.world.world_size)
         self._connect(self._world, generation)
-        self._renew_nccl(generation)
+        self._connect_own_nccl(generation)
         self._connect_others(generation, held)
         forget_broken_off_steps()
 
     def _most_generations(self) -> int | None:
         """Say how often a group can be formed anew; None where there is no limit."""
-        if self.uses_nccl:
-            return seam.MOST_RENEWALS // 2
-        return None if self._gloo.renews and not seam.compares() else seam.MOST_RENEWALS
+        renews = self._gloo.renews and not seam.compares()
+        backend = nccl.nccl_of(self._default.group)
+        if backend is None:
+            return None if renews else seam.MOST_RENEWALS
+        most = nccl.adapter_of(backend).most_renewals
+        return seam.MOST_RENEWALS if most is None and not renews else most
 
     def _start_over(self) -> None:
         self._meeting.start_over()
         self._gloo.start_over()
+        if self._nccl is not None:
+            self._nccl.start_over()
 
     def _connect_others(self, generation: int, held: Mapping[str, tuple[int, ...]]) -> None:
         """Connect the rest, in one order on all ranks, or they would wait for one another.
@@ -261,7 +282,9 @@ class Group:
         self._stand_ins.clear()
         for name, members in sorted(held.items()):
             if self._start.rank in members:
-                self._connect(Side(name, members, own.get(name)), generation)
+                side = Side(name, members, own.get(name.removesuffix(OF_NCCL)))
+                connect = self._connect_nccl if name.endswith(OF_NCCL) else self._connect
+                connect(side, generation)
 
     def _connect(self, side: Side, generation: int) -> None:
         """Connect gloo's backend of one group anew, or give the group a new one."""
@@ -293,35 +316,46 @@ class Group:
 
     # --- nccl ---------------------------------------------------------------------------------
 
-    def _renew_nccl(self, generation: int) -> None:
-        """Give every group that has nccl a new backend, and connect that of the world's.
+    def _connect_own_nccl(self, generation: int) -> None:
+        """Have the world's group connect now, while all ranks are known to come.
 
-        Not where the generations before met.
+        Others are made ready where they connect with their first collective; the rest connect
+        in the order that all ranks have.
         """
-        if not self.uses_nccl:
-            return
-        # What their old ones hold on the device; they may not have been aborted.
-        self._abort_nccl()
-        own = self._default.subgroups().items()
-        others = [Side(name, dist.get_process_group_ranks(group), group) for name, group in own]
-        for side in [self._world, *others]:
-            if side.group is not None and seam.nccl_of(side.group) is not None:
-                store, rank = self._store_of(generation, side.name), self._start.rank
-                seam.replace_nccl(side.group, store, rank, side.members, generation, side.timeout)
-        over = over_file(self._start.over_path, generation)
-        self._connect_nccl(nccl.RENEWAL_TIMEOUT, over)
+        for name, group in {WORLD: self._default.group, **self._default.subgroups()}.items():
+            is_own = name == WORLD or not nccl.connects_at_once(group)
+            if is_own and nccl.nccl_of(group) is not None:
+                members = dist.get_process_group_ranks(group)
+                side = Side(name + OF_NCCL, members, group, self._world.timeout)
+                self._connect_nccl(side, generation)
 
-    def _connect_nccl(self, timeout: float, over: Path | None = None) -> None:
-        """Have the world's own group connect now, while all ranks are known to come."""
-        if self.uses_nccl and (backend := seam.nccl_of(self._default.group)) is not None:
-            nccl.connect(backend, torch.device(self._start.device), timeout, over)
+    def _connect_nccl(self, side: Side, generation: int) -> None:
+        """Connect nccl's backend of one group, not where the generations before met."""
+        if self._nccl is None:
+            return
+        meeting, position = self._meeting_of(side.name, generation), self._rank_in(side)
+        seat = self._nccl.seat(meeting, side.members, position)
+        if side.group is None:
+            self._stand_ins.append(self._nccl.stand_in(meeting, seat, side.timeout))
+        elif generation == 1:
+            self._nccl.connect(nccl.nccl_of(side.group), meeting, seat, START_TIMEOUT)
+        else:
+            now = side.name == WORLD + OF_NCCL
+            self._nccl.renew(side.group, meeting, seat, side.timeout, now=now)
 
     def _abort_nccl(self) -> int:
         """Abort collectives of all groups; how many groups there were.  From any thread."""
-        groups = chain([self._default.group], self._default.subgroups().values())
-        found = [backend for group in groups if (backend := seam.nccl_of(group)) is not None]
-        seam.abort_nccl(found)
+        if self._nccl is None:
+            return 0
+        found = self._nccl_backends()
+        self._nccl.abort(found)
         return len(found)
+
+    def _nccl_backends(self) -> list[Any]:
+        """Find those of all groups, and what stands in for one."""
+        groups = chain([self._default.group], self._default.subgroups().values())
+        found = chain(map(nccl.nccl_of, groups), self._stand_ins)
+        return [each for each in found if each is not None and each.name() in nccl.ADAPTERS]
 
     # --- where ranks meet ---------------------------------------------------------------------
 

@@ -1,4 +1,6 @@
-"""How nccl's backends connect, and which of their collectives is under way.  Not run on a GPU yet.
+"""How nccl's backends are made, connected and aborted, and which collective is under way.
+
+Not run on a GPU yet.
 
 nccl has an abort, in place of gloo's broken connections: its kernels end, and what waits for
 their stream goes on, with results that mean nothing, so the main thread has to be
@@ -9,33 +11,136 @@ which workers start with).
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
-from nbdist.worker.compat import torch as seam
-from nbdist.worker.group.store import until_over
+from nbdist.worker.compat import nccl as seam
+from nbdist.worker.compat.nccl import Seat
+from nbdist.worker.group.store import AbortableStore, Meeting, until_over
 
 START_TIMEOUT, RENEWAL_TIMEOUT = 100.0, 25.0
 """Seconds for all ranks to connect: agents wait 180 s for a start, and 30 s for healing."""
 
+ABORT_TIMEOUT = 5.0
+"""Seconds for all aborts together, which have been seen to take for ever (NCCL 2.25); NVIDIA's
+in-process restart takes 0.5 s, and 0.01 s for each kernel."""
 
-def connect(backend: Any, device: torch.device, timeout: float, over: Path | None = None) -> None:
-    """Have all ranks connect, all at once; raises as `until_over` does.
 
-    With the first collective instead, ranks that wait for one that has failed before it
-    could not be aborted.
+class AbortHangs(RuntimeError):
+    """It did not end in time; only another process can take part in the group again."""
+
+
+class Nccl:
+    """Makes nccl2 backends so that they can be renewed, connects all, and aborts all."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Of every nccl2 backend, for life; it leads to where they meet just then.
+        self._store = _Claimed(None)
+        self._is_put_off = False
+        seam.when_nccl2_is_made(self._make)
+
+    def __repr__(self) -> str:
+        return f"<Nccl on {self._device}, {self._store}>"
+
+    @contextmanager
+    def connecting_later(self) -> Iterator[None]:
+        """Have what is made meanwhile be connected by `connect`, and not at once."""
+        self._is_put_off = True
+        try:
+            yield
+        finally:
+            self._is_put_off = False
+
+    def _make(self, create: Callable[[Any], Any], options: Any) -> Any:
+        meeting = Meeting(options.store, timeout=options.timeout.total_seconds())
+        members = options.global_ranks_in_group or range(options.group_size)
+        # Torch splits another one where user code has bound its group to a device.
+        is_split = options.split_from is not None
+        options.store = self._store
+        with self._store.at(meeting):
+            backend = create(options)
+        if not (is_split or self._is_put_off):
+            seat = self.seat(meeting, members, options.group_rank)
+            self.connect(backend, meeting, seat, START_TIMEOUT)
+        return backend
+
+    def seat(self, meeting: Meeting, members: Sequence[int], position: int) -> Seat:
+        """Say where the rank at this position meets the other members of a group."""
+        return Seat(meeting.store, members, position, meeting.number, self._device)
+
+    def connect(self, backend: Any, meeting: Meeting, seat: Seat, timeout: float) -> None:
+        """Have all ranks connect, all at once; raises as `until_over` does.
+
+        With the first collective instead, ranks that wait for one that has failed before it
+        could not be aborted.
+        """
+        with self._store.at(meeting):
+            at_store = replace(seat, store=self._store)
+            ready = seam.adapter_of(backend).connect(backend, at_store, timedelta(seconds=timeout))
+            until_over(ready, "connecting nccl", timeout, meeting.over)
+
+    def renew(
+        self, group: ProcessGroup, meeting: Meeting, seat: Seat, timeout: timedelta, *, now: bool
+    ) -> None:
+        """Have the ranks of a group connect anew: now, or with its first collective if they may."""
+        adapter = seam.adapter_of(seam.nccl_of(group))
+        backend = adapter.renew(group, seat, timeout)
+        if now or adapter.connects_at_once:
+            self.connect(backend, meeting, seat, RENEWAL_TIMEOUT)
+
+    def stand_in(self, meeting: Meeting, seat: Seat, timeout: timedelta) -> Any:
+        """Make one for a group that this rank does not hold, connected with the others."""
+        backend = seam.new_nccl2(replace(seat, store=self._store), timeout)
+        self.connect(backend, meeting, seat, RENEWAL_TIMEOUT)
+        return backend
+
+    def abort(self, backends: Sequence[Any]) -> None:
+        """End waits for one another, and their collectives, from any thread.
+
+        Raises AbortHangs.
+        """
+        self._store.abort()
+        for adapter in {seam.adapter_of(backend) for backend in backends}:
+            own = [backend for backend in backends if seam.adapter_of(backend) is adapter]
+            try:
+                until_over(partial(adapter.abort, own), "aborting nccl", ABORT_TIMEOUT)
+            except RuntimeError as error:
+                raise AbortHangs(str(error)) from error
+
+    def start_over(self) -> None:
+        """Allow backends to be connected again, after `abort`."""
+        self._store.start_over()
+
+    @property
+    def waits_to_meet(self) -> bool:
+        """Whether a thread waits for ranks that have not come to make a group."""
+        return self._store.is_waited_in
+
+
+class _Claimed(AbortableStore):
+    """Lets nccl2 claim a number where torch's rendezvous has no compare and set (etcd).
+
+    Only rank 0 does, and each number is given to it once.
     """
-    until_over(lambda: seam.connect_nccl(backend, device), "connecting nccl", timeout, over)
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        self.set(key, desired)
+        return self.get(key)
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
     """What nccl has begun and not ended: how many collectives, and the newest one.
 
-    `number` counts over all groups, 0 where there is none; `name` is "" then.
+    `number` grows with each that begins, 0 where there is none; `name` is "" then.
     """
 
     count: int = 0
@@ -47,20 +152,28 @@ class UnderWay:
     """Of the collectives since the groups were last formed."""
 
     def __init__(self) -> None:
-        self._first = 0
+        self._first = dict.fromkeys(seam.ADAPTERS, 0)
 
     def __repr__(self) -> str:
         return f"<UnderWay from {self._first}>"
 
     def pending(self) -> Pending:
         """Say what is under way now, on the GPU or waiting there for its turn."""
-        entries = [e for e in seam.unfinished_of_nccl() if e["record_id"] >= self._first]
-        if not entries:
+        found = [entry for entries in self._entries().values() for entry in entries]
+        if not found:
             return Pending()
-        newest = max(entries, key=lambda entry: int(entry["record_id"]))
+        newest = max(found, key=lambda entry: int(entry["time_created_ns"]))
         name = re.sub(r"^\w+:", "", str(newest["profiling_name"]))
-        return Pending(len(entries), int(newest["record_id"]) + 1, name)
+        return Pending(len(found), int(newest["time_created_ns"]), name)
 
     def start_over(self) -> None:
         """Forget what has begun so far: the groups are being formed anew."""
-        self._first = max(self._first, self.pending().number)
+        for name, entries in self._entries().items():
+            newest = max((int(entry["record_id"]) for entry in entries), default=-1)
+            self._first[name] = max(self._first[name], newest + 1)
+
+    def _entries(self) -> dict[str, list[dict[str, Any]]]:
+        return {
+            name: [e for e in seam.ADAPTERS[name].pending() if e["record_id"] >= first]
+            for name, first in self._first.items()
+        }

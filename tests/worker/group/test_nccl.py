@@ -3,72 +3,176 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from nbdist.worker.compat import torch as seam
-from nbdist.worker.group.nccl import Pending, UnderWay, connect
+from nbdist.worker.compat import nccl as seam
+from nbdist.worker.compat.torch import RENEWS_GLOO
+from nbdist.worker.group import nccl
+from nbdist.worker.group.nccl import AbortHangs, Nccl, Pending, UnderWay
+from nbdist.worker.group.store import Meeting
 
 GPU = torch.device("cuda:0")
 
+reconfigures = pytest.mark.skipif(not RENEWS_GLOO, reason="torch has no reconfigure before 2.14")
 
-class Backend:
+
+class Legacy:
     """What torch's has of this: connecting, which takes as long as the others take to come."""
 
-    def __init__(self, wait: Callable[[], object]) -> None:
+    def __init__(self, wait: Callable[[], object] = lambda: None) -> None:
         self.wait = wait
-        self.connected: list[torch.device] = []
+        self.done: list[object] = []
+
+    def name(self) -> str:
+        return "nccl"
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         self.wait()
-        self.connected.append(device)
+        self.done.append(device)
+
+    def _group_start(self) -> None:
+        self.done.append("start")
+
+    def _group_end(self) -> None:
+        self.done.append("end")
+
+    def abort(self) -> None:
+        self.wait()
+        self.done.append("abort")
 
 
-def test_all_come() -> None:
+class Nccl2(Legacy):
+    """The other class: reconfigured, and aborted by itself."""
+
+    def name(self) -> str:
+        return "nccl2"
+
+    def get_reconfigure_handle(self) -> str:
+        return f"handle of {id(self)}"
+
+    def reconfigure(self, options: Any) -> Any:
+        self.wait()
+        self.done.append((options.uuid, options.handles))
+        return SimpleNamespace(wait=lambda: None)
+
+
+@pytest.fixture
+def adapter(monkeypatch: pytest.MonkeyPatch) -> Nccl:
+    """What workers have, in a process that makes no nccl."""
+    monkeypatch.setattr(seam, "when_nccl2_is_made", lambda make: None)
+    return Nccl(GPU)
+
+
+def connect(
+    made: Nccl,
+    backend: Legacy,
+    *,
+    rank: int = 0,
+    over: Path | None = None,
+    timeout: float = 5.0,
+    store: Any = None,
+    size: int = 1,
+) -> None:
+    meeting = Meeting(store or dist.HashStore(), 7, over)
+    made.connect(backend, meeting, made.seat(meeting, range(size), rank), timeout)
+
+
+def test_all_come(adapter: Nccl) -> None:
     """It is connected on the rank's device."""
-    backend = Backend(lambda: None)
-    connect(backend, GPU, timeout=5.0)
-    assert backend.connected == [GPU]
+    backend = Legacy()
+    connect(adapter, backend)
+    assert backend.done == [GPU]
 
 
-def test_what_nccl_says_is_passed_on() -> None:
+@reconfigures
+def test_all_come_to_reconfigure(adapter: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """nccl2 gets the handles of all ranks in their order, under this generation's number."""
+    store, backends = dist.HashStore(), [Nccl2(), Nccl2()]
+    other = Nccl(GPU)
+    first = threading.Thread(
+        target=lambda: connect(other, backends[1], rank=1, store=store, size=2), daemon=True
+    )
+    first.start()
+    connect(adapter, backends[0], store=store, size=2)
+    first.join()
+    handles = [each.get_reconfigure_handle() for each in backends]
+    assert [each.done for each in backends] == [[(7, handles)]] * 2
+    assert [vars(each)["bound_device_id"] for each in backends] == [GPU, GPU]
+
+
+def test_what_nccl_says_is_passed_on(adapter: Nccl) -> None:
     """As an error of the thread that has asked."""
 
     def refuse() -> None:
         raise RuntimeError("Duplicate GPU detected")
 
     with pytest.raises(RuntimeError, match="Duplicate GPU"):
-        connect(Backend(refuse), GPU, timeout=5.0)
+        connect(adapter, Legacy(refuse))
 
 
-def test_nobody_waits_for_ever(tmp_path: Path) -> None:
+def test_nobody_waits_for_ever(adapter: Nccl, tmp_path: Path) -> None:
     """A rank that does not come in time, or has ended, is told of; the wait is left behind."""
     end = threading.Event()
     with pytest.raises(RuntimeError, match="connecting nccl took more than 0 s"):
-        connect(Backend(end.wait), GPU, timeout=0.1)
+        connect(adapter, Legacy(end.wait), timeout=0.1)
     over = tmp_path / "over"
     over.touch()
     with pytest.raises(RuntimeError, match="called off: a rank cannot take part"):
-        connect(Backend(end.wait), GPU, timeout=5.0, over=over)
+        connect(adapter, Legacy(end.wait), over=over)
     end.set()
 
 
-def test_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_aborted(adapter: Nccl) -> None:
+    """The legacy class in one group, nccl2 each by itself and all at once."""
+    legacy = [Legacy(), Legacy()]
+    together = threading.Barrier(2)  # one after the other would wait here for ever
+    adapter.abort([legacy[0], *(new := [Nccl2(together.wait), Nccl2(together.wait)]), legacy[1]])
+    assert [each.done for each in legacy] == [["start", "abort", "end"], ["abort"]]
+    assert [each.done for each in new] == [["abort"], ["abort"]]
+
+
+def test_an_abort_that_hangs(adapter: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is left behind in time, with an error for which the rank is replaced."""
+    monkeypatch.setattr(nccl, "ABORT_TIMEOUT", 0.1)
+    end = threading.Event()
+    with pytest.raises(AbortHangs, match="aborting nccl took more than 0 s"):
+        adapter.abort([Nccl2(end.wait)])
+    end.set()
+
+
+@pytest.fixture
+def active(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[dict[str, Any]]]]:
+    """What Flight Recorder has of each class."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in seam.ADAPTERS}
+    for name, adapter in seam.ADAPTERS.items():
+        monkeypatch.setattr(adapter, "pending", lambda name=name: found[name])
+    return found
+
+
+def entry(record: int, name: str, began: int = 0) -> dict[str, Any]:
+    return {"record_id": record, "profiling_name": name, "time_created_ns": began or record}
+
+
+@pytest.mark.parametrize("kind", seam.ADAPTERS)
+def test_what_is_under_way(active: dict[str, list[dict[str, Any]]], kind: str) -> None:
     """The newest of what Flight Recorder has as active, and nothing of earlier generations."""
-    active = [{"record_id": 7, "profiling_name": "nccl:all_reduce"}]
-    monkeypatch.setattr(seam, "unfinished_of_nccl", lambda: active)
+    active[kind].append(entry(7, f"{kind}:all_reduce"))
     under_way = UnderWay()
-    assert under_way.pending() == Pending(1, 8, "all_reduce")
-    active.insert(0, {"record_id": 9, "profiling_name": "nccl:broadcast"})
-    assert under_way.pending() == Pending(2, 10, "broadcast")
+    assert under_way.pending() == Pending(1, 7, "all_reduce")
+    active[kind].insert(0, entry(9, f"{kind}:broadcast"))
+    assert under_way.pending() == Pending(2, 9, "broadcast")
     under_way.start_over()
     assert under_way.pending() == Pending()
-    active.append({"record_id": 10, "profiling_name": "nccl:recv 0<-1"})
-    assert under_way.pending() == Pending(1, 11, "recv 0<-1")
-    active.clear()
+    active[kind].append(entry(10, f"{kind}:recv 0<-1"))
+    assert under_way.pending() == Pending(1, 10, "recv 0<-1")
+    active[kind].clear()
     under_way.start_over()
-    active.append({"record_id": 10, "profiling_name": "nccl:recv 0<-1"})
+    active[kind].append(entry(10, f"{kind}:recv 0<-1"))
     assert under_way.pending().count == 1

@@ -1,0 +1,259 @@
+"""The two classes that "nccl" has been in torch, behind one protocol.  Not run on a GPU yet.
+
+`Legacy` is what "nccl" means up to torch 2.14, "nccl-legacy" from then on, and where
+TORCH_DIST_USE_NCCL2=0; `Nccl2` is what it means from 2.15 on.  Which of them a backend is
+follows from its name, and never from the version of torch.
+
+With torch 2.14 nbdist leaves it at torch's choice, which is the legacy class: that one heals,
+as on 2.13, and Flight Recorder tells who waits for whom.  nccl2 (TORCH_DIST_USE_NCCL2=1) heals
+there too, but its entries are retired when a collective is issued, so that nobody can be said
+to wait.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import ProcessGroup, distributed_c10d
+
+from nbdist.worker.compat.torch import LAST_TYPE, MOST_RENEWALS, VERSION, exchange_handles
+
+RECORDS_NCCL2 = VERSION >= (2, 15)
+"""Whether Flight Recorder has entries of nccl2 that end when the collective does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where the rank at a `position` of a group meets the others to connect.
+
+    The `number` has not been used in this `store` before.
+    """
+
+    store: Any
+    members: Sequence[int]
+    position: int
+    number: int
+    device: torch.device
+
+
+class Adapter(Protocol):
+    """What nbdist asks of nccl."""
+
+    most_renewals: int | None
+    """How often a group can be connected anew; None where there is no limit."""
+
+    connects_at_once: bool
+    """Whether each group is connected as soon as it is made or renewed, by all its ranks.
+
+    Else that of the world alone is, and others are with their first collective.
+    """
+
+    def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
+        """Find the other ranks in the store; return what connects then, and waits in C++."""
+
+    def renew(self, group: ProcessGroup, seat: Seat, timeout: timedelta) -> Any:
+        """Return what is to be connected: the group's backend, or another one in its place.
+
+        Its collectives take `timeout` at most.
+        """
+
+    def abort(self, backends: Sequence[Any]) -> None:
+        """End their collectives, from any thread; it can take for ever."""
+
+    def pending(self) -> list[dict[str, Any]]:
+        """Read Flight Recorder's entries of collectives that have not ended."""
+
+    def error(self, backend: Any) -> str:
+        """Name what has gone wrong between its ranks; "" for nothing."""
+
+
+class Legacy:
+    """`ProcessGroupNCCL`: aborted in one go, and then replaced by another one in its group."""
+
+    most_renewals: int | None = MOST_RENEWALS // 2
+    connects_at_once = False
+
+    def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
+        """Connect, instead of with the first collective.
+
+        A wait there for a rank that does not come cannot be aborted: torch has nothing to
+        abort before a communicator is there.  Sends and receives between two ranks use it too,
+        then, where they would else connect in the same way.
+        """
+        return lambda: backend.eager_connect_single_device(seat.device)
+
+    def renew(self, group: ProcessGroup, seat: Seat, timeout: timedelta) -> Any:
+        """Give the group a new backend, as torch 2.13's own `_new_process_group_helper` makes it.
+
+        Its members connect with their first collective.
+        """
+        options = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = False
+        options._timeout = timeout
+        # Asked of one of the backends, which can be another one in a moment.
+        name, description = group.group_name, group.group_desc
+        options.group_name = name
+        options.global_ranks_in_group = list(seat.members)
+        backend = dist.ProcessGroupNCCL(seat.store, seat.position, len(seat.members), options)
+        backend._set_sequence_number_for_group()
+        # A group takes a backend in another's place where it has not seen its type.
+        kind = ProcessGroup.BackendType(LAST_TYPE - seat.number)
+        group._register_backend(torch.device("cuda"), kind, backend)
+        group._set_group_name(name)
+        group._set_group_desc(description)
+        return backend
+
+    def abort(self, backends: Sequence[Any]) -> None:
+        """Abort all together: communicators that depend on each other would wait for ever."""
+        backends[0]._group_start()
+        for backend in backends:
+            backend.abort()
+        backends[0]._group_end()
+
+    def pending(self) -> list[dict[str, Any]]:
+        """Ask the recorder that the class has for itself."""
+        dump = getattr(c10d, "_dump_nccl_trace_json", None)  # torch for the CPU has none
+        return _entries(dump(includeCollectives=True, onlyActive=True)) if dump else []
+
+    def error(self, backend: Any) -> str:
+        """Ask the backend."""
+        return _error(backend)
+
+
+class Nccl2:
+    """`ProcessGroupNCCL2`: made to be reconfigured, which connects it, and connects it anew.
+
+    Its watchdog then ends what cannot go on, and never the process.
+    """
+
+    most_renewals: int | None = None
+    connects_at_once = True
+
+    def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
+        """Connect under a number that was not used before, on the rank's device.
+
+        What connects is bounded, raises RuntimeError on all ranks, and can be tried again.
+        """
+        # Else it takes the device of the thread, and each thread has its own.
+        backend.bound_device_id = seat.device
+        size = len(seat.members)
+        options = exchange_handles(backend, seat.store, seat.position, size, seat.number, timeout)
+        return lambda: backend.reconfigure(options).wait()
+
+    def renew(self, group: ProcessGroup, seat: Seat, timeout: timedelta) -> Any:
+        """Return the group's own: whatever it does now ends when it is connected.
+
+        What compares first (debug level DETAIL) does so over connections that have ended, and is
+        left out from then on.
+        """
+        device, backend = _found_in(group)
+        if group._get_backend(device) is not backend:
+            kind = ProcessGroup.BackendType(LAST_TYPE - seat.number)
+            group._register_backend(device, kind, backend)
+        return backend
+
+    def abort(self, backends: Sequence[Any]) -> None:
+        """Abort each by itself, all at once: one after the other two could wait for each other."""
+        with ThreadPoolExecutor(len(backends)) as pool:
+            for _ in pool.map(lambda backend: backend.abort(), backends):
+                pass
+
+    def pending(self) -> list[dict[str, Any]]:
+        """Ask the recorder that hooks of the groups write to; nobody knows before torch 2.15."""
+        if not RECORDS_NCCL2:
+            return []
+        dump = c10d._dump_fr_trace_json(True, True, "nccl2")  # type: ignore[attr-defined]  # noqa: FBT003
+        # One without a hook for the end of its collectives retires them at once.
+        return [entry for entry in _entries(dump) if not entry["retired"]]
+
+    def error(self, backend: Any) -> str:
+        """Ask the backend."""
+        return _error(backend)
+
+
+ADAPTERS: Mapping[str, Adapter] = {"nccl": Legacy(), "nccl2": Nccl2()}
+"""By the name that a backend has for itself, whatever it was asked for by."""
+
+
+def nccl_of(group: ProcessGroup) -> Any:
+    """Find the group's nccl backend of either class, None where it has none."""
+    return _found_in(group)[1]
+
+
+def _found_in(group: ProcessGroup) -> tuple[Any, Any]:
+    """Find it on whichever device, and that."""
+    for device in group._device_types:
+        # With debug level DETAIL it is in one that compares first, which has no abort of its own.
+        backend: Any = group._get_backend(device)
+        backend = getattr(backend, "wrapped_pg", backend)
+        if backend.name() in ADAPTERS:
+            return device, backend
+    return None, None
+
+
+def connects_at_once(group: ProcessGroup) -> bool:
+    """Say whether it has one which all its ranks connect as soon as it is made or renewed."""
+    backend = nccl_of(group)
+    return backend is not None and adapter_of(backend).connects_at_once
+
+
+def adapter_of(backend: Any) -> Adapter:
+    """Return what speaks to this nccl backend."""
+    return ADAPTERS[backend.name()]
+
+
+def when_nccl2_is_made(make: Callable[[Callable[[Any], Any], Any], Any]) -> None:
+    """Have `make(create, options)` make each from now on; `options` are torch's for all backends.
+
+    `create(options)` makes one to be reconfigured: nobody is connected.
+    """
+    torchs: Any = distributed_c10d
+    backends = torchs.Backend
+    if not hasattr(c10d, "ReconfigureOptions"):  # before torch 2.14
+        return
+    for name in ("nccl", "nccl2"):
+        backends._ensure_backend_registered(name)
+        plugin = backends._plugins.get(name.upper())
+        # Where it is the legacy one, "nccl" is not to be made otherwise.
+        if plugin and plugin.creator_fn is not torchs._create_nccl_process_group:
+            creator = _creator(plugin.creator_fn, make)
+            backends._plugins[name.upper()] = plugin._replace(creator_fn=creator)
+
+
+def _creator(original: Callable[..., Any], make: Callable[..., Any]) -> Callable[..., Any]:
+    def create(options: Any, backend_options: Any) -> Any:
+        if options.enable_reconfigure:  # user code's own
+            return original(options, backend_options)
+        options.enable_reconfigure = True
+        return make(lambda changed: original(changed, backend_options), options)
+
+    return create
+
+
+def new_nccl2(seat: Seat, timeout: timedelta) -> Any:
+    """Make one that no group has, to be connected."""
+    options: Any = c10d._DistributedBackendOptions()
+    options.store, options.timeout = seat.store, timeout
+    options.group_rank, options.group_size = seat.position, len(seat.members)
+    options.global_ranks_in_group = list(seat.members)
+    options.group_id, options.enable_reconfigure = "stand-in", True
+    plugins: Any = distributed_c10d.Backend._plugins
+    return plugins["NCCL"].creator_fn(options, None)
+
+
+def _entries(dump: bytes) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = json.loads(dump).get("entries", [])
+    return entries
+
+
+def _error(backend: Any) -> str:
+    kind = backend.get_error()
+    return "" if kind == c10d.ErrorType.SUCCESS else kind.name.lower()
