@@ -6,8 +6,8 @@ follows from its name, and never from the version of torch.
 
 With torch 2.14 nbdist leaves it at torch's choice, which is the legacy class: that one heals,
 as on 2.13, and Flight Recorder tells who waits for whom.  nccl2 (TORCH_DIST_USE_NCCL2=1) heals
-there too, but its entries are retired when a collective is issued, so that nobody can be said
-to wait.
+there too, but torch attaches no hook that would record its collectives, and one that is attached
+says that each has ended when it is issued: nobody could be said to wait.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Adapter(Protocol):
 
 
 class Legacy:
-    """`ProcessGroupNCCL`: aborted in one go, and then replaced by another one in its group."""
+    """torch's first class: aborted in one go, and then replaced by another one in its group."""
 
     most_renewals: int | None = MOST_RENEWALS // 2
     connects_at_once = False
@@ -103,7 +103,8 @@ class Legacy:
         options.group_name = name
         options.global_ranks_in_group = list(seat.members)
         backend = dist.ProcessGroupNCCL(seat.store, seat.position, len(seat.members), options)
-        backend._set_sequence_number_for_group()
+        if VERSION < (2, 14):  # from then on it does nothing, and warns
+            backend._set_sequence_number_for_group()
         # A group takes a backend in another's place where it has not seen its type.
         kind = ProcessGroup.BackendType(LAST_TYPE - seat.number)
         group._register_backend(torch.device("cuda"), kind, backend)
@@ -129,7 +130,7 @@ class Legacy:
 
 
 class Nccl2:
-    """`ProcessGroupNCCL2`: made to be reconfigured, which connects it, and connects it anew.
+    """torch's other class, named "nccl2": reconfigured to be connected, and to be so anew.
 
     Its watchdog then ends what cannot go on, and never the process.
     """

@@ -1,0 +1,369 @@
+"""What nbdist uses of torch that torch promises nobody, asserted by name: no GPU is needed.
+
+    python -m tests.matrix.contract
+
+It ends with 1 where a name has moved, and says which, for the torch that runs it; nothing but
+torch has to be there.  `nbdist.worker.compat` is where they are used.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import ProcessGroup, ProcessGroupGloo, device_mesh, distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from nbdist.worker.compat import nccl as nccl_seam
+from nbdist.worker.compat import receives
+from nbdist.worker.compat.torch import OPERATIONS, VERSION, gloo_of
+
+HAS_NCCL = hasattr(c10d, "ProcessGroupNCCL")
+TIMEOUT = timedelta(seconds=20)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+
+RECORDED = (
+    *("record_id", "pg_id", "process_group", "collective_seq_id", "profiling_name", "retired"),
+    *("input_sizes", "input_dtypes", "output_sizes", "output_dtypes", "time_created_ns"),
+)
+ALL_ENTRIES = True, False
+COUNTED = ("last_enqueued_collective", "last_completed_collective")
+HEALING = "bound_device_id supports_reconfigure get_reconfigure_handle reconfigure"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Names that a thing of torch's has, from a version on and before another."""
+
+    of: str
+    names: str
+    since: tuple[int, int] = (2, 7)
+    before: tuple[int, int] = (9, 0)
+    nccl: bool = False
+
+    @property
+    def hold(self) -> bool:
+        return self.since <= VERSION < self.before and (HAS_NCCL or not self.nccl)
+
+
+HOLDERS: Mapping[str, Callable[[], Any]] = {
+    "_distributed_c10d": lambda: c10d,
+    "distributed_c10d": lambda: distributed_c10d,
+    "distributed_c10d._world": lambda: distributed_c10d._world,
+    "torch.distributed": lambda: dist,
+    "ProcessGroup": lambda: ProcessGroup,
+    "ProcessGroupGloo": lambda: ProcessGroupGloo,
+    "ProcessGroupGloo._Options()": lambda: ProcessGroupGloo._Options(),
+    "Work": lambda: dist.Work,
+    "ReconfigureOptions()": lambda: c10d.ReconfigureOptions(),
+    "_DistributedBackendOptions": lambda: c10d._DistributedBackendOptions,
+    "Backend": lambda: dist.Backend,
+    "ErrorType": lambda: c10d.ErrorType,
+    "ProcessGroupNCCL": lambda: c10d.ProcessGroupNCCL,
+    "ProcessGroupNCCL.Options()": lambda: c10d.ProcessGroupNCCL.Options(),
+    "ProcessGroupNCCL2": lambda: c10d.ProcessGroupNCCL2,
+    "autograd.graph": lambda: torch.autograd.graph,
+    "device_mesh": lambda: device_mesh,
+    "DeviceMesh": lambda: device_mesh.DeviceMesh,
+}
+
+NEEDS = (
+    Needs("_distributed_c10d", "FileStore PrefixStore Store _register_process_group DebugLevel"),
+    Needs("_distributed_c10d", "get_debug_level set_debug_level set_debug_level_from_env"),
+    Needs("_distributed_c10d", "_ProcessGroupWrapper"),
+    Needs("_distributed_c10d", "_dump_fr_trace_json", since=(2, 11)),
+    Needs("_distributed_c10d", "_dump_nccl_trace_json", nccl=True),
+    Needs("_distributed_c10d", "FlightRecorderHook", since=(2, 15)),
+    Needs("distributed_c10d", "_update_default_pg _check_valid_timeout _set_pg_timeout"),
+    Needs("distributed_c10d", "_process_group_name _new_process_group_helper"),
+    Needs("distributed_c10d._world", "pg_map pg_names pg_group_ranks pg_backend_config pg_to_tag"),
+    Needs("distributed_c10d._world", "tags_to_pg group_count"),
+    Needs("distributed_c10d._world", "pg_flight_recorder_hooks", since=(2, 15)),
+    Needs("torch.distributed", "_register_comm_hook _compute_bucket_assignment_by_size"),
+    Needs("ProcessGroup", "_device_types _get_backend _register_backend BackendType"),
+    Needs("ProcessGroup", "_set_group_name _set_group_desc group_name group_desc"),
+    Needs("ProcessGroupGloo", "create_device create_default_device options"),
+    Needs("ProcessGroupGloo", "_set_sequence_number_for_group name"),
+    Needs("ProcessGroupGloo", HEALING, since=(2, 14)),
+    Needs("ProcessGroupGloo._Options()", "_devices _threads _timeout"),
+    Needs("ProcessGroupGloo._Options()", "enable_reconfigure", since=(2, 14)),
+    Needs("Work", "wait"),
+    Needs("autograd.graph", "_engine_run_backward"),
+    Needs("device_mesh", "_mesh_resources", before=(2, 10)),
+    Needs("DeviceMesh", "_get_root_mesh", since=(2, 10)),
+    Needs("ReconfigureOptions()", "uuid handles timeout", since=(2, 14)),
+    Needs("_DistributedBackendOptions", "store group_rank group_size timeout group_id"),
+    Needs("_DistributedBackendOptions", "global_ranks_in_group"),
+    Needs("_DistributedBackendOptions", "split_from enable_reconfigure", since=(2, 14), nccl=True),
+    Needs("Backend", "_plugins _ensure_backend_registered", since=(2, 14)),
+    Needs("ErrorType", "SUCCESS", nccl=True),
+    Needs("ProcessGroupNCCL", "_group_start _group_end abort get_error name", nccl=True),
+    Needs("ProcessGroupNCCL", "eager_connect_single_device", nccl=True),
+    Needs("ProcessGroupNCCL", "_set_sequence_number_for_group", nccl=True),
+    Needs("ProcessGroupNCCL.Options()", "is_high_priority_stream _timeout", nccl=True),
+    Needs("ProcessGroupNCCL.Options()", "group_name global_ranks_in_group", nccl=True),
+    Needs("ProcessGroupNCCL.Options()", "enable_reconfigure", since=(2, 14), nccl=True),
+    Needs("ProcessGroupNCCL2", f"{HEALING} abort get_error name", since=(2, 14), nccl=True),
+)
+
+ARGUMENTS: Mapping[str, tuple[tuple[int, int], Callable[[], Any], str]] = {
+    "_dump_fr_trace_json": (
+        (2, 15),
+        lambda: c10d._dump_fr_trace_json,
+        "includeCollectives onlyActive backend",
+    ),
+    "FlightRecorderHook.attach": (
+        (2, 15),
+        lambda: c10d.FlightRecorderHook.attach,
+        "pg global_ranks",
+    ),
+    "_process_group_name": (
+        (2, 7),
+        lambda: distributed_c10d._process_group_name,
+        "ranks use_hashed_name",
+    ),
+    "ProcessGroup._register_backend": (
+        (2, 7),
+        lambda: ProcessGroup._register_backend,
+        "device backend_type backend",
+    ),
+    "ProcessGroupGloo.__init__": (
+        (2, 7),
+        lambda: ProcessGroupGloo.__init__,
+        "store rank size options",
+    ),
+}
+
+
+def names() -> Iterator[str]:
+    """Yield what is no attribute any more, or takes no such argument."""
+    for needs in filter(lambda each: each.hold, NEEDS):
+        try:
+            holder = HOLDERS[needs.of]()
+        except AttributeError as error:
+            yield f"{needs.of}: {error}"
+            continue
+        yield from (f"{needs.of}.{n}" for n in needs.names.split() if not hasattr(holder, n))
+    for name, (since, find, wanted) in ARGUMENTS.items():
+        if since <= VERSION:
+            yield from _arguments(name, find, wanted)
+    yield from (f"ProcessGroup.{name}" for name in OPERATIONS if not hasattr(ProcessGroup, name))
+    for number in (20, 255):
+        if int(ProcessGroup.BackendType(number)) != number:
+            yield f"ProcessGroup.BackendType({number})"
+    if not receives.can_end_receives():
+        yield f"{receives.ABORT_RECEIVE} in libtorch_cpu.so"
+
+
+def _arguments(name: str, find: Callable[[], Any], wanted: str) -> Iterator[str]:
+    try:
+        function = find()
+    except AttributeError as error:
+        yield f"{name}: {error}"
+        return
+    # What pybind11 has made has its signature in its docstring only.
+    try:
+        known = " ".join(inspect.signature(function).parameters)
+    except ValueError:
+        known = function.__doc__ or ""
+    yield from (f"{name}({each}=...)" for each in wanted.split() if each not in known)
+
+
+# --- what Flight Recorder writes ---------------------------------------------------------------
+
+
+def records() -> Iterator[str]:
+    """Yield fields that gloo's entries lack, and those that a hook writes for another backend."""
+    if VERSION < (2, 11):
+        return
+    gloo = ProcessGroupGloo(dist.HashStore(), 0, 1, TIMEOUT)
+    gloo.allreduce([torch.ones(2)]).wait()
+    yield from _fields("gloo", c10d._dump_fr_trace_json(*ALL_ENTRIES))
+    if VERSION < (2, 15):
+        return
+    group, kind = ProcessGroup(dist.HashStore(), 0, 1), ProcessGroup.BackendType.CUSTOM
+    group._set_default_backend(kind)
+    group._register_backend(CPU, kind, Hooked(0, 1))
+    group._set_group_name("contract")
+    group._set_group_desc("contract")
+    hook = c10d.FlightRecorderHook.attach(group, [0])
+    group.allreduce([torch.ones(2)]).wait()
+    yield from _fields("nccl2", c10d._dump_fr_trace_json(*ALL_ENTRIES, "nccl2"))
+    hook.remove()
+
+
+class Hooked(c10d.Backend):
+    """Has the name of nccl2, under which a hook records, and needs no GPU."""
+
+    def getBackendName(self) -> str:
+        return "nccl2"
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
+        done: Any = torch.futures.Future()
+        done.set_result(tensors)
+        return c10d._create_work_from_future(done)
+
+
+def _fields(backend: str, dump: bytes) -> Iterator[str]:
+    found = json.loads(dump)
+    if not found.get("entries"):
+        yield f"Flight Recorder's entries of {backend}"
+        return
+    yield from (f"{backend}: entries[].{n}" for n in RECORDED if n not in found["entries"][-1])
+    if found["entries"][-1]["profiling_name"] != f"{backend}:all_reduce":
+        yield f"{backend}: entries[].profiling_name is {found['entries'][-1]['profiling_name']}"
+    for status in found["pg_status"].values():
+        yield from (f"{backend}: pg_status.{n}" for n in COUNTED if n not in status)
+
+
+# --- what "nccl" is ----------------------------------------------------------------------------
+
+
+def resolved() -> str:
+    """Say which function of torch's makes "nccl"; "" where that is not to be known by name."""
+    ensure = getattr(dist.Backend, "_ensure_backend_registered", None)
+    if not HAS_NCCL or ensure is None:
+        return ""
+    ensure("nccl")
+    return str(dist.Backend._plugins["NCCL"].creator_fn.__name__)
+
+
+def nccl() -> Iterator[str]:
+    """Yield what differs in "nccl" from what is known of this version, and make a real one."""
+    if not HAS_NCCL or VERSION < (2, 14):
+        return
+    is_new = VERSION >= (2, 15) and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"
+    wanted = "_create_nccl2_process_group" if is_new else "_create_nccl_process_group"
+    if resolved() != wanted:
+        yield f'"nccl" is made by {resolved()}, not by {wanted}'
+    if is_new:
+        yield from _reconfigurable()
+
+
+def _reconfigurable() -> Iterator[str]:
+    """Form a group as workers do, with an nccl2 backend that nobody has connected."""
+
+    def make(create: Callable[[Any], Any], options: Any) -> Any:
+        return create(options)
+
+    nccl_seam.when_nccl2_is_made(make)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    backend = nccl_seam.nccl_of(dist.group.WORLD)
+    if backend is None or gloo_of(dist.group.WORLD) is None:
+        yield "the name() of nccl's backend, or gloo's, in a group of both"
+        return
+    backend.bound_device_id = CUDA
+    if (name := backend.name()) != "nccl2" or not backend.supports_reconfigure:
+        yield f'"nccl" is {name}, supports_reconfigure: {backend.supports_reconfigure}'
+    if not backend.get_reconfigure_handle().startswith("nccl2:0:"):
+        yield f"get_reconfigure_handle() is {backend.get_reconfigure_handle()}"
+    if nccl_seam.adapter_of(backend).error(backend):
+        yield f"get_error() of a new one is {nccl_seam.adapter_of(backend).error(backend)}"
+    if dist.group.WORLD not in distributed_c10d._world.pg_flight_recorder_hooks:
+        yield "pg_flight_recorder_hooks: torch attaches none to a group with nccl2"
+
+
+# --- DDP and FSDP2 -----------------------------------------------------------------------------
+
+
+def models() -> Iterator[str]:
+    """Yield what a DDP and an FSDP2 module lack after some steps, in a group of this one rank."""
+    group: Any = dist.group.WORLD
+    if group is None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model: Any = DistributedDataParallel(nn.Linear(2, 2))
+    _steps(model)
+    for name in (
+        *("_update_process_group", "process_group", "device_ids", "output_device", "reducer"),
+        *("logger", "static_graph", "_comm_hooks"),
+        *("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper"),
+        *("_get_ddp_logging_data", "bucket_bytes_cap"),
+    ):
+        if not hasattr(model, name):
+            yield f"DistributedDataParallel.{name}"
+    for of in ("reducer", "logger"):
+        if not hasattr(getattr(model, of), "_set_static_graph"):
+            yield f"DistributedDataParallel.{of}._set_static_graph"
+    logged = model._get_ddp_logging_data()
+    for name in ("has_rebuilt_buckets", "rebuilt_per_bucket_param_indices"):
+        if name not in logged:
+            yield f"_get_ddp_logging_data()[{name}]"
+    static: Any = DistributedDataParallel(nn.Linear(2, 2), static_graph=True)
+    _steps(static)
+    if not hasattr(static, "_static_graph_delay_allreduce_enqueued"):
+        yield "DistributedDataParallel._static_graph_delay_allreduce_enqueued"
+    yield from _fsdp()
+
+
+def _fsdp() -> Iterator[str]:
+    from torch.distributed._composable.contract import _get_registry
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = device_mesh.init_device_mesh("cpu", (1,))
+    model: Any = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    _steps(model)
+    state = model._get_fsdp_state()
+    groups = "_fsdp_param_groups" if VERSION >= (2, 12) else "_fsdp_param_group"
+    for name in ("_is_root", "_mp_policy", "_state_ctx", "_auto_reshard_after_forward", groups):
+        if not hasattr(state, name) and (name != "_auto_reshard_after_forward" or VERSION > (2, 9)):
+            yield f"FSDPState.{name}"
+    found = getattr(state, groups, None)
+    [group] = found if isinstance(found, list | tuple) else [found]
+    for name in ("offload_policy", "post_forward_mesh_info", "mesh_info", "fsdp_params"):
+        if not hasattr(group, name):
+            yield f"FSDPParamGroup.{name}"
+    for name in ("_all_reduce_hook", "_all_gather_comm", "_reduce_scatter_comm"):
+        if not hasattr(group, name) and VERSION >= (2, 9):
+            yield f"FSDPParamGroup.{name}"
+    parameter = group.fsdp_params[0]
+    for name in ("is_dtensor", "mp_policy", "unsharded_accumulated_grad", "_unsharded_param"):
+        if not hasattr(parameter, name):
+            yield f"FSDPParam.{name}"
+    if "_is_fsdp_managed_module" not in vars(model):
+        yield "_is_fsdp_managed_module of a module's"
+    if not any(name.startswith("__composable_api_state_key") for name in vars(model)):
+        yield "__composable_api_state_key of a module's"
+    if "fully_shard" not in (_get_registry(model) or {}):
+        yield "_get_registry(module)[fully_shard]"
+    if VERSION >= (2, 13) and not hasattr(model, "reset_iter_state"):
+        yield "FSDPModule.reset_iter_state"
+
+
+def _steps(model: Any) -> None:
+    for _ in range(3):  # DDP writes down its new buckets in the third
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def told(check: Callable[[], Iterator[str]]) -> Iterator[str]:
+    """Yield what it yields, and the error that ends it, if one does."""
+    try:
+        yield from check()
+    except (AttributeError, ImportError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        yield f"{check.__name__}: {type(error).__name__}: {error}"
+
+
+def main() -> int:
+    """Print what has moved."""
+    warnings.simplefilter("ignore")
+    made = (resolved() or "the legacy class") if HAS_NCCL else "not in it, and not looked at"
+    moved = [name for check in (names, records, nccl, models) for name in told(check)]
+    sys.stdout.write(f'torch {torch.__version__}, "nccl" is {made}: {len(moved)} names moved\n')
+    sys.stdout.writelines(f"  {name}\n" for name in moved)
+    sys.stdout.flush()
+    return 1 if moved else 0
+
+
+if __name__ == "__main__":
+    # An nccl2 that ends asks for a driver, and the process would end with it.
+    os._exit(main())
