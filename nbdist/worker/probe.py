@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from nbdist.wire.cell_sources import cell_numbers
 from nbdist.wire.control import Traced
-from nbdist.wire.places import PACKAGES, Collective, Place
+from nbdist.wire.places import PACKAGES, Begun, Collective, Place
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group.flight_record import Counts, Recording
@@ -80,7 +80,7 @@ class Probe:
             spot,
             operation=operation,
             # Reading them takes a while, which a rank that waits or is idle does not miss.
-            begun=self._recording.begun(counts, since) if operation or is_idle else (),
+            begun=self._begun(counts, since) if operation or is_idle else (),
             has_help=bool(operation) and self._has_help(frames),
             is_cleaning_up=handles_stop(self._ident),
             # Who is in the next one of the same name has moved on.
@@ -120,6 +120,10 @@ class Probe:
         if not operation or self._group is None or not self._is_in_futex():
             operation = self._operation(frames, self._recording.counts(), self._pending())
         return replace(self._spot(frames), operation=operation)
+
+    def _begun(self, counts: Mapping[str, Counts], since: int) -> tuple[Begun, ...]:
+        of_nccl = () if self._nccl is None else self._nccl.begun(since)
+        return self._recording.begun(counts, since) + of_nccl
 
     def _pending(self) -> Pending:
         return Pending() if self._nccl is None else self._nccl.pending()

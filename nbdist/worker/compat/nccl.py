@@ -13,7 +13,7 @@ says that each has ended when it is issued: nobody could be said to wait.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,7 +24,13 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from nbdist.worker.compat.torch import LAST_TYPE, MOST_RENEWALS, VERSION, exchange_handles
+from nbdist.worker.compat.torch import (
+    LAST_TYPE,
+    MOST_RENEWALS,
+    VERSION,
+    entries_in,
+    exchange_handles,
+)
 
 RECORDS_NCCL2 = VERSION >= (2, 15)
 """Whether Flight Recorder has entries of nccl2 that end when the collective does."""
@@ -56,6 +62,9 @@ class Adapter(Protocol):
     Else that of the world alone is, and others are with their first collective.
     """
 
+    counts_on: bool
+    """Whether the numbers of a group's collectives go on where it is renewed."""
+
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
         """Find the other ranks in the store; return what connects then, and waits in C++."""
 
@@ -71,6 +80,9 @@ class Adapter(Protocol):
     def pending(self) -> list[dict[str, Any]]:
         """Read Flight Recorder's entries of collectives that have not ended."""
 
+    def recorded(self) -> Iterator[dict[str, Any]]:
+        """Read all of its entries, the newest first."""
+
     def error(self, backend: Any) -> str:
         """Name what has gone wrong between its ranks; "" for nothing."""
 
@@ -79,7 +91,7 @@ class Legacy:
     """torch's first class: aborted in one go, and then replaced by another one in its group."""
 
     most_renewals: int | None = MOST_RENEWALS // 2
-    connects_at_once = False
+    connects_at_once = counts_on = False
 
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
         """Connect, instead of with the first collective.
@@ -121,8 +133,15 @@ class Legacy:
 
     def pending(self) -> list[dict[str, Any]]:
         """Ask the recorder that the class has for itself."""
+        return _entries(self._dump(active=True))
+
+    def recorded(self) -> Iterator[dict[str, Any]]:
+        """Ask the same one."""
+        return entries_in(self._dump(active=False))
+
+    def _dump(self, *, active: bool) -> bytes:
         dump = getattr(c10d, "_dump_nccl_trace_json", None)  # torch for the CPU has none
-        return _entries(dump(includeCollectives=True, onlyActive=True)) if dump else []
+        return bytes(dump(includeCollectives=True, onlyActive=active)) if dump else b"{}"
 
     def error(self, backend: Any) -> str:
         """Ask the backend."""
@@ -136,7 +155,7 @@ class Nccl2:
     """
 
     most_renewals: int | None = None
-    connects_at_once = True
+    connects_at_once = counts_on = True
 
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
         """Connect under a number that was not used before, on the rank's device.
@@ -169,11 +188,17 @@ class Nccl2:
 
     def pending(self) -> list[dict[str, Any]]:
         """Ask the recorder that hooks of the groups write to; nobody knows before torch 2.15."""
+        # One that does not tell the hook when a collective ends has them retired at once.
+        return [entry for entry in _entries(self._dump(active=True)) if not entry["retired"]]
+
+    def recorded(self) -> Iterator[dict[str, Any]]:
+        """Ask the same one."""
+        return entries_in(self._dump(active=False))
+
+    def _dump(self, *, active: bool) -> bytes:
         if not RECORDS_NCCL2:
-            return []
-        dump = c10d._dump_fr_trace_json(True, True, "nccl2")  # type: ignore[attr-defined]  # noqa: FBT003
-        # One without a hook for the end of its collectives retires them at once.
-        return [entry for entry in _entries(dump) if not entry["retired"]]
+            return b"{}"
+        return bytes(c10d._dump_fr_trace_json(True, active, "nccl2"))  # type: ignore[attr-defined]  # noqa: FBT003
 
     def error(self, backend: Any) -> str:
         """Ask the backend."""

@@ -44,7 +44,7 @@ FIRST_TYPE, LAST_TYPE = 20, 255
 """Types of backends are a byte; torch 2.15 names less than ten."""
 
 MOST_RENEWALS = LAST_TYPE - FIRST_TYPE
-"""How often a group can be given another backend; half as often where nccl needs types too."""
+"""How often a group can be given another backend; half as often where nccl takes types too."""
 
 OPERATIONS = (
     *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
@@ -273,13 +273,17 @@ def recorded_groups() -> dict[str, dict[str, str]]:
 
 
 def recorded_collectives() -> Iterator[dict[str, Any]]:
-    """Read its entries from the newest to the oldest; 8 ms where it is full, and more for each.
+    """Read its entries from the newest to the oldest; 8 ms where it is full, and more for each."""
+    if RECORDS_GLOO:
+        yield from entries_in(c10d._dump_fr_trace_json(True, False))  # type: ignore[attr-defined]  # noqa: FBT003
 
-    Parsed one by one: all 2,000 take ten times as long.
+
+def entries_in(written: bytes) -> Iterator[dict[str, Any]]:
+    """Parse entries that Flight Recorder has written, from the newest to the oldest.
+
+    One by one: all 2,000 take ten times as long.
     """
-    if not RECORDS_GLOO:
-        return
-    dump = c10d._dump_fr_trace_json(True, False).decode()  # type: ignore[attr-defined]  # noqa: FBT003
+    dump = written.decode()
     decoder, end = json.JSONDecoder(), len(dump)
     while (start := dump.rfind('{"collective_seq_id"', 0, end)) >= 0:
         entry: dict[str, Any] = decoder.raw_decode(dump, start)[0]

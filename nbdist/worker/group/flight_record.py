@@ -79,7 +79,7 @@ class Recording:
         """Give the last collectives since then, the oldest first."""
         if self._seen is None or self._seen[0] != (counts, since_ns):
             of_cell = takewhile(lambda e: e["time_created_ns"] >= since_ns, self._entries())
-            found = [_begun(entry) for entry in islice(of_cell, MOST_BEGUN)]
+            found = [begun_of(entry) for entry in islice(of_cell, MOST_BEGUN)]
             self._seen = (dict(counts), since_ns), tuple(found[::-1])
         return self._seen[1]
 
@@ -135,7 +135,8 @@ def operation_of(entry: Mapping[str, Any]) -> str:
     return re.sub(r"^\w+:", "", entry["profiling_name"])
 
 
-def _begun(entry: Mapping[str, Any]) -> Begun:
+def begun_of(entry: Mapping[str, Any]) -> Begun:
+    """Say what others have to know of it."""
     name = operation_of(entry)
     # What the root of a scatter has is its own affair, as is where a gather ends.
     side = "output" if name == "scatter" else "input"

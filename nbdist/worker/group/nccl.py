@@ -10,19 +10,21 @@ which workers start with).
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
+from nbdist.wire.places import Begun
 from nbdist.worker.compat import nccl as seam
 from nbdist.worker.compat.nccl import Seat
+from nbdist.worker.group.flight_record import MOST_BEGUN, begun_of, operation_of
 from nbdist.worker.group.store import AbortableStore, Meeting, until_over
 
 START_TIMEOUT, RENEWAL_TIMEOUT = 100.0, 25.0
@@ -153,27 +155,51 @@ class UnderWay:
 
     def __init__(self) -> None:
         self._first = dict.fromkeys(seam.ADAPTERS, 0)
+        self._before: dict[str, int] = {}  # by group, the last number there until then
 
     def __repr__(self) -> str:
         return f"<UnderWay from {self._first}>"
 
     def pending(self) -> Pending:
         """Say what is under way now, on the GPU or waiting there for its turn."""
-        found = [entry for entries in self._entries().values() for entry in entries]
+        found = [
+            entry
+            for name, first in self._first.items()
+            for entry in seam.ADAPTERS[name].pending()
+            if entry["record_id"] >= first
+        ]
         if not found:
             return Pending()
         newest = max(found, key=lambda entry: int(entry["time_created_ns"]))
-        name = re.sub(r"^\w+:", "", str(newest["profiling_name"]))
-        return Pending(len(found), int(newest["time_created_ns"]), name)
+        return Pending(len(found), int(newest["time_created_ns"]), operation_of(newest))
+
+    def begun(self, since_ns: int) -> tuple[Begun, ...]:
+        """Give the last collectives since then, the oldest first; not sends and receives."""
+        found = [e for name in self._first for e in self._of_cell(name, since_ns)]
+        return tuple(found[::-1])
+
+    def _of_cell(self, name: str, since_ns: int) -> list[Begun]:
+        """Give those of one class, the newest first."""
+
+        def is_of_cell(entry: Mapping[str, Any]) -> bool:
+            is_new = entry["record_id"] >= self._first[name]
+            return bool(is_new and entry["time_created_ns"] >= since_ns)
+
+        begun = takewhile(is_of_cell, seam.ADAPTERS[name].recorded())
+        together = (entry for entry in begun if not entry["is_p2p"])
+        return [self._begun(entry) for entry in islice(together, MOST_BEGUN)]
 
     def start_over(self) -> None:
         """Forget what has begun so far: the groups are being formed anew."""
-        for name, entries in self._entries().items():
-            newest = max((int(entry["record_id"]) for entry in entries), default=-1)
-            self._first[name] = max(self._first[name], newest + 1)
+        for name, adapter in seam.ADAPTERS.items():
+            for entry in adapter.recorded():
+                self._first[name] = max(self._first[name], int(entry["record_id"]) + 1)
+                if adapter.counts_on:
+                    group, number = entry["process_group"][0], int(entry["collective_seq_id"])
+                    self._before[group] = max(self._before.get(group, 0), number)
 
-    def _entries(self) -> dict[str, list[dict[str, Any]]]:
-        return {
-            name: [e for e in seam.ADAPTERS[name].pending() if e["record_id"] >= first]
-            for name, first in self._first.items()
-        }
+    def _begun(self, entry: Mapping[str, Any]) -> Begun:
+        """Have a group's nccl backend count by itself, from one in each generation."""
+        begun = begun_of(entry)
+        number = begun.number - self._before.get(begun.group, 0)
+        return replace(begun, group=f"{begun.group} nccl", number=number)

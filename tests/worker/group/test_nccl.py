@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nbdist.wire.places import Begun
 from nbdist.worker.compat import nccl as seam
 from nbdist.worker.compat.torch import RENEWS_GLOO
 from nbdist.worker.group import nccl
@@ -147,32 +149,66 @@ def test_an_abort_that_hangs(adapter: Nccl, monkeypatch: pytest.MonkeyPatch) -> 
     end.set()
 
 
+Entries = list[dict[str, Any]]
+
+
 @pytest.fixture
-def active(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[dict[str, Any]]]]:
-    """What Flight Recorder has of each class."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in seam.ADAPTERS}
+def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Entries]:
+    """What Flight Recorder has of each class, the newest first."""
+    found: dict[str, Entries] = {name: [] for name in seam.ADAPTERS}
+
+    def active(name: str) -> Entries:
+        return [entry for entry in found[name] if not entry["retired"]]
+
     for name, adapter in seam.ADAPTERS.items():
-        monkeypatch.setattr(adapter, "pending", lambda name=name: found[name])
+        monkeypatch.setattr(adapter, "recorded", partial(iter, found[name]))
+        monkeypatch.setattr(adapter, "pending", partial(active, name))
     return found
 
 
-def entry(record: int, name: str, began: int = 0) -> dict[str, Any]:
-    return {"record_id": record, "profiling_name": name, "time_created_ns": began or record}
+def entry(record: int, name: str, *, number: int = 0, **more: Any) -> dict[str, Any]:
+    of = {"record_id": record, "profiling_name": name, "time_created_ns": record, "is_p2p": False}
+    sizes = {"input_sizes": [[2]], "input_dtypes": ["Float"], "process_group": ["0", "world"]}
+    return of | sizes | {"collective_seq_id": number, "retired": False} | more
 
 
 @pytest.mark.parametrize("kind", seam.ADAPTERS)
-def test_what_is_under_way(active: dict[str, list[dict[str, Any]]], kind: str) -> None:
+def test_what_is_under_way(recorded: dict[str, Entries], kind: str) -> None:
     """The newest of what Flight Recorder has as active, and nothing of earlier generations."""
-    active[kind].append(entry(7, f"{kind}:all_reduce"))
+    recorded[kind].append(entry(7, f"{kind}:all_reduce"))
     under_way = UnderWay()
     assert under_way.pending() == Pending(1, 7, "all_reduce")
-    active[kind].insert(0, entry(9, f"{kind}:broadcast"))
+    recorded[kind].insert(0, entry(9, f"{kind}:broadcast"))
     assert under_way.pending() == Pending(2, 9, "broadcast")
     under_way.start_over()
     assert under_way.pending() == Pending()
-    active[kind].append(entry(10, f"{kind}:recv 0<-1"))
+    recorded[kind].insert(0, entry(10, f"{kind}:recv 0<-1", is_p2p=True))
     assert under_way.pending() == Pending(1, 10, "recv 0<-1")
-    active[kind].clear()
+    recorded[kind].clear()
     under_way.start_over()
-    active[kind].append(entry(10, f"{kind}:recv 0<-1"))
-    assert under_way.pending().count == 1
+    recorded[kind].append(entry(11, f"{kind}:recv 0<-1", retired=True))
+    assert under_way.pending().count == 0
+
+
+def test_what_a_cell_has_begun(recorded: dict[str, Entries]) -> None:
+    """The collectives since then, numbered from one in each generation, as on a new rank."""
+    new, under_way = recorded["nccl2"], UnderWay()
+    new[:0] = [entry(2, "nccl2:all_reduce", number=6), entry(1, "nccl2:all_reduce", number=5)]
+    assert [each.number for each in under_way.begun(0)] == [5, 6]
+    assert [each.number for each in under_way.begun(2)] == [6]
+    under_way.start_over()
+    assert under_way.begun(0) == ()
+    new.insert(0, entry(3, "nccl2:broadcast", number=7, retired=True))
+    new.insert(0, entry(4, "nccl2:send 0->1", is_p2p=True))
+    assert under_way.begun(0) == (
+        Begun("0 nccl", 1, "broadcast", "[2]", "Float", "2", is_done=True),
+    )
+
+
+def test_a_legacy_group_counts_anew(recorded: dict[str, Entries]) -> None:
+    """Its backend is another one after each forming, which counts from one itself."""
+    old, under_way = recorded["nccl"], UnderWay()
+    old.append(entry(1, "nccl:all_reduce", number=5))
+    under_way.start_over()
+    old.insert(0, entry(2, "nccl:all_reduce", number=1))
+    assert [each.number for each in under_way.begun(0)] == [1]
