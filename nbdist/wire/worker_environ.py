@@ -120,7 +120,7 @@ def sharing_variables(
     if version >= MULTI_RANK_NCCL:
         wanted["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     else:
-        wanted |= {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0"}
+        wanted |= {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "=lo", "NCCL_MNNVL_ENABLE": "0"}
     chosen = {name: environ.get(name, value) for name, value in wanted.items()}
     if version < MULTI_RANK_NCCL:
         chosen["NCCL_HOSTID"] = f"{environ.get('NCCL_HOSTID', 'nbdist')}-{rank}"

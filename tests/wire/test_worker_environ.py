@@ -114,7 +114,7 @@ def test_nccl_that_refuses_several_ranks_on_one_gpu() -> None:
         "NCCL_MAX_CTAS": "1",
         "NCCL_NVLS_ENABLE": "0",
         "NCCL_NET": "Socket",
-        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "=lo",
         "NCCL_MNNVL_ENABLE": "0",
         "NCCL_HOSTID": "",
     }

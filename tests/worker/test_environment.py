@@ -5,15 +5,23 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from os import environ
 
 import pytest
 import torch
 
 from nbdist.wire.task import Attempt
-from nbdist.worker.environment import change_environment, change_threads, count_restarts
+from nbdist.worker.compat import accelerator
+from nbdist.worker.environment import (
+    change_environment,
+    change_threads,
+    count_restarts,
+    share_gpu,
+)
 from nbdist.world.world import World
 from tests.waiting import SOON
+from tests.wire.test_start import START
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
@@ -29,6 +37,32 @@ def test_names_that_are_ready(world: World) -> None:
     """A cell needs no import for what nearly every one uses."""
     found = world.gather("rank, world_size, local_rank, str(device), torch.__name__, dist.__name__")
     assert found == [(rank, 2, rank, "cpu", "torch", "torch.distributed") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "shares", "given"),
+    [
+        (("MIG-8f6e",), False, ["1", None]),
+        (("0",), True, ["1", "1"]),
+        (("0",), False, [None, None]),
+        ((), True, [None, None]),
+    ],
+)
+def test_ranks_on_one_gpu(
+    gpus: tuple[str, ...],
+    shares: bool,  # noqa: FBT001
+    given: list[str | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL takes several ranks that have slices of it, or are to share it."""
+    names = ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS", "NCCL_NVLS_ENABLE")
+    for name in names:
+        monkeypatch.setenv(name, "")
+        del environ[name]
+    monkeypatch.setattr(accelerator, "nccl_version", lambda: (2, 30, 7))
+    world = replace(START.world, share_gpus=shares)
+    share_gpu(replace(START, world=world, gpus=gpus))
+    assert [environ.get(name) for name in names[:2]] == given
 
 
 def test_restarts_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
