@@ -204,13 +204,3 @@ def test_a_rank_dies_in_the_midst(
     name = f"{kind}: rank {dying} of 4 {told}"
     figure(f"{name}: to idle, replaced", running.age, "s")
     figure(f"{name}: the next all_reduce", time.monotonic() - started, "s")
-
-
-def test_two_die(world: World) -> None:
-    """Both are replaced."""
-    _, error = lab.ends(
-        world, "import os\nif rank < 2: os._exit(rank + 1)\nt = torch.ones(1); dist.all_reduce(t)"
-    )
-    assert isinstance(error, WorkerDied)
-    assert world.gather("rank") == [*range(world.size)]
-    world.execute(lab.SUM)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from ipaddress import ip_address
 
@@ -10,7 +9,6 @@ import psutil
 import pytest
 
 from nbdist.errors import NotEnoughGpus
-from nbdist.wire.worker_environ import sharing_variables
 from nbdist.world.world import World
 from tests.gpu import lab
 from tests.gpu.conftest import Fact, Figure
@@ -102,18 +100,6 @@ def test_each_rank_has_its_gpu(world: World, gpu: str) -> None:
     assert world.gather("torch.cuda.current_device()") == [rank % number for rank in range(4)]
     assert world.gather("torch.ones(1).cuda().device.index") == [r % number for r in range(4)]
     assert world.gather("int(__import__('os').environ['LOCAL_RANK'])") == [0, 1, 2, 3]
-
-
-def test_what_ranks_that_share_a_gpu_have(world: World, kind: str) -> None:
-    """Each has the variables that its NCCL wants, before it was first used."""
-    if not world.session.config.share_gpus:
-        pytest.skip("each rank has a GPU of its own" if kind == "nccl" else "gloo needs none")
-    version = world.gather("torch.cuda.nccl.version()")[0]
-    for rank in range(4):
-        expected = sharing_variables(rank, version, os.environ)
-        names = sorted(expected)
-        has = world.gather(f"[__import__('os').environ.get(n) for n in {names}]", ranks=[rank])
-        assert has == [[expected[name] for name in names]]
 
 
 def test_more_ranks_of_nccl_than_gpus_are_refused() -> None:

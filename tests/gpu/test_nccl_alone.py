@@ -5,15 +5,22 @@ Both of torch's backends: what "nccl" stands for, and the old one where that is 
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from statistics import median
 
 import pytest
 
 from nbdist.errors import RanksReleased, WorkerDied, WorkerError
+from nbdist.wire.worker_environ import MULTI_RANK_NCCL, WITH_NCCL, sharing_variables
 from nbdist.world.world import World
 from tests.gpu import lab
 from tests.gpu.conftest import Figure
+from tests.waiting import SOON
 
 # An agent of its own, since the variable is read when the fork server imports torch.
 pytestmark = [pytest.mark.own_agent, pytest.mark.shared_world, pytest.mark.timeout(75)]
@@ -75,3 +82,24 @@ def test_one_rank_dies(world: World, dying: int) -> None:
     assert running.age < lab.FREED_WITHIN
     world.execute(lab.SUM)
     world.execute("other = dist.new_group(); dist.all_reduce(torch.ones(1), group=other)")
+
+
+@pytest.mark.parametrize("name", ["nccl", "nccl-legacy"])
+def test_connecting_anew(gpu: str, figure: Figure, tmp_path: Path, name: str) -> None:
+    """Revoked and reconfigured, or aborted and made again: two ranks, and nothing else there."""
+    if gpu == "cpu" or (name == "nccl-legacy" and lab.TORCH < (2, 15)):
+        pytest.skip("nccl is not here, or in one class alone")
+    version, ranks = MULTI_RANK_NCCL if lab.TORCH >= (2, 14) else (), []
+    for rank in range(2):
+        shared = sharing_variables(rank, version, os.environ) if lab.gpus() < 2 else {}
+        command = [sys.executable, "-m", "tests.gpu.renewals", str(rank), str(tmp_path / "store")]
+        environ = {**os.environ, **WITH_NCCL, **shared}
+        ranks.append(subprocess.Popen([*command, gpu, name], env=environ, stdout=subprocess.PIPE))
+    try:
+        found, _ = (json.loads(rank.communicate(timeout=SOON)[0]) for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    for what in ("released", "connected"):
+        figure(f"{found['class']}, 2 ranks: {what}, median of 9", found[what], "ms")
