@@ -60,9 +60,9 @@ def unfit_after(rank: int, error: BaseException) -> str:
 
 def _error_of_gpu() -> BaseException:
     """Return what the GPU raises when it is asked; an error that means nothing for none."""
-    if (ask := accelerator.asks_context()) is not None:
-        try:
+    try:
+        if (ask := accelerator.asks_context()) is not None:
             until_over(ask, "asking the GPU", ASK_TIMEOUT)
-        except RuntimeError as error:
-            return error
+    except RuntimeError as error:
+        return error
     return RuntimeError()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -47,15 +49,16 @@ def test_which_errors_last(source: str, found: str, monkeypatch: pytest.MonkeyPa
 def test_the_gpu_has_failed_at_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked after any failed cell; what it answers of the moment alone means nothing."""
 
-    def asks(said: str) -> None:
+    def fails(said: str) -> Callable[[], bool]:
         def ask() -> bool:
             raise RuntimeError(f"CUDA error: {said}")
 
-        monkeypatch.setattr(accelerator, "asks_context", lambda: ask)
+        return ask
 
-    asks(ASSERT)
-    assert unfit_after(2, ValueError("bad")) == (
-        f"A GPU error ({ASSERT}) made the process of rank 2 unusable"
-    )
-    asks("operation not permitted when stream is capturing")
+    unfit = f"A GPU error ({ASSERT}) made the process of rank 2 unusable"
+    for found in (lambda: fails(ASSERT), fails(ASSERT)):  # also as soon as its stream is asked for
+        monkeypatch.setattr(accelerator, "asks_context", found)
+        assert unfit_after(2, ValueError("bad")) == unfit
+    of_now = fails("operation not permitted when stream is capturing")
+    monkeypatch.setattr(accelerator, "asks_context", lambda: of_now)
     assert unfit_after(2, ValueError("bad")) == ""
