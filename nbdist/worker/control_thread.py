@@ -100,11 +100,11 @@ class ControlThread:
         return control.Ok()
 
     def _abort(self, group: Group) -> None:
-        waits = self._probe.waits_for_nccl
-        group.abort()
-        if waits:
-            # What waited for an aborted collective goes on, with results of no meaning.
+        if self._probe.waits_for_nccl:
+            # What waited for an aborted collective goes on, with results of no meaning: it must
+            # not get as far as to use them, and with them the cell could end before this.
             _thread.interrupt_main()
+        group.abort()
 
     def _meet(self, form: Callable[[], None]) -> control.Ok:
         """Form groups with the other ranks."""
