@@ -36,6 +36,10 @@ HELD_TIMEOUT = 10.0
 SILENT = "it did not answer while the group was formed"
 
 ABORT_TIMEOUT = 1.0
+"""Seconds in which workers abort collectives, and other steps wait for that."""
+
+HUNG_ABORT_TIMEOUT = 8.0
+"""Seconds for a worker to say that an abort of nccl's hangs, for which it takes five."""
 
 CHECK_TIMEOUT = 1.0
 """Seconds for a worker to say what its libraries lack; where it takes longer, it is not said."""
@@ -68,6 +72,7 @@ class WorkerGroup:
         self._spec: WorldSpec | None = None
         self._run: RunFolder | None = None
         self._logs: Path | None = None
+        self._aborting: set[asyncio.Task[control.Answer | None]] = set()
 
     def __repr__(self) -> str:
         return f"<WorkerGroup {sorted(self.all)} {self._rendezvous}>"
@@ -250,12 +255,20 @@ class WorkerGroup:
                 worker.kill()
 
     async def abort(self, ranks: Iterable[int]) -> bool:
-        """Have these abort their collectives; say whether all have answered.
+        """Have these abort their collectives; say whether all have answered in time.
 
-        One that cannot is ended, which does that too.
+        One that cannot is ended, which does that too, also when it says so later.
         """
-        asked = (each.ask_or_end(control.Abort(), ABORT_TIMEOUT) for each in self.alive(ranks))
-        return None not in await asyncio.gather(*asked)
+        asked = {
+            asyncio.create_task(each.ask_or_end(control.Abort(), HUNG_ABORT_TIMEOUT))
+            for each in self.alive(ranks)
+        }
+        self._aborting |= asked
+        for each in asked:
+            each.add_done_callback(self._aborting.discard)
+        if asked:
+            await asyncio.wait(asked, timeout=ABORT_TIMEOUT)
+        return all(each.done() and each.result() is not None for each in asked)
 
     # --- what workers come from -----------------------------------------------------------
 
