@@ -121,14 +121,18 @@ class Watch:
         # twice as long each time; where it gives up, gloo raises.
         return rest and not self._in_flight
 
-    def is_dead_end(self, ranks: Iterable[int], now: float, *, is_known: bool) -> bool:
+    def is_dead_end(
+        self, ranks: Iterable[int], now: float, *, is_known: bool, runs_ahead: bool = False
+    ) -> bool:
         """Say whether these ranks, all there are, wait for one another, and none will come.
 
         That some of them can never meet may be known; else nothing has moved for `ALL_UNCHANGED`
         seconds, and no other thread or GPU is there that could bring one of them on.
         """
         ranks = tuple(ranks)
-        if not self.never(ranks, now, math.inf):
+        # Of what runs ahead no rank can be seen to be calm.
+        unchanged = ALL_UNCHANGED if is_known and runs_ahead else math.inf
+        if not self.never(ranks, now, unchanged):
             return False
         has_help = any(self.places[rank].has_help for rank in ranks)
         since = max(self._since[rank] for rank in ranks)

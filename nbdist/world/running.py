@@ -86,7 +86,12 @@ class RunningTask(SentTask):
 
     def _can_never_go_on(self, unfinished: tuple[int, ...], now: float) -> bool:
         if len(unfinished) == self.crew.size:
-            return self._watch.is_dead_end(unfinished, now, is_known=never_meet(self.places))
+            # With gloo ranks whose sizes differ meet, and get what is wrong.
+            runs_ahead = self.crew.runs_ahead
+            is_known = never_meet(self.places) or (runs_ahead and bool(differing(self.places)))
+            return self._watch.is_dead_end(
+                unfinished, now, is_known=is_known, runs_ahead=runs_ahead
+            )
         has_failed = bool(self.transcript.errors)
         # The sooner the better where the task has failed anyway.
         unchanged = GPU_UNCHANGED if has_failed and self.crew.runs_ahead else UNCHANGED

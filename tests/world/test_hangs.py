@@ -131,7 +131,10 @@ def test_all_wait_for_one_another() -> None:
     assert not found.is_dead_end((0, 1), SOON, is_known=False)
     assert found.is_dead_end((0, 1), ALL_UNCHANGED, is_known=False)
     busy = {0: WAITS, 1: replace(WAITS, is_calm=False)}
-    assert not watch(busy, busy, every=UNCHANGED).is_dead_end((0, 1), UNCHANGED, is_known=True)
+    at_work = watch(busy, busy, every=UNCHANGED)
+    assert not at_work.is_dead_end((0, 1), UNCHANGED, is_known=True)
+    assert at_work.is_dead_end((0, 1), UNCHANGED, is_known=True, runs_ahead=True)
+    assert not at_work.is_dead_end((0, 1), UNCHANGED, is_known=False, runs_ahead=True)
     assert not watch({0: WAITS, 1: COMPUTES}, both).is_dead_end((0, 1), SOON, is_known=True)
 
 
