@@ -163,7 +163,10 @@ class WorkerKernel(LeavesChildren):
             self.peaks.begin()
         try:
             with CELL_TIMES if is_users else nullcontext():
-                return None, find_op(work.op)(context, **work.arguments)
+                value = find_op(work.op)(context, **work.arguments)
+                if is_users:
+                    self._wait_for_nccl(1)
+                return None, value
         except BaseException as error:  # noqa: BLE001 (also Stop)
             return error, None
 
@@ -175,14 +178,19 @@ class WorkerKernel(LeavesChildren):
         self.peaks.begin()
         with context.noting(), CELL_TIMES:
             reply = await self._execute(text)
-        if reply["status"] == "ok":
-            return None
+            if reply["status"] == "ok":
+                self._wait_for_nccl(len(text.splitlines()))
+                return None
         ran = shell.last_execution_result
         raised = (ran.error_before_exec, ran.error_in_exec) if ran is not None else ()
         # What kept the last value from being shown is only there; each can be falsy.
         shown = cast("MarkingSession", self.session).last_shown
         found = (error for error in (*raised, shown) if error is not None)
         return next(found, RuntimeError(reply["evalue"]))
+
+    def _wait_for_nccl(self, line: int) -> None:
+        if self.group is not None and self.group.uses_nccl:
+            self.group.wait_for_nccl(line)
 
     async def _execute(self, text: str) -> Any:
         """Have ipykernel run a cell; return its reply."""

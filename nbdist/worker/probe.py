@@ -28,7 +28,7 @@ from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group.flight_record import Counts, Recording
 from nbdist.worker.group.gloo import wait
-from nbdist.worker.group.nccl import Pending, UnderWay
+from nbdist.worker.group.nccl import Pending, UnderWay, wait_for_device
 from nbdist.worker.group.store import AbortableStore
 from nbdist.worker.ops import script
 from nbdist.worker.ops.call import call
@@ -164,6 +164,8 @@ class Probe:
         for frame in frames:
             if frame.f_code is call.__code__ and inner is not None:
                 return inner.f_lineno
+            if frame.f_code is wait_for_device.__code__:
+                return int(frame.f_locals["line"])
             inner = frame
         return next((f.f_lineno for f in reversed(frames) if f.f_code.co_filename in cells), 0)
 

@@ -19,6 +19,11 @@ def use(device: torch.device) -> None:
     torch.accelerator.set_device_index(device)
 
 
+def synchronize() -> None:
+    """Wait for all that runs on it; nothing but its end ends that."""
+    torch.accelerator.synchronize()
+
+
 def is_in_use() -> bool:
     """Say whether this process has a context: looking must not make one."""
     return bool(_module().is_initialized())

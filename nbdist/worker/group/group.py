@@ -27,11 +27,11 @@ from nbdist.wire.start import WorkerStart, over_file
 from nbdist.worker.compat import nccl
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group.agent_store import AgentStore, Connections
-from nbdist.worker.group.ddp import forget_broken_off_steps, move_models
+from nbdist.worker.group.ddp import begin_models_anew, forget_broken_off_steps, move_models
 from nbdist.worker.group.default import DefaultGroup
 from nbdist.worker.group.gloo import COLLECTIVE_TIMEOUT, Gloo
 from nbdist.worker.group.naming import GroupNames, refuse_stale, refuse_stale_models
-from nbdist.worker.group.nccl import START_TIMEOUT, Nccl
+from nbdist.worker.group.nccl import START_TIMEOUT, Nccl, wait_for_device
 from nbdist.worker.group.store import FORM_TIMEOUT, AbortableStore, Meeting
 
 ARRIVED = "arrived"
@@ -126,6 +126,18 @@ class Group:
         """What nccl itself says has gone wrong between ranks; "" for nothing."""
         backends = self._nccl_backends()
         return next(filter(None, (nccl.adapter_of(each).error(each) for each in backends)), "")
+
+    def wait_for_nccl(self, line: int) -> None:
+        """Wait at a cell's end, in its last line, for what it has begun and runs ahead of.
+
+        Raises DistBackendError where nccl has ended it by itself, because of an error.
+        """
+        adapters = {nccl.adapter_of(each) for each in self._nccl_backends()}
+        entries = (entry for adapter in adapters for entry in adapter.pending())
+        if any(int(entry["time_created_ns"]) >= self.task_began_ns for entry in entries):
+            wait_for_device(line)
+            if error := self.nccl_error:
+                raise dist.DistBackendError(f"nccl has ended this cell's collectives: {error}")
 
     @property
     def waits_to_meet(self) -> bool:
@@ -256,6 +268,10 @@ class Group:
         self._connect_own_nccl(generation)
         self._connect_others(generation, held)
         forget_broken_off_steps()
+        if self._nccl is not None:
+            # A step whose collectives were aborted went on to its end, on some ranks alone, and
+            # may have put their gradients into other buckets.
+            begin_models_anew()
 
     def _most_generations(self) -> int | None:
         """Say how often a group can be formed anew; None where there is no limit."""
