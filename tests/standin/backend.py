@@ -1,0 +1,418 @@
+"""The backend: "nccl2" for tensors of the CPU, in the place of torch's own, with its ways to fail.
+
+`install` is called by torch when it is imported, as an entry point of the group `torch.backends`
+asks for (`tests.standin.place`).  What nccl2 does is from torch's sources
+(csrc/distributed/c10d/nccl2), in the words that it has there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.futures import Future
+
+from tests.standin.communicator import Aborted, Communicator
+from tests.standin.device import DEVICE, Event, Stream
+
+Tensors = Sequence[torch.Tensor]
+
+FAULTS: set[str] = set()
+"""What is to go wrong in this process: "abort" hangs, "connect" fails the next time."""
+
+KILLS = {"1", "3"}
+"""Values of TORCH_NCCL_ASYNC_ERROR_HANDLING with which a watchdog ends the process."""
+
+RECORDED = 2000
+
+REDUCES: Mapping[Any, Callable[..., torch.Tensor]] = {
+    **{dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.AVG: torch.mean},
+    **{dist.ReduceOp.MAX: torch.amax, dist.ReduceOp.MIN: torch.amin},
+}
+
+
+@dataclass(slots=True)
+class Entry:
+    """What Flight Recorder has of one collective."""
+
+    number: int
+    group: str
+    sequence: int
+    name: str
+    inputs: Tensors
+    outputs: Tensors
+    created: int = field(default_factory=time.time_ns)
+    retired: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        sizes = {
+            f"{side}_{what}": [each(t) for t in tensors]
+            for side, tensors in (("input", self.inputs), ("output", self.outputs))
+            for what, each in (("sizes", lambda t: list(t.shape)), ("dtypes", _type_of))
+        }
+        is_p2p = self.name in ("send", "recv")
+        return {
+            **{"record_id": self.number, "process_group": [self.group, "undefined"], "pg_id": 0},
+            **{"collective_seq_id": self.sequence, "p2p_seq_id": 0, "op_id": self.sequence},
+            **{"profiling_name": f"nccl2:{self.name}", "time_created_ns": self.created, **sizes},
+            **{"state": "completed" if self.retired else "scheduled", "retired": self.retired},
+            **{"is_p2p": is_p2p, "timeout_ms": 0, "frames": []},
+        }
+
+
+ENTRIES: deque[Entry] = deque(maxlen=RECORDED)
+
+
+class Work(dist.Work):
+    """A collective that was begun; to wait for it lets the current stream wait, and no thread."""
+
+    def __init__(self, backend: StandIn, event: Event, outputs: Tensors, *, blocks: bool) -> None:
+        super().__init__()
+        self._backend, self._event, self._outputs = backend, event, list(outputs)
+        self._blocks = blocks
+        self._communicator = backend.communicator
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        DEVICE.use(self._outputs, DEVICE.stream.put(self._event.wait))
+        if self._blocks:
+            DEVICE.synchronize()
+        backend = self._backend
+        is_failed = backend.get_error() != c10d.ErrorType.SUCCESS and not self._event.is_over
+        if is_failed or self._communicator is not backend.communicator:
+            raise dist.DistBackendError("NCCL operation failed")
+        return True
+
+    def get_future(self) -> Future[Any]:
+        self.wait()
+        future: Future[Any] = Future()
+        future.set_result(self._outputs)
+        return future
+
+
+class StandIn(dist.distributed_c10d.C10DBackend):
+    """One group's."""
+
+    supports_reconfigure = True
+    supports_splitting = supports_coalescing = False
+    bound_device_id = None
+
+    def __init__(self, asked: Any) -> None:
+        super().__init__(asked.group_rank, asked.group_size)
+        self._store, self._rank, self._size = asked.store, asked.group_rank, asked.group_size
+        self._timeout, self._name = asked.timeout, asked.group_id
+        self._can_renew = asked.enable_reconfigure
+        self.communicator: Communicator | None = None
+        self._error = c10d.ErrorType.SUCCESS
+        self._uuid, self._begun = 0, 0
+        self._streams: list[Stream] = []
+        self._messages: dict[str, int] = {}
+        if threading.current_thread() is threading.main_thread():
+            DEVICE.watch()
+        if not self._can_renew:
+            self._connect(self._store, self._timeout)
+
+    def getBackendName(self) -> str:
+        return "nccl2"
+
+    # --- connect, abort, connect anew -------------------------------------------------------
+
+    def _connect(self, store: Any, timeout: timedelta) -> None:
+        if "connect" in FAULTS:
+            FAULTS.remove("connect")
+            raise dist.DistBackendError("NCCL error: unhandled system error")
+        try:
+            self.communicator = Communicator(store, self._rank, self._size, timeout)
+        except (OSError, Aborted) as error:
+            failed = "NCCL commInitRankConfig failed during reconfigure"
+            raise dist.DistBackendError(f"{failed}: {error}") from error
+        self._error, self._messages = c10d.ErrorType.SUCCESS, {}
+
+    def abort(self) -> None:
+        while "abort" in FAULTS:
+            time.sleep(0.05)
+        self._error = c10d.ErrorType.COMM_ERROR
+        if self.communicator is not None:
+            self.communicator.abort()
+
+    def get_error(self) -> Any:
+        return self._error
+
+    def get_reconfigure_handle(self) -> str:
+        return f"nccl2:{self._rank}:{self._uuid}:{os.getpid()}.{id(self)}:"
+
+    def reconfigure(self, asked: Any) -> Any:
+        handles, own = list(asked.handles), self.get_reconfigure_handle()
+        if own not in handles:
+            raise RuntimeError("Local nccl2 reconfigure handle is not part of the new communicator")
+        store = dist.PrefixStore(f"nccl2_reconfigure/{asked.uuid}", self._store)
+        rank, timeout = handles.index(own), asked.timeout or self._timeout
+        if rank == 0 and store.compare_set("claimed", "", own).decode() != own:
+            raise RuntimeError(f"nccl2 reconfigure uuid {asked.uuid} was already used")
+        store.set(f"rank/{rank}", "")
+        store.wait([f"rank/{each}" for each in range(len(handles))], timeout)
+        if self.communicator is not None:
+            self.abort()
+            self.communicator = None
+        self._rank, self._size = rank, len(handles)
+        self._error = c10d.ErrorType.COMM_ERROR
+        self._connect(store, timeout)
+        self._uuid = asked.uuid
+        done: Future[list[Any]] = Future()
+        done.set_result([])
+        return c10d._create_work_from_future(done)
+
+    def shutdown(self) -> None:
+        if self.communicator is not None:
+            DEVICE.stream.put().wait()
+            self.communicator.abort()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._begun
+
+    # --- collectives ------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Tensors, options: Any) -> Work:
+        tensor, root = tensors[0], options.rootRank
+        sent = dict.fromkeys(self._others, tensors) if self._rank == root else {}
+
+        def take(came: Mapping[int, Tensors]) -> None:
+            if self._rank != root:
+                tensor.copy_(came[root][0])
+
+        wanted = [] if self._rank == root else [root]
+        return self._begin("broadcast", options, tensors, tensors, sent, wanted, take)
+
+    def allreduce(self, tensors: Tensors, options: Any) -> Work:
+        def take(came: Mapping[int, Tensors]) -> None:
+            for number, tensor in enumerate(tensors):
+                all_of_them = [came.get(rank, tensors)[number] for rank in range(self._size)]
+                _reduce(tensor, all_of_them, options)
+
+        sent = dict.fromkeys(self._others, tensors)
+        return self._begin("all_reduce", options, tensors, tensors, sent, sent, take)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Tensors, options: Any) -> Work:
+        root, is_root = options.rootRank, self._rank == options.rootRank
+
+        def take(came: Mapping[int, Tensors]) -> None:
+            if is_root:
+                everyone = range(self._size)
+                _reduce(tensors[0], [came.get(rank, tensors)[0] for rank in everyone], options)
+
+        sent = {} if is_root else {root: tensors}
+        wanted = self._others if is_root else []
+        return self._begin("reduce", options, tensors, tensors, sent, wanted, take)
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, options: Any) -> Work:
+        return self._gather("all_gather", outputs[0], inputs, options)
+
+    def all_gather_single(self, output: Any, given: Any, options: Any) -> Work:
+        rows = output.view(self._size, *given.shape)
+        return self._gather("_all_gather_base", rows.unbind(), [given], options)
+
+    _allgather_base = all_gather_single
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, options: Any) -> Work:
+        root = options.rootRank
+        lists = outputs[0] if self._rank == root else ()
+        return self._gather("gather", lists, inputs, options, [root])
+
+    def _gather(
+        self, name: str, outputs: Tensors, inputs: Tensors, options: Any, to: Any = None
+    ) -> Work:
+        roots = range(self._size) if to is None else to
+
+        def take(came: Mapping[int, Tensors]) -> None:
+            for rank, output in enumerate(outputs):
+                output.copy_(came.get(rank, inputs)[0])
+
+        sent = {each: inputs for each in roots if each != self._rank}
+        wanted = self._others if self._rank in roots else []
+        return self._begin(name, options, inputs, outputs, sent, wanted, take)
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], options: Any) -> Work:
+        root = options.rootRank
+        parts = inputs[0] if self._rank == root else ()
+        sent = {each: [part] for each, part in enumerate(parts) if each != self._rank}
+
+        def take(came: Mapping[int, Tensors]) -> None:
+            outputs[0].copy_(parts[root] if self._rank == root else came[root][0])
+
+        wanted = [] if self._rank == root else [root]
+        return self._begin("scatter", options, parts, outputs, sent, wanted, take)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any) -> Work:
+        def take(came: Mapping[int, Tensors]) -> None:
+            for rank, output in enumerate(outputs):
+                output.copy_(came[rank][0] if rank in came else inputs[rank])
+
+        sent = {each: [inputs[each]] for each in self._others}
+        return self._begin("all_to_all", options, inputs, outputs, sent, sent, take)
+
+    def all_to_all_single(
+        self, output: Any, given: Any, out_sizes: list[int], in_sizes: list[int], options: Any
+    ) -> Work:
+        outs = output.split(out_sizes or len(output) // self._size)
+        return self.alltoall(outs, given.split(in_sizes or len(given) // self._size), options)
+
+    alltoall_base = all_to_all_single
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], options: Any) -> Work:
+        return self._reduce_scatter("reduce_scatter", outputs[0], inputs[0], options)
+
+    def reduce_scatter_single(self, output: Any, given: Any, options: Any) -> Work:
+        parts = given.view(self._size, *output.shape).unbind()
+        return self._reduce_scatter("_reduce_scatter_base", output, parts, options)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def _reduce_scatter(self, name: str, output: Any, parts: Tensors, options: Any) -> Work:
+        def take(came: Mapping[int, Tensors]) -> None:
+            own = [parts[self._rank]]
+            _reduce(output, [came.get(rank, own)[0] for rank in range(self._size)], options)
+
+        sent = {each: [parts[each]] for each in self._others}
+        return self._begin(name, options, parts, [output], sent, sent, take)
+
+    def barrier(self, options: Any) -> Work:
+        sent: dict[int, Tensors] = dict.fromkeys(self._others, ())
+        return self._begin("barrier", options, (), (), sent, sent, lambda _: None)
+
+    def send(self, tensors: Tensors, to: int, tag: int) -> Work:
+        return self._begin("send", None, tensors, (), {to: tensors}, [], lambda _: None)
+
+    def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
+        def take(came: Mapping[int, Tensors]) -> None:
+            tensors[0].copy_(came[source][0])
+
+        return self._begin("recv", None, (), tensors, {}, [source], take)
+
+    # --- what all of them do ----------------------------------------------------------------
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._size) if rank != self._rank]
+
+    def _begin(
+        self,
+        name: str,
+        options: Any,
+        inputs: Tensors,
+        outputs: Tensors,
+        sent: Mapping[int, Tensors],
+        wanted: Iterable[int],
+        take: Callable[[Mapping[int, Tensors]], None],
+    ) -> Work:
+        DEVICE.check()
+        if self.communicator is None:
+            raise RuntimeError("ProcessGroupNCCL has not been initialized. Call reconfigure()")
+        if self._error != c10d.ErrorType.SUCCESS:
+            raise dist.DistBackendError("NCCL Async Error: remote process exited")
+        self._begun += options is not None
+        key = self._key(name, sent, wanted)
+        number = ENTRIES[-1].number + 1 if ENTRIES else 0
+        entry = Entry(number, self._name, self._begun, name, inputs, outputs)
+        ENTRIES.append(entry)
+        call = _call(name, inputs, outputs)
+        communicator, deadline = self.communicator, time.monotonic() + self._timeout.total_seconds()
+
+        def run() -> None:
+            try:
+                take(communicator.exchange(key, call, sent, wanted, deadline))
+                entry.retired = True
+            except Aborted:
+                pass  # a kernel that was aborted ends, and all behind it goes on
+            except TimeoutError:
+                self._timed_out(communicator)
+
+        is_async = options is not None and getattr(options, "asyncOp", False)
+        before = DEVICE.stream.put() if is_async else None
+        stream = self._own_stream() if is_async else DEVICE.stream
+        event = stream.put(lambda: (before and before.wait(), run()))
+        if not is_async:
+            DEVICE.use([*inputs, *outputs], event)
+        return Work(self, event, [*outputs], blocks=name == "barrier")
+
+    def _own_stream(self) -> Stream:
+        if not self._streams:
+            self._streams.append(Stream())
+        return self._streams[0]
+
+    def _key(self, name: str, sent: Mapping[int, Tensors], wanted: Iterable[int]) -> str:
+        """Number collectives, and messages between two ranks by the way they go."""
+        way = "collective"
+        if name in ("send", "recv"):
+            ends = (self._rank, *sent) if name == "send" else (*wanted, self._rank)
+            way = f"{ends[0]} to {ends[1]}"
+        self._messages[way] = self._messages.get(way, 0) + 1
+        return f"{way} {self._messages[way]}"
+
+    def _timed_out(self, communicator: Communicator) -> None:
+        """Do what nccl2's watchdog does: only without `reconfigure` can it end the process."""
+        self._error = c10d.ErrorType.TIMEOUT
+        communicator.abort()
+        kills = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") in KILLS
+        if kills and not self._can_renew:
+            os.kill(os.getpid(), signal.SIGABRT)
+
+
+def _reduce(target: torch.Tensor, parts: Tensors, options: Any) -> None:
+    reduce = next(reduce for kind, reduce in REDUCES.items() if options.reduceOp == kind)
+    target.copy_(reduce(torch.stack([part.reshape(target.shape) for part in parts]), 0))
+
+
+def _call(name: str, inputs: Tensors, outputs: Tensors) -> str:
+    """Say what all have to call alike, to meet."""
+    alike = {"scatter": outputs, "all_to_all": ()}.get(name, inputs or outputs)
+    name = "message" if name in ("send", "recv") else name
+    return f"{name} of {[(tuple(each.shape), each.dtype) for each in alike]}"
+
+
+def _type_of(tensor: torch.Tensor) -> str:
+    """Name a type as Flight Recorder does."""
+    return {torch.float32: "Float", torch.float64: "Double", torch.int64: "Long"}.get(
+        tensor.dtype, str(tensor.dtype)
+    )
+
+
+def install() -> None:
+    """Be what "nccl" means in this process, for tensors of the CPU; called when torch is there."""
+    for name, kind in (("nccl", "NCCL"), ("nccl2", "CUSTOM")):
+        dist.Backend.register_backend(
+            name,
+            lambda asked, _: StandIn(asked),
+            extended_api=True,
+            devices=["cpu"],
+            _backend_type=getattr(dist.ProcessGroup.BackendType, kind),
+        )
+    torch.accelerator.synchronize = DEVICE.synchronize
+    original = c10d._dump_fr_trace_json
+
+    def dump(*args: Any, **options: Any) -> bytes:
+        backend = options.get("backend", args[2] if len(args) > 2 else "")
+        if backend != "nccl2":
+            return bytes(original(*args, **options))
+        only_active = options.get("onlyActive", args[1] if len(args) > 1 else False)
+        found = [each.as_json() for each in (*ENTRIES,) if not (only_active and each.retired)]
+        return json.dumps({"entries": found, "pg_status": {}}, sort_keys=True).encode()
+
+    c10d._dump_fr_trace_json = dump

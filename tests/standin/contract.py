@@ -1,0 +1,326 @@
+"""What nccl2 does and the stand-in too: `python -m tests.standin.contract RANK SIZE FILE DEVICE`.
+
+Two ranks run each check at the same time, in plain processes, and write a line of JSON for each.
+With a CUDA device this is about torch's own nccl2 (tests/gpu).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from nbdist.worker.compat.nccl import when_nccl2_is_made
+
+Check = Callable[["Rank"], None]
+
+SHORT, LONG = timedelta(seconds=1), timedelta(seconds=60)
+
+
+class Rank:
+    """One of the processes: its device, and the store in which it meets the others."""
+
+    def __init__(self, rank: int, size: int, file: str, device: str) -> None:
+        self.rank, self.size = rank, size
+        here = "cpu" if device == "cpu" else f"cuda:{rank % torch.cuda.device_count()}"
+        self.device = torch.device(here)
+        self.store = dist.FileStore(file, size)
+        self._uuid = 0
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        else:
+            from tests.standin.device import DEVICE
+
+            DEVICE.synchronize()
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks, without a collective."""
+        self.store.set(f"{what}/{self.rank}", "")
+        self.store.wait([f"{what}/{each}" for each in range(self.size)], LONG)
+
+    def backend_of(self, group: dist.ProcessGroup) -> Any:
+        backend = group._get_backend(self.device)
+        if self.device.type == "cuda":
+            backend.bound_device_id = self.device
+        return backend
+
+    def options(self, backend: Any, timeout: timedelta = LONG) -> Any:
+        """Find the others' handles, for a number that nobody has used."""
+        self._uuid += 1
+        self.store.set(f"{self._uuid}/{self.rank}", backend.get_reconfigure_handle())
+        options = c10d.ReconfigureOptions()
+        keys = [f"{self._uuid}/{each}" for each in range(self.size)]
+        options.handles = [each.decode() for each in self.store.multi_get(keys)]
+        options.uuid, options.timeout = self._uuid, timeout
+        return options
+
+    def connect(self, *groups: dist.ProcessGroup) -> None:
+        for group in groups:
+            backend = self.backend_of(group)
+            backend.reconfigure(self.options(backend)).wait()
+
+    def ones(self, length: int = 4) -> torch.Tensor:
+        return torch.ones(length, device=self.device)
+
+    def works(self, group: dist.ProcessGroup | None = None) -> None:
+        """All meet in a collective, and it is right."""
+        t = self.ones() * self.rank
+        dist.all_reduce(t, group=group)
+        assert t.tolist() == [sum(range(self.size))] * 4, t
+
+    def pending(self) -> list[str]:
+        dump = c10d._dump_fr_trace_json(True, True, "nccl2")  # noqa: FBT003
+        entries = json.loads(dump).get("entries", [])
+        return [each["profiling_name"] for each in entries if not each["retired"]]
+
+    def alone(self, group: dist.ProcessGroup | None = None) -> dist.Work | None:
+        """Have the first rank begin what the others do not come to."""
+        if self.rank:
+            return None
+        return dist.all_reduce(self.ones(), group=group, async_op=True)
+
+    def abort(self, *groups: dist.ProcessGroup) -> None:
+        """Abort from another thread, all at once, while this one waits for its stream."""
+        threads = [threading.Thread(target=self.backend_of(each).abort) for each in groups]
+        for thread in threads:
+            thread.start()
+        self.synchronize()
+        for thread in threads:
+            thread.join()
+
+
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def test_before_it_is_connected(own: Rank) -> None:
+    """It has its name, says what it can, and begins no collective."""
+    backend = own.backend_of(world())
+    assert (backend.name(), backend.supports_reconfigure) == ("nccl2", True)
+    with raises(RuntimeError, "has not been initialized"):
+        dist.all_reduce(own.ones())
+    own.connect(world())
+    assert backend.get_error() == c10d.ErrorType.SUCCESS
+    own.works()
+
+
+def test_collectives(own: Rank) -> None:
+    """Each gives what it is to give."""
+    size, rank = own.size, own.rank
+    t = own.ones() * rank
+    dist.broadcast(t, 1)
+    assert t.tolist() == [1] * 4
+    parts = [own.ones() for _ in range(size)]
+    dist.all_gather(parts, own.ones() * rank)
+    assert [each[0].item() for each in parts] == [*range(size)]
+    t = own.ones() * rank
+    dist.all_reduce(t, dist.ReduceOp.MAX)
+    assert t[0].item() == size - 1
+    t = own.ones()
+    dist.reduce_scatter_tensor(t, torch.arange(4.0 * size, device=own.device))
+    assert t.tolist() == [size * (4.0 * rank + each) for each in range(4)]
+    whole = own.ones(4 * size)
+    dist.all_gather_into_tensor(whole, own.ones() * rank)
+    assert whole.tolist() == [float(each) for each in range(size) for _ in range(4)]
+    given, t = torch.arange(float(size), device=own.device) + 10 * rank, own.ones(size)
+    dist.all_to_all_single(t, given)
+    assert t.tolist() == [10.0 * each + rank for each in range(size)]
+    dist.scatter(t, [own.ones(size) * each for each in range(size)] if rank == 0 else None)
+    assert t[0].item() == rank
+    t = own.ones() * rank
+    dist.reduce(t, 0)
+    assert rank or t[0].item() == sum(range(size))
+    dist.gather(own.ones() * rank, parts if rank == 0 else None)
+    assert rank or [each[0].item() for each in parts] == [*range(size)]
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, {"rank": rank})
+    assert found == [{"rank": each} for each in range(size)]
+    if rank < 2:
+        t = own.ones() * rank
+        dist.send(t, 1) if rank == 0 else dist.recv(t, 0)
+        assert t[0].item() == 0
+    dist.barrier()
+
+
+def test_runs_ahead(own: Rank) -> None:
+    """Who begins a collective goes on; its result is there when the others have come."""
+    if own.rank:
+        own.store.wait(["begun"], LONG)
+    t = own.ones() * (own.rank + 1)
+    dist.all_reduce(t)
+    if not own.rank:
+        assert [each for each in own.pending() if each.endswith("all_reduce")]
+        own.store.set("begun", "")
+    assert t[0].item() == sum(range(1, own.size + 1))
+    wait_until(lambda: not own.pending())
+
+
+def test_an_abort_ends_what_waits(own: Rank) -> None:
+    """The stream goes on, nothing else begins, and what was begun never counts as done."""
+    own.alone()
+    own.abort(world())
+    backend = own.backend_of(world())
+    assert backend.get_error() == c10d.ErrorType.COMM_ERROR
+    with raises(dist.DistBackendError):
+        dist.all_reduce(own.ones())
+    assert own.rank or own.pending()
+    own.meet("aborted")
+    own.connect(world())
+    assert backend.get_error() == c10d.ErrorType.SUCCESS
+    own.works()
+
+
+def test_connects_while_something_waits(own: Rank) -> None:
+    """To connect it again ends what it does."""
+    work = own.alone()
+    own.connect(world())
+    own.synchronize()
+    if work is not None:
+        with raises(dist.DistBackendError):
+            work.wait()
+    own.works()
+
+
+def test_one_does_not_come(own: Rank) -> None:
+    """The others are told so within the time, and can try again, all together."""
+    backend = own.backend_of(world())
+    options = own.options(backend, SHORT)
+    if own.rank == 0:
+        began = time.monotonic()
+        with raises(RuntimeError):
+            backend.reconfigure(options).wait()
+        assert time.monotonic() - began < LONG.total_seconds() / 2
+    own.meet("failed")
+    own.connect(world())
+    own.works()
+
+
+def test_a_number_that_was_used(own: Rank) -> None:
+    """It is refused, and does no harm."""
+    backend = own.backend_of(world())
+    options = own.options(backend, SHORT)
+    backend.reconfigure(options).wait()
+    again = own.options(backend, SHORT)
+    again.uuid = options.uuid
+    with raises(RuntimeError):
+        backend.reconfigure(again).wait()
+    own.meet("refused")
+    own.connect(world())
+    own.works()
+
+
+def test_two_groups_at_once(own: Rank) -> None:
+    """Both wait, both are aborted, both are connected again."""
+    other = dist.new_group()
+    own.connect(other)
+    own.works(other)
+    own.alone()
+    own.alone(other)
+    own.abort(world(), other)
+    own.meet("both")
+    own.connect(world(), other)
+    own.works()
+    own.works(other)
+
+
+def test_a_groups_first_collective(own: Rank) -> None:
+    """Who waits in it is released as from any other."""
+    other = dist.new_group()
+    own.connect(other)
+    own.alone(other)
+    own.abort(other)
+    own.works()
+
+
+def test_a_collective_takes_too_long(own: Rank) -> None:
+    """It ends with an error, and the process does not."""
+    backend = own.backend_of(world())
+    backend.set_timeout(SHORT)
+    own.alone()
+    if own.rank == 0:
+        wait_until(lambda: backend.get_error() == c10d.ErrorType.TIMEOUT)
+    own.synchronize()
+    own.meet("timed out")
+    backend.set_timeout(LONG)
+    own.connect(world())
+    own.works()
+
+
+def test_reconnects_often(own: Rank) -> None:
+    """Threads stay as many as they were."""
+    own.connect(world())
+    before = threads()
+    for _ in range(5):
+        own.alone()
+        own.connect(world())
+        own.works()
+    wait_until(lambda: threads() <= before)
+
+
+CHECKS: list[Check] = [each for name, each in globals().items() if name.startswith("test_")]
+
+
+def threads() -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("Threads"))
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LONG.total_seconds()
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class raises:
+    """As pytest's."""
+
+    def __init__(self, kind: type[Exception], said: str = "") -> None:
+        self._kind, self._said = kind, said
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, _: Any) -> bool:
+        assert error is not None, f"no {self._kind.__name__}"
+        return isinstance(error, self._kind) and self._said in str(error)
+
+
+def run(own: Rank, checks: Iterable[Check] = CHECKS) -> None:
+    """Make the group, and run the checks until one fails."""
+    if own.device.type == "cuda":
+        torch.cuda.set_device(own.device)
+    options: Any = {"store": own.store, "rank": own.rank, "world_size": own.size}
+    when_nccl2_is_made(lambda create, asked: create(asked))
+    dist.init_process_group("nccl", **options)
+    for check in checks:
+        began, why = time.monotonic(), ""
+        try:
+            own.meet(check.__name__)
+            check(own)
+        except Exception:  # noqa: BLE001 (whatever it is, it is told)
+            why = traceback.format_exc()
+        seconds = time.monotonic() - began
+        print(json.dumps({"check": check.__name__, "why": why, "seconds": seconds}), flush=True)  # noqa: T201
+        if why:
+            break
+
+
+if __name__ == "__main__":
+    run(Rank(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]))
+    sys.stdout.flush()
+
+    os._exit(0)  # no thread of a backend's is to be waited for

@@ -1,0 +1,59 @@
+"""Two processes that run the contract, and what they have said."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.standin.place import ROOT
+from tests.waiting import SOON
+
+CONTRACT = Path(__file__).with_name("contract.py").read_text()
+
+CHECKS = re.findall(r"^def (test_\w+)", CONTRACT, re.MULTILINE)
+"""Their names, without importing torch here."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """By rank: a line for each check, and all that was written."""
+
+    lines: list[dict[str, dict[str, str]]]
+    texts: list[str]
+
+    def passed(self, check: str) -> None:
+        for lines, text in zip(self.lines, self.texts, strict=True):
+            assert check in lines, text[-3000:]
+            assert not lines[check]["why"], lines[check]["why"]
+
+
+def both(folder: Path, device: str, environ: Mapping[str, str]) -> Said:
+    """Run it; where one rank has failed the other is not waited for."""
+    command = [sys.executable, "-m", "tests.standin.contract"]
+    files = [folder / f"rank{rank}" for rank in range(2)]
+    ranks = []
+    for rank, path in enumerate(files):
+        with path.open("w") as file:
+            asked = [*command, str(rank), "2", str(folder / "store"), device]
+            ranks.append(subprocess.Popen(asked, cwd=ROOT, env=environ, stdout=file, stderr=file))
+    end = time.monotonic() + 2 * SOON
+    while time.monotonic() < end and any(rank.poll() is None for rank in ranks):
+        time.sleep(0.05)
+        if any('"why": "T' in path.read_text() for path in files) or any(r.poll() for r in ranks):
+            break
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
+    texts = [path.read_text() for path in files]
+    return Said([_checks(text) for text in texts], texts)
+
+
+def _checks(text: str) -> dict[str, dict[str, str]]:
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith('{"check"')]
+    return {line["check"]: line for line in lines}

@@ -1,0 +1,55 @@
+"""A rank fails while others are in nccl's collectives: they are released, and the world goes on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from nbdist.errors import WorkerError
+from nbdist.world.states import State
+from nbdist.world.world import World
+from tests.standin import matrix
+
+pytestmark = [pytest.mark.own_agent, pytest.mark.shared_world(matrix.RANKS)]
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[World]:
+    with matrix.made() as world:
+        yield world
+
+
+@pytest.fixture
+def world(started: World) -> World:
+    """With its models and groups."""
+    matrix.prepare(started)
+    return started
+
+
+@pytest.mark.parametrize("name", matrix.ROWS)
+def test_goes_on(world: World, name: str) -> None:
+    """Survivors keep processes and variables, and all that was made before works on."""
+    row, found = matrix.ROWS[name], matrix.run(world, name)
+    sys.stdout.write(f"{found.idle:.2f} s to idle, {found.healed:.2f} s to a right collective\n")
+    kinds = [kind.__name__ for kind in type(found.error).__mro__]
+    assert (row.error or "NoneType") in kinds, found.error
+    if row.ranks:
+        assert getattr(found.error, "errors", {}).keys() == {*row.ranks}
+    assert {each for each in found.pids if found.pids[each] != world.pids[each]} == {*row.lost}
+    kept = [None if rank in row.lost else rank for rank in range(world.size)]
+    assert world.gather("globals().get('kept')") == kept
+    if not row.lost:
+        world.execute(matrix.GOES_ON)
+
+
+def test_no_communicator(world: World) -> None:
+    """Where a rank cannot make one, the next cell tries again; no variables are lost."""
+    before = dict(world.pids)
+    world.execute(matrix.BREAKS.format("connect"))
+    with pytest.raises(WorkerError, match="bad"):
+        world.execute(matrix.ROWS["raises"].source)
+    assert world.state is State.BROKEN
+    world.execute(matrix.GOES_ON)
+    assert world.pids == before
