@@ -10,7 +10,6 @@ import inspect
 import os
 import re
 import struct
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -26,6 +25,7 @@ from nbdist.wire.control import Traced
 from nbdist.wire.places import PACKAGES, Begun, Collective, Place
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
+from nbdist.worker.compat.cpython import innermost_frames
 from nbdist.worker.group.flight_record import Counts, Recording
 from nbdist.worker.group.gloo import wait
 from nbdist.worker.group.nccl import Pending, UnderWay, wait_for_device
@@ -205,7 +205,7 @@ class Probe:
         That is a GPU, another thread that runs user code or communicates; or the thread
         waits for anything at all, with a collective begun besides.
         """
-        threads = set(sys._current_frames()) - {self._ident, threading.get_ident()}
+        threads = set(innermost_frames()) - {self._ident, threading.get_ident()}
         has_gpu = accelerator.is_in_use()
         return has_gpu or not _waits_for_ranks(frames) or any(map(_is_of_user, threads))
 

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from nbdist.wire.cell_sources import function_name
 from nbdist.wire.places import StackFrame
-from nbdist.worker.compat.cpython import call_layout
+from nbdist.worker.compat.cpython import call_layout, innermost_frames, outer_frame
 
 RUNS_CELLS = "run_cell_async"
 """IPython's coroutine in whose chain of awaits the cell is."""
@@ -26,10 +26,10 @@ _open: list[IO[bytes]] = []
 
 def frames_of(ident: int) -> Iterator[FrameType]:
     """Give the frames of a thread, from the innermost out."""
-    frame = sys._current_frames().get(ident)
+    frame = innermost_frames().get(ident)
     while frame is not None:
         yield frame
-        frame = frame.f_back
+        frame = outer_frame(frame)
 
 
 def awaited(loop: asyncio.AbstractEventLoop, cells: Mapping[str, int]) -> list[FrameType]:

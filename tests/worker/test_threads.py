@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -51,6 +52,27 @@ def test_frames_of_a_thread() -> None:
         found = described(frames, {"<cell>": 3})
     assert found == (StackFrame("Cell In[3]", 2, "f"), StackFrame("Cell In[3]", 5, "<module>"))
     assert list(frames_of(0)) == []
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="collections do not begin there")
+def test_no_garbage_is_collected_as_a_frame_is_taken() -> None:
+    """A destructor would let the thread go on, and the frame's memory be something else."""
+    thresholds, began = gc.get_threshold(), set()
+
+    def note(phase: str, _: object) -> None:
+        began.add((phase, sys._getframe(1).f_code.co_name))
+
+    with running("def f():\n    wait()\nf()") as ident:
+        gc.callbacks.append(note)
+        gc.set_threshold(1)
+        try:
+            assert len(list(frames_of(ident))) > 5
+        finally:
+            gc.set_threshold(*thresholds)
+            gc.callbacks.remove(note)
+    assert began
+    assert not {("start", "frames_of"), ("start", "<lambda>")} & began
+    assert gc.isenabled()
 
 
 def test_source_lines_are_of_cells_only() -> None:

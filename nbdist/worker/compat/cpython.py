@@ -1,4 +1,4 @@
-"""Where CPython keeps the calls of a thread, for who reads them from outside.
+"""How CPython keeps the calls of a thread, and where, for who reads them from outside.
 
 The numbers are offsets of members of structs in its headers: _ts and _PyCFrame
 (cpython/pystate.h), _PyInterpreterFrame (internal/pycore_frame.h) and PyCodeObject
@@ -10,10 +10,15 @@ in such memory is of the type that it should be.
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
-from types import CodeType
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import TypeVar
 
 from nbdist.wire.call_layout import CallLayout
+
+Result = TypeVar("Result")
 
 OFFSETS = {
     # holder, call; code, previous, instruction, owner; file, name, first_line, lines
@@ -39,3 +44,31 @@ def call_layout() -> CallLayout | None:
         ascii=sys.getsizeof("") - 1,
         other=sys.getsizeof(chr(256)) - 4,
     )
+
+
+# --- frames of other threads ------------------------------------------------------------------
+
+
+def innermost_frames() -> dict[int, FrameType]:
+    """Give the innermost frame of each thread, by its identifier."""
+    return _uncollected(sys._current_frames)
+
+
+def outer_frame(frame: FrameType) -> FrameType | None:
+    """Give the frame that has called this one, which may be of another thread."""
+    return _uncollected(lambda: frame.f_back)
+
+
+def _uncollected(get: Callable[[], Result]) -> Result:
+    """Do what makes a frame object, and have no garbage collected meanwhile.
+
+    In Python 3.11 making one can begin a collection, in which a destructor may let go of the GIL:
+    the thread goes on, its call ends, and the object is of memory that is something else by then.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        return get()
+    finally:
+        if was_on:
+            gc.enable()
