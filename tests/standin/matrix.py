@@ -71,6 +71,16 @@ ROWS = {
     "raises, an abort hangs": replace(
         _raises("dist.all_reduce(t)\nt.sum().item()"), ranks=(1, 2), lost=(2,)
     ),
+    "raises, nccl timed out": _raises(
+        "dist.all_reduce(t, group=brief)\nt.sum().item(); time.sleep(1.5)"
+    ),
+    "has a poisoned context": Row(
+        "from tests.standin.device import DEVICE\nt = torch.ones(256)\n"
+        "DEVICE.is_poisoned = rank == 1\ndist.all_reduce(t)\nt.sum().item()",
+        "WorkerError",
+        ranks=(1,),
+        lost=(1,),
+    ),
     "skips": Row(
         "t = torch.ones(1)\nif rank != 1:\n    dist.all_reduce(t); t.item()", "RanksReleased"
     ),
@@ -104,6 +114,8 @@ BREAKS = "from tests.standin.backend import FAULTS\nif rank == 2: FAULTS.add({!r
 FIRST = {
     "raises, a group's first collective": "fresh = dist.new_group()",
     "raises, an abort hangs": BREAKS.format("abort"),
+    "raises, nccl timed out": "import time; from datetime import timedelta\n"
+    "brief = dist.new_group(timeout=timedelta(seconds=0.2))",
 }
 """Cells before."""
 
