@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +32,23 @@ def test_what_is_lacking_is_said_in_sentences() -> None:
     assert all(text.startswith(f"torch {torch.__version__}: ") for text in said)
     assert all(text.endswith(".") for text in said)
     assert len(said) == sum(since > seam.VERSION for since in ((2, 9), (2, 11), (2, 13)))
+
+
+def test_what_torch_has_of_a_group_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what records its nccl2 collectives, which lasts as long as somebody has it."""
+    group: Any = object()
+    tables = {name: {group: f"in {name}"} for name in seam.TABLES}
+    kept = SimpleNamespace(**tables, tags_to_pg={}, group_count=0)
+    default: list[object] = []
+    torchs = SimpleNamespace(_world=kept, _update_default_pg=default.append)
+    monkeypatch.setattr(seam, "distributed_c10d", torchs)
+    monkeypatch.setattr(seam.c10d, "_register_process_group", lambda name, group: None)
+    entries = seam.entries_of(group)
+    for table in tables.values():
+        table.clear()
+    seam.put_back(group, entries)
+    assert kept.pg_flight_recorder_hooks == {group: "in pg_flight_recorder_hooks"}
+    assert default == [group]
 
 
 @pytest.mark.world
