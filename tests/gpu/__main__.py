@@ -30,8 +30,8 @@ ROOT = HERE.parent.parent
 
 # One after the other; the longest of a stage first, else the most telling.
 STAGES = (
-    ("test_ground", "test_contract"),
-    ("test_freeing", "test_stop"),
+    ("test_ground",),
+    ("test_freeing", "test_stop", "test_contract"),
     ("test_kills",),
     ("test_lasting", "test_training", "test_in_flight", "test_watchdogs", "test_nccl_alone"),
     ("test_speed",),

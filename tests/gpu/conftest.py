@@ -33,7 +33,7 @@ def world(started: World) -> World:
     return lab.whole(started)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def gpu() -> str:
     """The device that tensors are on; skips the test where there is no GPU."""
     needs_gpu()
