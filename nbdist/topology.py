@@ -38,7 +38,8 @@ WORKERS_FORMS = "Use `-n 4`, `-n auto`, `-n gpu` or `-n cpu`."
 _WITHOUT_GPU = "Use `-n 4`, `-n auto` or `-n cpu`."
 _SIZE_FORMS = "Use `%dist_scale 4`, or `+2` and `-1` for more or fewer."
 _LAYOUT_FORMS = "Use `-j 4`, `-j 2x4` (2 nodes with 4 workers each), or `-j 1:2x4` (1 node to 2)."
-_BACKENDS = {"cpu": ("gloo",), "cuda": ("gloo", "nccl"), "xpu": ("xccl",)}
+_NCCL = ("nccl", "nccl-legacy", "nccl2")  # torch has two classes of it, by these names from 2.14 on
+_BACKENDS = {"cpu": ("gloo",), "cuda": ("gloo", *_NCCL), "xpu": ("xccl",)}
 _BACKEND_FORMS = f'Use `--backend gloo`, `nccl`, `"{GPU_BACKEND}"` or `none`.'
 _GPUS_FORM = "Use numbers with commas, `--gpus 0,1,3` or `0-3`."
 
@@ -183,13 +184,13 @@ def default_backend(gpus: int) -> str:
 def parse_backend(text: str) -> str:
     """Read the value of `--backend` as torch takes it, without spaces; `none` for no group."""
     backend = text.replace(" ", "").lower()
-    if backend in ("gloo", "nccl", "xccl", "none"):
+    if backend in ("gloo", *_NCCL, "xccl", "none"):
         return backend
     pairs = [pair.split(":") for pair in backend.split(",")]
     if any(len(pair) != 2 for pair in pairs):
         raise BadTopology("--backend", text, "that is not a backend", _BACKEND_FORMS)
     for device, name in pairs:
-        if (device, name) == ("cpu", "nccl"):
+        if device == "cpu" and name in _NCCL:
             raise BadTopology("--backend", text, "nccl has no CPU tensors", _BACKEND_FORMS)
         if name not in _BACKENDS.get(device, ()):
             why = f"`{device}:{name}` is not a device and its backend"
@@ -197,6 +198,14 @@ def parse_backend(text: str) -> str:
     if len({device for device, _ in pairs}) < len(pairs):
         raise BadTopology("--backend", text, "a device is listed twice", _BACKEND_FORMS)
     return backend
+
+
+def check_class(backend: str, torch: str) -> None:
+    """Raise BadTopology where this version of torch has no name for either class of nccl."""
+    plain = re.sub("nccl(-legacy|2)", "nccl", backend)
+    if plain != backend and torch and tuple(map(int, re.findall(r"\d+", torch)[:2])) < (2, 14):
+        why = f"only torch 2.14 and later have this name, and torch here is {torch}"
+        raise BadTopology("--backend", backend, why, f"Use `--backend {plain}`.")
 
 
 def uses_nccl(backend: str) -> bool:

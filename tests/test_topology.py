@@ -191,6 +191,8 @@ def test_bad_gpus(text, visible, why):
     [
         ("gloo", "gloo"),
         ("NCCL", "nccl"),
+        ("nccl-legacy", "nccl-legacy"),
+        ("cpu:gloo,cuda:nccl2", "cpu:gloo,cuda:nccl2"),
         ("none", "none"),
         ("cpu:gloo, cuda:nccl", "cpu:gloo,cuda:nccl"),
         ("cuda:gloo", "cuda:gloo"),
@@ -205,7 +207,10 @@ def test_backend(text, backend):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "glo", "cpu:nccl", "xpu:nccl", "gloo,nccl", "cpu:gloo,cpu:gloo", "tpu:gloo", "cpu:gloo:x"],
+    [
+        *("", "glo", "cpu:nccl", "cpu:nccl-legacy", "xpu:nccl", "gloo,nccl", "nccl-lazy"),
+        *("cpu:gloo,cpu:gloo", "tpu:gloo", "cpu:gloo:x"),
+    ],
 )
 def test_bad_backend(text):
     """Any other backend is answered with the right forms."""

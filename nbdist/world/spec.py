@@ -97,6 +97,7 @@ def make_spec(
     `run` is the name of a world without one.  Raises UsageError for what cannot be.
     """
     here = here or Here.now()
+    topology.check_class(config.backend or "", versions_here()["torch"])
     given = given_environ(config)
     environ = {**here.environ, **given}
     if config.launched_by != LOCAL:

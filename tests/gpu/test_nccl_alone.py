@@ -23,28 +23,24 @@ from tests.gpu.conftest import Figure
 from tests.standin import place
 from tests.waiting import SOON
 
-# An agent of its own, since the variable is read when the fork server imports torch.
-pytestmark = [pytest.mark.own_agent, pytest.mark.shared_world, pytest.mark.timeout(75)]
+pytestmark = [pytest.mark.shared_world, pytest.mark.timeout(75)]
 
 EVENS = "t = torch.ones(1)\nif rank % 2 == 0: dist.all_reduce(t, group=evens); t.item()"
 
 
-@pytest.fixture(scope="module", params=["nccl", "legacy"])
+@pytest.fixture(scope="module", params=["nccl", "nccl-legacy"])
 def kind(request: pytest.FixtureRequest) -> str:
     if not lab.has_gpu():
         pytest.skip("no GPU is visible here")
-    if request.param == "legacy" and (lab.TORCH < (2, 15) or lab.DEVICE == "cpu"):
+    if request.param == "nccl-legacy" and (lab.TORCH < (2, 15) or lab.DEVICE == "cpu"):
         pytest.skip('"nccl" is the old one here')
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
 def started(kind: str) -> Iterator[World]:
-    with pytest.MonkeyPatch.context() as patch:
-        if kind == "legacy":
-            patch.setenv("TORCH_DIST_USE_NCCL2", "0")
-        with lab.make_world("nccl", 4, backend="nccl") as world:
-            yield world
+    with lab.make_world("nccl", 4, backend=kind) as world:
+        yield world
 
 
 @pytest.fixture

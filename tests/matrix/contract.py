@@ -31,6 +31,9 @@ from nbdist.worker.compat.torch import OPERATIONS, VERSION, gloo_of
 
 HAS_NCCL = hasattr(c10d, "ProcessGroupNCCL")
 TIMEOUT = timedelta(seconds=20)
+KEPT: list[Any] = []
+"""What asks for a driver when it ends."""
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
 RECORDED = (
@@ -230,13 +233,13 @@ def _fields(backend: str, dump: bytes) -> Iterator[str]:
 # --- what "nccl" is ----------------------------------------------------------------------------
 
 
-def resolved() -> str:
-    """Say which function of torch's makes "nccl"; "" where that is not to be known by name."""
+def resolved(name: str = "nccl") -> str:
+    """Say which function of torch's makes this; "" where that is not to be known by name."""
     ensure = getattr(dist.Backend, "_ensure_backend_registered", None)
     if not HAS_NCCL or ensure is None:
         return ""
-    ensure("nccl")
-    return str(dist.Backend._plugins["NCCL"].creator_fn.__name__)
+    ensure(name)
+    return str(dist.Backend._plugins[name.upper()].creator_fn.__name__)
 
 
 def nccl() -> Iterator[str]:
@@ -244,9 +247,14 @@ def nccl() -> Iterator[str]:
     if not HAS_NCCL or VERSION < (2, 14):
         return
     is_new = VERSION >= (2, 15) and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"
-    wanted = "_create_nccl2_process_group" if is_new else "_create_nccl_process_group"
-    if resolved() != wanted:
-        yield f'"nccl" is made by {resolved()}, not by {wanted}'
+    new, legacy = "_create_nccl2_process_group", "_create_nccl_process_group"
+    names = {"nccl": new if is_new else legacy, "nccl2": new, "nccl-legacy": legacy}
+    for name, wanted in names.items():
+        if (found := resolved(name)) != wanted:
+            yield f'"{name}" is made by {found}, not by {wanted}'
+    KEPT.append(nccl_seam.new_nccl2(nccl_seam.Seat(dist.HashStore(), [0], 0, 1, CUDA), TIMEOUT))
+    if (name := KEPT[0].name()) != "nccl2":
+        yield f"what stands in for nccl2 is {name}"
     if is_new:
         yield from _reconfigurable()
 
@@ -365,5 +373,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # An nccl2 that ends asks for a driver, and the process would end with it.
+    # An nccl2 that ends asks for a driver, and the process would end with it (`KEPT`).
     os._exit(main())

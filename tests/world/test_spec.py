@@ -15,6 +15,7 @@ from nbdist.errors import BadTopology, NotEnoughGpus, UsageError
 from nbdist.seats import fill
 from nbdist.wire.start import WorldSpec
 from nbdist.wire.worker_environ import NBDIST_SETS, torchrun_variables
+from nbdist.world import spec
 from nbdist.world.spec import Here, make_spec, make_wanted, scaled
 
 
@@ -134,6 +135,27 @@ def test_several_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said.startswith("4 ranks of nccl on 1 GPU with `--share-gpus`: slow")
     assert scaled(spec, WorldConfig(), 8)[1].startswith(
         "8 ranks of nccl on 1 GPU with `--share-gpus`"
+    )
+
+
+@pytest.mark.parametrize("hosts", [None, "a,b"])
+def test_a_class_of_nccl(monkeypatch: pytest.MonkeyPatch, hosts: str | None) -> None:
+    """It is nccl as to GPUs and variables; a torch that has but one is named, with the remedy."""
+    monkeypatch.setattr(topology, "installed_gpus", lambda: 2)
+    asked = WorldConfig(n=2, hosts=hosts, backend="cpu:gloo,cuda:nccl-legacy")
+    monkeypatch.setattr(spec, "versions_here", lambda: {"torch": "2.14.1+cu130"})
+    made, backend, _ = make_spec(asked)
+    assert backend == made.backend == "cpu:gloo,cuda:nccl-legacy"
+    assert "NCCL_RAS_ENABLE" in torchrun_variables(made, 0, 1)
+    if hosts is None:
+        with pytest.raises(NotEnoughGpus):
+            spec_of(n=3, backend="nccl-legacy")
+    monkeypatch.setattr(spec, "versions_here", lambda: {"torch": "2.13.0+cu130"})
+    with pytest.raises(BadTopology) as said:
+        make_spec(asked)
+    assert str(said.value) == (
+        "`--backend cpu:gloo,cuda:nccl-legacy`: only torch 2.14 and later have this name, and "
+        "torch here is 2.13.0+cu130. Use `--backend cpu:gloo,cuda:nccl`."
     )
 
 

@@ -272,7 +272,7 @@ def new_nccl2(seat: Seat, timeout: timedelta) -> Any:
     options.global_ranks_in_group = list(seat.members)
     options.group_id, options.enable_reconfigure = "stand-in", True
     plugins: Any = distributed_c10d.Backend._plugins
-    return plugins["NCCL"].creator_fn(options, None)
+    return plugins["NCCL2"].creator_fn(options, None)
 
 
 def _entries(dump: bytes) -> list[dict[str, Any]]:

@@ -163,7 +163,7 @@ class DefaultGroup:
                 f"this is rank {self._rank} of the world, not {rank}. "
                 "Pass rank=rank or leave it out."
             )
-        if missing := _names(asked.get("backend") or "") - _names(self._backend):
+        if missing := lacking(asked.get("backend") or "", self._backend):
             name = min(missing)
             return (
                 f"the world's group has the backend {self._backend}, not {name}. Pass "
@@ -175,6 +175,11 @@ class DefaultGroup:
         if timeout != self.timeout:
             self.timeout = timeout
             seam.set_timeout(self.group, timeout)
+
+
+def lacking(asked: str, own: str) -> set[str]:
+    """Name the backends asked for that are not `own`; "nccl" is either class of it."""
+    return _names(asked) - _names(own) - ({"nccl"} if "nccl" in own else set())
 
 
 def _names(backend: str) -> set[str]:

@@ -10,6 +10,7 @@ import pytest
 from nbdist.errors import RanksReleased, WorkerDied, WorkerError
 from nbdist.output.events import Text
 from nbdist.worker.compat import torch as seam
+from nbdist.worker.group.default import lacking
 from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world(3)
@@ -231,6 +232,13 @@ def test_another_backend(world: World, first: str) -> None:
     said = error_of(world, f"{first}dist.init_process_group(backend='nccl')")
     assert 'the world\'s group has the backend gloo, not nccl. Pass "gloo" or leave' in said
     world.execute(WORKS)
+
+
+def test_either_class_of_nccl_is_nccl() -> None:
+    """A script that asks for "nccl" runs in a world of the class that was chosen, not of both."""
+    assert lacking("nccl", "cpu:gloo,cuda:nccl-legacy") == set()
+    assert lacking("nccl2", "cpu:gloo,cuda:nccl-legacy") == {"nccl2"}
+    assert lacking("nccl", "gloo") == {"nccl"}
 
 
 def test_wrong_arguments(world: World) -> None:
