@@ -30,8 +30,10 @@ NCCL_SOCKET_IFNAME              unset    =lo, with     nccl would listen on an i
                                          nccl          own choice; on several machines it is the
                                                        one that gloo has, and not those whose names
                                                        begin so: hence the =
-NCCL_RAS_ENABLE                 unset    0, with nccl  nccl's own monitor listens on TCP, and
-                                                       answers whoever asks
+NCCL_RAS_ENABLE                 unset    0, with nccl  nccl's own monitor listens on TCP only, and
+                                                       answers whoever asks; it counts what a rank
+                                                       has launched, as Flight Recorder does, and
+                                                       knows not what has ended, nor send and recv
 CUDA_VISIBLE_DEVICES            as it is the GPUs used what `--gpus` chose, a slice of it per
                                                        simulated node, or each rank's MIG slice
 MPLBACKEND                      unset    inline        figures are outputs of the cell
