@@ -171,7 +171,7 @@ class Copy:
         importing.sort(key=lambda each: (each.parent != near.parent, len(texts[each])))
         yield "nearest", self._names([near] if near in texts else importing)
         yield "room", self._names([*importing, *cheap])
-        if one.room.partition("/")[0] in ("worker", "node", "world", "notebook"):
+        if one.room.partition("/")[0] in ("worker", "agent", "world", "notebook"):
             yield "smoke", self._names([tests / each for each in SMOKE if tests / each in texts])
 
     def _names(self, files: list[Path]) -> list[str]:

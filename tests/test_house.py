@@ -61,6 +61,7 @@ FLOORS = {
         "output.events",
         "wire",
         "launch",
+        "agent",
         "node",
     },
     "notebook": {
@@ -90,7 +91,8 @@ FLOORS = {
         "output",
         "notebook.command",  # the names of all magics
     },
-    "node": {"words", "errors", "topology", "seats", "folders", "output.events", "wire"},
+    "agent": {"words", "errors", "topology", "seats", "folders", "output.events", "wire", "node"},
+    "node": {"agent", "wire"},
     "worker": {"words", "errors", "folders", "output.events", "wire"},
     # The package itself has the public names, which it takes from everywhere on the
     # notebook's side; everybody may ask it for what stands in it.
@@ -112,10 +114,10 @@ FLOORS = {
 }
 
 # Doors between rooms: the fork server becomes a worker when it forks.
-DOORS = {("node/fork_server.py", "worker")}
+DOORS = {("agent/fork_server.py", "worker")}
 
 # Who may import torch when it is imported itself.
-TORCH_ROOMS = ("worker/", "node/fork_server.py")
+TORCH_ROOMS = ("worker/", "agent/fork_server.py")
 
 # Files that import one another in a circle, imports for type checkers and inside functions
 # counted.  Only to become fewer: take a file out as soon as it is in none any more.
@@ -265,15 +267,15 @@ def test_only_workers_import_torch():
     ("file", "source", "told"),
     [
         ("wire/x.py", "from nbdist.world import link", "1 imports nbdist.world.link"),
-        ("wire/x.py", "def f():\n    import nbdist.node", "2 imports nbdist.node"),
+        ("wire/x.py", "def f():\n    import nbdist.agent", "2 imports nbdist.agent"),
         ("world/x.py", "from ..notebook import y", "1 imports nbdist.notebook.y"),
         ("worker/x.py", "from nbdist import topology", "1 imports nbdist.topology"),
-        ("node/x.py", "if TYPE_CHECKING:\n    import nbdist.worker", "2 imports nbdist.worker"),
+        ("agent/x.py", "if TYPE_CHECKING:\n    import nbdist.worker", "2 imports nbdist.worker"),
         ("nowhere/x.py", "import nbdist.wire", "1 imports nbdist.wire"),
         ("wire/x.py", "from nbdist.output.events import Done", None),
-        ("node/fork_server.py", "import nbdist.worker", None),
+        ("agent/fork_server.py", "import nbdist.worker", None),
         ("worker/x.py", "from . import y\nfrom nbdist.wire.payload import Payload", None),
-        ("node/x.py", "from nbdist import __version__\nimport nbdist", None),
+        ("agent/x.py", "from nbdist import __version__\nimport nbdist", None),
     ],
 )
 def test_an_import_that_points_up_is_told(file, source, told):
@@ -291,7 +293,7 @@ def test_an_import_that_points_up_is_told(file, source, told):
         ("wire/x.py", "if TYPE_CHECKING:\n    import torch", False),
         ("wire/x.py", "import torchless", False),
         ("worker/x.py", "import torch", False),
-        ("node/fork_server.py", "import torch", False),
+        ("agent/fork_server.py", "import torch", False),
     ],
 )
 def test_an_early_torch_is_told(file, source, told):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from nbdist.node.first_steps import begin
+from nbdist.agent.first_steps import begin
 
 COMMANDS_GRACE = 3.0
 """Seconds for `srun` and the like to end when a head was killed: agents leave, and so do they;
@@ -20,8 +20,8 @@ def main() -> None:
     """Run a head until its world ends."""
     runtime, notebook_pid = Path(sys.argv[1]), int(sys.argv[2])
     guard, _ = begin(runtime, notebook_pid, fork_server=False, grace=COMMANDS_GRACE)
+    from nbdist.agent.serving import run
     from nbdist.head.head import Head
-    from nbdist.node.serving import run
 
     async def serve() -> None:
         await Head(runtime, notebook_pid, guard).serve()

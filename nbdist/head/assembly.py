@@ -8,13 +8,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from nbdist.agent.forming import Forming
 from nbdist.head.freight import Freight
 from nbdist.head.kept_code import KeptCode
 from nbdist.head.merging import shares
 from nbdist.head.node import Node
 from nbdist.head.roster import CannotStart, Roster
 from nbdist.head.seating import NoSeats, full_size, led_by_first, resized, room_of, seated, without
-from nbdist.node.forming import Forming
 from nbdist.wire.key_values import HostedStore
 from nbdist.wire.many import NodeUp
 from nbdist.wire.messages import (

@@ -11,15 +11,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from nbdist.agent.serving import Serving
+from nbdist.agent.tether import Tether
+from nbdist.agent.window import Window, seen_here
 from nbdist.head.assembly import Assembly
 from nbdist.head.freight import Freight
 from nbdist.head.inquiry import Round, ask, first_answer, rows_of
 from nbdist.head.merging import in_time_of_head, last_words
 from nbdist.head.node import Node
 from nbdist.node.guard import Guard
-from nbdist.node.serving import Serving
-from nbdist.node.tether import Tether
-from nbdist.node.window import Window, seen_here
 from nbdist.output.events import Died, Done
 from nbdist.wire.carrying import Dropped, Piece, Taken
 from nbdist.wire.key_values import HostedStore

@@ -150,7 +150,7 @@ def _watch(agent: int, runtime: Path, notebook: int | None, told: int, grace: fl
 def _say(last_word: bytes) -> None:
     """Have the head of a killed agent know."""
     if last_word.endswith(b"\n"):
-        from nbdist.node.last_word import say_ended
+        from nbdist.agent.last_word import say_ended
 
         say_ended(last_word)
 
@@ -160,7 +160,7 @@ def _drop_code() -> None:
     # Not at the top: there the agent imports next to nothing.
     import tempfile
 
-    from nbdist.node.code_folder import drop_dead
+    from nbdist.agent.code_folder import drop_dead
 
     with suppress(OSError):
         drop_dead(Path(tempfile.gettempdir()))

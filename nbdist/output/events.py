@@ -1,6 +1,6 @@
 """What one rank shows, in the order in which it showed it, as frozen dataclasses.
 
-A raw Jupyter message lives for one line in `nbdist.node`, then it is one of these.
+A raw Jupyter message lives for one line in `nbdist.agent`, then it is one of these.
 """
 
 from __future__ import annotations

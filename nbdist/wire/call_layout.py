@@ -1,7 +1,7 @@
 """Where a worker's memory has the calls of its main thread.
 
 The worker says it as it starts (`nbdist.worker.compat.cpython`), for the agent, which reads
-that memory (`nbdist.node.calls_in_memory`).
+that memory (`nbdist.agent.calls_in_memory`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file_
 def agent_command(python: str, number: int = -1) -> list[str]:
     """Return the command that runs an agent; `number` is the node's, where one is known."""
     node = [] if number < 0 else ["--node", str(number)]
-    return [python or sys.executable, *MODULE, "nbdist.node", "--ticket", *node]
+    return [python or sys.executable, *MODULE, "nbdist.agent", "--ticket", *node]
 
 
 def safe_path(environ: Mapping[str, str], folder: str) -> str:

@@ -1,6 +1,6 @@
 """What who forms the world's group, and the part of each machine, say to one another.
 
-`nbdist.node.forming` asks, `nbdist.node.worker_group` answers: in one process where all workers
+`nbdist.agent.forming` asks, `nbdist.agent.worker_group` answers: in one process where all workers
 are on one machine, else over a link.
 """
 

@@ -264,7 +264,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """Notebook to agent: have these ranks leave what they run (`nbdist.node.stopping`)."""
+    """Notebook to agent: have these ranks leave what they run (`nbdist.agent.stopping`)."""
 
     ranks: tuple[int, ...]
 

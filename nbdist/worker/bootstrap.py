@@ -1,6 +1,6 @@
 """Makes a fresh process, forked or spawned, the worker of one rank.
 
-Called by `nbdist.worker.__main__` and, in the child of a fork, by `nbdist.node.fork_server`.
+Called by `nbdist.worker.__main__` and, in the child of a fork, by `nbdist.agent.fork_server`.
 Imports torch only when a spawned worker has its environment.
 
 A forked worker gets what an interpreter that was spawned would have of its own.  What a fork

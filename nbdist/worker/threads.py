@@ -1,6 +1,6 @@
 """Stacks of this worker's threads: sampled from the control thread, or written in a crash.
 
-Where C code holds the GIL, the agent reads them (`nbdist.node.calls_in_memory`).
+Where C code holds the GIL, the agent reads them (`nbdist.agent.calls_in_memory`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from nbdist.config import LAUNCHERS, LOCAL
 from nbdist.errors import UsageError
 
-AGENT, HEAD = "nbdist.node", "nbdist.head"
+AGENT, HEAD = "nbdist.agent", "nbdist.head"
 """What is started on this machine: its agent, or the head of agents on several."""
 
 

@@ -52,7 +52,7 @@ def kill_fork_server(world: World) -> None:
     (fork_server,) = (
         process
         for process in tree(world)
-        if "nbdist.node.fork_server" in process.cmdline() and process.pid not in workers
+        if "nbdist.agent.fork_server" in process.cmdline() and process.pid not in workers
     )
     fork_server.kill()
     fork_server.wait(SOON)

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.node.backlog import SHOWN_KEPT
+from nbdist.agent.backlog import SHOWN_KEPT
 from nbdist.output.rank_transcript import SHOWN_AT_MOST
 from nbdist.world.world import World
 from tests.waiting import wait_until
@@ -27,7 +27,7 @@ for page in range({PAGES}):
 def megabytes_of_agent(world: World) -> float:
     """Of the one that is below the guard, beside the fork server."""
     found = psutil.Process(world.session.link.agents[0].pid).children()
-    (agent,) = (each for each in found if "nbdist.node" in each.cmdline())
+    (agent,) = (each for each in found if "nbdist.agent" in each.cmdline())
     return float(agent.memory_info().rss / 2**20)
 
 

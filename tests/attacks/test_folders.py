@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from nbdist.agent.worker_logs import RUN, RUNS_KEPT
 from nbdist.errors import UsageError
 from nbdist.folders import MARKER
-from nbdist.node.worker_logs import RUN, RUNS_KEPT
 from nbdist.notebook.commands.log import last_lines
 from nbdist.world.snapshot_store import KEPT, Snapshot
 from nbdist.world.world import World

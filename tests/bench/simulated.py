@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nbdist.agent.head_end import Coming, HeadEnd, read_ticket
+from nbdist.agent.outbox import Outbox
+from nbdist.agent.reaching import find_way
 from nbdist.launch.launcher import AgentCommand, Launched
-from nbdist.node.head_end import Coming, HeadEnd, read_ticket
-from nbdist.node.outbox import Outbox
-from nbdist.node.reaching import find_way
 from nbdist.output.events import Done, Failure, Output, Text
 from nbdist.wire.control import HeldGroups
 from nbdist.wire.many import (

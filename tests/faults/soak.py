@@ -23,8 +23,8 @@ from pathlib import Path
 
 import psutil
 
+from nbdist.agent.fork_server import AFTER_FORK, makes_idle_imports
 from nbdist.errors import NbdistError
-from nbdist.node.fork_server import AFTER_FORK, makes_idle_imports
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.faults.spinning import spinning
@@ -108,7 +108,7 @@ def _serving(world: World) -> list[psutil.Process]:
 
 def wait_for_imports(world: World) -> None:
     """Return once the fork server has imported all that it does while idle: no leak is as large."""
-    (server,) = (p for p in _serving(world) if "nbdist.node.fork_server" in p.cmdline())
+    (server,) = (p for p in _serving(world) if "nbdist.agent.fork_server" in p.cmdline())
     deadline, before = time.monotonic() + LONGEST_IMPORTS, None
     while makes_idle_imports() and before != (before := server.cpu_times()):
         if time.monotonic() > deadline:

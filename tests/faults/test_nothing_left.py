@@ -65,7 +65,7 @@ class Notebook:
     def start_workers(self) -> None:
         """Two, each with a child, and one more that has left its session and its parent."""
         self.run(STARTED)
-        forked = self.find("nbdist.node.fork_server ")
+        forked = self.find("nbdist.agent.fork_server ")
         (self.fork_server,) = (each for each in forked if each.parent() == self.agent)
         assert len(self.workers) == 2
         # Of killed workers that one stays until the agent ends.
@@ -98,7 +98,7 @@ class Notebook:
 
     @property
     def guard(self) -> psutil.Process:
-        return self.find("nbdist.node /")[0]
+        return self.find("nbdist.agent /")[0]
 
     @property
     def agent(self) -> psutil.Process:
@@ -106,7 +106,7 @@ class Notebook:
 
     @property
     def workers(self) -> list[psutil.Process]:
-        forked = self.find("nbdist.node.fork_server ")
+        forked = self.find("nbdist.agent.fork_server ")
         return [process for process in forked if process != self.fork_server]
 
     def has_nothing(self, when: str) -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from nbdist.node.fork_server import IMPORTED_WHEN_IDLE
+from nbdist.agent.fork_server import IMPORTED_WHEN_IDLE
 from nbdist.world.world import World
 from tests.faults.soak import Holdings, soak, wait_for_imports
 from tests.waiting import SOON

@@ -31,7 +31,7 @@ BREAK = "if rank == 1: raise ValueError\ndist.barrier()"
 def started() -> Iterator[World]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
-        link = Link("tests.node.store_agent")
+        link = Link("tests.agent.store_agent")
         link.open()
         world = World(2, log_dir="")
         world.session.adopt(link)

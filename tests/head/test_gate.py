@@ -268,6 +268,6 @@ def test_an_agent_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         finally:
             await gate.close()
 
-    command = [sys.executable, "-P", "-m", "nbdist.node", "--ticket"]
+    command = [sys.executable, "-P", "-m", "nbdist.agent", "--ticket"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as guard:
         asyncio.run(be_killed())

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from nbdist.agent.code_folder import CodeFolder
 from nbdist.head.kept_code import KeptCode
 from nbdist.head.node import NodeLost
-from nbdist.node.code_folder import CodeFolder
 from nbdist.wire.code_tree import CodeFile, CodePart, Landmark, digest_of
 from nbdist.wire.messages import CodeHeld, GetCode, PutCode, Request
 

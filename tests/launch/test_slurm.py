@@ -22,7 +22,7 @@ from nbdist.launch.slurm import (
 )
 from nbdist.wire.wanted import Wanted
 
-AGENT = f"sh -c {NUMBERED} sh {{wrap}}/venv/python -P -m nbdist.node --ticket"
+AGENT = f"sh -c {NUMBERED} sh {{wrap}}/venv/python -P -m nbdist.agent --ticket"
 
 
 def wanted(**options: Any) -> Wanted:

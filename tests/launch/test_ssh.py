@@ -19,7 +19,7 @@ def test_the_command() -> None:
     assert command[:2] == ["ssh", "-T"]
     assert "BatchMode=yes" in command
     assert command[-3:-1] == ["--", "root@b"]
-    run = "nice -n 5 /venv/bin/python -P -m nbdist.node --ticket --node 1"
+    run = "nice -n 5 /venv/bin/python -P -m nbdist.agent --ticket --node 1"
     assert command[-1] == f"exec {run}"
 
 

@@ -34,7 +34,7 @@ from nbdist.launch.why_not_there import why_refused
             "ssh cannot reach 10.0.0.2:22: No route to host",
         ),
         (
-            "/usr/bin/python3: Error while finding module specification for 'nbdist.node' "
+            "/usr/bin/python3: Error while finding module specification for 'nbdist.agent' "
             "(ModuleNotFoundError: No module named 'nbdist')",
             f"the interpreter there has no nbdist: `pip install nbdist=={__version__}` there",
         ),
@@ -77,5 +77,5 @@ def test_other_reasons() -> None:
 )
 def test_a_wrapper_is_not_the_interpreter(line: str, said: str) -> None:
     """The option is named by which the program was asked for."""
-    command = "ssh b -- 'exec no-such /no/img /etc/passwd /no/python -P -m nbdist.node --ticket'"
+    command = "ssh b -- 'exec no-such /no/img /etc/passwd /no/python -P -m nbdist.agent --ticket'"
     assert why_refused("b", [line], command).startswith(said)

@@ -110,9 +110,8 @@ def test_agent_that_dies(fresh: Callable[..., Notebook]) -> None:
 
 
 def _agent(notebook: Notebook) -> psutil.Process:
-    (agent,) = [
-        child for child in notebook.process.children() if "nbdist.node" in " ".join(child.cmdline())
-    ]
+    children = notebook.process.children()
+    (agent,) = [child for child in children if "nbdist.agent" in " ".join(child.cmdline())]
     return agent
 
 

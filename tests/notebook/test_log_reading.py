@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.node.worker_logs import WorkerLog, read_logs
+from nbdist.agent.worker_logs import WorkerLog, read_logs
 from nbdist.notebook.log_reading import BLOCK, LONGEST, last_lines, last_lines_there
 from nbdist.wire.log_files import LogPiece
 from nbdist.wire.messages import GetLogs

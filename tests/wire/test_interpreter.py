@@ -63,4 +63,4 @@ def test_a_module_in_the_folder_is_not_imported(tmp_path: Path) -> None:
 def test_the_command_of_an_agent() -> None:
     """With the number of its node where that is known."""
     assert agent_command("/venv/python", 3)[-2:] == ["--node", "3"]
-    assert agent_command("") == [sys.executable, "-P", "-m", "nbdist.node", "--ticket"]
+    assert agent_command("") == [sys.executable, "-P", "-m", "nbdist.agent", "--ticket"]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from nbdist.node.worker_output import Merger
+from nbdist.agent.worker_output import Merger
 from nbdist.output.events import Text
 from tests.waiting import SOON
 

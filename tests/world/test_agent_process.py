@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.node.code_folder import CodeFolder
+from nbdist.agent.code_folder import CodeFolder
 from nbdist.wire.code_tree import CodeFile, CodePart, digest_of
 from nbdist.wire.messages import PutCode
 from nbdist.wire.runtime_folder import RuntimeFolder
@@ -37,7 +37,7 @@ def test_an_agent_ends_with_its_stdin(runtime: RuntimeFolder) -> None:
     assert os.getsid(agent.pid) == agent.pid
     assert agent.exit_code() is None
     assert repr(agent) == f"<AgentProcess {agent.pid} exit code None>"
-    assert agent.command.endswith(f"-m nbdist.node {runtime.path} {os.getpid()} --no-fork")
+    assert agent.command.endswith(f"-m nbdist.agent {runtime.path} {os.getpid()} --no-fork")
     agent.end(SOON)
     assert select.select([agent], [], [], 0)[0] == [agent]
     assert (agent.exit_code(), agent.last_lines()) == (0, [])

@@ -117,7 +117,7 @@ def test_another_launcher_starts_other_agents(
         session.restart()
         assert "nbdist.head" in session.link.agents[0].command
         session.restart(launcher="local")
-        assert "nbdist.node" in session.link.agents[0].command
+        assert "nbdist.agent" in session.link.agents[0].command
 
 
 @pytest.mark.parametrize("ranks", ["0", [7], [-1], ["0"]])

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 
+from nbdist.agent.worker_output import LOST_AFTER
 from nbdist.errors import (
     AgentLost,
     UsageError,
@@ -26,7 +27,6 @@ from nbdist.errors import (
     WorkerError,
     WorldNotStarted,
 )
-from nbdist.node.worker_output import LOST_AFTER
 from nbdist.output.events import Clear, Display, Text, Update
 from nbdist.world.states import State
 from nbdist.world.world import World

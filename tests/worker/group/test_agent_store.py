@@ -19,7 +19,7 @@ import pytest
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistStoreError
 
-from nbdist.node.store_window import StoreWindow
+from nbdist.agent.store_window import StoreWindow
 from nbdist.wire.key_values import HostedStore
 from nbdist.wire.store_operations import Answer, Operation
 from nbdist.worker.group import agent_store

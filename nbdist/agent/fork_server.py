@@ -1,0 +1,282 @@
+"""A process that has torch imported and forks workers on request.
+
+Started by `nbdist.agent.fork_messages` with one end of a socket pair and the runtime folder;
+the other end is the agent's (`nbdist.agent.forker`).  It has one thread, no event loop, no zmq
+context and no CUDA context, so that its forks are safe.  When the agent's end of the socket
+closes, it ends, and its workers with it.  When it is killed, they live on as the agent's
+children.
+
+While nothing is asked of it, it imports on, a module at a time: what the first step of a
+training needs, so that workers forked from then on have it, and share its memory.  A
+request waits for the module at hand and for no other.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+
+from nbdist.agent.fork_messages import (
+    DESCRIPTORS,
+    Fork,
+    Forked,
+    ForkFailed,
+    FromForkServer,
+    Imported,
+    WorkerExited,
+    to_frame,
+)
+from nbdist.node.guard import end_descendants, end_group
+from nbdist.wire.frames import FrameCutter
+from nbdist.wire.prctl import adopt_orphans
+from nbdist.wire.start import WorkerStart
+
+READ_SIZE = 1 << 16
+
+IMPORTED_AT_START = (
+    "nbdist.worker.bootstrap",
+    "nbdist.worker.main",
+    "IPython.core.debugger",
+    "IPython.core.completerlib",
+    "IPython.core.logger",
+    "IPython.core.oinspect",
+    "IPython.extensions.storemagic",
+    "IPython.utils.wildcard",
+    "tornado.locks",
+    "tornado.platform.asyncio",
+    "tornado.queues",
+)
+"""What a worker imports until it has run a cell, found by comparing sys.modules."""
+
+IMPORTED_WHEN_IDLE = (
+    "pygments.formatters.terminal256",
+    "stack_data",
+    "numpy.random",
+    "mpmath",
+    "sympy.core",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.onnx.ops",
+    "torch.distributed._functional_collectives",
+    "torch.distributed.tensor._op_schema",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch._functorch._aot_autograd.schemas",
+    "torch._dynamo",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization",
+    "torch._subclasses.schema_check_mode",
+)
+"""What the first traceback, DDP, FSDP2 and optimizer of a process import, found like those above.
+
+The first two are the traceback's; nearly all others belong to torch._dynamo.  What that
+needs and can be had without it comes first, so that no single step is long.  A torch or
+IPython that lacks one of these does without it.
+"""
+
+UNDISTURBED, AFTER_FORK = 0.1, 1.5
+"""Seconds without a request before it imports on: at first, and while new workers start."""
+
+DURING_IMPORTS = {
+    # BLAS starts its threads when numpy is imported; a fork must find none.
+    "OPENBLAS_NUM_THREADS": "1",
+    # NVML counts the GPUs then: the driver, once initialised, is of no use to forks.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+
+
+@contextmanager
+def fit_for_forks() -> Iterator[None]:
+    """Have what is imported start no threads and leave the GPU's driver alone."""
+    ours = {name: value for name, value in DURING_IMPORTS.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            del os.environ[name]
+
+
+def import_all() -> None:
+    """Import once what every worker needs."""
+    # Nothing that is imported goes away again, and looking for it takes a tenth of the time.
+    gc.disable()
+    with fit_for_forks():
+        for name in IMPORTED_AT_START:
+            import_module(name)
+        import_module("nbdist.worker.op").import_ops()
+
+
+def import_if_possible(name: str) -> None:
+    """Import it; what fails will, if at all, fail again where it is used."""
+    with fit_for_forks():
+        try:
+            import_module(name)
+        except ModuleNotFoundError:
+            pass
+        except Exception:  # noqa: BLE001 (other people's modules; workers can be forked without)
+            traceback.print_exc()
+
+
+def makes_idle_imports() -> bool:
+    """Whether it imports on while idle; not with NBDIST_IDLE_IMPORTS=0 in its environment."""
+    return os.environ.get("NBDIST_IDLE_IMPORTS") != "0"
+
+
+class ForkServer:
+    """Serves one agent: forks workers, and reports their ends."""
+
+    def __init__(self, agent: socket.socket) -> None:
+        self._agent = agent
+        self._requests = FrameCutter()
+        self._descriptors: deque[int] = deque()  # of requests that have yet to be read in full
+        self._workers: dict[int, int] = {}  # the number of the request, by process
+        self._to_import = deque(IMPORTED_WHEN_IDLE if makes_idle_imports() else ())
+        self._idle_from = time.monotonic() + UNDISTURBED
+
+    # --- the loop -------------------------------------------------------------------------
+
+    def serve(self) -> WorkerStart | None:
+        """Work until the agent is gone, and return None; in a forked child, what it starts with."""
+        wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._agent, selectors.EVENT_READ)
+            selector.register(wake_read, selectors.EVENT_READ)
+            while True:
+                events = selector.select(self._idle_in())
+                if not events:
+                    self._import_on()
+                for key, _ in events:
+                    if key.fd == wake_read:
+                        os.read(wake_read, 4096)
+                        self._report_exits()
+                    elif (requests := self._receive()) is None:
+                        return None
+                    elif start := self._fork_all(requests):
+                        signal.set_wakeup_fd(-1)
+                        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                        os.close(wake_read)
+                        os.close(wake_write)
+                        return start
+
+    def send(self, message: FromForkServer) -> None:
+        """Send it in one piece: new workers write to the same socket."""
+        self._agent.sendall(to_frame(message))
+
+    def _receive(self) -> list[Fork] | None:
+        """Return the requests that are complete by now; None at the end."""
+        data, descriptors, _, _ = socket.recv_fds(self._agent, READ_SIZE, DESCRIPTORS)
+        self._descriptors.extend(descriptors)
+        return [*map(pickle.loads, self._requests.feed(data))] if data else None
+
+    # --- importing on ---------------------------------------------------------------------
+
+    # A step is one module, since a request waits for the one at hand; none is begun while
+    # workers start, which would take turns with it on the cores.
+
+    def _idle_in(self) -> float | None:
+        """Return seconds to wait for a request before it imports on; None: without end."""
+        return max(0.0, self._idle_from - time.monotonic()) if self._to_import else None
+
+    def _import_on(self) -> None:
+        import_if_possible(self._to_import.popleft())
+        if not self._to_import:
+            self.send(Imported(more=False))
+
+    # --- forking --------------------------------------------------------------------------
+
+    # The child falls out of the loop, with the descriptors of its request and no others, and
+    # becomes a worker where `serve` was called.
+
+    def _fork_all(self, requests: list[Fork]) -> WorkerStart | None:
+        """Fork a worker for each: returns None; in a forked child, what it starts with."""
+        for request in requests:
+            descriptors = [self._descriptors.popleft() for _ in range(DESCRIPTORS)]
+            if self._fork(request) is None:
+                self._become_leader(request, descriptors)
+                return request.start
+            for fd in descriptors:
+                os.close(fd)
+        return None
+
+    def _fork(self, request: Fork) -> int | None:
+        """Fork; return the process, 0 where there can be none, None in the child."""
+        # What is frozen is not touched by the workers' garbage collections, so it stays shared.
+        gc.freeze()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self.send(ForkFailed(request.number, error.errno or 0))
+            pid = 0
+        else:
+            if not pid:
+                return None
+            self._workers[pid] = request.number
+        self._idle_from = time.monotonic() + AFTER_FORK
+        return pid
+
+    def _become_leader(self, request: Fork, descriptors: list[int]) -> None:
+        """Make a child of the fork a process of its own, with its stdout and stderr."""
+        gc.enable()
+        # A session of its own, or the Stop button's SIGINT would reach it.
+        os.setsid()
+        self.send(Forked(request.number, os.getpid()))
+        self._agent.close()
+        for fd in self._descriptors:  # other workers'
+            os.close(fd)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for number, fd in enumerate((nothing, *descriptors)):
+            os.dup2(fd, number)
+            os.close(fd)
+
+    # --- ends -----------------------------------------------------------------------------
+
+    def _report_exits(self) -> None:
+        """Reap every child; orphans that were adopted are reaped in silence."""
+        with suppress(ChildProcessError):  # there are none
+            while child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                pid = child.si_pid
+                if pid in self._workers:
+                    # Before it is reaped: until then no other group can have its number.
+                    end_group(pid)
+                exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                if (number := self._workers.pop(pid, None)) is not None:
+                    self.send(WorkerExited(number, pid, exit_code))
+
+
+def main() -> None:
+    """Import, then serve; a forked child falls out of `serve` and becomes a worker."""
+    agent = socket.socket(fileno=int(sys.argv[1]))
+    adopt_orphans()
+    import_all()
+    fork_server = ForkServer(agent)
+    try:
+        fork_server.send(Imported())
+        start = fork_server.serve()
+    except ConnectionError:  # the agent ended while something was sent to it
+        start = None
+    if start is None:
+        end_descendants()  # no worker makes files from here on
+        # The agent and its guard do this too, unless both were killed.
+        shutil.rmtree(sys.argv[2], ignore_errors=True)
+        return
+    from nbdist.worker.bootstrap import become_worker
+
+    become_worker(start, forked=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""The end of the link to the head of a world, of an agent on one of several machines.
+
+How it comes there: a ticket on stdin, the first address of it that can be reached, and a
+CurveZMQ connection.  When that is lost it is made again, and both sides say again what the other
+may not have read.  When nobody listens there any more, or stdin ends, the agent leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import secrets
+import select
+import signal
+import socket
+import stat
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+import zmq
+from zmq.eventloop.zmqstream import ZMQStream
+from zmq.utils.monitor import parse_monitor_message
+
+from nbdist import __version__
+from nbdist.agent.last_word import what_to_say
+from nbdist.agent.reaching import Way, is_refused
+from nbdist.node.guard import Guard
+from nbdist.topology import usable_cores, visible_gpus
+from nbdist.wire.carrying import Dropped, Piece, Receiving
+from nbdist.wire.many import (
+    NodeDown,
+    NodeFacts,
+    NodeHello,
+    NodeUp,
+    StoreAnswer,
+    StoreAsk,
+    Target,
+    node_down_from,
+    node_frames,
+)
+from nbdist.wire.messages import Leave, Run
+from nbdist.wire.numbered import Kind, Mismatch, Numbered
+from nbdist.wire.store_operations import Answer, Operation
+from nbdist.wire.task import unpack
+from nbdist.wire.ticket import (
+    AGENTS_WAIT,
+    LONGEST_TICKET,
+    BadTicket,
+    Ticket,
+    come_with,
+    endpoint,
+    ticket_from,
+)
+from nbdist.wire.versions import versions_here
+
+TICKET_TIMEOUT = 60.0
+"""Seconds for the ticket to come; a person may have to type it."""
+
+LINK_LINGER = 500
+"""Milliseconds that the last messages may take to reach the head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """How an agent comes to its head, and which node it is, -1 where it was not told."""
+
+    ticket: Ticket
+    way: Way
+    number: int
+
+
+def read_ticket() -> Ticket:
+    """Read the line from stdin, without anything after it; raises BadTicket."""
+    line, end = b"", time.monotonic() + TICKET_TIMEOUT
+    while not line.endswith(b"\n"):
+        left = max(0.0, end - time.monotonic())
+        if not select.select([sys.stdin.fileno()], [], [], left)[0]:
+            raise BadTicket(f"no ticket came on stdin within {TICKET_TIMEOUT:.0f} s")
+        byte = os.read(sys.stdin.fileno(), 1)
+        if not byte or len(line) > LONGEST_TICKET:
+            raise BadTicket("stdin has ended before there was a ticket on it")
+        line += byte
+    return ticket_from(line)
+
+
+def facts_of(coming: Coming, port: int, environ: Mapping[str, str]) -> NodeFacts:
+    """Look at this machine."""
+    return NodeFacts(
+        name=socket.gethostname(),
+        number=coming.number,
+        address=coming.way.own,
+        port=port,
+        cores=usable_cores(),
+        gpus=visible_gpus(environ),
+        python=sys.executable,
+        versions=versions_here(),
+    )
+
+
+def interface_of(address: str) -> str:
+    """Name the network interface that has this address, "" for none."""
+    for name, found in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in found):
+            return name
+    return ""
+
+
+class HeadEnd:
+    """Sends typed messages to the head, and hands on those that come from there.
+
+    `problem` says why the link has ended before the head did, "" where nothing was wrong.
+    """
+
+    notebook_pid = 0
+    """None of this machine."""
+
+    def __init__(
+        self,
+        coming: Coming,
+        port: int,
+        receive: Callable[[NodeDown], None],
+        leave: Callable[[], None],
+        guard: Guard | None = None,
+    ) -> None:
+        """`port` is the MASTER_PORT that is held here."""
+        self._coming = coming
+        self._port = port
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._hand_on, self._leave = receive, leave
+        self._memory = Receiving()
+        self._has_come = self._is_dismissed = False
+        self.problem = ""
+        self._talk = Numbered()
+        self._heard = 0.0
+        self._giving_up: asyncio.TimerHandle | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._identity = b"agent" + secrets.token_bytes(16)
+        if guard is not None:
+            guard.tell_last_word(what_to_say(self._identity, coming.ticket, coming.way.address))
+        link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        link.linger = LINK_LINGER
+        link.routing_id = self._identity
+        come_with(link, coming.ticket)
+        monitor: Any = link.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_CLOSED
+        )
+        self._watch = ZMQStream(monitor)
+        link.connect(endpoint(coming.way.address, coming.ticket.port))
+        self._link = ZMQStream(link)
+        self._link.on_recv(self._receive, copy=False)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._link.closed() else "open"
+        return f"<HeadEnd {self._coming.way.address} {state}>"
+
+    async def open(self) -> None:
+        """Say who this is, and where; leave when the link is lost, stdin ends, or at a SIGTERM."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._leave)
+        loop.add_signal_handler(signal.SIGINT, lambda: None)
+        self._watch.on_recv(self._note)
+        if stat.S_ISFIFO(mode := os.fstat(sys.stdin.fileno()).st_mode) or stat.S_ISSOCK(mode):
+            loop.add_reader(sys.stdin.fileno(), self._leave)
+        facts = facts_of(self._coming, self._port, os.environ)
+        self.send(NodeHello(__version__, os.getpid(), facts))
+
+    def send(self, message: NodeUp) -> None:
+        """Send a message."""
+        self._link.send_multipart(self._talk.message(node_frames(message)), copy=False)
+
+    async def ask_store(self, operation: Operation) -> Answer:
+        """Return what the head's store answers; ConnectionError where the head is gone."""
+        number = next(self._numbers)
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        try:
+            self.send(StoreAsk(number, operation))
+            return await answer
+        finally:
+            del self._answers[number]
+
+    # --- the connection -------------------------------------------------------------------
+
+    @property
+    def _place(self) -> str:
+        place = endpoint(self._coming.way.address, self._coming.ticket.port)
+        return place.removeprefix("tcp://")
+
+    def _note(self, frames: list[bytes]) -> None:
+        event = parse_monitor_message(frames)["event"]
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._say_again()
+            self._has_come = True
+        elif not self._has_come or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self._end(
+                f"{self._place} does not take this key: a world that has ended had it, or another "
+                "one"
+            )
+        elif self._is_dismissed:
+            self._leave()
+        else:
+            self._begin_giving_up()
+
+    def _say_again(self) -> None:
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None
+        if self._has_come:
+            self._link.send(self._talk.sign(Kind.AGAIN))
+            for frames in self._talk.again():
+                self._link.send_multipart(frames, copy=False)
+
+    def _begin_giving_up(self) -> None:
+        """Leave if libzmq cannot connect again in time, at once where nobody listens there."""
+        loop = asyncio.get_running_loop()
+        if self._giving_up is None:
+            timeout = self._coming.ticket.link_timeout
+            left = self._heard + AGENTS_WAIT * timeout - loop.time()
+            self._giving_up = loop.call_later(max(timeout, left), self._lose)
+        if self._looking is None or self._looking.done():
+            self._looking = loop.create_task(self._look())
+
+    async def _look(self) -> None:
+        place = Target("", self._coming.way.address, self._coming.ticket.port)
+        if await is_refused(place):
+            self._lose()
+
+    def _lose(self) -> None:
+        self._end(
+            f"the connection to the world at {self._place} was lost, and the workers here were "
+            "ended"
+        )
+
+    def _end(self, problem: str) -> None:
+        self.problem = self.problem or problem
+        self._leave()
+
+    async def close(self) -> None:
+        """End the link; what was sent has `LINK_LINGER` to arrive."""
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
+        self._link.send_multipart([self._talk.sign(Kind.ENDED), self._identity])
+        self._link.flush(zmq.POLLOUT)
+        self._link.socket.disable_monitor()
+        self._watch.close()
+        self._link.close()
+        self._memory.close()
+
+    def _receive(self, frames: list[zmq.Frame]) -> None:
+        header, *data = frames
+        self._heard = asyncio.get_running_loop().time()
+        try:
+            kind = self._talk.take(header.bytes)
+        except Mismatch:
+            kind = Kind.ENDED
+        match kind:
+            case Kind.MESSAGE:
+                self._take(*data)
+            case Kind.BEAT if self._talk.has_read:
+                self._link.send(self._talk.sign(Kind.BEAT))
+            case Kind.ENDED:
+                self._lose()
+
+    def _take(self, frame: zmq.Frame, *data: zmq.Frame) -> None:
+        match node_down_from(frame.bytes, *(each.buffer for each in data)):
+            case StoreAnswer(number, answer):
+                asked = self._answers.get(number)
+                if asked is not None and not asked.done():
+                    asked.set_result(answer)
+            case Piece() as piece:
+                if taken := self._memory.take(piece):
+                    self.send(taken)
+            case Dropped(paths):
+                self._memory.drop(paths)
+            case Run() as run:
+                self._hand_on(self._with_memory_of_here(run))
+            case message:
+                self._is_dismissed = self._is_dismissed or isinstance(message, Leave)
+                self._hand_on(message)
+
+    def _with_memory_of_here(self, run: Run) -> Run:
+        """Have a task refer to what has come here of the notebook's memory, before it."""
+        if places := self._memory.places(run.segments):
+            return replace(run, task=unpack(run.task).moved(places).pack())
+        return run

@@ -1,0 +1,178 @@
+"""What the agent says of where a worker is: it asks, and samples one that does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from nbdist.agent.stack_file import frames_of, own_frames, with_code
+from nbdist.node.proc import FRESH_SECONDS, MemoryGauge, is_stopped
+from nbdist.wire import control
+from nbdist.wire.places import Collective, Place, Stack, StackFrame, WorkerStatus
+from nbdist.wire.questions import Completions, Description, Question
+
+if TYPE_CHECKING:
+    from nbdist.agent.usage_watch import UsageWatch
+    from nbdist.agent.worker import Worker
+
+STACK_TIMEOUT = 0.3
+"""Seconds in which a worker answers unless C code holds the GIL."""
+
+STATUS_TIMEOUT = 0.12
+LAST_TIMEOUT = 2.0
+BRIEF_SAMPLE_TIMEOUT = 0.04
+SAMPLE_TIMEOUT = 0.4
+
+IDLE_TIMEOUT, BUSY_TIMEOUT, MOST_ASKED = 0.8, 0.35, 2
+"""Seconds for the answer to a question about names, and how many busy ranks are asked in turn."""
+
+IN_TORCH = "/torch/distributed/"
+CALLS = "/nbdist/worker/ops/call.py"
+
+NO_ANSWER = "it does not answer, and its stack cannot be read"
+NO_LINE = "no line of the cell runs: variables are being received or sent"
+
+
+async def stack_of(worker: Worker) -> Stack:
+    """Say where it is and how it came there, also where C code holds the GIL."""
+    state = worker.state
+    if state in ("starting", "dead"):
+        return Stack(worker.rank, worker.pid, state, Place())
+    seen = await _ask(worker, control.Trace(), STACK_TIMEOUT)
+    if isinstance(seen, Place):
+        return Stack(worker.rank, worker.pid, state, seen)
+    frames: Sequence[StackFrame]
+    if isinstance(seen, control.Traced):
+        place, frames = seen.place, seen.frames
+    else:
+        place, frames = await place_from_outside(worker, SAMPLE_TIMEOUT)
+        if not frames:
+            return Stack(worker.rank, worker.pid, state, place, problem=NO_ANSWER)
+    own = own_frames(frames)
+    problem = NO_LINE if state == "busy" and not own else ""
+    return Stack(worker.rank, worker.pid, state, place, with_code(own), problem)
+
+
+async def consulted(
+    workers: Sequence[Worker], question: Question
+) -> Completions | Description | None:
+    """Return what an idle one of them answers, else a busy one; None where none does in time."""
+    for worker in [each for each in workers if each.state == "idle"][:1]:
+        answer = await worker.ask(question, IDLE_TIMEOUT)
+        return answer if isinstance(answer, Completions | Description) else None
+    for worker in [each for each in workers if each.state == "busy"][:MOST_ASKED]:
+        answer = await worker.ask(question, BUSY_TIMEOUT)
+        if isinstance(answer, Completions | Description):
+            return answer
+    return None
+
+
+async def status_of(
+    workers: Sequence[Worker],
+    gauge: MemoryGauge,
+    watch: UsageWatch,
+    fresh: float = FRESH_SECONDS,
+) -> tuple[WorkerStatus, ...]:
+    """Return what `%dist_status` shows of them; memory that was counted `fresh` seconds ago.
+
+    Takes `STATUS_TIMEOUT` and `BRIEF_SAMPLE_TIMEOUT` at most, and what time the agent has to
+    wait for a processor.
+    """
+    memory, gpus, rows = await asyncio.gather(
+        gauge.read([worker.pid for worker in workers], STATUS_TIMEOUT, fresh),
+        watch.gpus(workers, STATUS_TIMEOUT),
+        asyncio.gather(*map(_status_of, workers)),
+    )
+    # A rank that was replaced meanwhile has another process, whose memory is not known yet.
+    return tuple(
+        replace(row, memory=memory.get(row.pid, 0), gpu=gpus.get(row.rank)) for row in rows
+    )
+
+
+async def _status_of(worker: Worker) -> WorkerStatus:
+    """Return all but the memory."""
+    found = worker.status()
+    if found.state in ("starting", "dead"):
+        return found
+    if found.state == "idle":
+        collective = await _last_collective(worker)
+        if _has_answered(worker):  # C code does not hold its GIL, but it may be stopped by now
+            place = Place(is_stopped=is_stopped(worker.pid))
+        else:
+            place = await _of_silent(worker)
+    else:
+        place, collective = await asyncio.gather(_place(worker), _last_collective(worker))
+    task = worker.task
+    lines = task.source.splitlines() if task else []
+    code = lines[place.line - 1] if 0 < place.line <= len(lines) else ""
+    code = place.code or code
+    place = replace(place, asks=worker.asks)
+    shown = place if found.state == "busy" or place.holds_gil or place.is_stopped else None
+    cell = task.execution_count if task else None
+    return replace(found, place=shown, code=code, collective=collective, cell=cell)
+
+
+async def _ask(worker: Worker, request: control.Request, timeout: float) -> control.Answer | None:
+    """Give the rank's answer; a `Place` if its process is stopped, None where it gives none."""
+    if not is_stopped(worker.pid):
+        answer = await worker.ask(request, timeout)
+        if answer is not None or not is_stopped(worker.pid):
+            return answer
+    return Place(is_stopped=True)
+
+
+async def place_from_outside(worker: Worker, timeout: float) -> tuple[Place, list[StackFrame]]:
+    """Return what the memory of a rank that cannot answer says of it, from the innermost out."""
+    task = worker.task
+    number, source = (task.execution_count, task.source) if task else (None, "")
+    frames = frames_of(await worker.stacks.sample(worker.pid, timeout), number, source)
+    line = _line_of(frames)
+    file = ""
+    if task and task.script:
+        file = os.path.basename(task.script.file)
+        line = next((frame.line for frame in frames if frame.file == task.script.file), 0)
+    # What waits in a collective does not hold the GIL: the machine is busy.
+    waits = bool(frames) and IN_TORCH in frames[0].file
+    operation = frames[0].function if waits else ""
+    return Place(line=line, operation=operation, holds_gil=not waits, file=file), frames
+
+
+def _line_of(frames: Sequence[StackFrame]) -> int:
+    """Find the line of the cell, or of the function called in its place; 0 for neither."""
+    for inner, frame in pairwise(frames):
+        if frame.file.endswith(CALLS):
+            return inner.line
+    return next((frame.line for frame in reversed(frames) if frame.is_cell), 0)
+
+
+async def _place(worker: Worker) -> Place:
+    seen = await _ask(worker, control.Locate(briefly=True), STATUS_TIMEOUT)
+    return seen if isinstance(seen, Place) else await _of_silent(worker)
+
+
+async def _of_silent(worker: Worker) -> Place:
+    """Return that of one that has not answered in time."""
+    if is_stopped(worker.pid):
+        return Place(is_stopped=True)
+    return (await place_from_outside(worker, BRIEF_SAMPLE_TIMEOUT))[0]
+
+
+def _has_answered(worker: Worker) -> bool:
+    """Say whether it has said what its last collective was."""
+    asked = worker.last_collective
+    answer = asked.result() if asked is not None and asked.done() else None
+    return isinstance(answer, Collective | control.Ok)
+
+
+async def _last_collective(worker: Worker) -> Collective | None:
+    """Ask for it; None where it takes too long; not again before the answer is there."""
+    if worker.last_collective is None or worker.last_collective.done():
+        asking = _ask(worker, control.LastCollective(), LAST_TIMEOUT)
+        worker.last_collective = asyncio.ensure_future(asking)
+    await asyncio.wait([worker.last_collective], timeout=STATUS_TIMEOUT)
+    seen = worker.last_collective.result() if worker.last_collective.done() else None
+    return seen if isinstance(seen, Collective) else None

@@ -1,0 +1,193 @@
+"""An agent's connections to one worker's kernel, on unix sockets: tasks, iopub, control."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import zmq
+from jupyter_client.connect import write_connection_file
+from jupyter_client.session import Session
+from zmq.eventloop.zmqstream import ZMQStream
+
+from nbdist.agent.kernel_messages import Message, message_from
+from nbdist.output.events import TOPIC
+from nbdist.wire import control
+from nbdist.wire.frames import BadFrame, FrameCutter, framed
+from nbdist.wire.start import WorkerStart
+from nbdist.wire.task import MOST_BYTES, SIGINT_SENT, InputReply, Said, said_from
+
+log = logging.getLogger("nbdist.agent")
+
+PORTS = {"shell": 1, "iopub": 2, "stdin": 3, "control": 4, "hb": 5}
+"""What Jupyter calls ports: the ends of the names of unix sockets."""
+
+SUBSCRIBE_TIMEOUT = 10.0
+RETRY_SECONDS = 0.02
+
+
+class TaskConnection(asyncio.Protocol):
+    """Hands on what a worker says of its tasks; `lose` is called with why no more can come."""
+
+    def __init__(
+        self,
+        hear: Callable[[Said], None],
+        lose: Callable[[BadFrame | None], None],
+    ) -> None:
+        self._hear = hear
+        self._lose = lose
+        self._cutter = FrameCutter(MOST_BYTES)
+        self._is_lost = False
+
+    def __repr__(self) -> str:
+        return f"<TaskConnection {'lost' if self._is_lost else self._cutter}>"
+
+    def data_received(self, data: bytes) -> None:
+        """Take it; called by asyncio."""
+        if self._is_lost:
+            return
+        try:
+            for frame in self._cutter.feed(data):
+                self._hear(said_from(frame))
+        except BadFrame as error:
+            self._is_lost = True
+            self._lose(error)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        """Take it; called by asyncio."""
+        if not self._is_lost:
+            self._is_lost = True
+            self._lose(None)
+
+
+class KernelClient:
+    """Writes the connection file, connects, asks, and hands on what comes to `read`."""
+
+    def __init__(self, start: WorkerStart, read: Callable[[Message], None]) -> None:
+        self._start = start
+        self._read = read
+        self._base = start.connection_file.removesuffix(".json")
+        self._session = Session()
+        self._iopub: ZMQStream | None = None
+        self._control: ZMQStream | None = None
+        self._tasks: asyncio.WriteTransport | None = None
+        self._answers: dict[str, asyncio.Future[control.Answer | None]] = {}
+
+    def __repr__(self) -> str:
+        return f"<KernelClient of rank {self._start.rank}, {len(self._answers)} asked>"
+
+    def write_connection_file(self) -> None:
+        """Write it for the worker's kernel.  Raises OSError."""
+        ports: dict[str, Any] = {f"{channel}_port": port for channel, port in PORTS.items()}
+        write_connection_file(
+            self._start.connection_file,
+            ip=self._base,
+            key=self._session.key,
+            transport="ipc",
+            signature_scheme=self._session.signature_scheme,
+            **ports,
+        )
+
+    async def connect(self, tasks: TaskConnection) -> None:
+        """Connect to the kernel; on return no message of it can be missed."""
+        loop, subscribed = asyncio.get_running_loop(), asyncio.Event()
+        self._tasks, _ = await loop.create_unix_connection(lambda: tasks, self._start.task_socket)
+        self._iopub = iopub = self._stream("iopub", zmq.SUB)
+        self._control = self._stream("control", zmq.DEALER)
+        status = b"kernel.%d.status" % self._start.rank
+        for topic in (TOPIC, status):
+            iopub.setsockopt(zmq.SUBSCRIBE, topic)
+        iopub.on_recv(lambda _: subscribed.set())
+        self._control.on_recv(self._read_answer)
+        deadline = time.monotonic() + SUBSCRIBE_TIMEOUT
+        while not subscribed.is_set() and time.monotonic() < deadline:
+            self._send("kernel_info_request")
+            with suppress(TimeoutError):  # subscribed after that status: ask again
+                async with asyncio.timeout(RETRY_SECONDS):
+                    await subscribed.wait()
+        if not subscribed.is_set():
+            log.warning("rank %d has not published its state in time", self._start.rank)
+        iopub.setsockopt(zmq.UNSUBSCRIBE, status)
+        iopub.on_recv(self._read_message)
+
+    def _stream(self, channel: str, kind: int) -> ZMQStream:
+        # In the one context: each of its own has two threads, and where there can be none zmq
+        # aborts the process.
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+        socket.rcvhwm = socket.sndhwm = 0
+        socket.connect(f"ipc://{self._base}-{PORTS[channel]}")
+        return ZMQStream(socket)
+
+    def run(self, packed: bytes) -> None:
+        """Pass on a packed task."""
+        assert self._tasks is not None
+        self._tasks.write(framed(packed))
+
+    def enter(self, reply: InputReply) -> None:
+        """Pass on what was typed for the task that runs, or that it may go on showing."""
+        assert self._tasks is not None
+        self._tasks.write(framed(reply.pack()))
+
+    def mark_sigint(self) -> None:
+        """Say between two tasks that SIGINT was sent, where any could be."""
+        if self._tasks is not None:
+            self._tasks.write(framed(SIGINT_SENT))
+
+    async def ask(
+        self, request: control.Request, timeout: float, ended: asyncio.Future[int]
+    ) -> control.Answer | None:
+        """Return the answer of the control thread; None if it gives none in time, or has ended."""
+        if self._control is None:
+            return None
+        number = self._send(control.REQUEST, buffers=[control.pack(request)])
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            ends = (answer, ended)
+            await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            return answer.result() if answer.done() else None
+        finally:
+            del self._answers[number]
+
+    def shut_down(self) -> None:
+        """Ask the kernel to end."""
+        if self._control is not None:
+            self._send("shutdown_request", {"restart": False})
+
+    def close(self) -> None:
+        """Close all connections, and leave nothing of them in the folder."""
+        if self._tasks is not None:
+            self._tasks.close()
+        for stream in (self._iopub, self._control):
+            if stream is not None:
+                stream.close(linger=0)
+        self._control = None  # what is asked from now on gets no answer
+        files = [f"{self._base}-{port}" for port in PORTS.values()]
+        for file in (*files, self._start.connection_file, self._start.task_socket):
+            Path(file).unlink(missing_ok=True)
+
+    def _send(self, kind: str, content: Mapping[str, Any] | None = None, **options: Any) -> str:
+        """Send a request to the control channel; its id."""
+        message = self._session.msg(kind, dict(content or {}))
+        self._session.send(self._control, message, **options)
+        request_id: str = message["header"]["msg_id"]
+        return request_id
+
+    def _read_message(self, frames: list[bytes]) -> None:
+        if (message := message_from(self._session, frames)) is not None:
+            self._read(message)
+
+    def _read_answer(self, frames: list[bytes]) -> None:
+        message = message_from(self._session, frames)
+        answer = self._answers.get(message.answers) if message is not None else None
+        if message is None or answer is None or answer.done():
+            return
+        try:
+            answer.set_result(control.answer_from(message.buffers))
+        except BadFrame as error:
+            log.warning("rank %d answered what cannot be read: %s", self._start.rank, error)
+            answer.set_result(None)

@@ -1,0 +1,213 @@
+"""Stop: ranks are interrupted, their collectives aborted; what provably never leaves is killed.
+
+On the agent, so that it goes on while the notebook has control again, and is not kept waiting
+by a busy notebook.  Seconds are a rank's own (`OwnTime`): a rank that is slow because the
+machine is busy is not stuck.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from nbdist.agent.inspect import SAMPLE_TIMEOUT, place_from_outside
+from nbdist.node.proc import OwnTime, ignores, schedule
+from nbdist.output.events import IGNORES_STOP
+from nbdist.wire.places import Place
+
+if TYPE_CHECKING:
+    from nbdist.agent.worker import Worker
+
+LOCATE_EVERY = 0.1
+ABORT_EVERY = 0.4
+
+IGNORES_GRACE = 2.0
+"""Own seconds for a rank that ignores SIGINT, or that no abort brings back; also once Stop
+has been pressed again."""
+
+C_GRACE = 2.5
+"""Own seconds for C code to come back to Python.  More than it takes, nearly always, and less
+than the 5 s after which the notebook has control whatever happens."""
+
+ABORTS = 3
+"""Times that all ranks have aborted collectives, and one waits in the same one still."""
+
+ASLEEP, WAKES = 0.05, 20
+"""Seconds of processor time, and how often it was given some: more than C code that only waits
+has in `C_GRACE`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What is known of a rank that has been interrupted; `own` are seconds since.
+
+    `again`: Stop was pressed again.  `is_asleep`: its main thread has hardly run since.
+    `aborts` and `aborted_for`: how often, and for how many own seconds, its collective has
+    been aborted in vain.  `is_spared`: it was said that it will not be ended.
+    """
+
+    place: Place
+    own: float
+    ignores: bool = False
+    again: bool = False
+    is_asleep: bool = False
+    aborts: int = 0
+    aborted_for: float = 0.0
+    is_spared: bool = False
+
+
+def is_stuck(sight: Sight) -> bool:
+    """Say whether the rank will provably not leave what it runs; pure.
+
+    Not one that has left it and reports so, that cleans up after KeyboardInterrupt, or that has
+    caught that and goes on: the latter two are once Stop has been pressed again.
+    """
+    place = sight.place
+    if sight.is_spared or not place.is_in_code:
+        return False
+    if place.is_stopped or place.holds_gil:
+        return sight.own >= C_GRACE
+    if place.operation:
+        return sight.aborts >= ABORTS and sight.aborted_for >= IGNORES_GRACE
+    if sight.ignores or sight.again:
+        return sight.own >= IGNORES_GRACE
+    return sight.own >= C_GRACE and sight.is_asleep and not place.is_cleaning_up
+
+
+class _Stopped:
+    """A rank that has been interrupted in a cell."""
+
+    def __init__(self, rank: Worker, task_id: str) -> None:
+        self.rank = rank
+        self._task_id = task_id
+        self._again = self.is_spared = False
+        self._aborts = 0
+        self._aborted_at = 0.0
+        self._place = Place()
+        self._restart_clock()
+
+    def __repr__(self) -> str:
+        return f"<_Stopped {self.rank} {self._own}>"
+
+    def interrupt_again(self) -> None:
+        """Note that Stop was pressed again."""
+        self._again, self.is_spared = True, False
+        self._restart_clock()
+
+    def _restart_clock(self) -> None:
+        self._own = OwnTime(self.rank.pid)
+        self._before = schedule(self.rank.pid, self.rank.pid)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it runs that cell no more, or is no more."""
+        return self.rank.state != "busy" or self.rank.task_id != self._task_id
+
+    @property
+    def waits(self) -> Place | None:
+        """Where it waits in a collective, if it does."""
+        return self._place if self._place.operation and not self.is_over else None
+
+    def see(self, place: Place) -> Sight:
+        """Note where it is now, and sum up what is known."""
+        before, self._place = self._place, place
+        own = self._own.seconds()
+        if (place.operation, place.counts) != (before.operation, before.counts):
+            self._aborts = 0
+        now = schedule(self.rank.pid, self.rank.pid)
+        ran, wakes = now.ran - self._before.ran, now.wakes - self._before.wakes
+        return Sight(
+            place,
+            own,
+            ignores=ignores(self.rank.pid, signal.SIGINT),
+            again=self._again,
+            is_asleep=ran < ASLEEP and wakes < WAKES,
+            aborts=self._aborts,
+            aborted_for=own - self._aborted_at,
+            is_spared=self.is_spared,
+        )
+
+    def count_abort(self) -> None:
+        """Note that all ranks have aborted what they could."""
+        self._aborts += 1
+        if self._aborts == 1:
+            self._aborted_at = self._own.seconds()
+
+
+class Stopping:
+    """Has ranks leave what they run.
+
+    `abort_all` aborts the collectives of all, and returns whether all have answered; `report`
+    gets where the ranks wait whose collectives are aborted.
+    """
+
+    def __init__(
+        self,
+        abort_all: Callable[[], Awaitable[bool]],
+        report: Callable[[Mapping[int, Place]], None],
+    ) -> None:
+        self._abort_all = abort_all
+        self._report = report
+        self._stopped: dict[int, _Stopped] = {}
+
+    def __repr__(self) -> str:
+        return f"<Stopping {sorted(self._stopped)}>"
+
+    def begin(self, ranks: Iterable[Worker]) -> Iterator[Coroutine[Any, Any, None]]:
+        """Send SIGINT to these; what is given is to be run beside all else."""
+        is_aborting = bool(self._stopped)
+        for rank in ranks:
+            rank.interrupt()
+            before = self._stopped.get(rank.rank)
+            if before is not None and before.rank is rank and not before.is_over:
+                before.interrupt_again()
+            elif rank.task_id:
+                stopped = self._stopped[rank.rank] = _Stopped(rank, rank.task_id)
+                yield self._follow(stopped)
+        if self._stopped and not is_aborting:
+            yield self._abort()
+
+    def spare(self, ranks: Iterable[int]) -> None:
+        """End none of these before they are interrupted again."""
+        for rank in ranks:
+            if rank in self._stopped:
+                self._stopped[rank].is_spared = True
+
+    async def _follow(self, stopped: _Stopped) -> None:
+        """Wait until it has left, and kill it where it never will."""
+        rank = stopped.rank
+        while not stopped.is_over:
+            await asyncio.sleep(LOCATE_EVERY)
+            place = await _place_of(rank)
+            if not stopped.is_over and is_stuck(stopped.see(place)):
+                rank.kill(IGNORES_STOP)
+        if self._stopped.get(rank.rank) is stopped:
+            del self._stopped[rank.rank]
+
+    async def _abort(self) -> None:
+        """Abort collectives while any of them waits in one."""
+        while self._stopped:
+            await asyncio.sleep(LOCATE_EVERY)
+            found = {number: stopped.waits for number, stopped in self._stopped.items()}
+            waits = {number: place for number, place in found.items() if place is not None}
+            if not waits:
+                continue
+            self._report(waits)
+            if await self._abort_all():
+                for number in waits.keys() & self._stopped.keys():
+                    self._stopped[number].count_abort()
+            await asyncio.sleep(ABORT_EVERY)
+
+
+async def _place_of(rank: Worker) -> Place:
+    """Find where the rank is, from its memory where it does not answer."""
+    place = await rank.locate()
+    if not place.holds_gil or place.is_stopped:
+        return place
+    found, frames = await place_from_outside(rank, SAMPLE_TIMEOUT)
+    # Of one that gets no processor nothing can be read either, and it has no time of its own.
+    is_outside = frames and not (found.line or found.file)
+    return replace(found, holds_gil=False) if is_outside else found

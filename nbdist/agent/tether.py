@@ -1,0 +1,310 @@
+"""What ties an agent to a notebook: messages, the notebook's end, and the next notebook.
+
+A world that is to be detached outlives its notebook: its tether then has nobody at the other
+end, what comes up is kept (`Record`), and a notebook that asks at the door gets all of it.  Any
+other world ends with its notebook.  For whoever serves a notebook: the agent of a world on one
+machine, or the head of several agents.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from nbdist import __version__
+from nbdist.agent.door import Door
+from nbdist.agent.notebook_end import NotebookEnd
+from nbdist.agent.record import Record
+from nbdist.node.guard import Guard
+from nbdist.output.events import Died
+from nbdist.wire.at_door import SOCKET, Admitted, Attach, Held, Refused
+from nbdist.wire.messages import Abort, Down, Outputs, Received, Remember, Up
+from nbdist.wire.shared_memory import Segment, SegmentGone, SegmentRef
+from nbdist.wire.task import Task, unpack
+from nbdist.wire.versions import versions_here
+
+log = logging.getLogger("nbdist.agent")
+
+CHANGE_TIMEOUT, CHANGE_STEP = 20.0, 0.05
+"""Seconds that a notebook waits at the door while workers start or heal, and between looks."""
+
+LAST_WORDS = 0.1
+"""Seconds for what a notebook has said just before its end."""
+
+FIRST_LINE = 200
+"""Characters of a cell's line that are shown."""
+
+
+class Tether:
+    """The notebook that has this world, if any does, as agents see it.
+
+    `receive` takes what it sends; `leave` is called where the world is to end with it, and
+    where no notebook has the world and `has_machines` is false.
+    """
+
+    problem = ""
+    """A notebook that is gone has ended the world or released it: either is in order."""
+
+    def __init__(
+        self,
+        runtime: Path,
+        notebook_pid: int,
+        guard: Guard | None,
+        receive: Callable[[Down], None],
+        leave: Callable[[], None],
+        has_machines: Callable[[], object] = lambda: True,
+    ) -> None:
+        self._runtime = runtime
+        self._guard = guard
+        self._hand_on, self._leave = receive, leave
+        self._has_machines = has_machines
+        self._record = Record()
+        self._door = Door(runtime, self._who, self._admit, self._let_go_by)
+        self._end: NotebookEnd | None = NotebookEnd(runtime, self._receive)
+        self.notebook_pid = notebook_pid
+        self._ends: list[int] = []
+        self._own: list[int] = []
+        self._replayed = self._live = 0  # batches under way
+        self._since = time.time()
+        self._segments: dict[str, Segment] = {}
+
+    def __repr__(self) -> str:
+        at = f"notebook {self.notebook_pid}" if self._end else "detached"
+        return f"<Tether {at} {self._record}>"
+
+    async def open(self) -> None:
+        """Say hello to the notebook, and watch for its end.
+
+        By the end of stdin, a pipe from the notebook, or of its process: either may come
+        first, and a pipe's other end can live on in a child of the notebook.
+        """
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._leave)
+        loop.add_signal_handler(signal.SIGINT, lambda: None)
+        await self._door.open()
+        assert self._end is not None
+        self._end.say_hello()
+        self._watch(sys.stdin.fileno())
+        self._watch_process()
+
+    def send(self, message: Up) -> None:
+        """Send a message to the notebook; where there is none, keep what the next one needs."""
+        self._record.take_up(message)
+        if isinstance(message, Outputs):
+            self._live += 1
+        if self._end is not None:
+            self._end.send(message)
+        elif isinstance(message, Outputs):
+            self._live -= 1
+            asyncio.get_running_loop().call_soon(self._hand_on, Received())
+            self._free_from_dead(message)
+        self._end_if_empty()
+
+    def _free_from_dead(self, outputs: Outputs) -> None:
+        """Free ranks that may wait for one that has died: no notebook is there to do it."""
+        died = any(isinstance(output, Died) for _, _, output in outputs.items)
+        if died and self._record.unfinished:
+            everyone = tuple(self._record.pids)
+            asyncio.get_running_loop().call_soon(self._hand_on, Abort(everyone))
+
+    async def close(self) -> None:
+        """End the link; what was sent has a moment to arrive."""
+        end, self._end = self._end, None  # nobody is lost any more
+        await self._door.close()
+        self._unwatch()
+        if end is not None:
+            end.close()
+        for segment in self._segments.values():
+            segment.close()
+
+    # --- messages ------------------------------------------------------------------------
+
+    def _receive(self, message: Down) -> None:
+        match message:
+            case Received():
+                if self._replayed:
+                    self._replayed -= 1
+                else:
+                    self._live -= 1
+                    self._hand_on(message)
+                if not (self._replayed or self._live):
+                    self._record.seen()
+                return
+            case Remember():
+                message = self._holding(message)
+                if message.options.get("detach") != self._record.detach and self._guard:
+                    self._guard.tell(stays=bool(message.options.get("detach")))
+        self._record.take_down(message)
+        if not isinstance(message, Remember):
+            self._hand_on(message)
+
+    def _holding(self, memory: Remember) -> Remember:
+        """Hold the memory in which names of set-up cells lie: its owner may end."""
+        held: dict[str, Segment] = {}
+        setup = tuple((key, self._held(task, held)) for key, task in memory.setup)
+        for path in self._segments.keys() - held.keys():
+            self._segments[path].close()
+        self._segments = held
+        return replace(memory, setup=setup)
+
+    def _held(self, task: Task, held: dict[str, Segment]) -> Task:
+        places: dict[str, SegmentRef] = {}
+        for ref in task.segments:
+            segment = held.get(ref.path) or self._segments.get(ref.path) or _hold(ref)
+            if segment is not None:
+                held[segment.ref.path] = segment
+                places[ref.path] = segment.ref
+        return task.moved(places)
+
+    # --- one notebook, and the next --------------------------------------------------------
+
+    def _watch(self, end: int) -> None:
+        asyncio.get_running_loop().add_reader(end, self._lose)
+        self._ends.append(end)
+
+    def _watch_process(self) -> None:
+        try:
+            process = os.pidfd_open(self.notebook_pid)
+        except ProcessLookupError:
+            asyncio.get_running_loop().call_soon(self._lose)
+        else:
+            self._own.append(process)
+            self._watch(process)
+
+    def _unwatch(self) -> None:
+        loop = asyncio.get_running_loop()
+        for end in self._ends:
+            loop.remove_reader(end)
+        for end in self._own:
+            os.close(end)
+        self._ends, self._own = [], []
+
+    def _lose(self) -> None:
+        """Note that the notebook has ended, or has let go of the world.
+
+        Where that goes on, only once what it said last has come.
+        """
+        if self._end is None:
+            return
+        self._unwatch()
+        if self._record.detach:
+            asyncio.get_running_loop().call_later(LAST_WORDS, self._detach_from, self._end)
+        else:
+            self._leave()
+
+    def _detach_from(self, notebook: NotebookEnd) -> None:
+        if self._end is not notebook:
+            return
+        notebook.drain()
+        if not self._is_wanted():
+            self._leave()
+            return
+        log.warning("notebook %d is gone; the world stays", self.notebook_pid)
+        notebook.close()
+        self._end, self.notebook_pid, self._since = None, 0, time.time()
+        for _ in range(self._live):
+            self._hand_on(Received())
+        for let_go in self._record.unread():
+            self._hand_on(let_go)
+        self._live = self._replayed = 0
+
+    def _let_go_by(self, pid: int) -> None:
+        if pid == self.notebook_pid:
+            self._lose()
+
+    def _end_if_empty(self) -> None:
+        if self._end is None and not self._is_wanted():
+            self._leave()
+
+    def _is_wanted(self) -> bool:
+        """Say whether anything is left that a notebook could want."""
+        record = self._record
+        return record.has_world and (record.changes or bool(self._has_machines()))
+
+    def _notebook_lives(self) -> bool:
+        """Say whether the notebook is there still; its end may not have been noticed yet."""
+        if self._end is None:
+            return False
+        ends = select.poll()
+        for end in self._ends:
+            ends.register(end, select.POLLIN)
+        return bool(self._ends) and not ends.poll(0)
+
+    # --- at the door -----------------------------------------------------------------------
+
+    @property
+    def _last(self) -> int:
+        """The process that ends last of all that is the world's."""
+        return self._guard.pid if self._guard else os.getpid()
+
+    def _who(self) -> Held:
+        record, spec = self._record, self._record.spec
+        return Held(
+            version=__version__,
+            host=socket.gethostname(),
+            pool=spec.pool if spec else "",
+            name=spec.name if spec else "",
+            workers=len(record.pids),
+            state=record.state,
+            cell=_line_of(record),
+            began=record.began,
+            notebook=self.notebook_pid if self._notebook_lives() else 0,
+            since=self._since,
+            detach=record.detach,
+            guard=self._last,
+            versions=versions_here(),
+        )
+
+    async def _admit(self, wanted: Attach) -> Admitted | Refused:
+        """Give the world to a notebook, where nobody has it."""
+        deadline = time.monotonic() + CHANGE_TIMEOUT
+        while True:
+            held = self._who()
+            if wanted.version != __version__:
+                return Refused(f"it is of nbdist {__version__}, and this is {wanted.version}")
+            if held.notebook:
+                return Refused(f"the notebook of process {held.notebook} uses it")
+            if self._end is None and not self._record.changes:
+                break
+            if time.monotonic() > deadline:
+                return Refused("its workers are being started or healed just now")
+            await asyncio.sleep(CHANGE_STEP)
+        if not SOCKET.fullmatch(wanted.socket):
+            return Refused("that is no notebook's socket")
+        self._give_to(wanted)
+        return Admitted(os.getpid(), self._last)
+
+    def _give_to(self, notebook: Attach) -> None:
+        self.notebook_pid = notebook.pid
+        self._end = NotebookEnd(self._runtime, self._receive, notebook.socket)
+        self._end.say_hello()
+        self._end.send(self._record.attached(self._since))
+        for batch in self._record.again():
+            self._end.send(batch)
+            self._replayed += 1
+        self._since = time.time()
+        self._watch_process()
+
+
+def _line_of(record: Record) -> str:
+    """Return the first line of what runs that says something; "" for nothing."""
+    if record.run is None or not record.unfinished:
+        return ""
+    return unpack(record.run.task).title[:FIRST_LINE]
+
+
+def _hold(ref: SegmentRef) -> Segment | None:
+    """Open another process's segment, for as long as this one wants; None where it is gone."""
+    with suppress(SegmentGone):
+        return Segment.of_another(ref)
+    return None

@@ -1,0 +1,317 @@
+"""What one worker writes and shows, in the order in which it did: text on pipes, the rest on iopub.
+
+Used by `nbdist.agent.worker`.  The `Merger` is pure: bytes and messages go in, items come out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import fcntl
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+from nbdist.agent.worker_logs import WorkerLog
+from nbdist.output.events import InputRequest, Output, StreamName, Text, Typed
+from nbdist.wire.marks import LONGEST_MARK, Mark, cut_off_pattern, mark_pattern, mark_value
+from nbdist.wire.task import Finished, Said
+
+READ_SIZE = 1 << 18
+PIPE_SIZE = 1 << 18
+"""Bytes a rank can write ahead of its agent; all pipes of a user share a quota."""
+
+LAST_LINES, LONGEST_LAST, LONGEST_LINE = 20, 4096, 400
+
+LOST_AFTER = 5.0
+"""Seconds after which a marked message is taken for lost, if none before it came meanwhile."""
+
+MARK_READS = 16
+"""Reads that hold whatever was in the pipe, and so the mark that was written before."""
+
+Message = TypeVar("Message")
+
+
+class WorkerOutput:
+    """Reads what a worker writes, takes in what it sends, and hands both on in order.
+
+    Text is in the log file and among the last lines then.  `up` and `ready` are set when the
+    worker says so.
+    """
+
+    def __init__(
+        self, token: str, log: WorkerLog, hand_on: Callable[[Output | Said], None]
+    ) -> None:
+        self.up, self.ready = asyncio.Event(), asyncio.Event()
+        self._log = log
+        self._hand_on = hand_on
+        self._merger: Merger[Output | Said | None] = Merger(token)
+        self._last: deque[str] = deque(maxlen=LAST_LINES)
+        self._stdout, self._stderr = OutputPipe(self._read_stdout), OutputPipe(self._read_stderr)
+        self._retry: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<WorkerOutput {self._merger}>"
+
+    @property
+    def last_lines(self) -> tuple[str, ...]:
+        """The end of what the worker has written, to say why it ended."""
+        return tuple("".join(self._last).splitlines()[-LAST_LINES:])
+
+    @property
+    def last_line(self) -> str:
+        """The last one that has something in it, as much as people read of it."""
+        end = "".join(self._last)[-LONGEST_LAST:]  # what was read may be a part of a line
+        line = next((each for each in reversed(end.splitlines()) if each.strip()), "")
+        return line[:LONGEST_LINE]
+
+    @property
+    def write_ends(self) -> tuple[int, int]:
+        """For the worker's stdout and stderr."""
+        return self._stdout.write_end, self._stderr.write_end
+
+    def close_write_ends(self) -> None:
+        """Close them once the worker has its copies, so that its end is the pipes' end."""
+        for end in self.write_ends:
+            os.close(end)
+
+    def receive(self, number: int, output: Output | None) -> None:
+        """Take in a message that has a number; None for one of which nothing is shown."""
+        self._merger.receive_message(number, output, time.monotonic())
+        self._pass_on_all()
+
+    def place(self, end: Said) -> None:
+        """Take in the end of a cell, or what it waits for in its midst.
+
+        Its mark is in the pipe, unless the cell has closed that.
+        """
+        now = time.monotonic()
+        self._merger.receive_message(end.number, end, now)
+        for _ in range(MARK_READS):
+            if self._merger.has_placed(end.number) or not self._stdout.read():
+                break
+        self._merger.place_up_to(end.number, now)
+        self._pass_on_all()
+
+    def drain(self) -> None:
+        """Pass on all that is left of a worker that has ended."""
+        self._stdout.drain()
+        self._stderr.drain()
+        for item in self._merger.take_all():
+            self.pass_on(item)
+
+    def pass_on(self, item: Output | Said | None) -> None:
+        """Hand it on, at once."""
+        match item:
+            case None:
+                return
+            case Finished():
+                self._stderr.read()  # it has no order with the other, but with the end
+                for text in self._merger.take_cut_off():
+                    self.pass_on(text)
+            case InputRequest(prompt=prompt):
+                self._stderr.read()
+                self._log.write("stdout", prompt)
+            case Typed(text):
+                self._log.write("stdout", f"{text}\n")
+            case Text(stream, text):
+                self._log.write(stream, text)
+                self._last.append(text[-LONGEST_LAST:])
+        self._hand_on(item)
+
+    def close(self) -> None:
+        """Stop reading."""
+        if self._retry is not None:
+            self._retry.cancel()
+        self._stdout.close()
+        self._stderr.close()
+
+    def _read_stdout(self, data: bytes) -> None:
+        self._merger.receive_stdout(data, time.monotonic())
+        if self._merger.up:
+            self.up.set()
+        if self._merger.ready:
+            self.ready.set()
+        self._pass_on_all()
+
+    def _read_stderr(self, data: bytes) -> None:
+        self._merger.receive_stderr(data)
+        self._pass_on_all()
+
+    def _pass_on_all(self) -> None:
+        for item in self._merger.take(time.monotonic()):
+            self.pass_on(item)
+        if self._merger.is_waiting and self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(LOST_AFTER, self._pass_on_late)
+
+    def _pass_on_late(self) -> None:
+        """Go on without a message that was lost, though the worker says nothing more."""
+        self._retry = None
+        self._pass_on_all()
+
+
+class OutputPipe:
+    """Hands what arrives to `read`, on the running loop, until closed or at its end."""
+
+    def __init__(self, read: Callable[[bytes], None]) -> None:
+        self._read = read
+        self._end, self.write_end = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._end, False)
+        with suppress(PermissionError):  # over the quota: the usual 64 KiB serve too
+            fcntl.fcntl(self._end, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._end, self.read)
+        self._open = True
+
+    def drain(self) -> None:
+        """Read what is there now, for a worker that has ended."""
+        while self.read():
+            pass
+
+    def close(self) -> None:
+        """Stop listening; what is still in the pipe is lost."""
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._end)
+            os.close(self._end)
+
+    def read(self) -> bool:
+        """Read once, without waiting for the loop to find that there is something."""
+        if not self._open:
+            return False
+        try:
+            data = os.read(self._end, READ_SIZE)
+        except BlockingIOError:
+            return False
+        if data:
+            self._read(data)
+        else:
+            self.close()
+        return bool(data)
+
+
+class Merger(Generic[Message]):
+    """Puts the numbered messages of one worker where their marks are in its stdout.
+
+    `up` and `ready` turn true when the worker says so.
+    """
+
+    def __init__(self, token: str) -> None:
+        self.up = self.ready = False
+        self._pattern, self._cut_off = mark_pattern(token), cut_off_pattern(token)
+        self._queue: deque[Text | int] = deque()  # text, and numbers where messages belong
+        self._messages: dict[int, Message] = {}
+        self._placed = 0  # the last number whose place is known; a worker counts them one by one
+        self._awaited: dict[int, float] = {}  # numbers in the queue, and since when
+        self._arrived = 0.0  # when a message last had its turn
+        self._rest = b""
+        self._stream: StreamName = "stdout"
+        self._decoders = {
+            name: codecs.getincrementaldecoder("utf-8")("replace")
+            for name in ("stdout", "stderr", "pipe")
+        }
+
+    def __repr__(self) -> str:
+        return f"<Merger {len(self._queue)} queued, {len(self._messages)} messages early>"
+
+    def receive_stdout(self, data: bytes, now: float) -> None:
+        """Take in what was read from the worker's file descriptor 1."""
+        *pieces, last = self._pattern.split(self._rest + data)
+        cut = self._cut_off.search(last, max(0, len(last) - LONGEST_MARK))
+        end = cut.start() if cut else len(last)
+        self._rest = last[end:]
+        for index, piece in enumerate([*pieces, last[:end]]):
+            if index % 2:
+                self._receive_mark(mark_value(piece), now)
+            else:
+                self._add(piece)
+
+    def receive_stderr(self, data: bytes) -> None:
+        """Take in what was read from file descriptor 2: written by C code and child processes.
+
+        It has no order with the other pipe, so it does not wait for messages, of which one may
+        be the end of the cell.
+        """
+        if text := self._decoders["pipe"].decode(data):
+            places = (i for i, item in enumerate(self._queue) if isinstance(item, int))
+            self._queue.insert(next(places, len(self._queue)), Text("stderr", text))
+
+    def receive_message(self, number: int, message: Message, now: float) -> None:
+        """Take in a message that the worker has numbered; it waits for its mark.
+
+        Where that has been read and the message was no longer waited for, it comes now.
+        """
+        self._messages[number] = message
+        if number <= self._placed and number not in self._awaited:
+            self._add_place(number, now)
+
+    def has_placed(self, number: int) -> bool:
+        """Say whether the mark of this message has been read."""
+        return number <= self._placed
+
+    def place_up_to(self, number: int, now: float) -> None:
+        """Expect no more marks of messages up to this one: a worker can lose its stdout."""
+        for lost in sorted(lost for lost in self._messages if self._placed < lost <= number):
+            self._add_place(lost, now)
+        self._placed = max(self._placed, number)
+
+    def take(self, now: float) -> list[Text | Message]:
+        """Return all items whose turn has come."""
+        items: list[Text | Message] = []
+        while self._queue:
+            head = self._queue[0]
+            if isinstance(head, Text):
+                items.append(head)
+            elif head in self._messages:
+                items.append(self._messages.pop(head))
+                self._arrived = now
+            elif now - max(self._awaited[head], self._arrived) < LOST_AFTER:
+                break
+            self._queue.popleft()
+            if isinstance(head, int):
+                del self._awaited[head]
+        return items
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a message is waited for that may have been lost."""
+        return bool(self._queue)
+
+    def take_cut_off(self) -> list[Text]:
+        """Return what is left of characters that were cut off, once a cell has ended."""
+        ends: list[Text] = []
+        for name, decoder in self._decoders.items():
+            if text := decoder.decode(b"", final=True):
+                ends.append(Text("stdout" if name == "stdout" else "stderr", text))
+        return ends
+
+    def take_all(self) -> list[Text | Message]:
+        """Return everything that is left of a worker that has ended, arrived messages last."""
+        self._add(self._rest)
+        self._rest = b""
+        items: list[Text | Message] = self.take(now=float("inf"))
+        items.extend(self.take_cut_off())
+        items.extend(self._messages.pop(number) for number in sorted(self._messages))
+        return items
+
+    def _receive_mark(self, value: Mark, now: float) -> None:
+        if value == "up":
+            self.up = True
+        elif value == "ready":
+            self.ready = True
+        elif value == "stdout" or value == "stderr":
+            self._stream = value
+        elif value == self._placed + 1:  # any other is none of the worker's
+            self._placed = value
+            self._add_place(value, now)
+
+    def _add_place(self, number: int, now: float) -> None:
+        self._awaited[number] = now
+        self._queue.append(number)
+
+    def _add(self, data: bytes) -> None:
+        if text := self._decoders[self._stream].decode(data):
+            self._queue.append(Text(self._stream, text))

@@ -1,0 +1,247 @@
+"""Tests of `nbdist.agent.forming`: what the parts of a world are asked for, and when.
+
+The parts here have no processes: they say what they are asked, and answer as they are told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from nbdist.agent.forming import HEAL_TRIES, Forming, groups_to_keep
+from nbdist.wire.control import HeldGroups
+from nbdist.wire.membership import Formed, Groups, Held, Plan
+from nbdist.wire.messages import Healed, StartFailure, WorldStarted
+from nbdist.wire.start import WorldSpec
+
+
+def spec_of(size: int) -> WorldSpec:
+    """A world of so many ranks."""
+    return WorldSpec(size, "gloo", {}, "/", (), 1, "python")
+
+
+class PaperPart:
+    """Answers as a part does whose ranks are never a process."""
+
+    def __init__(self, node: int) -> None:
+        self.asked: list[str] = []
+        self.alive: dict[int, HeldGroups | None] = {}
+        self.node = node
+        self.lack = self.problem = self.fails = ""
+        self.waits = False
+        self._off = asyncio.Event()
+
+    async def start_part(
+        self, spec: WorldSpec, ranks: Sequence[int], attempt: int
+    ) -> WorldStarted | StartFailure:
+        """Start, or fail where it is to; at once or when it is called off."""
+        self.asked.append(f"start {[*ranks]}")
+        if self.waits:
+            await self._off.wait()
+            self.fails = "called off"
+        if self.fails:
+            return StartFailure(ranks[0], f"node{self.node}", "", self.fails, ())
+        self._have(spec, ranks)
+        return WorldStarted(self._pids, dict.fromkeys(ranks, ""), ("no nccl",))
+
+    async def held(self) -> Held:
+        """Say who lives."""
+        return Held(dict(self.alive))
+
+    async def prepare(self, spec: WorldSpec, ranks: Sequence[int]) -> str:
+        """Have it prepared, or lack something."""
+        self.asked.append(f"prepare {[*ranks]}")
+        return self.lack
+
+    async def form(self, plan: Plan, ranks: Sequence[int]) -> Formed:
+        """Form it, or have a problem; at once or when it is called off."""
+        kept = None if plan.groups is None else sorted(plan.groups)
+        self.asked.append(f"form {plan.generation} of {[*ranks]} with {kept}")
+        if self.waits:
+            await self._off.wait()
+        problem = "called off" if self.waits else self.problem
+        if not problem:
+            self._have(plan.spec, ranks)
+        return Formed(self._pids, dict.fromkeys(self.alive, ""), tuple(self.alive), problem)
+
+    async def call_off(self, generation: int) -> None:
+        """Let go who waits."""
+        self.asked.append(f"call off {generation}")
+        self._off.set()
+
+    async def end(self, ranks: Sequence[int], grace: float) -> None:
+        """Have these no more."""
+        self.asked.append(f"end {[*ranks]}")
+        for rank in ranks:
+            self.alive.pop(rank, None)
+
+    async def renumber(self, became: Mapping[int, int]) -> None:
+        """Call them so."""
+        self.asked.append(f"renumber {dict(became)}")
+        self.alive = {became[rank]: held for rank, held in self.alive.items()}
+
+    def _have(self, spec: WorldSpec, ranks: Sequence[int]) -> None:
+        self.alive = {rank: HeldGroups(rank, spec.world_size, {}) for rank in ranks}
+
+    @property
+    def _pids(self) -> dict[int, int]:
+        return {rank: 100 * self.node + rank for rank in self.alive}
+
+    def take_asked(self) -> list[str]:
+        """Return what it has been asked since this was last looked at."""
+        asked, self.asked = self.asked, []
+        return asked
+
+
+class TwoParts:
+    """Two nodes: ranks 0 and 2 on one, 1 and 3 on the other."""
+
+    def __init__(self) -> None:
+        self.one, self.other = PaperPart(0), PaperPart(1)
+        self.forming = Forming({0: self.one, 1: self.other}, lambda _, rank: rank % 2)
+
+    async def start(self, size: int = 4) -> WorldStarted | StartFailure:
+        """Start the world, and forget what has been asked for that."""
+        started = await self.forming.start(spec_of(size))
+        self.one.asked, self.other.asked = [], []
+        return started
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    """Run it, with a bound."""
+    asyncio.run(asyncio.wait_for(test, 10.0))
+
+
+@pytest.mark.parametrize(
+    ("held", "kept"),
+    [
+        ([], {}),
+        ([(0, 3, {"a": (0, 1)}), (1, 3, {"b": (1, 2)})], {"a": (0, 1), "b": (1, 2)}),
+        ([(0, 3, {"a": (0, 1)}), (1, 2, {"a": (0, 1)})], None),
+        ([(0, 0, {})], None),
+        ([(0, 3, {}), (2, 3, {})], None),
+    ],
+)
+def test_groups_are_kept_where_all_have_a_world_of_that_size(
+    held: list[tuple[int, int, Groups]], kept: Groups | None
+) -> None:
+    """Those of any survivor; a world of another size, or other numbers, gets new ones."""
+    said = {rank: HeldGroups(*each) for rank, each in enumerate(held)}
+    assert groups_to_keep({**said, 2: None}, 3) == kept
+
+
+def test_a_start_on_two_nodes() -> None:
+    """Each starts its own ranks, at once; what both lack is said once."""
+
+    async def test() -> None:
+        world = TwoParts()
+        started = await world.forming.start(spec_of(4))
+        assert started == WorldStarted(
+            {0: 0, 1: 101, 2: 2, 3: 103}, dict.fromkeys(range(4), ""), ("no nccl",)
+        )
+        assert world.one.asked == ["start [0, 2]"]
+        assert world.other.asked == ["start [1, 3]"]
+        assert repr(world.forming) == "<Forming 4 ranks on 2 nodes, generation 1>"
+
+    run(test())
+
+
+def test_a_start_that_fails_on_one_node() -> None:
+    """The other is called off, whose ranks wait; the failure that was first is the one."""
+
+    async def test() -> None:
+        world = TwoParts()
+        world.one.waits, world.other.fails = True, "no such file"
+        failed = await world.forming.start(spec_of(4))
+        assert isinstance(failed, StartFailure)
+        assert (failed.rank, failed.host, failed.reason) == (1, "node1", "no such file")
+        assert world.one.asked == ["start [0, 2]", "call off 1", "end [0, 2]"]
+
+    run(test())
+
+
+def test_a_rank_is_replaced_where_it_was() -> None:
+    """What can start it is there before anybody waits; all form the group, with what they hold."""
+
+    async def test() -> None:
+        world = TwoParts()
+        await world.start()
+        del world.one.alive[2]
+        world.other.alive[3] = HeldGroups(3, 4, {"pair": (2, 3)})
+        healed = await world.forming.heal()
+        assert (healed.problem, [*healed.pids]) == ("", [0, 1, 2, 3])
+        assert world.one.asked == ["prepare [2]", "form 2 of [0, 2] with ['pair']"]
+        assert world.other.asked == ["form 2 of [1, 3] with ['pair']"]
+
+    run(test())
+
+
+def test_forming_is_called_off_everywhere() -> None:
+    """The problem of who could not come is the one, not what follows from it."""
+
+    async def test() -> None:
+        world = TwoParts()
+        await world.start()
+        world.one.waits, world.other.problem = True, "rank 1 could not start"
+        healed = await world.forming.heal()
+        assert healed.problem == "rank 1 could not start"
+        assert world.one.asked == ["form 2 of [0, 2] with []", "call off 2"]
+
+    run(test())
+
+
+def test_ranks_that_die_again_and_again() -> None:
+    """It is tried so often, each time as another generation; not where all live and do not meet."""
+
+    async def test() -> None:
+        world = TwoParts()
+        await world.start()
+        world.other.problem = "it died again"
+        del world.other.alive[3]
+        assert (await world.forming.heal()).problem == "it died again"
+        assert world.forming.generation == 1 + HEAL_TRIES
+        world.other.alive[3] = None
+        await world.forming.heal()
+        assert world.forming.generation == 2 + HEAL_TRIES
+
+    run(test())
+
+
+def test_more_ranks_and_fewer() -> None:
+    """No group of another size is kept; a rank that leaves is asked to, where it is."""
+
+    async def test() -> None:
+        world = TwoParts()
+        await world.start(2)
+        grown = await world.forming.scale(spec_of(3), (0, 1))
+        assert (grown.not_scaled, [*grown.pids]) == ("", [0, 1, 2])
+        assert world.one.take_asked() == [
+            *("prepare [2]", "prepare [2]", "form 2 of [0, 2] with None")
+        ]
+        assert world.other.take_asked() == ["form 2 of [1] with None"]
+        shrunk = await world.forming.scale(spec_of(1), (0,))
+        assert [*shrunk.pids] == [0]
+        assert world.one.asked == ["end [2]", "form 3 of [0] with None"]
+        assert world.other.asked == ["end [1]"]
+        await world.forming.stop(1.0)
+        assert world.one.alive == {}
+
+    run(test())
+
+
+@pytest.mark.parametrize("lack", ["lack", "problem"])
+def test_more_ranks_than_can_be(lack: str) -> None:
+    """There are as many as before, and it is said why not more."""
+
+    async def test() -> None:
+        world = TwoParts()
+        await world.start(2)
+        setattr(world.other, lack, "no room")
+        kept = await world.forming.scale(spec_of(4), (0, 1))
+        assert isinstance(kept, Healed)
+        assert (kept.not_scaled, [*kept.pids]) == ("no room", [0, 1])
+
+    run(test())

@@ -1,0 +1,126 @@
+"""Tests of `nbdist.agent.head_end`: the ticket, and the way to the head."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+import zmq
+import zmq.asyncio
+
+from nbdist.agent.head_end import Coming, HeadEnd, interface_of, read_ticket
+from nbdist.agent.reaching import NoWay, Way, find_way
+from nbdist.wire.many import NodeDown, node_bytes
+from nbdist.wire.messages import Spare, Starting
+from nbdist.wire.numbered import Kind, Numbered
+from nbdist.wire.ticket import BadTicket, KeyPair, Ticket, listen_with
+from tests.waiting import SOON, until
+
+
+@contextmanager
+def stdin_with(data: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A pipe as stdin that has ended after this."""
+    read, write = os.pipe()
+    os.write(write, data)
+    os.close(write)
+    with open(read) as file, monkeypatch.context() as patch:
+        patch.setattr("sys.stdin", file)
+        yield read
+
+
+def ticket(*addresses: str, port: int = 1) -> Ticket:
+    """One that leads there."""
+    return Ticket(addresses, port, KeyPair.new().public, KeyPair.new())
+
+
+def test_the_ticket_is_the_first_line_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows stays, since the end of stdin is what ends the agent."""
+    mine = ticket("a")
+    with stdin_with(mine.to_line() + b"rest", monkeypatch) as read:
+        assert read_ticket() == mine
+        assert os.read(read, 9) == b"rest"
+
+
+@pytest.mark.parametrize("data", [b"", b"half a tick"])
+def test_no_ticket(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is said, where it ends before there is one."""
+    with stdin_with(data, monkeypatch), pytest.raises(BadTicket, match="stdin has ended"):
+        read_ticket()
+
+
+def test_the_first_address_that_answers() -> None:
+    """Others do no harm; the own address is the one by which it was reached."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        way = find_way(ticket("127.0.0.99", "127.0.0.1", port=server.getsockname()[1]))
+    assert (way.address, way.own) == ("127.0.0.1", "127.0.0.1")
+
+
+def test_an_earlier_address_is_taken_where_several_answer() -> None:
+    """However quick the others are."""
+    with socket.create_server(("", 0)) as server:
+        way = find_way(ticket("127.0.0.2", "127.0.0.1", port=server.getsockname()[1]))
+    assert way.address == "127.0.0.2"
+
+
+def test_no_address_answers() -> None:
+    """Each is named with its port, and why."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # nobody listens there
+        port = bound.getsockname()[1]
+        with pytest.raises(NoWay) as caught:
+            find_way(ticket("127.0.0.1", "::1", port=port))
+    assert f"127.0.0.1:{port}: Connection refused" in str(caught.value)
+    assert f"::1:{port}: " in str(caught.value)
+
+
+def test_the_interface_of_an_address() -> None:
+    """Gloo wants its name."""
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.7") == ""
+
+
+def test_what_was_not_read_is_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the next connection; what was acknowledged is not."""
+    keys, got = KeyPair.new(), list[NodeDown]()
+    with open(os.devnull) as nothing, zmq.asyncio.Context() as context:
+        monkeypatch.setattr("sys.stdin", nothing)
+        head = context.socket(zmq.ROUTER)
+        head.linger, head.router_handover = 0, True
+        listen_with(head, keys)
+        port = head.bind_to_random_port("tcp://127.0.0.1")
+        place = Ticket(("127.0.0.1",), port, keys.public, KeyPair.new())
+
+        async def connect_twice() -> list[bytes]:
+            coming = Coming(place, Way("127.0.0.1", "127.0.0.1"), 0)
+            end, talk = HeadEnd(coming, 1, got.append, list), Numbered()
+            await end.open()
+            end.send(Starting(1))
+            try:
+                identity, hello, _ = await head.recv_multipart()
+                await head.recv_multipart()
+                talk.take(hello)
+                await head.send_multipart([identity, *talk.message([node_bytes(Spare((0,)))])])
+                await until(lambda: got, "the agent has read it")
+                cut(port)
+                _, again = await head.recv_multipart()
+                assert again.startswith(Kind.AGAIN.value)
+                return (await head.recv_multipart())[1:]
+            finally:
+                await end.close()
+
+        with head:
+            second = asyncio.run(asyncio.wait_for(connect_twice(), SOON))
+    assert second[1] == node_bytes(Starting(1))
+
+
+def cut(port: int) -> None:
+    """Have this process's connection to that port be lost."""
+    mine = psutil.Process().net_connections("tcp")
+    (fd,) = (each.fd for each in mine if each.raddr and each.raddr.port == port)
+    with socket.socket(fileno=os.dup(fd)) as connection:
+        connection.shutdown(socket.SHUT_RDWR)

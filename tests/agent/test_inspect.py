@@ -1,0 +1,408 @@
+"""Tests of `nbdist.agent.inspect`: where ranks are, whatever they do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from nbdist.agent.inspect import status_of
+from nbdist.node.proc import MemoryGauge, thread_state
+from nbdist.wire.places import Place, Stack, WorkerStatus
+from nbdist.world.running import RunningTask
+from nbdist.world.states import State
+from nbdist.world.world import World
+from tests.waiting import SOON
+from tests.worlds import NewWorld
+
+pytestmark = pytest.mark.shared_world
+
+
+HOLD = "ctypes.PyDLL(None).read(gate, ctypes.create_string_buffer(1), 1)"
+"""Waits, with the GIL, until somebody writes a byte into the gate."""
+
+WAIT = "os.read(gate, 1)"
+"""The same without the GIL."""
+
+
+on_both = pytest.mark.parametrize("started", ["fork", "spawn"], indirect=True)
+
+
+@pytest.fixture(scope="module", params=["fork"])
+def started(request: pytest.FixtureRequest, new_world: NewWorld) -> Iterator[World]:
+    """A world for all tests of the module; fewer ranks where each imports torch anew."""
+    is_forked = request.param == "fork"
+    with new_world(4) if is_forked else World(2, fork=False, log_dir="") as world:
+        yield world
+
+
+@pytest.fixture
+def world(started: World) -> World:
+    """The world, ready: started anew if the test before has left it otherwise."""
+    started.session.receive_waiting()
+    if started.state is not State.READY:
+        started.restart()
+    return started
+
+
+class Gate:
+    """A pipe with a name on which ranks wait until the test lets them go on."""
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self.cell = f"import ctypes, os\ngate = os.open({str(path)!r}, os.O_RDWR)\n"
+        self._end = os.open(path, os.O_RDWR)
+
+    def open(self, ranks: int = 1) -> None:
+        os.write(self._end, b"x" * ranks)
+
+    def close(self) -> None:
+        os.close(self._end)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    made = Gate(tmp_path / "gate")
+    yield made
+    made.close()
+
+
+@contextmanager
+def busy(world: World, source: str, is_there: Callable[[int], bool]) -> Iterator[RunningTask]:
+    """A cell that runs, as cell 5, from when all ranks (by their pids) are where they should be.
+
+    It is let end by itself at the end, and stopped where the test has failed.
+    """
+    running = world.submit(world.task(source, execution_count=5))
+    try:
+        until(world, lambda: all(map(is_there, world.pids.values())))
+        yield running
+    except BaseException:
+        world.interrupt()
+        raise
+    finally:
+        world.session.wait(running)
+
+
+def until(world: World, fact: Callable[[], bool]) -> None:
+    """Take in what ranks say until it is so."""
+    deadline = time.monotonic() + SOON
+    while not fact():
+        world.session.receive(0.01)
+        assert time.monotonic() < deadline, world.stacks()
+
+
+def reads_a_pipe(pid: int) -> bool:
+    """Whether the main thread waits in read(2) on a named pipe."""
+    words = Path(f"/proc/{pid}/syscall").read_text().split()
+    if words[0] != str(0 if os.uname().machine == "x86_64" else 63):
+        return False
+    return os.readlink(f"/proc/{pid}/fd/{int(words[1], 16)}").endswith("/gate")
+
+
+def stacks(world: World) -> dict[int, Stack]:
+    """By rank; how long they took is printed."""
+    asked = time.monotonic()
+    found = {stack.rank: stack for stack in world.stacks()}
+    sys.stdout.write(f"stacks after {time.monotonic() - asked:.3f} s\n")
+    return found
+
+
+def calls(stack: Stack) -> list[tuple[str, int, str]]:
+    """Its frames without source lines, files by their last part."""
+    return [(frame.file.rpartition("/")[2], frame.line, frame.function) for frame in stack.frames]
+
+
+def statuses(world: World) -> dict[int, WorkerStatus]:
+    """By rank; how long they took is printed."""
+    asked = time.monotonic()
+    found = {row.rank: row for row in world.status()}
+    sys.stdout.write(f"status after {time.monotonic() - asked:.3f} s\n")
+    return found
+
+
+# --- status -----------------------------------------------------------------------------
+
+
+def test_status_of_idle_ranks(world: World) -> None:
+    """An idle rank is nowhere in a cell; its last collective is done."""
+    world.execute("t = torch.ones(1)\ndist.all_reduce(t)\ndist.barrier()\ndist.all_reduce(t)")
+    first = {rank: row.collective for rank, row in statuses(world).items()}
+    for rank, collective in first.items():
+        assert collective is not None, rank
+        assert (collective.name, collective.is_done) == ("all_reduce", True)
+    world.execute("dist.broadcast(t, 0)")
+    for row in statuses(world).values():
+        assert (row.state, row.place, row.code) == ("idle", None, "")
+        assert row.memory > 1 << 20
+        before = first[row.rank]
+        assert row.collective is not None
+        assert before is not None
+        assert str(row.collective) == f"broadcast #{before.number + 1}"
+
+
+def test_status_in_a_collective(world: World, gate: Gate) -> None:
+    """Who waits in which collective, and where who does not wait is."""
+    world.execute("dist.all_reduce(torch.ones(1))")
+    source = f"{gate.cell}if rank == 1:\n    {WAIT}\ndist.barrier()"
+    with busy(world, source, lambda pid: pid != world.pids[1] or reads_a_pipe(pid)):
+        until(world, lambda: all(s.rank == 1 or s.place.operation for s in world.stacks()))
+        until(world, lambda: all(row.collective for row in world.status()))  # slow ones have none
+        found = statuses(world)
+        late = found.pop(1)
+        assert late.place == Place(line=4)
+        assert late.code.strip() == WAIT
+        assert late.collective is not None
+        assert (late.collective.name, late.collective.is_done) == ("all_reduce", True)
+        for row in found.values():
+            assert row.state == "busy"
+            assert row.place == Place(line=5, operation="barrier")
+            assert row.collective is not None
+            assert (row.collective.name, row.collective.is_done) == ("barrier", False)
+            assert row.collective.number == late.collective.number + 1
+        gate.open()
+
+
+def test_status_of_a_rank_that_holds_the_gil(world: World, gate: Gate) -> None:
+    """It is told from its stack which line it is in; the others answer as ever."""
+    source = f"{gate.cell}if rank == 1:\n    {HOLD}"
+    others = [rank for rank in range(world.size) if rank != 1]
+    with busy(world, source, lambda pid: pid != world.pids[1] or reads_a_pipe(pid)):
+        until(world, lambda: {stack.state for stack in world.stacks(others)} == {"idle"})
+        found = statuses(world)
+        assert found.pop(1).place == Place(line=4, holds_gil=True)
+        assert [row.place for row in found.values()] == [None] * len(others)
+        gate.open()
+
+
+def test_status_of_a_stopped_process(world: World) -> None:
+    """It is told at once, though the rank is idle."""
+    os.kill(world.pids[1], signal.SIGSTOP)
+    try:
+        until(world, lambda: thread_state(world.pids[1]) == "T")
+        row = statuses(world)[1]
+        assert row.place == Place(is_stopped=True)
+        assert row.state == "idle"
+        assert row.memory > 1 << 20
+    finally:
+        os.kill(world.pids[1], signal.SIGCONT)
+    world.execute("dist.barrier()")
+
+
+def test_a_running_cell_with_a_stopped_process(world: World) -> None:
+    """Who waits for a stopped rank is told why, as the cell runs."""
+    others = "rank 0 waits" if world.size == 2 else "ranks 0,2-3 wait"
+    said = f"{others} in barrier, line 1 · rank 1 is stopped by a signal"
+    os.kill(world.pids[1], signal.SIGSTOP)
+    try:
+        running = world.submit(world.task("dist.barrier()"))
+        until(world, lambda: not next(world.follow(running)) and running.waits == said)
+    finally:
+        os.kill(world.pids[1], signal.SIGCONT)
+    world.session.wait(running)
+    assert running.error() is None
+
+
+def test_last_collective_of_a_group_that_was_formed_anew(world: World) -> None:
+    """What ranks did in the group before is not shown as if it were of this one."""
+    running = world.submit(world.task("if rank == 1: raise ValueError\ndist.barrier()"))
+    world.session.wait(running)
+    assert {row.collective for row in statuses(world).values()} == {None}
+    world.execute("dist.barrier()")
+    until(world, lambda: all(row.collective for row in world.status()))  # slow ones have none
+    assert {str(row.collective) for row in statuses(world).values()} == {"barrier #1"}
+
+
+# --- stacks -----------------------------------------------------------------------------
+
+
+@on_both
+def test_idle(world: World) -> None:
+    """A rank that runs no cell is idle, and that is all there is to say."""
+    for stack in stacks(world).values():
+        assert (stack.state, stack.frames, stack.problem) == ("idle", (), "")
+        assert stack.pid == world.pids[stack.rank]
+
+
+def test_some_ranks(world: World) -> None:
+    """Only those that are asked for."""
+    assert [stack.rank for stack in world.stacks([1])] == [1]
+
+
+def test_python_code(world: World, gate: Gate) -> None:
+    """Calls from the cell in, also into another cell's function, with lines and their source."""
+    world.execute("def wait(gate):\n    import os\n    os.read(gate, 1)")
+    with busy(world, f"{gate.cell}print('before')\nwait(gate)\nprint('after')", reads_a_pipe) as r:
+        for stack in stacks(world).values():
+            assert stack.state == "busy"
+            assert stack.place.line == 4
+            outer, inner = stack.frames
+            assert (outer.file, outer.line, outer.code) == ("Cell In[5]", 4, "wait(gate)")
+            assert inner.file.startswith("Cell In[")
+            assert (inner.line, inner.function, inner.code) == (3, "wait", "os.read(gate, 1)")
+        gate.open(world.size)
+    # What the cell says is not lost by looking at it.
+    assert [line.text for line in r.transcript[0].tail(9)] == ["before", "after"]
+
+
+@on_both
+def test_a_loop(world: World, tmp_path: Path) -> None:
+    """A rank that computes in Python answers too."""
+    stop = tmp_path / "stop"
+    source = f"import os\nwhile not os.path.exists({str(stop)!r}):\n    sum(range(1000))"
+    with busy(world, source, lambda pid: thread_state(pid) == "R"):
+        until(world, lambda: all(stack.frames for stack in world.stacks()))
+        for stack in stacks(world).values():
+            assert stack.frames[0].file == "Cell In[5]"
+            assert stack.place.line in (2, 3)
+        stop.touch()
+
+
+def test_a_collective(world: World, gate: Gate) -> None:
+    """Who waits in it shows that, and torch's calls, but nothing of nbdist's."""
+    source = f"{gate.cell}if rank == 1:\n    {WAIT}\ndist.barrier()"
+    with busy(world, source, lambda pid: pid != world.pids[1] or reads_a_pipe(pid)):
+        until(world, lambda: all(s.rank == 1 or s.place.operation for s in world.stacks()))
+        found = stacks(world)
+        assert calls(found.pop(1)) == [("Cell In[5]", 4, "<module>")]
+        for stack in found.values():
+            assert (stack.place.operation, stack.place.line) == ("barrier", 5)
+            assert stack.frames[0].code == "dist.barrier()"
+            assert calls(stack)[-1][::2] == ("distributed_c10d.py", "barrier")
+            assert stack.frames[-1].code == "work.wait()"
+            assert not any("nbdist" in frame.file for frame in stack.frames)
+        gate.open()
+
+
+def test_an_await(world: World, gate: Gate) -> None:
+    """A cell that awaits is on no thread's stack, and is shown all the same."""
+    source = (
+        f"{gate.cell}import asyncio\nopened = asyncio.Event()\n"
+        "asyncio.get_running_loop().add_reader(gate, opened.set)\n"
+        "async def wait():\n    await opened.wait()\n"
+        "await wait()\nasyncio.get_running_loop().remove_reader(gate)"
+    )
+    with busy(world, source, lambda pid: thread_state(pid) == "S"):
+        until(world, lambda: all(len(stack.frames) == 3 for stack in world.stacks()))
+        for stack in stacks(world).values():
+            cell, ours, library = stack.frames
+            assert (cell.line, cell.code) == (8, "await wait()")
+            assert (ours.line, ours.function) == (7, "wait")
+            assert library.function == "wait"
+        gate.open(world.size)
+
+
+@on_both
+def test_code_that_holds_the_gil(world: World, gate: Gate) -> None:
+    """A rank whose threads cannot run shows its stack too, and says why it is slow to."""
+    with busy(world, f"{gate.cell}def hold():\n    {HOLD}\nhold()", reads_a_pipe):
+        for stack in stacks(world).values():
+            assert stack.place.holds_gil
+            assert stack.place.line == 5
+            assert calls(stack) == [("Cell In[5]", 5, "<module>"), ("Cell In[5]", 4, "hold")]
+            assert stack.frames[1].code == HOLD
+        again = stacks(world)  # not one after the other in the same file
+        assert [len(stack.frames) for stack in again.values()] == [2] * world.size
+        gate.open(world.size)
+
+
+def test_c_code_is_not_woken_up(world: World) -> None:
+    """sleep(3) would return early, were a signal handled in its thread."""
+    source = "import ctypes\nprint(ctypes.PyDLL(None).sleep(2))"
+    with busy(world, source, lambda pid: thread_state(pid) == "S") as running:
+        until(world, lambda: all(stack.place.holds_gil for stack in world.stacks()))
+        assert [len(stack.frames) for stack in stacks(world).values()] == [1] * world.size
+    assert {track.tail(1)[0].text for track in running.transcript} == {"0"}
+
+
+def test_computing_with_the_gil(world: World) -> None:
+    """A stack of C code that computes is read in its own thread, where it stands still."""
+    source = "import re\nif rank == 1:\n    re.match('(a+)+b', 'a' * 99)"
+    with busy(world, source, lambda pid: pid != world.pids[1] or thread_state(pid) == "R"):
+        until(world, lambda: world.stacks([1])[0].place.holds_gil)
+        found = stacks(world)[1]
+        assert found.place.holds_gil
+        assert calls(found)[0] == ("Cell In[5]", 3, "<module>")
+        assert calls(found)[1][2] == "match"
+        world.interrupt()  # which it sees now and then
+
+
+def test_a_stopped_process(world: World) -> None:
+    """A rank that SIGSTOP has stopped says so at once, and the others answer."""
+    os.kill(world.pids[1], signal.SIGSTOP)
+    try:
+        until(world, lambda: thread_state(world.pids[1]) == "T")
+        found = stacks(world)
+        assert found.pop(1).place.is_stopped
+        assert {stack.state for stack in found.values()} == {"idle"}
+    finally:
+        os.kill(world.pids[1], signal.SIGCONT)
+    world.execute("dist.barrier()")
+
+
+def test_a_rank_whose_stack_cannot_be_read(world: World, gate: Gate) -> None:
+    """It does not answer, and says so."""
+    world.execute(
+        "import os\nfor fd in os.listdir('/proc/self/fd'):\n"
+        "    file = f'/proc/self/fd/{fd}'\n"
+        "    if os.path.realpath(file).endswith('.stack'): os.truncate(file, 0)"
+    )
+    with busy(world, f"{gate.cell}{HOLD}", reads_a_pipe) as running:
+        for stack in stacks(world).values():
+            assert (stack.frames, stack.place.holds_gil) == ((), True)
+            assert stack.problem == "it does not answer, and its stack cannot be read"
+        gate.open(world.size)
+    assert running.error() is None
+    world.restart()
+
+
+@on_both
+def test_the_users_own_signals(world: World, gate: Gate) -> None:
+    """They are the user's: no stack comes from them, no handler is called."""
+    world.execute(
+        "import signal\ngot = []\n"
+        "real = range(signal.SIGRTMIN, signal.SIGRTMAX + 1)\n"
+        "for one in (signal.SIGUSR1, signal.SIGUSR2, *real):\n"
+        "    assert signal.signal(one, lambda *_: got.append(1)) == signal.SIG_DFL"
+    )
+    with busy(world, f"{gate.cell}{HOLD}", reads_a_pipe):
+        assert all(stack.frames for stack in stacks(world).values())
+        gate.open(world.size)
+    assert world.gather("got") == [[]] * world.size
+
+
+def test_files_of_stacks_go_with_their_workers(world: World) -> None:
+    """One file a worker, however often its workers were restarted."""
+    world.restart()
+    files = Path(os.environ["XDG_RUNTIME_DIR"]).glob("nbdist-*/*.stack")
+    assert len(list(files)) == world.size
+
+
+class Replaced:
+    """A rank that has another process by the time it is asked, on a busy machine."""
+
+    pid = rank = 0
+
+    def status(self) -> WorkerStatus:
+        return WorkerStatus(0, os.getpid(), "vm", "starting", 0.0, 0, "cpu")
+
+
+class NoGpus:
+    """A machine without GPUs."""
+
+    async def gpus(self, *_: object) -> dict[int, object]:
+        return {}
+
+
+@pytest.mark.unit
+def test_a_rank_that_is_replaced_meanwhile() -> None:
+    """Is told without its memory; that it had another process just now ends nothing."""
+    rows = asyncio.run(status_of([Replaced()], MemoryGauge(), NoGpus()))  # type: ignore[arg-type, list-item]
+    assert [(row.pid, row.memory) for row in rows] == [(os.getpid(), 0)]

@@ -1,0 +1,167 @@
+"""Tests of `nbdist.agent.tether`: an agent whose notebook goes, and the next one that comes."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from nbdist import __version__
+from nbdist.output.events import Done, Text
+from nbdist.wire.at_door import DOOR, Admitted, Attach, Held, Refused, Said, Who, from_line, to_line
+from nbdist.wire.messages import (
+    Attached,
+    Hello,
+    Outputs,
+    Received,
+    Remember,
+    StopWorld,
+    WorldStarted,
+)
+from tests.agent.test_agent import Notebook, close_stdin, end_notebook
+from tests.waiting import SOON, wait_until
+
+pytestmark = pytest.mark.own_agent
+
+
+class Caller:
+    """Somebody at the door of an agent."""
+
+    def __init__(self, notebook: Notebook) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(SOON)
+        self._socket.connect(str(notebook.runtime / DOOR))
+
+    def ask(self, said: Said) -> Said:
+        self._socket.sendall(to_line(said))
+        return from_line(self._socket.makefile("rb").readline())
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def call() -> Iterator[Callable[[Notebook], Caller]]:
+    made: list[Caller] = []
+
+    def one(notebook: Notebook) -> Caller:
+        made.append(Caller(notebook))
+        return made[-1]
+
+    yield one
+    for caller in made:
+        caller.close()
+
+
+@pytest.fixture
+def notebook() -> Iterator[Notebook]:
+    """One whose world is to outlive it, without a group."""
+    made = Notebook(fork=True, grace=0.2)
+    made.send(Remember({"detach": True}))
+    assert isinstance(made.start(), WorldStarted)
+    yield made
+    made.close()
+
+
+def holder(caller: Caller) -> int:
+    held = caller.ask(Who())
+    assert isinstance(held, Held)
+    return held.notebook
+
+
+def test_the_next_notebook_gets_all(notebook: Notebook, call: Callable[[Notebook], Caller]) -> None:
+    """What a cell has said since it began, though nobody was there; then what it says next.
+
+    Other versions are refused in a sentence, and so is whoever comes while one is there.
+    """
+    wrong = Refused(f"it is of nbdist {__version__}, and this is 0.0")
+    assert call(notebook).ask(Attach("0.0", 1, "notebook-1.sock")) == wrong
+    whose = Refused(f"the notebook of process {notebook.life.pid} uses it")
+    assert call(notebook).ask(Attach(__version__, 1, "notebook-1.sock")) == whose
+    slow = "print('before', rank)\nimport time\nwhile not stop: time.sleep(0.01)\nprint('after')"
+    notebook.run("stop = False")
+    notebook.send_task("slow", slow)
+    while len({rank for rank, name, _ in notebook.outputs if name == "slow"}) < 2:
+        notebook.take_one()
+    close_stdin(notebook)
+    wait_until(lambda: holder(call(notebook)) == 0, "the notebook is gone")
+    end_notebook(notebook)
+    workers = [*notebook.workers]
+    # The same socket will do: whoever attaches has bound it.
+    first, second = call(notebook), call(notebook)
+    name = "notebook-1.sock"
+    notebook.bind(name)
+    assert isinstance(first.ask(Attach(__version__, 1, name)), Admitted)
+    refused = second.ask(Attach(__version__, 2, name))
+    assert refused == Refused("the notebook of process 1 uses it")
+    assert isinstance(notebook.receive_anew(), Hello)
+    _, there = notebook.receive()
+    assert isinstance(there, Attached)
+    assert there.run is not None
+    assert there.run.id == "slow"
+    assert there.bound[0].keys() >= {"stop"}
+    _, again = notebook.receive()
+    assert isinstance(again, Outputs)
+    for rank in (0, 1):
+        said = [o.text for on, _, o in again.items if on == rank and isinstance(o, Text)]
+        assert "".join(said) == f"before {rank}\n"
+    notebook.send(Received())
+    first.close()
+    wait_until(lambda: holder(call(notebook)) == 0, "it has let go")
+    # Nor does the guard end an agent that stays.
+    with pytest.raises(subprocess.TimeoutExpired):
+        notebook.agent.wait(0.5)
+    assert all(worker.is_running() for worker in workers)
+    notebook.agent.terminate()
+    assert notebook.agent.wait(SOON) == 0
+
+
+def test_an_agent_that_is_killed(notebook: Notebook) -> None:
+    """Leaves nothing, though its notebook has gone before."""
+    end_notebook(notebook)
+    workers = [*notebook.workers]
+    (agent,) = psutil.Process(notebook.agent.pid).children()
+    agent.kill()
+    notebook.agent.wait(SOON)
+    assert psutil.wait_procs(workers, timeout=SOON)[1] == []
+    assert not notebook.runtime.exists()
+
+
+def test_a_world_without_workers(notebook: Notebook) -> None:
+    """Nothing is kept that nobody can want."""
+    notebook.call(StopWorld(0.0))
+    end_notebook(notebook)
+    assert notebook.agent.wait(SOON) == 0
+
+
+def test_a_cell_that_ends_meanwhile(notebook: Notebook, call: Callable[[Notebook], Caller]) -> None:
+    """Its end is there for the next notebook."""
+    gate = notebook.runtime / "gate"
+    notebook.send_task(
+        "gated",
+        f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
+        "print('done')",
+    )
+    wait_until(lambda: held_state(call(notebook))[0] == "busy", "it runs")
+    end_notebook(notebook)
+    gate.touch()
+    wait_until(lambda: held_state(call(notebook)) == ("ready", 0), "it is done")
+    notebook.bind("notebook-1.sock")
+    caller = call(notebook)
+    assert isinstance(caller.ask(Attach(__version__, 1, "notebook-1.sock")), Admitted)
+    notebook.receive_anew()
+    _, there = notebook.receive()
+    assert isinstance(there, Attached)
+    assert there.ended.keys() == {0, 1}
+    _, again = notebook.receive()
+    assert isinstance(again, Outputs)
+    assert sum(isinstance(output, Done) for _, _, output in again.items) == 2
+
+
+def held_state(caller: Caller) -> tuple[str, int]:
+    held = caller.ask(Who())
+    assert isinstance(held, Held)
+    return held.state, held.notebook

@@ -1,0 +1,330 @@
+"""Tests of `nbdist.agent.worker_group`: starts that fail, and deaths while a group is formed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nbdist import folders
+from nbdist.agent import rendezvous, worker_group
+from nbdist.agent.worker_group import WorkerGroup, problem_in
+from nbdist.wire.control import Answer, Failed, Ok
+from nbdist.wire.membership import Plan
+from nbdist.wire.messages import StartFailure
+from nbdist.world.states import State
+from nbdist.world.world import World
+from tests.agent.sources import Source, run, worker_start
+from tests.faults.test_policies import SUM
+from tests.waiting import until
+
+pytestmark = pytest.mark.shared_world(4)
+
+Program = Callable[[str], Path]
+
+
+# --- starts that fail -----------------------------------------------------------------------
+
+
+def started_with(runtime: Path, program: Path | str, size: int = 3) -> tuple[StartFailure, float]:
+    """What a start says whose workers run this program, and the seconds that it took."""
+    found: list[StartFailure] = []
+    began = time.monotonic()
+
+    async def test(source: Source) -> None:
+        group = WorkerGroup(runtime, source.children, None, lambda *_: None, lambda _: None)
+        spec = worker_start(runtime).world
+        spec = replace(spec, world_size=size, python=str(program))
+        try:
+            failure = await group.start_part(spec, range(size), 1)
+        finally:
+            group.close()
+        assert isinstance(failure, StartFailure)
+        assert (group.all, group.all_alive()) == ({}, [])
+        assert failure.command == f"{program} -P -m nbdist.worker"
+        assert failure.host == socket.gethostname()
+        found.append(failure)
+
+    run("spawn", runtime, test)
+    return found[0], time.monotonic() - began
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Program:
+    """Makes a program for workers to run."""
+
+    def make(text: str) -> Path:
+        path = tmp_path / "worker.sh"
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        return path
+
+    return make
+
+
+@pytest.mark.world
+def test_one_rank_cannot_start(runtime: Path, program: Program) -> None:
+    """It is said which, why, and what it wrote last; the others are ended at once."""
+    found, seconds = started_with(
+        runtime, program("[ $RANK = 1 ] || exec sleep 600\necho last words; exit 3")
+    )
+    assert (found.rank, found.reason) == (1, "it exited with code 3")
+    assert found.last_lines == ("last words",)
+    assert seconds < 5.0
+
+
+@pytest.mark.world
+def test_ranks_that_are_never_ready(
+    runtime: Path, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not waited for longer than a start may take."""
+    monkeypatch.setattr(worker_group, "START_TIMEOUT", 1.0)
+    found, _ = started_with(runtime, program("echo starting; exec sleep 600"))
+    assert (found.rank, found.reason) == (0, "it was not ready after 1 s")
+    assert found.last_lines == ("starting",)
+
+
+def test_no_program(runtime: Path) -> None:
+    """The operating system's word for it is the reason."""
+    found, _ = started_with(runtime, "/nowhere/python")
+    assert "/nowhere/python" in found.reason
+    assert "No such file or directory" in found.reason
+
+
+def test_more_than_can_be(runtime: Path) -> None:
+    """It is said before anything is started."""
+    found, _ = started_with(runtime, "python", size=10**7)
+    assert "10000000 workers take" in found.reason.replace(",", "")
+    assert list(runtime.iterdir()) == []
+
+
+@pytest.mark.world
+def test_a_start_that_is_called_off(runtime: Path, program: Program) -> None:
+    """Ranks of another machine will not come: those that wait for them are ended."""
+    spec = replace(worker_start(runtime).world, world_size=2, python=str(program("sleep 600")))
+
+    async def test(source: Source) -> None:
+        group = WorkerGroup(runtime, source.children, None, lambda *_: None, lambda _: None)
+        start = asyncio.ensure_future(group.start_part(spec, (0, 1), 1))
+        try:
+            await until(lambda: len(group.all) == 2)
+            await group.call_off(2)
+            assert not start.done()
+            await group.call_off(1)
+            failure = await asyncio.wait_for(start, 5.0)
+        finally:
+            group.close()
+        assert isinstance(failure, StartFailure)
+        assert failure.reason == "it was killed by SIGKILL"
+        assert group.all == {}
+
+    run("spawn", runtime, test)
+
+
+@pytest.mark.world
+def test_a_silent_survivor_on_one_of_several_machines(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is ended after a while, so that it is restarted alone, and the world goes on."""
+    monkeypatch.setattr(worker_group, "HEAL_TIMEOUT", 0.1)
+    monkeypatch.setattr(rendezvous, "CALLED_OFF_GRACE", 0.1)
+    spec = replace(worker_start(runtime).world, node=1)
+
+    async def test(source: Source) -> None:
+        group = WorkerGroup(runtime, source.children, None, lambda *_: None, lambda _: None)
+        try:
+            await group.start_part(spec, [0], 1)
+            os.kill(group.all[0].pid, signal.SIGSTOP)
+            formed = await group.form(Plan(spec, 1, 2, 1, (), {}), [0])
+        finally:
+            await group.stop(grace=0.0)
+            group.close()
+        assert (formed.alive, formed.problem) == ((), "a rank did not answer")
+
+    run("spawn", runtime, test)
+
+
+@pytest.mark.world
+def test_a_runtime_folder_that_was_removed(runtime: Path) -> None:
+    """It is made again, private and ours; another's of that name is not taken."""
+    folder = runtime / "nbdist-gone"
+    started_with(folder, "/bin/false")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert folders.is_ours(folder, folders.runtime(folder))
+    folder.chmod(0o755)
+    with pytest.raises(PermissionError, match="only this user can open"):
+        started_with(folder, "/bin/false")
+
+
+@pytest.mark.world
+def test_other_numbers(runtime: Path, tmp_path: Path) -> None:
+    """What ranks write from then on is apart from what others wrote under these numbers."""
+    spec = replace(worker_start(runtime).world, python="/bin/false", log_dir=str(tmp_path))
+
+    async def test(source: Source) -> None:
+        group = WorkerGroup(runtime, source.children, None, lambda *_: None, lambda _: None)
+        await group.start_part(spec, [0], 1)
+        await group.renumber({})
+        group.close()
+
+    run("spawn", runtime, test)
+    assert sorted(each.name for each in tmp_path.rglob("attempt_*")) == ["attempt_0", "attempt_1"]
+
+
+# --- what is decided --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("starts", "answers", "problem"),
+    [
+        ([""], [Ok()], ""),
+        (["", "rank 1 could not start: x"], [None], "rank 1 could not start: x"),
+        ([], [Ok(), None], "a rank did not answer"),
+        ([], [Failed("broken", unfit=True), None], "broken"),
+    ],
+)
+def test_the_first_problem_counts(
+    starts: list[str], answers: list[Answer | None], problem: str
+) -> None:
+    """That of a new worker before a survivor's."""
+    assert problem_in(starts, answers) == problem
+
+
+def test_a_lack_of_threads_comes_first() -> None:
+    """It is why the others failed."""
+    said = problem_in(
+        ["rank 1 could not start: x"], [Failed("can't start new thread", unfit=False)]
+    )
+    assert said.startswith("no further process or thread can be started: ")
+
+
+# --- deaths while a group is formed -----------------------------------------------------------
+
+
+@pytest.fixture
+def world(world: World) -> World:
+    """Four ready ranks with `kept`, and no earlier test's replacements."""
+    world.session.take_replaced()
+    world.execute("kept = rank")
+    return world
+
+
+def end(world: World, rank: int) -> None:
+    """Kill a rank while no cell runs, until that is known."""
+    os.kill(world.pids[rank], signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while world.state is not State.BROKEN:
+        assert time.monotonic() < deadline
+        world.session.receive(0.1)
+
+
+def test_a_survivor_dies_while_the_others_heal(world: World) -> None:
+    """It is replaced too; nobody waits for it."""
+    os.kill(world.pids[0], signal.SIGSTOP)  # so that healing waits for its answer
+    end(world, 1)
+    killer = threading.Timer(1.0, os.kill, (world.pids[0], signal.SIGKILL))
+    killer.start()
+    started = time.monotonic()
+    world.execute(SUM)
+    sys.stdout.write(f"{time.monotonic() - started - 1:.2f} s after the second death\n")
+    killer.join()
+    assert world.session.take_replaced().keys() == {0, 1}
+    assert world.gather("globals().get('kept')") == [None, None, 2, 3]
+
+
+def test_a_survivor_dies_while_it_forms_the_group(world: World) -> None:
+    """The others, who wait for it in the store, are called off and form another one."""
+    world.execute(
+        "import nbdist.worker.group.group as group_module, os, threading, time\n"
+        "def slow(*_): time.sleep(1); os._exit(4)\n"
+        "if rank == 0: group_module.Group.regroup = slow"
+    )
+    end(world, 1)
+    started = time.monotonic()
+    world.execute(SUM)
+    sys.stdout.write(f"{time.monotonic() - started - 1:.2f} s after the second death\n")
+    assert world.session.take_replaced().keys() == {0, 1}
+    assert world.gather("globals().get('kept')") == [None, None, 2, 3]
+
+
+def test_a_survivor_that_cannot_form_the_group(world: World) -> None:
+    """Whatever it raises it is restarted alone, and the others do not wait for it."""
+    world.execute(
+        "import nbdist.worker.group.group as group_module\n"
+        "def fail(*_): raise MemoryError\n"
+        "if rank == 0: group_module.Group.regroup = fail"
+    )
+    end(world, 1)
+    world.execute(SUM)
+    assert world.session.take_replaced().keys() == {0, 1}
+    assert world.gather("globals().get('kept')") == [None, None, 2, 3]
+
+
+def test_a_survivor_that_fails_once_all_have_its_address(world: World) -> None:
+    """The others, who wait in gloo for its connection, are called off, and lose nothing."""
+    world.execute(
+        "import gc, socket, time\n"
+        "from nbdist.worker.group.gloo import Gloo\n"
+        "from nbdist.worker.group.store import AbortableStore\n"
+        "awaited = AbortableStore.awaited\n"
+        "def fail(*args, **options):\n"
+        "    awaited(*args, **options)\n"
+        "    time.sleep(0.5)  # the others are further by then\n"
+        "    raise MemoryError\n"
+        "(port,) = [each._port for each in gc.get_objects() if type(each) is Gloo]\n"
+        "port = socket.htons(port)"
+    )
+    ports = world.gather("port")
+    fails = ports.index(max(ports))  # who has less waits until the other connects
+    world.execute(f"if rank == {fails}: AbortableStore.awaited = fail")
+    lost = {fails, (fails + 1) % 4}
+    end(world, max(lost - {fails}))
+    world.execute(SUM)
+    assert world.session.take_replaced().keys() == lost
+    kept = [None if rank in lost else rank for rank in range(4)]
+    assert world.gather("globals().get('kept')") == kept
+
+
+def test_a_new_rank_dies_before_it_is_ready(world: World) -> None:
+    """Another one takes its place."""
+    before = set(world.pids.values())
+    fork_server = psutil.Process(world.pids[0]).parent()
+    assert fork_server is not None
+    killed: list[int] = []
+
+    def kill_the_first() -> None:
+        deadline = time.monotonic() + 10
+        while not killed and time.monotonic() < deadline:
+            for child in fork_server.children():
+                if child.pid not in before:
+                    child.kill()
+                    killed.append(child.pid)
+                    break
+
+    killer = threading.Thread(target=kill_the_first)
+    killer.start()
+    end(world, 1)
+    started = time.monotonic()
+    world.execute(SUM)
+    sys.stdout.write(f"{time.monotonic() - started:.2f} s\n")
+    killer.join()
+    assert len(killed) == 1
+    assert world.pids[1] not in killed
+    assert world.gather("globals().get('kept')") == [0, None, 2, 3]
+
+
+def test_ranks_stay_in_order(world: World) -> None:
+    """Also of a world in which one was replaced: what is said of all has its row in its place."""
+    end(world, 1)
+    world.session.heal()
+    assert [row.rank for row in world.status()] == [0, 1, 2, 3]
