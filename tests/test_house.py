@@ -33,7 +33,8 @@ FLOORS = {
     "config": {"words", "errors", "topology", "hosts", "launching", "readers"},
     "folders": set(),
     "output": {"words", "errors"},
-    "wire": {"words", "errors", "topology", "seats", "hosts", "folders", "output.events"},
+    "values": {"words", "errors", "wire.cgroups"},
+    "wire": {"values", "words", "errors", "topology", "seats", "hosts", "folders", "output.events"},
     "world": {
         "words",
         "errors",
@@ -44,12 +45,13 @@ FLOORS = {
         "launching",
         "readers",
         "folders",
+        "values",
         "wire",
         "output",
     },
     # What starts agents on other machines runs in the head's process, which does all that an
     # agent does but for having workers.
-    "launch": {"words", "errors", "topology", "hosts", "config", "folders", "wire"},
+    "launch": {"words", "errors", "topology", "hosts", "config", "folders", "values", "wire"},
     "head": {
         "words",
         "errors",
@@ -59,6 +61,7 @@ FLOORS = {
         "config",
         "folders",
         "output.events",
+        "values",
         "wire",
         "launch",
         "agent",
@@ -73,6 +76,7 @@ FLOORS = {
         "launching",
         "readers",
         "folders",
+        "values",
         "wire",
         "world",
         "output",
@@ -86,14 +90,25 @@ FLOORS = {
         "launching",
         "readers",
         "folders",
+        "values",
         "wire",
         "world",
         "output",
         "notebook.command",  # the names of all magics
     },
-    "agent": {"words", "errors", "topology", "seats", "folders", "output.events", "wire", "node"},
-    "node": {"agent", "wire"},
-    "worker": {"words", "errors", "folders", "output.events", "wire"},
+    "agent": {
+        "words",
+        "errors",
+        "topology",
+        "seats",
+        "folders",
+        "output.events",
+        "values",
+        "wire",
+        "node",
+    },
+    "node": {"agent", "values", "wire"},
+    "worker": {"words", "errors", "folders", "output.events", "values", "wire"},
     # The package itself has the public names, which it takes from everywhere on the
     # notebook's side; everybody may ask it for what stands in it.
     "__init__": {
@@ -105,6 +120,7 @@ FLOORS = {
         "launching",
         "readers",
         "folders",
+        "values",
         "wire",
         "world",
         "launch",
@@ -274,7 +290,7 @@ def test_only_workers_import_torch():
         ("nowhere/x.py", "import nbdist.wire", "1 imports nbdist.wire"),
         ("wire/x.py", "from nbdist.output.events import Done", None),
         ("agent/fork_server.py", "import nbdist.worker", None),
-        ("worker/x.py", "from . import y\nfrom nbdist.wire.payload import Payload", None),
+        ("worker/x.py", "from . import y\nfrom nbdist.values.payload import Payload", None),
         ("agent/x.py", "from nbdist import __version__\nimport nbdist", None),
     ],
 )

@@ -34,11 +34,17 @@ ALLOWED = {
     ("wire/questions.py", "_jupyter_types_experimental"): "a key of replies that front ends read",
     ("worker/leaves.py", "_fields"): "a named tuple's, which Python documents",
     # On both sides of the wire, so not in workers only.
-    ("wire/definitions.py", "by_value._DYNAMIC_CLASS_TRACKER_BY_ID"): "cloudpickle looks too late",
-    ("wire/definitions.py", "by_value._class_setstate"): "cloudpickle fills classes it has itself",
-    ("wire/cell_sources.py", "_filename_map"): "IPython's, of cells that ran in another process",
-    ("wire/tensors.py", "tensor._version"): "torch's version counter has no public name",
-    ("wire/tensors.py", "value._untyped_storage"): "the public name warns",
+    (
+        "values/definitions.py",
+        "by_value._DYNAMIC_CLASS_TRACKER_BY_ID",
+    ): "cloudpickle looks too late",
+    (
+        "values/definitions.py",
+        "by_value._class_setstate",
+    ): "cloudpickle fills classes it has itself",
+    ("values/definitions.py", "_filename_map"): "IPython's, of cells that ran in another process",
+    ("values/tensors.py", "tensor._version"): "torch's version counter has no public name",
+    ("values/tensors.py", "value._untyped_storage"): "the public name warns",
 }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from nbdist.agent.backlog import Backlog
 from nbdist.output.events import Died, Done, Failure, Output, size_of
 from nbdist.seats import Seats
+from nbdist.values.payload import Payload
 from nbdist.wire.membership import processes
 from nbdist.wire.messages import (
     Aborted,
@@ -38,7 +39,6 @@ from nbdist.wire.messages import (
     Up,
     WorldStarted,
 )
-from nbdist.wire.payload import Payload
 from nbdist.wire.start import WorldSpec
 from nbdist.wire.wanted import Wanted
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from nbdist.output.events import Done, Moved, Output
+from nbdist.values.payload import Payload, refs_in
+from nbdist.values.shared_memory import SegmentGone, length_of
 from nbdist.wire.carrying import Dropped, Piece, Sending, Taken
-from nbdist.wire.payload import Payload, refs_in
-from nbdist.wire.shared_memory import SegmentGone, length_of
 from nbdist.wire.task import failure_in_words
 
 MOVED_EVERY = 0.25

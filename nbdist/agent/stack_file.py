@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from nbdist.agent.calls_in_memory import Call, Torn, calls_in
+from nbdist.values.definitions import function_name
 from nbdist.wire.call_layout import CallLayout
-from nbdist.wire.cell_sources import function_name
 from nbdist.wire.places import StackFrame
 from nbdist.wire.task import Task
 

@@ -27,9 +27,9 @@ from nbdist.agent.notebook_end import NotebookEnd
 from nbdist.agent.record import Record
 from nbdist.node.guard import Guard
 from nbdist.output.events import Died
+from nbdist.values.shared_memory import Segment, SegmentGone, SegmentRef
 from nbdist.wire.at_door import SOCKET, Admitted, Attach, Held, Refused
 from nbdist.wire.messages import Abort, Down, Outputs, Received, Remember, Up
-from nbdist.wire.shared_memory import Segment, SegmentGone, SegmentRef
 from nbdist.wire.task import Task, unpack
 from nbdist.wire.versions import versions_here
 

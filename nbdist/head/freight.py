@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 
 from nbdist.head.node import Node
 from nbdist.output.events import Done, Moved, Output
+from nbdist.values.payload import Payload, moved, refs_in
+from nbdist.values.shared_memory import SegmentGone, SegmentRef, is_there
 from nbdist.wire.carrying import MOST_WINDOW, Dropped, Piece, Receiving, Sending, Taken
 from nbdist.wire.messages import Outputs, Run
-from nbdist.wire.payload import Payload, moved, refs_in
-from nbdist.wire.shared_memory import SegmentGone, SegmentRef, is_there
 from nbdist.wire.task import failure_in_words
 
 MOST_UNDER_WAY = 256

@@ -7,7 +7,7 @@ from collections.abc import Generator
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from nbdist.wire.shared_memory import Made, Steps
+from nbdist.values.shared_memory import Made, Steps
 from nbdist.words import size_text
 from nbdist.world.names import list_names
 

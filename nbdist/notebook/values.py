@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import ValueLost
 from nbdist.output.wording import fold_ranks
-from nbdist.wire.payload import open_payload
-from nbdist.wire.pickling import unpickle
+from nbdist.values.payload import open_payload
+from nbdist.values.pickling import unpickle
 from nbdist.wire.task import Call, Task
 from nbdist.words import one_line, size_text
 

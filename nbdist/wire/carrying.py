@@ -3,14 +3,14 @@
 On one machine a process that is given a `SegmentRef` opens the memory where it lies.  On
 another it cannot: so the head and the agents carry the memory over the link between them, once
 for all ranks of a node, put it into a segment of their own there, and pass on what refers to it
-with the `SegmentRef` that is good there (`nbdist.wire.payload.moved`).  Both ways, with one
+with the `SegmentRef` that is good there (`nbdist.values.payload.moved`).  Both ways, with one
 `Sending` and one `Receiving` at each end of a link; neither does any I/O but on memory.
 
 How long a segment is kept, as on one machine:
 
 - What goes down is the notebook's, and is on a node for as long as the notebook has it open:
   until the task has ended, or for as long as it keeps what it ships.  The head looks after that
-  (`nbdist.wire.shared_memory.is_there`), and says `Dropped`.
+  (`nbdist.values.shared_memory.is_there`), and says `Dropped`.
 - What comes up is a rank's, until the notebook has read it (`LetGo`) or the rank gets its next
   task.  The head's copy goes by the same two, and with the world.
 - What is under way is dropped with its link, and where nobody waits for it any more.
@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nbdist.errors import NotEnoughMemory
-from nbdist.wire.shared_memory import (
+from nbdist.values.shared_memory import (
     Blank,
     Segment,
     SegmentRef,

@@ -15,9 +15,9 @@ from typing import Any
 
 from nbdist.output.events import Died, Output
 from nbdist.seats import Seats
+from nbdist.values.payload import SegmentRef
 from nbdist.wire.code_tree import CodeFile, CodePart, Digest, Landmark
 from nbdist.wire.log_files import LogPiece
-from nbdist.wire.payload import SegmentRef
 from nbdist.wire.places import Place, Stack, Usage, WorkerStatus
 from nbdist.wire.questions import Completions, Description, Question
 from nbdist.wire.start import WorldSpec

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbdist.values.payload import Payload
 from nbdist.wire.cgroups import MemoryLimit
-from nbdist.wire.payload import Payload
 from nbdist.words import count
 
 

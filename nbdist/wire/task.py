@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from nbdist.output.events import Done, Failure, InputRequest
+from nbdist.values.payload import Payload, Places, SegmentRef, moved, refs_in
 from nbdist.wire.frames import BadFrame, fits, object_from
-from nbdist.wire.payload import Payload, Places, SegmentRef, moved, refs_in
 
 Kind = Literal["file", "module", "executable"]
 

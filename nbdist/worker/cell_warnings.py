@@ -11,7 +11,7 @@ import re
 import traceback
 import warnings
 
-from nbdist.wire.cell_sources import cell_numbers
+from nbdist.values.definitions import cell_numbers
 
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from nbdist.values.pickling import digest_of as digest_of_data
 from nbdist.wire.ops import Distance, Part
-from nbdist.wire.reading import digest_of as digest_of_data
 from nbdist.words import one_line
 from nbdist.worker.leaves import CALLABLE, Again
 

@@ -8,8 +8,8 @@ from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
 from nbdist.errors import bare
-from nbdist.wire.payload import Payload, pack_frames, size_of
-from nbdist.wire.pickling import pickle
+from nbdist.values.payload import Payload, pack_frames, size_of
+from nbdist.values.pickling import pickle
 
 MOST_BYTES = 1 << 14
 """Of one argument or attribute; what is larger is no message but data, and stays here."""

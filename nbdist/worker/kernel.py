@@ -53,7 +53,7 @@ from nbdist.worker.threads import RUNS_CELLS, keep_crashes
 from nbdist.worker.tracebacks import failure_of, show_errors_our_way
 
 if TYPE_CHECKING:
-    from nbdist.wire.payload import Payload
+    from nbdist.values.payload import Payload
     from nbdist.wire.task import InputReply
     from nbdist.worker.group.group import Group
     from nbdist.worker.process import Interrupts

@@ -13,7 +13,7 @@ from typing import Any
 
 from ipykernel.displayhook import ZMQShellDisplayHook
 
-from nbdist.wire.shared_memory import Segment
+from nbdist.values.shared_memory import Segment
 from nbdist.words import size_text
 
 MOST = 16

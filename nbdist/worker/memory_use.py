@@ -7,9 +7,9 @@ import resource
 from collections.abc import Iterable
 from typing import Any
 
+from nbdist.values.pickling import without_cycles
 from nbdist.wire.cgroups import MemoryLimit, memory_limits
 from nbdist.wire.ops import GpuMemory, Held, Memory, Peak
-from nbdist.wire.reading import without_cycles
 from nbdist.words import size_text
 from nbdist.worker.compat import accelerator
 from nbdist.worker.holdings import LAST_VALUE, Search, last_errors, locals_of

@@ -13,13 +13,12 @@ from operator import attrgetter
 from typing import Any
 
 from nbdist.output.events import NAME_PROBLEM
-from nbdist.wire.identity import Identity
-from nbdist.wire.kinds import OTHER, kind_of
+from nbdist.values.identity import OTHER, Identity, kind_of
+from nbdist.values.payload import Packed, Payload, open_payload, packing, size_of
+from nbdist.values.pickling import pickle, unpickle
+from nbdist.values.shared_memory import Segment, Steps
+from nbdist.values.unpicklable import blame, fails_in, type_name
 from nbdist.wire.ops import Brought
-from nbdist.wire.payload import Packed, Payload, open_payload, packing, size_of
-from nbdist.wire.pickling import pickle, unpickle
-from nbdist.wire.shared_memory import Segment, Steps
-from nbdist.wire.unshippable import blame, fails_in, type_name
 from nbdist.worker.homeward import Homeward, SpreadValue
 from nbdist.worker.last_values import KeptValues
 from nbdist.worker.received import Received

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nbdist.wire.payload import Payload
+from nbdist.values.payload import Payload
 from nbdist.worker import ops
 from nbdist.worker.memory_use import Peaks
 

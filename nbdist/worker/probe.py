@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from nbdist.wire.cell_sources import cell_numbers
+from nbdist.values.definitions import cell_numbers
 from nbdist.wire.control import Traced
 from nbdist.wire.places import PACKAGES, Begun, Collective, Place
 from nbdist.worker.compat import accelerator

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from nbdist.wire.identity import Identity, is_atomic
-from nbdist.wire.payload import size_of
-from nbdist.wire.pickling import pickle
-from nbdist.wire.reading import digest_of
+from nbdist.values.identity import Identity, is_atomic
+from nbdist.values.payload import size_of
+from nbdist.values.pickling import digest_of, pickle
 from nbdist.worker.written_pages import are_own, edges
 
 READ_MOST = 4 << 20

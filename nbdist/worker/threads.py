@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO, Any
 
-from nbdist.wire.cell_sources import function_name
+from nbdist.values.definitions import function_name
 from nbdist.wire.places import StackFrame
 from nbdist.worker.compat.cpython import call_layout, innermost_frames, outer_frame
 

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any
 
 from nbdist.output.events import LEFT_DEBUGGER, Failure
-from nbdist.wire.cell_sources import cell_numbers
+from nbdist.values.definitions import cell_numbers
 from nbdist.wire.task import failure_in_words
 from nbdist.worker.breakpoints import LEFT
 from nbdist.worker.compat.ipython import around_errors, publish_error

@@ -15,11 +15,11 @@ from nbdist.output.ansi import strip
 from nbdist.output.bars import merged_line
 from nbdist.output.events import Died, Failure, RankError
 from nbdist.output.plain import PlainLines
-from nbdist.wire.definitions import SYSTEM_NAMES
-from nbdist.wire.payload import pack_frames
-from nbdist.wire.pickling import Pickled, pickle
+from nbdist.values.definitions import SYSTEM_NAMES
+from nbdist.values.payload import pack_frames
+from nbdist.values.pickling import Pickled, pickle
+from nbdist.values.unpicklable import PICKLING_ERRORS, blame, fails_in
 from nbdist.wire.task import Call, Task
-from nbdist.wire.unshippable import PICKLING_ERRORS, blame, fails_in
 from nbdist.world.asking import ask, next_to_ask
 from nbdist.world.moving_line import MovingLine
 from nbdist.world.names import WORKERS_OWN

@@ -8,9 +8,9 @@ from typing import Any
 
 from nbdist.errors import UsageError
 from nbdist.output.wording import fold_ranks
+from nbdist.values.payload import open_payload
+from nbdist.values.pickling import unpickle
 from nbdist.wire.ops import Brought
-from nbdist.wire.payload import open_payload
-from nbdist.wire.pickling import unpickle
 from nbdist.wire.task import Call, Task
 from nbdist.words import did_you_mean, format_ranks, name_ranks, one_line
 from nbdist.world.names import WORKERS_OWN

@@ -16,9 +16,8 @@ from typing import Any, Literal
 
 from nbdist.errors import UsageError
 from nbdist.output.events import Done
-from nbdist.wire.identity import Identity, is_atomic
-from nbdist.wire.kept import Kept
-from nbdist.wire.kinds import OTHER, kind_of
+from nbdist.values.identity import OTHER, Identity, is_atomic, kind_of
+from nbdist.values.payload import Kept
 
 WORKERS_OWN = frozenset({"rank", "world_size", "local_rank", "device"})
 """Names that every worker binds to its own from its start."""

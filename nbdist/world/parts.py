@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from nbdist.errors import UsageError
 from nbdist.output.wording import fold_ranks
-from nbdist.wire.unshippable import type_name
+from nbdist.values.unpicklable import type_name
 from nbdist.words import name_ranks, one_line
 
 Joining = Literal["stack", "cat"]

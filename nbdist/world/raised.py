@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbdist.errors import WorkerError, bare, rebuild
-from nbdist.wire.payload import Payload, open_payload
-from nbdist.wire.pickling import unpickle
+from nbdist.values.payload import Payload, open_payload
+from nbdist.values.pickling import unpickle
 
 Names = dict[str, Any]
 """The `__main__` in which what ranks send back finds its classes."""

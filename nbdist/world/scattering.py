@@ -8,11 +8,11 @@ from typing import Any
 
 from nbdist.errors import UsageError
 from nbdist.output.wording import fold_ranks
-from nbdist.wire.payload import INLINE_LIMIT, Payload, packing, size_of
-from nbdist.wire.pickling import Pickled, pickle
-from nbdist.wire.shared_memory import Steps
+from nbdist.values.payload import INLINE_LIMIT, Payload, packing, size_of
+from nbdist.values.pickling import Pickled, pickle
+from nbdist.values.shared_memory import Steps
+from nbdist.values.unpicklable import PICKLING_ERRORS, fails_in, unshippable
 from nbdist.wire.task import Call, Task
-from nbdist.wire.unshippable import PICKLING_ERRORS, fails_in, unshippable
 from nbdist.words import name_ranks
 from nbdist.world import parts
 from nbdist.world.names import check_are_free

@@ -23,9 +23,9 @@ from nbdist.errors import (
 )
 from nbdist.output.events import NAME_PROBLEM, Died, Done, Failure, Moved, Output, RankError
 from nbdist.output.transcript import Transcript, follows
+from nbdist.values.payload import Payload, as_read, open_payload
+from nbdist.values.pickling import unpickle
 from nbdist.wire.messages import Attached, Silent
-from nbdist.wire.payload import Payload, as_read, open_payload
-from nbdist.wire.pickling import unpickle
 from nbdist.wire.places import Place, Usage
 from nbdist.wire.task import Task, unpack
 from nbdist.words import name_ranks

@@ -20,11 +20,11 @@ from nbdist import topology
 from nbdist.config import Changes, Patience
 from nbdist.errors import AgentLost, BadRanks, Interrupted, StartError, UsageError, WorldNotStarted
 from nbdist.readers import read_restarts
+from nbdist.values.payload import open_payload, pack_frames
+from nbdist.values.shared_memory import Segment
 from nbdist.wire.messages import Consult, Reply, Request
-from nbdist.wire.payload import open_payload, pack_frames
 from nbdist.wire.places import WorkerStatus
 from nbdist.wire.questions import Question
-from nbdist.wire.shared_memory import Segment
 from nbdist.wire.task import Attempt, Call, InputReply, Source, Task, Work
 from nbdist.words import format_ranks
 from nbdist.world import following, recovery

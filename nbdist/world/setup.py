@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from nbdist.wire.shared_memory import Segment
+from nbdist.values.shared_memory import Segment
 from nbdist.wire.task import Attempt, Task
 from nbdist.world.renumbering import Renumbering
 

@@ -9,9 +9,9 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, Unpack
 
 from nbdist.config import Changes, Patience, WorldConfig, takes_options
+from nbdist.values.payload import Payload, pack_names
 from nbdist.wire.messages import GetStacks, GetStatus
 from nbdist.wire.ops import Cleaned
-from nbdist.wire.payload import Payload, pack_names
 from nbdist.wire.places import Stack, WorkerStatus
 from nbdist.wire.task import Call, Task, Work
 from nbdist.world import all_or_none, calling, gathering, snapshots, syncing

@@ -11,8 +11,8 @@ import pytest
 
 from nbdist.agent.kernel_client import KernelClient, TaskConnection
 from nbdist.output.events import Done
+from nbdist.values.payload import Payload
 from nbdist.wire.frames import BadFrame, framed
-from nbdist.wire.payload import Payload
 from nbdist.wire.start import WorkerStart, WorldSpec
 from nbdist.wire.task import Finished
 

@@ -8,6 +8,7 @@ import pytest
 
 from nbdist.agent.record import Record
 from nbdist.output.events import Died, Display, Done, Failure, InputRequest, Output, Text
+from nbdist.values.payload import Payload, SegmentRef
 from nbdist.wire.messages import (
     Aborted,
     Answer,
@@ -28,7 +29,6 @@ from nbdist.wire.messages import (
     StopWorld,
     WorldStarted,
 )
-from nbdist.wire.payload import Payload, SegmentRef
 from nbdist.wire.start import WorldSpec
 from nbdist.wire.task import InputReply
 

@@ -9,9 +9,9 @@ import pytest
 
 from nbdist.agent.returns import Returns
 from nbdist.output.events import Done, Failure, Moved, Output, Text
+from nbdist.values.payload import Payload, pack_frames
+from nbdist.values.shared_memory import Segment, open_segment, to_end
 from nbdist.wire.carrying import PIECE, Dropped, Piece, Receiving, Taken
-from nbdist.wire.payload import Payload, pack_frames
-from nbdist.wire.shared_memory import Segment, open_segment, to_end
 
 Said = list[tuple[int, str, Output]]
 Sent = list[Piece | Dropped]

@@ -10,10 +10,10 @@ import pytest
 
 from nbdist.head.freight import Deliveries, Refused, Returned
 from nbdist.output.events import Done, Moved, Text
+from nbdist.values.payload import Payload
+from nbdist.values.shared_memory import Segment, open_segment, to_end
 from nbdist.wire.carrying import PIECE, Dropped, Piece, Receiving, Sending, Taken
 from nbdist.wire.messages import Outputs, Run
-from nbdist.wire.payload import Payload
-from nbdist.wire.shared_memory import Segment, open_segment, to_end
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nbdist.errors import WorkerDied, WorkerError
-from nbdist.wire.payload import pack_names
+from nbdist.values.payload import pack_names
 from nbdist.world.world import World
 from tests.hosts.launched import has_come
 from tests.hosts.memory import LIMIT, MIB, SIZE, begun, nothing_is_left, stop

@@ -67,9 +67,9 @@ def test_stop_releases_what_there_is(monkeypatch: pytest.MonkeyPatch):
 
 
 SLOWLY = """
-import nbdist.notebook.transfer, nbdist.wire.shared_memory
+import nbdist.notebook.transfer, nbdist.values.shared_memory
 nbdist.notebook.transfer.FIRST_SHOWN = nbdist.notebook.transfer.REDRAW = 0
-nbdist.wire.shared_memory.PIECE = 1 << 17
+nbdist.values.shared_memory.PIECE = 1 << 17
 import numpy as np
 old = np.arange(5)
 """
@@ -114,8 +114,8 @@ def stop_late(folder):
 
 THERE = f"""%%distributed -n 2
 {HELD}
-import nbdist.wire.shared_memory, nbdist.worker.namespace
-nbdist.wire.shared_memory.PIECE = 1 << 17
+import nbdist.values.shared_memory, nbdist.worker.namespace
+nbdist.values.shared_memory.PIECE = 1 << 17
 nbdist.worker.namespace.MOVED_EVERY = 0
 import numpy as np
 theirs = np.ones(5_000_000)

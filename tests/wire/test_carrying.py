@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbdist.errors import NotEnoughMemory
-from nbdist.wire import carrying, shared_memory
+from nbdist.values import shared_memory
+from nbdist.values.shared_memory import Segment, SegmentGone, SegmentRef, open_segment, to_end
+from nbdist.wire import carrying
 from nbdist.wire.carrying import MOST_WINDOW, Dropped, Piece, Receiving, Sending, Taken
-from nbdist.wire.shared_memory import Segment, SegmentGone, SegmentRef, open_segment, to_end
 
 SMALL_PIECE = 1000
 

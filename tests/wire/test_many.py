@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nbdist.values.shared_memory import SegmentRef
 from nbdist.wire.carrying import Piece
 from nbdist.wire.many import (
     CallOff,
@@ -18,7 +19,6 @@ from nbdist.wire.many import (
     node_frames,
     node_up_from,
 )
-from nbdist.wire.shared_memory import SegmentRef
 from nbdist.wire.store_operations import Add
 
 FACTS = NodeFacts("a", 0, "10.0.0.1", 4000, 2, ("0",), "/python", {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbdist.output.events import Clear, Died, Display, Done, Failure, Skipped, Text, Update
+from nbdist.values.payload import Payload
 from nbdist.wire.messages import (
     Answer,
     Ask,
@@ -25,7 +26,6 @@ from nbdist.wire.messages import (
     to_bytes,
     up_from,
 )
-from nbdist.wire.payload import Payload
 from nbdist.wire.places import WorkerStatus
 from nbdist.wire.start import WorldSpec
 

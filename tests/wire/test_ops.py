@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 import pytest
 
+from nbdist.values.pickling import pickle, unpickle
 from nbdist.wire.ops import Cleaned, Loaded, Mesh, Written
-from nbdist.wire.pickling import pickle, unpickle
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.wire.payload import Payload, SegmentRef
+from nbdist.values.payload import Payload, SegmentRef
 from nbdist.wire.task import Attempt, Call, Script, Source, Task, failure_in_words, unpack
 
 SOURCE = Task(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nbdist.wire.payload import open_payload, size_of
-from nbdist.wire.pickling import unpickle
+from nbdist.values.payload import open_payload, size_of
+from nbdist.values.pickling import unpickle
 from nbdist.worker.exceptions import MOST_BYTES, contents_of
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.wire.shared_memory import Segment, to_end
+from nbdist.values.shared_memory import Segment, to_end
 from nbdist.worker import last_values
 from nbdist.worker.last_values import KeptValues
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from nbdist.wire.payload import INLINE_LIMIT, Payload, open_payload, pack_frames, refs_in
-from nbdist.wire.pickling import pickle, unpickle
+from nbdist.values.payload import INLINE_LIMIT, Payload, open_payload, pack_frames, refs_in
+from nbdist.values.pickling import pickle, unpickle
 from nbdist.worker.namespace import Namespace, VariableError
 
 

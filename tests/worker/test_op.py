@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.wire.payload import Payload
+from nbdist.values.payload import Payload
 from nbdist.worker.namespace import Namespace, VariableError
 from nbdist.worker.op import Context, find_op
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from nbdist.wire.payload import open_payload, pack_frames
-from nbdist.wire.pickling import pickle, unpickle
+from nbdist.values.payload import open_payload, pack_frames
+from nbdist.values.pickling import pickle, unpickle
 from nbdist.worker import received
 from nbdist.worker.received import Received
 

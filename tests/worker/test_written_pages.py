@@ -6,7 +6,7 @@ import mmap
 
 import numpy as np
 
-from nbdist.wire.shared_memory import Segment, open_segment, to_end
+from nbdist.values.shared_memory import Segment, open_segment, to_end
 from nbdist.worker.written_pages import are_own, edges
 
 PAGE = mmap.PAGESIZE

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from nbdist.output.events import Done
-from nbdist.wire.identity import Identity
-from nbdist.wire.kept import Kept
+from nbdist.values.identity import Identity
+from nbdist.values.payload import Kept
 from nbdist.world.names import NameTable, Shipped, list_names
 
 

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from nbdist.errors import WorkerDied, WorkerError
-from nbdist.wire.shared_memory import Segment, to_end
+from nbdist.values.shared_memory import Segment, to_end
 from nbdist.wire.task import Attempt, Source, Task
 from nbdist.world.setup import Setup
 from nbdist.world.states import State

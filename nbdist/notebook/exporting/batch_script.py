@@ -25,8 +25,8 @@ from nbdist.notebook.exporting.script_text import (
     spaced,
 )
 from nbdist.notebook.shipping.free_names import names_bound, names_used
-from nbdist.wire.definitions import SYSTEM_NAMES
-from nbdist.wire.identity import is_atomic
+from nbdist.values.definitions import SYSTEM_NAMES
+from nbdist.values.identity import is_atomic
 from nbdist.words import count
 from nbdist.world.names import WORKERS_OWN, list_names
 from nbdist.world.past import Past, PastTask, Sent

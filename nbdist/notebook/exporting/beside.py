@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nbdist.wire.pickling import pickle as look_at
-from nbdist.wire.unshippable import PICKLING_ERRORS
+from nbdist.values.pickling import pickle as look_at
+from nbdist.values.unpicklable import PICKLING_ERRORS
 from nbdist.words import one_line
 
 _PLAIN_TYPES = (dict, list, tuple, set, str, bytes, int, float, bool, complex, type(None))

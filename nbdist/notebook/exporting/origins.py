@@ -20,8 +20,8 @@ from typing import Any
 
 from nbdist.notebook.exporting.import_block import Imported, imported_by
 from nbdist.notebook.shipping.free_names import names_bound, names_used
-from nbdist.wire.cell_sources import cell_source
-from nbdist.wire.identity import is_atomic
+from nbdist.values.definitions import cell_source
+from nbdist.values.identity import is_atomic
 
 MOST_CHARACTERS = 1_000
 """Of a list or dict that is written into the script; a longer one goes into a file."""

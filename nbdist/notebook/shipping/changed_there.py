@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from nbdist.wire.kinds import OPTIMIZER, kind_of
+from nbdist.values.identity import OPTIMIZER, kind_of
 from nbdist.words import name_ranks
 
 

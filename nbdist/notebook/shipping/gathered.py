@@ -9,7 +9,7 @@ import ast
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from nbdist.wire.identity import Identity, is_atomic
+from nbdist.values.identity import Identity, is_atomic
 
 _NOTHING = object()
 

@@ -29,11 +29,11 @@ from nbdist.notebook.shipping.versions import (
     content_version,
     is_compared_whole,
 )
-from nbdist.wire.definitions import SYSTEM_NAMES, Import
-from nbdist.wire.identity import Identity, is_atomic
-from nbdist.wire.payload import size_of
-from nbdist.wire.pickling import Pickled, join, pickle
-from nbdist.wire.unshippable import PICKLING_ERRORS, fails_in, parts, unshippable
+from nbdist.values.definitions import SYSTEM_NAMES, Import
+from nbdist.values.identity import Identity, is_atomic
+from nbdist.values.payload import size_of
+from nbdist.values.pickling import Pickled, join, pickle
+from nbdist.values.unpicklable import PICKLING_ERRORS, fails_in, parts, unshippable
 from nbdist.words import count, format_ranks, name_ranks
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN, NameTable, Shipped, check_are_free
 

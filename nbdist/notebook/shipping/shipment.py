@@ -6,9 +6,8 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
-from nbdist.wire.kept import Kept, packing_changed
-from nbdist.wire.payload import Payload
-from nbdist.wire.shared_memory import Buffer, Segment, Steps
+from nbdist.values.payload import Kept, Payload, packing_changed
+from nbdist.values.shared_memory import Buffer, Segment, Steps
 from nbdist.world.names import Shipped
 
 BIG = 64 * 1024 * 1024

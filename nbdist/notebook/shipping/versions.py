@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from nbdist.wire.pickling import Pickled
-from nbdist.wire.reading import digest_of
+from nbdist.values.pickling import Pickled, digest_of
 
 WHOLE_LIMIT = 4 << 30
 """Up to this many bytes a value is compared whole, at some 5 GB each second."""

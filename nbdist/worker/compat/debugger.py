@@ -17,7 +17,7 @@ import torch.distributed
 from IPython.core import debugger
 from IPython.core.debugger import InterruptiblePdb
 
-from nbdist.wire.cell_sources import cell_numbers, function_name
+from nbdist.values.definitions import cell_numbers, function_name
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 AROUND = ("IPython", "ipykernel", "tornado", "asyncio", "traitlets", "zmq", "jupyter_client")

@@ -20,7 +20,7 @@ from ipykernel.iostream import IOPubThread
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.zmqshell import ZMQInteractiveShell
 
-from nbdist.wire.cell_sources import function_name
+from nbdist.values.definitions import function_name
 
 SHOW = "_showtraceback"
 """IPython's method that is given a finished traceback; ipykernel's publishes it."""

@@ -6,7 +6,7 @@ from bdb import BdbQuit
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nbdist.wire.payload import Payload
+from nbdist.values.payload import Payload
 from nbdist.worker.tracebacks import show
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from nbdist.worker.digests import comparable, distance, part_of
 from nbdist.worker.leaves import MOST_LEAVES, TooManyLeaves, leaves
 
 if TYPE_CHECKING:
-    from nbdist.wire.payload import Payload
+    from nbdist.values.payload import Payload
     from nbdist.worker.op import Context
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nbdist import folders
-from nbdist.wire.shared_memory import ALIGNMENT, Buffer
+from nbdist.values.shared_memory import ALIGNMENT, Buffer
 
 MAGIC = b"nbdist frames 1\n"
 HEAD = len(MAGIC) + 8

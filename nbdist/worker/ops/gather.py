@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nbdist.errors import NotEnoughMemory
+from nbdist.values.unpicklable import fails_in
 from nbdist.wire.ops import Brought
-from nbdist.wire.unshippable import fails_in
 from nbdist.worker.homeward import Homeward
 
 if TYPE_CHECKING:

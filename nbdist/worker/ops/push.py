@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbdist.wire.payload import Payload
+from nbdist.values.payload import Payload
 
 if TYPE_CHECKING:
     from nbdist.worker.op import Context

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from nbdist.values.tensors import set_attributes
 from nbdist.wire.ops import Mesh
-from nbdist.wire.tensors import set_attributes
 from nbdist.worker.compat import models as seam
 
 if TYPE_CHECKING:

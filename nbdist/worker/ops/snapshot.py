@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from nbdist.folders import Untrusted
+from nbdist.values.pickling import Pickled, pickle, unpickle
 from nbdist.wire.ops import Loaded, Written
-from nbdist.wire.pickling import Pickled, pickle, unpickle
 from nbdist.words import one_line
 from nbdist.worker.compat import accelerator
 from nbdist.worker.group.ddp import bucket_layout, set_bucket_layout

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from nbdist.wire.pickling import Pickled, pickle, unpickle
-from nbdist.wire.shared_memory import Buffer
+from nbdist.values.pickling import Pickled, pickle, unpickle
+from nbdist.values.shared_memory import Buffer
 from nbdist.words import did_you_mean
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group.ddp import begin_models_anew
 from nbdist.worker.namespace import VariableError
 
 if TYPE_CHECKING:
-    from nbdist.wire.payload import Payload
+    from nbdist.values.payload import Payload
     from nbdist.worker.op import Context
 
 DEFINITIONS = (types.FunctionType, type, types.ModuleType)

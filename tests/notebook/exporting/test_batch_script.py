@@ -18,7 +18,7 @@ from nbdist.notebook.exporting.script_text import Setting
 from nbdist.notebook.shipping.free_names import names_used
 from nbdist.notebook.shipping.plan import version_now
 from nbdist.output.events import Display, Done, Failure
-from nbdist.wire.identity import Identity
+from nbdist.values.identity import Identity
 from nbdist.wire.task import Call, Script, Source, Task, Work
 from nbdist.world.machines import Machines
 from nbdist.world.names import NameTable, Shipped

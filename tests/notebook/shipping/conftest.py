@@ -14,10 +14,10 @@ from nbdist.notebook.shipping.free_names import names_bound
 from nbdist.notebook.shipping.plan import plan
 from nbdist.notebook.shipping.shipment import Shipment
 from nbdist.output.events import Done
-from nbdist.wire.shared_memory import to_end
+from nbdist.values.shared_memory import to_end
 from nbdist.world.names import NameTable
 
-_here = runpy.run_path(str(Path(__file__).parents[2] / "wire" / "receiver.py"))
+_here = runpy.run_path(str(Path(__file__).parents[2] / "values" / "receiver.py"))
 _Notebook = _here["Notebook"]
 
 ALL = (0, 1)

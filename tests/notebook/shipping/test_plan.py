@@ -9,7 +9,7 @@ import pytest
 
 from nbdist.errors import VariableNotSent
 from nbdist.notebook.shipping.plan import plan
-from nbdist.wire.shared_memory import to_end
+from nbdist.values.shared_memory import to_end
 
 ALL = (0, 1)
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from nbdist.notebook.shipping.plan import plan
 from nbdist.notebook.shipping.shipment import format_size
-from nbdist.wire import kept
-from nbdist.wire.shared_memory import to_end
+from nbdist.values import payload
+from nbdist.values.shared_memory import to_end
 
 TELL = '''
 from dataclasses import dataclass
@@ -167,7 +167,7 @@ def test_what_arrives_is_what_there_is(
     second: int,
 ):
     """Two names, with all that they share, after each change here, whatever was done there."""
-    monkeypatch.setattr(kept, "KEPT_FROM", 0)
+    monkeypatch.setattr(payload, "KEPT_FROM", 0)
     house.cell(TELL)
     names = house.notebook.names
     made = make(plan, names["Point"])

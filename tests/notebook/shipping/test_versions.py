@@ -8,7 +8,7 @@ import pytest
 
 from nbdist.notebook.shipping import versions
 from nbdist.notebook.shipping.versions import atomic_version, content_version, is_compared_whole
-from nbdist.wire.pickling import pickle
+from nbdist.values.pickling import pickle
 
 
 @pytest.mark.parametrize("value", [1, 1.5, 1j, True, "x", b"x", None, ..., 2**4095])

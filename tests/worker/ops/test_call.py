@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from IPython.core.events import EventManager, available_events
 
-from nbdist.wire.payload import Payload, pack_frames
-from nbdist.wire.pickling import pickle
+from nbdist.values.payload import Payload, pack_frames
+from nbdist.values.pickling import pickle
 from nbdist.worker.namespace import Namespace, VariableError
 from nbdist.worker.op import Context
 from nbdist.worker.ops.call import LentNames, call

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.folders import Untrusted
-from nbdist.wire.shared_memory import ALIGNMENT, Buffer
+from nbdist.values.shared_memory import ALIGNMENT, Buffer
 from nbdist.worker.ops.files import MAGIC, SMALL, Damaged, map_frames, read_frames, write_frames
 
 FRAMES: list[Buffer] = [

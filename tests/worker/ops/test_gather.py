@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from nbdist.values.payload import INLINE_LIMIT, open_payload
+from nbdist.values.pickling import unpickle
 from nbdist.wire.ops import Brought
-from nbdist.wire.payload import INLINE_LIMIT, open_payload
-from nbdist.wire.pickling import unpickle
 from nbdist.worker.namespace import Namespace
 from nbdist.worker.op import Context
 from nbdist.worker.ops.gather import gather

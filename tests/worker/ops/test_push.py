@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from nbdist.wire.payload import pack_frames
-from nbdist.wire.pickling import pickle
+from nbdist.values.payload import pack_frames
+from nbdist.values.pickling import pickle
 from nbdist.worker.namespace import Namespace
 from nbdist.worker.op import Context
 from nbdist.worker.ops.push import bind, take

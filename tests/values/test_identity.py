@@ -1,4 +1,4 @@
-"""Tests of `nbdist.wire.identity`: the same object, or another one in its place."""
+"""Tests of `nbdist.values.identity`: a name bound to the same object, and the kinds of values."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from nbdist.wire.identity import Identity, is_atomic
+from nbdist.values import identity
+from nbdist.values.identity import Identity, is_atomic
 
 
 class Subclass(int):
@@ -104,3 +106,13 @@ def test_nothing_is_asked_of_an_object(value: object) -> None:
     assert Identity(value).is_still(value)
     assert Identity(value).is_unchanged(value)
     assert not Identity(value).is_still(Odd())
+
+
+def test_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules, optimizers, tensors, and all else; without torch there is nothing but that."""
+    module = torch.nn.Linear(1, 1)
+    values = [[module], torch.ones(1), torch.optim.SGD(module.parameters()), module]
+    found = [identity.OTHER, identity.TENSOR, identity.OPTIMIZER, identity.MODULE]
+    assert [identity.kind_of(value) for value in values] == found
+    monkeypatch.delitem(identity.sys.modules, "torch")
+    assert identity.kind_of(module) == identity.OTHER

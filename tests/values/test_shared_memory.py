@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from nbdist.wire import shared_memory
-from nbdist.wire.shared_memory import (
+from nbdist.values import shared_memory
+from nbdist.values.shared_memory import (
     ALIGNMENT,
     Blank,
     Segment,
@@ -87,7 +87,7 @@ def test_another_process_reads_it() -> None:
     """Any process of the same user opens a segment by its reference alone."""
     with to_end(Segment.filling([b"hello " * 20_000])) as segment:
         source = (
-            "from nbdist.wire.shared_memory import *\n"
+            "from nbdist.values.shared_memory import *\n"
             f"view, = open_segment({segment.ref!r})\n"
             "view[:5] = b'HELLO'\n"
             "print(bytes(view[:11]).decode(), view.nbytes)"
@@ -173,14 +173,14 @@ def test_a_reference_of_another_size_is_refused() -> None:
 def test_the_memory_of_a_dead_owner_is_gone() -> None:
     """Nothing of a killed process stays in memory, and its reference says what happened."""
     source = (
-        "import os, signal\nfrom nbdist.wire.shared_memory import *\n"
+        "import os, signal\nfrom nbdist.values.shared_memory import *\n"
         "s = to_end(Segment.filling([b'abc']))\nprint(s.ref.path, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     shown = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, text=True, timeout=SOON
     )
-    from nbdist.wire.shared_memory import SegmentRef
+    from nbdist.values.shared_memory import SegmentRef
 
     with pytest.raises(SegmentGone, match="cannot be opened"):
         open_segment(SegmentRef(shown.stdout.strip(), (3,)))

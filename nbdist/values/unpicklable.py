@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbdist.errors import VariableNotSent
-from nbdist.wire import pickling
+from nbdist.values import pickling
 
 SEARCH_TIMEOUT = 1.0
 DEEPEST = 12
@@ -52,7 +52,6 @@ _LOCKS = (
     *(type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event),
     *(threading.Semaphore, threading.Barrier, threading.local),
 )
-
 
 # The second is the base of all C data and functions, which has no public name.
 _CTYPES = (ctypes.CDLL, ctypes.c_int.__mro__[-2])

@@ -1,8 +1,9 @@
-"""Whether a name is still bound to the same object, asked without keeping a big one alive."""
+"""What a name is bound to: still the same object, asked without keeping it alive, and its kind."""
 
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -79,3 +80,19 @@ class Identity:
         """Say whether it is that, and as far as a glance can show with the same contents."""
         same = self._outline is None or self._outline == _Outline.of(value)
         return same and self.is_still(value)
+
+
+MODULE, OPTIMIZER, TENSOR, OTHER = range(4)
+"""In the order in which people want to hear of them."""
+
+
+def kind_of(value: Any) -> int:
+    """Say which of these it is, without importing torch."""
+    torch = sys.modules.get("torch")
+    for kind, path in enumerate(("nn.Module", "optim.Optimizer", "Tensor")):
+        found: Any = torch
+        for step in path.split("."):
+            found = getattr(found, step, None)
+        if isinstance(found, type) and isinstance(value, found):
+            return kind
+    return OTHER

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.wire.tensors`: contents out of band, and what makes tensors what they are."""
+"""Tests of `nbdist.values.tensors`: contents out of band, and what makes tensors what they are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nbdist.wire.pickling import Pickled, pickle, unpickle
+from nbdist.values.pickling import Pickled, pickle, unpickle
 from tests.waiting import SOON
 
 torch = pytest.importorskip("torch")
@@ -346,7 +346,8 @@ def test_the_receiver_imports_torch_when_a_tensor_comes() -> None:
     """Not before, and without being told."""
     frames = [bytes(frame) for frame in _frames({"x": torch.ones(3)})]
     source = (
-        "import sys\nfrom nbdist.wire.pickling import unpickle\nassert 'torch' not in sys.modules\n"
+        "import sys\nfrom nbdist.values.pickling import unpickle\n"
+        "assert 'torch' not in sys.modules\n"
         f"print(unpickle({frames!r})['x'].sum().item())"
     )
     shown = subprocess.run(

@@ -1,4 +1,4 @@
-"""torch tensors as pickles with their contents out of band; `nbdist.wire.pickling` calls it.
+"""torch tensors as pickles with their contents out of band; `nbdist.values.pickling` calls it.
 
 The sender's side is `TensorReducer`, which exists only where torch has been imported;
 the receiver's are the functions below it, which import torch when they are called.
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     import torch
+
 
 Reduced = tuple[Any, ...]
 

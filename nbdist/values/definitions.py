@@ -1,22 +1,34 @@
 """Functions and classes of `__main__`: taken apart for a pickle, and made anew from it.
 
-`nbdist.wire.pickling` calls the first half in the sender; pickles name the second half,
-which runs in the receiver.
+`nbdist.values.pickling` calls the first half in the sender; pickles name the second half,
+which runs in the receiver.  The source of their cells follows them: in the receiver it goes
+where `inspect` and tracebacks look for it, with the number of the cell where IPython looks for
+that.
 """
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import dis
+import enum
+import fractions
 import functools
 import importlib
+import linecache
+import logging
+import os
+import pathlib
 import pickle
 import re
 import sys
 import types
+import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cloudpickle.cloudpickle as by_value
@@ -37,7 +49,6 @@ _received: weakref.WeakSet[type] = weakref.WeakSet()
 _names_of_code: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = (
     weakref.WeakKeyDictionary()
 )
-
 
 # --- the sender's side ------------------------------------------------------------------
 
@@ -290,3 +301,133 @@ def make_cached_property(
     made = functools.cached_property(function)
     made.attrname = name
     return made
+
+
+# --- which objects of a pickle another value may share with it -------------------------------
+
+# Not worth keeping together: equal copies of these cannot be distinguished, or there is
+# one of each in every process.
+_IMMUTABLE: tuple[type, ...] = (
+    *(str, bytes, int, float, complex, tuple, frozenset, range, slice, type, property),
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
+    *(types.CodeType, types.GenericAlias, types.UnionType, types.MappingProxyType),
+    *(staticmethod, classmethod, enum.Enum, logging.Logger, pathlib.PurePath, re.Pattern),
+    *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
+    *(decimal.Decimal, fractions.Fraction, uuid.UUID),
+)
+
+_PLAIN = frozenset({str, bytes, int, float, tuple, types.FunctionType, type})
+
+# Their instances are made once in every process; ours stand for things in a pickle.
+_BY_NAME = ("typing", "dataclasses", "nbdist.values.")
+
+
+class Fence:
+    """Marks in a pickle's memo where the contents of a class or a function begin and end."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _fence, ()
+
+
+def mutable_ids(
+    memo: dict[int, tuple[int, Any]], fences: list[tuple[Fence, Fence]]
+) -> frozenset[int]:
+    """Collect the ids of the objects in a pickler's memo that two values can share.
+
+    The memo is numbered in the order in which objects were met.
+    """
+    inside = [False] * (len(memo) + 1)
+    for begin, end in fences:
+        # The second is missing where the class was still open: never after a pickle.
+        for index in range(memo[id(begin)][0], memo[id(end)][0]):
+            inside[index] = True
+    immutable = (*_IMMUTABLE, *_immutable_of("torch"), *_immutable_of("numpy"))
+    outside = {
+        key: value
+        for key, (index, value) in memo.items()
+        # Nearly all of them; asking for subclasses takes ten times as long.
+        if type(value) not in _PLAIN and not inside[index]
+    }
+    return frozenset(
+        key
+        for key, value in outside.items()
+        if not isinstance(value, immutable) and not type(value).__module__.startswith(_BY_NAME)
+    ).union(id(value.cell) for value in outside.values() if isinstance(value, Variable))
+
+
+def _immutable_of(library: str) -> tuple[type, ...]:
+    names = {
+        "torch": ("dtype", "device", "layout", "memory_format"),
+        "numpy": ("dtype", "generic"),
+    }
+    module = sys.modules.get(library)
+    return tuple(found for name in names[library] if (found := getattr(module, name, None)))
+
+
+def _fence() -> None:
+    return None
+
+
+# --- the source of cells ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CellSource:
+    """A cell as it was run: its text, and the number that IPython showed beside it."""
+
+    text: str
+    number: int | None
+
+
+def cell_source(filename: str) -> CellSource | None:
+    """Find the cell that was compiled under this file name; None if it was a real file."""
+    match linecache.cache.get(filename):
+        # Without a time of modification: put there by what compiled it, not read from
+        # disk.  IPython 7 gives one, of a file that is not there.
+        case (_, time, list(lines), _) if time is None or not os.path.exists(filename):
+            source = "".join(lines)
+            return CellSource(source, _number_of(filename, source))
+        case _:
+            return None
+
+
+def keep_cell_sources(sources: dict[str, CellSource]) -> None:
+    """Make cells of another process known to this one, by file name."""
+    numbers = cell_numbers()
+    for filename, cell in sources.items():
+        lines = cell.text.splitlines(keepends=True)
+        linecache.cache[filename] = (len(cell.text), None, lines, filename)
+        if cell.number is not None:
+            numbers[filename] = cell.number
+
+
+def function_name(name: str) -> str:
+    """Name a function as people know it: IPython 7 calls a cell's own lines `<cell line: 1>`."""
+    return "<module>" if name.startswith("<cell line: ") else name
+
+
+def cell_numbers() -> MutableMapping[str, int]:
+    """Return IPython's table of numbers by file name; a new one where there is none.
+
+    IPython 8 and later have it in any process, IPython 7 in workers (worker/compat/ipython.py).
+    Its other ways in are for names that it has made itself, and these are another process's.
+    """
+    numbers: MutableMapping[str, int]
+    numbers = getattr(getattr(_shell(), "compile", None), "_filename_map", {})
+    return numbers
+
+
+def _number_of(filename: str, source: str) -> int | None:
+    numbers = cell_numbers()
+    if filename in numbers:
+        return numbers[filename]
+    # In a notebook with IPython 7, which remembers the cells alone.
+    history = getattr(getattr(_shell(), "history_manager", None), "input_hist_parsed", [])
+    same = (number for number in reversed(range(len(history))) if history[number] == source)
+    return next(same, None)
+
+
+def _shell() -> Any:
+    """Return IPython's, where it runs, without importing it for that."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None else None

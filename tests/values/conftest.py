@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.wire.pickling import pickle
+from nbdist.values.pickling import pickle
 
 _here = runpy.run_path(str(Path(__file__).with_name("receiver.py")))
 

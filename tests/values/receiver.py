@@ -99,9 +99,9 @@ def _run(source: str, names: dict[str, Any], filename: str) -> Any:
 
 
 def _answer(kind: str, what: Any) -> Any:
-    from nbdist.wire.payload import open_payload
-    from nbdist.wire.pickling import pickle as nbdist_pickle
-    from nbdist.wire.pickling import unpickle
+    from nbdist.values.payload import open_payload
+    from nbdist.values.pickling import pickle as nbdist_pickle
+    from nbdist.values.pickling import unpickle
 
     names = sys.modules["__main__"].__dict__
     match kind:

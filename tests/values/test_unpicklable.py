@@ -1,4 +1,4 @@
-"""Tests of `nbdist.wire.unshippable`: what people read when a value cannot be pickled."""
+"""Tests of `nbdist.values.unpicklable`: what people read when a value cannot be pickled."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_the_path_leads_to_the_culprit(case: str, refuse: Callable[[Any], str]) 
 
 def test_the_search_ends(refuse: Callable[[Any], str], monkeypatch: pytest.MonkeyPatch) -> None:
     """When time is up, the path is as far as it got."""
-    monkeypatch.setattr("nbdist.wire.unshippable.SEARCH_TIMEOUT", 0.0)
+    monkeypatch.setattr("nbdist.values.unpicklable.SEARCH_TIMEOUT", 0.0)
     assert refuse(_hold(lock=LOCK)).startswith("`it` (")
 
 

@@ -1,16 +1,21 @@
-"""Tests of `nbdist.wire.definitions`: functions and classes on their way to another `__main__`."""
+"""Tests of `nbdist.values.definitions`: functions, classes, and their cells' sources."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import linecache
 import sys
+import types
 from collections.abc import Callable
 from pickle import UnpicklingError
 from typing import Any
 
 import pytest
 
-from nbdist.wire import definitions
-from nbdist.wire.pickling import pickle, unpickle
+from nbdist.values import definitions
+from nbdist.values.definitions import CellSource, cell_source
+from nbdist.values.pickling import pickle, unpickle
 
 FUNCTIONS = {
     "plain": ("def f(x): return x + 1", "f(1)", 2),
@@ -378,3 +383,91 @@ def test_code_of_another_python(worker: Any, monkeypatch: pytest.MonkeyPatch) ->
     there = ".".join(map(str, sys.version_info[:2]))
     with pytest.raises(UnpicklingError, match=f"a function of Python {there} cannot be used in 3"):
         unpickle(worker.fetch("W"), {})
+
+
+SHARED = {
+    "a list in both": ("l = []\na, b = [l], {'l': l}", True),
+    "one inside the other": ("b = {}\na = [b]", True),
+    "equal but not the same": ("a, b = [1], [1]", False),
+    "strings and numbers": ("s = 'text' * 9\na, b = [s, 2**70], [s, 2**70]", False),
+    "a tuple of constants": ("t = (1, 2)\na, b = [t], [t]", False),
+    "a class": ("class A: pass\na, b = A(), A()", False),
+    "a class with a list": ("class A:\n    x = []\na, b = A(), A()", False),
+    "a class with annotations": (
+        "class A:\n    x: int = 1\n    def m(self, y: int) -> int: ...\na, b = A(), A()",
+        False,
+    ),
+    "a function": ("def f(x: int = 1): ...\na, b = [f], [f]", False),
+    "a logger": ("import logging\nl = logging.getLogger('x')\na, b = [l], [l]", False),
+    "an enum": ("import enum\nclass E(enum.Enum):\n    X = 1\na, b = [E.X], [E.X]", False),
+    "an attribute": (
+        "class A: pass\nt = A()\nt.x = 1\na, b = A(), A()\na.t = b.t = t",
+        True,
+    ),
+    "a captured variable": (
+        "def make():\n    n = 0\n    def up():\n        nonlocal n\n        n += 1\n"
+        "    def get(): return n\n    return up, get\na, b = make()",
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_what_two_values_share(case: str, notebook: Any) -> None:
+    """Only objects that can change, and are not part of a class, count as shared."""
+    source, expected = SHARED[case]
+    notebook.run(source)
+    one, other = (pickle({n: notebook.names[n]}, notebook.names) for n in "ab")
+    assert bool(one.shared & other.shared) is expected
+
+
+def test_the_source_of_a_cell_travels_with_its_functions(
+    notebook: Any, worker: Any, ship: Callable[..., frozenset[str]]
+) -> None:
+    """`inspect.getsource` and tracebacks show the cell's lines there."""
+    notebook.run("class A:\n    def m(self):\n        return 1 / 0  # here\n")
+    ship("A")
+    assert worker.run("import inspect\ninspect.getsource(A.m)").endswith("1 / 0  # here\n")
+    worker.run(
+        "import traceback\ntry:\n    A().m()\nexcept ZeroDivisionError:\n"
+        "    text = traceback.format_exc()"
+    )
+    assert "return 1 / 0  # here" in worker.run("text")
+
+
+def test_the_number_of_a_cell_travels_with_its_functions(
+    notebook: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where IPython runs on both sides, its tracebacks say `Cell In[7]` on both."""
+    from IPython.core.compilerop import CachingCompiler
+
+    shell = types.SimpleNamespace(compile=CachingCompiler())
+    if not hasattr(shell.compile, "_filename_map"):
+        pytest.skip("IPython 7 keeps no numbers; workers do (tests/notebook/test_magics.py)")
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    source = "def f(): pass\n"
+    filename = shell.compile.cache(source, 7)
+    exec(compile(source, filename, "exec"), notebook.names)
+    pickled = pickle(notebook.names["f"], notebook.names)
+    del shell.compile._filename_map[filename], linecache.cache[filename]
+    function = unpickle(pickled.frames, notebook.names)
+    assert shell.compile._filename_map[filename] == 7
+    assert inspect.getsource(function) == source
+
+
+def test_the_number_of_a_cell_of_ipython_7(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There it is that of the last cell with this text; its source is dated."""
+    source = "def f(): pass\n"
+    history = types.SimpleNamespace(input_hist_parsed=["", source, source, "f()"])
+    shell = types.SimpleNamespace(compile=object(), history_manager=history)
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    name = "/tmp/ipykernel_1/2.py"
+    monkeypatch.setitem(linecache.cache, name, (len(source), 1.0, [source], name))
+    assert cell_source(name) == CellSource(source, 2)
+
+
+def test_files_on_disk_do_not_travel(notebook: Any) -> None:
+    """Only cells: a function of a module on disk has its source there anyway."""
+    inner = functools.wraps(print)(lambda: None)
+    pickled = pickle(inner, notebook.names)
+    assert b"files_on_disk_do_not_travel(notebook" not in bytes(pickled.frames[0])
