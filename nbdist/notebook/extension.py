@@ -80,7 +80,7 @@ def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Com
     from nbdist.notebook.border.first_line import transform_first_lines
     from nbdist.notebook.border.name_errors import Border
     from nbdist.notebook.border.while_busy import WhileBusy
-    from nbdist.notebook.debugging import RanksDebugger
+    from nbdist.notebook.commands.debug import RanksDebugger
     from nbdist.notebook.wrapping import Wrapped
 
     completion, auto = Completion(pools, commands), AutoCells(pools)

@@ -12,7 +12,7 @@ import pytest
 
 from nbdist.agent.worker_logs import RUNS_KEPT, RunFolder, WorkerLog, drop_old_runs
 from nbdist.folders import MARKER
-from nbdist.notebook.commands.log import last_lines
+from nbdist.notebook.commands.logs import last_lines
 
 
 def test_streams_have_files_of_their_own(tmp_path: Path):

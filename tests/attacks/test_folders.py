@@ -15,7 +15,7 @@ import pytest
 from nbdist.agent.worker_logs import RUN, RUNS_KEPT
 from nbdist.errors import UsageError
 from nbdist.folders import MARKER
-from nbdist.notebook.commands.log import last_lines
+from nbdist.notebook.commands.logs import last_lines
 from nbdist.world.snapshot_store import KEPT, Snapshot
 from nbdist.world.world import World
 from tests.waiting import wait_until

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.errors import WorkerError
-from nbdist.notebook.log_reading import last_lines_there
+from nbdist.notebook.commands.logs import last_lines_there
 from nbdist.wire.messages import GetLogs
 from nbdist.world.world import World
 from tests.hosts.network import Host

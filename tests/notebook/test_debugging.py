@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.debugging`, and of all that is typed into a notebook's input box."""
+"""`%debug` and `%pdb` of IPython, where what failed is a cell on the workers."""
 
 from __future__ import annotations
 

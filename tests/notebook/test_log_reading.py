@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.log_reading`: the end of a file, here and on another machine."""
+"""Tests of `nbdist.notebook.commands.logs`: the end of a file, here and on another machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.agent.worker_logs import WorkerLog, read_logs
-from nbdist.notebook.log_reading import BLOCK, LONGEST, last_lines, last_lines_there
+from nbdist.notebook.commands.logs import BLOCK, LONGEST, last_lines, last_lines_there
 from nbdist.wire.log_files import LogPiece
 from nbdist.wire.messages import GetLogs
 

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.moving_picture`: a table drawn in the place of the one before."""
+"""Tests of `nbdist.notebook.commands.inspect`: a table drawn in the place of the one before."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 import pexpect
 import pytest
 
+from nbdist.notebook.commands.inspect import MovingPicture
 from nbdist.notebook.display import PlainDisplay
-from nbdist.notebook.moving_picture import MovingPicture
 from nbdist.notebook.tables import block
 from tests.waiting import SOON
 
 SCRIPT = """
 from nbdist.notebook.display import PlainDisplay
-from nbdist.notebook.moving_picture import MovingPicture
+from nbdist.notebook.commands.inspect import MovingPicture
 from nbdist.notebook.tables import block
 picture = MovingPicture(PlainDisplay())
 for text in ("one\\ntwo\\n" + "x" * 100, "three"):

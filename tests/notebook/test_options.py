@@ -12,7 +12,7 @@ from IPython.core.magic_arguments import argument, magic_arguments
 from nbdist import World
 from nbdist.config import OPTIONS
 from nbdist.errors import UsageError, WorldSizeMismatch
-from nbdist.notebook.commands.distributed import distributed
+from nbdist.notebook.commands.cells import distributed
 from nbdist.notebook.options import (
     GROUPS,
     at_once,

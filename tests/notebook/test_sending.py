@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.sending`: `-o`, `--timeout` and `--local`, in a real kernel."""
+"""Tests of `nbdist.notebook.commands.cells`: `-o`, `--timeout` and `--local`, in a real kernel."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""A look at where a rank's exception came from, in its own debugger."""
+"""A rank's exception in its own debugger; IPython's `%debug` and `%pdb` lead there."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
-from nbdist.errors import UsageError
+from nbdist.config import DEFAULT_POOL
+from nbdist.errors import Interrupted, NbdistError, UsageError
 from nbdist.notebook.cells import check_end, follow
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import ranks_option
@@ -13,7 +15,10 @@ from nbdist.wire.task import Call
 from nbdist.words import name_ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nbdist.notebook.pool import Pool
+    from nbdist.notebook.pools import Pools
 
 
 @command(ranks_option)
@@ -50,3 +55,31 @@ def failed_rank(pool: Pool) -> int:
             "`%dist_output --failed` shows its last output."
         )
     return rank
+
+
+class RanksDebugger:
+    """Leads to the rank that failed: in the notebook there are only nbdist's own calls."""
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+
+    def __repr__(self) -> str:
+        return f"<RanksDebugger of {self._pools}>"
+
+    def debug(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stand around `InteractiveShell.debugger`, which IPython calls for both magics."""
+        shell = self._pools.shell
+        is_wanted = bool(args or kwargs) or shell.call_pdb
+        error = _last_error()
+        if not is_wanted or not isinstance(error, NbdistError | Interrupted):
+            return original(*args, **kwargs)
+        if isinstance(error, UsageError) and shell.call_pdb:
+            return None  # nothing has run that could be looked at
+        failed = [pool for pool in self._pools if pool.failed is not None]
+        name = max(failed, key=lambda pool: pool.failed_at).name if failed else DEFAULT_POOL
+        return shell.run_line_magic("dist_debug", "" if name == DEFAULT_POOL else f"--pool {name}")
+
+
+def _last_error() -> BaseException | None:
+    found: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return found

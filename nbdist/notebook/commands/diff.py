@@ -8,7 +8,7 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.notebook.cells import bring
 from nbdist.notebook.command import Line, command
-from nbdist.notebook.commands.gather import expressions_in
+from nbdist.notebook.commands.values import expressions_in
 from nbdist.notebook.options import ranks_option
 from nbdist.notebook.tables import Shown, below, block, table
 from nbdist.wire.ops import Brought, Distance, Looked

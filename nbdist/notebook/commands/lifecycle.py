@@ -1,18 +1,30 @@
-"""Starting, interrupting and ending workers."""
+"""Workers: started, restarted, more or fewer, interrupted, ended; and taken over."""
 
 from __future__ import annotations
 
+import time
+from typing import TYPE_CHECKING
+
 from IPython.core.magic_arguments import argument
 
-from nbdist.config import CONTROL_TIMEOUT, OPTIONS
+from nbdist.config import CONTROL_TIMEOUT, DEFAULT_POOL, OPTIONS
 from nbdist.errors import Interrupted, NbdistError, UsageError
-from nbdist.notebook.cells import check_end, follow
+from nbdist.notebook.cells import check_end, follow, follow_steps, result_of
 from nbdist.notebook.command import Line, command
+from nbdist.notebook.commands.cells import send, sending_options
 from nbdist.notebook.job import Job
 from nbdist.notebook.options import at_once, given, ranks_option, world_options
 from nbdist.output.transcript import follows
-from nbdist.words import name_ranks
-from nbdist.world.recovery import healing_text
+from nbdist.output.wording import seconds_text
+from nbdist.topology import parse_size
+from nbdist.words import count, name_ranks
+from nbdist.world.attaching import take_over
+from nbdist.world.recovery import healing_text, scaled_text
+from nbdist.world.registry import to_attach, worlds
+
+if TYPE_CHECKING:
+    from nbdist.notebook.job import Steps
+    from nbdist.world.registry import Found
 
 
 @command(world_options)
@@ -99,3 +111,100 @@ def _names(text: str | None) -> list[str]:
         if not name.isidentifier():
             raise UsageError(f"`--keep {text}`: names separated by commas, such as `step,history`.")
     return names
+
+
+@command(
+    argument("size", nargs="?", metavar="N", help="number of workers: 4; or more or fewer: +2, -1"),
+    argument("-n", dest="number", metavar="N", help="the same: -n 4"),
+    argument("-r", "--ranks", help="or the ranks to keep: 0,2-3"),
+)
+def dist_scale(line: Line) -> str:
+    """Change the number of workers; the remaining ones keep their variables.
+
+    They keep their ranks too, except after a rank removed with `-r`.
+    DDP models continue with the new number of ranks; recreate FSDP2 models, meshes and
+    subgroups.  New ranks run the `--setup` cells.
+    """
+    world, size, ranks = line.world, line.options.size, line.options.ranks
+    if size is not None and line.options.number is not None:
+        raise UsageError("`%dist_scale`: give the number of workers once.")
+    size = line.options.number if size is None else size
+    before = world.size
+    if size is not None and ranks is not None:
+        raise UsageError("`%dist_scale`: give a number of workers or `-r`, not both.")
+    keep = None if ranks is None else line.ranks
+    if size is not None or keep:
+        after = len(keep) if keep else parse_size(size, before)
+        line.display.wait_for(f"scaling from {before} to {count(after, 'worker')} …")
+    try:
+        world.scale(size, ranks=keep)
+    finally:
+        world.session.take_replaced()
+    if world.size == before:
+        return f"already {count(before, 'worker')}"
+    if world.session.warning:
+        line.display.note(world.session.warning)
+    line.pool.shown_size = world.size
+    return scaled_text(world.session)
+
+
+@command(
+    argument(
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="the world's --name, pool or agent process; by default the only world without a "
+        "notebook"
+        "",
+    ),
+    sending_options,
+)
+def dist_attach(line: Line) -> str | None:
+    """Connect to workers that were started with `--detach` and whose notebook has ended.
+
+    Shows what their cell has printed meanwhile and follows it while it runs; variables and
+    everything else are as before.
+    """
+    pool, options = line.options.pool, line.options
+    known = [each for each in worlds() if pool in (None, each.held.pool)]
+    found = to_attach(known, options.name)
+    line.pool = line.pool_of(found.held.pool)
+    if line.pool.has_workers:
+        said = "" if found.held.pool == DEFAULT_POOL else f" --pool {found.held.pool}"
+        raise UsageError(
+            f"`%dist_attach`: this notebook already has workers in the place of those of "
+            f"{found.name}."
+            f" `%dist_shutdown{said}` ends them."
+        )
+    world = take_over(found, line.pool.shell.user_ns)
+    line.pool.attach(world)
+    running = world.session.running
+    if running is None:
+        return f"{_title(found)} · no cell has run meanwhile"
+    line.display.note(f"{_title(found)} · {running.task.title}")
+    send(line, _steps(line))
+    return None
+
+
+def _title(found: Found) -> str:
+    if not found.held.since or not found.is_detached:
+        return f"attached to {found.held.name}"
+    ago = seconds_text(max(0.0, time.time() - found.held.since))
+    return f"attached to {found.held.name}, {ago} without a notebook"
+
+
+def _steps(line: Line) -> Steps:
+    """Follow what runs, as the cell that has sent it would."""
+    pool = line.pool
+    assert pool.world is not None
+    running = pool.world.session.running
+    assert running is not None
+    world, pool.last = pool.world, running
+    yield from follow_steps(pool, world, running, line.display)
+    try:
+        check_end(pool, world, running)
+    except (NbdistError, Interrupted) as error:
+        return error
+    finally:
+        world.session.let_go(running)
+    return result_of(pool, world, running)

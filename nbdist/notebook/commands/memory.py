@@ -1,4 +1,4 @@
-"""What the memory of the workers is used for, by name."""
+"""What the memory of the workers is used for, by name; and what nothing uses any more, freed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from IPython.core.magic_arguments import argument
 
 from nbdist.notebook.command import Line, command
-from nbdist.notebook.commands.clean import freed
 from nbdist.notebook.options import ranks_option
 from nbdist.notebook.tables import Shown, below, table
 from nbdist.output.wording import fold_ranks
 from nbdist.words import format_ranks, name_ranks, size_range, size_text
 
 if TYPE_CHECKING:
-    from nbdist.wire.ops import Held, Memory, Peak
+    from nbdist.wire.ops import Cleaned, Held, Memory, Peak
+
 
 MOST_ROWS = 12
 
@@ -121,3 +121,54 @@ def names(found: Mapping[int, Memory], held: Iterable[tuple[int, Held]]) -> list
             for each in largest
         ),
     ]
+
+
+TITLES = ("memory", "GPU tensors", "GPU held by torch")
+
+
+@command(ranks_option, short_for="`%dist_memory --free`")
+def dist_clean(line: Line) -> Shown:
+    """Free memory held by tracebacks, Out and torch's cache, and show how much it was.
+
+    Of the last traceback and what its frames hold, of `Out` and `_`, of cycles, of the GPU
+    memory that torch keeps for the next tensors.  Variables stay.
+    """
+    return freed(line)
+
+
+def freed(line: Line) -> Shown:
+    """Have the ranks free what nothing uses, and draw the sizes before and after."""
+    head = f"{name_ranks(line.ranks)} · tracebacks, Out and _, cycles, cached GPU memory released"
+    return table(head, freed_rows(line.call("clean")))
+
+
+def freed_rows(found: Mapping[int, Cleaned]) -> list[tuple[str, ...]]:
+    """Lay out headings, and a row for all ranks whose figures are the same."""
+    same = fold_ranks({rank: _sizes(cleaned) for rank, cleaned in found.items()})
+    # Without GPUs there are no columns for them.
+    shown = [
+        index
+        for index in range(len(TITLES))
+        if index == 0 or any(float(text.split()[0]) for sizes in same for text in sizes[index])
+    ]
+    headings = ("ranks", *(title for i in shown for title in (f"{TITLES[i]} before", "after")))
+    return [
+        headings,
+        *(
+            (format_ranks(ranks), *(text for index in shown for text in sizes[index]))
+            for sizes, ranks in same.items()
+        ),
+    ]
+
+
+def _sizes(cleaned: Cleaned) -> tuple[tuple[str, str], ...]:
+    pairs = (cleaned.memory, cleaned.on_gpu, cleaned.held_on_gpu)
+    return tuple((rounded(before), rounded(after)) for before, after in pairs)
+
+
+def rounded(size: int) -> str:
+    """Write `43 MiB`, `240 MiB`, `1.2 GiB`: in as many digits as two ranks can share."""
+    if size >= 2**30:
+        return f"{size / 2**30:.1f} GiB"
+    number = size / 2**20
+    return f"{round(number, -1) if number >= 100 else round(number):.0f} MiB"

@@ -12,8 +12,8 @@ from nbdist.notebook.border.flags import Argument, flags_of
 from nbdist.notebook.border.habits import our_flag, takes_value
 from nbdist.notebook.cells import attempt_steps, prepare, run_options
 from nbdist.notebook.command import Line, command
+from nbdist.notebook.commands.cells import send, sending_options
 from nbdist.notebook.options import Magic, ranks_option, restarts_option, world_options
-from nbdist.notebook.sending import send, sending_options
 from nbdist.world.scripts import find_script
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.commands.attach`: real kernels that go, and those after them."""
+"""Tests of `nbdist.notebook.commands.lifecycle`: real kernels that go, and those after them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.commands.auto`: a notebook in which plain cells run on workers."""
+"""Tests of `nbdist.notebook.commands.cells`: a notebook in which plain cells run on workers."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.notebook.commands.clean import rows
+from nbdist.notebook.commands.memory import freed_rows
 from nbdist.wire.ops import Cleaned
 from tests.notebook.front_end import Notebook, Outcome
 
@@ -51,13 +51,15 @@ def test_clean(kernel: Notebook) -> None:
 def test_equal_rows_are_one() -> None:
     """Ranks with the same numbers share a row; GPUs have columns where there are any."""
     alike, other = Cleaned((240 * MEGABYTE, 43 * MEGABYTE)), Cleaned((2**30, 43 * MEGABYTE))
-    assert rows({0: alike, 1: other, 2: Cleaned((238 * MEGABYTE, 43 * MEGABYTE)), 3: alike}) == [
+    assert freed_rows(
+        {0: alike, 1: other, 2: Cleaned((238 * MEGABYTE, 43 * MEGABYTE)), 3: alike}
+    ) == [
         ("ranks", "memory before", "after"),
         ("0,2-3", "240 MiB", "43 MiB"),
         ("1", "1.0 GiB", "43 MiB"),
     ]
     on_gpu = Cleaned((0, 0), (3 * 2**30, 2**30), (4 * 2**30, 2**30))
-    assert rows({0: on_gpu}) == [
+    assert freed_rows({0: on_gpu}) == [
         ("ranks", "memory before", "after", "GPU tensors before", "after",
          "GPU held by torch before", "after"),
         ("0", "0 MiB", "0 MiB", "3.0 GiB", "1.0 GiB", "4.0 GiB", "1.0 GiB"),

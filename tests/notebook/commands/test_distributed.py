@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.commands.distributed`: which ranks a cell is for."""
+"""Tests of `nbdist.notebook.commands.cells`: which ranks a cell is for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from nbdist.errors import UsageError
 from nbdist.notebook.command import Line
-from nbdist.notebook.commands.distributed import distributed, rank
+from nbdist.notebook.commands.cells import distributed, rank
 from nbdist.notebook.pools import Pools
 from tests.notebook.front_end import Notebook, body
 

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.commands.gather`: what a line asks for, and what it binds here."""
+"""Tests of `nbdist.notebook.commands.values`: what a line asks for, and what it binds here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from nbdist.errors import UsageError, WorldNotStarted
-from nbdist.notebook.commands.gather import expressions_in
+from nbdist.notebook.commands.values import expressions_in
 from tests.notebook.front_end import Notebook, body
 
 pytestmark = pytest.mark.shared_world

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.commands.help`: all magics on one page, in groups."""
+"""Tests of `nbdist.notebook.commands.cells`: all magics on one page, in groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import nbdist
 from nbdist.notebook.command import Command, find_commands
-from nbdist.notebook.commands.help import GROUPS, summary
+from nbdist.notebook.commands.cells import GROUPS, summary
 
 README = Path(__file__).parents[3] / "README.md"
 

@@ -1,4 +1,4 @@
-"""Tests of `%dist_log` (`nbdist.notebook.commands.log`), and of log records, in a real kernel."""
+"""Tests of `%dist_log` (`nbdist.notebook.commands.logs`), and of log records, in a real kernel."""
 
 from __future__ import annotations
 

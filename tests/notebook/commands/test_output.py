@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.commands.output`: what is said where nothing has run."""
+"""Tests of `nbdist.notebook.commands.inspect`: what is said where nothing has run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.commands.scale`, and of `%dist_sync`, in a notebook."""
+"""Tests of `nbdist.notebook.commands.lifecycle`, and of `%dist_sync`, in a notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.commands.scatter`: what the notebook has is on the ranks in parts."""
+"""Tests of `nbdist.notebook.commands.values`: what the notebook has is on the ranks in parts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Tests of `nbdist.notebook.commands.stack`: what `%dist_stack` shows of stacks."""
+"""Tests of `nbdist.notebook.commands.inspect`: what `%dist_stack` shows of stacks."""
 
 from __future__ import annotations
 
-from nbdist.notebook.commands.stack import stacks_html, stacks_text
+from nbdist.notebook.commands.inspect import stacks_html, stacks_text
 from nbdist.wire.places import Place, Stack, StackFrame
 
 CELL = StackFrame("Cell In[5]", 7, "<module>", "dist.all_reduce(t)")

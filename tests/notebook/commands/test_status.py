@@ -1,10 +1,10 @@
-"""Tests of `nbdist.notebook.commands.status`: whose the names are, and that there are none."""
+"""Tests of `nbdist.notebook.commands.inspect`: whose the names are, and that there are none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from nbdist.notebook.commands.status import owners_text
+from nbdist.notebook.commands.inspect import owners_text
 from tests.notebook.front_end import Notebook, Outcome
 
 

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.commands.sync`: what is asked wrongly."""
+"""Tests of `nbdist.notebook.commands.values`: what is asked wrongly."""
 
 from __future__ import annotations
 

@@ -1,25 +1,34 @@
-"""Values from the workers to the notebook."""
+"""Variables between the notebook and the ranks, and from rank to rank."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import closing, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError
-from nbdist.notebook.cells import bring
+from nbdist.notebook.cells import bind, bring, settled
 from nbdist.notebook.command import Line, Value, command
-from nbdist.notebook.options import ranks_option
-from nbdist.words import count
+from nbdist.notebook.options import names_in, ranks_option
+from nbdist.notebook.shipping.plan import push
+from nbdist.notebook.transfer import moved, packed
+from nbdist.wire.task import Call
+from nbdist.words import count, did_you_mean, name_ranks
 from nbdist.world import gathering
 from nbdist.world.names import list_names
 from nbdist.world.parts import Joining
+from nbdist.world.scattering import Scatter
 
 if TYPE_CHECKING:
     import argparse
+
+    from nbdist.world.world import World
+
 
 ONE_RANK = re.compile(r"-?\d+")
 
@@ -127,3 +136,95 @@ def joining_of(options: argparse.Namespace) -> Joining | None:
     if options.dim is not None and not given:
         raise UsageError(f"`--dim {options.dim}` needs `--stack` or `--cat`.")
     return "stack" if options.stack else "cat" if options.cat else None
+
+
+@command(argument("names", nargs="+", help="variables of the notebook"), ranks_option)
+def dist_push(line: Line) -> None:
+    """Send notebook variables to the workers, replacing theirs."""
+    names, pool, world = names_in(line.options.names), line.pool, line.world
+    missing = [name for name in names if name not in pool.shell.user_ns]
+    if missing:
+        near = did_you_mean(missing[0], line.pool.shell.user_ns)
+        raise UsageError(f"`%dist_push`: the notebook has no {', '.join(missing)}.{near}")
+    pack = partial(push, names, ranks=line.ranks)
+    packing = packed(settled(pool, world, world.session.names, pack), line.display)
+    assert packing is not None
+    with packing.segment or nullcontext():
+        take = world.task(Call("push.take", {"packed": packing.payload}), ranks=line.ranks)
+        bind(pool, world, take, Call("push.bind"), line.display, packing.records)
+
+
+@command(
+    argument("names", nargs="+", help="variables of the notebook"),
+    argument(
+        "--dim", metavar="D", type=int, help="the dimension of a tensor or array to split (0)"
+    ),
+    ranks_option,
+    argument(
+        "--as", dest="target", metavar="NAME", help="the parts' name on the ranks: x,y for two"
+    ),
+)
+def dist_scatter(line: Line) -> str:
+    """Split variables into parts, one per rank: `%dist_scatter data labels`.
+
+    A tensor, an array, a list or tuple, a DataFrame or Series, a Dataset; where the parts
+    cannot be equal the first ones have one element more, as with torch.tensor_split.  The
+    ranks get it as a variable of that name; the notebook's stays whole.
+    """
+    names, shell, world = names_in(line.options.names), line.pool.shell, line.world
+    targets = part_names(names, line.options.target)
+    if missing := [name for name in names if name not in shell.user_ns]:
+        near = did_you_mean(missing[0], shell.user_ns)
+        raise UsageError(f"`%dist_scatter`: the notebook has no `{'`, `'.join(missing)}`.{near}")
+    values = [shell.user_ns[name] for name in names]
+    said = (_scattered(line, world, *each) for each in zip(targets, values, strict=True))
+    return f"scattered {'; '.join(said)}"
+
+
+def part_names(names: Sequence[str], given: str | None) -> list[str]:
+    """Say what the parts of each are called; UsageError where there are fewer or more names."""
+    targets = [*names] if given is None else given.replace(" ", "").split(",")
+    if len(targets) != len(names):
+        raise UsageError(
+            f"`%dist_scatter {' '.join(names)}`: {count(len(names), 'variable')} but "
+            f"{count(len(targets), 'name')} after `--as`: give one for each."
+        )
+    return targets
+
+
+def _scattered(line: Line, world: World, target: str, value: object) -> str:
+    with closing(Scatter(world.session, target, value, line.ranks, line.options.dim)) as scatter:
+        moved(scatter.packing(), scatter.bytes, line.display, f"scattering {target}")
+        bind(line.pool, world, *scatter.tasks())
+        return str(scatter)
+
+
+@command(
+    argument("names", nargs="+", help="variables of the workers, copied together"),
+    argument(
+        "--from", "--from-rank", dest="source", metavar="RANK", default="0", help="copy from (0)"
+    ),
+    ranks_option,
+)
+def dist_sync(line: Line) -> str:
+    """Copy variables from one rank to ranks that do not have them: `%dist_sync model opt --from 0`.
+
+    With `-r`, copy to these ranks even if they have the variables.
+    """
+    names, world = names_in(line.options.names), line.world
+    sources = line.ranks_of(line.options.source)
+    if len(sources) != 1:
+        raise UsageError(
+            f"`%dist_sync --from {line.options.source}`: it takes one rank to copy from."
+        )
+    source = sources[0]
+    to = None if line.options.ranks is None else line.ranks
+    listed = ", ".join(names)
+    line.display.wait_for(f"copying {listed} …")
+    try:
+        got = world.sync(names, source, to)
+    finally:
+        world.session.take_replaced()  # as its error says
+    if got:
+        return f"copied {listed} from rank {source} to {name_ranks(got)}"
+    return f"all ranks have {listed} already; `-r all` copies to all of them"

@@ -1,0 +1,316 @@
+"""Cells on the workers, which cells those are, and how one is sent; and all magics, a line each."""
+
+from __future__ import annotations
+
+import re
+from argparse import SUPPRESS
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.error import StdinNotImplementedError
+from IPython.core.magic_arguments import argument
+
+from nbdist.errors import LocalCellError, NbdistError, UsageError
+from nbdist.notebook.border.first_line import LineMagic, divide
+from nbdist.notebook.cell_source import as_magic
+from nbdist.notebook.cells import result_of, source_steps, through
+from nbdist.notebook.command import Line, command, find_commands
+from nbdist.notebook.commands.snapshot import take_due
+from nbdist.notebook.commands.timeline import profile_option, profiled
+from nbdist.notebook.job import CellPlace, Job, Steps
+from nbdist.notebook.options import Magic, ranks_option, restarts_option, world_options
+from nbdist.notebook.tables import Shown, below, table
+from nbdist.readers import number_of_seconds
+from nbdist.words import count
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from nbdist.notebook.command import Command
+    from nbdist.world.running import RunningTask
+
+
+def sending_options(magic: Magic) -> Magic:
+    """Add `--no-wait`, `-o` and `--timeout`."""
+    # fmt: off
+    options = (
+        argument("--no-wait", action="store_true", help="return at once and keep showing the "
+            "output while the notebook does other things; -o gives a Job to wait for"),
+        argument("-o", "--out", metavar="NAME", help="store the result as NAME, a mapping from"
+                 " rank to the last value; with --no-wait a Job: NAME.wait(), .done(), .result(),"
+                 " .interrupt()"),
+        argument("--timeout", metavar="SECONDS", type=number_of_seconds("--timeout"),
+                 help="stop the cell after SECONDS, as Stop does"),
+    )
+    # fmt: on
+    for add in reversed(options):
+        magic = add(magic)
+    return magic
+
+
+def send(line: Line, steps: Steps) -> None:
+    """Send a cell as the line's options say: its first step does, the others follow it."""
+    options, pool = line.options, line.pool
+    name, here = options.out or "", getattr(options, "here_too", False)
+    if name and not name.isidentifier():
+        raise UsageError(f"`-o {name}`: give a name for the result, such as `-o result`.")
+    if here and _awaits(pool.shell, line.cell):
+        raise UsageError(
+            "`--here-too`: the cell uses `await`, but the notebook's event loop is busy with this "
+            "cell; nothing has run. Run it in the notebook in a separate cell."
+        )
+    running = next(steps)
+    if options.no_wait:
+        told = f"`{name}.wait()` waits for it, " if name else ""
+        ranks = count(len(running.task.ranks), "rank")
+        line.display.wait_for(
+            f"running on {ranks} in the background · {told}`%dist_interrupt` stops it"
+        )
+        job = Job(steps, running, name, CellPlace(pool.shell))
+        pool.background.begin(job)
+        _bind(line, name, job)
+    raised = _run_here(line, running) if here else None
+    if not options.no_wait:
+        try:
+            _bind(line, name, through(steps))
+        except NbdistError:
+            if pool.last and pool.world:
+                _bind(line, name, result_of(pool, pool.world, pool.last))
+            raise
+    if raised is not None:
+        raise LocalCellError(raised, len(running.task.ranks))
+
+
+def _awaits(shell: InteractiveShell, cell: str) -> bool:
+    """Say whether the cell has a top-level `await`; False for what is no Python."""
+    try:
+        transformed = shell.transform_cell(cell)
+    except SyntaxError:
+        return False
+    return bool(shell.should_run_async(cell, transformed_cell=transformed))
+
+
+def _run_here(line: Line, running: RunningTask) -> BaseException | None:
+    """Run the cell in the notebook too; return what it raised, which has been shown."""
+    ran: Any = line.pool.shell.run_cell(line.cell)
+    _keep_owners(line, running)
+    error: BaseException | None = ran.error_before_exec
+    if error is None:  # either can be falsy
+        error = ran.error_in_exec
+    if isinstance(error, KeyboardInterrupt):  # Stop is for all of the cell
+        running.stops += 1
+        return None
+    return error
+
+
+def _keep_owners(line: Line, running: RunningTask) -> None:
+    """Leave the names to the ranks that have bound them already, as to those that will."""
+    if line.pool.world is None:
+        return
+    names = line.pool.world.session.names
+    for track in running.transcript:
+        for name in track.done.bound if track.done else ():
+            names.gathered(name, (track.rank,))
+
+
+def _bind(line: Line, name: str, value: object) -> None:
+    """Bind it in the notebook, whose name it is from now on."""
+    if name:
+        line.pool.shell.user_ns[name] = value
+        if line.pool.world:
+            line.pool.world.session.names.bound_in_notebook([name])
+
+
+ASKED = (
+    "The variables of the notebook and of the ranks will be deleted and cannot be recovered. "
+    "Proceed (y/[n])? "
+)
+
+_RESET = re.compile(r"\s*%reset\b([^\n]*)")
+_BETWEEN = re.compile(r"(?<=\d)\s+(?=[\d-])")
+"""Where ranks are divided by blanks alone."""
+_POOL = re.compile(r"(?:^|(?<=\s))--pool(?:\s*=\s*|\s+)(\S+)")
+
+
+@command(
+    ranks_option,
+    argument("--auto", action="store_true", help=SUPPRESS),
+    argument(
+        "--setup", action="store_true", help="run the cell again in every worker that is restarted"
+    ),
+    restarts_option,
+    sending_options,
+    profile_option,
+    argument(
+        "--here-too",
+        action="store_true",
+        help="run the cell in the notebook too, at the same time",
+    ),
+    world_options,
+    kind="cell",
+    in_a_line=True,
+)
+def distributed(line: Line) -> None:
+    """Run the cell on all workers at once; the first such cell starts them.
+
+        %%distributed -n 4
+        model = DistributedDataParallel(Net().to(device))
+
+        %%distributed -r 0,2-3
+        print(rank, loss.item())
+
+    Variables of the notebook that the cell uses are sent with it.  `%distributed x = 1` runs one
+    line; magics of the notebook at the end of the cell (`%dist_gather loss`) run after it.
+    """
+    if line.options.auto and not _reset_here(line):
+        return
+    line.cell, last = divide(line.cell)
+    send(line, _steps(line))
+    _run_magics(line, last)
+
+
+def _run_magics(line: Line, magics: Iterable[LineMagic]) -> None:
+    """Run the notebook's own magics that a cell ends with."""
+    shell = line.pool.shell
+    for each in magics:
+        value = shell.run_line_magic(each.name, each.text)
+        if each.target:
+            shell.user_ns[each.target] = value
+
+
+def _reset_here(line: Line) -> bool:
+    """Delete the notebook's variables where auto mode's cell deletes the ranks'; ask once."""
+    shell: Any = line.pool.shell
+    cell = as_magic(shell, line.cell, line.pool.world)
+    found = _RESET.match(cell)
+    if found is None:
+        return True
+    if "-f" not in found[1].split():
+        try:
+            is_meant = shell.ask_yes_no(ASKED, default="n")
+        except StdinNotImplementedError:  # as IPython has it
+            is_meant = True
+        if not is_meant:
+            line.display.say("nothing was deleted")
+            return False
+    shell.run_line_magic("reset", f"-f {found[1]}")
+    line.cell = f"%reset -f {found[1]}{cell[found.end() :]}"
+    return True
+
+
+def _steps(line: Line) -> Steps:
+    options = line.options
+    pool = line.pool
+    first_line = "" if options.auto else line.text
+    with profiled(line):
+        result = yield from source_steps(
+            pool, first_line, line.cell, options.ranks, line.display, options
+        )
+    if not isinstance(result, BaseException):
+        take_due(pool)
+    return result
+
+
+def _split_ranks(_: Magic, text: str) -> tuple[str, list[str]]:
+    """Take all but `--pool` for ranks: `-1` would be an option, `0, 2` two words."""
+    ranks = "".join(_BETWEEN.sub(",", _POOL.sub(" ", text)).split())
+    if not ranks:
+        raise UsageError("`%%rank` needs ranks: `%%rank 0`, `%%rank 0,2-3`, `%%rank -1`.")
+    pool = _POOL.search(text)
+    return f"{pool[0] if pool else ''} -- {ranks}", []
+
+
+@command(
+    argument("ranks", help="which ranks: 0  0,2-3  1:3  ::2  -1  all"),
+    kind="cell",
+    split=_split_ranks,
+)
+def rank(line: Line) -> None:
+    """Run the cell on some ranks only: `%%rank 0,2-3` is `%%distributed -r 0,2-3`."""
+    line.cell, last = divide(line.cell)
+    through(source_steps(line.pool, line.text, line.cell, line.options.ranks, line.display))
+    take_due(line.pool)
+    _run_magics(line, last)
+
+
+ON = (
+    "auto mode is on: cells run on the workers, also `%time` and the like; `!` commands and magics "
+    "of the notebook (`%cd`, `%pip`, `%dist_...`) run here, once; "
+    "`%%local` on its first line runs a cell here, `%dist_auto off` ends it"
+)
+OFF = "auto mode is off: cells run here, those with `%%distributed` on the workers"
+
+
+@command(argument("state", nargs="?", help="on or off; without an argument it shows which"))
+def dist_auto(line: Line) -> str:
+    """Run cells on the workers from now on, as if each began with `%%distributed`.
+
+    Lines with `!`, and magics of the notebook such as `%cd` and `%pip`, run here, once, unless
+    they fill in a variable of the ranks; `%matplotlib` and `%load_ext` run here and there.  A
+    cell that has the tag `distributed` in JupyterLab goes there also while this is off.
+    """
+    mode, state = line.auto, line.options.state
+    if state not in (None, "on", "off"):
+        raise UsageError(f"`%dist_auto {state}`: `%dist_auto on` or `%dist_auto off`.")
+    if state is not None:
+        mode.pool = line.pool.name if state == "on" else None
+    return ON if mode.is_on else OFF
+
+
+@command(kind="cell")
+def local(line: Line) -> None:
+    """Run the cell in the notebook while `%dist_auto` is on."""
+    # In a notebook `transform_first_lines` has made such a cell a plain one before.
+    shell = line.pool.shell
+    result = shell.run_cell(line.cell)
+    if hasattr(shell, "kernel"):  # in a terminal the error has been shown, and fails nothing else
+        result.raise_error()
+
+
+GROUPS = {
+    "everyday": (
+        *("distributed", "dist_gather", "dist_status", "dist_output", "dist_run"),
+        *("dist_restart", "dist_help"),
+    ),
+    "values": (
+        *("dist_push", "dist_scatter", "dist_sync", "dist_diff", "dist_snapshot"),
+        *("dist_restore", "dist_export"),
+    ),
+    "looking": ("dist_memory", "dist_timeline", "dist_debug"),
+    "lifecycle": (
+        *("dist_init", "dist_scale", "dist_interrupt", "dist_shutdown", "dist_auto"),
+        *("rank", "local"),
+    ),
+    "many machines": ("dist_attach",),
+}
+"""Magics by what they are for: here, in the README and in the package's docstring."""
+
+MACHINES = (
+    ("%dist_init --hosts a,b", "Start workers on machines reached by ssh"),
+    ("%dist_init --launcher join", "Wait for machines that run `nbdist join` or `nbdist k8s`"),
+)
+"""Ways to begin there, which are no magics of their own."""
+
+
+@command(
+    argument("--all", action="store_true", dest="everything", help="short forms too"),
+    looks=True,
+)
+def dist_help(line: Line) -> Shown:
+    """List all magics, a line each. A `?` after the name of one shows its options."""
+    commands = {each.name: each for each in find_commands()}
+    parts = [table("`%%distributed?`, `%dist_gather?` and so on show options and examples", [])]
+    for title, names in GROUPS.items():
+        rows = [(commands[name].shown_name, summary(commands[name])) for name in names]
+        rows += MACHINES if title == "many machines" else ()
+        parts.append(table(title, [("magic", "what it does"), *rows]))
+    if line.options.everything:
+        short = [each for each in commands.values() if each.short_for]
+        rows = [(each.shown_name, each.short_for.strip("`")) for each in short]
+        parts.append(table("short forms", [("magic", "what it is"), *rows]))
+    return below(parts)
+
+
+def summary(command: Command) -> str:
+    """Give the first sentence of its help."""
+    return command.summary.partition(". ")[0].rstrip(".")

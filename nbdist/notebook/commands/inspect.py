@@ -1,0 +1,323 @@
+"""What each worker is and does: states, stacks, the last cell's output and the last failure."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+
+from IPython.core.magic_arguments import argument
+
+from nbdist.errors import UsageError
+from nbdist.notebook.below import Below
+from nbdist.notebook.command import Line, command
+from nbdist.notebook.commands.logs import log_of, log_options
+from nbdist.notebook.options import ranks_option
+from nbdist.notebook.tables import Shown, below, block, table
+from nbdist.output.fingerprint import normal
+from nbdist.output.markup import (
+    AMBER,
+    BLUE,
+    GREEN,
+    LINES,
+    RED,
+    barred,
+    bold,
+    details,
+    dim,
+    line,
+    panel,
+)
+from nbdist.output.text import whole_text
+from nbdist.readers import number_of_seconds
+from nbdist.topology import parse_ranks
+from nbdist.wire.messages import GetRefused, GetStacks, GetStatus
+from nbdist.wire.places import Stack
+from nbdist.words import count, name_ranks
+from nbdist.world.hangs import doing_of
+from nbdist.world.status_table import rows
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from nbdist.notebook.display import CellDisplay
+    from nbdist.notebook.pool import Pool
+
+
+SHORTEST = 0.5
+"""Seconds between two looks: to ask often is not to cost the ranks their time."""
+
+STATE_COLOURS = {"idle": "#2aa44f", "busy": "#1f77e0", "dead": "#d03030", "starting": "#b8860b"}
+
+
+@command(
+    argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="also show who owns each variable and refused connections",
+    ),
+    argument(
+        *("-f", "--follow"),
+        metavar="SECONDS",
+        type=number_of_seconds("--follow"),
+        help="refresh every SECONDS, until Ctrl-C or Stop",
+    ),
+    argument("--stack", action="store_true", help="show the Python stack of each rank instead"),
+    ranks_option,
+    looks=True,
+)
+def dist_status(line: Line) -> None:
+    """Show each rank's state, process, device, memory, line of the cell, last collective.
+
+    Answers within 0.2 s, also while a cell runs.  `--stack` shows where ranks are and how they
+    came there, while they compute, wait in a collective or hold the GIL in C code.
+    """
+    pools = [pool for pool in line.pools if pool.has_workers] or [line.pool]
+    every = line.options.follow
+    if every is None:
+        for pool in pools:
+            _shown_of(line, pool).on(pool.display())
+        return
+    picture = MovingPicture(line.display)
+    with suppress(KeyboardInterrupt):
+        while True:
+            picture.show(below(_shown_of(line, pool) for pool in pools))
+            time.sleep(max(every, SHORTEST))
+
+
+def _shown_of(line: Line, pool: Pool) -> Shown:
+    return stacks_of(line, pool) if line.options.stack else _status_of(line, pool)
+
+
+def _status_of(line: Line, pool: Pool) -> Shown:
+    """Draw the table of one pool."""
+    workers = line.look(pool, GetStatus())
+    if line.options.ranks is not None:
+        ranks = parse_ranks(line.options.ranks, len(workers))
+        workers = tuple(each for each in workers if each.rank in ranks)
+    shown = table(pool.headline, rows(workers), STATE_COLOURS)
+    if not line.options.verbose:
+        return shown
+    owners = pool.world.session.names.owners() if pool.world is not None else {}
+    said = owners_text(owners)
+    if pool.world is not None and pool.world.session.is_elsewhere:
+        refused = line.look(pool, GetRefused()) or "none"
+        said += f"\nrefused connections without this world's keys: {refused}"
+    return below([shown, block(said)])
+
+
+def owners_text(owners: Mapping[str, tuple[str, frozenset[int]]]) -> str:
+    """List names, a line for each owner."""
+    lines = []
+    for owner, words in (("workers", "made on the workers"), ("notebook", "sent by the notebook")):
+        names = sorted(name for name, (whose, _) in owners.items() if whose == owner)
+        lines.append(f"{words}: {', '.join(names) or 'none'}")
+    return "\n".join(lines)
+
+
+OPEN_LINES = 60
+
+Who = Callable[[Iterable[int]], str]
+"""Names ranks, and their machines where there are several."""
+
+
+@command(ranks_option, looks=True, short_for="`%dist_status --stack`")
+def dist_stack(line: Line) -> Shown:
+    """Show the Python stack of each rank, equal stacks once.
+
+    It works while they compute, wait in a collective or hold the GIL in C code.
+    """
+    return stacks_of(line, line.pool)
+
+
+def stacks_of(line: Line, pool: Pool) -> Shown:
+    """Draw the stacks of a pool's ranks, of those that `-r` names."""
+    if pool.world is None:
+        return Shown(stacks_html(pool.headline, ()), stacks_text(pool.headline, ()))
+    ranks = parse_ranks(line.options.ranks or "all", pool.world.size)
+    stacks = line.look(pool, GetStacks(ranks))
+    # Read after the stacks: asking for them is how a lost agent is noticed.
+    head, who = pool.headline, pool.world.session.machines.who
+    return Shown(stacks_html(head, stacks, who), stacks_text(head, stacks, who))
+
+
+@dataclass(frozen=True, slots=True)
+class StackGroup:
+    """Ranks whose stacks are equal but for addresses; `stack` is the first one's."""
+
+    ranks: tuple[int, ...]
+    stack: Stack
+
+    @property
+    def title(self) -> str:
+        """`wait in all_reduce, line 7`."""
+        stack = self.stack
+        if stack.state == "busy" or stack.place.is_stopped or stack.place.holds_gil:
+            code = stack.frames[0].code if stack.frames and stack.frames[0].is_cell else ""
+            return doing_of(self.ranks, stack.place, code)
+        return stack.state
+
+    @property
+    def lines(self) -> list[str]:
+        """The calls as Python's tracebacks show them, the innermost last."""
+        stack = self.stack
+        lines = [line for frame in stack.frames for line in frame.lines]
+        if stack.place.is_stopped:
+            lines.append(f"  `kill -CONT {stack.pid}` resumes it")
+        return [*lines, *([f"  {stack.problem}"] if stack.problem else [])]
+
+
+def grouped(stacks: Iterable[Stack]) -> list[StackGroup]:
+    """Put equal stacks together, in the order of their first ranks."""
+    found: dict[str, list[Stack]] = {}
+    for stack in sorted(stacks, key=lambda stack: stack.rank):
+        one = StackGroup((stack.rank,), stack)
+        text = "\n".join([one.title, *one.lines]).replace(str(stack.pid), "<pid>")
+        found.setdefault(normal(text), []).append(stack)
+    return [StackGroup(tuple(stack.rank for stack in same), same[0]) for same in found.values()]
+
+
+def stacks_text(head: str, stacks: Iterable[Stack], who: Who = name_ranks) -> str:
+    """Write a header for each group, and its calls."""
+    parts = [head]
+    for group in grouped(stacks):
+        parts.append(f"── {_who(group, who)} · {group.title} ──")
+        parts.extend(group.lines)
+    return "\n".join(parts)
+
+
+def stacks_html(head: str, stacks: Iterable[Stack], who: Who = name_ranks) -> str:
+    """Draw each group behind its header, open as long as that is not too much."""
+    parts, shown = [line(bold(head))], 0
+    for index, group in enumerate(grouped(stacks)):
+        shown += len(group.lines)
+        parts.append(_block(group, _who(group, who), is_open=index == 0 or shown <= OPEN_LINES))
+    return panel(*parts)
+
+
+def _block(group: StackGroup, whose: str, *, is_open: bool) -> str:
+    title = f"{bold(whose)} {dim(group.title)}"
+    if not group.lines:
+        return barred(title, _colour(group.stack))
+    body = escape("\n".join(group.lines), quote=False)
+    box = f'<div style="{LINES};max-height:546px;overflow:auto">{body}</div>'
+    return details(title, box, _colour(group.stack), is_open=is_open)
+
+
+def _who(group: StackGroup, who: Who) -> str:
+    """Write `ranks 0-2,3 same`."""
+    return who(group.ranks) + (" same" if len(group.ranks) > 1 else "")
+
+
+def _colour(stack: Stack) -> str:
+    if stack.state == "dead" or stack.place.is_stopped:
+        return RED
+    if stack.place.operation or stack.place.holds_gil:
+        return AMBER
+    return BLUE if stack.state == "busy" else GREEN
+
+
+LINES_AGAIN = 1000
+"""Lines that `%dist_output -r 3` shows without `--all`."""
+
+
+@command(
+    argument(
+        "cell",
+        nargs="?",
+        metavar="-N",
+        type=int,
+        default=-1,
+        help="-2: the cell before the last, and so on",
+    ),
+    ranks_option,
+    argument(
+        "--all", action="store_true", dest="everything", help="all lines, not only the last ones"
+    ),
+    argument("--failed", action="store_true", help="the last failure, also after a restart"),
+    argument("--log", action="store_true", help="the last lines of the ranks' log files"),
+    log_options,
+    looks=("log", "failed"),
+)
+def dist_output(line: Line) -> Shown | str | None:
+    """Show the output of the last distributed cell again.
+
+    `--failed` shows when and where the last failure was, with its traceback or last output;
+    `--log` the end of all that ranks have written since they were started.
+    """
+    if line.options.failed:
+        return _failure(line)
+    if line.options.log:
+        return log_of(line)
+    _output(line)
+    return None
+
+
+def _output(line: Line) -> None:
+    pool, everything = line.pool, line.options.everything
+    if pool.last is None or pool.world is None:
+        raise UsageError("No distributed cell has run yet, so there is no output to show.")
+    pool.page.has_missed(pool.shell, None)  # it misses nothing any more
+    pool.show_background()
+    past, number = pool.ended.past(pool.last.transcript), line.options.cell
+    if not -len(past) <= number < 0:
+        raise UsageError(
+            f"`%dist_output {number}`: the output of {count(len(past), 'cell')} is kept; "
+            f"`%dist_output -1` is the last one{f', -{len(past)} the first' if past[1:] else ''}."
+        )
+    transcript = past[number]
+    if line.options.ranks is None and not everything:
+        line.display.again(transcript, pool.log_files())
+        return
+    ranks = [rank for rank in line.ranks if rank in transcript.ranks]
+    text = whole_text(transcript, ranks)
+    if not everything:
+        text = "\n".join(text.splitlines()[-LINES_AGAIN:])
+    block(text).on(line.display)
+    if line.display.can_change:
+        Below().show(transcript, ranks)
+
+
+@command(looks=True, short_for="`%dist_output --failed`")
+def dist_why(line: Line) -> Shown | str:
+    """Show the last failure again: when, which rank, its traceback or last output.
+
+    Also after `%dist_restart`.
+    """
+    return _failure(line)
+
+
+def _failure(line: Line) -> Shown | str:
+    why = line.pool.why
+    return Shown(why.html, why.text) if why else "nothing has failed yet"
+
+
+class MovingPicture:
+    """Shows what is newest where the one before was; in a log one below the other."""
+
+    def __init__(self, display: CellDisplay) -> None:
+        self._display = display
+        self._lines = 0
+
+    def __repr__(self) -> str:
+        return f"<MovingPicture of {self._lines} lines>"
+
+    def show(self, shown: Shown) -> None:
+        """Put this in its place."""
+        if self._display.can_change or not sys.stdout.isatty():
+            shown.on(self._display)
+            return
+        width, height = shutil.get_terminal_size()
+        # What has left the screen above cannot be drawn over.
+        lines = [line[: width - 1] for line in shown.text.splitlines()][: height - 1]
+        up = f"\x1b[{self._lines}F" if self._lines else ""
+        text = "".join(f"{line}\x1b[K\n" for line in lines)
+        sys.stdout.write(f"{up}{text}\x1b[J")
+        sys.stdout.flush()
+        self._lines = len(lines)
