@@ -118,7 +118,7 @@ class AutoCells:
         if pool is None or world is None:
             return None
         with suppress(NbdistError):
-            task = world.task(Call("answer", {"source": code}), ranks=(0,))
+            task = world.task(Call("call.answer", {"source": code}), ranks=(0,))
             return str(bring(pool, world, task)[0])
         return None
 

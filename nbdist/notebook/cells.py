@@ -203,7 +203,7 @@ def settled(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shipment 
     if shipment is None or not shipment.replaces:
         return shipment
     ranks = sorted(frozenset().union(*shipment.replaces.values()))
-    task = world.task(Call("resend.changed", {"names": (*shipment.replaces,)}), ranks=ranks)
+    task = world.task(Call("values.changed", {"names": (*shipment.replaces,)}), ranks=ranks)
     changed = bring(pool, world, task)
     if not any(changed.values()):
         return shipment

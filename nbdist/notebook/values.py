@@ -121,7 +121,7 @@ def _brought(
     pids = session.pids
     if new := [rank for rank in ranks if pids.get(rank) != running.crew.pids.get(rank)]:
         raise ValueLost(new, "is gone with its worker")
-    task = session.task(Call("gather.last_value", {"of": running.task.id}), ranks=ranks)
+    task = session.task(Call("values.last_value", {"of": running.task.id}), ranks=ranks)
     found = bring(task)
     packed = {rank: each.packed for rank, each in found.items() if each.packed is not None}
     try:

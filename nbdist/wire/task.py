@@ -60,7 +60,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call an op: a function of `nbdist.worker.ops`, `clean` or `snapshot.write`.
+    """Call an op: a function of `nbdist.worker.ops`, `script` or `snapshot.write`.
 
     `arguments` are plain data, and a `Payload` where they are the user's.
     """

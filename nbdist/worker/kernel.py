@@ -43,7 +43,7 @@ from nbdist.worker.gpu_errors import unfit_after
 from nbdist.worker.memory_use import Peaks
 from nbdist.worker.namespace import Namespace
 from nbdist.worker.op import Context, find_op
-from nbdist.worker.ops.clean import forget_errors
+from nbdist.worker.ops.memory import forget_errors
 from nbdist.worker.own_modules import OwnModules
 from nbdist.worker.publishing import MarkingSession
 from nbdist.worker.records import Records

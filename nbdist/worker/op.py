@@ -1,8 +1,8 @@
 """Ops: what a task can ask of a worker besides running source.
 
-Each is a function of a module of its own in `nbdist.worker.ops`, found by name.  It runs on
-the main thread in the place of a cell, gets a `Context` and the arguments of its `Call`, and
-what it returns comes back as the rank's value.
+Each is a function of a module of `nbdist.worker.ops`, found by name.  It runs on the main thread
+in the place of a cell, gets a `Context` and the arguments of its `Call`, and what it returns comes
+back as the rank's value.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def import_ops() -> None:
 
 
 def find_op(name: str) -> Callable[..., Any]:
-    """Find the function: `clean` of the module `clean`, `write` for `snapshot.write`."""
+    """Find the function: `script` of the module `script`, `write` for `snapshot.write`."""
     module, _, function = name.partition(".")
     found: Callable[..., Any] = getattr(
         import_module(f"{ops.__name__}.{module}"), function or module

@@ -24,7 +24,7 @@ def binding(
 ) -> Iterator[RunningTask]:
     """Yield the two tasks, each to be followed; the second only where nothing ended the first.
 
-        for running in binding(session, take, Call("scatter.bind")):
+        for running in binding(session, take, Call("values.bind_scattered")):
             session.wait(running)
         session.check(running)
 

@@ -30,7 +30,7 @@ def check_expressions(expressions: Sequence[str]) -> None:
 def gather_task(session: Session, expressions: Sequence[str], ranks: Sequence[int] | None) -> Task:
     """Ask these ranks, by default all, for values of names or expressions."""
     check_expressions(expressions)
-    return session.task(Call("gather", {"expressions": tuple(expressions)}), ranks=ranks)
+    return session.task(Call("values.gather", {"expressions": tuple(expressions)}), ranks=ranks)
 
 
 def joining_task(session: Session, task: Task, found: Mapping[int, Brought]) -> Task | None:

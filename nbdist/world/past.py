@@ -130,8 +130,8 @@ class Past:
     def _note_gathered(self, work: Work) -> None:
         """Note what went home; `nbdist.world.gathering` makes such tasks."""
         match work:
-            case Call("gather", {"expressions": expressions}) if len(self.gathered) < MOST_TASKS:
-                self.gathered.update(dict.fromkeys(map(str, expressions)))
+            case Call("values.gather", {"expressions": asked}) if len(self.gathered) < MOST_TASKS:
+                self.gathered.update(dict.fromkeys(map(str, asked)))
 
     def _drop(self, key: str) -> PastTask | None:
         task = self._tasks.pop(key, None)
@@ -146,7 +146,7 @@ def _kind_of(running: RunningTask) -> Kind | None:
     match task.work:
         case Source(text):
             return "cell" if text.strip() else None
-        case Call("push.bind"):
+        case Call("values.bind_pushed"):
             return "push"
         case Call():
             return "call" if running.made else None

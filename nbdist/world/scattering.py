@@ -77,8 +77,8 @@ class Scatter:
     def tasks(self) -> tuple[Task, Call]:
         """Have each rank take its part, then have all bind it: for `nbdist.world.all_or_none`."""
         arguments = {"name": self.name, "parts": self._payloads}
-        take = self._session.task(Call("scatter.take", arguments), ranks=self.ranks)
-        return take, Call("scatter.bind")
+        take = self._session.task(Call("values.scatter", arguments), ranks=self.ranks)
+        return take, Call("values.bind_scattered")
 
     def close(self) -> None:
         """Release the memory that they travel in, which the ranks have mapped by then."""

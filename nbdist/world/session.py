@@ -325,7 +325,7 @@ class Session(Workers):
                 continue
             payload, segment = pack_frames(frames)
             try:
-                self.run(self.task(Call("sync.give_back", {"packed": payload}), ranks=(rank,)))
+                self.run(self.task(Call("values.give_back", {"packed": payload}), ranks=(rank,)))
             finally:
                 if segment is not None:
                     segment.close()

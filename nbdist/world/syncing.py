@@ -34,9 +34,9 @@ def sync(
             raise BadRanks(str(rank), session.size, f"there is no rank {rank}")
     to = None if ranks is None else tuple(rank for rank in ranks if rank != source)
     wanted = tuple(dict.fromkeys(names))
-    take = Call("sync.take", {"wanted": wanted, "source": source, "to": to})
+    take = Call("values.sync", {"wanted": wanted, "source": source, "to": to})
     try:
-        running = bind(session, session.task(take), Call("sync.bind", {"wanted": wanted}))
+        running = bind(session, session.task(take), Call("values.bind_synced", {"wanted": wanted}))
     except WorkerError:
         assert session.running is not None
         for rank, failure in session.running.transcript.errors.items():

@@ -384,7 +384,7 @@ class World:
         Of the last exception and what its frames hold, of what cells have shown (`Out`, `_`),
         of cycles, and of the GPU memory that torch keeps for the next tensors.
         """
-        return self.call("clean", ranks)
+        return self.call("memory.clean", ranks)
 
     def snapshot(
         self,

@@ -48,7 +48,7 @@ def test_memory_that_a_task_refers_to() -> None:
     """That of its names and of its op's arguments; in other places nothing else differs."""
     refs = [SegmentRef(f"/proc/1/fd/{number}#9", (8,)) for number in range(3)]
     parts = {0: Payload(segment=refs[1]), 1: Payload(segment=refs[2])}
-    task = Task("a5", (0, 1), Call("scatter", {"parts": parts}), Payload(segment=refs[0]))
+    task = Task("a5", (0, 1), Call("values.scatter", {"parts": parts}), Payload(segment=refs[0]))
     assert task.segments == (*refs,)
     here = {ref.path: SegmentRef(f"/here/{ref.path}", ref.sizes) for ref in refs}
     assert task.moved(here).segments == (*here.values(),)

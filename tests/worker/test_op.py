@@ -19,8 +19,8 @@ def context() -> Context:
     return Context(SimpleNamespace(user_ns=names), Namespace(names), None)
 
 
-@pytest.mark.parametrize("name", ["call", "clean", "script", "gather"])
-def test_an_op_is_a_module_of_its_own(name: str) -> None:
+@pytest.mark.parametrize("name", ["call", "memory", "script", "debug"])
+def test_an_op_that_its_module_is_named_after(name: str) -> None:
     """Whose function has its name."""
     found = find_op(name)
     assert (found.__module__, found.__name__) == (f"nbdist.worker.ops.{name}", name)

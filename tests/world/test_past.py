@@ -72,7 +72,7 @@ def test_cells_without_a_key_are_kept_each() -> None:
     [
         (Source("pass"), "", "cell"),
         (Source(""), "", None),
-        (Call("clean"), "", None),
+        (Call("memory.clean"), "", None),
         (Call("snapshot.read"), "x", "call"),
         (Script("file", "train.py", ("--lr", "1")), "", "script"),
     ],
@@ -127,8 +127,8 @@ def test_names_that_went_along() -> None:
     kept: Any = object()  # memory, which is not to be held for longer than the name
     past.add(ended(Source("pass"), shipped={"lr": replace(LR, kept=kept)}))
     assert past.sent[0].shipped.kept is None
-    past.add(ended(Call("push.bind"), shipped={"lr": new}))
-    past.add(ended(Call("gather", {"expressions": ("loss",)})))
+    past.add(ended(Call("values.bind_pushed"), shipped={"lr": new}))
+    past.add(ended(Call("values.gather", {"expressions": ("loss",)})))
     assert {name: each.shipped for name, each in past.sent_before(1).items()} == {"lr": LR}
     assert {name: each.shipped for name, each in past.sent_before(2).items()} == {"lr": new}
     assert [each.kind for each in past.tasks] == ["cell", "push"]

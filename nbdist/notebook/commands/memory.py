@@ -139,7 +139,7 @@ def dist_clean(line: Line) -> Shown:
 def freed(line: Line) -> Shown:
     """Have the ranks free what nothing uses, and draw the sizes before and after."""
     head = f"{name_ranks(line.ranks)} · tracebacks, Out and _, cycles, cached GPU memory released"
-    return table(head, freed_rows(line.call("clean")))
+    return table(head, freed_rows(line.call("memory.clean")))
 
 
 def freed_rows(found: Mapping[int, Cleaned]) -> list[tuple[str, ...]]:

@@ -150,8 +150,8 @@ def dist_push(line: Line) -> None:
     packing = packed(settled(pool, world, world.session.names, pack), line.display)
     assert packing is not None
     with packing.segment or nullcontext():
-        take = world.task(Call("push.take", {"packed": packing.payload}), ranks=line.ranks)
-        bind(pool, world, take, Call("push.bind"), line.display, packing.records)
+        take = world.task(Call("values.push", {"packed": packing.payload}), ranks=line.ranks)
+        bind(pool, world, take, Call("values.bind_pushed"), line.display, packing.records)
 
 
 @command(

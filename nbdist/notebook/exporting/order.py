@@ -8,7 +8,9 @@ from nbdist.notebook.shipping.free_names import names_bound, names_used
 from nbdist.world.past import PastTask
 
 _MAGICS = {
-    **{"scatter": "%dist_scatter", "sync": "%dist_sync", "sync.give_back": "%dist_restart --keep"},
+    "values.bind_scattered": "%dist_scatter",
+    "values.bind_synced": "%dist_sync",
+    "values.give_back": "%dist_restart --keep",
     **{"snapshot": "%dist_restore", "call": "World.run"},
 }
 """What people have typed, by op, or the op's module."""

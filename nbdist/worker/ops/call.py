@@ -1,9 +1,11 @@
-"""Calls a function of the notebook, with what that finds in `__main__` while it runs."""
+"""Calls a function of the notebook, with what that finds in `__main__`, or code of a front end."""
 
 from __future__ import annotations
 
+import io
 from bdb import BdbQuit
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from nbdist.values.payload import Payload
@@ -11,6 +13,7 @@ from nbdist.worker.tracebacks import show
 
 if TYPE_CHECKING:
     from nbdist.worker.op import Context
+
 
 READY_MODULES = ("torch", "dist")
 """Names that are ready in every worker and give way to the caller's."""
@@ -87,3 +90,12 @@ class LentNames:
         if found is _MISSING or name in READY_MODULES:
             return True
         return name in _left and _left[name] is found
+
+
+def answer(context: Context, source: str) -> str:
+    """Run code beside the user's cells, and return what it prints; raises what it raises."""
+    shell: Any = context.shell
+    said = io.StringIO()
+    with redirect_stdout(said):
+        exec(compile(shell.transform_cell(source), "<front end>", "exec"), shell.user_ns)
+    return said.getvalue()

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.ops.sync`: what is copied through the group, and what stays."""
+"""Tests of `nbdist.worker.ops.values`: what is copied through the group, and what stays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def world(world: World) -> World:
 
 def copy(world: World, *names: str, source: int, to: tuple[int, ...] | None = None) -> None:
     """Call the ops on all ranks; none has anything to say, as torch has of memory."""
-    for op, more in (("sync.take", {"source": source, "to": to}), ("sync.bind", {})):
+    for op, more in (("values.sync", {"source": source, "to": to}), ("values.bind_synced", {})):
         world.call(op, wanted=names, **more)
         assert world.session.running is not None
         assert [track.line_count for track in world.session.running.transcript] == [0, 0, 0]

@@ -1,31 +1,107 @@
-"""Names on their way from one process to others: through the group, or kept by the notebook."""
+"""Values between the notebook and a rank, and from one rank to others through the group.
+
+What takes values binds none: each has an op that binds, which follows when all ranks have taken.
+"""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from nbdist.errors import NotEnoughMemory
+from nbdist.values.payload import Payload
 from nbdist.values.pickling import Pickled, pickle, unpickle
 from nbdist.values.shared_memory import Buffer
+from nbdist.values.unpicklable import fails_in
+from nbdist.wire.ops import Brought
 from nbdist.words import did_you_mean
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group.ddp import begin_models_anew
+from nbdist.worker.homeward import Homeward
 from nbdist.worker.namespace import VariableError
 
 if TYPE_CHECKING:
-    from nbdist.values.payload import Payload
     from nbdist.worker.op import Context
+
+
+def gather(context: Context, expressions: Sequence[str], *, joins: bool = False) -> Brought:
+    """Pack the values of names, or expressions, together: what they share they go on sharing.
+
+    What is spread over ranks they put together where all of them are asked again, with `joins`.
+    What keeps a value from being had is no error of the task's: the notebook puts together
+    what all ranks say.
+    """
+    values = []
+    for expression in expressions:
+        try:
+            values.append(eval(expression, context.names))
+        except NameError as error:
+            return Brought(expression, missing=error.name or "")
+        except Exception as error:  # noqa: BLE001 (the expression is the user's)
+            return Brought(expression, problem=f"{type(error).__name__}: {error}")
+    home = Homeward(notes=not joins, joins=joins)
+    try:
+        packed = context.lend(values, home)
+    except NotEnoughMemory as error:
+        return Brought(expressions[0], problem=f"{type(error).__name__}: {error}")
+    except Exception as error:  # noqa: BLE001 (a user's __reduce__ can raise anything)
+        number, of = _first_to_blame(context, values)
+        path, kind, why = context.namespace.blame(expressions[number], of, error)
+        part = "it" if path == expressions[number] else f"`{path}`"
+        problem = f"{part} ({kind}) cannot be sent to the notebook: {why}"
+        return Brought(expressions[number], problem=problem)
+    if home.spread:
+        context.namespace.let_go(context.task_id)
+        return Brought(" ".join(expressions), spread=tuple(home.spread))
+    return Brought(packed=packed)
+
+
+def last_value(context: Context, of: str) -> Brought:
+    """Lend the last value of a cell, which was kept under the id of its task."""
+    return context.namespace.lend_kept(of, context.task_id)
+
+
+def _first_to_blame(context: Context, values: Sequence[object]) -> tuple[int, object]:
+    fails = fails_in(context.names)
+    return next((each for each in enumerate(values) if fails(each[1])), (0, values[0]))
+
+
+def push(context: Context, packed: Payload) -> None:
+    """Take the values by their names, for `bind_pushed`."""
+    context.namespace.take(context.open(packed), context.task_id)
+
+
+def bind_pushed(context: Context) -> None:
+    """Bind them; they are the notebook's."""
+    context.namespace.received.note(context.namespace.bind_taken())
+
+
+def scatter(context: Context, name: str, parts: Mapping[int, Payload]) -> None:
+    """Take this rank's part, for `bind_scattered`; those of others are not even opened."""
+    part = context.open(parts[context.rank])
+    context.namespace.take({name: part}, context.task_id)
+
+
+def bind_scattered(context: Context) -> None:
+    """Bind the name to the part, which is the rank's own from now on."""
+    context.bound |= context.namespace.bind_taken()
+
+
+def changed(context: Context, names: Sequence[str]) -> list[str]:
+    """List those of these variables that this rank has changed since they were sent to it."""
+    return sorted(context.namespace.received.changed(names))
+
 
 DEFINITIONS = (types.FunctionType, type, types.ModuleType)
 """What goes along where the names use it; data that they use has to be named."""
 
 
-def take(context: Context, wanted: Sequence[str], source: int, to: Sequence[int] | None) -> None:
-    """Take copies of names of the rank `source`, for `bind`; all ranks call it.
+def sync(context: Context, wanted: Sequence[str], source: int, to: Sequence[int] | None) -> None:
+    """Take copies of names of the rank `source`, for `bind_synced`; all ranks call it.
 
     Those in `to` take them, or that lack any.  One pickle, so that what is shared stays shared;
     the contents of tensors beside it.  Raises VariableError on the rank that has the problem.
@@ -49,7 +125,7 @@ def take(context: Context, wanted: Sequence[str], source: int, to: Sequence[int]
     context.namespace.take(taken, context.task_id)
 
 
-def bind(context: Context, wanted: Sequence[str]) -> None:
+def bind_synced(context: Context, wanted: Sequence[str]) -> None:
     """Bind what was taken; what others have a copy of is the workers' own at the source too."""
     new = context.namespace.bind_taken()
     context.bound |= new & {*wanted}

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.ops.files`: frames in a file, and what is not as it was written."""
+"""Tests of `nbdist.worker.ops.snapshot`: frames in a file, and what is not as it was written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from nbdist.folders import Untrusted
 from nbdist.values.shared_memory import ALIGNMENT, Buffer
-from nbdist.worker.ops.files import MAGIC, SMALL, Damaged, map_frames, read_frames, write_frames
+from nbdist.worker.ops.snapshot import MAGIC, SMALL, Damaged, map_frames, read_frames, write_frames
 
 FRAMES: list[Buffer] = [
     b"first",
@@ -23,7 +23,6 @@ FRAMES: list[Buffer] = [
     memoryview(b"0123" * 100).cast("i"),
     b"last",
 ]
-
 
 Read = Callable[[Path, int, str], list[memoryview]]
 
