@@ -43,7 +43,7 @@ from nbdist.wire.task import Call, Source
 from nbdist.world.all_or_none import binding
 from nbdist.world.asking import ask, next_to_ask
 from nbdist.world.recovery import late_stop_text, stop_text, undefined_name
-from nbdist.world.usage import usage_text
+from nbdist.world.status import usage_text
 
 if TYPE_CHECKING:
     import argparse

@@ -10,8 +10,7 @@ from nbdist.output.ansi import strip
 from nbdist.wire.places import Usage
 from nbdist.wire.seen import WorldSeen
 from nbdist.words import aligned, count
-from nbdist.world.status_table import rows
-from nbdist.world.usage import usage_text
+from nbdist.world.status import rows, usage_text
 
 NONE = (
     "none of your worlds runs on this machine: `%%distributed -n 4` in a notebook starts one,"

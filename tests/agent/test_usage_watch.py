@@ -11,7 +11,7 @@ import pytest
 
 from nbdist.agent.usage_watch import UsageWatch
 from nbdist.node.proc import LARGEST_SHARE, MemoryGauge
-from nbdist.world.usage import usage_text
+from nbdist.world.status import usage_text
 from nbdist.world.world import World
 from tests.waiting import SOON
 from tests.worlds import NewWorld

@@ -1,11 +1,11 @@
-"""Tests of `nbdist.world.status_table`: a row for each worker, and columns that say something."""
+"""Tests of `nbdist.world.status`: a row for each worker, and columns that say something."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from nbdist.wire.places import Collective, Gpu, Place, WorkerStatus
-from nbdist.world.status_table import rows
+from nbdist.world.status import rows
 
 IDLE = WorkerStatus(0, 100, "here", "idle", 0.0, 45 * 2**20, "cuda:0")
 

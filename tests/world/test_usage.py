@@ -1,9 +1,9 @@
-"""Tests of `nbdist.world.usage`: what ranks use, in as few words as a head has room for."""
+"""Tests of `nbdist.world.status`: what ranks use, in as few words as a head has room for."""
 
 from __future__ import annotations
 
 from nbdist.wire.places import Gpu, Usage
-from nbdist.world.usage import usage_text
+from nbdist.world.status import usage_text
 
 GIB = 2**30
 

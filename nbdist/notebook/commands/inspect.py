@@ -40,7 +40,7 @@ from nbdist.wire.messages import GetRefused, GetStacks, GetStatus
 from nbdist.wire.places import Stack
 from nbdist.words import count, name_ranks
 from nbdist.world.hangs import doing_of
-from nbdist.world.status_table import rows
+from nbdist.world.status import rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,13 +1,41 @@
-"""The table of workers: `%dist_status`, `nbdist status` and `nbdist top` show it.  Pure."""
+"""What workers do and use, in a line and as a table.  Pure.
+
+`%dist_status`, `nbdist status` and `nbdist top` show the table, the head of a cell the line:
+`cpu 1.9 GiB · gpu 61/80 GiB · 97 %`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from nbdist.wire.places import WorkerStatus
-from nbdist.words import size_text
+from nbdist.wire.places import Gpu, Usage, WorkerStatus
+from nbdist.words import size_range, size_text
 from nbdist.world.hangs import doing_of
-from nbdist.world.usage import gpu_memory_text
+
+GIB = 2**30
+
+
+def usage_text(used: Collection[Usage]) -> str:
+    """Say it of all ranks, from which to which where they differ; "" where nothing is known."""
+    memory = [each.memory for each in used if each.memory]
+    parts = [f"cpu {size_range(memory)}"] if memory else []
+    if gpus := [each.gpu for each in used if each.gpu]:
+        parts.append(f"gpu {gpu_memory_text(gpus)}")
+        if busy := [gpu.busy for gpu in gpus if gpu.busy is not None]:
+            parts.append(f"{_range(busy)} %")
+    return " · ".join(parts)
+
+
+def gpu_memory_text(gpus: Collection[Gpu]) -> str:
+    """Write `61/80 GiB`, `3.5-12/80 GiB`: used of total."""
+    used, total = ([getattr(gpu, name) / GIB for gpu in gpus] for name in ("used", "total"))
+    return f"{_range(used)}/{_range(total)} GiB"
+
+
+def _range(numbers: Collection[float]) -> str:
+    low, high = (f"{x:.0f}" if x >= 10 else f"{x:.2g}" for x in (min(numbers), max(numbers)))
+    return high if low == high else f"{low}-{high}"
+
 
 HEADINGS = ("rank", "host", "state", "pid", "device", "memory")
 MORE_HEADINGS = ("cpu", "gpu", "where", "last collective", "last line")
