@@ -22,8 +22,8 @@ from nbdist.notebook.subshells import is_in_subshell
 from nbdist.notebook.why import Why, idle_end, why_died
 from nbdist.words import count, name_ranks
 from nbdist.world.names import list_names
+from nbdist.world.ranks import size_text
 from nbdist.world.recovery import healing_text, scaled_text
-from nbdist.world.renumbering import size_text
 from nbdist.world.snapshot_store import SnapshotStore, owner_of, root_folder
 from nbdist.world.spec import default_log_dir
 from nbdist.world.states import State

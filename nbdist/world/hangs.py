@@ -25,7 +25,7 @@ from nbdist.wire.messages import Silent
 from nbdist.wire.places import Begun, Place
 from nbdist.wire.task import Script
 from nbdist.words import name_ranks, one_line
-from nbdist.world.machines import Machines
+from nbdist.world.ranks import Machines
 
 FIRST_LOOK = LOOK_EVERY = 1.0
 SOON, HURRY_SECONDS = 0.1, 2.0

@@ -15,7 +15,7 @@ from typing import Literal
 from nbdist.output.rank_transcript import Piece, Shown
 from nbdist.wire.task import Call, Source, Task, Work
 from nbdist.world.names import Shipped
-from nbdist.world.renumbering import Renumbering
+from nbdist.world.ranks import Renumbering
 from nbdist.world.running import RunningTask
 
 MOST_TASKS = 2_000

@@ -39,7 +39,7 @@ from nbdist.words import name_ranks, one_line
 from nbdist.world.following import finish, follow
 from nbdist.world.missing_modules import missing_text
 from nbdist.world.names import list_names
-from nbdist.world.renumbering import size_text
+from nbdist.world.ranks import size_text
 from nbdist.world.running import RunningTask
 from nbdist.world.spec import scaled
 from nbdist.world.states import Event, State

@@ -37,10 +37,10 @@ from nbdist.world.hangs import (
     stalled_text,
     waits_text,
 )
-from nbdist.world.machines import Machines
 from nbdist.world.names import Shipped
 from nbdist.world.prompts import Prompts
 from nbdist.world.raised import Contents, as_raised
+from nbdist.world.ranks import Machines
 from nbdist.world.result import CellResult
 
 News = list[tuple[int, Output]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from nbdist.values.shared_memory import Segment
 from nbdist.wire.task import Attempt, Task
-from nbdist.world.renumbering import Renumbering
+from nbdist.world.ranks import Renumbering
 
 
 @dataclass(frozen=True)

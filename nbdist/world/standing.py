@@ -23,10 +23,9 @@ from nbdist.wire.start import WorldSpec
 from nbdist.wire.wanted import Wanted
 from nbdist.world.code_sync import CodeSync
 from nbdist.world.link import Link
-from nbdist.world.machines import Machines
 from nbdist.world.names import NameTable
 from nbdist.world.past import Past
-from nbdist.world.renumbering import Renumbering, compare
+from nbdist.world.ranks import Machines, Renumbering, compare
 from nbdist.world.running import RunningTask
 from nbdist.world.sent import Crew
 from nbdist.world.setup import Setup

@@ -1,10 +1,10 @@
-"""Tests of `nbdist.world.machines`: which rank is where, in words."""
+"""Tests of `nbdist.world.ranks`: which rank is where, in words."""
 
 from __future__ import annotations
 
 from nbdist.seats import Position
 from nbdist.wire.start import WorldSpec
-from nbdist.world.machines import Machines
+from nbdist.world.ranks import Machines
 
 THREE = Machines({0: ("a", 0), 1: ("a", 1), 2: ("b", 0), 3: ("c", 0), 4: ("a", 2)})
 

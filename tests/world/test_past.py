@@ -12,9 +12,9 @@ from nbdist.output.events import Display, Done, Failure
 from nbdist.values.identity import Identity
 from nbdist.wire.task import Call, Script, Source, Task, Work
 from nbdist.world import past as module
-from nbdist.world.machines import Machines
 from nbdist.world.names import Shipped
 from nbdist.world.past import Past
+from nbdist.world.ranks import Machines
 from nbdist.world.running import RunningTask
 from nbdist.world.sent import Crew
 

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.renumbering`: which rank is which."""
+"""Tests of `nbdist.world.ranks`: which rank is which."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from nbdist.errors import BadRanks, UsageError, WorkerDied, WorkerError
 from nbdist.seats import Position
 from nbdist.wire.membership import Processes, processes
+from nbdist.world.ranks import Renumbering, compare, moved_text, size_text
 from nbdist.world.recovery import scaled_text
-from nbdist.world.renumbering import Renumbering, compare, moved_text, size_text
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.worlds import NewWorld

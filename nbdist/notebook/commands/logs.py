@@ -19,7 +19,7 @@ from nbdist.readers import whole_number
 from nbdist.wire.log_files import MOVED, LogPiece, attempts_beside, earlier_file, file_of
 from nbdist.wire.messages import GetLogs
 from nbdist.words import format_ranks
-from nbdist.world.machines import Machines
+from nbdist.world.ranks import Machines
 from nbdist.world.spec import default_log_dir
 
 TAIL = whole_number("--tail", "a number, such as `--tail 1`")

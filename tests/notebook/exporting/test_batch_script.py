@@ -20,9 +20,9 @@ from nbdist.notebook.shipping.plan import version_now
 from nbdist.output.events import Display, Done, Failure
 from nbdist.values.identity import Identity
 from nbdist.wire.task import Call, Script, Source, Task, Work
-from nbdist.world.machines import Machines
 from nbdist.world.names import NameTable, Shipped
 from nbdist.world.past import Past
+from nbdist.world.ranks import Machines
 from nbdist.world.running import RunningTask
 from nbdist.world.sent import Crew
 
