@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.env_file`: what `--env-file` reads, and how it says what it cannot."""
+"""Tests of `nbdist.world.spec`: what `--env-file` reads, and how it says what it cannot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.errors import UsageError
-from nbdist.world.env_file import parse_line, read_env_file
+from nbdist.world.spec import parse_line, read_env_file
 
 
 @pytest.mark.parametrize(
