@@ -1,6 +1,6 @@
 """The files of the notebook's folder as `--sync-code` sends them to nodes that do not share it.
 
-The notebook lists them (`nbdist.world.code_listing`) and asks a node which it lacks, by the
+The notebook lists them (`nbdist.world.code_sync`) and asks a node which it lacks, by the
 digests of what is in them; the node unpacks what it is sent (`nbdist.agent.code_folder`).
 """
 

@@ -8,8 +8,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from nbdist.wire.places import PACKAGES
-from nbdist.world.code_listing import IGNORE_FILE
-from nbdist.world.code_sync import CodeSync
+from nbdist.world.code_sync import IGNORE_FILE, CodeSync
 
 _MISSING = re.compile(r"No module named '([\w.]+)'")
 

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.code_listing`: which files go along, and how changes are found."""
+"""Tests of `nbdist.world.code_sync`: which files go along, and how changes are found."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.wire.code_tree import digest_of
-from nbdist.world.code_listing import FULL_FOLDER, LARGEST, CodeListing
+from nbdist.world.code_sync import FULL_FOLDER, LARGEST, CodeListing
 
 pytestmark = pytest.mark.world
 
