@@ -384,7 +384,7 @@ class WorkerError(NbdistError):
     """The cell failed on some of the ranks that ran it.
 
     `except ValueError` catches it too, where that is what a rank raised
-    (`nbdist.world.raised`).  `rank host pid`
+    (`nbdist.world.result`).  `rank host pid`
     are those of the earliest failure, the cause; `errors` has every failed rank.  The
     traceback is in that rank's output, above the error.  `original` is what the rank raised
     where that is to be raised in its place, since no class can be derived from its own.

@@ -27,7 +27,7 @@ DOCUMENTED = {"_thread", "os._exit", "sys._current_exceptions", "sys._current_fr
 ALLOWED = {
     # Python's own.
     ("worker/main.py", "atexit._run_exitfuncs"): "os._exit runs none",
-    ("world/raised.py", "error._render_traceback_"): "how exceptions show themselves in IPython",
+    ("world/result.py", "error._render_traceback_"): "how exceptions show themselves in IPython",
     ("worker/ops/script.py", "asyncio._set_running_loop"): "asyncio.run refuses where one runs",
     ("worker/ops/script.py", "runpy._get_module_details"): "as `python -m` finds a module",
     ("world/scripts.py", "_path"): "a namespace package's; its public way imports the parents",

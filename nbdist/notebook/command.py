@@ -36,8 +36,8 @@ from nbdist.notebook.subshells import is_in_subshell, refusal
 from nbdist.notebook.tables import Shown, below, block
 from nbdist.topology import parse_ranks
 from nbdist.wire.task import Call
-from nbdist.world.raised import raised
 from nbdist.world.recovery import healing_text
+from nbdist.world.result import raised
 from nbdist.world.states import State
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from nbdist.notebook.stops import counted_stops, held_stops, is_main_thread
 from nbdist.output.wording import ranks_text, seconds_text
 from nbdist.words import one_line
 from nbdist.world.following import TICK
-from nbdist.world.raised import raised
-from nbdist.world.result import CellResult
+from nbdist.world.result import CellResult, raised
 from nbdist.world.running import RunningTask
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from nbdist.wire.task import Call, Task
 from nbdist.world.asking import ask, next_to_ask
 from nbdist.world.moving_line import MovingLine
 from nbdist.world.names import WORKERS_OWN
-from nbdist.world.raised import raised
-from nbdist.world.result import CellResult
+from nbdist.world.result import CellResult, raised
 from nbdist.world.running import RunningTask
 from nbdist.world.session import Session
 

@@ -1,21 +1,168 @@
-"""What became of a task on every rank."""
+"""What became of a task on every rank, and an error that is also what a rank raised.
+
+`except ValueError` catches a WorkerError of a rank that raised one.
+"""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+import sys
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from nbdist.errors import NoValue, UsageError
+from nbdist.errors import NoValue, UsageError, WorkerError, bare, rebuild
 from nbdist.output.events import RankError
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import clip
+from nbdist.values.payload import Payload, open_payload
+from nbdist.values.pickling import unpickle
 from nbdist.wire.task import Source, Task
 from nbdist.words import name_ranks
 
 if TYPE_CHECKING:
     from IPython.lib.pretty import RepresentationPrinter
+
+
+Names = dict[str, Any]
+"""The `__main__` in which what ranks send back finds its classes."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The arguments and attributes of what a rank raised; `whole` is all of it, None mostly."""
+
+    args: tuple[Any, ...] = ()
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    whole: object = None
+
+    @classmethod
+    def read(cls, packed: object, names: Names) -> Contents:
+        """Read what the rank has packed, as far as it can be read here."""
+        if not isinstance(packed, Payload):
+            return cls()
+        args, attributes, whole = unpickle(open_payload(packed), names)
+        found = {name: _read(each, names) for name, each in attributes.items()}
+        known = {name: value for name, value in found.items() if value is not _UNREAD}
+        return cls(tuple(_read(each, names) for each in args), known, _read(whole, names))
+
+
+class _Unread:
+    """In place of what cannot be read here, or was not sent."""
+
+    def __repr__(self) -> str:
+        return "<not sent>"
+
+
+_UNREAD = _Unread()
+
+
+def _read(frames: Sequence[bytes] | None, names: Names) -> Any:
+    try:
+        return unpickle(frames, names) if frames else _UNREAD
+    except Exception:  # noqa: BLE001 (a class can raise anything while it is rebuilt)
+        return _UNREAD
+
+
+def as_raised(
+    error: WorkerError, kinds: Iterable[str], contents: Contents | None = None
+) -> WorkerError:
+    """Return the error, of a class that is also the first of `kinds` that is known here.
+
+    These are the classes of what the rank raised, as `module:qualified.name`, its own first.
+    Nothing is imported for it.  It has the arguments and attributes in `contents`.  Where no
+    class can be both, `error.original` is what the rank raised, with our line as a note.
+    """
+    contents = contents or Contents()
+    for name in kinds:
+        original = _known(name)
+        if original is Exception:
+            break
+        if original is None or issubclass(original, BaseExceptionGroup):
+            continue
+        if (both := _also(error, original, contents)) is not None:
+            return both
+        if (alone := _as_it_is(error, original, contents)) is not None:
+            error.original = alone
+            break
+    return error
+
+
+def raised(error: WorkerError) -> BaseException:
+    """Return what is to be raised of it: itself, or what the rank raised, with notes."""
+    if (original := error.original) is None:
+        return error
+    notes = {"__notes__": [str(error), *getattr(error, "__notes__", ())]}
+    # The class may refuse to have attributes set.
+    object.__getattribute__(original, "__dict__").update(notes)
+    return original
+
+
+def _known(name: str) -> type[Exception] | None:
+    """Return the exception class of this name, of a module that has been imported."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) and issubclass(found, Exception) else None
+
+
+def _also(error: WorkerError, original: type[Exception], contents: Contents) -> WorkerError | None:
+    """Return the same as an exception of another class too; None if no class can be both."""
+    kind, said = type(error), str(error)
+    own = {
+        "__module__": kind.__module__,
+        # What the other class has of these may want attributes that only it sets.
+        "__setattr__": Exception.__setattr__,
+        **{name: getattr(object, name) for name in ("__eq__", "__hash__", "__getattribute__")},
+        "__str__": lambda _: said,
+        "__repr__": lambda _: f"{kind.__name__}({said!r})",
+        "__bool__": lambda _: True,
+        "__reduce__": lambda _: (rebuild, (kind, (said,)), {**vars(error)}),
+        **vars(error),  # it may have properties of these names
+    }
+    try:
+        both: type[WorkerError] = type(kind.__name__, (kind, original), own)
+        # A constructor in Python would want arguments that are not known.
+        made = bare(both, said)
+    except Exception:  # noqa: BLE001 (a metaclass, or `__init_subclass__`, can raise anything)
+        return None
+    _fill(made, contents, vars(error))
+    return made
+
+
+def _as_it_is(
+    error: WorkerError, original: type[Exception], contents: Contents
+) -> Exception | None:
+    """Return what the rank raised, with what ours says as a note; None if it cannot be made."""
+    if isinstance(contents.whole, original):
+        made = contents.whole
+    else:
+        try:
+            made = bare(original, *contents.args)
+        except Exception:  # noqa: BLE001 (a class without a constructor raises what it likes)
+            return None
+    # The class may refuse to have attributes set.
+    own: dict[str, Any] = object.__getattribute__(made, "__dict__")
+    _fill(made, contents, {})
+    own |= {k: v for k, v in vars(error).items() if k not in own and not hasattr(original, k)}
+    own["_render_traceback_"] = error._render_traceback_
+    return made
+
+
+def _fill(made: BaseException, contents: Contents, ours: Mapping[str, Any]) -> None:
+    """Give it the arguments and attributes, but those that are ours."""
+    BaseException.args.__set__(made, contents.args)  # type: ignore[attr-defined]
+    own: dict[str, Any] = object.__getattribute__(made, "__dict__")
+    for name, value in contents.attributes.items():
+        if name in ours:
+            continue
+        try:
+            Exception.__setattr__(made, name, value)
+        except (AttributeError, TypeError):  # it has a property of this name
+            own[name] = value
+    own |= ours
+
 
 LONGEST_REPR = 2000
 """Characters of the values in a `repr`."""

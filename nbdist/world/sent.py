@@ -39,9 +39,8 @@ from nbdist.world.hangs import (
 )
 from nbdist.world.names import Shipped
 from nbdist.world.prompts import Prompts
-from nbdist.world.raised import Contents, as_raised
 from nbdist.world.ranks import Machines
-from nbdist.world.result import CellResult
+from nbdist.world.result import CellResult, Contents, as_raised
 
 News = list[tuple[int, Output]]
 

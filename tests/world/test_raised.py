@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.raised`: an error of ours that is also what a rank raised."""
+"""Tests of `nbdist.world.result`: an error of ours that is also what a rank raised."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic_core import SchemaValidator, ValidationError
 
 from nbdist.errors import WorkerError
 from nbdist.worker.exceptions import contents_of
-from nbdist.world.raised import Contents, as_raised, raised
+from nbdist.world.result import Contents, as_raised, raised
 
 ERROR = WorkerError(1, "node1", 4711, {}, 4, 1.2, ("KeyError", "'x'"))
 
