@@ -24,11 +24,10 @@ from nbdist.wire.wanted import Wanted
 from nbdist.world.code_sync import CodeSync
 from nbdist.world.link import Link
 from nbdist.world.names import NameTable
-from nbdist.world.past import Past
+from nbdist.world.past import Past, Setup
 from nbdist.world.ranks import Machines, Renumbering, compare
 from nbdist.world.running import RunningTask
 from nbdist.world.sent import Crew
-from nbdist.world.setup import Setup
 from nbdist.world.spec import make_spec, make_wanted, scaled
 from nbdist.world.states import Event, State, next_state
 from nbdist.world.surroundings import NotebookSurroundings

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.setup`: what new workers run before anything else."""
+"""Tests of `nbdist.world.past`: what new workers run before anything else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from nbdist.errors import WorkerDied, WorkerError
 from nbdist.values.shared_memory import Segment, to_end
 from nbdist.wire.task import Attempt, Source, Task
-from nbdist.world.setup import Setup
+from nbdist.world.past import Setup
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.faults.test_policies import DIES, SUM, ends
