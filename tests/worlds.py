@@ -14,7 +14,7 @@ from nbdist.errors import AgentLost, StartError
 from nbdist.notebook import extension
 from nbdist.wire.messages import GetStatus, Received, StopWorld
 from nbdist.world import workers
-from nbdist.world.launchers import AGENT
+from nbdist.world.agents import AGENT
 from nbdist.world.link import Link
 from nbdist.world.world import World
 from tests.waiting import SOON

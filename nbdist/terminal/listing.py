@@ -10,7 +10,7 @@ import time
 from contextlib import ExitStack, suppress
 
 from nbdist.errors import UsageError
-from nbdist.world.registry import Found, worlds
+from nbdist.world.agents import Found, worlds
 
 KILL_TIMEOUT = 10.0
 """Seconds for an agent to end in order, and again after it was killed for what is left."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nbdist.wire.frames import BadFrame, FrameCutter
 from nbdist.wire.seen import LOOK, MOST_BYTES, WINDOW, WorldSeen, connect_to, seen_from
-from nbdist.world.registry import runtime_folders
+from nbdist.world.agents import runtime_folders
 
 ANSWER_TIMEOUT = 3.0
 READ_SIZE = 1 << 18

@@ -15,9 +15,8 @@ from nbdist.errors import UsageError
 from nbdist.wire.at_door import Admitted, Attach, Refused
 from nbdist.wire.frames import BadFrame
 from nbdist.wire.runtime_folder import JoinedFolder
-from nbdist.world.attached_agent import AttachedAgent
+from nbdist.world.agents import Asking, AttachedAgent, Found, to_attach, worlds
 from nbdist.world.link import Link
-from nbdist.world.registry import Asking, Found, to_attach, worlds
 from nbdist.world.session import Session
 from nbdist.world.world import World
 

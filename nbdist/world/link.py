@@ -58,10 +58,7 @@ from nbdist.wire.messages import (
 )
 from nbdist.wire.runtime_folder import JoinedFolder, RuntimeFolder
 from nbdist.wire.task import InputReply
-from nbdist.world.agent_process import AgentProcess
-from nbdist.world.attached_agent import AttachedAgent
-from nbdist.world.launchers import AGENT
-from nbdist.world.open_files import require_open_files
+from nbdist.world.agents import AGENT, AgentProcess, AttachedAgent, require_open_files
 
 log = logging.getLogger("nbdist.world")
 

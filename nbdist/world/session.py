@@ -28,7 +28,7 @@ from nbdist.wire.questions import Question
 from nbdist.wire.task import Attempt, Call, InputReply, Source, Task, Work
 from nbdist.words import format_ranks
 from nbdist.world import following, recovery
-from nbdist.world.launchers import module_of
+from nbdist.world.agents import module_of
 from nbdist.world.names import Shipped
 from nbdist.world.prompts import NOBODY
 from nbdist.world.result import CellResult

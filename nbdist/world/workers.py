@@ -31,7 +31,7 @@ from nbdist.wire.messages import (
 from nbdist.wire.places import Place
 from nbdist.wire.task import InputReply, Task
 from nbdist.words import count
-from nbdist.world.launchers import module_of
+from nbdist.world.agents import module_of
 from nbdist.world.link import CALL_TIMEOUT, Link
 from nbdist.world.names import NameTable, Shipped
 from nbdist.world.past import Past

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from nbdist.terminal.listing import kill_world
-from nbdist.world.registry import worlds
+from nbdist.world.agents import worlds
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:

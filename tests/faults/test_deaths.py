@@ -17,7 +17,7 @@ from nbdist.errors import AgentLost
 from nbdist.output.events import Died
 from nbdist.wire.prctl import children_of
 from nbdist.wire.runtime_folder import RuntimeFolder
-from nbdist.world.agent_process import AgentProcess
+from nbdist.world.agents import AgentProcess
 from nbdist.world.world import World
 from tests.waiting import SOON, wait_until
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from nbdist.errors import WorkerDied
-from nbdist.world.registry import worlds
+from nbdist.world.agents import worlds
 from nbdist.world.running import RunningTask
 from nbdist.world.world import World
 from tests.waiting import wait_until

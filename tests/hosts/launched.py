@@ -20,7 +20,7 @@ import pytest
 import nbdist
 from nbdist.errors import ScaleError, UsageError, WorkerDied, WorkerError
 from nbdist.wire.offers import read_key_file
-from nbdist.world.registry import Found, worlds
+from nbdist.world.agents import Found, worlds
 from nbdist.world.world import World
 from tests.hosts.conftest import complain
 from tests.hosts.network import Host, Network, end

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from nbdist.terminal.listing import kill_world
-from nbdist.world.registry import Found, worlds
+from nbdist.world.agents import Found, worlds
 from tests.hosts.network import Host, Network
 from tests.hosts.sshd import Sshd
 from tests.notebook.commands.test_attach import LOOP, STEPS

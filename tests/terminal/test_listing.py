@@ -13,7 +13,7 @@ from nbdist import __version__
 from nbdist.terminal.console import main
 from nbdist.terminal.listing import HEADINGS, row_of
 from nbdist.wire.at_door import Held
-from nbdist.world.registry import Found, worlds
+from nbdist.world.agents import Found, worlds
 from nbdist.world.world import World
 
 

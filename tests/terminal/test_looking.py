@@ -13,7 +13,7 @@ import pytest
 from nbdist.terminal.looking import Look, Worlds
 from nbdist.wire.frames import framed
 from nbdist.wire.seen import WINDOW, WorldSeen
-from nbdist.world.registry import runtime_folders
+from nbdist.world.agents import runtime_folders
 from nbdist.world.world import World
 from tests.waiting import wait_until
 from tests.worlds import NewWorld

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.agent_process`: an agent whose life hangs on a pipe of this process."""
+"""Tests of `nbdist.world.agents`: an agent whose life hangs on a pipe of this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nbdist.agent.code_folder import CodeFolder
 from nbdist.wire.code_tree import CodeFile, CodePart, digest_of
 from nbdist.wire.messages import PutCode
 from nbdist.wire.runtime_folder import RuntimeFolder
-from nbdist.world.agent_process import AgentProcess
+from nbdist.world.agents import AgentProcess
 from tests.waiting import SOON, wait_until
 
 pytestmark = pytest.mark.own_agent

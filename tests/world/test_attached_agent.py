@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.attached_agent`: an agent of which this process is not the parent."""
+"""Tests of `nbdist.world.agents`: an agent of which this process is not the parent."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 
 from nbdist import __version__
 from nbdist.wire.at_door import Admitted, Held
-from nbdist.world.attached_agent import AttachedAgent
-from nbdist.world.registry import Found
+from nbdist.world.agents import AttachedAgent, Found
 
 pytestmark = pytest.mark.own_agent
 

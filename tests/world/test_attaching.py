@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from nbdist.errors import AgentLost, UsageError, WorkerDied, WorkerError
+from nbdist.world.agents import Found, worlds
 from nbdist.world.attaching import attach
-from nbdist.world.registry import Found, worlds
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.waiting import wait_until

@@ -1,11 +1,11 @@
-"""Tests of `nbdist.world.launchers`: what is started here for which launcher."""
+"""Tests of `nbdist.world.agents`: what is started here for which launcher."""
 
 from __future__ import annotations
 
 import pytest
 
 from nbdist.errors import UsageError
-from nbdist.world.launchers import AGENT, HEAD, launcher_names, module_of
+from nbdist.world.agents import AGENT, HEAD, launcher_names, module_of
 
 
 def test_what_is_started_here() -> None:

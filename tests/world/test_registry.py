@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.registry`: worlds that run, and which of them is meant."""
+"""Tests of `nbdist.world.agents`: worlds that run, and which of them is meant."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from nbdist.errors import UsageError
 from nbdist.wire.at_door import DOOR, Held
 from nbdist.wire.runtime_folder import PREFIX
 from nbdist.wire.versions import Versions, versions_here
-from nbdist.world import registry
-from nbdist.world.registry import Asking, Found, runtime_folders, to_attach, worlds
+from nbdist.world import agents
+from nbdist.world.agents import Asking, Found, runtime_folders, to_attach, worlds
 from nbdist.world.world import World
 from tests.waiting import wait_until
 from tests.worlds import NewWorld
@@ -66,7 +66,7 @@ def test_a_world_that_runs(world: World) -> None:
 def test_doors_that_do_not_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Are waited for together, and hide no world: their agents may be stopped, or ending."""
     timeout = 3.0
-    monkeypatch.setattr(registry, "ANSWER_TIMEOUT", timeout)
+    monkeypatch.setattr(agents, "ANSWER_TIMEOUT", timeout)
     with ExitStack() as stack:
         silent = {stack.enter_context(silent_door()) for _ in range(3)}
         assert silent < {*runtime_folders(DOOR)}

@@ -12,7 +12,7 @@ from nbdist.config import OnFailure
 from nbdist.errors import NbdistError
 from nbdist.notebook.border.flags import Argument, arguments_of
 from nbdist.wire.questions import Candidate, Completions
-from nbdist.world.launchers import launcher_names
+from nbdist.world.agents import launcher_names
 from nbdist.world.snapshot_store import Snapshot, SnapshotStore, root_folder
 from nbdist.world.spec import default_log_dir
 

@@ -18,13 +18,13 @@ from nbdist.output.transcript import follows
 from nbdist.output.wording import seconds_text
 from nbdist.topology import parse_size
 from nbdist.words import count, name_ranks
+from nbdist.world.agents import to_attach, worlds
 from nbdist.world.attaching import take_over
 from nbdist.world.recovery import healing_text, scaled_text
-from nbdist.world.registry import to_attach, worlds
 
 if TYPE_CHECKING:
     from nbdist.notebook.job import Steps
-    from nbdist.world.registry import Found
+    from nbdist.world.agents import Found
 
 
 @command(world_options)

@@ -1,23 +1,79 @@
-"""Finds the worlds of this user on this machine, and asks at their doors whose they are."""
+"""The processes that serve worlds: which of them are started here, found, asked and attached to.
+
+A link leads to this machine's agent, or to the head of agents on several: an `AgentProcess`
+that is started for it, or an `AttachedAgent` that another process has started.  `worlds` finds
+those of this user on this machine, and asks at their doors whose they are.
+
+Launchers of other machines are entry points of the group `nbdist.launchers`; the house's own
+live in `nbdist.launch`, others come with packages of their own.  All run in the head's process.
+"""
 
 from __future__ import annotations
 
 import os
+import resource
+import select
+import signal
+import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from nbdist import __version__, folders
-from nbdist.config import DEFAULT_POOL
+from nbdist.config import DEFAULT_POOL, LAUNCHERS, LOCAL
 from nbdist.errors import UsageError
-from nbdist.wire.at_door import DOOR, LONGEST_LINE, Held, Said, Who, from_line, to_line
+from nbdist.wire.at_door import DOOR, LONGEST_LINE, Admitted, Held, Said, Who, from_line, to_line
+from nbdist.wire.cgroups import OomKills
+from nbdist.wire.child import Child, last_lines_of
 from nbdist.wire.frames import BadFrame
+from nbdist.wire.interpreter import MODULE, safe_environ
+from nbdist.wire.prctl import children_of
 from nbdist.wire.runtime_folder import PREFIX, places
 from nbdist.wire.seen import connect_to, process_at
 from nbdist.wire.versions import difference, versions_here
-from nbdist.world.launchers import AGENT, HEAD
+
+NEEDED = 20
+"""What a link opens in the notebook's process, 16, and what is read now and then."""
+
+
+def require_open_files() -> None:
+    """Raise UsageError if this process cannot open `NEEDED` more files."""
+    opened: list[int] = []
+    try:
+        while len(opened) < NEEDED:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise UsageError(
+            "nbdist cannot be used here, neither its magics nor workers: this process can open "
+            f"{len(opened)} more files, and {NEEDED} are needed ({error.strerror}; `ulimit -n` is "
+            f"{most}). Start the notebook after `ulimit -n 1024`."
+        ) from None
+    finally:
+        for each in opened:
+            os.close(each)
+
+
+AGENT, HEAD = "nbdist.agent", "nbdist.head"
+"""What is started on this machine: its agent, or the head of agents on several."""
+
+
+def launcher_names() -> list[str]:
+    """List what `--launcher` can be."""
+    return sorted({LOCAL, *(point.name for point in entry_points(group=LAUNCHERS))})
+
+
+def module_of(launcher: str) -> str:
+    """Say what to start here for a launcher; UsageError, with those there are, for none."""
+    names = launcher_names()
+    if launcher not in names:
+        raise UsageError(f"`--launcher {launcher}`: available: {', '.join(names)}.")
+    return AGENT if launcher == LOCAL else HEAD
+
 
 ANSWER_TIMEOUT = 15.0
 """Seconds; a world that is only slow, on a busy machine, is not to be missing from the list."""
@@ -198,3 +254,83 @@ def _of_agents() -> Iterator[Path]:
                 for agent in AGENTS:
                     if agent in words[:-2]:
                         yield Path(os.fsdecode(words[words.index(agent) + 1]))
+
+
+class AttachedAgent:
+    """An agent that another process has started: it is this one's while a connection lasts."""
+
+    def __init__(self, found: Found, asking: Asking, admitted: Admitted) -> None:
+        self.host = found.held.host
+        self.pid = admitted.agent
+        self.command = f"the agent of world {found.name}"
+        self._asking = asking
+        log = found.folder / "agent.log"
+        self._log = (log if log.exists() else Path(os.devnull)).open("rb")  # also once it has gone
+        # The guard is the last to end.
+        self._guard = os.pidfd_open(admitted.guard)
+        self._agent = os.pidfd_open(admitted.agent)
+
+    def __repr__(self) -> str:
+        return f"<AttachedAgent {self.pid}>"
+
+    def fileno(self) -> int:
+        return self._guard
+
+    def exit_code(self) -> int | None:
+        return None  # only a parent learns of it
+
+    def last_lines(self) -> list[str]:
+        return last_lines_of(self._log)
+
+    def end(self, timeout: float) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self._ends_in(timeout):
+                return
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._agent, number)
+        self._ends_in(timeout)
+
+    def _ends_in(self, timeout: float) -> bool:
+        return bool(select.select([self._guard], [], [], timeout)[0])
+
+    def close(self) -> None:
+        self._asking.close()
+        self._log.close()
+        os.close(self._guard)
+        os.close(self._agent)
+
+
+class AgentProcess(Child):
+    """A process that connects to `runtime / "notebook.sock"`.
+
+    It ends when its stdin, a pipe of ours, does.  `module` is what it runs, of
+    `nbdist.world.agents`.
+    """
+
+    def __init__(self, runtime: Path, module: str = AGENT, *, fork_server: bool = True) -> None:
+        command = [sys.executable, *MODULE, module, str(runtime), str(os.getpid())]
+        if not fork_server:
+            command.append("--no-fork")
+        environ = safe_environ(os.environ, os.getcwd())
+        super().__init__(socket.gethostname(), command, runtime / "agent.log", environ)
+        self._oom_kills = OomKills(self.pid)
+
+    def last_lines(self) -> list[str]:
+        """Return the end of its log; where the kernel has killed it for its memory, that too."""
+        return [*super().last_lines(), *self._oom_kills.text(self.exit_code() or 0).splitlines()]
+
+    def end(self, timeout: float) -> None:
+        """Have it end; by force, a step at a time, each `timeout` seconds after the one before.
+
+        `fileno` stays valid.
+        """
+        self._end_stdin()
+        if self._ends_in(timeout):
+            return
+        # What was started is the agent's guard, which ends all that a killed agent has left.
+        for agent in children_of(self.pid):
+            with suppress(ProcessLookupError):
+                os.kill(agent, signal.SIGKILL)
+        if not self._ends_in(timeout):
+            self._process.kill()
+            self._ends_in(timeout)
