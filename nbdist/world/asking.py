@@ -10,8 +10,8 @@ import getpass
 import time
 
 from nbdist.errors import UsageError
-from nbdist.world.prompts import NOBODY
 from nbdist.world.running import RunningTask
+from nbdist.world.sent import NOBODY
 from nbdist.world.session import Session
 
 

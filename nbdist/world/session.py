@@ -30,9 +30,9 @@ from nbdist.words import format_ranks
 from nbdist.world import following, recovery
 from nbdist.world.agents import module_of
 from nbdist.world.names import Shipped
-from nbdist.world.prompts import NOBODY
 from nbdist.world.result import CellResult
 from nbdist.world.running import RunningTask
+from nbdist.world.sent import NOBODY
 from nbdist.world.states import State
 from nbdist.world.workers import Workers
 

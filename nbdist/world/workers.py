@@ -35,9 +35,9 @@ from nbdist.world.agents import module_of
 from nbdist.world.link import CALL_TIMEOUT, Link
 from nbdist.world.names import NameTable, Shipped
 from nbdist.world.past import Past
-from nbdist.world.prompts import NOBODY
 from nbdist.world.records import hand_over, wanted_level
 from nbdist.world.running import RunningTask
+from nbdist.world.sent import NOBODY
 from nbdist.world.standing import Standing
 from nbdist.world.states import Event, State
 

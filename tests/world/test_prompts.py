@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.prompts`: whose turn it is, and for whom a line is."""
+"""Tests of `nbdist.world.sent`: whose turn it is, and for whom a line is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from nbdist.errors import UsageError
 from nbdist.output.events import InputRequest
-from nbdist.world.prompts import SETTLE_SECONDS, STAY_SECONDS, Prompts
+from nbdist.world.sent import SETTLE_SECONDS, STAY_SECONDS, Prompts
 
 
 def asked(*ranks: int, by_debugger: bool = False) -> Prompts:
