@@ -38,8 +38,8 @@ from nbdist.world.past import Past
 from nbdist.world.records import hand_over, wanted_level
 from nbdist.world.running import RunningTask
 from nbdist.world.sent import NOBODY
-from nbdist.world.standing import Standing
 from nbdist.world.states import Event, State
+from nbdist.world.world_state import Standing
 
 log = logging.getLogger("nbdist.world")
 

@@ -25,9 +25,9 @@ from nbdist.errors import (
 )
 from nbdist.world.recovery import healing_text, replaced_text
 from nbdist.world.spec import scaled
-from nbdist.world.standing import Standing
 from nbdist.world.states import State
 from nbdist.world.world import World
+from nbdist.world.world_state import Standing
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world

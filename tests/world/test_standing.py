@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.standing`: what is known of workers, before any of them is there."""
+"""Tests of `nbdist.world.world_state`: what is known of workers, before any of them is there."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from nbdist.config import WorldConfig
 from nbdist.errors import WorldNotStarted
 from nbdist.seats import Position
 from nbdist.wire.messages import Healed
-from nbdist.world.standing import Standing
 from nbdist.world.states import State
+from nbdist.world.world_state import Standing
 
 
 def test_before_the_start() -> None:

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.surroundings`: ranks follow what the notebook changes after the start."""
+"""Tests of `nbdist.world.world_state`: ranks follow what the notebook changes after the start."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from nbdist.config import WorldConfig
 from nbdist.wire.task import Surroundings
 from nbdist.world.spec import make_spec
-from nbdist.world.surroundings import NotebookSurroundings
 from nbdist.world.world import World
+from nbdist.world.world_state import NotebookSurroundings
 
 pytestmark = pytest.mark.shared_world(2)
 
