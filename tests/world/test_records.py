@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.records` and `nbdist.worker.records`, with real workers."""
+"""Tests of `nbdist.world.workers` and `nbdist.worker.records`, with real workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from nbdist.worker.records import MOST, plain
-from nbdist.world.records import hand_over
+from nbdist.world.workers import hand_over
 from nbdist.world.world import World
 from tests.worlds import NewWorld
 
