@@ -12,6 +12,8 @@ import time
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace as but
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 from nbdist.errors import (
     AgentLost,
@@ -34,16 +36,59 @@ from nbdist.output.events import (
     RankError,
 )
 from nbdist.wire.messages import Grow, Heal, Healed, Kill, Scale
+from nbdist.wire.places import PACKAGES
 from nbdist.wire.task import Task
 from nbdist.words import name_ranks, one_line
+from nbdist.world.code_sync import IGNORE_FILE, CodeSync
 from nbdist.world.following import finish, follow
-from nbdist.world.missing_modules import missing_text
 from nbdist.world.names import list_names
 from nbdist.world.ranks import size_text
 from nbdist.world.running import RunningTask
 from nbdist.world.spec import scaled
 from nbdist.world.states import Event, State
 from nbdist.world.workers import Workers
+
+_MISSING = re.compile(r"No module named '([\w.]+)'")
+
+
+def missing_text(
+    message: str, host: str, folder: Path, path: Sequence[str], code: CodeSync | None
+) -> str:
+    """Say where the module lies here that an error's message says `host` lacks; "" for no such.
+
+    `folder` is the notebook's, `path` its `sys.path`; `code` keeps the folder in step there.
+    """
+    found = _MISSING.search(message)
+    if found is None:
+        return ""
+    if (file := _file_in(folder, found[1])) is not None:
+        if code is None:
+            where = "is in the notebook's folder, which"
+            return f"`{file}` {where} {host} does not have: `--sync-code` sends it."
+        why = code.listing.why_not(file)
+        return why and (
+            f"`{file}` is in the notebook's folder, but `--sync-code` leaves it out: {why}. "
+            f"`!{file}` in {IGNORE_FILE} sends it."
+        )
+    module = found[1].partition(".")[0]
+    spec = PathFinder.find_spec(module, [entry for entry in path if entry])
+    origin = (spec.origin or next(iter(spec.submodule_search_locations or ()), "")) if spec else ""
+    if not origin:
+        return ""
+    if PACKAGES.match(origin):
+        return f"`{module}` is installed on the notebook's machine, but not on {host}."
+    place = str(Path(origin).parent if spec and spec.submodule_search_locations is None else origin)
+    return f"`{module}` is in {place}, which {host} does not have: install it there."
+
+
+def _file_in(folder: Path, module: str) -> str | None:
+    """Find a module's file below the folder; relative to it."""
+    path = module.replace(".", "/")
+    for name in (f"{path}.py", f"{path}/__init__.py"):
+        if (folder / name).is_file():
+            return name
+    return None
+
 
 HEAL_TIMEOUT = 150.0
 """Seconds; longer than an agent takes when ranks do not meet, one after the other."""
@@ -65,7 +110,6 @@ LASTING = (
     "TabError",
 )
 """Failures that another attempt would meet again, or that were wanted."""
-
 
 # --- from one group to another ----------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.missing_modules`: where a module lies that another machine lacks."""
+"""Tests of `nbdist.world.recovery`: where a module lies that another machine lacks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.world.code_sync import CodeSync
-from nbdist.world.missing_modules import missing_text
+from nbdist.world.recovery import missing_text
 
 MISSING = "No module named 'mine'"
 
