@@ -201,7 +201,7 @@ class Past:
         return {each.name: each for each in self.sent if each.task <= task}
 
     def _note_gathered(self, work: Work) -> None:
-        """Note what went home; `nbdist.world.gathering` makes such tasks."""
+        """Note what went home; `nbdist.world.exchange` makes such tasks."""
         match work:
             case Call("values.gather", {"expressions": asked}) if len(self.gathered) < MOST_TASKS:
                 self.gathered.update(dict.fromkeys(map(str, asked)))

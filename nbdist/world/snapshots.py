@@ -15,7 +15,7 @@ from nbdist.errors import UsageError
 from nbdist.wire.ops import Loaded, Mesh, Written
 from nbdist.wire.task import Call
 from nbdist.words import count, format_ranks, name_ranks
-from nbdist.world.all_or_none import commit
+from nbdist.world.exchange import commit
 from nbdist.world.session import Session
 from nbdist.world.snapshot_store import Snapshot, SnapshotStore
 

@@ -14,12 +14,12 @@ from nbdist.wire.messages import GetStacks, GetStatus
 from nbdist.wire.ops import Cleaned
 from nbdist.wire.places import Stack, WorkerStatus
 from nbdist.wire.task import Call, Task, Work
-from nbdist.world import all_or_none, calling, gathering, snapshots, syncing
+from nbdist.world import calling, exchange, snapshots
+from nbdist.world.exchange import Scatter
 from nbdist.world.following import Following
 from nbdist.world.parts import Joining
 from nbdist.world.result import CellResult
 from nbdist.world.running import RunningTask
-from nbdist.world.scattering import Scatter
 from nbdist.world.scripts import find_script
 from nbdist.world.session import Session
 from nbdist.world.snapshot_store import Snapshot, SnapshotStore, owner_of, root_folder
@@ -249,14 +249,14 @@ class World:
         """
         names = (name,) if isinstance(name, str) else tuple(name)
         asked = ranks if rank is None else (rank,)
-        task = gathering.gather_task(self._started, names, asked)
+        task = exchange.gather_task(self._started, names, asked)
         brought = calling.outcome(self.session, self.session.submit(task)).by_rank
-        if whole := gathering.joining_task(self.session, task, brought):
+        if whole := exchange.joining_task(self.session, task, brought):
             task = whole
             brought = calling.outcome(self.session, self.session.submit(task)).by_rank
-        found = gathering.read(self.session, task, brought)
+        found = exchange.read(self.session, task, brought)
         values = [
-            gathering.made_of(n, by, rank, join, dim) for n, by in zip(names, found, strict=True)
+            exchange.made_of(n, by, rank, join, dim) for n, by in zip(names, found, strict=True)
         ]
         return values[0] if isinstance(name, str) else tuple(values)
 
@@ -285,7 +285,7 @@ class World:
         with closing(Scatter(self._started, name, value, ranks, dim)) as scatter:
             for _ in scatter.packing():
                 pass
-            all_or_none.bind(self.session, *scatter.tasks())
+            exchange.bind(self.session, *scatter.tasks())
 
     def task(
         self,
@@ -374,7 +374,7 @@ class World:
         other values.  They arrive together: a model and its optimizer share parameters.
         CUDA tensors arrive on the rank's own GPU.  UsageError for a name that cannot be copied.
         """
-        return syncing.sync(self.session, names, source, ranks)
+        return exchange.sync(self.session, names, source, ranks)
 
     # --- what workers have ----------------------------------------------------------------
 

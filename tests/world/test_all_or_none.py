@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.all_or_none`: ranks bind a value together, whatever comes between."""
+"""Tests of `nbdist.world.exchange`: ranks bind a value together, whatever comes between."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.errors import Interrupted, WorkerDied, WorkerError
-from nbdist.world.all_or_none import commit
-from nbdist.world.scattering import Scatter
+from nbdist.world.exchange import Scatter, commit
 from nbdist.world.world import World
 from tests.waiting import wait_until
 

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.gathering`: `World.gather` of several names, joined, and refused."""
+"""Tests of `nbdist.world.exchange`: `World.gather` of several names, joined, and refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nbdist.errors import UsageError
-from nbdist.world.gathering import check_expressions
+from nbdist.world.exchange import check_expressions
 from nbdist.world.world import World
 from tests.worlds import NewWorld
 

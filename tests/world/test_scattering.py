@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.scattering`: each rank has its own part, and no more than that."""
+"""Tests of `nbdist.world.exchange`: each rank has its own part, and no more than that."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nbdist.errors import UsageError, VariableNotSent
-from nbdist.world.scattering import Scatter
+from nbdist.world.exchange import Scatter
 from nbdist.world.world import World
 from tests.worlds import NewWorld
 

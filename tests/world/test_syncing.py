@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.syncing`: what may be copied, by which ranks, and who has got it."""
+"""Tests of `nbdist.world.exchange`: what may be copied, by which ranks, and who has got it."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from nbdist.notebook.tables import Shown, below, block, table
 from nbdist.wire.ops import Brought, Distance, Looked
 from nbdist.wire.task import Call
 from nbdist.world.comparison import Comparison
-from nbdist.world.gathering import check_expressions, refusal
+from nbdist.world.exchange import check_expressions, refusal
 
 MOST_ROWS = 50
 

@@ -19,10 +19,10 @@ from nbdist.notebook.shipping.plan import push
 from nbdist.notebook.transfer import moved, packed
 from nbdist.wire.task import Call
 from nbdist.words import count, did_you_mean, name_ranks
-from nbdist.world import gathering
+from nbdist.world import exchange
+from nbdist.world.exchange import Scatter
 from nbdist.world.names import list_names
 from nbdist.world.parts import Joining
-from nbdist.world.scattering import Scatter
 
 if TYPE_CHECKING:
     import argparse
@@ -57,16 +57,16 @@ def dist_gather(line: Line) -> Value:
     expressions = [*expressions_in(options.names)]
     targets = targets_of(expressions, options.targets, is_assigned=line.is_assigned)
     how, session, ranks = joining_of(options), line.world.session, line.ranks
-    task = gathering.gather_task(session, expressions, ranks)
+    task = exchange.gather_task(session, expressions, ranks)
     what = f"gathering {list_names(expressions)}"
     brought = bring(pool, line.world, task, line.display, what)
-    if whole := gathering.joining_task(session, task, brought):
+    if whole := exchange.joining_task(session, task, brought):
         task, brought = whole, bring(pool, line.world, whole, line.display, what)
-    values = gathering.read(session, task, brought)
+    values = exchange.read(session, task, brought)
     is_one = how is None and ONE_RANK.fullmatch(options.ranks or "")
     one = ranks[0] if is_one else None
     made = [
-        gathering.made_of(expression, by_rank, one, how, options.dim or 0)
+        exchange.made_of(expression, by_rank, one, how, options.dim or 0)
         for expression, by_rank in zip(expressions, values, strict=True)
     ]
     named = zip(targets, made, strict=True)
@@ -111,7 +111,7 @@ def targets_of(
     expressions: Sequence[str], given: str | None, *, is_assigned: bool = False
 ) -> list[str]:
     """Say what to call each here; UsageError where one has no name and is not assigned."""
-    gathering.check_expressions(expressions)
+    exchange.check_expressions(expressions)
     line = f"`%dist_gather {' '.join(expressions)}`"
     targets = [*expressions] if given is None else given.replace(" ", "").split(",")
     if len(targets) != len(expressions):

@@ -1,0 +1,313 @@
+"""Values that ranks and the notebook exchange: gathered, scattered, copied between ranks.
+
+What ranks are to bind, all of them bind, or none does, in two tasks.  With the first the ranks
+take the values, which is what takes long, what Stop ends and what can fail; they have nothing of
+it then.  Once all have taken them they are told to bind them, and Stop waits for that: it comes
+too late.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from typing import Any
+
+from nbdist.errors import BadRanks, UsageError, WorkerError
+from nbdist.output.events import NAME_PROBLEM, Died, Failure
+from nbdist.output.wording import fold_ranks
+from nbdist.values.payload import INLINE_LIMIT, Payload, open_payload, packing, size_of
+from nbdist.values.pickling import Pickled, pickle, unpickle
+from nbdist.values.shared_memory import Steps
+from nbdist.values.unpicklable import PICKLING_ERRORS, fails_in, unshippable
+from nbdist.wire.ops import Brought
+from nbdist.wire.task import Call, Task, Work
+from nbdist.words import did_you_mean, format_ranks, name_ranks, one_line
+from nbdist.world import recovery
+from nbdist.world.names import WORKERS_OWN, Shipped, check_are_free
+from nbdist.world.parts import Joining, join, length_of, split, unit_of
+from nbdist.world.running import RunningTask
+from nbdist.world.session import Session
+
+
+def check_expressions(expressions: Sequence[str]) -> None:
+    """Raise UsageError where one is no expression; before the workers are asked."""
+    for text in expressions:
+        try:
+            compile(text, "<gather>", "eval")
+        except SyntaxError as error:
+            raise UsageError(f"`{text}` is no expression: {error.msg}.") from None
+
+
+def gather_task(session: Session, expressions: Sequence[str], ranks: Sequence[int] | None) -> Task:
+    """Ask these ranks, by default all, for values of names or expressions."""
+    check_expressions(expressions)
+    return session.task(Call("values.gather", {"expressions": tuple(expressions)}), ranks=ranks)
+
+
+def joining_task(session: Session, task: Task, found: Mapping[int, Brought]) -> Task | None:
+    """Have ranks put together what is spread over them; None where nothing is.
+
+    All that something is spread over have to do that, in the same order: UsageError where they
+    are not asked, or have different things.
+    """
+    spread = {rank: each.spread for rank, each in found.items() if each.spread}
+    if not spread:
+        return None
+    work = task.work
+    assert isinstance(work, Call)
+    for rank, parts in spread.items():
+        for number, part in enumerate(parts):
+            others = {other: spread.get(other, ())[number : number + 1] for other in part.ranks}
+            if lacking := [other for other, each in others.items() if each != (part,)]:
+                raise UsageError(_spread_text(found[rank].of, part.ranks, lacking, task.ranks))
+    return session.task(
+        replace(work, arguments={**work.arguments, "joins": True}), ranks=task.ranks
+    )
+
+
+def _spread_text(
+    of: str, ranks: Sequence[int], lacking: Sequence[int], asked: Sequence[int]
+) -> str:
+    over = f"`{of}` is spread over {name_ranks(ranks)} (DTensor, FSDP2)"
+    if set(lacking) <= {*asked}:
+        do_not = "does not" if len(lacking) == 1 else "do not"
+        return f"{over}, and {name_ranks(lacking)} {do_not} have the same of it there."
+    return (
+        f"{over}: gather it from all of them, without `-r`. Or run in a cell of all of "
+        "them `whole = x.full_tensor()`, for a model `whole = get_model_state_dict(model, "
+        "options=StateDictOptions(full_state_dict=True))`."
+    )
+
+
+def read(session: Session, task: Task, found: Mapping[int, Brought]) -> list[dict[int, Any]]:
+    """Open what the ranks have brought: for each expression its values by rank.
+
+    Raises UsageError where a rank has none, with the ranks that have one.
+    """
+    try:
+        if error := refusal(session, found):
+            raise error
+        opened = {
+            rank: unpickle(open_payload(brought.packed), session.namespace)
+            for rank, brought in found.items()
+            if brought.packed is not None
+        }
+    finally:
+        lent = (rank for rank, each in found.items() if each.packed and each.packed.segment)
+        session.let_go_of(task, lent)
+    number = len(next(iter(opened.values()), ()))
+    return [{rank: values[index] for rank, values in opened.items()} for index in range(number)]
+
+
+def made_of(
+    name: str, values: Mapping[int, Any], rank: int | None, how: Joining | None, dim: int
+) -> Any:
+    """Make of an expression's values what was asked for: a list, one of them, or one of all."""
+    if rank is not None:
+        return values[rank]
+    return [*values.values()] if how is None else join(how, name, values, dim)
+
+
+def refusal(session: Session, found: Mapping[int, Brought]) -> UsageError | None:
+    """Say who lacks what, and who has it; None where all ranks have values."""
+    lacking = {rank: each for rank, each in found.items() if each.packed is None}
+    if not lacking:
+        return None
+    missing = next((each.missing for each in lacking.values() if each.missing), "")
+    if missing:
+        return UsageError(_missing_text(session, missing, found))
+    problems = fold_ranks({rank: (each.of, each.problem) for rank, each in lacking.items()})
+    (of, problem), ranks = next(iter(problems.items()))
+    more = f" (and {len(problems) - 1} other problems)" if len(problems) > 1 else ""
+    return UsageError(f"`{of}` on {name_ranks(ranks)}: {one_line(problem).rstrip('.')}{more}.")
+
+
+def _missing_text(session: Session, name: str, found: Mapping[int, Brought]) -> str:
+    lack = [rank for rank, each in found.items() if each.missing == name]
+    had = session.names.ranks_that_own(name) | session.names.ranks_that_have(name)
+    have = {rank for rank, each in found.items() if each.packed is not None}
+    have |= {rank for rank in had if rank not in found}
+    if have:
+        options = f"`-r {format_ranks(have)}`"
+        verb = "has" if len(have) == 1 else "have"
+        return (
+            f"{name_ranks(lack)} {_has_no(lack)} `{name}`; {name_ranks(have)} {verb} it: {options}."
+        )
+    everyone = len(lack) == session.size
+    who = "no rank has" if everyone else f"{name_ranks(lack)} {_has_no(lack)}"
+    here = ""
+    if name in session.namespace and name not in WORKERS_OWN:
+        here = f"; the notebook has it: `%dist_push {name}`"
+    known = [each for rank in found for each in session.names.bound(rank)]
+    return f"{who} `{name}`{here}.{'' if here else did_you_mean(name, known)}"
+
+
+def _has_no(ranks: Iterable[int]) -> str:
+    return "has no" if len([*ranks]) == 1 else "have no"
+
+
+def binding(
+    session: Session, take: Task, work: Work, shipped: Mapping[str, Shipped] | None = None
+) -> Iterator[RunningTask]:
+    """Yield the two tasks, each to be followed; the second only where nothing ended the first.
+
+        for running in binding(session, take, Call("values.bind_scattered")):
+            session.wait(running)
+        session.check(running)
+
+    `shipped` is what the names are, where they are the notebook's.  Raises as `Session.submit`.
+    """
+    taken, bound = session.submit(take), None
+    try:
+        yield taken
+        if not (taken.stops or taken.error()):
+            bound = commit(session, work, shipped)
+    finally:
+        if bound is None and session.state.has_workers:
+            session.let_go_of(take, take.ranks)
+    if bound is not None:
+        yield bound
+
+
+def commit(
+    session: Session, work: Work, shipped: Mapping[str, Shipped] | None = None
+) -> RunningTask:
+    """Have the ranks of the last task bind what they have taken with it, to be followed.
+
+    Raises what keeps one of them from it, with nothing bound on any.
+    """
+    taken = session.running
+    assert taken is not None
+    session.receive_waiting()
+    recovery.heal(session)
+    session.check_ready()
+    before, ranks = taken.crew.pids, taken.task.ranks
+    if gone := [rank for rank in ranks if session.pids.get(rank) != before[rank]]:
+        died = session.take_replaced()
+        lost = Died(None, time.time_ns())
+        error = recovery.death(session, {rank: died.get(rank, lost) for rank in gone})
+        error.add("Nothing was bound.")
+        raise error
+    patience = replace(taken.patience, holds_stop=True)
+    return session.send(session.task(work, ranks=ranks), patience, shipped)
+
+
+def bind(session: Session, take: Task, work: Work) -> RunningTask:
+    """Do both, and wait; return the last.  Raises its error, or KeyboardInterrupt after Stop."""
+    for running in binding(session, take, work):
+        session.wait(running)
+    session.check(running)
+    return running
+
+
+class Scatter:
+    """Parts on their way to ranks; owns the memory that they travel in.
+
+        with closing(Scatter(session, "x", value)) as scatter:
+            for copied in scatter.packing():
+                ...
+            bind(session, *scatter.tasks())
+
+    Raises UsageError for what cannot be cut, VariableNotSent for what cannot travel.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        name: str,
+        value: Any,
+        ranks: Sequence[int] | None = None,
+        dim: int | None = None,
+    ) -> None:
+        if not name.isidentifier():
+            raise UsageError(f"`{name}`: name the parts: `--as x`.")
+        check_are_free([name], "`%dist_scatter`")
+        self.name = name
+        self.ranks = session.everyone if ranks is None else tuple(ranks)
+        self._session = session
+        self._memory = ExitStack()
+        self._payloads: dict[int, Payload] = {}
+        cut = dict(zip(self.ranks, split(name, value, len(self.ranks), dim), strict=True))
+        self._sizes = {rank: length_of(part, dim) for rank, part in cut.items()}
+        self._unit = unit_of(value, dim)
+        self._frames = {rank: self._pickle(part).frames for rank, part in cut.items()}
+        self.bytes = sum(map(size_of, self._frames.values()))
+
+    def __repr__(self) -> str:
+        return f"<Scatter {self}>"
+
+    def __str__(self) -> str:
+        """`x: 10 rows, 3 to each of ranks 0-1, 2 to each of ranks 2-3`."""
+        shares = fold_ranks(self._sizes).items()
+        said = (f"{n} to {'each of ' if len(r) > 1 else ''}{name_ranks(r)}" for n, r in shares)
+        return f"{self.name}: {sum(self._sizes.values())} {self._unit}, {', '.join(said)}"
+
+    def packing(self) -> Generator[int, None, None]:
+        """Copy each part once, to where its rank will find it; yields how many bytes are done."""
+        # What is small goes in the message, which all ranks get.
+        limit, done = INLINE_LIMIT // len(self.ranks), 0
+        for rank, frames in self._frames.items():
+            with closing(Steps(packing(frames, limit))) as steps:
+                for copied in steps:
+                    yield done + copied
+            self._payloads[rank], segment = steps.made
+            if segment is not None:
+                self._memory.callback(segment.close)
+            done += size_of(frames)
+
+    def tasks(self) -> tuple[Task, Call]:
+        """Have each rank take its part, then have all bind it: for `nbdist.world.exchange`."""
+        arguments = {"name": self.name, "parts": self._payloads}
+        take = self._session.task(Call("values.scatter", arguments), ranks=self.ranks)
+        return take, Call("values.bind_scattered")
+
+    def close(self) -> None:
+        """Release the memory that they travel in, which the ranks have mapped by then."""
+        self._memory.close()
+
+    def _pickle(self, part: Any) -> Pickled:
+        namespace = self._session.namespace
+        try:
+            return pickle(part, namespace, exact=True)
+        except PICKLING_ERRORS as problem:
+            raise unshippable(self.name, part, fails_in(namespace), problem) from None
+
+
+def sync(
+    session: Session, names: Sequence[str], source: int, ranks: Sequence[int] | None
+) -> tuple[int, ...]:
+    """Copy them to all ranks that are to have them, or to none; the ranks that have got them.
+
+    All ranks take part, as in any collective.
+    """
+    if not names:
+        raise UsageError("`%dist_sync`: which names? `%dist_sync model opt --from 0`.")
+    if bad := [name for name in names if not name.isidentifier()]:
+        raise UsageError(f"`%dist_sync {bad[0]}`: a name is copied, not an expression.")
+    check_are_free(names, "`%dist_sync`")
+    if not session.has_group and session.state.has_workers:
+        raise UsageError(
+            "`%dist_sync` copies through the process group, and these workers have none "
+            "(`--backend none`)."
+        )
+    for rank in (source, *(ranks or ())):
+        if not 0 <= rank < session.size:
+            raise BadRanks(str(rank), session.size, f"there is no rank {rank}")
+    to = None if ranks is None else tuple(rank for rank in ranks if rank != source)
+    wanted = tuple(dict.fromkeys(names))
+    take = Call("values.sync", {"wanted": wanted, "source": source, "to": to})
+    try:
+        running = bind(session, session.task(take), Call("values.bind_synced", {"wanted": wanted}))
+    except WorkerError:
+        assert session.running is not None
+        for rank, failure in session.running.transcript.errors.items():
+            if isinstance(failure, Failure) and failure.name == NAME_PROBLEM:
+                raise UsageError(f"`%dist_sync`, rank {rank}: {failure.message}") from None
+        raise
+    return tuple(
+        track.rank
+        for track in running.transcript
+        if track.rank != source and track.done is not None and track.done.bound >= {*names}
+    )
