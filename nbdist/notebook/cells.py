@@ -40,7 +40,7 @@ from nbdist.notebook.values import last_values
 from nbdist.notebook.why import why_of
 from nbdist.topology import parse_ranks
 from nbdist.wire.task import Call, Source
-from nbdist.world.asking import ask, next_to_ask
+from nbdist.world.calling import ask, next_to_ask
 from nbdist.world.exchange import binding
 from nbdist.world.recovery import late_stop_text, stop_text, undefined_name
 from nbdist.world.status import usage_text

@@ -24,7 +24,7 @@ from nbdist.output.plain import PlainLines
 from nbdist.output.rich import figures
 from nbdist.output.text import failures_text, head_text, panel_text
 from nbdist.output.transcript import Transcript
-from nbdist.world.moving_line import MovingLine
+from nbdist.world.calling import MovingLine
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

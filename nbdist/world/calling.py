@@ -1,16 +1,26 @@
-"""Functions called on all ranks of a world: what goes there with them, and what comes back."""
+"""Functions and scripts on all ranks of a world: what goes there, and what comes back.
+
+Scripts and modules are found before anything runs, and without importing anything, which could
+import torch here.  What ranks want typed is asked on the thread that follows the task, by this
+process's `input` and `getpass`: in a kernel they open the front end's input box, in a terminal
+they read a line.
+"""
 
 from __future__ import annotations
 
+import getpass
 import inspect
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from importlib.machinery import ModuleSpec, PathFinder
+from typing import Any, NoReturn, TextIO
 
-from nbdist.errors import VariableNotSent, WorkerError
+from nbdist.errors import UsageError, VariableNotSent, WorkerError
 from nbdist.output.ansi import strip
 from nbdist.output.bars import merged_line
 from nbdist.output.events import Died, Failure, RankError
@@ -19,13 +29,196 @@ from nbdist.values.definitions import SYSTEM_NAMES
 from nbdist.values.payload import pack_frames
 from nbdist.values.pickling import Pickled, pickle
 from nbdist.values.unpicklable import PICKLING_ERRORS, blame, fails_in
-from nbdist.wire.task import Call, Task
-from nbdist.world.asking import ask, next_to_ask
-from nbdist.world.moving_line import MovingLine
+from nbdist.wire.task import Call, Kind, Script, Task
 from nbdist.world.names import WORKERS_OWN
 from nbdist.world.result import CellResult, raised
 from nbdist.world.running import RunningTask
+from nbdist.world.sent import NOBODY
 from nbdist.world.session import Session
+
+
+def find_script(
+    kind: Kind, name: str, args: Iterable[Any] = (), *, local_rank: bool = False
+) -> Script:
+    """Return the script that is meant; UsageError where there is none."""
+    find = {"file": _find_file, "module": _find_module, "executable": _find_executable}[kind]
+    file, root = find(name)
+    near = os.path.relpath(file) if file else ""
+    near = "" if near.startswith(os.pardir) else near
+    return Script(kind, name, tuple(map(str, args)), file, root, local_rank, near)
+
+
+def _find_file(name: str) -> tuple[str, str]:
+    file = os.path.abspath(os.path.expanduser(name))
+    if os.path.isdir(file):
+        raise UsageError(f"`{name}` is a directory; a script is a file, such as `train.py`.")
+    if not os.path.exists(file):
+        near = "" if os.path.isabs(name) else f" in {os.getcwd()}"
+        raise UsageError(
+            f"there is no script `{name}`{near}. `-m {name}` runs a module, "
+            f"`--no-python {name}` an executable."
+        )
+    try:
+        with open(file, "rb") as opened:
+            compile(opened.read(), file, "exec", dont_inherit=True)
+    except OSError as error:
+        raise UsageError(f"the script `{name}` cannot be read: {error.strerror}.") from None
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"`{name}` is no Python: {_worded(error)}; nothing has run.") from None
+    return file, os.path.dirname(file)
+
+
+def _worded(error: SyntaxError | ValueError) -> str:
+    if isinstance(error, SyntaxError):
+        return f"line {error.lineno}: {error.msg}"
+    return str(error)
+
+
+def _find_module(name: str) -> tuple[str, str]:
+    """Return its file, and the folder that its outermost package is in."""
+    if name.endswith(".py") or os.sep in name:
+        module = name.removesuffix(".py").strip("./").replace(os.sep, ".")
+        raise UsageError(
+            f"`-m {name}`: give either a script or `-m module`. Leave out `-m` to run the "
+            f"script, or name the module: `-m {module}`."
+        )
+    spec = _find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _find_spec(f"{name}.__main__")
+        if spec is None:
+            raise UsageError(f"`-m {name}`: it is a package without a `__main__` module.")
+    if spec is None:
+        raise UsageError(
+            f"`-m {name}`: there is no module of this name on the notebook's `sys.path`, "
+            f"nor in {os.getcwd()}."
+        )
+    if not spec.has_location or not spec.origin:
+        return "", ""
+    root = os.path.dirname(spec.origin)
+    if "site-packages" not in root:
+        root = os.path.abspath(os.path.join(root, *[".."] * spec.name.count(".")))
+    return spec.origin, root
+
+
+def _find_spec(name: str) -> ModuleSpec | None:
+    """Do as `importlib.util.find_spec`, without importing the packages that it is in."""
+    path: list[str] | None = None
+    spec = None
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        spec = _find_one(".".join(parts[:end]), path)
+        if spec is None:
+            return None
+        locations = spec.submodule_search_locations
+        # A namespace package's would look for its parent among the imported modules.
+        path = list(getattr(locations, "_path", locations) or ())
+    return spec
+
+
+def _find_one(name: str, path: list[str] | None) -> ModuleSpec | None:
+    if path is None and (spec := PathFinder.find_spec(name, [os.getcwd()])):
+        return spec
+    for finder in sys.meta_path:  # editable installations have finders of their own
+        try:
+            if spec := finder.find_spec(name, path):
+                return spec
+        except KeyError:  # a folder without `__init__.py`, in a package that is not imported
+            spec = ModuleSpec(name, None, is_package=True)
+            folders = [os.path.join(folder, name.rpartition(".")[2]) for folder in path or ()]
+            spec.submodule_search_locations = [*filter(os.path.isdir, folders)]
+            return spec
+    return None
+
+
+def _find_executable(name: str) -> tuple[str, str]:
+    if os.sep not in name:
+        if file := shutil.which(name):
+            return file, ""
+        hint = f" `./{name}` runs the one in this folder." if os.path.isfile(name) else ""
+        raise UsageError(f"`--no-python {name}`: there is no such executable on PATH.{hint}")
+    file = os.path.abspath(os.path.expanduser(name))
+    if os.path.isdir(file):
+        raise UsageError(f"`--no-python {name}`: it is a directory.")
+    if not os.path.exists(file):
+        raise UsageError(f"`--no-python {name}`: there is no such file.")
+    if not os.access(file, os.X_OK):
+        raise UsageError(f"`--no-python {name}`: it is not executable. `!chmod +x {name}`")
+    return file, ""
+
+
+def ask(session: Session, running: RunningTask, rank: int) -> None:
+    """Have somebody type what this rank asks for, and send it; blocks as long as that takes.
+
+    Where nobody can, the rank is told so.  KeyboardInterrupt is Stop: then nothing is sent.
+    """
+    request, prompt = running.prompts[rank], running.prompts.prompt(rank)
+    while True:
+        try:
+            typed = getpass.getpass(prompt) if request.secret else input(prompt)
+            answers = running.prompts.answers(rank, typed, session.size)
+        except UsageError as error:
+            prompt = f"{error} {running.prompts.prompt(rank)}"
+            continue
+        except EOFError:
+            session.reply(running, {rank: None})
+        # Without a box IPython raises NotImplementedError, without a stdin Python these.
+        except (NotImplementedError, OSError, RuntimeError, ValueError):
+            session.refuse(running, NOBODY)
+        else:
+            session.reply(running, answers)
+        return
+
+
+def next_to_ask(running: RunningTask) -> int | None:
+    """Choose the rank that is to be answered now, if any."""
+    return running.prompts.next(time.monotonic(), running.unfinished)
+
+
+REDRAW_SECONDS = 0.25
+
+
+class MovingLine:
+    """Shows one line at a time, and nothing where the stream is no terminal but a log.
+
+    Whoever writes other lines clears it before.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        # What people put in the place of stdout need not know what it is.
+        self._is_terminal = bool(getattr(stream, "isatty", bool)())
+        self._shown = ""
+        self._draw_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"<MovingLine {self._shown!r}>"
+
+    def is_due(self, now: float) -> bool:
+        """Say whether it may be drawn: four times a second, or again after other lines."""
+        return self._is_terminal and now >= self._draw_at
+
+    def show(self, text: str, now: float) -> None:
+        """Put this in its place, where it `is_due`; `now` is monotonic seconds."""
+        if not self.is_due(now):
+            return
+        self._draw_at = now + REDRAW_SECONDS
+        # In the last column a terminal may go on to the next line.
+        text = text[: max(1, shutil.get_terminal_size().columns - 1)]
+        if text or self._shown:
+            self._draw(text)
+
+    def clear(self) -> None:
+        """Take it away, so that what is written next begins at the line's start."""
+        if self._shown:
+            self._draw("")
+            self._draw_at = 0.0
+
+    def _draw(self, text: str) -> None:
+        # Spaces, since not every terminal erases a line when told to.
+        self._stream.write(f"\r{text.ljust(len(self._shown))}" + ("" if text else "\r"))
+        self._stream.flush()
+        self._shown = text
+
 
 SCRIPT_NAMES = frozenset({"__file__"})
 """Names of Python's own in `__main__` that functions of a script read."""

@@ -15,12 +15,12 @@ from nbdist.wire.ops import Cleaned
 from nbdist.wire.places import Stack, WorkerStatus
 from nbdist.wire.task import Call, Task, Work
 from nbdist.world import calling, exchange, snapshots
+from nbdist.world.calling import find_script
 from nbdist.world.exchange import Scatter
 from nbdist.world.following import Following
 from nbdist.world.parts import Joining
 from nbdist.world.result import CellResult
 from nbdist.world.running import RunningTask
-from nbdist.world.scripts import find_script
 from nbdist.world.session import Session
 from nbdist.world.snapshot_store import Snapshot, SnapshotStore, owner_of, root_folder
 from nbdist.world.states import State

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.asking`: what ranks ask for is typed where the world was made."""
+"""Tests of `nbdist.world.calling`: what ranks ask for is typed where the world was made."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Tests of `nbdist.world.moving_line`: a line that is written over, in a terminal alone."""
+"""Tests of `nbdist.world.calling`: a line that is written over, in a terminal alone."""
 
 from __future__ import annotations
 
 import io
 
 from nbdist.output.screen import Screen
-from nbdist.world.moving_line import REDRAW_SECONDS, MovingLine
+from nbdist.world.calling import REDRAW_SECONDS, MovingLine
 
 
 class Terminal(io.StringIO):

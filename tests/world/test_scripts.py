@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.scripts`: finding what is to be run, and running it again."""
+"""Tests of `nbdist.world.calling`: finding what is to be run, and running it again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from nbdist.errors import RanksReleased, UsageError, WorkerError
 from nbdist.wire.task import Attempt, Kind
-from nbdist.world.scripts import find_script
+from nbdist.world.calling import find_script
 from nbdist.world.world import World
 from tests.scripts import Write, said
 

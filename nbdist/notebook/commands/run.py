@@ -14,7 +14,7 @@ from nbdist.notebook.cells import attempt_steps, prepare, run_options
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.commands.cells import send, sending_options
 from nbdist.notebook.options import Magic, ranks_option, restarts_option, world_options
-from nbdist.world.scripts import find_script
+from nbdist.world.calling import find_script
 
 if TYPE_CHECKING:
     import argparse

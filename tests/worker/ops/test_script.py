@@ -13,8 +13,8 @@ import pytest
 from nbdist.config import Patience
 from nbdist.errors import WorkerDied, WorkerError
 from nbdist.output.ansi import strip
+from nbdist.world.calling import find_script
 from nbdist.world.result import CellResult
-from nbdist.world.scripts import find_script
 from nbdist.world.world import World
 from tests.scripts import Write, said
 
