@@ -33,9 +33,8 @@ if TYPE_CHECKING:
 
     from nbdist.errors import NbdistError, UsageError, WorkerDied, WorkerError
     from nbdist.notebook.job import Job
-    from nbdist.world.attaching import attach
+    from nbdist.world.functions import attach, distributed, run
     from nbdist.world.result import CellResult
-    from nbdist.world.stages import distributed, run
     from nbdist.world.world import World
 
 __all__ = [
@@ -56,9 +55,9 @@ _MODULES = {
     "CellResult": "nbdist.world.result",
     "Job": "nbdist.notebook.job",
     "World": "nbdist.world.world",
-    "attach": "nbdist.world.attaching",
-    "distributed": "nbdist.world.stages",
-    "run": "nbdist.world.stages",
+    "attach": "nbdist.world.functions",
+    "distributed": "nbdist.world.functions",
+    "run": "nbdist.world.functions",
 }
 
 

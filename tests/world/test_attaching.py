@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.attaching`: a script's world goes on in another process."""
+"""Tests of `nbdist.world.functions`: a script's world goes on in another process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from nbdist.errors import AgentLost, UsageError, WorkerDied, WorkerError
 from nbdist.world.agents import Found, worlds
-from nbdist.world.attaching import attach
+from nbdist.world.functions import attach
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.waiting import wait_until

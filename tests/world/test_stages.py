@@ -9,7 +9,7 @@ import pytest
 
 import nbdist
 from nbdist.errors import UsageError
-from nbdist.world.stages import Distributed, distributed
+from nbdist.world.functions import Distributed, distributed
 
 SPAWN: dict[str, Any] = {"n": 2, "backend": "none", "log_dir": "", "show": False}
 

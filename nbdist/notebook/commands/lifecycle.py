@@ -19,7 +19,7 @@ from nbdist.output.wording import seconds_text
 from nbdist.topology import parse_size
 from nbdist.words import count, name_ranks
 from nbdist.world.agents import to_attach, worlds
-from nbdist.world.attaching import take_over
+from nbdist.world.functions import take_over
 from nbdist.world.recovery import healing_text, scaled_text
 
 if TYPE_CHECKING:
