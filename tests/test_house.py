@@ -49,10 +49,8 @@ FLOORS = {
         "wire",
         "output",
     },
-    # What starts agents on other machines runs in the head's process, which does all that an
-    # agent does but for having workers.
-    "launch": {"words", "errors", "topology", "hosts", "config", "folders", "values", "wire"},
-    "head": {
+    # The head's process does all that an agent does but for having workers.
+    "cluster": {
         "words",
         "errors",
         "topology",
@@ -63,7 +61,6 @@ FLOORS = {
         "output.events",
         "values",
         "wire",
-        "launch",
         "agent",
         "node",
     },
@@ -123,7 +120,7 @@ FLOORS = {
         "values",
         "wire",
         "world",
-        "launch",
+        "cluster",
         "notebook",
         "output",
     },

@@ -5,7 +5,7 @@ that is started for it, or an `AttachedAgent` that another process has started. 
 those of this user on this machine, and asks at their doors whose they are.
 
 Launchers of other machines are entry points of the group `nbdist.launchers`; the house's own
-live in `nbdist.launch`, others come with packages of their own.  All run in the head's process.
+live in `nbdist.cluster`, others come with packages of their own.  All run in the head's process.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def require_open_files() -> None:
             os.close(each)
 
 
-AGENT, HEAD = "nbdist.agent", "nbdist.head"
+AGENT, HEAD = "nbdist.agent", "nbdist.cluster"
 """What is started on this machine: its agent, or the head of agents on several."""
 
 

@@ -62,7 +62,7 @@ def _simulated(lab: Lab, notebook: Notebook, ranks: int) -> Iterator[Figure]:
     yield Figure("many", f"start, {ranks} ranks", "s", (notebook.run(cell).seconds,))
     ours = psutil.Process(notebook.pid)
     # A guard, and below it the head itself.
-    heads = [p for p in ours.children(recursive=True) if "nbdist.head" in p.cmdline()]
+    heads = [p for p in ours.children(recursive=True) if "nbdist.cluster" in p.cmdline()]
     for name, source in SOURCES.items():
         for _ in range(WARM_UP):
             notebook.run(f"%%distributed\n{source}")

@@ -19,7 +19,7 @@ from typing import Any
 from nbdist.agent.head_end import Coming, HeadEnd, read_ticket
 from nbdist.agent.outbox import Outbox
 from nbdist.agent.reaching import find_way
-from nbdist.launch.launcher import AgentCommand, Launched
+from nbdist.cluster.launcher import AgentCommand, Launched
 from nbdist.output.events import Done, Failure, Output, Text
 from nbdist.wire.control import HeldGroups
 from nbdist.wire.many import (

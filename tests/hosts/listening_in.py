@@ -14,7 +14,7 @@ READ_SIZE = 1 << 16
 
 LAUNCHER = """
 import dataclasses, os
-from nbdist.launch.ssh import SshLauncher
+from nbdist.cluster.ssh import SshLauncher
 
 class SpyLauncher:
     def launch(self, wanted, ticket, folder):

@@ -41,7 +41,7 @@ def heads() -> list[int]:
             command = path.read_text()
         except OSError:
             continue
-        if "nbdist.head" in command and f"\0{os.getpid()}\0" in command:
+        if "\0nbdist.cluster\0" in command and f"\0{os.getpid()}\0" in command:
             found.append(int(path.parent.name))
     return found
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 import zmq
 
+from nbdist.cluster.ray import RayLauncher
 from nbdist.errors import StartError
-from nbdist.launch.ray import RayLauncher
 from nbdist.wire.ticket import KeyPair, Ticket, listen_with
 from nbdist.wire.wanted import Wanted
 from nbdist.world.world import World

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import zmq
 
-from nbdist.launch.launcher import agent_command
+from nbdist.cluster.launcher import agent_command
 from nbdist.wire.messages import GetRefused
 from nbdist.wire.ticket import KeyPair, Ticket, listen_with
 from nbdist.world.world import World

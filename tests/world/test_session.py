@@ -16,7 +16,7 @@ from nbdist.world.names import Shipped
 from nbdist.world.session import Session
 from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.head.launchers import install
+from tests.cluster.launchers import install
 
 pytestmark = pytest.mark.shared_world
 
@@ -111,11 +111,11 @@ def test_another_launcher_starts_other_agents(
             session.restart(launcher="nowhere", n=2)
         assert (session.pids, session.size, session.config.launched_by) == (before, 1, "local")
         session.restart(keep=["x"], launcher="here")
-        assert "nbdist.head" in session.link.agents[0].command
+        assert "nbdist.cluster" in session.link.agents[0].command
         assert not psutil.pid_exists(agent.pid)
         assert list(session.run(session.task(fetch=("x",)))) == [7]
         session.restart()
-        assert "nbdist.head" in session.link.agents[0].command
+        assert "nbdist.cluster" in session.link.agents[0].command
         session.restart(launcher="local")
         assert "nbdist.agent" in session.link.agents[0].command
 

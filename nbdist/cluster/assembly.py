@@ -1,0 +1,294 @@
+"""The world of a head: which agents it has, the group that its ranks form, and who sits where."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from nbdist.agent.forming import Forming
+from nbdist.cluster.freight import Freight
+from nbdist.cluster.kept_code import KeptCode
+from nbdist.cluster.merging import shares
+from nbdist.cluster.node import Node
+from nbdist.cluster.roster import CannotStart, Roster
+from nbdist.cluster.seating import (
+    NoSeats,
+    full_size,
+    led_by_first,
+    resized,
+    room_of,
+    seated,
+    without,
+)
+from nbdist.wire.key_values import HostedStore
+from nbdist.wire.many import NodeUp
+from nbdist.wire.messages import (
+    Came,
+    GetCode,
+    Grow,
+    Heal,
+    Healed,
+    PutCode,
+    Reply,
+    Scale,
+    StartFailure,
+    Starting,
+    StartWorld,
+    Up,
+)
+from nbdist.wire.start import TorchStore, WorldSpec
+from nbdist.wire.wanted import Wanted
+
+
+class Assembly:
+    """Starts the world, heals it, and makes it another size: one call at a time.
+
+    `take` gets what agents say, `lose` those that are lost; `tell` is for the notebook.  Ranks
+    meet in `store`; what is under way in `freight` ends when all agents leave.
+    """
+
+    def __init__(
+        self,
+        runtime: Path,
+        store: HostedStore,
+        freight: Freight,
+        take: Callable[[Node, NodeUp], None],
+        lose: Callable[[Node], None],
+        tell: Callable[[Up], None],
+    ) -> None:
+        self._runtime = runtime
+        self._store = store
+        self._freight = freight
+        self._take, self._lose, self._tell = take, lose, tell
+        self._roster: Roster | None = None
+        self._who: tuple[object, ...] = ()
+        self._wanted: Wanted | None = None
+        self._forming: Forming | None = None
+        self._code = KeptCode()
+        self._node_of: dict[int, int] = {}
+        self._up: dict[int, int] = {}
+        self._coming = ""
+
+    def __repr__(self) -> str:
+        return f"<Assembly {self._roster} {self._forming}>"
+
+    @property
+    def spec(self) -> WorldSpec | None:
+        """What the workers have in common, None before the first start."""
+        return self._forming.spec if self._forming else None
+
+    @property
+    def there(self) -> Sequence[Node]:
+        """The nodes that are not lost, in order."""
+        return self._roster.there if self._roster else ()
+
+    @property
+    def refused(self) -> int:
+        """How many connections had no right key."""
+        return self._roster.gate.refused if self._roster else 0
+
+    def node(self, number: int) -> Node:
+        """Return the node of this number, lost or not."""
+        assert self._roster is not None
+        return self._roster.nodes[number]
+
+    def nodes(self, ranks: Iterable[int]) -> dict[Node, tuple[int, ...]]:
+        """Return the nodes on which these ranks are, with those of each."""
+        nodes = self._roster.nodes if self._roster else {}
+        return {nodes[number]: part for number, part in shares(ranks, self._node_of).items()}
+
+    @property
+    def _hosts(self) -> dict[int, str]:
+        nodes = self._roster.nodes if self._roster else {}
+        return {rank: nodes[number].name for rank, number in self._node_of.items()}
+
+    def _seat(self, spec: WorldSpec) -> None:
+        self._node_of = {rank: seat.node for rank, seat in enumerate(spec.seats)}
+
+    # --- start and end --------------------------------------------------------------------
+
+    async def start(self, request: StartWorld) -> Reply:
+        """Have agents come, and start the workers there; what it takes, or who has failed."""
+        assert request.wanted is not None
+        try:
+            roster = await self._gather(request.wanted)
+            await self._bring_code()
+            spec = seated(request.spec, request.wanted, roster.there)
+        except CannotStart as error:
+            await self.dismiss()
+            return error.failure
+        except NoSeats as error:
+            await self.dismiss()
+            return StartFailure(None, request.wanted.launcher, "", str(error), ())
+        if self._forming is None:
+            self._forming = Forming(roster.nodes, lambda spec, rank: spec.seats[rank].node)
+        if request.wanted.rdzv_backend and request.wanted.rdzv_endpoint:
+            spec = replace(spec, torch_store=_torch_store(request.wanted))
+        self._seat(spec)
+        self._up.clear()
+        self._store.begin_world()
+        started = await self._forming.start(spec)
+        if isinstance(started, StartFailure):
+            return started
+        lacks = started.lacks
+        if back := roster.word_way_back(request.wanted):
+            lacks += (f"{len(roster.there)} of {request.wanted.max_nodes} nodes have come. {back}",)
+        return replace(started, spec=spec, hosts=self._hosts, lacks=lacks)
+
+    async def stop(self, grace: float) -> None:
+        """End all workers; agents stay for those that may be started next."""
+        if self._forming is not None:
+            await self._forming.stop(grace)
+
+    async def dismiss(self) -> None:
+        """Have all agents leave."""
+        roster, self._roster, self._forming = self._roster, None, None
+        self._node_of.clear()
+        self._freight.close()
+        if roster is not None:
+            await roster.close()
+
+    async def _gather(self, wanted: Wanted) -> Roster:
+        """Have agents on the machines that are wanted; those that are there may be enough."""
+        roster = self._roster
+        if roster is None or not roster.will_do(wanted) or _who(wanted) != self._who:
+            await self.dismiss()
+            self._who = _who(wanted)
+            roster = self._roster = Roster(
+                self._runtime, self._take, self._lose, self._admit, self._tell
+            )
+            await roster.fill(wanted, self._report_coming)
+        self._wanted = wanted
+        return roster
+
+    def _report_coming(self, text: str) -> None:
+        if text != self._coming:
+            self._coming = text
+            self._tell(Starting(0, text))
+
+    def came_up(self, node: Node, number: int) -> None:
+        """Note how many workers of this node are up."""
+        self._up[node.number] = number
+        self._tell(Starting(sum(self._up.values()), self._coming))
+
+    # --- the notebook's code ----------------------------------------------------------------
+
+    async def take_code(self, request: GetCode | PutCode) -> Reply:
+        """Take in what the notebook's files are now, and bring it to all nodes."""
+        match request:
+            case GetCode():
+                return await self._code.look(request, self.there)
+            case PutCode():
+                return await self._code.take(request, self.there)
+
+    async def _bring_code(self) -> None:
+        """Have the notebook's folder on all nodes, also those that have come since; CannotStart."""
+        held = await self._code.bring(self.there)
+        if held.problem:
+            why = f"{held.host} could not be sent the notebook's folder: {held.problem}"
+            raise CannotStart(StartFailure(None, held.host, "", why, ()))
+
+    # --- other workers than before ------------------------------------------------------------
+
+    async def change(self, request: Heal | Scale | Grow) -> Reply:
+        """Make it whole, or as large as is asked, or as it can be now; None where there is none."""
+        forming, roster, wanted = self._forming, self._roster, self._wanted
+        if forming is None or forming.spec is None or roster is None or wanted is None:
+            return None
+        match request:
+            case Heal():
+                healed = await self._heal(forming, roster, wanted)
+            case Scale():
+                healed = await self._scale(request, forming, roster, wanted)
+            case Grow():
+                healed = await self._grow(forming, roster, wanted)
+        # Also where it says why it is not what was asked.
+        back = roster.word_way_back(wanted)
+        return replace(healed, spec=forming.spec, hosts=self._hosts, way_back=back)
+
+    async def _heal(self, forming: Forming, roster: Roster, wanted: Wanted) -> Healed:
+        """Have a group of all ranks that can be; also where nodes are lost meanwhile."""
+        assert forming.spec is not None
+        for _ in range(len(roster.nodes)):  # more may come meanwhile
+            there = roster.there
+            spec, keep = without(forming.spec, wanted, there)
+            with suppress(CannotStart):  # workers there say what they lack
+                await self._bring_code()
+            if not keep:
+                said = await roster.last_word()
+                why = f"all machines are lost: {said}" if said else "all machines are lost"
+                healed = Healed(*forming.whereabouts(), spec.seats, why)
+                break
+            if len(keep) == forming.spec.world_size:
+                healed = await forming.heal(spec)
+            else:
+                healed = await forming.scale(spec, keep)
+            if not healed.problem or roster.there == there:
+                break
+        self._seat(forming.spec)
+        return healed
+
+    async def _scale(
+        self, request: Scale, forming: Forming, roster: Roster, wanted: Wanted
+    ) -> Healed:
+        assert forming.spec is not None
+        try:
+            await self._bring_code()
+            room = room_of(wanted, roster.there)
+            spec = resized(forming.spec, request.spec.world_size, request.keep, room)
+        except (NoSeats, CannotStart) as error:
+            return Healed(*forming.whereabouts(), forming.spec.seats, not_scaled=str(error))
+        # Machines that come later do not make it another one.
+        self._wanted = replace(wanted, workers=spec.world_size)
+        return await self._scale_to(forming, led_by_first(spec, roster.there), request.keep)
+
+    async def _grow(self, forming: Forming, roster: Roster, wanted: Wanted) -> Healed:
+        """Take in machines that have come since, between cells."""
+        assert forming.spec is not None
+        everyone = range(forming.spec.world_size)
+        size = max(full_size(wanted, roster.there), len(everyone))
+        try:
+            await self._bring_code()
+            spec = resized(forming.spec, size, everyone, room_of(wanted, roster.there))
+        except (NoSeats, CannotStart) as error:
+            return Healed(*forming.whereabouts(), forming.spec.seats, not_scaled=str(error))
+        return await self._scale_to(forming, spec, everyone)
+
+    async def _scale_to(self, forming: Forming, spec: WorldSpec, keep: Sequence[int]) -> Healed:
+        healed = await forming.scale(spec, keep)
+        assert forming.spec is not None
+        self._seat(forming.spec)
+        return healed
+
+    def _admit(self, node: Node) -> None:
+        """Have the notebook ask for what makes it part of the world, if there is to be more."""
+        forming, wanted = self._forming, self._wanted
+        if forming is None or forming.spec is None or wanted is None:
+            return
+        if full_size(wanted, self.there) > forming.spec.world_size:
+            self._tell(Came(node.name))
+
+
+def _torch_store(wanted: Wanted) -> TorchStore:
+    """Name a new place in the user's own rendezvous."""
+    name = f"nbdist-{wanted.name}-{secrets.token_hex(8)}"
+    return TorchStore(str(wanted.rdzv_backend), str(wanted.rdzv_endpoint), name)
+
+
+def _who(wanted: Wanted) -> tuple[object, ...]:
+    """Say what decides which machines there are, and what runs there."""
+    return (
+        wanted.launcher,
+        wanted.hosts,
+        wanted.min_nodes,
+        wanted.max_nodes,
+        wanted.python,
+        wanted.salloc,
+        wanted.wrap,
+        wanted.fork,
+        wanted.address,
+        wanted.link_timeout,
+    )

@@ -1,0 +1,355 @@
+"""Big values between the notebook and the nodes: what waits for them, and how long they are kept.
+
+`Deliveries` and `Returned` decide, with no I/O but on memory; `Freight` does it, in the head's
+process.  The rules are in `nbdist.wire.carrying`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from nbdist.cluster.node import Node
+from nbdist.output.events import Done, Moved, Output
+from nbdist.values.payload import Payload, moved, refs_in
+from nbdist.values.shared_memory import SegmentGone, SegmentRef, is_there
+from nbdist.wire.carrying import MOST_WINDOW, Dropped, Piece, Receiving, Sending, Taken
+from nbdist.wire.messages import Outputs, Run
+from nbdist.wire.task import failure_in_words
+
+MOST_UNDER_WAY = 256
+"""Pieces on their way to all nodes together: a quarter of a gigabyte of this process's memory."""
+
+SAY_EVERY = 0.25
+"""Seconds after which the notebook is told how far big values are."""
+
+LOOK_EVERY = 1.0
+"""Seconds between two looks at what the notebook still has."""
+
+
+@dataclass
+class _Waiting:
+    """A task that is sent when no node lacks anything of it any more, by path.
+
+    `total` counts the bytes that all nodes together lacked at first.
+    """
+
+    run: Run
+    lacks: dict[int, set[str]] = field(default_factory=dict)
+    total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A task that no rank gets, for what this node has said of its big values."""
+
+    run: Run
+    node: int
+    problem: str
+
+
+class Deliveries:
+    """Tasks whose big variables are being sent to the nodes of their ranks.
+
+    All ranks get a task at the same time, so that none waits in a collective for a node whose
+    link is slow.
+    """
+
+    def __init__(self) -> None:
+        self._sending: dict[int, Sending] = {}
+        self._refs: dict[str, SegmentRef] = {}
+        self._waiting: dict[str, _Waiting] = {}
+        self._refused: list[Refused] = []
+
+    def __repr__(self) -> str:
+        return f"<Deliveries {len(self._waiting)} tasks wait, {self._sending}>"
+
+    def add(self, run: Run, nodes: Iterable[int]) -> bool:
+        """Send each of these nodes what it lacks of the task; False where none lacks anything.
+
+        Segments that the notebook has closed, as Stop makes it do, are left out: the ranks say
+        what is missing.
+        """
+        waiting = _Waiting(run)
+        for node in nodes:
+            sending = self._sending.setdefault(node, Sending())
+            lacks = {ref.path for ref in run.segments if _adds(sending, ref)}
+            if lacks:
+                waiting.lacks[node] = lacks
+                waiting.total += sum(map(sending.left, lacks))
+        self._refs.update((ref.path, ref) for ref in run.segments)
+        for sending in self._sending.values():
+            sending.most = max(2, min(MOST_WINDOW, MOST_UNDER_WAY // len(self._sending)))
+        if waiting.lacks:
+            self._waiting[run.id] = waiting
+        return bool(waiting.lacks)
+
+    def next(self, node: int, now: float) -> Piece | None:
+        """Return what is to be sent to this node next; None where that has to wait."""
+        return self._sending[node].next(now) if node in self._sending else None
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Those that anything was sent to."""
+        return tuple(self._sending)
+
+    def taken(self, node: int, taken: Taken, now: float) -> None:
+        """Note what a node has answered; `ready` and `refused` say what came of it."""
+        if node not in self._sending or not self._sending[node].taken(taken, now):
+            return
+        for waiting in [*self._waiting.values()]:
+            if taken.path in waiting.lacks.get(node, ()):
+                waiting.lacks[node].discard(taken.path)
+                if taken.problem:
+                    del self._waiting[waiting.run.id]
+                    self._refused.append(Refused(waiting.run, node, taken.problem))
+
+    def progress(self) -> Iterator[tuple[Run, Moved]]:
+        """Yield of each task that waits how much of its memory is there, on all nodes together."""
+        for waiting in self._waiting.values():
+            left = sum(
+                self._sending[node].left(path)
+                for node, paths in waiting.lacks.items()
+                for path in paths
+            )
+            yield waiting.run, Moved(waiting.total - left, waiting.total)
+
+    def ready(self) -> list[Run]:
+        """Take the tasks that can be sent now, in the order in which they came."""
+        ready = [each.run for each in self._waiting.values() if not any(each.lacks.values())]
+        for run in ready:
+            del self._waiting[run.id]
+        return ready
+
+    def refused(self) -> list[Refused]:
+        """Take those that cannot be sent."""
+        refused, self._refused = self._refused, []
+        return refused
+
+    def stop(self, ranks: Iterable[int]) -> list[Run]:
+        """Take the tasks of these ranks that still wait: they are not sent any more."""
+        stopped = {*ranks}
+        runs = [w.run for w in self._waiting.values() if not stopped.isdisjoint(w.run.ranks)]
+        for run in runs:
+            del self._waiting[run.id]
+        return runs
+
+    def lose(self, node: int) -> None:
+        """Wait for nothing of this node any more."""
+        if sending := self._sending.pop(node, None):
+            sending.close()
+        for waiting in self._waiting.values():
+            waiting.lacks.pop(node, None)
+
+    def drop(self) -> Iterator[tuple[int, Dropped]]:
+        """Yield what nodes are to let go of: what nobody waits for, and the notebook has closed.
+
+        To be asked for now and then, and after `stop` and `refused`.
+        """
+        wanted = {
+            path
+            for each in self._waiting.values()
+            for paths in each.lacks.values()
+            for path in paths
+        }
+        for path in [path for path in self._refs if path not in wanted]:
+            is_gone = not is_there(self._refs[path])
+            for node, sending in self._sending.items():
+                is_useless = is_gone or path not in sending.there
+                if is_useless and (dropped := sending.drop([path])):
+                    yield node, dropped
+            if is_gone:
+                del self._refs[path]
+
+    def close(self) -> None:
+        """Send nothing more."""
+        for node in self.nodes:
+            self.lose(node)
+        self._waiting.clear()
+
+
+def _adds(sending: Sending, ref: SegmentRef) -> bool:
+    try:
+        return sending.add(ref)
+    except SegmentGone:
+        return False
+
+
+class Returned:
+    """What ranks have brought back, in memory of this process until it was read."""
+
+    def __init__(self) -> None:
+        self._receiving: dict[int, Receiving] = {}
+        self._of_rank: dict[int, tuple[str, int, tuple[str, ...]]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Returned {self._receiving}, of ranks {sorted(self._of_rank)}>"
+
+    def take(self, node: int, piece: Piece) -> Taken | None:
+        """Take in some of it; the answer."""
+        return self._receiving.setdefault(node, Receiving()).take(piece)
+
+    def dropped(self, node: int, dropped: Dropped) -> None:
+        """Let go of what this node will not send the rest of."""
+        if node in self._receiving:
+            self._receiving[node].drop(dropped.paths)
+
+    def moved(self, node: int, outputs: Outputs) -> Outputs:
+        """Return what a node said with its values where the notebook can open them."""
+        if node not in self._receiving:
+            return outputs
+        items = []
+        for rank, task, output in outputs.items:
+            if isinstance(output, Done) and isinstance(output.values, Payload):
+                refs = refs_in(output.values)
+                places = self._receiving[node].places(refs)
+                if places:
+                    self._of_rank[rank] = task, node, tuple(places)
+                    output = replace(output, values=moved(output.values, places))
+            items.append((rank, task, output))
+        return Outputs(tuple(items))
+
+    def let_go(self, ranks: Iterable[int], task: str | None = None) -> None:
+        """Release what these ranks have brought back of this task, by default of any."""
+        for rank in ranks:
+            if rank in self._of_rank and task in (None, self._of_rank[rank][0]):
+                _, node, paths = self._of_rank.pop(rank)
+                self._receiving[node].drop(paths)
+
+    def lose(self, node: int) -> None:
+        """Let go of what has not come whole; what has can be read."""
+        if node in self._receiving:
+            self._receiving[node].abandon()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for receiving in self._receiving.values():
+            receiving.close()
+        self._of_rank.clear()
+
+
+class Freight:
+    """Both ways together: `node` finds nodes by their numbers, `run` takes tasks to be sent.
+
+    `show` takes what the notebook is told in the place of ranks that do not get a task.
+    """
+
+    def __init__(
+        self,
+        node: Callable[[int], Node],
+        run: Callable[[Run], None],
+        show: Callable[[Outputs], None],
+    ) -> None:
+        self._node = node
+        self._run = run
+        self._show = show
+        self._down = Deliveries()
+        self._up = Returned()
+        self._timer: asyncio.TimerHandle | None = None
+        self._said: dict[str, Moved] = {}  # by task, what it was told last
+        self._say_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Freight {self._down} {self._up}>"
+
+    def run(self, run: Run, nodes: Iterable[int]) -> None:
+        """Have a task sent, to these nodes, once they have what it refers to."""
+        self._up.let_go(run.ranks)
+        if not run.segments or not self._down.add(run, nodes):
+            self._run(run)
+        self._go_on()
+
+    def stop(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """End tasks of these ranks that are not sent yet; the ranks that have others."""
+        stopped = self._down.stop(ranks)
+        for run in stopped:
+            self._fail(run, run.ranks, "KeyboardInterrupt", "")
+        self._drop()
+        done_with = {rank for run in stopped for rank in run.ranks}
+        return tuple(rank for rank in ranks if rank not in done_with)
+
+    def let_go(self, task_id: str, ranks: Iterable[int]) -> None:
+        """Release what these ranks have brought back of a task: it has been read."""
+        self._up.let_go(ranks, task_id)
+
+    def take(self, node: int, message: Piece | Taken | Dropped) -> None:
+        """Take in what a node says of big values."""
+        match message:
+            case Piece():
+                if taken := self._up.take(node, message):
+                    self._node(node).send(taken)
+            case Taken():
+                self._down.taken(node, message, time.monotonic())
+                self._say()
+                self._go_on()
+            case Dropped():
+                self._up.dropped(node, message)
+
+    def moved(self, node: int, outputs: Outputs) -> Outputs:
+        """Return what a node said with its values where the notebook can open them."""
+        return self._up.moved(node, outputs)
+
+    def lose(self, node: int) -> None:
+        """Wait for nothing of a node that is lost."""
+        self._up.lose(node)
+        self._down.lose(node)
+        self._go_on()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._down.close()
+        self._up.close()
+
+    def _go_on(self) -> None:
+        now = time.monotonic()
+        for number in self._down.nodes:
+            while piece := self._down.next(number, now):
+                self._node(number).send(piece)
+        for refused in self._down.refused():
+            node, run = self._node(refused.node), refused.run
+            there = [rank for rank in run.ranks if rank in node.ranks]
+            self._fail(run, there, "NotEnoughMemory", f"{node.name}: {refused.problem}")
+            self._drop()
+        for run in self._down.ready():
+            if said := self._said.pop(run.id, None):
+                self._tell(run, Moved(said.total, said.total))
+            self._run(run)
+        if self._timer is None and self._down.nodes:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY, self._look)
+
+    def _say(self) -> None:
+        if (now := time.monotonic()) < self._say_at:
+            return
+        self._say_at = now + SAY_EVERY
+        for run, far in self._down.progress():
+            self._said[run.id] = far
+            self._tell(run, far)
+
+    def _tell(self, run: Run, moved: Moved) -> None:
+        self._show(Outputs(((run.ranks[0], run.id, moved),)))
+
+    def _look(self) -> None:
+        """Have nodes let go of what the notebook has let go of."""
+        self._timer = None
+        self._drop()
+        self._go_on()
+
+    def _drop(self) -> None:
+        for node, dropped in [*self._down.drop()]:
+            self._node(node).send(dropped)
+
+    def _fail(self, run: Run, failed: Collection[int], name: str, message: str) -> None:
+        """Say that the task has ended on all of its ranks before it began, on these with this."""
+        self._said.pop(run.id, None)
+        failure, items = failure_in_words(name, message), list[tuple[int, str, Output]]()
+        for rank in run.ranks:
+            if rank in failed:
+                items.append((rank, run.id, failure))
+            done = Done("error" if rank in failed else "aborted", 0.0, received=False)
+            items.append((rank, run.id, done))
+        self._show(Outputs(tuple(items)))

@@ -1,0 +1,248 @@
+"""Where agents of other machines come in: one port, and nobody without this world's keys.
+
+CurveZMQ lets both sides know one another and encrypts all.  libzmq's own threads send signs of
+life, so that a busy interpreter at either end is not taken for a dead one.  When the last one has
+come from an agent, the kernel says: it takes them in also while this process is paused.
+An agent whose connection was lost comes back by its identity, and what was said is said again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils.monitor import parse_monitor_message
+
+from nbdist.cluster.refusals import HEARD, Refusals
+from nbdist.wire.many import NodeDown, NodeUp, node_frames, node_up_from
+from nbdist.wire.numbered import Frame, Kind, Mismatch, Numbered
+from nbdist.wire.ticket import (
+    BEAT_INTERVAL,
+    LINK_TIMEOUT,
+    KeyPair,
+    Ticket,
+    endpoint,
+    listen_with,
+)
+
+log = logging.getLogger("nbdist.cluster")
+
+ROUNDS = 5
+"""Of the event loop until nothing waits any more for sockets that are to be closed."""
+
+LINGER = 500
+"""Milliseconds that the last messages may take to reach agents."""
+
+SILENT_AFTER = 2.5
+"""Seconds without a sign of life until that is said, where the link timeout is twice that."""
+
+TCP_INFO, LAST_RECEIVED = 11, struct.Struct("=52xI")
+"""`tcpi_last_data_recv` of tcp_info (linux/tcp.h): milliseconds since the last byte has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    """That of an agent, by libzmq's descriptor, which may be another's once it is closed."""
+
+    fd: int
+    peer: object
+
+    @classmethod
+    def of(cls, frame: zmq.Frame) -> _Connection:
+        """Find that by which a frame has come."""
+        fd = int(frame.get("__fd"))
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as found:
+            return cls(fd, found.getpeername())
+        return cls(fd, None)
+
+    def silence(self) -> float:
+        """Return how many seconds ago the last byte has come; 0.0 where it is closed."""
+        with suppress(OSError), socket.socket(fileno=os.dup(self.fd)) as found:
+            if found.getpeername() == self.peer:
+                info = found.getsockopt(socket.IPPROTO_TCP, TCP_INFO, LAST_RECEIVED.size)
+                return float(LAST_RECEIVED.unpack(info)[0]) / 1000
+        return 0.0
+
+
+@dataclass(slots=True)
+class _Line:
+    """The link to an agent: its connection, for how many seconds that is lost, and what was said.
+
+    `lost_for` is counted while this process runs: after a pause it has not read yet who is back.
+    """
+
+    connection: _Connection
+    talk: Numbered = field(default_factory=Numbered)
+    lost_for: float | None = None
+
+    def silence(self) -> float:
+        """Return how many seconds ago the last byte has come."""
+        return self.connection.silence() if self.lost_for is None else self.lost_for
+
+
+class _OneKey:
+    """Knows the one public key that is let in; zmq.auth asks it."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key.encode()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Say whether this key is let in."""
+        return key == self._key
+
+
+class Gate:
+    """The head's side of the links to all agents.
+
+    `receive` gets what an agent says, by its identity, `lose` is called with that when it has ended
+    or nothing comes from there for `link_timeout` seconds, and `miss` every
+    now and then with those that are silent, until none is.  `refused`
+    counts who had no right key, and bytes that were not from who they seemed to be.
+    """
+
+    def __init__(
+        self,
+        receive: Callable[[bytes, NodeUp], None],
+        lose: Callable[[bytes], None],
+        miss: Callable[[Collection[bytes]], None],
+    ) -> None:
+        self.port = 0
+        self.link_timeout = LINK_TIMEOUT
+        self._refusals = Refusals()
+        self._receive = receive
+        self._lose = lose
+        self._miss = miss
+        self._own, self._theirs = KeyPair.new(), KeyPair.new()
+        self._context = zmq.asyncio.Context()
+        self._auth = AsyncioAuthenticator(self._context, log=log)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = LINGER
+        self._socket.router_mandatory = self._socket.router_handover = True
+        self._socket.zap_domain = b"nbdist"
+        self._monitor: Any = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._known: dict[bytes, _Line] = {}
+
+    def __repr__(self) -> str:
+        return f"<Gate port {self.port}, {len(self._known)} agents, {self.refused} refused>"
+
+    @property
+    def refused(self) -> int:
+        """How many were."""
+        return self._refusals.count
+
+    def open(self, *addresses: str, link_timeout: float = LINK_TIMEOUT) -> None:
+        """Listen from now on, at these or at all, on a port that the kernel chooses."""
+        self.link_timeout = link_timeout
+        listen_with(self._socket, self._own, link_timeout)
+        self._monitor = self._socket.get_monitor_socket(HEARD)
+        self._auth.start()
+        self._auth.configure_curve_callback("nbdist", _OneKey(self._theirs.public))
+        first, *others = addresses or ("*",)
+        place = f"[{first}]" if ":" in first else first
+        self.port = self._socket.bind_to_random_port(f"tcp://{place}")
+        for other in others:
+            self._socket.bind(endpoint(other, self.port))
+        self._tasks = [
+            asyncio.create_task(work) for work in (self._read(), self._watch(), self._beat())
+        ]
+
+    def ticket(self, addresses: tuple[str, ...], *, fork: bool) -> Ticket:
+        """Make what an agent needs to come in."""
+        keys = self._own.public, self._theirs
+        return Ticket(addresses, self.port, *keys, fork, self.link_timeout)
+
+    def send(self, identity: bytes, message: NodeDown) -> None:
+        """Send a message to one agent; it is lost where the agent is."""
+        if line := self._known.get(identity):
+            self._send_frames(identity, line.talk.message(node_frames(message)))
+
+    async def close(self) -> None:
+        """Let go of all connections."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._auth.stop()
+        # What waited for these sockets takes its leave of the loop in the next rounds, by
+        # descriptors that the sockets of the next gate could have by then.
+        for _ in range(ROUNDS):
+            await asyncio.sleep(0)
+        self._socket.close()
+        self._context.term()
+
+    def _send_frames(self, identity: bytes, frames: Sequence[Frame]) -> None:
+        sent: Any = self._socket.send_multipart([identity, *frames], zmq.DONTWAIT, copy=False)
+        # It is done at once: there is no mark above which it would have to wait.
+        if sent.done() and isinstance(sent.exception(), zmq.ZMQError):
+            line = self._known.get(identity)
+            if line is not None and line.lost_for is None:
+                line.lost_for = 0.0
+
+    def _drop(self, identity: bytes) -> None:
+        if line := self._known.pop(identity, None):
+            self._send_frames(identity, [line.talk.sign(Kind.ENDED)])
+            self._lose(identity)
+
+    async def _read(self) -> None:
+        while True:
+            self._take(*await self._socket.recv_multipart(copy=False))
+
+    def _take(self, first: zmq.Frame, header: zmq.Frame, *frames: zmq.Frame) -> None:
+        identity = first.bytes
+        line = self._known.get(identity) or _Line(_Connection.of(first))
+        try:
+            kind = line.talk.take(header.bytes)
+        except Mismatch:
+            self._send_frames(identity, [line.talk.sign(Kind.ENDED)])
+            return
+        match kind:
+            case Kind.MESSAGE:
+                self._known[identity] = line
+                frame, *data = frames
+                self._receive(identity, node_up_from(frame.bytes, *(each.buffer for each in data)))
+            case Kind.AGAIN if identity in self._known:
+                line.connection, line.lost_for = _Connection.of(first), None
+                for again in line.talk.again():
+                    self._send_frames(identity, again)
+            case Kind.ENDED:
+                self._drop(frames[0].bytes)
+
+    async def _beat(self) -> None:
+        """Find who has gone: libzmq notices it, but says so only to who sends there."""
+        silent: set[bytes] = set()
+        while True:
+            await asyncio.sleep(BEAT_INTERVAL)
+            before, silent = silent, set()
+            for identity, line in [*self._known.items()]:
+                if line.lost_for is not None:
+                    line.lost_for += BEAT_INTERVAL
+                self._send_frames(identity, [line.talk.sign(Kind.BEAT)])
+                seconds = line.silence()
+                if seconds >= self.link_timeout:
+                    self._drop(identity)
+                elif seconds >= min(SILENT_AFTER, self.link_timeout / 2):
+                    silent.add(identity)
+            if silent or before:
+                self._miss(silent)
+
+    async def _watch(self) -> None:
+        """Count those who are refused."""
+        while True:
+            event = parse_monitor_message(await self._monitor.recv_multipart())
+            refusals = self._refusals
+            if refusals.take(event["event"], event["value"]) and refusals.is_worth_a_line:
+                name = zmq.Event(event["event"]).name
+                log.warning("refused a connection, %d by now: %s", refusals.count, name)

@@ -1,0 +1,261 @@
+"""The head: to the notebook it is one agent, behind which there are those of several machines."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from nbdist.agent.serving import Serving
+from nbdist.agent.tether import Tether
+from nbdist.agent.window import Window, seen_here
+from nbdist.cluster.assembly import Assembly
+from nbdist.cluster.freight import Freight
+from nbdist.cluster.inquiry import Round, ask, first_answer, rows_of
+from nbdist.cluster.merging import in_time_of_head, last_words
+from nbdist.cluster.node import Node
+from nbdist.node.guard import Guard
+from nbdist.output.events import Died, Done
+from nbdist.wire.carrying import Dropped, Piece, Taken
+from nbdist.wire.key_values import HostedStore
+from nbdist.wire.many import NodeAnswer, NodeUp, StoreAnswer, StoreAsk
+from nbdist.wire.messages import (
+    Abort,
+    Aborted,
+    Answer,
+    Ask,
+    Consult,
+    Down,
+    Enter,
+    GetCode,
+    GetLogs,
+    GetRefused,
+    GetStacks,
+    GetStatus,
+    Grow,
+    Heal,
+    Interrupt,
+    Kill,
+    Leave,
+    LetGo,
+    Locate,
+    Located,
+    Outputs,
+    PutCode,
+    Received,
+    Reply,
+    Request,
+    Run,
+    Scale,
+    Spare,
+    Starting,
+    StartWorld,
+    StopWorld,
+    Up,
+    Used,
+)
+from nbdist.wire.places import Usage
+from nbdist.wire.seen import WorldSeen
+from nbdist.wire.store_operations import Operation
+
+log = logging.getLogger("nbdist.cluster")
+
+
+class Head:
+    """Passes on what the notebook says to the agents that it concerns, and back what they say.
+
+    What all machines have to agree on, `Forming` asks of their agents as it does of one.
+    """
+
+    def __init__(self, runtime: Path, notebook_pid: int, guard: Guard) -> None:
+        self._runtime = runtime
+        self._store = HostedStore()
+        self._freight = Freight(
+            lambda number: self._assembly.node(number),
+            self._send_run,
+            lambda outputs: self._show(outputs, None),
+        )
+        self._assembly = Assembly(
+            runtime, self._store, self._freight, self._take, self._lose, self._send
+        )
+        self._task_of: dict[int, str] = {}
+        self._batches: deque[Node | None] = deque()
+        self._usage: dict[int, Usage] = {}
+        self._round = Round()
+        self._serving = Serving(self._answer, self._send)
+        leave = self._serving.leave
+        self._notebook = Tether(
+            *(runtime, notebook_pid, guard, self._receive, leave),
+            has_machines=lambda: self._assembly.there,
+        )
+        self._window = Window(runtime, self._seen)
+
+    def __repr__(self) -> str:
+        return f"<Head {os.getpid()} {self._assembly}>"
+
+    async def serve(self) -> None:
+        """Work until the notebook leaves or ends, then leave nothing behind."""
+        asyncio.get_running_loop().set_exception_handler(self._serving.fail)
+        await self._window.open()
+        await self._notebook.open()
+        try:
+            await self._serving.until_left()
+        finally:
+            await self._window.close()
+            await self._assembly.dismiss()
+            await self._notebook.close()
+
+    def _send(self, message: Up) -> None:
+        self._notebook.send(message)
+
+    # --- from the notebook ----------------------------------------------------------------
+
+    def _receive(self, message: Down) -> None:
+        match message:
+            case Run() as run:
+                self._run(run)
+            case Ask(number, GetStatus() | GetStacks() | GetLogs() as request):
+                self._serving.do(self._report_rows(number, request))
+            case Ask(number, GetRefused()):
+                self._notebook.send(Answer(number, self._assembly.refused))
+            case Ask(number, Consult() as consult):
+                self._serving.do(self._report_answer(number, consult))
+            case Ask() as ask:
+                self._serving.call(ask)
+            case Locate(ranks):
+                self._round.begin(self._assembly.nodes(ranks))
+            case Interrupt(ranks):
+                self._pass_on(message, self._freight.stop(ranks))
+            case LetGo(task_id, ranks):
+                self._freight.let_go(task_id, ranks)
+                self._pass_on(message, ranks)
+            case Abort(ranks) | Spare(ranks):
+                self._pass_on(message, ranks)
+            case Enter(rank):
+                for node in self._assembly.nodes([rank]):
+                    node.send(message)
+            case Received():
+                self._acknowledge()
+            case Leave():
+                self._serving.leave()
+
+    async def _answer(self, request: Request) -> Reply:
+        match request:
+            case StartWorld():
+                self._task_of.clear()
+                return await self._assembly.start(request)
+            case StopWorld(grace):
+                await self._assembly.stop(grace)
+            case Heal() | Scale() | Grow():
+                reply = await self._assembly.change(request)
+                self._task_of.clear()
+                return reply
+            case Kill(ranks):
+                await self._kill(ranks)
+            case GetCode() | PutCode():
+                return await self._assembly.take_code(request)
+        return None
+
+    # --- to the nodes ---------------------------------------------------------------------
+
+    def _pass_on(
+        self, message: Abort | Interrupt | LetGo | Locate | Spare, ranks: Iterable[int]
+    ) -> None:
+        for node, part in self._assembly.nodes(ranks).items():
+            node.send(replace(message, ranks=part))
+
+    def _run(self, run: Run) -> None:
+        self._usage.clear()
+        self._freight.run(
+            run, [node.number for node in self._assembly.nodes(run.ranks) if not node.lost]
+        )
+
+    def _send_run(self, run: Run) -> None:
+        for node, part in self._assembly.nodes(run.ranks).items():
+            self._task_of.update(dict.fromkeys(part, run.id))
+            node.send(replace(run, ranks=part))
+            if node.lost:
+                self._report_dead(node, part)
+
+    async def _kill(self, ranks: Sequence[int]) -> None:
+        await asyncio.gather(
+            *(ask(node, Kill(part)) for node, part in self._assembly.nodes(ranks).items())
+        )
+
+    async def _report_rows(self, number: int, request: GetStatus | GetStacks | GetLogs) -> None:
+        self._notebook.send(Answer(number, await rows_of(self._assembly.there, request)))
+
+    async def _seen(self) -> WorldSeen:
+        spec = self._assembly.spec
+        rows = () if spec is None else await rows_of(self._assembly.there, GetStatus())
+        return seen_here(self._notebook.notebook_pid, spec, rows)
+
+    async def _report_answer(self, number: int, consult: Consult) -> None:
+        answer = await first_answer(self._assembly.nodes(consult.ranks), consult)
+        self._notebook.send(Answer(number, answer))
+
+    # --- from the nodes -------------------------------------------------------------------
+
+    def _take(self, node: Node, message: NodeUp) -> None:
+        match message:
+            case Outputs() if node.lost:
+                self._show(last_words(message), node)
+            case _ if node.lost:
+                log.info("%s said more after it was lost: %s", node.name, type(message).__name__)
+            case Answer(number, reply):
+                node.answered(number, reply, of_part=False)
+            case NodeAnswer(number, part_reply):
+                node.answered(number, part_reply, of_part=True)
+            case Outputs() as outputs:
+                outputs = self._freight.moved(node.number, outputs)
+                self._show(in_time_of_head(outputs, node.offset_ns), node)
+            case Piece() | Taken() | Dropped():
+                self._freight.take(node.number, message)
+            case Located(places):
+                self._say_where(self._round.take(node, places))
+            case Aborted() as aborted:
+                self._notebook.send(aborted)
+            case Used(usage):
+                self._usage.update(usage)
+                self._notebook.send(Used(dict(self._usage)))
+            case StoreAsk(number, operation):
+                self._serving.do(self._ask_store(node, number, operation))
+            case Starting(up):
+                self._assembly.came_up(node, up)
+
+    async def _ask_store(self, node: Node, number: int, operation: Operation) -> None:
+        node.send(StoreAnswer(number, await self._store.ask(operation)))
+
+    def _show(self, outputs: Outputs, node: Node | None) -> None:
+        """Pass on a batch, and note whose it is: the notebook acknowledges them in this order."""
+        for rank, task, output in outputs.items:
+            if isinstance(output, Done | Died) and self._task_of.get(rank) == task:
+                del self._task_of[rank]
+        self._batches.append(node)
+        self._notebook.send(outputs)
+
+    def _acknowledge(self) -> None:
+        node = self._batches.popleft()
+        if node is not None:
+            node.send(Received())
+
+    def _say_where(self, located: Located | None) -> None:
+        if located is not None:
+            self._notebook.send(located)
+
+    def _lose(self, node: Node) -> None:
+        self._say_where(self._round.drop(node))
+        self._report_dead(node, node.ranks)
+        self._freight.lose(node.number)
+
+    def _report_dead(self, node: Node, ranks: Iterable[int]) -> None:
+        now = time.time_ns()
+        died = Died(None, now, why=f"{node.lost}: its machine counts as lost")
+        items = tuple((rank, self._task_of.get(rank, ""), died) for rank in ranks)
+        if items:
+            self._show(Outputs(items), None)

@@ -1,0 +1,276 @@
+"""`--launcher ray`: one agent on each node of a Ray cluster that is there, below an actor of Ray's.
+
+Here is the head's side.  What speaks with Ray is a process of its own, `ray_driver`, with which
+this one exchanges pickled messages over pipes: the ticket goes that way too, and from there to the
+actors as an argument of a call.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from nbdist.cluster.launcher import KILL_TIMEOUT, Launched, agent_command
+from nbdist.wire.interpreter import MODULE
+from nbdist.wire.ticket import Ticket
+from nbdist.wire.wanted import Wanted
+
+PLACED_TIMEOUT = 60.0
+"""Seconds until Ray has placed all actors: it is imported, asked, and starts interpreters."""
+
+TOKEN = re.compile("authentication token", re.IGNORECASE)
+TOKEN_WANTED = (
+    "the Ray cluster takes only whom it knows by its token: set RAY_AUTH_MODE=token before the "
+    "notebook begins, and have the token in ~/.ray/auth_token or in RAY_AUTH_TOKEN"
+)
+"""What Ray says of that is for its log, or longer than a line."""
+
+DRIVER = "nbdist.cluster.ray_driver"
+LAST_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the driver is to do; with secrets, as it has the ticket."""
+
+    wanted: Wanted
+    ticket: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """An agent is to end: its stdin, or by force its actor."""
+
+    number: int
+    by_force: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Ray has actors on these hosts, which are about to start agents."""
+
+    hosts: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """There can be no such actors, and nothing of them is left."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An agent, or its actor, has ended: how, and what it wrote last."""
+
+    number: int
+    exit_code: int
+    last_lines: Sequence[str]
+
+
+Said = Placed | Refused | Ended
+"""What the driver says."""
+
+
+class RayLauncher:
+    """`--launcher ray`."""
+
+    def launch(self, wanted: Wanted, ticket: Ticket, folder: Path) -> Launched:
+        """Have Ray place an actor on each node; raises OSError with what keeps it from that."""
+        if importlib.util.find_spec("ray") is None:
+            raise OSError(f"Ray is not installed here: {sys.executable} -m pip install nbdist[ray]")
+        driver = Driver(folder / "ray.log")
+        hosts = driver.place(Order(wanted, ticket.to_line()))
+        agents = [RayAgent(driver, number, host, wanted) for number, host in enumerate(hosts)]
+        driver.watch(agents)
+        return Launched(agents, len(agents), hosts)
+
+
+class Driver:
+    """The process that speaks with Ray, and the thread that hears what it says."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log.open("w+b")
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, *MODULE, DRIVER],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                start_new_session=True,
+            )
+        except OSError:
+            self._log.close()
+            raise
+        self._agents: Sequence[RayAgent] = ()
+        self._open: set[int] = set()
+        self._listener = threading.Thread(target=self._listen, name="ray", daemon=True)
+
+    def __repr__(self) -> str:
+        return f"<Driver {self._process.pid} of {len(self._agents)} agents>"
+
+    def place(self, order: Order) -> Sequence[str]:
+        """Have all actors placed, and return their hosts; OSError, and nothing left, if not."""
+        too_long = threading.Timer(PLACED_TIMEOUT, self._process.kill)
+        too_long.start()
+        try:
+            self._tell(order)
+            said = self._hear()
+        finally:
+            too_long.cancel()
+        if isinstance(said, Placed):
+            return said.hosts
+        self.end(KILL_TIMEOUT)
+        lines = self.last_lines()
+        self.close()
+        if isinstance(said, Refused):
+            raise OSError(TOKEN_WANTED if any(map(TOKEN.search, [said.why, *lines])) else said.why)
+        told = " ".join(lines[-1:])
+        raise OSError(f"Ray did not place the agents within {PLACED_TIMEOUT:.0f} s: {told}")
+
+    def watch(self, agents: Sequence[RayAgent]) -> None:
+        """Say of these agents from now on when they have ended."""
+        self._agents = agents
+        self._open.update(agent.number for agent in agents)
+        self._listener.start()
+
+    def tell_to_end(self, number: int, *, by_force: bool) -> None:
+        """Have an agent end."""
+        self._tell(End(number, by_force))
+
+    def have_all_ended(self) -> bool:
+        """Say whether no agent runs any more."""
+        return all(agent.exit_code() is not None for agent in self._agents)
+
+    def end(self, timeout: float) -> None:
+        """Have the process end, and with it all actors; by force after `timeout` seconds."""
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(KILL_TIMEOUT)
+
+    def last_lines(self) -> list[str]:
+        """Return the end of what Ray's library has written."""
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - LAST_BYTES))
+        return self._log.read().decode(errors="replace").splitlines()
+
+    def close_with(self, agent: RayAgent) -> None:
+        """Let go of what is for this agent, and with the last one of all, after its end."""
+        self._open.discard(agent.number)
+        if not self._open:
+            self.end(0.0)
+            self._listener.join(KILL_TIMEOUT)
+            self.close()
+
+    def close(self) -> None:
+        """Let go of all, after its end."""
+        for stream in (self._process.stdin, self._process.stdout, self._log):
+            assert stream is not None
+            with suppress(OSError):
+                stream.close()
+
+    def _tell(self, message: Order | End) -> None:
+        # Where it has ended at once, its last lines say why.
+        with suppress(OSError, ValueError):
+            assert self._process.stdin is not None
+            pickle.dump(message, self._process.stdin)
+            self._process.stdin.flush()
+
+    def _hear(self) -> Said | None:
+        """Wait for what it says next; None once it has ended."""
+        said: Said | None = read_message(self._process.stdout)
+        return said
+
+    def _listen(self) -> None:
+        while (said := self._hear()) is not None:
+            if isinstance(said, Ended):
+                self._agents[said.number].note_end(said)
+        code = self._process.wait()
+        for agent in self._agents:
+            agent.note_end(Ended(agent.number, code, ()))
+
+
+class RayAgent:
+    """An agent that is the child of an actor; `host` is the node that Ray chose."""
+
+    def __init__(self, driver: Driver, number: int, host: str, wanted: Wanted) -> None:
+        self.host = host
+        self.number = number
+        command = " ".join([*wanted.wrap, *agent_command(wanted.python, number)])
+        self.command = f"ray actor {actor_name(wanted, number)}: {command}"
+        self._driver = driver
+        self._ended: Ended | None = None
+        self._is_over = threading.Event()
+        # Its reading end turns readable when the other is closed.
+        self._reader, self._writer = os.pipe()
+
+    def __repr__(self) -> str:
+        return f"<RayAgent {self.number} on {self.host} exit code {self.exit_code()}>"
+
+    def fileno(self) -> int:
+        """Return a descriptor that turns readable when it has ended."""
+        return self._reader
+
+    def exit_code(self) -> int | None:
+        """Return how it ended; None while it runs."""
+        return None if self._ended is None else self._ended.exit_code
+
+    def last_lines(self) -> list[str]:
+        """Return the end of what it has written."""
+        return [*self._ended.last_lines] if self._ended else []
+
+    def complaint(self) -> str:
+        """Return nothing: its last lines say why it has ended."""
+        return ""
+
+    def end(self, timeout: float) -> None:
+        """Have it end: its stdin at once, its actor by force after `timeout` seconds.
+
+        The last to end ends the process that speaks with Ray.
+        """
+        self._driver.tell_to_end(self.number, by_force=False)
+        if not self._is_over.wait(timeout):
+            self._driver.tell_to_end(self.number, by_force=True)
+            self._is_over.wait(KILL_TIMEOUT)
+        if self._driver.have_all_ended():
+            self._driver.end(max(timeout, KILL_TIMEOUT))
+
+    def close(self) -> None:
+        """Let go of its descriptors, and the last one of those of all."""
+        os.close(self._reader)
+        self._driver.close_with(self)
+
+    def note_end(self, ended: Ended) -> None:
+        """Have it count as ended; the first word holds."""
+        if self._ended is None:
+            self._ended = ended
+            self._is_over.set()
+            os.close(self._writer)
+
+
+def actor_name(wanted: Wanted, number: int) -> str:
+    """Name the actor of a node, as Ray's dashboard lists it."""
+    return f"nbdist:{wanted.name}/{number}"
+
+
+def read_message(stream: IO[bytes] | None) -> Any:
+    """Read what the other side has written next; None after its end."""
+    assert stream is not None
+    try:
+        return pickle.load(stream)
+    except (EOFError, OSError, pickle.UnpicklingError):
+        return None

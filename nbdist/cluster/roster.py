@@ -1,0 +1,344 @@
+"""The machines of a world: a launcher starts their agents, they come to the gate, some are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from nbdist.cluster.addresses import addresses, listened_at
+from nbdist.cluster.gate import Gate
+from nbdist.cluster.launcher import AgentProcess, Launched, LaunchError, find_launcher
+from nbdist.cluster.node import Node, NodeLost
+from nbdist.cluster.preflight import mismatch, targets, unreachable
+from nbdist.cluster.seating import room_of
+from nbdist.cluster.waiting import Awaited
+from nbdist.cluster.why_not_there import why_refused
+from nbdist.wire.many import NodeHello, NodeUp, Reach
+from nbdist.wire.messages import Leave, Silent, StartFailure
+from nbdist.wire.versions import versions_here
+from nbdist.wire.wanted import Wanted
+from nbdist.words import count, word_exit
+
+log = logging.getLogger("nbdist.cluster")
+
+WAYS_TIMEOUT = 10.0
+"""Seconds for machines to have tried to reach one another; longer than they take."""
+
+LAST_CALL = 1.0
+"""Seconds after the last that came until it is begun without others, where these are enough."""
+
+AGAIN_INTERVAL = 5.0
+"""Seconds between two attempts to have an agent on a machine that is lost, or has not come."""
+
+LAST_WORD_TIMEOUT, LAST_WORD_STEP = 3.0, 0.1
+LEAVE_TIMEOUT = 5.0
+"""Seconds for an agent that was told to leave to have ended all that it has."""
+
+
+class CannotStart(Exception):
+    """There is no agent where there should be one."""
+
+    def __init__(self, failure: StartFailure) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
+
+
+class Roster:
+    """All nodes by their numbers, those that are lost included.
+
+    `receive` gets what each says, `lose` is called with one that is lost, `admit` with one that
+    has come once the world had begun, `tell` with what the notebook is to hear.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        receive: Callable[[Node, NodeUp], None],
+        lose: Callable[[Node], None],
+        admit: Callable[[Node], None],
+        tell: Callable[[Silent], None],
+    ) -> None:
+        self.nodes: dict[int, Node] = {}
+        self.gate = Gate(self._take, self._disconnected, self._miss)
+        self._folder = folder
+        self._receive = receive
+        self._lose = lose
+        self._admit_late = admit
+        self._tell = tell
+        self._launched = Launched((), 0)
+        self._processes: list[AgentProcess] = []
+        self._late: set[asyncio.Task[None]] = set()
+        self._by_identity: dict[bytes, Node] = {}
+        self._failure: StartFailure | None = None
+        self._versions = versions_here()
+        self._failed = 0
+        self._came = asyncio.Event()
+        self._has_begun = self._is_leaving = False
+
+    def __repr__(self) -> str:
+        return f"<Roster {[*self.nodes.values()]} {self.gate}>"
+
+    @property
+    def there(self) -> list[Node]:
+        """The nodes that are not lost, in order."""
+        return [self.nodes[number] for number in sorted(self.nodes) if not self.nodes[number].lost]
+
+    def will_do(self, wanted: Wanted) -> bool:
+        """Say whether a restart can have these nodes: enough of them, and no more to be had."""
+        enough = len(self.there) >= wanted.min_nodes
+        return enough and not (self._is_final and self._is_short(wanted))
+
+    def word_way_back(self, wanted: Wanted) -> str:
+        """Say what has missing nodes come; "" for none, and where they do by themselves."""
+        if not self._is_short(wanted):
+            return ""
+        if self._is_final:
+            return (
+                f"With `--launcher {wanted.launcher}` machines come at the start alone: "
+                "`%dist_restart` asks for all again, with new workers."
+            )
+        invitation = self._launched.invitation
+        return f"`{invitation}` on a machine has it come." if invitation else ""
+
+    @property
+    def _is_final(self) -> bool:
+        """Whether no further node can come, nor one that was lost."""
+        return self._launched.again is None and not self._launched.invitation
+
+    def _is_short(self, wanted: Wanted) -> bool:
+        """Say whether there are fewer nodes than there could be, or have been."""
+        # An allocation of fewer than could be is not given up for another one.
+        most = None if wanted.salloc else wanted.max_nodes
+        return len(self.there) < (most or len(self.nodes))
+
+    async def fill(self, wanted: Wanted, report: Callable[[str], None]) -> None:
+        """Have agents started, and wait until they have come; raises CannotStart.
+
+        `report` is called with what is to be said of those that have come.
+        """
+        try:
+            self.gate.open(*listened_at(wanted.address), link_timeout=wanted.link_timeout)
+            ticket = self.gate.ticket(addresses(wanted.address), fork=wanted.fork)
+            launcher = find_launcher(wanted.launcher)
+            self._launched = await asyncio.to_thread(launcher.launch, wanted, ticket, self._folder)
+        except (OSError, LaunchError) as error:
+            raise _cannot(wanted.launcher, str(error)) from None
+        for process in self._launched.processes:
+            self._watch(process)
+        await self._until_all_came(wanted, report)
+        await asyncio.gather(*(self._read_clock(node) for node in self.there))
+        if wanted.backend != "none":
+            await self._check_ways()
+        self._has_begun = True
+        if self._launched.again is not None:
+            self._do_late(self._try_again())
+
+    def _watch(self, process: AgentProcess) -> None:
+        self._processes.append(process)
+        asyncio.get_running_loop().add_reader(process.fileno(), self._ended, process)
+
+    def _do_late(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._late.add(task)
+        task.add_done_callback(self._late.discard)
+
+    async def close(self) -> None:
+        """Have all agents leave, and end what was started for them."""
+        self._is_leaving = True
+        for node in self.there:
+            node.send(Leave())
+        loop, late = asyncio.get_running_loop(), [*self._late]
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+        processes = self._processes
+        for process in processes:
+            loop.remove_reader(process.fileno())
+        ends = (asyncio.to_thread(process.end, LEAVE_TIMEOUT) for process in processes)
+        await asyncio.gather(*ends)
+        for process in processes:
+            process.close()
+        await self.gate.close()
+
+    # --- coming ---------------------------------------------------------------------------
+
+    async def _until_all_came(self, wanted: Wanted, report: Callable[[str], None]) -> None:
+        launched = self._launched
+        # Without a number of nodes all that there are were asked for.
+        least = wanted.min_nodes if wanted.max_nodes and wanted.min_nodes < launched.nodes else 0
+        awaited = Awaited(launched.nodes, wanted.workers, launched.invitation, least)
+        end = asyncio.get_running_loop().time() + launched.arrive_timeout
+        while not awaited.have_come(room := self._room(wanted)):
+            report(launched.news() or awaited.text(room))
+            self._came.clear()
+            if self._failure is not None and not (least and self._failed <= launched.nodes - least):
+                raise CannotStart(self._failure)
+            if (left := end - asyncio.get_running_loop().time()) <= 0:
+                raise self._nobody_came()
+            try:
+                await asyncio.wait_for(self._came.wait(), min(left, LAST_CALL))
+            except TimeoutError:
+                if awaited.will_do(room):
+                    break
+        report(awaited.text(room))
+
+    def _room(self, wanted: Wanted) -> dict[str, int]:
+        """Say for how many workers each that has come has room, by its name."""
+        room = room_of(wanted, self.there)
+        names = [node.name for node in self.there]
+        return {
+            node.name if names.count(node.name) == 1 else f"{node.name} #{node.number}": room[
+                node.number
+            ]
+            for node in self.there
+        }
+
+    def _nobody_came(self) -> CannotStart:
+        there = {node.number for node in self.there}
+        hosts = [host for at, host in enumerate(self._launched.hosts) if at not in there]
+        missing = ", ".join(hosts) or count(self._launched.nodes - len(there), "node")
+        return _cannot(
+            missing, f"no agent came from there within {self._launched.arrive_timeout:.0f} s"
+        )
+
+    async def _check_ways(self) -> None:
+        """Have machines try to reach one another; raises CannotStart."""
+        there = self.there
+        tried = targets(there)
+        asked = (node.ask_part(Reach(tried[node.number]), WAYS_TIMEOUT) for node in there)
+        try:
+            problems = await asyncio.gather(*asked)
+        except NodeLost:
+            return  # which is a failure of its own
+        for node, problem in zip(there, problems, strict=True):
+            if problem:
+                raise _cannot(node.name, unreachable(node.name, problem))
+
+    async def _try_again(self) -> None:
+        """Have agents again where some were lost, or could not be started, while that lasts."""
+        launched = self._launched
+        assert launched.again is not None
+        while True:
+            await asyncio.sleep(AGAIN_INTERVAL)
+            busy = {process.host for process in self._processes}
+            there = {node.number for node in self.there}
+            for number, host in enumerate(launched.hosts):
+                if host not in busy and number not in there:
+                    with suppress(OSError):
+                        self._watch(launched.again(number))
+
+    async def _take_late(self, node: Node) -> None:
+        await self._read_clock(node)
+        if not node.lost:
+            self._admit_late(node)
+
+    async def _read_clock(self, node: Node) -> None:
+        try:
+            await node.set_clock()
+        except NodeLost as lost:
+            log.warning("%s: %s", node.name, lost)
+
+    def _take(self, identity: bytes, message: NodeUp) -> None:
+        if isinstance(message, NodeHello):
+            self._admit(identity, message)
+        elif identity in self._by_identity:
+            self._receive(self._by_identity[identity], message)
+
+    def _admit(self, identity: bytes, hello: NodeHello) -> None:
+        number = self._number_for(hello)
+        hosts = self._launched.hosts
+        name = hosts[number] if number < len(hosts) else hello.facts.name
+        node = Node(number, name, hello, lambda message: self.gate.send(identity, message))
+        if why := mismatch(name, hello, self._versions):
+            self._fail(StartFailure(None, name, "", why, ()))
+            node.send(Leave())
+            return
+        self._by_identity[identity] = node
+        self.nodes[number] = node
+        self._came.set()
+        if self._has_begun:
+            self._do_late(self._take_late(node))
+
+    def _number_for(self, hello: NodeHello) -> int:
+        """Choose the number of a node: that which it had before it was lost, or a new one."""
+        number, name = hello.facts.number, hello.facts.name
+        lost = {each.facts.name: each.number for each in self.nodes.values() if each.lost}
+        if number < 0:
+            number = lost.get(name, -1)
+        if number < 0 or (number in self.nodes and not self.nodes[number].lost):
+            number = next(each for each in range(len(self.nodes) + 1) if each not in self.nodes)
+        return number
+
+    # --- going ----------------------------------------------------------------------------
+
+    async def last_word(self) -> str:
+        """Return what a command that started all nodes says of their end, "" for nothing.
+
+        It comes some time after the nodes have gone, so many seconds at most.
+        """
+        loop = asyncio.get_running_loop()
+        of_all = [process for process in self._processes if not process.host]
+        end = loop.time() + LAST_WORD_TIMEOUT
+        while of_all and loop.time() < end:
+            if said := _complaint(of_all):
+                return said
+            await asyncio.sleep(LAST_WORD_STEP)
+        return ""
+
+    def _miss(self, identities: Collection[bytes]) -> None:
+        found = (self._by_identity.get(identity) for identity in identities)
+        names = tuple(sorted(node.name for node in found if node is not None and not node.lost))
+        self._tell(Silent(names, self.gate.link_timeout))
+
+    def _disconnected(self, identity: bytes) -> None:
+        node = self._by_identity.pop(identity, None)
+        if node is not None:
+            mine = [each for each in self._processes if each.host in ("", node.name)]
+            why = _complaint(mine) or f"the connection to {node.name} was lost"
+            self._note_loss(node, why)
+
+    def _ended(self, process: AgentProcess) -> None:
+        asyncio.get_running_loop().remove_reader(process.fileno())
+        code = process.exit_code() or 0
+        lines = tuple(process.last_lines())
+        why = why_refused(process.host, lines, process.command) or f"it {word_exit(code)}"
+        mine = [node for node in self.there if process.host in ("", node.name)]
+        said = process.complaint()
+        for node in mine:
+            program = process.command.split(" ", 1)[0]
+            self._note_loss(node, said or f"{program} to {node.name} has ended")
+        if self._launched.again is not None:
+            self._processes.remove(process)
+            process.close()
+        if self._has_begun:
+            return
+        if not mine and said:
+            self._fail(_cannot(process.host, said).failure)
+        elif not mine:
+            self._fail(StartFailure(None, process.host, process.command, why, lines))
+
+    def _note_loss(self, node: Node, why: str) -> None:
+        if not node.lost and not self._is_leaving:
+            log.warning("%s", why)
+            node.lose(why)
+            self._lose(node)
+            for process in self._processes:
+                if process.host == node.name and process.exit_code() is None:
+                    self._do_late(asyncio.to_thread(process.end, 0.0))
+
+    def _fail(self, failure: StartFailure) -> None:
+        self._failed += 1
+        self._failure = self._failure or failure
+        self._came.set()
+
+
+def _complaint(processes: Sequence[AgentProcess]) -> str:
+    return next(filter(None, (process.complaint() for process in processes)), "")
+
+
+def _cannot(host: str, why: str) -> CannotStart:
+    return CannotStart(StartFailure(None, host, "", why, ()))

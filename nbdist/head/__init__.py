@@ -1,1 +1,0 @@
-"""The head of a world on several machines: between the notebook and the agents."""

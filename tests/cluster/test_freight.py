@@ -1,0 +1,215 @@
+"""Tasks that wait for their big values, and values that come back, without a link."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+
+import pytest
+
+from nbdist.cluster.freight import Deliveries, Refused, Returned
+from nbdist.output.events import Done, Moved, Text
+from nbdist.values.payload import Payload
+from nbdist.values.shared_memory import Segment, open_segment, to_end
+from nbdist.wire.carrying import PIECE, Dropped, Piece, Receiving, Sending, Taken
+from nbdist.wire.messages import Outputs, Run
+
+
+@pytest.fixture
+def memory() -> Iterator[ExitStack]:
+    """What closes all that a test has opened; then nothing of it is left."""
+    before = len(os.listdir("/proc/self/fd"))
+    with ExitStack() as stack:
+        yield stack
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def segment(memory: ExitStack) -> Segment:
+    """The notebook's: a piece and a half."""
+    return memory.enter_context(to_end(Segment.filling([b"s" * (3 * PIECE // 2)])))
+
+
+@pytest.fixture
+def deliveries(memory: ExitStack) -> Deliveries:
+    """What is tested: the way down."""
+    return memory.enter_context(closing(Deliveries()))
+
+
+class Nodes:
+    """The receiving ends, and all that was sent."""
+
+    def __init__(self, memory: ExitStack, deliveries: Deliveries) -> None:
+        self.all = {n: memory.enter_context(closing(Receiving())) for n in (0, 1)}
+        self.sent: list[tuple[int, int]] = []
+        self._deliveries = deliveries
+
+    def take_all(self, *numbers: int) -> None:
+        """Have these nodes take what there is for them."""
+        for number in numbers:
+            while piece := self._deliveries.next(number, 0.0):
+                self.sent.append((number, piece.offset))
+                taken = self.all[number].take(piece)
+                assert taken is not None
+                self._deliveries.taken(number, taken, 0.0)
+
+
+@pytest.fixture
+def nodes(memory: ExitStack, deliveries: Deliveries) -> Nodes:
+    """Two of them."""
+    return Nodes(memory, deliveries)
+
+
+def run(name: str, *segments: Segment) -> Run:
+    """A task of four ranks."""
+    return Run(name, (0, 1, 2, 3), b"", tuple(segment.ref for segment in segments))
+
+
+def test_all_get_it_at_the_same_time(
+    deliveries: Deliveries, nodes: Nodes, segment: Segment
+) -> None:
+    """Once each node has its memory, which is sent once to each."""
+    task = run("a", segment)
+    assert deliveries.add(task, (0, 1))
+    nodes.take_all(0)
+    assert deliveries.ready() == []
+    nodes.take_all(1)
+    assert deliveries.ready() == [task]
+    assert deliveries.ready() == []
+    assert nodes.sent == [(node, at) for node in (0, 1) for at in (0, PIECE)]
+    assert not deliveries.add(run("b", segment), (0, 1))
+    assert not deliveries.add(run("c"), (0, 1))
+
+
+def test_how_far_it_is(deliveries: Deliveries, nodes: Nodes, segment: Segment) -> None:
+    """Counted over all nodes that lacked it."""
+    task, size = run("a", segment), 3 * PIECE // 2
+    deliveries.add(task, (0, 1))
+    assert [*deliveries.progress()] == [(task, Moved(0, 2 * size))]
+    nodes.take_all(0)
+    assert [*deliveries.progress()] == [(task, Moved(size, 2 * size))]
+    nodes.take_all(1)
+    deliveries.ready()
+    assert [*deliveries.progress()] == []
+
+
+def test_it_is_kept_as_long_as_the_notebook_has_it(
+    deliveries: Deliveries, nodes: Nodes, segment: Segment
+) -> None:
+    """Closed there it is closed on the nodes, and not before."""
+    deliveries.add(run("a", segment), (0, 1))
+    nodes.take_all(0, 1)
+    assert [*deliveries.drop()] == []
+    segment.close()
+    dropped = Dropped((segment.ref.path,))
+    assert [*deliveries.drop()] == [(0, dropped), (1, dropped)]
+    assert [*deliveries.drop()] == []
+
+
+def test_closed_before_it_was_sent(deliveries: Deliveries, segment: Segment) -> None:
+    """The ranks are to say that it is not there."""
+    segment.close()
+    assert not deliveries.add(run("a", segment), (0, 1))
+
+
+def test_closed_while_it_is_sent(deliveries: Deliveries, nodes: Nodes, segment: Segment) -> None:
+    """It arrives, for those who wait for it."""
+    task = run("a", segment)
+    deliveries.add(task, (0, 1))
+    segment.close()
+    assert [*deliveries.drop()] == []
+    nodes.take_all(0, 1)
+    assert deliveries.ready() == [task]
+
+
+def test_stop_in_the_middle(deliveries: Deliveries, nodes: Nodes, segment: Segment) -> None:
+    """The task is not sent, and what has come of its memory is dropped."""
+    task = run("a", segment)
+    deliveries.add(task, (0, 1))
+    nodes.take_all(0)
+    deliveries.next(1, 0.0)
+    assert deliveries.stop([9]) == []
+    assert deliveries.stop([3]) == [task]
+    assert [*deliveries.drop()] == [(1, Dropped((segment.ref.path,)))]
+    assert deliveries.next(1, 0.0) is None
+    assert deliveries.ready() == []
+
+
+def test_no_room_on_a_node(deliveries: Deliveries, nodes: Nodes, segment: Segment) -> None:
+    """No rank gets the task."""
+    task = run("a", segment)
+    deliveries.add(task, (0, 1))
+    nodes.take_all(0)
+    deliveries.next(1, 0.0)
+    deliveries.taken(1, Taken(segment.ref.path, 0, "2 MB are free"), 0.0)
+    assert deliveries.refused() == [Refused(task, 1, "2 MB are free")]
+    assert deliveries.refused() == deliveries.ready() == []
+
+
+def test_a_node_is_lost(deliveries: Deliveries, nodes: Nodes, segment: Segment) -> None:
+    """The others get the task: what they do without it is another matter."""
+    task = run("a", segment)
+    deliveries.add(task, (0, 1))
+    nodes.take_all(0)
+    deliveries.lose(1)
+    assert deliveries.ready() == [task]
+    assert deliveries.nodes == (0,)
+
+
+# --- the way up -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def returned(memory: ExitStack) -> Returned:
+    """What is tested."""
+    return memory.enter_context(closing(Returned()))
+
+
+def come(returned: Returned, node: int, segment: Segment) -> None:
+    """All of it comes from this node."""
+    with closing(Sending()) as sending:
+        sending.add(segment.ref)
+        while piece := sending.next(0.0):
+            taken = returned.take(node, piece)
+            assert taken is not None
+            sending.taken(taken, 0.0)
+
+
+def outputs(segment: Segment) -> Outputs:
+    """Rank 2 has said something, and ended its task with that value."""
+    text, done = Text("stdout", "x"), Done("ok", 0.1, values=Payload(segment=segment.ref))
+    return Outputs(((2, "a", text), (2, "a", done)))
+
+
+def test_values_where_the_notebook_finds_them(returned: Returned, segment: Segment) -> None:
+    """Until it has read them."""
+    assert returned.moved(1, outputs(segment)) == outputs(segment)
+    come(returned, 1, segment)
+    assert returned.moved(0, outputs(segment)) == outputs(segment)
+    text, (rank, task, done) = returned.moved(1, outputs(segment)).items
+    assert (text, rank, task) == (outputs(segment).items[0], 2, "a")
+    assert isinstance(done, Done)
+    assert isinstance(done.values, Payload)
+    here = done.values.segment
+    assert here is not None
+    assert open_segment(here)[0] == open_segment(segment.ref)[0]
+    returned.let_go([2], "b")
+    returned.let_go([1])
+    assert os.path.exists(here.path.partition("#")[0])
+    returned.let_go([2], "a")
+    assert not os.path.exists(here.path.partition("#")[0])
+
+
+def test_what_comes_no_more(returned: Returned, segment: Segment) -> None:
+    """The node has dropped it, or is lost."""
+    before = len(os.listdir("/proc/self/fd"))
+    first = Piece(segment.ref, 0, b"s" * PIECE)
+    for end in (
+        lambda: returned.dropped(1, Dropped((segment.ref.path,))),
+        lambda: returned.lose(1),
+    ):
+        returned.take(1, first)
+        assert len(os.listdir("/proc/self/fd")) == before + 1
+        end()
+        assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,163 @@
+"""Tests of `nbdist.cluster.seating`: where ranks sit once it is known which machines have come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from nbdist.cluster.seating import NoSeats, full_size, resized, room_of, seated, without
+from nbdist.hosts import parse_hosts
+from nbdist.topology import GPU_BACKEND
+from nbdist.wire.many import NodeFacts
+from nbdist.wire.start import WorldSpec
+from nbdist.wire.wanted import Wanted
+
+
+@dataclass
+class Machine:
+    number: int
+    facts: NodeFacts
+
+
+def machine(number: int, gpus: int = 0, cores: int = 2) -> Machine:
+    """A node with so many of both."""
+    names = tuple(map(str, range(gpus)))
+    address, port = f"10.0.0.{number + 1}", 4000 + number
+    facts = NodeFacts(f"n{number}", number, address, port, cores, names, "", {})
+    return Machine(number, facts)
+
+
+SPEC = WorldSpec(1, "gloo", {"SECRET": "x"}, "/", (), 1, "")
+
+
+def wanted(**fields: Any) -> Wanted:
+    """What is wanted of them."""
+    return Wanted(launcher="ssh", **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "nodes", "seats"),
+    [
+        ({"per_node": 2}, [machine(0), machine(1)], [(0, 0), (0, 1), (1, 0), (1, 1)]),
+        ({"hosts": parse_hosts("a:1,b:2")}, [machine(0), machine(1)], [(0, 0), (1, 0), (1, 1)]),
+        ({}, [machine(0, gpus=1), machine(1, cores=1)], [(0, 0), (1, 0)]),
+        ({"per_node": 2, "workers": 3}, [machine(0), machine(1)], [(0, 0), (0, 1), (1, 0)]),
+        ({"per_node": 1}, [machine(2), machine(0)], [(0, 0), (2, 0)]),
+        # A host more than nodes, and room for more than there are to be, are in reserve.
+        (
+            {"per_node": 1, "max_nodes": 2, "hosts": parse_hosts("a:2,b,c")},
+            [machine(0), machine(1), machine(2)],
+            [(0, 0), (1, 0)],
+        ),
+        ({"gpus": "1,3"}, [machine(0, gpus=4)], [(0, 0), (0, 1)]),
+    ],
+)
+def test_who_sits_where(
+    fields: Mapping[str, Any], nodes: list[Machine], seats: list[tuple[int, int]]
+) -> None:
+    """As was asked, or one for each GPU, or core; one node after the other."""
+    spec = seated(SPEC, wanted(**fields), nodes)
+    assert [tuple(seat) for seat in spec.seats] == seats
+    assert spec.world_size == len(seats)
+    assert (spec.master_addr, spec.environ) == ("10.0.0.1", {})
+
+
+def test_the_backend_is_that_of_all_nodes() -> None:
+    """nccl needs GPUs everywhere; what was asked for is not changed."""
+    mixed, all_have = [machine(0, gpus=1), machine(1)], [machine(0, gpus=1), machine(1, gpus=1)]
+    assert seated(SPEC, wanted(), mixed).backend == "gloo"
+    assert seated(SPEC, wanted(), all_have).backend == GPU_BACKEND
+    assert seated(SPEC, wanted(backend="gloo"), all_have).backend == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "torch", "told"),
+    [
+        (0, "2.13.0", "n0 has 0 GPUs for 2 ranks, and nccl needs one for each: `--backend gloo`"),
+        (2, "2.13.0+cpu", "torch 2.13.0+cpu on n0 has no nccl: `--backend gloo`"),
+        (1, "2.13.0", "n0 has 1 GPU for 2 ranks, and nccl needs one for each: `--backend gloo`"),
+    ],
+)
+def test_nccl_where_it_cannot_be(gpus: int, torch: str, told: str) -> None:
+    """It is said before a rank tries; unless it was asked for, a torch for CPUs alone has gloo."""
+    there = machine(0, gpus)
+    there.facts = replace(there.facts, versions={"torch": torch})
+    with pytest.raises(NoSeats) as found:
+        seated(replace(SPEC, backend="nccl"), wanted(per_node=2, backend="nccl"), [there])
+    assert str(found.value) == told
+    if gpus != 1:
+        assert seated(SPEC, wanted(per_node=2), [there]).backend == "gloo"
+    if gpus == 1:
+        shared = replace(SPEC, backend="nccl", share_gpus=True)
+        assert seated(shared, wanted(per_node=2, backend="nccl"), [there]).world_size == 2
+
+
+def test_too_many_workers() -> None:
+    """What there is room for is said, node by node."""
+    with pytest.raises(NoSeats, match="5 workers asked for, but room for 4: n0 has 2, n1 has 2"):
+        seated(SPEC, wanted(per_node=2, workers=5), [machine(0), machine(1)])
+
+
+def test_more_and_fewer() -> None:
+    """New ranks take free seats, the others keep theirs."""
+    nodes = [machine(0), machine(1)]
+    asked = wanted(per_node=2, workers=3)
+    spec = seated(SPEC, asked, nodes)
+    room = room_of(asked, nodes)
+    assert resized(spec, 4, (0, 1, 2), room).seats == (*spec.seats, (1, 1))
+    assert resized(spec, 1, (2,), room).seats == spec.seats[2:]
+    assert resized(spec, 3, (0, 2), room).seats == (spec.seats[0], spec.seats[2], (0, 1))
+    with pytest.raises(NoSeats, match="4 workers have room"):
+        resized(spec, 5, (0, 1, 2), room)
+
+
+def test_gpus_that_a_machine_lacks() -> None:
+    """It is named."""
+    nodes = [machine(0, gpus=4), machine(1, gpus=2)]
+    with pytest.raises(NoSeats, match="n1: `--gpus 1,3`: there is no GPU 3, 0-1 are visible"):
+        seated(SPEC, wanted(gpus="1,3"), nodes)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "there", "keep", "seats"),
+    [
+        ("a:2,b:2", (0, 1), (0, 1, 2, 3), [(0, 0), (0, 1), (1, 0), (1, 1)]),
+        # No room for all of them: they leave, and who stays keeps node and LOCAL_RANK.
+        ("a:2,b:2", (0,), (0, 1), [(0, 0), (0, 1)]),
+        ("a:2,b:3", (1,), (2, 3), [(1, 0), (1, 1)]),
+        ("a:2,b:2", (), (), [(0, 0), (0, 1), (1, 0), (1, 1)]),
+        # A host in reserve takes them, or one that has room.
+        ("a:2,b:2,c:2", (1, 2), (0, 1, 2, 3), [(2, 0), (2, 1), (1, 0), (1, 1)]),
+        ("a:4,b:2", (0,), (0, 1, 2, 3), [(0, 0), (0, 1), (0, 2), (0, 3)]),
+    ],
+)
+def test_who_stays_where_machines_are_lost(
+    hosts: str, there: tuple[int, ...], keep: tuple[int, ...], seats: list[tuple[int, int]]
+) -> None:
+    """All ranks where there is room; MASTER_ADDR is the machine of rank 0, whichever that is."""
+    asked = wanted(hosts=parse_hosts(hosts), per_node=2, max_nodes=2)
+    nodes = [machine(number) for number in range(len(asked.hosts))]
+    spec = seated(SPEC, asked, nodes)
+    spec, stay = without(spec, asked, [nodes[number] for number in there])
+    assert stay == keep
+    assert [*spec.seats] == seats
+    assert spec.world_size == len(seats)
+    assert spec.master_addr == f"10.0.0.{seats[0][0] + 1}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "there", "size"),
+    [
+        ({"per_node": 2, "max_nodes": 2}, 1, 2),
+        ({"per_node": 2, "max_nodes": 2}, 3, 4),
+        ({"per_node": 2, "workers": 3}, 2, 3),
+        ({"per_node": 2, "workers": 3}, 1, 2),
+        ({"hosts": parse_hosts("a:1,b:2")}, 2, 3),
+    ],
+)
+def test_how_many_there_are_to_be(fields: Mapping[str, Any], there: int, size: int) -> None:
+    """As many as was asked for, as far as there is room for them."""
+    assert full_size(wanted(**fields), [machine(number) for number in range(there)]) == size

@@ -1,0 +1,216 @@
+"""Tests of `nbdist.cluster.slurm`: commands and messages; the real Slurm is in `tests/hosts`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nbdist.cluster.allocation import salloc_environ, step_environ
+from nbdist.cluster.launcher import LaunchError
+from nbdist.cluster.slurm import (
+    NUMBERED,
+    Job,
+    find_job,
+    nodes_asked,
+    nodes_of,
+    read_job,
+    salloc_command,
+    srun_command,
+    word_complaint,
+    word_queue,
+)
+from nbdist.wire.wanted import Wanted
+
+AGENT = f"sh -c {NUMBERED} sh {{wrap}}/venv/python -P -m nbdist.agent --ticket"
+
+
+def wanted(**options: Any) -> Wanted:
+    return Wanted(launcher="slurm", python="/venv/python", name="run", **options)
+
+
+def test_srun() -> None:
+    """One task on each node, which shares all that the job has, and outlives the others."""
+    command = srun_command("17", 2, wanted(wrap=("apptainer", "exec", "img")))
+    assert command[0] == "srun"
+    assert {
+        *("--jobid=17", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--overlap"),
+        *("--kill-on-bad-exit=0", "--wait=0", "--mem=0", "--cpu-bind=none", "--job-name=run"),
+    } < {*command}
+    assert " ".join(command).endswith(AGENT.format(wrap="apptainer exec img "))
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ({}, ["--nodes=1"]),
+        (
+            {"per_node": 4, "min_nodes": 2, "max_nodes": 2},
+            ["--ntasks-per-node=4", "--nodes=2"],
+        ),
+        ({"min_nodes": 1, "max_nodes": 3}, ["--nodes=1-3"]),
+        (
+            {"per_node": 4, "cpus": 2, "min_nodes": 1, "max_nodes": 3},
+            ["--mincpus=8", "--cpus-per-task=2", "--nodes=1-3"],
+        ),
+        (
+            {"per_node": 4, "memory": "16G", "cpus": 6},
+            ["--ntasks-per-node=4", "--cpus-per-task=6", "--mem=64G", "--nodes=1"],
+        ),
+        ({"per_node": "gpu", "memory": "16G"}, ["--mem-per-gpu=16G", "--nodes=1"]),
+        (
+            {"salloc": "-p gpu --gpus-per-node=4 -C 'a&b'"},
+            ["-p", "gpu", "--gpus-per-node=4", "-C", "a&b", "--nodes=1"],
+        ),
+        ({"salloc": "-N2-4"}, ["-N2-4", "--nodes=2-4"]),
+    ],
+)
+def test_what_salloc_is_asked_for(options: dict[str, Any], asked: list[str]) -> None:
+    """What the layout and `--cpus` and `--memory` of each worker come to, and the user's own."""
+    command = salloc_command(wanted(**options))
+    assert command[:2] == ["salloc", "--job-name=run"]
+    assert command[2 : command.index("env")] == asked
+    assert " ".join(command).endswith(AGENT.format(wrap=""))
+
+
+def test_the_step_of_an_allocation_asks_for_nothing_of_it() -> None:
+    """What salloc tells of its own tasks does not reach the srun."""
+    command = salloc_command(wanted(per_node=4))
+    unset = command[command.index("env") : command.index("sh")]
+    assert {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_MEM_PER_CPU"} < {*unset[2::2]}
+    assert {*unset[1::2]} == {"-u"}
+    assert 'srun --jobid="$SLURM_JOB_ID" --nodes="$SLURM_JOB_NUM_NODES"' in " ".join(command)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"salloc": "-p 'gpu"}, "`--salloc -p 'gpu`: No closing quotation"),
+        ({"salloc": "--no-shell"}, "`--salloc --no-shell`: with --no-shell it would outlive"),
+        ({"salloc": "-p gpu -N"}, "`--salloc -p gpu -N`: argument -N/--nodes: expected one arg"),
+        (
+            {"salloc": "-p gpu -M c2"},
+            "`-M`: only salloc obeys it, and scancel does not: set SLURM_CL",
+        ),
+        ({"salloc": "--clusters=c2"}, "`--clusters=c2`: only salloc obeys it"),
+        ({"memory": "much"}, "`--memory much`: a size such as 16G or 500M"),
+        (
+            {"salloc": "-N 4", "min_nodes": 2, "max_nodes": 2},
+            "`--salloc -N 4`: -N 4 are not the nodes of `-j`; leave one out",
+        ),
+    ],
+)
+def test_what_salloc_cannot_be_asked(options: dict[str, Any], told: str) -> None:
+    """In one line."""
+    with pytest.raises(LaunchError) as found:
+        salloc_command(wanted(**options))
+    assert str(found.value).startswith(told)
+
+
+def test_as_many_nodes_are_waited_for_as_are_sure_to_come() -> None:
+    """The rest may come later."""
+    assert nodes_asked(wanted(salloc="-p gpu --nodes 2-4")) == (2, 4)
+    assert nodes_asked(wanted(salloc="-p gpu", min_nodes=3)) == (3, 3)
+
+
+def test_what_goes_to_the_nodes() -> None:
+    """Neither secrets nor anything that changes what a nested srun does.
+
+    salloc has the user's own defaults besides.
+    """
+    environ = {
+        "PATH": "/bin",
+        "SLURM_CONF": "/etc/slurm.conf",
+        "SLURM_JOB_ID": "17",
+        "SLURM_NTASKS": "4",
+        "HF_TOKEN": "secret",
+    }
+    kept = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf"}
+    assert step_environ(environ) == kept
+    defaults = {"SALLOC_PARTITION": "gpu", "SALLOC_TIMELIMIT": "2:00:00"}
+    assert salloc_environ(environ | defaults | {"SALLOC_NO_SHELL": "1"}) == kept | defaults
+
+
+def test_a_job_is_read() -> None:
+    """What of it matters here."""
+    text = "JobId=17 JobName=x JobState=RUNNING NodeList=node[1-2] NumNodes=2 NumCPUs=4\n"
+    assert read_job("17", text) == Job("17", "RUNNING", 2, "node[1-2]")
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "nodes"), [(1, None, 3), (2, 2, 2), (1, 2, 2), (1, 8, 3), (3, 3, 3)]
+)
+def test_nodes_of_an_allocation(least: int, most: int | None, nodes: int) -> None:
+    """All that are wanted, of those that there are."""
+    asked = wanted(min_nodes=least, max_nodes=most)
+    assert nodes_of(Job("17", "RUNNING", 3, "node[1-3]"), asked) == nodes
+
+
+def test_too_few_nodes() -> None:
+    """Both numbers are told."""
+    with pytest.raises(LaunchError) as found:
+        nodes_of(Job("17", "RUNNING", 2, "node[1-2]"), wanted(min_nodes=4, max_nodes=4))
+    told = "allocation 17 has 2 nodes (node[1-2]), and 4 are asked for"
+    assert str(found.value) == told
+
+
+def test_no_allocation() -> None:
+    """What to do about it is told."""
+    with pytest.raises(LaunchError, match="in no allocation of Slurm's"):
+        find_job({})
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (["srun: error: Slurm job 17 has expired"], "allocation 17 has ended"),
+        (
+            ["slurmstepd-node1: error: *** STEP 1.1 ON node1 CANCELLED AT 2026 ***"],
+            "allocation 17 has ended",
+        ),
+        (
+            ["salloc: error: invalid partition specified: nope", "salloc: error: it failed"],
+            "allocation 17: Slurm says: invalid partition specified: nope; it failed",
+        ),
+        (
+            ["salloc: error: Job submit/allocate failed: no", "salloc: Job 3 has been revoked."],
+            "allocation 17: Slurm says: Job submit/allocate failed: no",
+        ),
+        (["salloc: unrecognized option '--bogus'"], "unrecognized option '--bogus'"),
+        (["sh: 1: exec: /venv/python: not found"], ""),
+        (
+            [
+                "salloc: Granted job allocation 3",
+                "srun: cluster configuration lacks support for cpu binding",
+                "nbdist: the interpreter there is none",
+                "srun: error: node1: task 0: Exited with exit code 1",
+                "salloc: Relinquishing job allocation 3",
+            ],
+            "",
+        ),
+        (
+            ["nbdist: salloc was killed by SIGKILL, and job 3 ends with it", "srun: error: no"],
+            "allocation 17: salloc was killed by SIGKILL, and job 3 ends with it",
+        ),
+        ([], ""),
+    ],
+)
+def test_what_slurm_says(lines: list[str], told: str) -> None:
+    """In one line, or nothing where it was not Slurm."""
+    said = word_complaint("allocation 17", lines)
+    assert told in said
+    assert bool(said) == bool(told)
+
+
+def test_a_wait_in_the_queue_is_told() -> None:
+    """As long as it lasts."""
+    lines = ["salloc: Pending job allocation 3", "salloc: job 3 queued and waiting for resources"]
+    assert word_queue(lines) == "job 3 waits in Slurm's queue"
+    assert word_queue([*lines, "salloc: Granted job allocation 3"]) == ""
+    assert word_queue([]) == ""
+
+
+def test_the_end_of_an_allocation_of_ones_own() -> None:
+    """Is named by what was asked for."""
+    said = word_complaint("`--salloc -p gpu`", ["salloc: Job allocation 3 has been revoked."])
+    assert said == "the allocation of `--salloc -p gpu` has ended"
