@@ -7,21 +7,23 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.bench.calls import calls
-from tests.bench.cells import barrier, firstline, lines, pass_cell, ratio
-from tests.bench.collectives import collectives, timeline
-from tests.bench.drawing import draw
-from tests.bench.faults import faults
-from tests.bench.giants import giants
+from tests.bench.cells import (
+    barrier,
+    calls,
+    collectives,
+    firstline,
+    lines,
+    pass_cell,
+    ratio,
+    timeline,
+)
+from tests.bench.drawing import draw, flood
+from tests.bench.faults import faults, look
 from tests.bench.harness import Figure, header, line, marked_busy, to_json
-from tests.bench.lab import Lab
-from tests.bench.looking import look
+from tests.bench.lab import CellFailed, Lab
 from tests.bench.many import carry, hosts, many
-from tests.bench.notebook import CellFailed
-from tests.bench.page import flood
-from tests.bench.shipping import differ, ship
-from tests.bench.starting import load, memory, ranks32, restart, start
-from tests.bench.training import training
+from tests.bench.shipping import differ, giants, ship
+from tests.bench.starting import load, memory, ranks32, restart, start, training
 
 ROWS: dict[str, Callable[[Lab], Iterator[Figure]]] = {
     "load": load,

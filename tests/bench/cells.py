@@ -1,14 +1,19 @@
-"""Rows of cells: how long one takes that does little, and one that says much."""
+"""Rows of cells, calls of the Python API and collectives: how long one takes that does little."""
 
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from nbdist.errors import WorkerError
+from nbdist.world.world import World
 from tests.bench.harness import Figure, percentile
-from tests.bench.lab import Lab
-from tests.bench.notebook import DONE, REPLIED, CellFailed, Notebook
+from tests.bench.lab import DONE, REPLIED, CellFailed, Lab, Notebook
 from tests.bench.starting import start_world
 
 RATIO_BUDGETS = {4: 1.7, 8: 2.3, 16: 4.0}
@@ -151,3 +156,162 @@ def _spread(
         values = tuple(percentile(times, percent) for times in rounds)
         limit = budget if percent == 50 else None
         yield Figure(row, f"{what}, p{percent}", "ms", values, limit)
+
+
+CALL_SIZES = (4, 16)
+CALL_BUDGETS = {"execute": 10.0, "run": 4.0, "gather": 4.0, "status": 10.0}
+"""Milliseconds, at n=4."""
+
+
+def one() -> int:
+    """What is called."""
+    return 1
+
+
+def calls(lab: Lab) -> Iterator[Figure]:
+    """`execute("pass")`, `run(f)`, `gather("x")` and `status()` of ranks that do nothing else."""
+    for ranks in CALL_SIZES:
+        with World(ranks, log_dir="") as world:
+            world.execute("x = 1")
+            asks: dict[str, Callable[[], object]] = {
+                "execute": lambda world=world: world.execute("pass"),
+                "run": lambda world=world: world.run(one),
+                "gather": lambda world=world: world.gather("x"),
+                "status": lambda world=world: world.status(),
+            }
+            for name, ask in asks.items():
+                values = tuple(_median(ask) for _ in range(lab.runs))
+                budget = CALL_BUDGETS[name] if ranks == CALL_SIZES[0] else None
+                yield Figure("calls", f"{name}, n={ranks}, p50", "ms", values, budget)
+
+
+def _median(ask: Callable[[], object]) -> float:
+    for _ in range(WARM_UP):
+        ask()
+    return percentile([_timed(ask) for _ in range(CELLS)], 50)
+
+
+def _timed(ask: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    ask()
+    return 1000 * (time.perf_counter() - started)
+
+
+REDUCING = 2
+"""As many as there are cores: more would measure how they take turns."""
+
+HEALINGS = 20
+TENSORS = {"1 KB": (256, 2000), "10 MB": (2_500_000, 60)}
+"""Elements of a float32 tensor, and how often it is reduced in one run."""
+
+TIMED = """
+import time
+def timed(elements, times):
+    tensor = torch.zeros(elements)
+    for _ in range(times // 10):
+        dist.all_reduce(tensor)
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(times):
+        dist.all_reduce(tensor)
+    return (time.perf_counter() - start) / times * 1e6
+"""
+
+PLAIN_GROUP = """
+import sys, torch, torch.distributed as dist, torch.multiprocessing
+def main(rank, store, size, elements, times):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    found = timed(elements, times)
+    if rank == 0:
+        print(found)
+    dist.destroy_process_group()
+if __name__ == "__main__":
+    store, *numbers = sys.argv[1:]
+    torch.multiprocessing.spawn(main, (store, *map(int, numbers)), nprocs=int(numbers[0]))
+"""
+
+
+def collectives(lab: Lab) -> Iterator[Figure]:
+    """Microseconds of an all_reduce over gloo, n=2; the budget is a group of torch's own."""
+    plain = {
+        size: sorted(_plain(*numbers) for _ in range(lab.runs)) for size, numbers in TENSORS.items()
+    }
+    with World(REDUCING, log_dir="") as world:
+        world.execute(TIMED)
+        for state in ("", f", healed {HEALINGS} times"):
+            if state:
+                _heal(world)
+            for size, (elements, times) in TENSORS.items():
+                measure = _in(world, f"timed({elements}, {times})")
+                values = tuple(measure() for _ in range(lab.runs))
+                limit = plain[size][len(plain[size]) // 2]
+                yield Figure("collect", f"all_reduce of {size}{state}", "µs", values, limit)
+
+
+NOTED = """
+import statistics
+from nbdist.worker.group import gloo
+def without(self, *args, **options):
+    own = gloo._Wait(self)
+    gloo._waits.append(own)
+    try:
+        is_done = gloo._wait_for_work(self, *args, **options)
+    finally:
+        gloo._waits.remove(own)
+    if own.is_over and not is_done:
+        raise ConnectionResetError(gloo.ABORTED)
+    return is_done
+def of(wait, times, tensor=torch.zeros(256)):
+    dist.Work.wait = wait
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(times):
+        dist.all_reduce(tensor)
+    return time.perf_counter() - start
+def noted(rounds, times):
+    try:
+        found = [of(gloo.wait, times) / of(without, times) for _ in range(rounds)]
+    finally:
+        dist.Work.wait = gloo.wait
+    return statistics.median(found)
+"""
+
+
+def timeline(lab: Lab) -> Iterator[Figure]:
+    """An all_reduce of 1 KB whose wait is noted for `%dist_timeline`, beside one that is not."""
+    with World(REDUCING, log_dir="") as world:
+        world.execute(f"import time\n{NOTED}")
+        measure = _in(world, "noted(40, 50)")
+        values = tuple(measure() for _ in range(lab.runs))
+        yield Figure("timeline", "all_reduce of 1 KB: waits noted / not", "x", values, 1.05)
+
+
+def _in(world: World, expression: str) -> Callable[[], float]:
+    return lambda: float(world.execute("", fetch=(expression,)).rank(0))
+
+
+def _heal(world: World) -> None:
+    for _ in range(HEALINGS):
+        try:
+            world.execute("if rank == 0: raise ValueError\ndist.all_reduce(torch.ones(1))")
+        except WorkerError:
+            continue
+        raise AssertionError("nothing has failed")
+
+
+def _plain(elements: int, times: int) -> float:
+    """The same between two processes that nbdist has not touched."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = f"{folder}/plain.py"
+        with open(script, "w", encoding="utf-8") as file:
+            file.write(PLAIN_GROUP.replace("def main", TIMED + "\ndef main", 1))
+        numbers = (str(number) for number in (REDUCING, elements, times))
+        done = subprocess.run(
+            [sys.executable, script, f"{folder}/store", *numbers],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+    return float(done.stdout)

@@ -1,12 +1,13 @@
-"""Rows of what goes wrong: how long until the notebook is free and all ranks work again."""
+"""Rows of what goes wrong, until all ranks work again, and of asking what ranks are at."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
+from nbdist.world.world import World
 from tests.bench.harness import Figure
-from tests.bench.lab import Lab
-from tests.bench.notebook import CellFailed, Notebook
+from tests.bench.lab import CellFailed, Lab, Notebook
 from tests.bench.starting import ALL_REDUCE, start_world
 
 RANKS = 4
@@ -66,3 +67,39 @@ def _once(notebook: Notebook, cell: str) -> float:
     if not any(f"sum {RANKS}.0" in shown.text for shown in sent.displays):
         raise CellFailed("the all_reduce afterwards gave no sum")
     return sent.seconds
+
+
+MANY_RANKS = 16
+SETTLE_SECONDS = 1.0
+STATUS_BUDGET, STACKS_BUDGET = 0.2, 1.0
+
+SITUATIONS = {
+    "all in a collective": "import time\nif rank == 0: time.sleep({seconds})\ndist.barrier()",
+    "one holds the GIL": "import ctypes\nif rank == 1: ctypes.PyDLL(None).sleep({seconds})",
+    "all in Python code": (
+        "import time\nend = time.monotonic() + {seconds}\nwhile time.monotonic() < end: pass"
+    ),
+}
+
+
+def look(lab: Lab) -> Iterator[Figure]:
+    """What ranks do, asked while they do it: state of each, and stacks; n=4 and 16."""
+    for ranks in (4, MANY_RANKS):
+        with World(ranks, log_dir="") as world:
+            for what, source in SITUATIONS.items():
+                seconds = int(SETTLE_SECONDS + 1 + lab.runs)
+                running = world.submit(world.task(source.format(seconds=seconds)))
+                settled = time.monotonic() + SETTLE_SECONDS
+                while time.monotonic() < settled:
+                    world.session.receive(0.1)
+                status = tuple(_timed(world.status) for _ in range(lab.runs))
+                yield Figure("look", f"status, {what}, n={ranks}", "s", status, STATUS_BUDGET)
+                stacks = tuple(_timed(world.stacks) for _ in range(lab.runs))
+                yield Figure("look", f"stacks, {what}, n={ranks}", "s", stacks, STACKS_BUDGET)
+                world.session.wait(running)
+
+
+def _timed(ask: Callable[[], object]) -> float:
+    asked = time.perf_counter()
+    ask()
+    return time.perf_counter() - asked

@@ -17,8 +17,7 @@ import torch
 
 from nbdist.world.world import World
 from tests.bench.harness import Figure, percentile
-from tests.bench.lab import Lab
-from tests.bench.notebook import Notebook
+from tests.bench.lab import Lab, Notebook
 from tests.bench.simulated import install
 from tests.hosts import network as networks
 from tests.hosts import sshd as sshds

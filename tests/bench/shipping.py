@@ -1,16 +1,15 @@
-"""Rows of values that travel: a tensor to all ranks, and one from each, beside a memcpy."""
+"""Rows of what is big: tensors to all ranks and back beside a memcpy, errors and displays."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from tests.bench.harness import Figure
-from tests.bench.lab import Lab
-from tests.bench.notebook import CellFailed, Notebook
+from tests.bench.lab import CellFailed, Lab, Notebook
 from tests.bench.starting import start_world
 
 RANKS = 4
-BUDGET = 1.5
+SHIP_BUDGET = 1.5
 
 PREPARE = """
 import ctypes, mmap, os, time, torch
@@ -60,9 +59,9 @@ def ship(lab: Lab) -> Iterator[Figure]:
     yield Figure("ship", "limit: the same into new shared memory", "s", shared)
     for what, times in (("1 GiB to 4 ranks", there), ("256 MiB from each of 4", back)):
         yield Figure("ship", what, "s", times)
-        yield Figure("ship", f"{what} / memcpy", "x", _ratios(times, warm), BUDGET)
+        yield Figure("ship", f"{what} / memcpy", "x", _ratios(times, warm), SHIP_BUDGET)
         yield Figure(
-            "ship", f"{what} / memcpy into a new array", "x", _ratios(times, fresh), BUDGET
+            "ship", f"{what} / memcpy into a new array", "x", _ratios(times, fresh), SHIP_BUDGET
         )
 
 
@@ -116,3 +115,34 @@ def _once(notebook: Notebook) -> tuple[float, ...]:
 
 def _ratios(times: tuple[float, ...], limits: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(time / limit for time, limit in zip(times, limits, strict=True))
+
+
+GIANTS = {
+    "RecursionError": "def again(n):\n    return again(n + 1)\nagain(0)",
+    "a message of 10 MB": "raise ValueError('x' * 10_000_000)",
+    "a message of 100 MB": "raise ValueError('x' * 100_000_000)",
+    "HTML of 20 MB": "class Big:\n    def _repr_html_(self): return '<b>x</b>' * 2_500_000\nBig()",
+    "HTML of 50 MB": "class Big:\n    def _repr_html_(self): return '<b>x</b>' * 6_250_000\nBig()",
+}
+GIANT_BUDGET = 2.0
+
+
+def giants(lab: Lab) -> Iterator[Figure]:
+    """What one rank says of many megabytes, as a multiple of what a plain kernel takes."""
+    with lab.notebook() as plain, lab.notebook() as notebook:
+        plain.run("import torch")  # as a worker has: tracebacks look through all modules
+        start_world(notebook, 1)
+        for what, source in GIANTS.items():
+            pairs = [
+                (
+                    plain.run(source, may_fail=True).seconds,
+                    notebook.run(f"%%distributed\n{source}", may_fail=True).seconds,
+                )
+                for _ in range(lab.runs)
+            ]
+            yield Figure("giants", f"{what}, n=1", "s", tuple(pair[1] for pair in pairs))
+            yield Figure(
+                "giants", "  a plain kernel beside it", "s", tuple(pair[0] for pair in pairs)
+            )
+            ratios = tuple(cell / alone for alone, cell in pairs)
+            yield Figure("giants", "  of a plain one", "x", ratios, GIANT_BUDGET)
