@@ -6,14 +6,13 @@ import importlib.util
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
 from nbdist.errors import WorkerError
 from nbdist.world.world import World
 from tests.bench.harness import Figure, percentile
-from tests.bench.lab import DONE, REPLIED, CellFailed, Lab, Notebook
+from tests.bench.lab import DONE, REPLIED, CellFailed, Lab, Notebook, seconds_of
 from tests.bench.starting import start_world
 
 RATIO_BUDGETS = {4: 1.7, 8: 2.3, 16: 4.0}
@@ -188,13 +187,7 @@ def calls(lab: Lab) -> Iterator[Figure]:
 def _median(ask: Callable[[], object]) -> float:
     for _ in range(WARM_UP):
         ask()
-    return percentile([_timed(ask) for _ in range(CELLS)], 50)
-
-
-def _timed(ask: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    ask()
-    return 1000 * (time.perf_counter() - started)
+    return percentile([1000 * seconds_of(ask) for _ in range(CELLS)], 50)
 
 
 REDUCING = 2

@@ -14,7 +14,7 @@ from nbdist.output.events import Done, Text
 from nbdist.output.screen import Screen
 from nbdist.output.transcript import Transcript
 from tests.bench.harness import Figure
-from tests.bench.lab import Lab
+from tests.bench.lab import Lab, seconds_of
 from tests.browser.conftest import Notebook, in_folder, jupyterlab
 from tests.output.lab import final_html, live_html
 
@@ -49,12 +49,8 @@ def draw(lab: Lab) -> Iterator[Figure]:
 
 
 def _figure(lab: Lab, what: str, action: Callable[[], object]) -> Figure:
-    values = []
-    for _ in range(lab.runs):
-        start = time.perf_counter()
-        action()
-        values.append(1000 * (time.perf_counter() - start))
-    return Figure("draw", what, "ms", tuple(values))
+    values = tuple(1000 * seconds_of(action) for _ in range(lab.runs))
+    return Figure("draw", what, "ms", values)
 
 
 def _take_in(text: str) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from nbdist.world.world import World
 from tests.bench.harness import Figure
-from tests.bench.lab import CellFailed, Lab, Notebook
+from tests.bench.lab import CellFailed, Lab, Notebook, seconds_of
 from tests.bench.starting import ALL_REDUCE, start_world
 
 RANKS = 4
@@ -92,14 +92,8 @@ def look(lab: Lab) -> Iterator[Figure]:
                 settled = time.monotonic() + SETTLE_SECONDS
                 while time.monotonic() < settled:
                     world.session.receive(0.1)
-                status = tuple(_timed(world.status) for _ in range(lab.runs))
+                status = tuple(seconds_of(world.status) for _ in range(lab.runs))
                 yield Figure("look", f"status, {what}, n={ranks}", "s", status, STATUS_BUDGET)
-                stacks = tuple(_timed(world.stacks) for _ in range(lab.runs))
+                stacks = tuple(seconds_of(world.stacks) for _ in range(lab.runs))
                 yield Figure("look", f"stacks, {what}, n={ranks}", "s", stacks, STACKS_BUDGET)
                 world.session.wait(running)
-
-
-def _timed(ask: Callable[[], object]) -> float:
-    asked = time.perf_counter()
-    ask()
-    return time.perf_counter() - asked

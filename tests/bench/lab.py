@@ -331,6 +331,13 @@ class Lab:
                 os.kill(pid, signal.SIGKILL)
 
 
+def seconds_of(work: Callable[[], object]) -> float:
+    """How long it takes."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
 def busy_share(seconds: float) -> float:
     """Which part of the processors' time was used, measured for so long (proc(5), stat)."""
     before = _processor_ticks()

@@ -17,7 +17,7 @@ import torch
 
 from nbdist.world.world import World
 from tests.bench.harness import Figure, percentile
-from tests.bench.lab import Lab, Notebook
+from tests.bench.lab import Lab, Notebook, seconds_of
 from tests.bench.simulated import install
 from tests.hosts import network as networks
 from tests.hosts import sshd as sshds
@@ -175,8 +175,8 @@ def _carried(lab: Lab, found: list[Host], cable: str) -> Iterator[Figure]:
         rounds = []
         for number in range(lab.runs):
             value = torch.full((SIZE // 4,), float(number))
-            there = _timed(lambda value=value: world.execute("", names={"big": value}))  # type: ignore[misc]
-            back = _timed(lambda: world.gather("big", ranks=[0]))
+            there = seconds_of(lambda value=value: world.execute("", names={"big": value}))  # type: ignore[misc]
+            back = seconds_of(lambda: world.gather("big", ranks=[0]))
             rounds.append((there, back, _iperf(found[0])))
     theres, backs, peers = zip(*rounds, strict=True)
     ratios = tuple(there / peer for there, peer in zip(theres, peers, strict=True))
@@ -186,17 +186,10 @@ def _carried(lab: Lab, found: list[Host], cable: str) -> Iterator[Figure]:
     yield Figure("carry", "  back from a rank", "s", backs)
     with World(hosts=HOSTS, log_dir="", show=False) as world:
         both = [
-            _timed(lambda: world.execute("", names={"big": torch.rand(SIZE // 4)}))
+            seconds_of(lambda: world.execute("", names={"big": torch.rand(SIZE // 4)}))
             for _ in range(lab.runs)
         ]
     yield Figure("carry", "  to two hosts at once, with two ranks each", "s", tuple(both))
-
-
-def _timed(work: object) -> float:
-    assert callable(work)
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 def _iperf(host: Host) -> float:
