@@ -21,9 +21,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
-from tests.gpu.facts import machine_facts
-from tests.gpu.metadata import write_metadata
-from tests.gpu.report import Report
+from tests.gpu.report import Report, machine_facts, write_metadata
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -31,10 +29,9 @@ ROOT = HERE.parent.parent
 # One after the other; the longest of a stage first, else the most telling.
 STAGES = (
     ("test_ground",),
-    ("test_freeing", "test_stop", "test_contract"),
+    ("test_freeing", "test_stop"),
     ("test_kills",),
-    ("test_lasting", "test_training", "test_in_flight", "test_watchdogs", "test_nccl_alone"),
-    ("test_speed",),
+    ("test_lasting", "test_training", "test_watchdogs", "test_nccl_alone"),
     ("test_gather",),
 )
 

@@ -1,16 +1,111 @@
-"""What was run, and how it went, as `report.json` and `report.md`."""
+"""What a run of the suite is about, and how it went, as `report.json` and `report.md`.
+
+Besides, what an installed nbdist has beside its code, for a checkout that is not installed:
+launchers and commands are found through entry points, which are read from a distribution's
+metadata.  Building one would take hatchling; they are two text files.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
+import subprocess
+import sys
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from threading import Lock
 from typing import Any
+
+from tests.gpu.lab import smi
+
+PACKAGES = ("ipykernel", "ipython", "jupyter_client", "pyzmq", "cloudpickle", "psutil", "pytest")
+
+TORCH = """
+import torch
+print(torch.__version__)
+print(torch.version.cuda or "none")
+print(".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none")
+"""
+
+ASK_TIMEOUT = 120.0
+
+
+def machine_facts(environ: Mapping[str, str]) -> dict[str, str | list[str]]:
+    """Looked up without torch or CUDA in this process."""
+    torch, cuda, nccl = _torch(environ)
+    gpus = smi("--query-gpu=name,memory.total,driver_version,compute_mode,mig.mode.current")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "nbdist": _commit(),
+        "torch": torch,
+        "CUDA": cuda,
+        "NCCL": nccl,
+        "GPUs (name, MiB, driver, compute mode, MIG)": gpus or ["none"],
+        "Python": f"{platform.python_version()}, {sys.executable}",
+        "kernel": platform.release(),
+        "cores, memory": f"{len(os.sched_getaffinity(0))}, {memory:.0f} GiB",
+        "packages": [f"{name} {_version(name)}" for name in PACKAGES],
+    }
+
+
+def _torch(environ: Mapping[str, str]) -> list[str]:
+    answer = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", TORCH],
+        env=dict(environ),
+        capture_output=True,
+        text=True,
+        timeout=ASK_TIMEOUT,
+        check=False,
+    )
+    lines = answer.stdout.split()
+    last = (answer.stderr.strip().splitlines() or [""])[-1]
+    return lines if len(lines) == 3 else [f"cannot be imported: {last}", "", ""]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _commit() -> str:
+    """The checkout's, where git is there and it is one."""
+    try:
+        answer = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=ASK_TIMEOUT,
+            check=False,
+        )
+    except OSError:
+        return "unknown"
+    return answer.stdout.strip() or "unknown"
+
+
+def write_metadata(project: Path, folder: Path) -> Path:
+    """Make `nbdist-*.dist-info` in a folder that is going to be on `sys.path`; where it is."""
+    about = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
+    made = folder / f"nbdist-{about['version']}.dist-info"
+    made.mkdir()
+    head = f"Metadata-Version: 2.1\nName: {about['name']}\nVersion: {about['version']}\n"
+    (made / "METADATA").write_text(head, encoding="utf-8")
+    groups = {"console_scripts": about["scripts"], **about["entry-points"]}
+    sections = [
+        f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in entries.items())
+        for group, entries in groups.items()
+    ]
+    (made / "entry_points.txt").write_text("\n".join(sections), encoding="utf-8")
+    return made
+
 
 ORDER = ("failed", "error", "cut off", "not run", "passed", "skipped")
 

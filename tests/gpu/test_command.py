@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from tests.gpu import __main__ as command
-from tests.gpu.metadata import write_metadata
-from tests.gpu.report import Report
+from tests.gpu.report import Report, write_metadata
 from tests.waiting import SOON, wait_until
 
 pytestmark = pytest.mark.timeout(300)

@@ -1,6 +1,7 @@
-"""A group that has nccl and nothing else: no gloo connections tell who waits, or release anybody.
+"""nccl and nothing else: no gloo connections tell who waits, or release anybody.
 
-Both of torch's backends: what "nccl" stands for, and the old one where that is another.
+Both of torch's backends: what "nccl" stands for, and the old one where that is another.  Without
+nbdist, torch's own nccl2 passes what its stand-in passes; that was not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from nbdist.world.world import World
 from tests.gpu import lab
 from tests.gpu.conftest import Figure
 from tests.standin import place
+from tests.standin.conftest import has_torch
+from tests.standin.processes import CHECKS, Said, both
 from tests.waiting import SOON
 
 pytestmark = [pytest.mark.shared_world, pytest.mark.timeout(75)]
@@ -102,3 +105,18 @@ def test_connecting_anew(gpu: str, figure: Figure, tmp_path: Path, name: str) ->
             rank.wait()
     for what in ("released", "connected"):
         figure(f"{found['class']}, 2 ranks: {what}, median of 9", found[what], "ms")
+
+
+@pytest.fixture(scope="module")
+def said(gpu: str, tmp_path_factory: pytest.TempPathFactory) -> Said:
+    """What two ranks have said of each check, which share a GPU where there is only one."""
+    if gpu == "cpu" or not has_torch():
+        pytest.skip("nccl2 is in torch from 2.15 on, with CUDA")
+    shared = sharing_variables(0, MULTI_RANK_NCCL, os.environ) if lab.gpus() < 2 else {}
+    return both(tmp_path_factory.mktemp("contract"), gpu, {**os.environ, **shared})
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_contract(said: Said, check: str) -> None:
+    """Both ranks pass it."""
+    said.passed(check)
