@@ -1,15 +1,18 @@
-"""Cells that tests run in a world, and what has become of them."""
+"""Cells and scripts that tests run in a world, and what has become of them."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from nbdist.errors import NbdistError
 from nbdist.output.ansi import strip
 from nbdist.output.events import Failure, Output
 from nbdist.output.rank_transcript import Gap, Shown
 from nbdist.output.screen import Line
+from nbdist.world.result import CellResult
 from nbdist.world.running import RunningTask
 from nbdist.world.world import World
 from tests.waiting import wait_until
@@ -80,3 +83,14 @@ def begin(world: World, source: str) -> RunningTask:
 
     wait_until(all_have_begun, "all ranks have begun")
     return running
+
+
+Write = Callable[..., Path]
+
+
+def said(result: CellResult | RunningTask) -> list[str]:
+    """What each rank has written."""
+    return [
+        "\n".join(strip(line.text) for piece in track.pieces for line in piece.tail(1000))
+        for track in result.transcript
+    ]

@@ -1,9 +1,10 @@
-"""Tests of `nbdist.config`: each option of a world, as a flag, as an argument, and its check."""
+"""Each option of a world, as a flag and as an argument: its check, and which launcher it is for."""
 
 from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -13,6 +14,26 @@ import pytest
 from nbdist import World
 from nbdist.config import OPTIONS, Changes, Patience, WorldConfig
 from nbdist.errors import UsageError
+from nbdist.hosts import parse_hosts
+from nbdist.launching import (
+    FOR_SOME,
+    TAKES,
+    check_room,
+    check_taken,
+    launcher_for,
+    launcher_here,
+    newer,
+)
+from nbdist.readers import (
+    read_address,
+    read_endpoint,
+    read_memory,
+    read_patterns,
+    read_salloc,
+    unquoted,
+    whole_number,
+)
+from nbdist.topology import parse_layout
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -168,3 +189,147 @@ def test_each_option_is_read() -> None:
     found = [WorldConfig(), WorldConfig(hosts="a"), WorldConfig(salloc="-p x")]
     assert [config.launched_by for config in found] == ["local", "ssh", "slurm"]
     assert WorldConfig(hosts="a", launcher="other").launched_by == "other"
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "", "0", "1.5", "1e3", "٣", "9" * 5000, "²"])
+def test_whole_numbers(text: str) -> None:
+    """From the least on; quotes of IPython's are none of the number."""
+    read = whole_number("--tail", "a number, such as `--tail 1`")
+    with pytest.raises(UsageError) as found:
+        read(text)
+    assert str(found.value) == f"`--tail {text}`: a number, such as `--tail 1`."
+    assert (read('"12"'), read(7)) == (12, 7)
+    assert unquoted("'x") == "'x"
+
+
+@pytest.mark.parametrize(
+    ("read", "given", "value"),
+    [
+        (read_memory, "16G", "16G"),
+        (read_memory, "0500 mib", "500M"),
+        (read_patterns, "HF_*, WANDB_?", "HF_*,WANDB_?"),
+        (read_patterns, ["A", "B*"], "A,B*"),
+        (read_address, "10.0.0.1", "10.0.0.1"),
+        (read_address, "[fe80::1%eth0]", "fe80::1%eth0"),
+        (read_address, "::1", "::1"),
+        (read_address, "ib0", "ib0"),
+        (read_endpoint, "etcd.example.org:2379", "etcd.example.org:2379"),
+        (read_endpoint, "[::1]:2379", "[::1]:2379"),
+        (read_salloc, "-p gpu -t 1:00", "-p gpu -t 1:00"),
+    ],
+)
+def test_what_is_for_other_machines(read: Callable[[Any], str], given: object, value: str) -> None:
+    """In one form each."""
+    assert read(given) == value
+
+
+@pytest.mark.parametrize(
+    ("read", "given", "said"),
+    [
+        (read_memory, "16", "`--memory 16`: memory for each worker, such as 16G or 500M."),
+        (read_memory, "0G", "`--memory 0G`: memory for each worker, such as 16G or 500M."),
+        (read_patterns, "A B", "`--copy-env A B`: names of variables, such as"),
+        (read_patterns, "", "`--copy-env `: names of variables, such as"),
+        (read_address, "-x", "`--address -x`: an address of this machine or a network"),
+        (read_address, "a/b", "`--address a/b`: an address of this machine or a network"),
+        (read_endpoint, "a", "`--rdzv-endpoint a`: HOST:PORT, such as"),
+        (read_endpoint, "a:0", "`--rdzv-endpoint a:0`: HOST:PORT, such as"),
+        (read_endpoint, "a:99999", "`--rdzv-endpoint a:99999`: HOST:PORT, such as"),
+        (read_salloc, " ", '`--salloc ""`: options of salloc, such as'),
+        (read_salloc, "-p 'x", "`--salloc -p 'x`: no closing quotation."),
+    ],
+)
+def test_what_is_none_is_told_in_one_line(
+    read: Callable[[Any], str], given: object, said: str
+) -> None:
+    """Which flag, and what would be right."""
+    with pytest.raises(UsageError) as found:
+        read(given)
+    assert str(found.value).startswith(said)
+    assert "\n" not in str(found.value)
+
+
+def test_all_are_options() -> None:
+    """What launchers take is what a world can be told."""
+    assert OPTIONS.keys() > FOR_SOME
+
+
+def test_the_launcher_that_is_meant() -> None:
+    """By the options that only one takes."""
+    found = [launcher_for({"n": 4}), launcher_for({"hosts": "a"}), launcher_for({"salloc": "-N 2"})]
+    assert found == ["local", "ssh", "slurm"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher"),
+    [
+        ({}, "local"),
+        ({"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"}, "slurm"),
+        ({"SLURM_JOB_ID": "17"}, "slurm"),
+        ({"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "1"}, "slurm"),
+        (
+            {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "1", "SLURMD_NODENAME": "node1"},
+            "local",
+        ),
+    ],
+)
+def test_the_launcher_of_a_place(environ: dict[str, str], launcher: str) -> None:
+    """Slurm's in an allocation, unless that is this machine alone."""
+    assert launcher_here(environ) == launcher
+    assert launcher_for({}, launcher) == launcher
+    assert launcher_for({"hosts": "a"}, launcher) == "ssh"
+
+
+@pytest.mark.parametrize("launcher", [*TAKES, "of-a-package"])
+@pytest.mark.parametrize("name", sorted(FOR_SOME))
+def test_each_launcher_takes_its_own(launcher: str, name: str) -> None:
+    """What it has no use for is refused with the launcher that has; others' take all."""
+    said = {name: OPTIONS[name].usage, "hosts": "--hosts a"} if launcher == "ssh" else {}
+    said |= {name: OPTIONS[name].usage}
+    if name.startswith("rdzv"):
+        said |= {"rdzv_backend": "--rdzv-backend x", "rdzv_endpoint": "--rdzv-endpoint x:1"}
+    if launcher == "of-a-package" or name in TAKES[launcher]:
+        check_taken(launcher, said)
+        return
+    with pytest.raises(UsageError, match=f"`, and not for `--launcher {launcher}`.$") as found:
+        check_taken(launcher, said)
+    assert all(f"--launcher {each}`" in str(found.value) for each in TAKES if name in TAKES[each])
+
+
+def test_a_rendezvous_is_backend_and_endpoint() -> None:
+    """One without the other is none."""
+    with pytest.raises(UsageError, match="`--rdzv-backend c10d`: it takes both"):
+        check_taken("join", {"rdzv_backend": "--rdzv-backend c10d"})
+
+
+def test_of_what_was_said_the_newer_holds() -> None:
+    """Nothing else changes with what the launcher takes."""
+    assert newer({"name": "x"}, {"launcher": "ssh", "hosts": "a"}) == {}
+    assert newer({"hosts": "b"}, {"launcher": "ssh", "hosts": "a"}) == {}
+    assert newer({"hosts": "b"}, {"launcher": None, "salloc": "-N 2"})["salloc"] is None
+    assert newer({"launcher": "join"}, {"hosts": "a"})["hosts"] is None
+    assert "copy_env" not in newer({"launcher": "join"}, {"copy_env": "A"})
+
+
+@pytest.mark.parametrize(
+    ("workers", "layout", "hosts", "said"),
+    [
+        (6, None, "a:4,b:2", ""),
+        (7, None, "a:4,b:2", "`W --hosts a:4,b:2`: the hosts have room for 6 workers."),
+        (7, None, "a:4,b", ""),
+        (None, "2x4", "a,b:4,c", ""),
+        (None, "2x4", "a", "`W --hosts a`: 2 nodes, but 1 host."),
+        (None, "1:2x4", "a", ""),
+        (None, "2x4", "a:4,b:2", "`W --hosts a:4,b:2`: b:2 has no room for 4 workers."),
+        (None, "2x4", "a:4,b:2,c", ""),
+    ],
+)
+def test_room_on_hosts(workers: int | None, layout: str | None, hosts: str, said: str) -> None:
+    """As far as it is known before they are asked; a host more than nodes is a spare one."""
+    wanted = parse_layout(layout) if layout else None
+    if not said:
+        check_room("W", workers, wanted, parse_hosts(hosts))
+        return
+    with pytest.raises(UsageError) as found:
+        check_room("W", workers, wanted, parse_hosts(hosts))
+    assert str(found.value) == said

@@ -1,4 +1,6 @@
-"""nbdist.topology: what people type, and what it means."""
+"""What people type of workers, nodes, hosts and GPUs, and what it means: who sits where."""
+
+from __future__ import annotations
 
 import os
 import stat
@@ -9,6 +11,19 @@ import pytest
 
 from nbdist import topology
 from nbdist.errors import BadRanks, BadTopology, NotEnoughGpus
+from nbdist.hosts import Host, parse_hosts, read_hosts
+from nbdist.seats import (
+    Position,
+    Seat,
+    fill,
+    gpus_of,
+    ranks_on,
+    reseat,
+    seat_more,
+    seat_of,
+    shrink,
+)
+from nbdist.topology import Layout, parse_layout
 from tests.waiting import SOON
 
 
@@ -333,3 +348,212 @@ SIZES = [(3, 3), ("3", 3), ("+2", 6), ("-1", 3), (" +1 ", 5), ("4", 4)]
 def test_size(n, size):
     """A number, or how many more or fewer."""
     assert topology.parse_size(n, 4) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "layout", "said"),
+    [
+        ("4", Layout(1, 4), "1x4"),
+        ("2", Layout(1, 2), "1x2"),
+        ("1x4", Layout(1, 4), "1x4"),
+        ("2x4", Layout(2, 4), "2x4"),
+        (" 2 x 4 ", Layout(2, 4), "2x4"),
+        ("1:2x4", Layout(2, 4, least=1), "1:2x4"),
+        ("2:2x4", Layout(2, 4), "2x4"),
+    ],
+)
+def test_layouts_are_read(text: str, layout: Layout, said: str) -> None:
+    """`NODESxN`, `MIN:MAXxN`, and a bare number of workers on one node."""
+    assert parse_layout(text) == layout
+    assert str(layout) == said
+    assert layout.world_size == layout.nodes * layout.per_node
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("0x0", "it takes at least one node and one worker"),
+        ("2x0", "it takes at least one node and one worker"),
+        ("0", "it takes at least one node and one worker"),
+        ("x", "that is not nodes and workers"),
+        ("2x4x1", "that is not nodes and workers"),
+        ("1:4", "that is not nodes and workers"),
+        ("5:2x4", "5 nodes are more than 2"),
+        ("0:2x4", "it takes at least one node and one worker"),
+        ("1:2:2x4", "that is not nodes and workers"),
+        ("2:x4", "that is not nodes and workers"),
+        ("-1x2", "that is not nodes and workers"),
+        ("", "that is not nodes and workers"),
+        ("9" * 5000, "that is not nodes and workers"),
+    ],
+)
+def test_bad_layouts_are_told_in_one_line(text: str, why: str) -> None:
+    """The reason, and the forms that there are."""
+    with pytest.raises(BadTopology) as found:
+        parse_layout(text)
+    forms = "Use `-j 4`, `-j 2x4` (2 nodes with 4 workers each), or `-j 1:2x4` (1 node to 2)."
+    assert str(found.value) == f"`-j {text}`: {why}. {forms}"
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a", [Host("a")]),
+        ("a:4,b", [Host("a", 4), Host("b")]),
+        (" a:4 , me@b.example.org:2 ", [Host("a", 4), Host("b.example.org", 2, "me")]),
+        ("10.0.0.1,root@10.0.0.2:3", [Host("10.0.0.1"), Host("10.0.0.2", 3, "root")]),
+        ("[fe80::1%eth0]:2,[2001:DB8::0:1]", [Host("fe80::1%eth0", 2), Host("2001:db8::1")]),
+        ("Node_1.,gpu-2", [Host("node_1"), Host("gpu-2")]),
+    ],
+)
+def test_hosts_are_read(text: str, hosts: list[Host]) -> None:
+    """Names and addresses of both kinds, with users and room; written again they are the same."""
+    assert [*parse_hosts(text)] == hosts
+    assert [*parse_hosts(read_hosts(text))] == hosts
+    assert read_hosts([str(host) for host in hosts]) == read_hosts(text)
+
+
+def test_what_ssh_is_given() -> None:
+    """The brackets of `--hosts` are not ssh's."""
+    assert [host.destination for host in parse_hosts("a:4,me@[fe80::1]:2")] == ["a", "me@fe80::1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "there is nothing next to a comma"),
+        ("a,,b", "there is nothing next to a comma"),
+        ("a:0", "`a:0` allows no worker"),
+        ("a:x", "`a:x` is not a host"),
+        ("a:", "`a:` is not a host"),
+        ("a b", "`a b` is not a host"),
+        ("fe80::1", "`fe80::1` is not a host"),
+        ("[fe80::1", "`[fe80::1` is not a host"),
+        ("[a]", "`[a]` is not a host"),
+        ("[fe80::1%;]", "`[fe80::1%;]` is not a host"),
+        ("10.0.0.300", "`10.0.0.300` is not a host"),
+        ("-oProxyCommand=x", "`-oProxyCommand=x` is not a host"),
+        ("a;reboot", "`a;reboot` is not a host"),
+        ("münchen", "`münchen` is not a host"),
+        ("-l@a", "`-l` cannot be a user"),
+        ("@a", "`` cannot be a user"),
+        ("a@b@c", "`a@b@c` is not a host"),
+        ("a,b,A:2", "a is listed twice"),
+        ("[::1],me@[0::1]", "::1 is listed twice"),
+        ("a" * 300, f"`{'a' * 300}` is not a host"),
+    ],
+)
+def test_what_is_no_host_is_told_in_one_line(text: str, why: str) -> None:
+    """The reason, and the forms that there are; no option of ssh's gets through."""
+    with pytest.raises(BadTopology) as found:
+        parse_hosts(text)
+    assert str(found.value).startswith(f"`--hosts {text}`: {why}. Use `--hosts a,b`, or ")
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("room", "size", "seats"),
+    [
+        ((), 3, [Seat(0, 3, 0, 1), Seat(1, 3, 0, 1), Seat(2, 3, 0, 1)]),
+        ((2, 2), 4, [Seat(0, 2, 0, 2), Seat(1, 2, 0, 2), Seat(0, 2, 1, 2), Seat(1, 2, 1, 2)]),
+        ((2, 2), 3, [Seat(0, 2, 0, 2), Seat(1, 2, 0, 2), Seat(0, 1, 1, 2)]),
+        ((4, 4), 1, [Seat(0, 1, 0, 1)]),
+        ((1, 0, 2), 3, [Seat(0, 1, 0, 2), Seat(0, 2, 1, 2), Seat(1, 2, 1, 2)]),
+    ],
+)
+def test_seats(room: tuple[int, ...], size: int, seats: list[Seat]) -> None:
+    """Nodes are filled one after the other; the last has what is left, and empty ones no number."""
+    filled = fill(room, size) if room else ()
+    assert [seat_of(rank, size, filled) for rank in range(size)] == seats
+
+
+def test_ranks_of_a_node() -> None:
+    """They need not follow one another; without seats one node has all."""
+    seats = (Position(0, 0), Position(1, 0), Position(0, 1))
+    assert [ranks_on(node, 3, seats) for node in (0, 1, 2)] == [(0, 2), (1,), ()]
+    assert [ranks_on(node, 3, ()) for node in (0, 1)] == [(0, 1, 2), ()]
+    assert fill((2, 1)) == (*fill((2, 1), 2), (1, 0))
+    with pytest.raises(ValueError, match="3 of 4 ranks have room"):
+        fill((2, 1), 4)
+
+
+@pytest.mark.parametrize(
+    ("room", "size", "gpus", "seen"),
+    [
+        ((), 2, "4567", ["4567", "4567"]),
+        ((2, 2), 4, "4567", ["45", "45", "67", "67"]),
+        ((2, 2), 4, "456", ["45", "45", "64", "64"]),
+        ((2, 2), 4, "45", ["45"] * 4),
+        ((2, 2), 4, "4", ["4"] * 4),
+        ((2, 2), 4, "", [""] * 4),
+        ((2, 2), 2, "4567", ["4567"] * 2),
+    ],
+)
+def test_gpus_of_simulated_nodes(
+    room: tuple[int, ...], size: int, gpus: str, seen: list[str]
+) -> None:
+    """Each node has a slice, so that ranks of two nodes share no GPU where there are enough."""
+    seats = fill(room, size) if room else ()
+    assert ["".join(gpus_of(rank, seats, gpus)) for rank in range(size)] == seen
+
+
+@pytest.mark.parametrize(
+    ("counts", "lost", "room", "seats"),
+    [
+        # Ranks 2 and 3 sat on node 1.
+        ((2, 2), {1}, {0: 4, 1: 2}, [(0, 0), (0, 1), (0, 2), (0, 3)]),
+        ((2, 2), {1}, {0: 3, 2: 1}, [(0, 0), (0, 1), (0, 2), (2, 0)]),
+        ((2, 2), {1}, {0: 2, 2: 8}, [(0, 0), (0, 1), (2, 0), (2, 1)]),
+        ((2, 2), {1}, {0: 3, 1: 2}, None),
+        ((2, 2), {1}, {}, None),
+        ((1, 1, 1), {0, 2}, {1: 3}, [(1, 1), (1, 0), (1, 2)]),
+        ((2, 1), {5}, {}, [(0, 0), (0, 1), (1, 0)]),
+    ],
+)
+def test_ranks_of_lost_nodes_get_seats_on_others(
+    counts: tuple[int, ...],
+    lost: set[int],
+    room: dict[int, int],
+    seats: list[tuple[int, int]] | None,
+) -> None:
+    """The lowest that is free on the first node with room; all others keep theirs."""
+    found = reseat(fill(counts), lost, room)
+    assert (None if found is None else [*found]) == seats
+
+
+def test_seats_that_were_left_are_taken_first() -> None:
+    """Local rank 0 of node 0 is free: its rank has moved away."""
+    seats = (Position(1, 0), Position(0, 1), Position(2, 0))
+    assert reseat(seats, {2}, {0: 2, 1: 1}) == ((1, 0), (0, 1), (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("lost", "kept", "seats"),
+    [
+        ({1}, (0, 3, 4), [(0, 0), (2, 0), (2, 1)]),
+        ({0, 2}, (1, 2), [(1, 0), (1, 1)]),
+        ({2}, (0, 1, 2), [(0, 0), (1, 0), (1, 1)]),
+        ({0, 1, 2}, (), []),
+    ],
+)
+def test_a_world_without_the_ranks_of_lost_nodes(
+    lost: set[int], kept: tuple[int, ...], seats: list[tuple[int, int]]
+) -> None:
+    """Who stays keeps its seat and its place among the others, so that ranks have no gap."""
+    assert shrink(fill((1, 2, 2)), lost) == (kept, tuple(seats))
+
+
+@pytest.mark.parametrize(
+    ("seats", "room", "size", "seated"),
+    [
+        ((), (), 4, ()),
+        ((), (2, 2), 3, ((0, 0), (0, 1), (1, 0))),
+        (((0, 0), (0, 1), (1, 0)), (2, 2), 2, ((0, 0), (0, 1))),
+        # After ranks have left; a rank with a GPU keeps that, on one node too.
+        (((0, 1), (1, 1)), (2, 2), 4, ((0, 1), (1, 1), (0, 0), (1, 0))),
+        (((0, 0), (0, 3)), (), 4, ((0, 0), (0, 3), (0, 1), (0, 2))),
+    ],
+)
+def test_more_are_seated(seats, room, size, seated):
+    """Those that sit stay there, the others get the first free seats."""
+    assert seat_more(seats, room, size) == seated

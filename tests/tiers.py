@@ -37,7 +37,6 @@ LONGEST = (
     "agent/test_agent.py",
     "gpu/test_command.py",
     "agent/test_processes.py",
-    "faults/test_server.py",
     "worker/group/test_gloo.py",
 )
 

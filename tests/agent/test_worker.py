@@ -22,7 +22,7 @@ from nbdist.wire.prctl import adopt_orphans
 from nbdist.wire.task import InputReply, Task
 from nbdist.wire.task import Source as SourceText
 from tests.agent.sources import Source, worker_start
-from tests.faults.spinning import spinning
+from tests.faults.stops import spinning
 from tests.waiting import SOON, until
 
 GRACE = 30.0

@@ -13,8 +13,7 @@ from nbdist.errors import RanksNotStopped, WorkerDied
 from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.faults.spinning import spinning
-from tests.faults.stops import FIRST, stop_in
+from tests.faults.stops import FIRST, spinning, stop_in
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world

@@ -38,7 +38,7 @@ from nbdist.output.ansi import strip
 from nbdist.topology import parse_ranks
 from nbdist.words import format_ranks
 from tests.faults.oracle import KINDS, Oracle, Ranks, names_of
-from tests.faults.spinning import spinning
+from tests.faults.stops import spinning
 
 RANKS, MOST_RANKS = 4, 5
 

@@ -27,7 +27,7 @@ from nbdist.agent.fork_server import AFTER_FORK, makes_idle_imports
 from nbdist.errors import NbdistError
 from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.faults.spinning import spinning
+from tests.faults.stops import spinning
 
 RANKS = 4
 POOLED = 2

@@ -9,16 +9,34 @@ others; then Stop.  Every rank has to keep its process and its variables.
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.faults.collectives import BEFORE, BIG_ONLY, SMALL
-from tests.faults.spinning import spinning
+
+SPIN = "import os\nparent = {parent}\nwhile os.getppid() == parent:\n    sum(range(1_000_000))"
+
+
+@contextmanager
+def spinning(processes: int) -> Iterator[None]:
+    """So many processes that never rest; they end with this one at the latest."""
+    command = [sys.executable, "-c", SPIN.format(parent=os.getpid())]
+    started = [subprocess.Popen(command) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
 
 NEEDS_MORE = re.compile(r"net\(|mesh|sharded|spread")
 """What `BEFORE` makes."""

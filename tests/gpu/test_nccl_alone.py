@@ -21,7 +21,7 @@ from nbdist.wire.worker_environ import MULTI_RANK_NCCL, WITH_NCCL, sharing_varia
 from nbdist.world.world import World
 from tests.gpu import lab
 from tests.gpu.conftest import Figure
-from tests.standin import place
+from tests.standin import processes
 from tests.standin.conftest import has_torch
 from tests.standin.processes import CHECKS, Said, both
 from tests.waiting import SOON
@@ -90,7 +90,7 @@ def test_connecting_anew(gpu: str, figure: Figure, tmp_path: Path, name: str) ->
     least = {"cuda nccl": (2, 0), "cuda nccl-legacy": (2, 15), "cpu nccl": (2, 15)}
     if least.get(f"{gpu} {name}", (9,)) > lab.TORCH:
         pytest.skip("it is not here, and no stand-in for it")
-    standin = {"PYTHONPATH": place.make(tmp_path)} if gpu == "cpu" else {}
+    standin = {"PYTHONPATH": processes.path_with_standin(tmp_path)} if gpu == "cpu" else {}
     version, ranks = MULTI_RANK_NCCL if lab.TORCH >= (2, 14) else (), []
     for rank in range(2):
         shared = sharing_variables(rank, version, os.environ) if lab.gpus() == 1 else {}

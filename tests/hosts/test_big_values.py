@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +15,68 @@ from nbdist.errors import WorkerDied, WorkerError
 from nbdist.values.payload import pack_names
 from nbdist.world.world import World
 from tests.hosts.launched import has_come
-from tests.hosts.memory import LIMIT, MIB, SIZE, begun, nothing_is_left, stop
-from tests.hosts.network import Host
+from tests.hosts.network import Host, wait_for
 from tests.hosts.worlds import new_world
 from tests.waiting import wait_until
+
+MIB = 1 << 20
+SIZE = 64 * MIB
+"""Bytes of a big value."""
+
+LIMIT = 80
+"""Million bits a second: they take some seven seconds."""
+
+
+def segments(hosts: list[Host]) -> list[str]:
+    """The shared memory that processes of the hosts, and the head, have open."""
+    pids = [pid for host in hosts for pid in host.processes()]
+    found = []
+    for pid in [*pids, *heads()]:
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                target = os.readlink(link)
+            except OSError:
+                continue
+            if target.startswith("/memfd:nbdist "):
+                found.append(f"{pid}: {target}")
+    return found
+
+
+def heads() -> list[int]:
+    """The heads that this process has started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_text()
+        except OSError:
+            continue
+        if "\0nbdist.cluster\0" in command and f"\0{os.getpid()}\0" in command:
+            found.append(int(path.parent.name))
+    return found
+
+
+def nothing_is_left(hosts: list[Host]) -> None:
+    """All of it goes, as soon as the head has looked."""
+    wait_for(lambda: not segments(hosts), "big values are let go of")
+
+
+def begun(hosts: list[Host], then: Callable[[], None]) -> threading.Thread:
+    """Do something as soon as a big value is on its way: to hosts, or without any from them."""
+    before = {*segments(hosts)}
+
+    def watch() -> None:
+        wait_for(lambda: {*segments(hosts)} - before, "a big value is on its way")
+        then()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+def stop() -> None:
+    """Press Stop, in a script: Ctrl-C."""
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
 
 # What the memory is that a tensor lies in: the inode, and how much of it counts for this process.
 MEMORY = """

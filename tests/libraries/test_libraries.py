@@ -1,15 +1,90 @@
-"""Libraries that expect torchrun train inside the ranks as they are; each takes real steps."""
+"""Libraries that expect torchrun train inside the ranks as they are, and draw their bars."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from nbdist import World
-from tests.libraries.bars import drawn
+from nbdist.output.bars import BarTable, bar_table, merged_line
+from nbdist.output.final import final_layout
+from nbdist.output.layout import live_layout
+from nbdist.output.text import panel_text
+from nbdist.wire.task import Source
 from tests.worlds import NewWorld
+
+UNTIL_SEEN = """
+def until_seen(name, folder={folder!r}):
+    'Wait until somebody has seen the bar of this name on all ranks, in the middle.'
+    import os, time
+    give_up_at = time.monotonic() + 60
+    while not os.path.exists(os.path.join(folder, 'seen ' + name.encode().hex())):
+        assert time.monotonic() < give_up_at, f'nobody has seen {{name!r}} in the middle'
+        time.sleep(0.01)
+"""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The tables of bars while a cell ran, their lines in a terminal, and its final text."""
+
+    tables: list[BarTable]
+    lines: list[str]
+    final: str
+
+    @property
+    def names(self) -> set[str]:
+        return {row.name for table in self.tables for row in table.rows}
+
+    @property
+    def ranks(self) -> set[tuple[int, ...]]:
+        return {table.ranks for table in self.tables}
+
+    def stays(self, bar: str) -> bool:
+        """Whether a bar that begins so has stayed of both ranks: a line of each, or one of both.
+
+        Their rates can be the same, and so all of their lines.
+        """
+        assert re.search(r"^── ranks 0-1 \(same( except for bars)?\) ──$", self.final, re.MULTILINE)
+        ranks = re.findall(rf"^(rank \d  |){re.escape(bar)}", self.final, re.MULTILINE)
+        return ranks in ([""], ["rank 0  ", "rank 1  "])
+
+
+def drawn(world: World, folder: Path, source: str, ranks: Sequence[int] = (0, 1)) -> Drawn:
+    """Run a cell as a notebook does, which has bars on these ranks.
+
+    It can wait in the middle of one `until_seen(name)`: until that one was in the table with a
+    row for each of them, somewhere between 0 and 1.
+    """
+    helped = UNTIL_SEEN.format(folder=str(folder)) + source
+    running = world.submit(world.task(Source(helped)))
+    found = Drawn([], [], "")
+    for _ in world.follow(running):
+        if table := bar_table(running.transcript):
+            found.tables.append(table)
+            found.lines.append(merged_line(running.transcript))
+            assert "\n── rank" in panel_text(live_layout(running.transcript, time.monotonic()))
+            for name in moving(table, ranks):
+                (folder / f"seen {name.encode().hex()}").touch()
+    world.session.check(running)
+    final = panel_text(final_layout(running.transcript))
+    world.session.let_go(running)
+    return Drawn(found.tables, found.lines, final)
+
+
+def moving(table: BarTable, ranks: Sequence[int]) -> set[str]:
+    """The name of the bar that all of these ranks are in the middle of, where it is one."""
+    rows = {row.rank: row for row in table.rows}
+    if any(rank not in rows or not 0 < (rows[rank].bar.fraction or 0) < 1 for rank in ranks):
+        return set()
+    names = {rows[rank].name for rank in ranks}
+    return names if len(names) == 1 else set()
+
 
 pytestmark = pytest.mark.shared_world
 
@@ -285,3 +360,107 @@ for _ in range(5):
     )
     assert in_all(world, "engine.world_size") == {2}
     assert in_all(world, "same and losses[-1] < losses[0]") == {True}
+
+
+def test_tqdm(world: World, tmp_path: Path) -> None:
+    """Plain, auto, notebook and nested bars are rows of both ranks; the last state stays."""
+    found = drawn(
+        world,
+        tmp_path,
+        """
+from tqdm import tqdm
+from tqdm.auto import tqdm as auto
+from tqdm.notebook import tqdm as of_notebook
+for name, each in (("plain", tqdm), ("auto", auto), ("notebook", of_notebook)):
+    for step in each(range(8), desc=name, mininterval=0):
+        if step == 3 + rank:
+            until_seen(name)
+for epoch in tqdm(range(3), desc="epoch", mininterval=0):
+    for step in tqdm(range(5), desc="step", leave=False, mininterval=0):
+        if (epoch, step) == (1, 2 + rank):
+            until_seen("epoch 1/3, step")
+""",
+    )
+    assert (0, 1) in found.ranks
+    line = r"\[0-1\] epoch 1/3, step \d+%( \(\d+-\d+\))? \d\d:\d\d(<\d\d:\d\d)?"
+    assert any(re.fullmatch(line, said) for said in found.lines)
+    for name, total in (("plain", 8), ("auto", 8), ("notebook", 8), ("epoch", 3)):
+        assert found.stays(f"{name}: 100%|██████████| {total}/{total} [")
+    assert "step" not in found.final
+
+
+def test_rich(world: World, tmp_path: Path) -> None:
+    """So are those of `track` and of a `Progress` with two tasks."""
+    pytest.importorskip("rich", reason="rich is not installed")
+    found = drawn(
+        world,
+        tmp_path,
+        """
+from rich.progress import Progress, track
+for step in track(range(10), description="tracking"):
+    if step == 5:
+        until_seen("tracking")
+with Progress() as progress:
+    outer, inner = progress.add_task("outer", total=2), progress.add_task("inner", total=6)
+    for around in range(2):
+        progress.reset(inner)
+        for step in range(6):
+            progress.advance(inner)
+            if (around, step) == (1, 3):
+                until_seen("outer, inner")
+        progress.advance(outer)
+""",
+    )
+    assert (0, 1) in found.ranks
+    assert found.stays("tracking ━")
+    for name in ("tracking", "outer", "inner"):
+        assert re.search(rf"^(rank \d  )?{name} +━+ 100% ", found.final, re.MULTILINE)
+
+
+def test_datasets(world: World, tmp_path: Path) -> None:
+    """So is that of `Dataset.map`."""
+    pytest.importorskip("datasets", reason="datasets is not installed")
+    found = drawn(
+        world,
+        tmp_path,
+        """
+import time
+import datasets
+
+def slowly(row):
+    if row["x"] == 20:
+        time.sleep(0.5)  # what it waits between two drawings, and more
+    if row["x"] == 30:
+        until_seen("Map")
+    return {"y": row["x"]}
+
+rows = datasets.Dataset.from_dict({"x": list(range(40))})
+rows.map(slowly, keep_in_memory=True)
+""",
+    )
+    assert (0, 1) in found.ranks
+    assert found.stays("Map: 100%|██████████| 40/40 [")
+
+
+def test_lines_that_are_written_over(world: World, tmp_path: Path) -> None:
+    """So are bars that a program draws itself, as Keras does, and lines that say how far it is."""
+    found = drawn(
+        world,
+        tmp_path,
+        r"""
+for step in range(1, 9):
+    print(f"\r{step}/8 [{'=' * step}>{'.' * (8 - step)}] - ETA: {8 - step}s - loss: 0.4", end="")
+    if step == 4:
+        until_seen("")
+print()
+for step in range(1, 9):
+    print(f"\rstep {step} of 8", end="", flush=True)
+    if step == 4:
+        until_seen("step")
+""",
+    )
+    assert found.names == {"", "step"}
+    assert {row.bar.rest for table in found.tables for row in table.rows} == {"loss: 0.4", ""}
+    assert (
+        "── ranks 0-1 (same) ──\n8/8 [========>] - ETA: 0s - loss: 0.4\nstep 8 of 8" in found.final
+    )

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.matrix.rows import COLAB, OLDEST_TORCH, ROWS, Row
-from tests.matrix.table import Result, load, table
-from tests.matrix.verdicts import COLUMNS, Verdict, read
+from tests.matrix.table import COLUMNS, Result, Verdict, load, read, table
 from tests.waiting import SOON
 
 CORE = Path(__file__).parent / "test_core.py"

@@ -22,7 +22,7 @@ from nbdist.node.proc import (
     schedule,
     thread_state,
 )
-from tests.faults.spinning import spinning
+from tests.faults.stops import spinning
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.world

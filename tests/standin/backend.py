@@ -1,7 +1,7 @@
 """The backend: "nccl2" for tensors of the CPU, in the place of torch's own, with its ways to fail.
 
 `install` is called by torch when it is imported, as an entry point of the group `torch.backends`
-asks for (`tests.standin.place`).  What nccl2 does is from torch's sources
+asks for (`tests.standin.processes`).  What nccl2 does is from torch's sources
 (csrc/distributed/c10d/nccl2), in the words that it has there.
 """
 

@@ -21,7 +21,7 @@ from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.faults.collectives import BEFORE
-from tests.standin import place
+from tests.standin import processes
 from tests.waiting import SOON
 
 RANKS = 4
@@ -150,7 +150,7 @@ def stand_in() -> Iterator[None]:
     """Have agents that start now give their workers the stand-in, on a machine without a GPU."""
     with (
         tempfile.TemporaryDirectory(prefix="standin-") as folder,
-        mock.patch.dict(os.environ, PYTHONPATH=place.make(Path(folder))),
+        mock.patch.dict(os.environ, PYTHONPATH=processes.path_with_standin(Path(folder))),
         mock.patch.object(topology, "check_start", return_value=None),
     ):
         yield

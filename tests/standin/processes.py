@@ -1,8 +1,9 @@
-"""Two processes that run the contract, and what they have said."""
+"""Processes whose torch has the stand-in; two that run the contract, and what they have said."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,8 +12,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.standin.place import ROOT
 from tests.waiting import SOON
+
+ROOT = Path(__file__).parent.parent.parent
+
+METADATA = "Metadata-Version: 2.1\nName: nccl-standin\nVersion: 0\n"
+
+ENTRY_POINT = "[torch.backends]\nnccl-standin = tests.standin.backend:install\n"
+
+
+def path_with_standin(folder: Path) -> str:
+    """Make what an installed package would have; return PYTHONPATH with it."""
+    about = folder / "nccl_standin-0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(METADATA)
+    (about / "entry_points.txt").write_text(ENTRY_POINT)
+    return os.pathsep.join([str(folder), str(ROOT)])
+
 
 CONTRACT = Path(__file__).with_name("contract.py").read_text()
 

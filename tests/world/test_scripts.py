@@ -12,7 +12,7 @@ from nbdist.errors import RanksReleased, UsageError, WorkerError
 from nbdist.wire.task import Attempt, Kind
 from nbdist.world.calling import find_script
 from nbdist.world.world import World
-from tests.scripts import Write, said
+from tests.cells import Write, said
 
 pytestmark = pytest.mark.shared_world(2)
 

@@ -16,7 +16,7 @@ from nbdist.output.ansi import strip
 from nbdist.world.calling import find_script
 from nbdist.world.result import CellResult
 from nbdist.world.world import World
-from tests.scripts import Write, said
+from tests.cells import Write, said
 
 pytestmark = pytest.mark.shared_world(2)
 

@@ -1,7 +1,11 @@
-"""A rank fails while others are in nccl's collectives: they are released, and the world goes on."""
+"""The stand-in does what nccl2 does, as tests/gpu has the real one do; and worlds heal on it.
+
+A rank fails while others are in its collectives: they are released, and the world goes on.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 
@@ -10,7 +14,22 @@ import pytest
 from nbdist.errors import WorkerError
 from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.standin import matrix
+from tests.standin import matrix, processes
+from tests.standin.processes import CHECKS, Said, both
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
+    """What two ranks have said of each check."""
+    folder = tmp_path_factory.mktemp("standin")
+    return both(folder, "cpu", {**os.environ, "PYTHONPATH": processes.path_with_standin(folder)})
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_contract(said: Said, check: str) -> None:
+    """Both ranks pass it."""
+    said.passed(check)
+
 
 pytestmark = [pytest.mark.own_agent, pytest.mark.shared_world(matrix.RANKS)]
 
