@@ -63,10 +63,6 @@ def read_policy(text: str) -> OnFailure:
 # --- the options ------------------------------------------------------------------------------
 
 
-LAUNCHERS = "nbdist.launchers"
-"""The entry points of launchers for other machines."""
-
-
 @dataclass(frozen=True)
 class Option:
     """How a field of `WorldConfig` is typed at a magic, and what it is.

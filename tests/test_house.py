@@ -24,6 +24,7 @@ ROOT = PACKAGE.parent
 # it may import.  The notebook's side never imports node or worker: they are other processes.
 FLOORS = {
     "words": set(),
+    "plugins": set(),
     "errors": {"words"},
     "topology": {"words", "errors"},
     "seats": set(),
@@ -37,6 +38,7 @@ FLOORS = {
     "wire": {"values", "words", "errors", "topology", "seats", "hosts", "folders", "output.events"},
     "world": {
         "words",
+        "plugins",
         "errors",
         "topology",
         "seats",
@@ -52,6 +54,7 @@ FLOORS = {
     # The head's process does all that an agent does but for having workers.
     "cluster": {
         "words",
+        "plugins",
         "errors",
         "topology",
         "seats",
@@ -66,6 +69,7 @@ FLOORS = {
     },
     "notebook": {
         "words",
+        "plugins",
         "errors",
         "topology",
         "hosts",
@@ -93,6 +97,17 @@ FLOORS = {
         "output",
         "notebook.command",  # the names of all magics
     },
+    # Each tool's magic runs in the notebook, its op (`*_op.py`) in workers.
+    "tools": {
+        "words",
+        "errors",
+        "values",
+        "wire",
+        "output",
+        "world",
+        "notebook",
+        "worker",
+    },
     "agent": {
         "words",
         "errors",
@@ -105,7 +120,7 @@ FLOORS = {
         "node",
     },
     "node": {"agent", "values", "wire"},
-    "worker": {"words", "errors", "folders", "output.events", "values", "wire"},
+    "worker": {"words", "plugins", "errors", "folders", "output.events", "values", "wire"},
     # The package itself has the public names, which it takes from everywhere on the
     # notebook's side; everybody may ask it for what stands in it.
     "__init__": {
@@ -120,7 +135,6 @@ FLOORS = {
         "values",
         "wire",
         "world",
-        "cluster",
         "notebook",
         "output",
     },
@@ -130,7 +144,7 @@ FLOORS = {
 DOORS = {("agent/fork_server.py", "worker")}
 
 # Who may import torch when it is imported itself.
-TORCH_ROOMS = ("worker/", "agent/fork_server.py")
+TORCH_ROOMS = ("worker/", "agent/fork_server.py", "tools/diff_op.py", "tools/timeline_op.py")
 
 # Files that import one another in a circle, imports for type checkers and inside functions
 # counted.  Only to become fewer: take a file out as soon as it is in none any more.

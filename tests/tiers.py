@@ -24,7 +24,7 @@ LONGEST = (
     "hosts/test_worlds.py",
     "faults/test_nothing_left.py",
     "notebooks/test_notebooks.py",
-    "notebook/commands/test_export.py",
+    "tools/test_export.py",
     "faults/test_freeing.py",
     "browser/test_tutorials.py",
     "browser/test_cells.py",

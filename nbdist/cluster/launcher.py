@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol, cast
 
-from nbdist.config import LAUNCHERS
+from nbdist import plugins
 from nbdist.wire.child import Child
 from nbdist.wire.interpreter import agent_command as agent_command  # launchers find all here
 from nbdist.wire.ticket import Ticket
@@ -95,9 +94,8 @@ def find_launcher(name: str) -> Launcher:
 
     Raises LaunchError where its module cannot be had.
     """
-    (point,) = entry_points(group=LAUNCHERS, name=name)
     try:
-        made = point.load()
+        made = plugins.entry_points(plugins.LAUNCHERS)[name].load()
     except (ImportError, AttributeError) as error:
         raise LaunchError(f"`--launcher {name}` cannot be loaded: {error}") from error
     return cast("Launcher", made())

@@ -1,14 +1,16 @@
 """`@command`: makes a magic of a function in `nbdist.notebook.commands`, where IPython finds it.
 
-A file there is all that a new magic needs: `find_commands` imports what lies in the folder.
+A file there is all that a new magic needs: `find_commands` imports what lies in the folder, and
+what entry points name (`nbdist.plugins`).
 """
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, wraps
+from functools import cache, cached_property, wraps
 from importlib import import_module
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from IPython.core.magic import no_var_expand
 from IPython.core.magic_arguments import magic_arguments
 
+from nbdist import plugins
 from nbdist.errors import Interrupted, UsageError, WorkerError, WorldNotStarted
 from nbdist.notebook import commands
 from nbdist.notebook.assigning import is_used
@@ -36,12 +39,15 @@ from nbdist.notebook.subshells import is_in_subshell, refusal
 from nbdist.notebook.tables import Shown, below, block
 from nbdist.topology import parse_ranks
 from nbdist.wire.task import Call
+from nbdist.words import one_line
 from nbdist.world.recovery import healing_text
 from nbdist.world.result import raised
 from nbdist.world.states import State
 
 if TYPE_CHECKING:
     import argparse
+    from contextlib import AbstractContextManager
+    from importlib.metadata import EntryPoint
 
     from nbdist.notebook.display import CellDisplay
     from nbdist.notebook.pool import Pool
@@ -227,6 +233,14 @@ class Command:
         return no_var_expand(in_a_line)
 
 
+@dataclass(frozen=True)
+class CellOption:
+    """An option that `%%distributed` has besides its own: `around` is entered for each cell."""
+
+    add: Callable[[Magic], Magic]
+    around: Callable[[Line], AbstractContextManager[None]]
+
+
 def command(
     *options: Callable[[Magic], Magic],
     kind: Literal["line", "cell"] = "line",
@@ -280,10 +294,46 @@ def _usage(run: Magic, options: Sequence[Callable[[Magic], Magic]]) -> str:
 
 
 def find_commands() -> Iterator[Command]:
-    """Import the files in `nbdist.notebook.commands`, and give all commands that they define."""
+    """Import the files in `nbdist.notebook.commands`, and give all commands: theirs and others'."""
     for found in sorted(pkgutil.iter_modules(commands.__path__), key=lambda each: each.name):
         module = import_module(f"{commands.__name__}.{found.name}")
         yield from (each for each in vars(module).values() if isinstance(each, Command))
+    for point in _plugins().values():
+        if point.group == plugins.COMMANDS:
+            yield _loaded(point)
+
+
+def cell_options() -> list[CellOption]:
+    """Load what `%%distributed` has besides its own options, but for what cannot be loaded."""
+    found: list[CellOption] = []
+    for point in _plugins().values():
+        if point.group == plugins.CELL_OPTIONS:
+            with suppress(Exception):  # other people's modules
+                found.append(point.load())
+    return found
+
+
+@cache
+def _plugins() -> Mapping[str, EntryPoint]:
+    return plugins.entry_points(plugins.COMMANDS, plugins.CELL_OPTIONS)
+
+
+def _loaded(point: EntryPoint) -> Command:
+    """Load a magic; where that fails, one of the same name that says why."""
+    try:
+        found = point.load()
+        if isinstance(found, Command):
+            return found
+        why = "it is no command"
+    except Exception as error:  # noqa: BLE001 (other people's modules)
+        why = f"{type(error).__name__}: {one_line(str(error))}"
+    said = f"`%{point.name}` cannot be used: {point.value} was not imported ({why})."
+
+    def run(_: Line) -> None:
+        raise UsageError(said)
+
+    run.__name__, run.__doc__ = point.name, said
+    return command(split=lambda _run, _line: ("", []))(run)
 
 
 def _stopped(stop: KeyboardInterrupt, world: World | None) -> KeyboardInterrupt:

@@ -1,7 +1,7 @@
 """When this worker's last cell ran, and when its main thread waited for other ranks meanwhile.
 
 `WorkerKernel` begins and ends a cell, the wait for every operation notes itself
-(`nbdist.worker.group.gloo.wait`), and `nbdist.worker.ops.timeline` reads it.
+(`nbdist.worker.group.gloo.wait`), and `nbdist.tools.timeline_op` reads it.
 """
 
 from __future__ import annotations

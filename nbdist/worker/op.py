@@ -1,19 +1,22 @@
 """Ops: what a task can ask of a worker besides running source.
 
-Each is a function of a module of `nbdist.worker.ops`, found by name.  It runs on the main thread
-in the place of a cell, gets a `Context` and the arguments of its `Call`, and what it returns comes
-back as the rank's value.
+Each is a function of a module in `nbdist.worker.ops`, or of one that an entry point names
+(`nbdist.plugins`), found by name.  It runs on the main thread in the place of a cell, gets a
+`Context` and the arguments of its `Call`, and what it returns comes back as the rank's value.
 """
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from nbdist import plugins
 from nbdist.values.payload import Payload
 from nbdist.worker import ops
 from nbdist.worker.memory_use import Peaks
@@ -86,16 +89,30 @@ class Noting:
         self._context.gone |= namespace.gone_since(self._before)
 
 
-def import_ops() -> None:
-    """Import all: a worker whose code has opened all files that it may can import none."""
-    for found in pkgutil.iter_modules(ops.__path__):
-        import_module(f"{ops.__name__}.{found.name}")
+@cache
+def import_ops() -> Mapping[str, ModuleType | Exception]:
+    """Import all, by name; or why one cannot be.
+
+    Before users' code runs: once that has opened all files that it may, nothing can be imported.
+    """
+    found: dict[str, ModuleType | Exception] = {}
+    for name, point in plugins.entry_points(plugins.OPS).items():
+        try:
+            found[name] = point.load()
+        except Exception as error:  # noqa: BLE001 (other people's modules)
+            found[name] = error
+    for each in pkgutil.iter_modules(ops.__path__):
+        found[each.name] = import_module(f"{ops.__name__}.{each.name}")
+    return found
 
 
 def find_op(name: str) -> Callable[..., Any]:
     """Find the function: `script` of the module `script`, `write` for `snapshot.write`."""
     module, _, function = name.partition(".")
-    found: Callable[..., Any] = getattr(
-        import_module(f"{ops.__name__}.{module}"), function or module
-    )
-    return found
+    found = import_ops().get(module)
+    if not isinstance(found, ModuleType):
+        raise ImportError(
+            f"nbdist has no `{module}` on this rank" + (f": {found}" if found else "")
+        )
+    run: Callable[..., Any] = getattr(found, function or module)
+    return run

@@ -4,8 +4,8 @@ A link leads to this machine's agent, or to the head of agents on several: an `A
 that is started for it, or an `AttachedAgent` that another process has started.  `worlds` finds
 those of this user on this machine, and asks at their doors whose they are.
 
-Launchers of other machines are entry points of the group `nbdist.launchers`; the house's own
-live in `nbdist.cluster`, others come with packages of their own.  All run in the head's process.
+Launchers of other machines are entry points (`nbdist.plugins`), nbdist's own in `nbdist.cluster`.
+All run in the head's process.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
-from nbdist import __version__, folders
-from nbdist.config import DEFAULT_POOL, LAUNCHERS, LOCAL
+from nbdist import __version__, folders, plugins
+from nbdist.config import DEFAULT_POOL, LOCAL
 from nbdist.errors import UsageError
 from nbdist.wire.at_door import DOOR, LONGEST_LINE, Admitted, Held, Said, Who, from_line, to_line
 from nbdist.wire.cgroups import OomKills
@@ -64,7 +64,7 @@ AGENT, HEAD = "nbdist.agent", "nbdist.cluster"
 
 def launcher_names() -> list[str]:
     """List what `--launcher` can be."""
-    return sorted({LOCAL, *(point.name for point in entry_points(group=LAUNCHERS))})
+    return sorted({LOCAL, *plugins.entry_points(plugins.LAUNCHERS)})
 
 
 def module_of(launcher: str) -> str:
@@ -72,7 +72,11 @@ def module_of(launcher: str) -> str:
     names = launcher_names()
     if launcher not in names:
         raise UsageError(f"`--launcher {launcher}`: available: {', '.join(names)}.")
-    return AGENT if launcher == LOCAL else HEAD
+    if launcher == LOCAL:
+        return AGENT
+    if find_spec(HEAD) is None:
+        raise UsageError(f"`--launcher {launcher}`: {HEAD} is not installed here.")
+    return HEAD
 
 
 ANSWER_TIMEOUT = 15.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from argparse import SUPPRESS
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import StdinNotImplementedError
@@ -14,9 +15,8 @@ from nbdist.errors import LocalCellError, NbdistError, UsageError
 from nbdist.notebook.border.first_line import LineMagic, divide
 from nbdist.notebook.cell_source import as_magic
 from nbdist.notebook.cells import result_of, source_steps, through
-from nbdist.notebook.command import Line, command, find_commands
+from nbdist.notebook.command import Line, cell_options, command, find_commands
 from nbdist.notebook.commands.snapshot import take_due
-from nbdist.notebook.commands.timeline import profile_option, profiled
 from nbdist.notebook.job import CellPlace, Job, Steps
 from nbdist.notebook.options import Magic, ranks_option, restarts_option, world_options
 from nbdist.notebook.tables import Shown, below, table
@@ -126,6 +126,8 @@ ASKED = (
     "Proceed (y/[n])? "
 )
 
+CELL_OPTIONS = cell_options()
+
 _RESET = re.compile(r"\s*%reset\b([^\n]*)")
 _BETWEEN = re.compile(r"(?<=\d)\s+(?=[\d-])")
 """Where ranks are divided by blanks alone."""
@@ -140,7 +142,7 @@ _POOL = re.compile(r"(?:^|(?<=\s))--pool(?:\s*=\s*|\s+)(\S+)")
     ),
     restarts_option,
     sending_options,
-    profile_option,
+    *(each.add for each in CELL_OPTIONS),
     argument(
         "--here-too",
         action="store_true",
@@ -202,7 +204,9 @@ def _steps(line: Line) -> Steps:
     options = line.options
     pool = line.pool
     first_line = "" if options.auto else line.text
-    with profiled(line):
+    with ExitStack() as stack:
+        for each in CELL_OPTIONS:
+            stack.enter_context(each.around(line))
         result = yield from source_steps(
             pool, first_line, line.cell, options.ranks, line.display, options
         )
@@ -301,7 +305,7 @@ def dist_help(line: Line) -> Shown:
     commands = {each.name: each for each in find_commands()}
     parts = [table("`%%distributed?`, `%dist_gather?` and so on show options and examples", [])]
     for title, names in GROUPS.items():
-        rows = [(commands[name].shown_name, summary(commands[name])) for name in names]
+        rows = [(commands[n].shown_name, summary(commands[n])) for n in names if n in commands]
         rows += MACHINES if title == "many machines" else ()
         parts.append(table(title, [("magic", "what it does"), *rows]))
     if line.options.everything:

@@ -1,1 +1,0 @@
-"""A notebook's distributed cells as a script for torchrun: their code, their names, their files."""

@@ -1,0 +1,58 @@
+"""What adds to nbdist: entry points of its own groups, of `nbdist.tools` and of other packages.
+
+nbdist.commands      a magic, made with `nbdist.notebook.command.command`, under its name
+nbdist.cell_options  an option of `%%distributed`: a `nbdist.notebook.command.CellOption`
+nbdist.ops           a module of functions that magics call on workers: `nbdist.worker.op`
+nbdist.launchers     a class that starts agents on machines: `nbdist.cluster.launcher`
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import Distribution, EntryPoint
+from pathlib import Path
+
+COMMANDS, CELL_OPTIONS = "nbdist.commands", "nbdist.cell_options"
+OPS, LAUNCHERS = "nbdist.ops", "nbdist.launchers"
+
+PROJECT = Path(__file__).parent.parent / "pyproject.toml"
+
+
+def entry_points(*groups: str) -> dict[str, EntryPoint]:
+    """Find all of some groups by name; what comes first on `sys.path` has a name of several.
+
+    In a checkout nbdist's own are those of pyproject.toml, whether it is installed or not.
+    `importlib.metadata` would take four times as long, in each kernel that loads nbdist.
+    """
+    found = {point.name: point for point in _of_checkout(groups)}
+    for about in _installed():
+        for point in Distribution.at(about).entry_points:
+            if point.group in groups:
+                found.setdefault(point.name, point)
+    return found
+
+
+def _of_checkout(groups: tuple[str, ...]) -> Iterator[EntryPoint]:
+    if PROJECT.exists():
+        import tomllib
+
+        project = tomllib.loads(PROJECT.read_text(encoding="utf-8")).get("project", {})
+        if project.get("name") == "nbdist":
+            for group in groups:
+                for name, value in project["entry-points"].get(group, {}).items():
+                    yield EntryPoint(name, value, group)
+
+
+def _installed() -> Iterator[Path]:
+    """Yield the metadata of each package that says something of nbdist's groups."""
+    for folder in sys.path:
+        with suppress(OSError):
+            for name in os.listdir(folder or os.curdir):
+                if name.endswith((".dist-info", ".egg-info")):
+                    about = os.path.join(folder, name)
+                    with suppress(OSError), open(f"{about}/entry_points.txt", "rb") as file:
+                        if b"[nbdist." in file.read():
+                            yield Path(about)

@@ -1,0 +1,354 @@
+"""What a value is made of on this rank, and how far it is from what another rank has.
+
+A value is taken apart into leaves: of modules parameters and buffers, of optimizers and whatever
+else has a `state_dict` that, of containers their items, of other objects their attributes.
+
+Equal digests are equal values, but for one time in four thousand million; what differs in the
+sign of a zero, or in which NaN it is, has another digest, and `distance` finds it equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import pickle
+import sys
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from nbdist.values.pickling import digest_of as digest_of_data
+from nbdist.wire.ops import Brought, Distance, Looked, Part
+from nbdist.words import one_line
+
+if TYPE_CHECKING:
+    from nbdist.values.payload import Payload
+    from nbdist.worker.op import Context
+
+
+def diff(context: Context, expression: str) -> Looked:
+    """Describe each part of the value, with a digest of its contents."""
+    try:
+        found = leaves(_value(context, expression))
+        return Looked({path: part_of(leaf) for path, leaf in found.items()})
+    except NameError as error:
+        return Looked(missing=error.name or expression)
+    except TooManyLeaves:
+        return Looked(problem=f"it has more than {MOST_LEAVES:,} parts: compare one of them")
+    except Exception as error:  # noqa: BLE001 (the expression and its classes are the user's)
+        return Looked(problem=f"{type(error).__name__}: {error}")
+
+
+def lend(context: Context, expression: str, paths: Sequence[str]) -> Brought:
+    """Pack these parts for other ranks to compare theirs with."""
+    found = leaves(_value(context, expression))
+    return Brought(packed=context.lend({path: comparable(found.get(path)) for path in paths}))
+
+
+def compare(context: Context, expression: str, packed: Payload) -> dict[str, Distance]:
+    """Say how far this rank's parts are from those."""
+    found, theirs = leaves(_value(context, expression)), context.open(packed)
+    both = {path: (comparable(found.get(path)), tensor) for path, tensor in theirs.items()}
+    return {
+        path: distance(mine, other)
+        for path, (mine, other) in both.items()
+        if mine is not None and other is not None and mine.shape == other.shape
+    }
+
+
+def _value(context: Context, expression: str) -> Any:
+    return eval(expression, context.names)
+
+
+ROW = 1 << 16
+ROWS = 64
+
+COMPARED_AT_ONCE = 1 << 18
+"""Elements, so that what is made of them on the way stays in a processor's cache."""
+
+LONGEST_TEXT = 60
+
+
+def part_of(leaf: Any) -> Part:
+    """Describe a leaf with its digest; no digest for what cannot be compared."""
+    if isinstance(leaf, np.ndarray):
+        data = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+        kind = f"{leaf.dtype} {leaf.shape}"
+        return Part(kind, digest_of_data(data.data), size=leaf.nbytes, count=leaf.size)
+    if isinstance(leaf, torch.Tensor):
+        return _part_of_tensor(leaf)
+    return _part_of_plain(leaf)
+
+
+def comparable(leaf: Any) -> torch.Tensor | None:
+    """Give the tensor that can be subtracted from another rank's; None where there is none."""
+    if isinstance(leaf, np.ndarray):
+        try:
+            return torch.from_numpy(np.array(leaf))
+        except TypeError:  # dates, texts
+            return None
+    if isinstance(leaf, torch.Tensor) and _is_dense(leaf):
+        return _local(leaf).detach()
+    return None
+
+
+# --- tensors ----------------------------------------------------------------------------
+
+
+def _part_of_tensor(tensor: torch.Tensor) -> Part:
+    shape = tuple(tensor.shape)
+    kind = f"{str(tensor.dtype).removeprefix('torch.')} {shape}"
+    where = tensor.device.type
+    kind = kind if where == "cpu" else f"{kind} on {where}"
+    size, count = tensor.numel() * tensor.element_size(), tensor.numel()
+    if _is_sharded(tensor):
+        return Part(f"{kind}, sharded", "", size=size, count=count)
+    if tensor.is_sparse:
+        both = tensor.coalesce()
+        digest = "".join(map(digest_of, (both.indices(), both.values())))
+        return Part(f"{kind}, sparse", digest, size=size, count=count)
+    if not _is_dense(tensor):
+        return Part(kind, "", size=size, count=count)
+    return Part(kind, digest_of(_local(tensor)), size=size, count=count)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    is_plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    return is_plain and tensor.device.type != "meta" and not _is_sharded(tensor)
+
+
+def _is_sharded(tensor: Any) -> bool:
+    """Say whether ranks have different parts of it: of a DTensor."""
+    return not all(place.is_replicate() for place in getattr(tensor, "placements", ()))
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
+    return found
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Return the digest of a tensor's contents, in their order; on a device it is made there."""
+    data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    if data.device.type == "cpu":
+        return digest_of_data(data.numpy().data)
+    return digest_on_device(data)
+
+
+def digest_on_device(data: torch.Tensor) -> str:
+    """Return a digest of bytes that is computed where they are: of a sum of each row of words.
+
+    Each word has an odd factor of its own, modulo 2**64: no other word alone, and hardly any
+    others together, give the same sum.
+    """
+    whole = data.numel() // 4 * 4
+    words, rest = data[:whole].view(torch.int32), data[whole:]
+    factors = _factors().to(data.device)
+    digest = hashlib.blake2b(f"{data.numel()}".encode(), digest_size=8)
+    for start in range(0, words.numel(), ROW * ROWS):
+        piece = words[start : start + ROW * ROWS]
+        full = piece.numel() // ROW * ROW
+        sums = (piece[:full].view(-1, ROW) * factors).sum(1)
+        last = (piece[full:] * factors[: piece.numel() - full]).sum()
+        digest.update(sums.cpu().numpy().tobytes() + last.cpu().numpy().tobytes())
+    digest.update(rest.cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _factors() -> torch.Tensor:
+    random = np.random.default_rng(20)
+    return torch.from_numpy(random.integers(-(2**63), 2**63 - 1, ROW, dtype=np.int64) | 1)
+
+
+# --- how far apart ----------------------------------------------------------------------
+
+
+def distance(ours: torch.Tensor, theirs: torch.Tensor) -> Distance:
+    """Compare two of one shape and dtype; NaN is equal to NaN, and -0.0 to 0.0."""
+    flat, other = ours.reshape(-1), theirs.reshape(-1)
+    most, differing, odd = 0.0, 0, 0
+    for start in range(0, flat.numel(), COMPARED_AT_ONCE):
+        a = flat[start : start + COMPARED_AT_ONCE]
+        b = other[start : start + COMPARED_AT_ONCE].to(a.device)
+        if torch.equal(a, b):
+            continue
+        a, b = _exactly(a), _exactly(b)
+        differs = (a != b) & ~((a != a) & (b != b))
+        apart = (_to_subtract(a[differs]) - _to_subtract(b[differs])).abs()
+        finite = apart[apart.isfinite()]
+        most = max(most, finite.max().item() if finite.numel() else 0.0)
+        differing += int(differs.sum())
+        odd += apart.numel() - finite.numel()
+    return Distance(float(most), differing, odd)
+
+
+def _exactly(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the same values in a dtype that torch can compare."""
+    is_small = tensor.dtype.is_floating_point and tensor.element_size() < 4
+    return tensor.to(torch.float32) if is_small else tensor
+
+
+def _to_subtract(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+# --- everything else --------------------------------------------------------------------
+
+
+def _part_of_plain(leaf: Any) -> Part:
+    kind = type(leaf).__qualname__
+    if isinstance(leaf, Again):
+        return Part("itself again", "=")
+    if isinstance(leaf, float):
+        leaf = leaf + 0.0  # -0.0 is 0.0
+    if isinstance(leaf, CALLABLE):
+        code = getattr(leaf, "__code__", None)
+        said = repr((leaf.__qualname__, code and code.co_code, code and code.co_consts))
+        return Part(kind, digest_of_data(said.encode()), leaf.__qualname__)
+    if isinstance(leaf, set | frozenset):
+        said = repr(sorted(map(repr, leaf)))
+        return Part(f"{kind} of {len(leaf)}", digest_of_data(said.encode()))
+    if isinstance(leaf, bytes | bytearray | str):
+        data = leaf.encode("utf-8", "surrogatepass") if isinstance(leaf, str) else leaf
+        return Part(kind, digest_of_data(data), _short(repr(leaf[:LONGEST_TEXT])), len(data))
+    if "__repr__" in {name for each in type(leaf).__mro__[:-1] for name in vars(each)}:
+        text = repr(leaf)
+        return Part(kind, digest_of_data(text.encode("utf-8", "surrogatepass")), _short(text))
+    return Part(kind, _pickled(leaf))
+
+
+def _short(text: str) -> str:
+    return one_line(text, LONGEST_TEXT)
+
+
+def _pickled(leaf: Any) -> str:
+    """Return the digest of its pickle; "" where it has none, and cannot be compared."""
+    file = BytesIO()
+    pickler = pickle.Pickler(file, 5)
+    pickler.fast = True  # equal values are equal, whatever their parts share
+    try:
+        pickler.dump(leaf)
+    except Exception:  # noqa: BLE001 (a user's __reduce__ can raise anything)
+        return ""
+    return digest_of_data(file.getbuffer())
+
+
+MOST_LEAVES = 100_000
+DEEPEST = 60
+
+LONG = 32
+"""From this many numbers on a list is compared as one array."""
+
+ATOMS = (type(None), bool, int, float, complex, str, bytes, bytearray, range, slice, enum.Enum)
+WHOLE = (torch.dtype, torch.device, torch.Size, np.dtype, np.generic, type, types.ModuleType)
+CALLABLE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+
+
+class TooManyLeaves(Exception):
+    """More than anybody would compare one by one."""
+
+
+def leaves(value: Any) -> dict[str, Any]:
+    """Find all leaves by their paths, such as "layer1.weight" or "['lr']"; "" for the value itself.
+
+    Raises TooManyLeaves, and what users' classes raise.
+    """
+    found: dict[str, Any] = {}
+    for path, leaf in _walk(value, "", ()):
+        found[path] = leaf
+        if len(found) > MOST_LEAVES:
+            raise TooManyLeaves
+    return found
+
+
+class Again:
+    """Stands for a container that holds itself: what it leads to is being looked at already."""
+
+
+def is_leaf(value: Any) -> bool:
+    """Say whether it is compared as it is."""
+    plain = (*ATOMS, *WHOLE, *CALLABLE, frozenset, set)
+    return isinstance(value, (torch.Tensor, np.ndarray, *plain))
+
+
+def _walk(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    if id(value) in above or len(above) > DEEPEST:
+        yield path, Again()
+        return
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        value = value.tolist()
+    if (numbers := _as_numbers(value)) is not None:
+        value = numbers
+    steps = None if is_leaf(value) else _steps(value)
+    if steps is None:
+        yield path, value
+        return
+    above = *above, id(value)
+    for step, part in steps:
+        # `.weight` of what is at the top is `weight`.
+        yield from _walk(part, path + step if path else step.removeprefix("."), above)
+
+
+def _steps(value: Any) -> list[tuple[str, Any]] | None:
+    """List what is in a value, with what leads there; None where nothing is known to be."""
+    match value:
+        case torch.nn.Module():
+            named = [*value.named_parameters(), *value.named_buffers()]
+            return [(f".{name}", part) for name, part in named]
+        case Mapping():
+            return [(_key(key), part) for key, part in value.items()]
+        case tuple() if fields := getattr(value, "_fields", None):
+            return [(f".{name}", part) for name, part in zip(fields, value, strict=True)]
+        case list() | tuple() | deque():
+            return [(f"[{number}]", part) for number, part in enumerate(value)]
+    if _is_of_pandas(value):
+        return _columns(value)
+    if callable(getattr(value, "state_dict", None)):
+        return [("." + str(key), part) for key, part in value.state_dict().items()]
+    if dataclasses.is_dataclass(value):
+        names = [each.name for each in dataclasses.fields(value)]
+        return [(f".{name}", getattr(value, name, None)) for name in names]
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict) and attributes:
+        return [(f".{name}", part) for name, part in attributes.items()]
+    return None
+
+
+def _key(key: Any) -> str:
+    text = repr(key) if isinstance(key, (*ATOMS, tuple)) else f"{type(key).__qualname__} {key}"
+    return f"[{text if len(text) <= 60 else text[:57] + '...'}]"
+
+
+def _as_numbers(value: Any) -> np.ndarray[Any, Any] | None:
+    """Make an array of a long list of numbers of one type."""
+    if type(value) not in (list, tuple) or len(value) < LONG:
+        return None
+    kinds = {*map(type, value)}
+    if len(kinds) != 1 or not kinds <= {bool, int, float, complex}:
+        return None
+    try:
+        found = np.array(value)
+    except OverflowError:
+        return None
+    return None if found.dtype == object else found
+
+
+def _is_of_pandas(value: Any) -> bool:
+    pandas = sys.modules.get("pandas")
+    kinds = (getattr(pandas, name, None) for name in ("DataFrame", "Series", "Index"))
+    return pandas is not None and isinstance(value, tuple(kind for kind in kinds if kind))
+
+
+def _columns(value: Any) -> list[tuple[str, Any]]:
+    if hasattr(value, "columns"):
+        columns = [(_key(name), value.iloc[:, at]) for at, name in enumerate(value.columns)]
+        return [*((step, column.to_numpy()) for step, column in columns), (".index", value.index)]
+    if hasattr(value, "index"):
+        return [("", value.to_numpy()), (".index", value.index)]
+    return [("", value.to_numpy())]

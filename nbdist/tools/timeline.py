@@ -1,0 +1,332 @@
+"""`%dist_timeline`: the last cell's time on each rank: computing, waiting, and for whom.
+
+Worked out of what each rank has noted (`nbdist.tools.timeline_op`): a rank waits from when it
+begins a collective until the last rank does, unless it does something else meanwhile.  Python
+code's waits are measured, with the communication itself.  C++ code's are taken to last from the
+rank's arrival to the last one's where nothing else of the rank is noted in between: a backward
+that goes on after its last collective counts as waiting until then.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby, pairwise
+
+from nbdist.notebook.command import Line, command
+from nbdist.notebook.options import ranks_option
+from nbdist.notebook.tables import Shown, below, block, table
+from nbdist.output.markup import AMBER, BLUE
+from nbdist.output.wording import seconds_text
+from nbdist.wire.ops import Met, RankTimes
+from nbdist.words import count, size_text
+
+SLICES = 60
+"""Of a bar: characters."""
+
+MOST_BARS = 32
+"""Ranks that have a bar; of more those that stand out."""
+
+ON_GPUS = "nccl collectives are not included: `%%distributed --profile` shows what GPUs do"
+
+COMPUTES, WAITS, MIXED = "█", "░", "▓"
+_COLOURS = {COMPUTES: BLUE, WAITS: AMBER, MIXED: BLUE}
+_BARS = "font-family:monospace;font-size:13px;white-space:pre;line-height:1.3"
+
+
+@command(ranks_option)
+def dist_timeline(line: Line) -> Shown | str:
+    """Show where the last cell's time went on each rank: computing, or waiting for others.
+
+    The straggler is named, with how long others waited for it in collectives.  With
+    `%%distributed --profile` torch's profiler writes a trace of the cell.
+    """
+    found = timeline_of(line.call("timeline"))
+    if found is None:
+        return "no cell has run on these workers"
+    shown = [_table(found), _bars(found)]
+    if "nccl" in line.world.session.backend:
+        shown.append(block(ON_GPUS))
+    return below(shown)
+
+
+def headline(found: Timeline) -> str:
+    """Say how long it took, and who kept the others waiting."""
+    met = count(found.met, "collective")
+    parts = [count(len(found.rows), "rank"), seconds_text(found.seconds)]
+    if not found.is_recorded:
+        parts.append("which rank came last is not recorded before torch 2.11")
+    else:
+        parts.append(met if found.is_whole else f"the last {met}")
+    if (late := found.straggler) is not None:
+        last = f"came last to {late.came_last} of them; " if late.came_last > 1 else ""
+        parts.append(
+            f"rank {late.rank} {last}others waited {_seconds(late.awaited, found.seconds)} for it"
+        )
+    return " · ".join(parts)
+
+
+def _table(found: Timeline) -> Shown:
+    rows = [("rank", "total", "computing", "in collectives", "times last", "wait caused")]
+    whole = found.seconds
+    for row in _shown(found):
+        share = f"{row.waiting / row.seconds:.0%}" if row.seconds else "0%"
+        waiting = f"{_seconds(row.waiting, whole)} ({share})"
+        late = _seconds(row.awaited, whole) if row.awaited >= whole / 200 else ""
+        rows.append(
+            (str(row.rank), _seconds(row.seconds, whole), _seconds(row.computing, whole), waiting,
+             str(row.came_last or ""), late)
+        )  # fmt: skip
+    return table(headline(found), rows)
+
+
+def _bars(found: Timeline) -> Shown:
+    """Draw a bar for each rank, and below them what they have met in."""
+    bars = {row.rank: _bar(row, found.seconds) for row in _shown(found)}
+    width = max(len(str(rank)) for rank in bars)
+    lines = {f"rank {rank:>{width}} ": bar for rank, bar in bars.items()}
+    legend = f"{COMPUTES} computing  {WAITS} in collectives"
+    if any(MIXED in bar for bar in bars.values()):
+        legend += f"  {MIXED} both"
+    more = len(found.rows) - len(bars)
+    said = [legend, *([f"{count(more, 'more rank')}"] if more else []), *_operations_text(found)]
+    text = "\n".join([*(f"{head}{bar}" for head, bar in lines.items()), *said])
+    drawn = "\n".join([*(f"{head}{_coloured(bar)}" for head, bar in lines.items()),
+                       _coloured(legend), *map(escape, said[1:])])  # fmt: skip
+    return Shown(f'<div style="{_BARS}">{drawn}</div>', text)
+
+
+def _shown(found: Timeline) -> list[Row]:
+    """Choose the ranks that are shown: the slowest and the most awaited, where there are many."""
+    if len(found.rows) <= MOST_BARS:
+        return [*found.rows]
+    order = sorted(found.rows, key=lambda row: (-row.awaited, -row.computing))
+    return sorted(order[:MOST_BARS], key=lambda row: row.rank)
+
+
+def _bar(row: Row, seconds: float) -> str:
+    return "".join(
+        " " if share is None else WAITS if share > 0.8 else COMPUTES if share < 0.2 else MIXED
+        for share in shares(row, seconds, SLICES)
+    ).rstrip()
+
+
+def _coloured(bar: str) -> str:
+    runs = ((sign, len([*run])) for sign, run in groupby(bar))
+    return "".join(
+        f'<span style="color:{_COLOURS[sign]}">{sign * length}</span>'
+        if sign in _COLOURS
+        else escape(sign * length)
+        for sign, length in runs
+    )
+
+
+def _operations_text(found: Timeline) -> list[str]:
+    parts = [
+        f"{each.name} x {each.count}" + (f" ({size_text(each.size)})" if each.size else "")
+        for each in found.operations[:4]
+    ]
+    return [" · ".join(parts)] if parts else []
+
+
+def _seconds(seconds: float, whole: float) -> str:
+    """Write `0.99 s`, or `45 ms` where the whole is short: a column has one unit."""
+    if whole < 1:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.1f} s" if whole >= 100 else f"{seconds:.2f} s"
+
+
+Span = tuple[float, float]
+
+LATE = 0.001
+"""Seconds: a rank that comes so much after the first is counted as the last."""
+
+LEAST, LEAST_SHARE = 0.01, 0.02
+"""Seconds that others wait for a rank, and of the cell, before it is called the straggler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One rank's cell in seconds: how long, waiting with others or for them, and at what times.
+
+    `spans` are its waits, from the first rank's begin on.  It `came_last` to so many
+    collectives, and every other rank `awaited` it so long, on average.
+    """
+
+    rank: int
+    begin: float
+    seconds: float
+    waiting: float
+    spans: tuple[Span, ...]
+    came_last: int = 0
+    awaited: float = 0.0
+
+    @property
+    def computing(self) -> float:
+        """What is not waiting."""
+        return max(0.0, self.seconds - self.waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """All collectives of one name, on the rank that began most: how many, and bytes."""
+
+    name: str
+    count: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A cell on all ranks that ran it.
+
+    `straggler` is the rank that others waited for, None where none stands out; `met` counts
+    the collectives that more than one rank began.
+    """
+
+    rows: tuple[Row, ...]
+    met: int
+    straggler: Row | None
+    operations: tuple[Operation, ...]
+    is_recorded: bool
+    is_whole: bool
+
+    @property
+    def seconds(self) -> float:
+        """From the first begin to the last end."""
+        return max(row.begin + row.seconds for row in self.rows)
+
+
+def timeline_of(times: Mapping[int, RankTimes]) -> Timeline | None:
+    """Work it out; None where no rank has run a cell."""
+    times = {rank: each for rank, each in times.items() if each.began_ns}
+    if not times:
+        return None
+    origin = min(each.began_ns for each in times.values())
+    meetings = _meetings(times)
+    last = {key: max(at.values()) for key, at in meetings.items()}
+    spans = {rank: _waits(each, last) for rank, each in times.items()}
+    awaited, came_last = _lateness(meetings, spans)
+    others = max(1, len(times) - 1)
+    rows = tuple(
+        Row(
+            rank,
+            (each.began_ns - origin) / 1e9,
+            (each.ended_ns - each.began_ns) / 1e9,
+            max(_total(spans[rank]), min(each.waited_ns, each.ended_ns - each.began_ns)) / 1e9,
+            tuple(((a - origin) / 1e9, (b - origin) / 1e9) for a, b in spans[rank]),
+            came_last[rank],
+            awaited[rank] / 1e9 / others,
+        )
+        for rank, each in sorted(times.items())
+    )
+    most = max(rows, key=lambda row: row.awaited)
+    longest = max(row.seconds for row in rows)
+    return Timeline(
+        rows,
+        len(meetings),
+        most if most.awaited >= max(LEAST, LEAST_SHARE * longest) else None,
+        _operations(each.met for each in times.values()),
+        all(each.is_recorded for each in times.values()),
+        all(each.is_whole for each in times.values()),
+    )
+
+
+def _meetings(times: Mapping[int, RankTimes]) -> dict[tuple[str, int], dict[int, int]]:
+    """Find when each rank came to each collective that more than one rank came to."""
+    found: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
+    for rank, each in times.items():
+        for met in each.met:
+            found[met.group, met.number][rank] = met.at_ns
+    return {key: at for key, at in found.items() if len(at) > 1}
+
+
+def _waits(times: RankTimes, last: Mapping[tuple[str, int], int]) -> list[tuple[int, int]]:
+    """Find when a rank waited: the spans that it has measured, and those of C++ code."""
+    spans = [*times.waits]
+    begins = sorted([*(met.at_ns for met in times.met), *(a for a, _ in times.waits)])
+    begins.append(times.ended_ns)
+    for met in times.met:
+        until = last.get((met.group, met.number), 0)
+        after = begins[bisect_right(begins, met.at_ns)] if met.at_ns < begins[-1] else 0
+        if met.at_ns < until <= after:
+            spans.append((met.at_ns, until))
+    return _merged(spans)
+
+
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _lateness(
+    meetings: Mapping[tuple[str, int], Mapping[int, int]],
+    spans: Mapping[int, list[tuple[int, int]]],
+) -> tuple[dict[int, float], dict[int, int]]:
+    """Add up how long all others waited for each rank, in ns, and how often it came last."""
+    awaited: dict[int, float] = dict.fromkeys(spans, 0.0)
+    came_last: dict[int, int] = dict.fromkeys(spans, 0)
+    done: dict[int, int] = defaultdict(int)  # until when a rank's waiting is accounted for
+    for at in sorted(meetings.values(), key=lambda at: max(at.values())):
+        late = max(at, key=lambda rank: at[rank])
+        came_last[late] += at[late] - min(at.values()) >= LATE * 1e9
+        for rank, arrived in at.items():
+            if rank != late:
+                begin = max(arrived, done[rank])
+                awaited[late] += _overlap(spans[rank], begin, at[late])
+                done[rank] = max(done[rank], at[late])
+    return awaited, came_last
+
+
+def _overlap(spans: list[tuple[int, int]], begin: int, end: int) -> int:
+    """Count what of the time from `begin` to `end` is in these spans."""
+    total = 0
+    for at in range(max(0, bisect_left(spans, (begin, 0)) - 1), len(spans)):
+        first, last = spans[at]
+        if first >= end:
+            break
+        total += max(0, min(last, end) - max(first, begin))
+    return total
+
+
+def _total(spans: Iterable[tuple[int, int]]) -> int:
+    return sum(end - begin for begin, end in spans)
+
+
+def _operations(ranks: Iterable[tuple[Met, ...]]) -> tuple[Operation, ...]:
+    """Count by name, the most bytes first, on the rank that began most."""
+    met: tuple[Met, ...] = max(ranks, key=len, default=())
+    counts: dict[str, int] = defaultdict(int)
+    sizes: dict[str, int] = defaultdict(int)
+    for each in met:
+        counts[each.name] += 1
+        sizes[each.name] += each.size
+    found = (Operation(name, count, sizes[name]) for name, count in counts.items())
+    return tuple(sorted(found, key=lambda each: (-each.size, -each.count, each.name)))
+
+
+def shares(row: Row, seconds: float, slices: int) -> list[float | None]:
+    """Cut `seconds` into equal slices: the share of each in which a rank waited.
+
+    None for a slice in which it did not run the cell.
+    """
+    step = seconds / slices or 1.0
+    edges = [number * step for number in range(slices + 1)]
+    spans = [(round(a * 1e9), round(b * 1e9)) for a, b in row.spans]
+    found: list[float | None] = []
+    for begin, end in pairwise(edges):
+        first, last = max(begin, row.begin), min(end, row.begin + row.seconds)
+        if last - first < step / 2:
+            found.append(None)
+            continue
+        waited = _overlap(spans, round(first * 1e9), round(last * 1e9)) / 1e9
+        found.append(min(1.0, waited / (last - first)))
+    return found

@@ -1,0 +1,152 @@
+"""When a worker computed and when it waited in its last cell, and which collectives it began.
+
+And a profile of a cell by torch: begun with one task, ended with another after the cell.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import zlib
+from collections.abc import Iterator
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbdist.wire.ops import Met, RankTimes, TracePart
+from nbdist.worker.cell_times import CELL_TIMES
+from nbdist.worker.compat import accelerator
+from nbdist.worker.compat import torch as seam
+from nbdist.worker.group.flight_record import operation_of
+
+if TYPE_CHECKING:
+    from nbdist.worker.op import Context
+
+
+MOST_MET = 2_000
+"""Collectives; Flight Recorder keeps no more by default."""
+
+BYTES = {
+    **{"Double": 8, "Long": 8, "ComplexFloat": 8, "ComplexDouble": 16, "Float": 4, "Int": 4},
+    **{"Half": 2, "BFloat16": 2, "Short": 2},
+}
+"""Of an element, by torch's name in C++; others have one."""
+
+
+def timeline(context: Context) -> RankTimes:
+    """Read the last cell's; with `began_ns` 0 where none has run."""
+    cell = CELL_TIMES
+    newest = takewhile(
+        lambda entry: entry["time_created_ns"] >= cell.began_ns, seam.recorded_collectives()
+    )
+    entries = [*islice(newest, MOST_MET)] if cell.began_ns else []
+    of_cell = (each for each in reversed(entries) if each["time_created_ns"] <= cell.ended_ns)
+    return RankTimes(
+        began_ns=cell.began_ns,
+        ended_ns=cell.ended_ns,
+        waits=tuple(cell.waits),
+        waited_ns=cell.waited_ns,
+        met=tuple(map(_met, of_cell)),
+        is_recorded=seam.RECORDS_GLOO,
+        is_whole=len(entries) < MOST_MET and cell.count == len(cell.waits),
+    )
+
+
+def _met(entry: dict[str, Any]) -> Met:
+    sizes = entry["input_sizes"] or entry["output_sizes"]
+    dtypes = entry["input_dtypes"] or entry["output_dtypes"] or [""]
+    size = sum(math.prod(each) for each in sizes) * BYTES.get(dtypes[0], 1)
+    group, number = entry["process_group"][0], int(entry["collective_seq_id"])
+    return Met(str(group), number, operation_of(entry), entry["time_created_ns"], size)
+
+
+# --- a profile --------------------------------------------------------------------------------
+
+MOST_TRACE_BYTES = 256_000_000
+MOST_EVENTS = 400_000
+
+_profilers: list[Any] = []
+"""The one that runs: from `begin_profile` to `end_profile`, or the next that begins."""
+
+
+def begin_profile(context: Context) -> None:
+    """Have torch's profiler look at what this rank does from now on."""
+    _stop()
+    profiler = torch.profiler.profile(activities=accelerator.profiled())
+    profiler.start()
+    _profilers.append(profiler)
+
+
+def end_profile(context: Context, origin_ns: int) -> TracePart | None:
+    """End it, and bring its events, in microseconds since `origin_ns`; None where none runs."""
+    if not (profiler := _stop()):
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        if (size := path.stat().st_size) > MOST_TRACE_BYTES:
+            return TracePart(problem=f"{size / 1e6:,.0f} MB: profile fewer steps")
+        trace = json.loads(path.read_bytes())
+    base = trace.get("baseTimeNanoseconds", 0)
+    rank, pid = context.rank, os.getpid()
+    events = [*trace_events(trace["traceEvents"], rank, pid, (base - origin_ns) / 1000)]
+    kept = events[:MOST_EVENTS]
+    text = ",\n".join(map(json.dumps, kept)).encode()
+    return TracePart(zlib.compress(text, 1), len(text), len(kept), len(events) - len(kept))
+
+
+def trace_events(
+    events: list[dict[str, Any]], rank: int, pid: int, shift: float
+) -> Iterator[dict[str, Any]]:
+    """Give a rank's events as those of process number `rank`, a GPU's as threads of it.
+
+    `shift` is added to their times; what the profiler says of itself is left out.
+    """
+    yield _meta(rank, "process_name", 0, {"name": f"rank {rank}"})
+    yield _meta(rank, "process_sort_index", 0, {"sort_index": rank})
+    streams: set[tuple[int, int]] = set()
+    timed = []
+    for event in events:
+        if event.get("name", "").startswith("process_"):
+            continue
+        of_gpu = str(event.get("cat", "")).startswith(("kernel", "gpu_"))
+        if of_gpu:
+            stream = int(event["pid"]), int(event["tid"])
+            streams.add(stream)
+            event["tid"] = _tid(*stream)
+        elif event.get("pid") != pid:
+            continue
+        event["pid"] = rank
+        event["ts"] = round(event.get("ts", 0.0) + shift, 3)
+        if "id" in event:  # an arrow, which must not lead to another rank
+            event["id"] = f"{rank}.{event['id']}"
+        if event["ph"] == "M":
+            yield event
+        else:
+            timed.append(event)
+    for device, stream_id in sorted(streams):
+        name = f"GPU {device} stream {stream_id}"
+        yield _meta(rank, "thread_name", _tid(device, stream_id), {"name": name})
+    yield from sorted(timed, key=lambda event: float(event["ts"]))
+
+
+def _meta(rank: int, name: str, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": rank, "tid": tid, "ts": 0, "args": args}
+
+
+def _tid(device: int, stream: int) -> int:
+    """Number a GPU's stream as a thread; Linux has no thread of such a number."""
+    return 10_000_000 + 10_000 * device + stream
+
+
+def _stop() -> Any:
+    """Stop the profiler that runs, and return it; None where none does."""
+    if not _profilers:
+        return None
+    profiler = _profilers.pop()
+    profiler.stop()
+    return profiler

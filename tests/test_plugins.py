@@ -1,0 +1,134 @@
+"""Tests of `nbdist.plugins`: what other packages add, and nbdist without tools and cluster."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from nbdist import plugins
+from nbdist.errors import UsageError
+from nbdist.notebook import command
+from nbdist.worker import op
+from tests.sources import PACKAGE
+from tests.waiting import SOON
+
+EXAMPLE = '''
+from nbdist.notebook.command import Line, command
+
+@command()
+def dist_hello(line: Line) -> str:
+    """Say hello."""
+    return "hello"
+'''
+
+ENTRIES = """
+[nbdist.commands]
+dist_hello = its_package:dist_hello
+dist_gone = no_package:dist_gone
+dist_none = its_package:command
+
+[nbdist.cell_options]
+gone = no_package:GONE
+
+[nbdist.ops]
+its_op = its_package
+gone_op = no_package
+diff = its_package
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Another package, installed, of whose entry points two lead nowhere."""
+    (tmp_path / "its_package.py").write_text(EXAMPLE)
+    about = tmp_path / "its_package-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: its_package\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(ENTRIES)
+    monkeypatch.syspath_prepend(tmp_path)
+    for cached in (command._plugins, op.import_ops):
+        monkeypatch.setattr(sys.modules[cached.__module__], cached.__name__, cached.__wrapped__)
+    return tmp_path
+
+
+def test_those_of_a_checkout(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are nbdist's, installed or not, and before those of the same name of a package."""
+    said = tomllib.loads(plugins.PROJECT.read_text())["project"]["entry-points"]
+    monkeypatch.setattr(sys, "path", [str(package)])
+    for group in (plugins.COMMANDS, plugins.CELL_OPTIONS, plugins.OPS, plugins.LAUNCHERS):
+        found = {name: point.value for name, point in plugins.entry_points(group).items()}
+        assert found.items() >= said[group].items()
+    assert plugins.entry_points(plugins.OPS)["its_op"].value == "its_package"
+
+
+def test_a_copy_that_is_not_installed(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has what other packages add."""
+    monkeypatch.setattr(plugins, "PROJECT", package / "pyproject.toml")
+    monkeypatch.setattr(sys, "path", [str(package), str(package / "nowhere")])
+    assert [*plugins.entry_points(plugins.OPS)] == ["its_op", "gone_op", "diff"]
+
+
+@pytest.mark.usefixtures("package")
+def test_magics_of_a_package() -> None:
+    """They are there as nbdist's own; one that cannot be imported says so when it is used."""
+    found = {each.name: each for each in command.find_commands()}
+    assert found["dist_hello"].summary == "Say hello."
+    assert found["dist_hello"].run(None) == "hello"
+    with pytest.raises(UsageError) as gone:
+        found["dist_gone"].run(None)
+    assert str(gone.value) == (
+        "`%dist_gone` cannot be used: no_package:dist_gone was not imported "
+        "(ModuleNotFoundError: No module named 'no_package')."
+    )
+    with pytest.raises(UsageError, match="it is no command"):
+        found["dist_none"].run(None)
+    assert len(command.cell_options()) == 1  # nbdist's own
+
+
+@pytest.mark.usefixtures("package")
+def test_ops_of_a_package() -> None:
+    """Workers find them by name, but none in the place of nbdist's own."""
+    assert op.find_op("its_op.dist_hello").name == "dist_hello"
+    assert op.find_op("diff.lend").__module__ == "nbdist.tools.diff_op"
+    with pytest.raises(ImportError, match="nbdist has no `gone_op` on this rank: No module named"):
+        op.find_op("gone_op")
+
+
+ALONE = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+
+shell = InteractiveShell.instance()
+for cell in ("%load_ext nbdist", "%%distributed -n 2\\nprint('rank', rank + 0)",
+             "%dist_diff rank", "%dist_shutdown", "%dist_init --launcher slurm"):
+    shell.run_cell(cell)
+import nbdist
+print(nbdist.__file__, *(name for name in sys.modules if name.startswith("nbdist.tools.")))
+"""
+
+
+@pytest.mark.own_agent
+def test_the_core_alone(tmp_path: Path) -> None:
+    """Without tools and cluster cells run; a magic, and a launcher, say that they are not there."""
+    left_out = shutil.ignore_patterns("tools", "cluster", "__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "nbdist", ignore=left_out)
+    ended = subprocess.run(
+        [sys.executable, "-c", ALONE],
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "NBDIST_IDLE_IMPORTS": "0"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SOON,
+    )
+    said = ended.stdout
+    assert said.splitlines()[-1] == str(tmp_path / "nbdist" / "__init__.py"), ended.stderr
+    assert "rank 0" in said
+    assert "rank 1" in said
+    assert "nbdist.tools.diff:dist_diff was not imported" in said
+    assert "`--launcher slurm`: nbdist.cluster is not installed here." in said

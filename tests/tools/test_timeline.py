@@ -1,0 +1,230 @@
+"""Tests of `nbdist.tools.timeline`: who waited for whom, and what is shown of it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from nbdist.tools.timeline import Timeline, headline, shares, timeline_of
+from nbdist.wire.ops import Met, RankTimes
+from tests.notebook.front_end import Notebook
+
+pytestmark = pytest.mark.shared_world
+
+
+def test_the_straggler_is_named(kernel: Notebook) -> None:
+    """In the head, in its row, and in the bars."""
+    kernel.run("%dist_init -n 2")
+    assert kernel.run("%dist_timeline").text == "no cell has run on these workers"
+    kernel.run(
+        "%%distributed\nimport time\nfor _ in range(3):\n    time.sleep(0.4 if rank else 0.01)\n"
+        "    dist.all_reduce(torch.ones(256))"
+    )
+    shown = kernel.run("%dist_timeline")
+    head, titles, first, second, bar, late_bar, legend, last = shown.text.splitlines()
+    assert "3 collectives · rank 1 came last to 3 of them; others waited " in head
+    assert titles.split("  ")[0] == "rank"
+    assert first.split()[0] == "0"
+    assert second.split()[-3] == "3"
+    assert bar.count("░") > 30 > late_bar.count("░")
+    assert legend.startswith("█ computing  ░ in collectives")
+    assert last == "all_reduce x 3 (3 KiB)"
+    html = shown.panel["text/html"]
+    assert "░</span>" in html
+    assert "<style" not in html
+
+
+def test_one_rank_alone(kernel: Notebook) -> None:
+    """It waits for nobody."""
+    kernel.run("%%distributed\npass")
+    head = kernel.run("%dist_timeline -r 0").text.splitlines()[0]
+    assert re.fullmatch(r"1 rank · \d+\.\d s · 0 collectives", head)
+
+
+def test_without_workers(typed: Callable[[str], str]) -> None:
+    """There is nothing to ask."""
+    with pytest.raises(Exception, match="needs workers"):
+        typed("%dist_timeline")
+
+
+def test_what_is_not_known_is_said() -> None:
+    """Before torch 2.11, and where there was more than is kept."""
+    old = timeline_of({0: RankTimes(1, 2, (), 0, (), is_recorded=False)})
+    long = timeline_of({0: RankTimes(1, 2, (), 0, (), is_whole=False)})
+    assert old is not None
+    assert long is not None
+    assert "which rank came last is not recorded before torch 2.11" in headline(old)
+    assert "the last 0 collectives" in headline(long)
+
+
+WORK = """\
+import time
+time.sleep(rank)
+dist.all_reduce(torch.ones(256))
+torch.nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()
+"""
+
+
+def test_a_profile(kernel: Notebook, tmp_path: Path) -> None:
+    """One trace: a process for each rank, on one clock, and only what ran in the cell."""
+    path = tmp_path / "trace.json"
+    shown = kernel.run(f"%%distributed -n 2 --profile {path}\n{WORK}")
+    assert shown.errors == []
+    assert shown.streams == []
+    said = shown.displays[-1]["data"]["text/plain"]
+    assert said.startswith(f"{path} · ")
+    assert said.endswith(" events of 2 ranks · ui.perfetto.dev opens it")
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {0: "rank 0", 1: "rank 1"}
+    timed = [e for e in events if e["ph"] == "X"]
+    assert {e["pid"] for e in timed} == {0, 1}
+    linear = {e["pid"]: e["ts"] for e in timed if e["name"] == "aten::linear"}
+    reduces = [(e["pid"], e["ts"], e["dur"]) for e in timed if e["name"] == "c10d::allreduce_"]
+    begins = {pid: ts for pid, ts, _ in reduces}
+    assert begins[1] - begins[0] > 200_000  # µs: rank 0 came, and rank 1 slept
+    assert linear[0] > begins[1]
+    arrows = [e["id"] for e in events if e["ph"] == "s"]
+    assert len(arrows) == len(set(arrows)) > 0
+    assert all(0 <= e["ts"] < 60e6 for e in timed)
+
+
+def test_a_profile_of_a_cell_that_fails(kernel: Notebook, tmp_path: Path) -> None:
+    """It is written too, compressed where its name says so, and over one of before."""
+    path = tmp_path / "trace.json.gz"
+    for _ in range(2):
+        shown = kernel.run(f"%%distributed -r 0 --profile {path}\ntorch.ones(1)\n1 / 0")
+        assert "ZeroDivisionError" in shown.error
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        assert {e["pid"] for e in events} == {0}
+        assert "aten::ones" in {e["name"] for e in events}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--profile train.py", "needs a name that ends in .json"),
+        ("--profile /nowhere/x.json", "there is no folder /nowhere"),
+        ("--no-wait --profile", "not with `--no-wait`"),
+    ],
+)
+def test_profiles_that_cannot_be(kernel: Notebook, options: str, said: str) -> None:
+    """One line, and the cell does not run."""
+    kernel.run("%%distributed\nx = 0")
+    assert said in kernel.run(f"%%distributed {options}\nx = 1").error
+    assert "0" in kernel.run("%%distributed\nx").text
+
+
+MS = 1_000_000
+START = 1_700_000_000_000 * MS
+
+
+def times(
+    *meetings: int, ends: int = 1000, waits: tuple[tuple[int, int], ...] = (), name: str = "x"
+) -> RankTimes:
+    """A rank that began its collectives at these milliseconds, and measured these waits."""
+    spans = tuple((START + a * MS, START + b * MS) for a, b in waits)
+    met = tuple(Met("0", n, name, START + at * MS, 4) for n, at in enumerate(meetings, 1))
+    return RankTimes(START, START + ends * MS, spans, sum(b - a for a, b in spans), met)
+
+
+def found(**ranks: RankTimes) -> Timeline:
+    timeline = timeline_of({int(rank[1:]): each for rank, each in ranks.items()})
+    assert timeline is not None
+    return timeline
+
+
+def test_the_straggler() -> None:
+    """Whom the others waited for, and how long each of them did on average."""
+    timeline = found(
+        r0=times(100, 400, waits=((100, 301), (400, 601))),
+        r1=times(300, 600, waits=((300, 301), (600, 601))),
+        r2=times(200, 500, waits=((200, 301), (500, 601))),
+    )
+    late = timeline.straggler
+    assert late is not None
+    assert (late.rank, late.came_last, timeline.met) == (1, 2, 2)
+    assert late.awaited == pytest.approx(0.3)  # 400 ms of rank 0 and 200 ms of rank 2
+    assert [row.waiting for row in timeline.rows] == pytest.approx([0.402, 0.002, 0.202])
+    assert timeline.rows[0].computing == pytest.approx(0.598)
+
+
+def test_nobody_stands_out() -> None:
+    """Some milliseconds are no straggler."""
+    waits = ((100, 103), (300, 301))
+    timeline = found(r0=times(100, 300, waits=waits), r1=times(102, 300, waits=waits))
+    assert timeline.straggler is None
+    assert timeline.rows[1].came_last == 1
+
+
+def test_waits_of_c_code() -> None:
+    """A DDP module's: from the last collective that the rank began until the last rank came."""
+    timeline = found(r0=times(100, 110, 120, ends=700), r1=times(500, 510, 520, ends=700))
+    first, second = timeline.rows
+    assert first.spans == ((0.12, 0.52),)
+    assert second.waiting == 0
+    assert timeline.straggler is second
+    assert second.awaited == pytest.approx(0.4)
+
+
+def test_what_is_begun_and_waited_for_later() -> None:
+    """A rank that computes meanwhile does not wait."""
+    early = times(100, waits=((600, 700),))
+    timeline = found(r0=early, r1=times(650, waits=((650, 700),)))
+    assert timeline.rows[0].waiting == pytest.approx(0.1)
+    assert timeline.rows[1].awaited == pytest.approx(0.05)
+
+
+def test_ranks_that_begin_at_different_times() -> None:
+    """Times are counted from the first one's begin."""
+    late = RankTimes(START + 50 * MS, START + 250 * MS, (), 0, ())
+    timeline = found(r0=times(ends=100), r1=late)
+    assert (timeline.rows[1].begin, timeline.seconds) == (0.05, 0.25)
+    assert timeline_of({0: RankTimes(0, 0, (), 0, ())}) is None
+
+
+def test_operations_and_what_is_known() -> None:
+    """By bytes; who cannot tell says so."""
+    timeline = found(r0=times(1, 2, name="all_reduce"), r1=RankTimes(START, START, (), 0, (),
+                     is_recorded=False, is_whole=False))  # fmt: skip
+    assert [(each.name, each.count, each.size) for each in timeline.operations] == [
+        ("all_reduce", 2, 8)
+    ]
+    assert (timeline.is_recorded, timeline.is_whole, timeline.met) == (False, False, 0)
+
+
+def test_slices() -> None:
+    """The share of waiting in each; nothing where the rank did not run."""
+    timeline = found(r0=times(ends=500, waits=((0, 250),)), r1=times(ends=1000))
+    assert shares(timeline.rows[0], timeline.seconds, 4) == [1.0, 0.0, None, None]
+    assert shares(timeline.rows[1], timeline.seconds, 2) == [0.0, 0.0]
+
+
+MOMENTS = some.lists(some.integers(0, 1000), max_size=6).map(sorted)
+SPANS = some.lists(some.tuples(some.integers(0, 900), some.integers(0, 100)), max_size=4)
+
+
+@given(some.lists(some.tuples(MOMENTS, SPANS), min_size=1, max_size=4))
+def test_nobody_waits_longer_than_it_ran(ranks: list[tuple[list[int], list[tuple[int, int]]]]):
+    """Whatever ranks have noted: no more waiting than time, nor than others were late."""
+    timeline = timeline_of(
+        {
+            rank: times(*moments, waits=tuple((a, a + b) for a, b in spans))
+            for rank, (moments, spans) in enumerate(ranks)
+        }
+    )
+    assert timeline is not None
+    for row in timeline.rows:
+        assert 0 <= row.waiting <= row.seconds + 1e-9
+        ordered = [edge for span in row.spans for edge in span]
+        assert ordered == sorted(ordered)
+        assert all(share is None or 0 <= share <= 1 for share in shares(row, timeline.seconds, 7))
+    waited, others = sum(row.waiting for row in timeline.rows), max(1, len(timeline.rows) - 1)
+    assert sum(row.awaited for row in timeline.rows) * others <= waited + 1e-6
