@@ -120,16 +120,6 @@ def test_a_subgroups_collective(world: World) -> None:
     goes_on(world)
 
 
-def test_five_times_in_a_row(world: World) -> None:
-    """Each time the same, with no more descriptors than after the first."""
-    counts = []
-    for _ in range(5):
-        fails(world, "if rank == 0: raise ValueError('bad')\ndist.all_reduce(torch.ones(9))")
-        goes_on(world)
-        counts.append(world.gather("len(__import__('os').listdir('/proc/self/fd'))"))
-    assert counts[-1] == counts[0]
-
-
 def test_a_skipped_collective(world: World) -> None:
     """Ranks that wait for one that has finished the cell are freed, and the cell says so."""
     _, error = fails(world, "if rank != 1:\n    dist.barrier()")
@@ -301,15 +291,11 @@ def many(new_world: NewWorld) -> Iterator[World]:
         yield world
 
 
-@pytest.mark.parametrize(
-    ("name", "length"), [("all_reduce", 5_000_000), ("recv", 256), ("all_gather_object", 256)]
-)
-def test_one_rank_of_many_raises(many: World, name: str, length: int) -> None:
+def test_one_rank_of_many_raises(many: World) -> None:
     """As with few: that one exception, who waited in what, and all goes on."""
     _, error = fails(
         many,
-        f"t = torch.ones({length})\nu = torch.ones(world_size * 64)\n"
-        f"if rank == 1:\n    raise ValueError('bad')\n{SMALL[name]}",
+        "t = torch.ones(5_000_000)\nif rank == 1:\n    raise ValueError('bad')\ndist.all_reduce(t)",
     )
     assert error.errors.keys() == {1}
     assert f"ValueError: bad. Ranks 0,2-{many.size - 1} were waiting in " in str(error)

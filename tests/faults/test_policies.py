@@ -80,12 +80,6 @@ def test_policies_concern_deaths_alone(world: World) -> None:
     assert world.gather("kept") == [0, 1, 2, 3]
 
 
-def test_policy_that_is_none() -> None:
-    """It is refused before anything is started."""
-    with pytest.raises(UsageError, match="`--on-failure retry`: there are heal"):
-        World(2, on_failure="retry")
-
-
 def test_survivors_are_freed_whoever_they_wait_for(world: World) -> None:
     """Also those of a group without the dead rank, whose cell has failed all the same."""
     error = ends(
@@ -129,21 +123,6 @@ def test_replace_while_a_cell_runs(world: World) -> None:
 
 
 # --- waits ----------------------------------------------------------------------------------
-
-
-def test_no_free(world: World) -> None:
-    """Who waits for what can never come is told, and stays as it is until Stop."""
-    patience = Patience(hang_timeout=0.5, aborts=False)
-    running = world.submit(world.task("if rank != 1: dist.barrier()"), patience)
-    for _ in world.follow(running):
-        if running.age > 4 and running.waits:
-            break
-    assert running.unfinished == (0, 2, 3)
-    assert running.waits == "ranks 0,2-3 wait in barrier, line 1 · rank 1 finished"
-    world.interrupt()
-    assert ends(world, running) is not None
-    assert world.gather("kept") == [0, 1, 2, 3]
-    world.execute(SUM)
 
 
 def test_hang_timeout(world: World, tmp_path: Path) -> None:

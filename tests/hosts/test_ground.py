@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import subprocess
 import time
@@ -13,9 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.hosts.conftest import complain
-from tests.hosts.etcd import Etcd
 from tests.hosts.network import Host, Network, end, wait_for
-from tests.hosts.slurm import CPUS, GPUS, Slurm
 from tests.hosts.sshd import Sshd
 
 PORT = 5000
@@ -81,24 +78,6 @@ def test_hosts_share_nothing(hosts: list[Host]) -> None:
         first.run(f"rm {folder}/mine")
 
 
-def test_hosts_run_this_repository(hosts: list[Host]) -> None:
-    """`python` is the one that runs the tests, and nbdist is here."""
-    done = hosts[0].run(["python", "-c", "import nbdist; print(nbdist.__file__)"])
-    import nbdist
-
-    assert done.stdout.strip() == nbdist.__file__
-
-
-def test_a_cable_that_is_pulled(hosts: list[Host]) -> None:
-    """Nothing passes until it is in again."""
-    with serving(hosts[0]):
-        hosts[0].link_down()
-        assert not connects(hosts[0].address)
-        hosts[0].link_up()
-        connect(hosts[0].address)
-        connect(hosts[0].address6)
-
-
 def test_a_slow_link(hosts: list[Host]) -> None:
     """The delay is there in each direction, large messages pass whole, and it goes again."""
     host = hosts[0]
@@ -159,54 +138,6 @@ def test_ssh_by_alias(hosts: list[Host], sshd: Sshd) -> None:
     for alias, name in (("node1", "node1"), ("node2-v6", "node2"), ("node3-shared", "node3")):
         assert sshd.ssh(alias, "hostname").stdout.strip() == name
     assert hosts[0].run(["ssh", "node2", "hostname"]).stdout == "node2\n"
-
-
-@pytest.mark.parametrize(
-    ("alias", "why"),
-    [
-        ("node1-refused", "Permission denied"),
-        ("node1-changed", "HOST IDENTIFICATION HAS CHANGED"),
-        ("node1-closed", "Connection refused"),
-        ("nowhere", "Could not resolve hostname"),
-    ],
-)
-def test_ssh_that_fails(alias: str, why: str, hosts: list[Host], sshd: Sshd) -> None:
-    """A key that is refused, another host key, a port that is closed, a name nobody knows."""
-    done = sshd.ssh(alias, "hostname")
-    assert done.returncode == 255
-    assert why in done.stderr
-
-
-def test_srun(hosts: list[Host], slurm: Slurm) -> None:
-    """Two tasks on each of two nodes, which have what Slurm says of them."""
-    done = slurm.run("srun", "-N2", "--ntasks-per-node=2", "--gpus-per-node=2", "hostname")
-    assert sorted(done.stdout.split()) == ["node1", "node1", "node2", "node2"]
-    has = slurm.run("sinfo", "--noheader", "--nodes=node1", "--format=%c %G").stdout
-    assert has.split() == [str(CPUS), f"gpu:{GPUS}"]
-
-
-def test_an_allocation(hosts: list[Host], slurm: Slurm) -> None:
-    """It lasts until it is cancelled, and Slurm's commands work on the hosts too."""
-    job = slurm.allocate("-N2")
-    assert slurm.jobs() == [job]
-    done = hosts[0].run(f"srun --jobid {job} -N2 hostname")
-    assert sorted(done.stdout.split()) == ["node1", "node2"]
-    slurm.cancel(job)
-    assert slurm.jobs() == []
-
-
-def test_etcd(hosts: list[Host], etcd: Etcd) -> None:
-    """What one puts, another gets, in the interface of version 2."""
-    url = f"http://{etcd.address}/v2/keys/nbdist"
-    hosts[1].run(
-        [
-            "python",
-            "-c",
-            f"import urllib.request as u; u.urlopen(u.Request({url!r}, b'value=7', method='PUT'))",
-        ]
-    )
-    with urllib.request.urlopen(url) as reply:
-        assert json.load(reply)["node"]["value"] == "7"
 
 
 @pytest.mark.parametrize(
