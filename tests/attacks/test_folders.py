@@ -1,4 +1,7 @@
-"""Folders of the user's beside logs and snapshots, and who may read and write what is in these."""
+"""Folders of the user's beside nbdist's: logs, snapshots, sockets; and what cleaners of /tmp do.
+
+Who may read and write what is in these, and what is removed of them.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,25 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import stat
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from nbdist.agent.worker_logs import RUN, RUNS_KEPT
-from nbdist.errors import UsageError
+from nbdist.errors import UsageError, WorkerDied
 from nbdist.folders import MARKER
 from nbdist.notebook.commands.logs import last_lines
+from nbdist.wire.runtime_folder import RuntimeFolder
 from nbdist.world.snapshot_store import KEPT, Snapshot
 from nbdist.world.world import World
-from tests.waiting import wait_until
+from tests.waiting import SOON, wait_until
 
 pytestmark = [pytest.mark.shared_world, pytest.mark.own_agent]
 
@@ -262,3 +271,108 @@ def test_a_folder_where_others_can_write(world: World, tmp_path: Path) -> None:
     world.execute("x = 1")
     with pytest.raises(UsageError, match=r"No snapshot was written: others can write to"):
         world.snapshot(["x"], name="a")
+
+
+LONG_AGO = time.time() - 40 * 24 * 3600
+
+
+@pytest.fixture(scope="module")
+def parent() -> Iterator[Path]:
+    """Where the module's worlds have their folders: short enough for a unix socket's path."""
+    before = os.environ["XDG_RUNTIME_DIR"]
+    with tempfile.TemporaryDirectory(prefix="nbt-", dir="/tmp") as folder:
+        os.environ["XDG_RUNTIME_DIR"] = folder
+        yield Path(folder)
+    os.environ["XDG_RUNTIME_DIR"] = before
+
+
+@pytest.fixture(scope="module")
+def cleaned(parent: Path) -> Iterator[World]:
+    """Of two ranks."""
+    with World(2, log_dir="") as world:
+        yield world
+
+
+def runtime_of(cleaned: World) -> Path:
+    """The folder of its sockets, as its agent's command line has it."""
+    assert cleaned.session._link is not None
+    return Path(cleaned.session._link.agents[0].command.split()[-2])
+
+
+def age(folder: Path) -> None:
+    """As if nobody had touched it for long."""
+    for each in (*folder.rglob("*"), folder):
+        os.utime(each, (LONG_AGO, LONG_AGO), follow_symlinks=False)
+
+
+def test_a_living_worlds_folder_stays(cleaned: World) -> None:
+    """Another world starts and leaves it alone, also where a cleaner took all plain files."""
+    cleaned.execute("x = 10 + rank")
+    folder = runtime_of(cleaned)
+    for take in (False, True):
+        for file in folder.iterdir():
+            if take and file.is_file():
+                file.unlink()
+        age(folder)
+        RuntimeFolder().close()
+        assert folder.is_dir()
+    cleaned.execute("dist.barrier(); x += 1")
+    assert cleaned.gather("x") == [11, 12]
+
+
+def test_an_empty_or_a_missing_folder_costs_nothing(cleaned: World) -> None:
+    """With everything in it taken, then itself: cells run, ranks are replaced, all starts anew."""
+    cleaned.execute("x = 10 + rank")
+    folder = runtime_of(cleaned)
+    for take in ("contents", "folder"):
+        for each in folder.iterdir():
+            each.unlink()
+        if take == "folder":
+            folder.rmdir()
+        cleaned.execute("dist.barrier()")
+        with pytest.raises(WorkerDied):
+            cleaned.execute("import os\nif rank: os.kill(os.getpid(), 9)")
+        cleaned.execute("dist.barrier()\nx = globals().get('x', 10) + 1")
+        with pytest.raises(Exception, match="early"):
+            cleaned.execute("if rank: raise ValueError('early')\ndist.barrier()")
+        cleaned.execute("dist.barrier()")
+    assert cleaned.gather("x") == [12, 11]
+    shutil.rmtree(folder)
+    cleaned.restart()
+    cleaned.execute("dist.barrier()")
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+KILLED = """
+import os, signal
+from nbdist.wire.runtime_folder import RuntimeFolder
+
+folder = RuntimeFolder()
+print(folder.path, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_only_what_dead_worlds_left_is_removed(parent: Path) -> None:
+    """A killed notebook's folder goes; data of that name, copies and renamed folders stay."""
+    before = {*parent.iterdir()}
+    data = parent / "nbdist-mydata"
+    data.mkdir()
+    for name in ("lock", "results.csv"):
+        (data / name).write_text("mine")
+    command = [sys.executable, "-c", KILLED]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SOON)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    left = Path(done.stdout.decode().strip())
+    assert left.is_dir()
+    copy, linked = parent / "nbdist-copy", parent / "nbdist-linked"
+    copy.mkdir()
+    for file in left.iterdir():
+        if file.is_file():
+            shutil.copy(file, copy)
+    linked.symlink_to(data)
+    for folder in (data, copy, left):
+        age(folder)
+    RuntimeFolder().close()
+    assert {*parent.iterdir()} - before == {data, copy, linked}
+    assert (data / "results.csv").read_text() == "mine"

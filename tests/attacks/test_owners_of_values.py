@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -177,3 +178,27 @@ def test_a_rank_that_was_replaced_gets_no_stale_copy(two: Notebook) -> None:
     )
     assert two.run("%dist_sync weights --from 0").errors == []
     assert "── ranks 0-1 (same) ──\ntensor([2., 2.])" in two.run("%%distributed\nweights").text
+
+
+NAMES = ("globals", "__import__", "dict", "open", "list", "os", "eval", "type")
+
+# --- names of Python's own ------------------------------------------------------------------------
+
+
+def test_requests_work_beside_such_names(two: Notebook, tmp_path: Path) -> None:
+    """What users call their variables is nothing to snapshots, memory, names and calls."""
+    two.run(f"import os; os.environ['NBDIST_SNAPSHOT_DIR'] = {str(tmp_path)!r}")
+    bind = "\n".join(f"{name} = 'the user\\'s'" for name in NAMES)
+    assert two.run(f"%%distributed\nx = [rank]\n{bind}").errors == []
+    for line in (
+        "%dist_snapshot x --name s",
+        "%dist_restore --name s",
+        "%dist_clean",
+        "%dist_status -v",
+        "%dist_sync x --from 0 -r 1",
+        "%dist_gather x --as xs",
+    ):
+        assert two.run(line).errors == [], line
+    assert two.value("xs") == [[0], [0]]
+    assert two.run(f"%%distributed\nassert {NAMES[0]} == 'the user\\'s'").errors == []
+    two.run("%dist_restart")

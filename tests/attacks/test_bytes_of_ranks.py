@@ -1,4 +1,4 @@
-"""Ranks that close, redirect and write to descriptors which are not theirs."""
+"""Ranks that close, redirect and write to what is not theirs: descriptors, messages, answers."""
 
 from __future__ import annotations
 
@@ -186,3 +186,88 @@ def test_garbage_among_the_stacks(world: World, dump: str) -> None:
     assert isinstance(running.transcript.errors[1], Died)
     assert [stack.rank for stack in world.stacks()] == [0, 1]
     assert world.gather("'kept' in globals()") == [True, False]
+
+
+PREPARE = """
+kernel = get_ipython().kernel
+session, iopub = kernel.session, kernel.iopub_socket
+
+def send(kind, content, metadata=None):
+    session.send(iopub, kind, content, ident=kind.encode(), metadata=metadata)
+"""
+
+PUBLISHED = {
+    "an update without an id": "send('update_display_data', {'data': {}, 'metadata': {}})",
+    "an update of None": "send('update_display_data', {'data': {}, 'transient': None})",
+    "a display without data": "send('display_data', {})",
+    "a display of a list": "send('display_data', {'data': [1], 'metadata': 3})",
+    "a display of numbers": (
+        "send('display_data', {'data': {'text/plain': 5, 'text/html': 6, 'image/png': 7}})"
+    ),
+    "an odd id": "send('display_data', {'data': {}, 'transient': {'display_id': [1, 2]}})",
+    "no content": "send('display_data', None)",
+    "an odd result": "send('execute_result', {'data': None})",
+    "an odd error": "session.send(iopub, 'error', {})",
+    "an odd record": ("session.send(iopub, 'nbdist_record', {'x': 1})"),
+    "comms": "send('comm_open', {}); send('comm_msg', None)",
+    "no clear": "send('clear_output', {'wait': 'never'})",
+    "garbage": (
+        "iopub.send_multipart([b'nbdist', b'garbage'])\n"
+        "iopub.send_multipart([b'nbdist', b'<IDS|MSG>', b'', b'{', b'', b'', b''])\n"
+        "iopub.send_multipart([b'nbdist'])\n"
+        "iopub.send_multipart([b'nbdist', b'\\xff' * 1000, b'<IDS|MSG>'])"
+    ),
+    "unsigned": "iopub.send_multipart([b'nbdist', b'<IDS|MSG>', b'x', *[b'{}'] * 4])",
+    "numbers of one's own": (
+        "Base = type(session).__mro__[1]\n"
+        "for ours in ({'number': 'x'}, {'number': -5}, {'number': 10**30}, {'number': [1]}, 7):\n"
+        "    Base.send(session, iopub, 'display_data', {'data': {}}, ident=b'nbdist',\n"
+        "              metadata={'nbdist': ours})"
+    ),
+}
+
+
+@pytest.mark.parametrize("published", PUBLISHED)
+def test_odd_messages(started: World, published: str) -> None:
+    """The cell ends as it would have without, no process ends, and what else is shown is there."""
+    started.execute("kept = rank")
+    body = "\n".join(f"    {line}" for line in (PREPARE + PUBLISHED[published]).splitlines())
+    pids = dict(started.pids)
+    running = started.submit(started.task(f"if rank == 1:\n{body}\ndisplay('shown')"))
+    started.session.wait(running)
+    assert running.error() is None
+    assert "'shown'" in [shown.plain for shown in running.transcript[1].displays]
+    assert started.gather("kept") == [0, 1]
+    assert started.pids == pids
+
+
+ANSWERS = (
+    *("{'error': 5}", "{}", "{'line': 'x', 'odd': 1}", "[]", "None"),
+    "{}, buffers=[b'']",
+    "{}, buffers=[b'garbage']",
+    "{}, buffers=[pickle.dumps(Place(line='x'))]",
+    "{}, buffers=[b'\\x80\\x02cnbdist.wire.places\\nPlace\\n)\\x81.']",
+    "{}, buffers=[pickle.dumps(Place)]",
+    "{}, buffers=[pickle.dumps(Traced(Place(), [1]))]",
+    '{}, buffers=[b"cos\\nkill\\n(I%d\\nI9\\ntR." % os.getppid()]',
+)
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_odd_answers_of_the_control_thread(started: World, answer: str) -> None:
+    """Whoever asks where ranks are learns of the others; the cell goes on."""
+    started.execute(
+        PREPARE + "import os, pickle\nfrom nbdist.wire.control import Traced\n"
+        "from nbdist.wire.places import Place\nbefore = kernel.control_handlers['nbdist_request']\n"
+        "def odd(stream, ident, request):\n"
+        f"    session.send(stream, 'nbdist_reply', content={answer}, parent=request, ident=ident)\n"
+        "    stream.send_multipart([ident, b'garbage'])\n"
+        "if rank == 1: kernel.control_handlers['nbdist_request'] = odd"
+    )
+    running = started.submit(started.task("import time; time.sleep(0.5)"))
+    rows, stacks = started.status(), started.stacks()
+    assert [row.rank for row in rows] == [stack.rank for stack in stacks] == [0, 1]
+    started.session.wait(running)
+    assert running.error() is None
+    started.execute("kernel.control_handlers['nbdist_request'] = before")
+    assert started.state is State.READY
