@@ -1,20 +1,25 @@
-"""The world of a head: which agents it has, the group that its ranks form, and who sits where."""
+"""The world of a head: which agents it has, the group that its ranks form, and who sits where.
+
+With it the notebook's folder, from where each node gets what it lacks, also when it comes later
+and the notebook has gone; and what several nodes say, as one agent would say it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from nbdist.agent.forming import Forming
 from nbdist.cluster.freight import Freight
-from nbdist.cluster.kept_code import KeptCode
-from nbdist.cluster.merging import shares
-from nbdist.cluster.node import Node
-from nbdist.cluster.roster import CannotStart, Roster
-from nbdist.cluster.seating import (
+from nbdist.cluster.node import Node, NodeLost
+from nbdist.cluster.nodes import CannotStart, Roster
+from nbdist.cluster.placement import (
     NoSeats,
     full_size,
     led_by_first,
@@ -23,16 +28,21 @@ from nbdist.cluster.seating import (
     seated,
     without,
 )
+from nbdist.output.events import Clear, Died, Display, Failure, Text, Update
+from nbdist.wire.code_tree import Digest, parts
 from nbdist.wire.key_values import HostedStore
 from nbdist.wire.many import NodeUp
 from nbdist.wire.messages import (
     Came,
+    CodeHeld,
     GetCode,
     Grow,
     Heal,
     Healed,
+    Outputs,
     PutCode,
     Reply,
+    Request,
     Scale,
     StartFailure,
     Starting,
@@ -292,3 +302,106 @@ def _who(wanted: Wanted) -> tuple[object, ...]:
         wanted.address,
         wanted.link_timeout,
     )
+
+
+CODE_TIMEOUT = 60.0
+"""Seconds for a node to take in one part: some megabytes, perhaps over a slow line."""
+
+
+class CodeNode(Protocol):
+    """A node as far as code goes."""
+
+    name: str
+
+    async def ask(self, request: Request, timeout: float) -> CodeHeld:
+        """Return the reply; raises NodeLost."""
+
+
+class KeptCode:
+    """What is in the notebook's files now, and which nodes have been brought to it."""
+
+    def __init__(self) -> None:
+        self._get: GetCode | None = None
+        self._contents: dict[Digest, bytes] = {}
+        self._sharing: weakref.WeakKeyDictionary[CodeNode, bool] = weakref.WeakKeyDictionary()
+
+    def __repr__(self) -> str:
+        files = len(self._get.files) if self._get else 0
+        return f"<KeptCode {files} files, on {len(self._sharing)} nodes>"
+
+    async def look(self, get: GetCode, nodes: Iterable[CodeNode]) -> CodeHeld:
+        """Say what is missing here of the notebook's files; where nothing is, nodes get them."""
+        self._get = get
+        self._sharing.clear()
+        wanted = dict.fromkeys(file.digest for file in get.files.values())
+        self._contents = {d: c for d, c in self._contents.items() if d in wanted}
+        lacks = tuple(digest for digest in wanted if digest not in self._contents)
+        return CodeHeld("", lacks) if lacks else await self.bring(nodes)
+
+    async def take(self, put: PutCode, nodes: Iterable[CodeNode]) -> CodeHeld:
+        """Take in what was missing; after the last part, nodes get it."""
+        self._contents |= put.part.contents
+        if put.part.files is None or self._get is None:
+            return CodeHeld("")
+        wanted = {file.digest for file in put.part.files.values()}
+        if lacks := tuple(wanted - self._contents.keys()):
+            return CodeHeld("", lacks)
+        return await self.bring(nodes)
+
+    async def bring(self, nodes: Iterable[CodeNode]) -> CodeHeld:
+        """Bring the files to those nodes that do not have them yet; the first problem, if any."""
+        if (get := self._get) is None:
+            return CodeHeld("")
+        there = [*nodes]
+        new = [node for node in there if node not in self._sharing]
+        for held in await asyncio.gather(*(self._bring_to(node, get) for node in new)):
+            if held.problem:
+                return held
+        return CodeHeld("", is_shared=bool(there) and all(self._sharing[node] for node in there))
+
+    async def _bring_to(self, node: CodeNode, get: GetCode) -> CodeHeld:
+        try:
+            held = await node.ask(get, CODE_TIMEOUT)
+            if not held.is_shared:
+                contents = ((digest, self._contents[digest]) for digest in held.lacks)
+                for part in parts(get.files, contents):
+                    held = await node.ask(PutCode(part), CODE_TIMEOUT)
+                    if held.problem:
+                        return replace(held, host=node.name)
+        except NodeLost as lost:
+            return CodeHeld(node.name, problem=str(lost))
+        self._sharing[node] = held.is_shared
+        return CodeHeld(node.name)
+
+
+def in_time_of_head(outputs: Outputs, offset_ns: int) -> Outputs:
+    """Give failures the time of this machine's clock, by which those of all nodes are ordered."""
+    if not any(isinstance(output, Failure | Died) for _, _, output in outputs.items):
+        return outputs
+    return Outputs(
+        tuple(
+            (rank, task, replace(output, time_ns=output.time_ns - offset_ns))
+            if isinstance(output, Failure | Died)
+            else (rank, task, output)
+            for rank, task, output in outputs.items
+        )
+    )
+
+
+def last_words(outputs: Outputs) -> Outputs:
+    """Return what ranks had shown before their machine was lost, which may arrive after that.
+
+    They have been reported dead by then: how a task ended there says nothing any more, and what
+    their collectives raised is of a group that is being replaced.
+    """
+    shown = Text | Display | Update | Clear
+    return Outputs(tuple(each for each in outputs.items if isinstance(each[2], shown)))
+
+
+def shares(ranks: Iterable[int], node_of: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    """Group ranks by their nodes."""
+    found: dict[int, tuple[int, ...]] = {}
+    for rank in ranks:
+        if rank in node_of:
+            found[node_of[rank]] = (*found.get(node_of[rank], ()), rank)
+    return found

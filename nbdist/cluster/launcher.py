@@ -1,4 +1,4 @@
-"""What a launcher is: something that starts one agent on each machine, and knows when it ends.
+"""What starts one agent on each machine, and knows when it ends: ssh, or `nbdist join` there.
 
 Launchers run in the process of a world's head, and are found by their names among the entry
 points `nbdist.launchers`.  To start an agent is to run `agent_command` there with the ticket
@@ -7,15 +7,20 @@ on stdin; the agent ends when that does, and comes to the head by itself.
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
-from nbdist import plugins
+from nbdist import __version__, plugins
 from nbdist.wire.child import Child
+from nbdist.wire.interpreter import MODULE
 from nbdist.wire.interpreter import agent_command as agent_command  # launchers find all here
+from nbdist.wire.offers import drop_dead_offers, place_of, write_offer
 from nbdist.wire.ticket import Ticket
 from nbdist.wire.wanted import Wanted
 
@@ -136,3 +141,163 @@ class AgentCommand(Child):
         if not self._ends_in(KILL_TIMEOUT):
             self._process.kill()
             self._ends_in(KILL_TIMEOUT)
+
+
+CONNECT_TIMEOUT = 5
+"""Seconds for a host to answer."""
+
+ALIVE_EVERY = 15
+"""Seconds of silence after which ssh asks whether the host is there; three times, then it ends.
+
+As many as the link timeout where that is longer: a machine that is waited for keeps its ssh.
+"""
+
+
+class SshLauncher:
+    """`--launcher ssh`."""
+
+    def launch(self, wanted: Wanted, ticket: Ticket, folder: Path) -> Launched:
+        """Start an agent on each host."""
+
+        def start(number: int) -> AgentCommand:
+            host = wanted.hosts[number]
+            command = ssh_command(host.destination, number, wanted)
+            return AgentCommand(host.address, command, ticket, folder)
+
+        names = [host.address for host in wanted.hosts]
+        return Launched([start(n) for n in range(len(names))], len(names), names, again=start)
+
+
+def ssh_command(host: str, number: int, wanted: Wanted) -> list[str]:
+    """Return the command that starts an agent there."""
+    options = {
+        "BatchMode": "yes",
+        "ConnectTimeout": str(CONNECT_TIMEOUT),
+        "ServerAliveInterval": str(max(ALIVE_EVERY, round(wanted.link_timeout))),
+    }
+    remote = shlex.join([*wanted.wrap, *agent_command(wanted.python, number)])
+    return [
+        *("ssh", "-T"),
+        *(part for name, value in options.items() for part in ("-o", f"{name}={value}")),
+        *("--", host, f"exec {remote}"),
+    ]
+
+
+WAIT_TIMEOUT = 3600.0
+"""Seconds for all machines to come: a queue may be in between, and Stop ends the wait."""
+
+
+class Offer:
+    """The world's key in the user's state folder, as long as the world is there."""
+
+    host = ""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self.command = f"nbdist join {place_of(ticket)}"
+        self._file = write_offer(ticket)
+        # Turns readable when something ends, and nothing does here.
+        self._fd = os.eventfd(0)
+
+    def __repr__(self) -> str:
+        return f"<Offer {self._file}>"
+
+    def fileno(self) -> int:
+        """Return a descriptor that never turns readable."""
+        return self._fd
+
+    def exit_code(self) -> None:
+        """Return None: it has not ended."""
+        return
+
+    def last_lines(self) -> list[str]:
+        """Return nothing: it writes nothing."""
+        return []
+
+    def complaint(self) -> str:
+        """Return nothing: it does not end by itself."""
+        return ""
+
+    def end(self, timeout: float) -> None:
+        """Take the key back."""
+        with suppress(OSError):
+            self._file.unlink()
+
+    def close(self) -> None:
+        """Let go of the descriptor."""
+        os.close(self._fd)
+
+
+class JoinLauncher:
+    """`--launcher join`."""
+
+    def launch(self, wanted: Wanted, ticket: Ticket, folder: Path) -> Launched:
+        """Wait for as many machines as there shall be at least."""
+        drop_dead_offers()
+        offer = Offer(ticket)
+        return Launched(
+            [offer], wanted.min_nodes, invitation=offer.command, arrive_timeout=WAIT_TIMEOUT
+        )
+
+
+_KNOWN = (
+    (
+        r"Could not resolve hostname (\S+?):",
+        "the name {0} cannot be resolved: an address, or a `HostName` in ~/.ssh/config",
+    ),
+    (
+        r"REMOTE HOST IDENTIFICATION HAS CHANGED",
+        "its host key is not the one that ssh knows: `ssh {host}` in a terminal says which",
+    ),
+    (
+        r"Host key verification failed",
+        "ssh does not know its host key yet: `ssh {host}` once, in a terminal",
+    ),
+    (
+        r"Permission denied \((.*?)\)",
+        "it refused the login ({0}): `ssh {host} true` has to work without a password",
+    ),
+    (
+        r"ssh: connect to host (\S+) port (\d+): (.*)",
+        "ssh cannot reach {0}:{1}: {2}",
+    ),
+    (
+        r"No module named '?nbdist",
+        "the interpreter there has no nbdist: `pip install nbdist=={version}` there, or `--python`"
+        " names another one",
+    ),
+    (
+        r"No module named '?(torch|zmq|psutil|ipykernel)\b",
+        "the interpreter there has no {0}: `--python` names one that has it",
+    ),
+    (
+        r"(?:exec: |env: |sh: .*?: )*['\u2018]?(/?[^\s:'\u2018\u2019]+)['\u2019]?: "
+        r"(?:not found|No such file or directory|command not found)",
+        "there is no {0} there: {named_by}, by its path on all machines",
+    ),
+    (
+        r"(?:exec: )?(\S+): Permission denied",
+        "{0} cannot be executed there: {named_by}",
+    ),
+    (r"^nbdist: (.*)", "{0}"),
+)
+
+
+def why_refused(host: str, lines: Sequence[str], command: str = "") -> str:
+    """Word the first reason that is known among these lines, and the remedy; "" for none.
+
+    The lines were left by `command`.
+    """
+    text = "\n".join(lines)
+    for pattern, said in _KNOWN:
+        if found := re.search(pattern, text, re.MULTILINE):
+            named_by = _named_by(found.groups(), command)
+            known = {"host": host, "version": __version__, "named_by": named_by}
+            return said.format(*found.groups(), **known).rstrip(". ")
+    return ""
+
+
+def _named_by(programs: Sequence[str], command: str) -> str:
+    """Say which option names a program of this command: the interpreter, or what wraps it."""
+    *wrapper, _ = re.split(r"[\s'\"]+", command.partition(f" {' '.join(MODULE)} ")[0])
+    is_wrapper = not {*wrapper}.isdisjoint(programs)
+    return "`--wrap` names it" if is_wrapper else "`--python` names the interpreter"

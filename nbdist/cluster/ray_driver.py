@@ -24,30 +24,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from nbdist.cluster.bundles import (
+from nbdist.cluster.launcher import agent_command
+from nbdist.cluster.ray import (
     CPU,
     GPU,
     MEMORY,
-    Bundle,
-    NoRoom,
-    RayNode,
-    bundles_of,
-    distinct,
-    in_order,
-    word_bundle,
-)
-from nbdist.cluster.launcher import agent_command
-from nbdist.cluster.ray import (
     TOKEN,
     TOKEN_WANTED,
+    Bundle,
     End,
     Ended,
+    NoRoom,
     Order,
     Placed,
+    RayNode,
     Refused,
     Said,
     actor_name,
+    bundles_of,
+    distinct,
+    in_order,
     read_message,
+    word_bundle,
 )
 from nbdist.wire.wanted import Wanted
 from nbdist.words import count

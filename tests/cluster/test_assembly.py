@@ -1,16 +1,24 @@
-"""Worlds on two nodes of one machine: what cells do there, how they are healed and scaled."""
+"""Tests of `nbdist.cluster.assembly`: ranks over nodes, the code there, and what several say."""
 
 from __future__ import annotations
 
+import asyncio
+import tempfile
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from nbdist.agent.code_folder import CodeFolder
+from nbdist.cluster.assembly import KeptCode, in_time_of_head, last_words, shares
+from nbdist.cluster.node import NodeLost
 from nbdist.config import Patience
 from nbdist.errors import ScaleError, WorkerDied, WorkerError
-from nbdist.wire.messages import Received
+from nbdist.output.events import Died, Done, Failure, Text
+from nbdist.wire.code_tree import CodeFile, CodePart, Landmark, digest_of
+from nbdist.wire.messages import CodeHeld, GetCode, Outputs, PutCode, Received, Request
 from nbdist.world.world import World
 
 pytestmark = [pytest.mark.shared_world, pytest.mark.own_agent]
@@ -145,3 +153,122 @@ def test_a_restart_after_another_size(world: World) -> None:
     world.scale(2)
     world.restart()
     assert [row.host for row in world.status()] == ["node0", "node1"]
+
+
+class Direct:
+    """A node without a link: what it is asked it does at once."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.code = CodeFolder()
+        self.sent: list[CodePart] = []
+        self.is_lost = False
+
+    async def ask(self, request: Request, timeout: float) -> CodeHeld:
+        if self.is_lost:
+            raise NodeLost(f"{self.name} is lost")
+        if isinstance(request, PutCode):
+            self.sent.append(request.part)
+            return self.code.take(request)
+        assert isinstance(request, GetCode)
+        return self.code.look(request)
+
+    @property
+    def files(self) -> dict[str, str]:
+        """What is there."""
+        path = self.code.path
+        assert path is not None
+        found = (each for each in path.rglob("*") if not each.name.startswith(".nbdist"))
+        return {str(each.relative_to(path)): each.read_text() for each in found if each.is_file()}
+
+
+@pytest.fixture(autouse=True)
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where folders are unpacked."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def bring(kept: KeptCode, nodes: list[Direct], marks: tuple[Landmark, ...] = (), **files: str):
+    """What the notebook does with `a="1"` in `a.py`."""
+    texts = {f"{name}.py": text.encode() for name, text in files.items()}
+    tree = {path: CodeFile(digest_of(text)) for path, text in texts.items()}
+    get = GetCode(marks, tree)
+
+    async def both() -> CodeHeld:
+        held = await kept.look(get, nodes)
+        if not held.lacks:
+            return held
+        contents = {digest_of(text): text for text in texts.values()}
+        wanted = {digest: contents[digest] for digest in held.lacks}
+        return await kept.take(PutCode(CodePart(wanted, tree)), nodes)
+
+    return asyncio.run(both())
+
+
+def test_each_node_gets_what_it_lacks() -> None:
+    """Those that are there at once, others when they come; what is known is not asked for again."""
+    kept, first, late = KeptCode(), Direct("a"), Direct("b")
+    assert bring(kept, [], a="1", b="2") == CodeHeld("")
+    assert asyncio.run(kept.bring([first])) == CodeHeld("")
+    assert first.files == {"a.py": "1", "b.py": "2"}
+    bring(kept, [first], a="1", c="3")
+    assert {*first.sent[-1].contents} == {digest_of(b"3")}
+    assert asyncio.run(kept.bring([first, late])) == CodeHeld("")
+    assert late.files == first.files == {"a.py": "1", "c.py": "3"}
+    assert len(first.sent) == 2
+    for node in (first, late):
+        node.code.close()
+
+
+def test_nodes_that_share_the_folder_are_sent_nothing(parent: Path) -> None:
+    """Where all do, that is said."""
+    (parent / "a.py").write_text("1")
+    marks = (Landmark.of(str(parent / "a.py")),)
+    kept, nodes = KeptCode(), [Direct("a"), Direct("b")]
+    assert bring(kept, nodes, marks, a="1").is_shared
+    assert [node.sent for node in nodes] == [[], []]
+
+
+def test_problems_are_told_with_the_host(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a node without room, and of one that is lost; it is tried again the next time."""
+    kept, node = KeptCode(), Direct("b")
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "tempdir", str(parent / "gone"))
+        held = bring(kept, [node], a="1")
+    assert held.host == "b"
+    assert held.problem.startswith(str(parent / "gone"))
+    node.is_lost = True
+    assert asyncio.run(kept.bring([node])).problem == "b is lost"
+    node.is_lost = False
+    assert asyncio.run(kept.bring([node])) == CodeHeld("")
+    assert node.files == {"a.py": "1"}
+    node.code.close()
+
+
+HOUR = 3600 * 10**9
+
+
+def test_failures_of_a_node_whose_clock_is_wrong() -> None:
+    """They have the time of the head's clock, as all others; nothing else is changed."""
+    failure, died = Failure("ValueError", "no", (), HOUR + 5), Died(-9, HOUR + 7)
+    outputs = Outputs(((0, "t", Text("stdout", "x")), (0, "t", failure), (1, "t", died)))
+    text, first, second = in_time_of_head(outputs, HOUR).items
+    assert text == (0, "t", Text("stdout", "x"))
+    assert isinstance(first[2], Failure)
+    assert isinstance(second[2], Died)
+    assert (first[2].time_ns, second[2].time_ns) == (5, 7)
+    assert first[2].message == "no"
+
+
+def test_the_last_words_of_a_machine() -> None:
+    """What was shown is kept; what failed and ended there is not, as its ranks are dead by then."""
+    text, failure = Text("stdout", "step 9"), Failure("RuntimeError", "closed", (), 5)
+    ended = Done("error", 0.0, received=False)
+    items = ((1, "t", text), (1, "t", failure), (1, "t", ended))
+    assert last_words(Outputs(items)) == Outputs(((1, "t", text),))
+
+
+def test_the_share_of_each_node() -> None:
+    """Ranks by the nodes on which they are; those that are on none are left out."""
+    assert shares([3, 0, 1, 9], {0: 0, 1: 0, 3: 2}) == {2: (3,), 0: (0, 1)}

@@ -1,21 +1,37 @@
-"""Tests of `nbdist.cluster.launcher`: a command that runs agents, from its ticket to its end."""
+"""Tests of `nbdist.cluster.launcher`: commands that run agents, agents that come by themselves."""
 
 from __future__ import annotations
 
+import os
 import select
+import shutil
 import signal
+import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from nbdist.cluster.launcher import AgentCommand, LaunchError, find_launcher
-from nbdist.cluster.ssh import SshLauncher
+from nbdist import __version__
+from nbdist.cluster.launcher import (
+    AgentCommand,
+    LaunchError,
+    SshLauncher,
+    find_launcher,
+    ssh_command,
+    why_refused,
+)
+from nbdist.hosts import parse_hosts
+from nbdist.wire.offers import SUFFIX, read_key_file
 from nbdist.wire.ticket import KeyPair, Ticket
+from nbdist.wire.wanted import Wanted
+from nbdist.world.world import World
 from tests.cluster.launchers import install
-from tests.waiting import SOON
+from tests.waiting import SOON, wait_until
 
 TICKET = Ticket(("127.0.0.1",), 1, "x" * 40, KeyPair.new())
 
@@ -82,3 +98,219 @@ def test_a_launcher_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(LaunchError, match=r"`--launcher here` cannot be loaded: .*Gone"):
         find_launcher("here")
+
+
+def test_the_command() -> None:
+    """OpenSSH decides how the host is reached, nothing is asked, and no secret is in it."""
+    host = parse_hosts("root@b:2")[0]
+    wanted = Wanted(launcher="ssh", python="/venv/bin/python", wrap=("nice", "-n", "5"))
+    command = ssh_command(host.destination, 1, wanted)
+    assert command[:2] == ["ssh", "-T"]
+    assert "BatchMode=yes" in command
+    assert command[-3:-1] == ["--", "root@b"]
+    run = "nice -n 5 /venv/bin/python -P -m nbdist.agent --ticket --node 1"
+    assert command[-1] == f"exec {run}"
+
+
+def test_the_interpreter_is_the_notebooks_by_default() -> None:
+    """Clusters have one path for it on all nodes."""
+    assert f"exec {sys.executable} " in ssh_command("b", 0, Wanted(launcher="ssh"))[-1]
+
+
+@pytest.mark.parametrize(("link_timeout", "seconds"), [(10.0, 15), (60.0, 60)])
+def test_ssh_waits_as_long_as_the_link(link_timeout: float, seconds: int) -> None:
+    """Three times that: a machine that is waited for does not lose its agent with ssh."""
+    command = ssh_command("b", 0, Wanted(launcher="ssh", link_timeout=link_timeout))
+    assert f"ServerAliveInterval={seconds}" in command
+
+
+pytestmark = pytest.mark.own_agent
+
+COMMAND = (sys.executable, "-m", "nbdist.terminal", "join")
+
+
+@pytest.fixture
+def offers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where keys lie, in a state folder of the test's own; no job launcher has started this."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "state" / "nbdist" / "joins"
+
+
+@pytest.fixture
+def world(offers: Path) -> Iterator[World]:
+    """Not started yet."""
+    world = World(layout="2x1", launcher="join", address="127.0.0.1", log_dir="", show=False)
+    yield world
+    world.shutdown()
+
+
+def place_in(offers: Path) -> str:
+    """Wait until a world waits, and return the place that it shows."""
+    wait_until(lambda: list(offers.glob(f"*{SUFFIX}")), "a key is there")
+    (file,) = offers.glob(f"*{SUFFIX}")
+    return ":".join(file.stem.rsplit("-", 1))
+
+
+def died(world: World) -> list[int]:
+    """The ranks that have died."""
+    world.session.receive_waiting()
+    return [*world.session.dead]
+
+
+def twice_by_torchrun(place: str) -> list[str]:
+    """The command that has torchrun start it twice, as on a node with two GPUs.
+
+    Through torchx's component `dist.ddp`, where that is installed.
+    """
+    if torchx := shutil.which("torchx"):
+        ddp = ["run", "-s", "local_cwd", "dist.ddp", "-j", "1x2", "-m", "nbdist.terminal"]
+        return [torchx, *ddp, "--", "join", place]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--master-port=0"]
+    return [*torchrun, "--log-dir=.", "--nproc-per-node", "2", *COMMAND, place]
+
+
+def twice_by_mpirun(place: str) -> list[str]:
+    """The same of Open MPI, where that is installed; else by hand, once."""
+    if shutil.which("mpirun") is None:
+        return [*COMMAND, place]
+    return ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", *COMMAND, place]
+
+
+def test_machines_come_by_themselves(
+    world: World, offers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever starts the command, one agent comes of it; who has come is said meanwhile.
+
+    All processes end with the world, with 0, and its key is gone.
+    """
+    # Torchx calls the torchrun that it finds, and copies the folder in which it is.
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    (folder := tmp_path / "cwd").mkdir()
+    said: list[str] = []
+    start = threading.Thread(target=lambda: said.extend(world.session.starting_texts()))
+    start.start()
+    place = place_in(offers)
+    joined = [
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, cwd=folder)
+        for command in (twice_by_torchrun(place), twice_by_mpirun(place))
+    ]
+    start.join(SOON)
+    world.execute("import os, torch, torch.distributed as dist; t = torch.ones(1)")
+    world.execute("dist.all_reduce(t); mpi = [n for n in os.environ if n.startswith('OMPI_')]")
+    seen = world.gather("(float(t), world_size, os.environ['GROUP_WORLD_SIZE'], mpi)")
+    assert seen == [(2.0, 2, "2", [])] * 2
+    assert world.session.resolve("auto") == 2  # for a cell that says it again
+    host = os.uname().nodename
+    texts = [text for text in said if text]
+    assert f"starting: run `nbdist join {place}` on each machine · 0 of 2 nodes" in texts
+    assert any(text.startswith(f"starting: 2 of 2 nodes: {host} #0 (1), {host}") for text in texts)
+    world.shutdown()
+    assert [each.wait(SOON) for each in joined] == [0, 0]
+    assert list(offers.iterdir()) == []
+    stale = subprocess.run([*COMMAND, place], capture_output=True, text=True, timeout=SOON)
+    assert stale.stderr.startswith(f"nbdist: `nbdist join {place}`: no world waits there (Conn")
+
+
+def test_only_who_has_the_key_comes(world: World, offers: Path) -> None:
+    """An old key is refused in a line; who ends the command takes its ranks along."""
+    start = threading.Thread(target=world.start)
+    start.start()
+    place = place_in(offers)
+    (file,) = offers.iterdir()
+    ticket = read_key_file(file)
+    assert all(secret not in place for secret in (ticket.keys.secret, ticket.keys.public))
+    for old in (
+        replace(ticket, keys=KeyPair.new()),
+        replace(ticket, server_key=KeyPair.new().public),
+    ):
+        refused = subprocess.run(
+            [*COMMAND, place, "--key-file", "-"],
+            input=old.to_line().decode(),
+            capture_output=True,
+            text=True,
+            timeout=SOON,
+        )
+        assert refused.returncode == 2
+        assert f"does not take this key, made for the world at {place}" in refused.stderr
+    right = [subprocess.Popen([*COMMAND, place], stdin=subprocess.DEVNULL) for _ in range(2)]
+    start.join(SOON)
+    assert world.gather("rank") == [0, 1]
+    right[1].terminate()
+    assert right[1].wait(30) == 128 + signal.SIGTERM
+    wait_until(lambda: died(world), "its rank has died")
+    world.shutdown()
+    assert right[0].wait(30) == 0
+    assert list(offers.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "ssh: Could not resolve hostname b.invalid: Name or service not known",
+            "the name b.invalid cannot be resolved: ",
+        ),
+        ("root@10.0.0.2: Permission denied (publickey).", "it refused the login (publickey): `ssh"),
+        (
+            "@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\n"
+            "Host key verification failed.",
+            "its host key is not the one that ssh knows: `ssh b` in",
+        ),
+        (
+            "No ED25519 host key is known for b and you have requested strict checking.\n"
+            "Host key verification failed.",
+            "ssh does not know its host key yet: `ssh b` once",
+        ),
+        (
+            "ssh: connect to host 10.0.0.2 port 22: No route to host",
+            "ssh cannot reach 10.0.0.2:22: No route to host",
+        ),
+        (
+            "/usr/bin/python3: Error while finding module specification for 'nbdist.agent' "
+            "(ModuleNotFoundError: No module named 'nbdist')",
+            f"the interpreter there has no nbdist: `pip install nbdist=={__version__}` there",
+        ),
+        ("ModuleNotFoundError: No module named 'zmq'", "the interpreter there has no zmq: "),
+        ("bash: line 1: /no/python: No such file or directory", "there is no /no/python there: "),
+        ("bash: line 1: exec: /no/python: not found", "there is no /no/python there: "),
+        ("sh: 1: exec: /no/python: not found", "there is no /no/python there: "),
+        ("env: ‘pythonx’: No such file or directory", "there is no pythonx there: "),  # noqa: RUF001
+        ("sh: 1: exec: /etc/passwd: Permission denied", "/etc/passwd cannot be executed there: "),
+        (
+            "nbdist: b cannot reach the notebook's machine at 10.0.0.1:4000: no answer within 5 s",
+            "b cannot reach the notebook's machine at 10.0.0.1:4000: no answer within 5 s",
+        ),
+    ],
+)
+def test_known_reasons(line: str, said: str) -> None:
+    """The first that is known among the lines; whatever else stands there."""
+    found = why_refused("b", ["Welcome to b", *line.splitlines(), "bye"])
+    assert found.startswith(said)
+    assert "\n" not in found
+
+
+def test_other_reasons() -> None:
+    """They are for the lines themselves to tell."""
+    assert why_refused("b", ["Segmentation fault"]) == ""
+    assert why_refused("b", []) == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("sh: 1: exec: no-such: not found", "there is no no-such there: `--wrap` names it"),
+        ("apptainer: /no/img: No such file or directory", "there is no /no/img there: `--wrap`"),
+        ("sh: 1: /etc/passwd: Permission denied", "/etc/passwd cannot be executed there: `--wrap`"),
+        (
+            "no-such: /no/python: not found",
+            "there is no /no/python there: `--python` names the int",
+        ),
+    ],
+)
+def test_a_wrapper_is_not_the_interpreter(line: str, said: str) -> None:
+    """The option is named by which the program was asked for."""
+    command = "ssh b -- 'exec no-such /no/img /etc/passwd /no/python -P -m nbdist.agent --ticket'"
+    assert why_refused("b", [line], command).startswith(said)

@@ -9,7 +9,16 @@ import psutil
 import pytest
 
 from nbdist.cluster.launcher import find_launcher
-from nbdist.cluster.ray import Order, RayLauncher
+from nbdist.cluster.ray import (
+    NoRoom,
+    Order,
+    RayLauncher,
+    RayNode,
+    bundles_of,
+    distinct,
+    in_order,
+    word_bundle,
+)
 from nbdist.wire.ticket import KeyPair, Ticket
 from nbdist.wire.wanted import Wanted
 
@@ -47,3 +56,89 @@ def test_secrets_are_in_no_text() -> None:
     text = repr(Order(WANTED, TICKET.to_line()))
     assert TICKET.keys.secret not in text
     assert "secret" not in text
+
+
+GIB = 1 << 30
+SMALL = RayNode("small", {"CPU": 2, "memory": 4 * GIB, "node:10.0.0.1": 1})
+BIG = RayNode("big", {"CPU": 16, "memory": 64 * GIB})
+CARDS = RayNode("cards", {"CPU": 16, "GPU": 4, "memory": 64 * GIB})
+
+
+def wanted(**options: object) -> Wanted:
+    return Wanted(launcher="ray", **options)  # type: ignore[arg-type]
+
+
+def test_as_many_on_each_node() -> None:
+    """A CPU for each worker, or as many as it is to have, and its memory."""
+    two = wanted(min_nodes=2, max_nodes=2, per_node=2)
+    assert bundles_of(two, [SMALL, BIG]) == [{"CPU": 2}, {"CPU": 2}]
+    more = wanted(min_nodes=1, max_nodes=1, per_node=2, cpus=4, memory="3G")
+    assert bundles_of(more, [SMALL, BIG]) == [{"CPU": 8, "memory": 6 * GIB}]
+
+
+def test_a_gpu_each_where_there_are_some() -> None:
+    """Unless the backend has no use for them."""
+    one = {"min_nodes": 1, "max_nodes": 1, "per_node": 4}
+    assert bundles_of(wanted(**one), [BIG, CARDS]) == [{"CPU": 4, "GPU": 4}]
+    assert bundles_of(wanted(**one, backend="gloo"), [BIG, CARDS]) == [{"CPU": 4}]
+
+
+def test_at_least_and_at_most() -> None:
+    """As many nodes as there are, between both."""
+    some = wanted(min_nodes=1, max_nodes=3, per_node=4)
+    assert len(bundles_of(some, [SMALL, BIG, BIG])) == 2
+    assert len(bundles_of(some, [BIG] * 5)) == 3
+
+
+def test_so_many_in_all() -> None:
+    """On as few nodes as have room for them, the biggest first."""
+    nodes = [SMALL, CARDS, CARDS]
+    assert bundles_of(wanted(workers=5), nodes) == [{"CPU": 4, "GPU": 4}, {"CPU": 1, "GPU": 1}]
+    assert bundles_of(wanted(workers=5), [SMALL, BIG]) == [{"CPU": 4}, {"CPU": 1}]
+
+
+def test_what_there_is() -> None:
+    """Without a number, of all nodes: their GPUs, else a few CPUs, or all."""
+    assert bundles_of(wanted(), [SMALL, BIG]) == [{"CPU": 4}, {"CPU": 2}]
+    assert bundles_of(wanted(per_node="cpu"), [SMALL, BIG]) == [{"CPU": 16}, {"CPU": 2}]
+    assert bundles_of(wanted(per_node="gpu"), [CARDS]) == [{"CPU": 4, "GPU": 4}]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (
+            {"min_nodes": 2, "max_nodes": 2, "per_node": 4},
+            "2 nodes with 4 CPU each: the cluster has 2 nodes: small has 2 CPU, 4.0 GiB of memory; "
+            "big has 16 CPU, 64.0 GiB of memory",
+        ),
+        ({"workers": 99}, "99 workers with 1 CPU each: the cluster has 2 nodes: small has"),
+        ({"per_node": "gpu"}, "1 worker with 1 CPU, 1 GPU each: the cluster has 2 nodes: small"),
+        ({"workers": 1, "memory": "1T"}, "with 1 CPU, 1024.0 GiB of memory each: the cluster has"),
+    ],
+)
+def test_too_little(asked: dict[str, object], said: str) -> None:
+    """What was asked for, and what each node has."""
+    with pytest.raises(NoRoom) as caught:
+        bundles_of(wanted(**asked), [SMALL, BIG])
+    assert said in str(caught.value)
+
+
+def test_too_little_of_many_nodes() -> None:
+    """Not all are told."""
+    with pytest.raises(NoRoom, match=r"the cluster has 50 nodes: .*; and 44 more$"):
+        bundles_of(wanted(min_nodes=51, max_nodes=51, per_node=1), [SMALL] * 50)
+
+
+def test_a_node_that_has_nothing() -> None:
+    """A cluster's head often has no CPU to give."""
+    assert bundles_of(wanted(), [RayNode("head", {}), SMALL]) == [{"CPU": 2}]
+    assert word_bundle({}) == "no CPU"
+
+
+def test_names_of_nodes() -> None:
+    """No two have one name: the head tells by them which has ended."""
+    assert distinct(["a", "b"], ["1", "2"]) == ["a", "b"]
+    assert distinct(["a", "a", "b"], ["1", "2", "3"]) == ["a-1", "a-2", "b"]
+    assert distinct(["a", "a"], ["1", "1"]) == ["a-1-0", "a-1-1"]
+    assert in_order(["node10", "node2", "a", "1b"]) == [3, 2, 1, 0]

@@ -28,7 +28,7 @@ READ_SIZE = 1 << 16
 
 LAUNCHER = """
 import dataclasses, os
-from nbdist.cluster.ssh import SshLauncher
+from nbdist.cluster.launcher import SshLauncher
 
 class SpyLauncher:
     def launch(self, wanted, ticket, folder):

@@ -1,6 +1,6 @@
 """Tests of `nbdist.terminal.joining`: what ends before there is an agent.
 
-Agents that come are tested with the worlds to which they come: tests/cluster/test_join.py.
+Agents that come are tested with the worlds to which they come: tests/cluster/test_launcher.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.cluster.gate`: who is let in, who is refused, and who has gone."""
+"""Tests of `nbdist.cluster.server`: who is let in, who is refused, and who has gone."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
-from nbdist.cluster.gate import Gate
+from nbdist.cluster.server import HEARD, Gate, Refusals, addresses, listened_at
 from nbdist.wire.many import NodeHello, NodeUp, node_bytes
 from nbdist.wire.messages import Leave, Spare, Starting, down_from
 from nbdist.wire.numbered import Kind, Numbered
-from nbdist.wire.ticket import KeyPair, Ticket, come_with, endpoint
+from nbdist.wire.ticket import KeyPair, Ticket, come_with, endpoint, listen_with
 from tests.waiting import SOON
 
 PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -271,3 +275,132 @@ def test_an_agent_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     command = [sys.executable, "-P", "-m", "nbdist.agent", "--ticket"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as guard:
         asyncio.run(be_killed())
+
+
+class Door:
+    """A socket that lets in whoever has its key, and what is counted at it."""
+
+    def __init__(self) -> None:
+        self.keys = KeyPair.new()
+        self.refusals = Refusals()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        listen_with(self._socket, self.keys)
+        self._monitor: Any = self._socket.get_monitor_socket(HEARD)
+        self.port = self._socket.bind_to_random_port("tcp://127.0.0.1", min_port=0)
+
+    def hear(self, last: int) -> int:
+        """Take in all events up to this one; how many were refused by then."""
+        deadline = time.monotonic() + SOON
+        while time.monotonic() < deadline:
+            if self._monitor.poll(100):
+                event = parse_monitor_message(self._monitor.recv_multipart())
+                self.refusals.take(event["event"], event["value"])
+                if event["event"] == last:
+                    return self.refusals.count
+        raise AssertionError("it did not happen")
+
+    def comer(self, server: str = "") -> zmq.Socket[bytes]:
+        """Somebody who connects, with a key of the server's, or none."""
+        comer = self._context.socket(zmq.DEALER)
+        comer.linger, comer.reconnect_ivl = 0, -1
+        if server:
+            own = KeyPair.new()
+            comer.curve_serverkey = server.encode()
+            comer.curve_publickey = own.public.encode()
+            comer.curve_secretkey = own.secret.encode()
+        comer.connect(f"tcp://127.0.0.1:{self.port}")
+        return comer
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._context.destroy(0)
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    door = Door()
+    yield door
+    door.close()
+
+
+def test_one_with_the_key(door: Door) -> None:
+    """It is not counted, neither when it comes nor when it goes."""
+    comer = door.comer(door.keys.public)
+    assert door.hear(zmq.EVENT_HANDSHAKE_SUCCEEDED) == 0
+    comer.close()
+    assert door.hear(zmq.EVENT_DISCONNECTED) == 0
+
+
+@pytest.mark.parametrize("key", ["", KeyPair.new().public], ids=["none", "another"])
+def test_one_without_it(door: Door, key: str) -> None:
+    """It is counted once."""
+    with door.comer(key):
+        assert door.hear(zmq.EVENT_DISCONNECTED) == 1
+    assert repr(door.refusals) == "<Refusals 1>"
+
+
+def test_one_that_says_something_else(door: Door) -> None:
+    """It is counted; one that says nothing is not, though both just end."""
+    with socket.create_connection(("127.0.0.1", door.port)) as other:
+        other.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+        assert door.hear(zmq.EVENT_DISCONNECTED) == 1
+    with socket.create_connection(("127.0.0.1", door.port)):
+        pass
+    assert door.hear(zmq.EVENT_DISCONNECTED) == 1
+
+
+def test_the_log_cannot_be_filled() -> None:
+    """Of very many, few have a line."""
+    refusals, said = Refusals(), 0
+    for _ in range(10_000):
+        assert refusals.take(zmq.EVENT_HANDSHAKE_FAILED_AUTH, 400)
+        said += refusals.is_worth_a_line
+    assert said == 20 + 9
+
+
+LOOK = "from nbdist.cluster.server import addresses; print(*addresses(None))"
+
+MACHINE = """
+set -e
+ip link set lo up
+ip link add docker0 type veth peer name box && ip link set box up
+ip addr add 172.17.0.1/16 dev docker0 && ip link set docker0 up
+ip link add eth0 type veth peer name cable && ip link set cable up
+ip addr add 10.1.2.3/24 dev eth0 && ip link set eth0 up
+ip route add default via 10.1.2.1
+"""
+
+
+def test_by_what_this_machine_can_be_reached() -> None:
+    """Not by what means another machine to each; an interface or an address can be chosen."""
+    own = {each.address for found in psutil.net_if_addrs().values() for each in found}
+    found = addresses(None)
+    assert found
+    assert {*found} <= own
+    assert not [each for each in found if each.startswith("fe80")]
+    assert addresses("10.9.8.7") == ("10.9.8.7",)
+    assert addresses("lo") == ("127.0.0.1",)
+
+
+def test_where_to_listen() -> None:
+    """Nowhere else than at what was chosen, where that is this machine's."""
+    assert listened_at(None) == ()
+    assert listened_at("127.0.0.1") == ("127.0.0.1",)
+    assert listened_at("lo") == ("127.0.0.1",)
+    assert listened_at("203.0.113.7") == ()
+    assert listened_at("gateway.example.org") == ()
+
+
+@pytest.mark.world
+def test_the_one_by_which_packets_leave_is_first() -> None:
+    """A bridge of containers on the same machine is not."""
+    machine = ["unshare", "--net", "sh", "-c", f"{MACHINE} exec {sys.executable} -c '{LOOK}'"]
+    if os.geteuid():
+        pytest.skip("network namespaces need root")
+    shown = subprocess.run(machine, capture_output=True, text=True, timeout=SOON)
+    if "Operation not permitted" in shown.stderr:
+        pytest.skip("no network namespaces here")
+    assert shown.stdout.split()[:2] == ["10.1.2.3", "172.17.0.1"], shown.stderr

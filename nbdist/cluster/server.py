@@ -4,6 +4,7 @@ CurveZMQ lets both sides know one another and encrypts all.  libzmq's own thread
 life, so that a busy interpreter at either end is not taken for a dead one.  When the last one has
 come from an agent, the kernel says: it takes them in also while this process is paused.
 An agent whose connection was lost comes back by its identity, and what was said is said again.
+Who was refused is told from what libzmq's monitor says of each connection.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import zmq
+import psutil
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
-from nbdist.cluster.refusals import HEARD, Refusals
 from nbdist.wire.many import NodeDown, NodeUp, node_frames, node_up_from
 from nbdist.wire.numbered import Frame, Kind, Mismatch, Numbered
 from nbdist.wire.ticket import (
@@ -246,3 +246,116 @@ class Gate:
             if refusals.take(event["event"], event["value"]) and refusals.is_worth_a_line:
                 name = zmq.Event(event["event"]).name
                 log.warning("refused a connection, %d by now: %s", refusals.count, name)
+
+
+FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+HEARD = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILED
+"""The events that are looked at (libzmq 4.3.5)."""
+
+SAID_ALL = 20
+"""So many are said one by one; of the others, those whose number is a power of two."""
+
+
+class Refusals:
+    """Counts connections that had no right key, or said what only somebody without one says.
+
+    One that goes away before it has said anything is none of them: agents try out by which address
+    the head can be reached.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._strangers: list[int] = []
+        self._is_judged = False
+
+    def __repr__(self) -> str:
+        return f"<Refusals {self.count}>"
+
+    def take(self, event: int, descriptor: int) -> bool:
+        """Take in an event, of a connection's descriptor where it has one; whether it counts."""
+        match event:
+            case zmq.EVENT_ACCEPTED:
+                self._strangers.append(descriptor)
+            case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                # It is not said which; those who come do so within moments, one after the other.
+                del self._strangers[:1]
+            case zmq.EVENT_DISCONNECTED:
+                return self._count(counts=self._is_unjudged_stranger(descriptor))
+            case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                self._is_judged = True  # it went by itself
+            case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._is_judged = True
+                return self._count(counts=True)
+        return False
+
+    @property
+    def is_worth_a_line(self) -> bool:
+        """Whether the last one is to be in the log, which nobody shall be able to fill."""
+        return self.count <= SAID_ALL or self.count & (self.count - 1) == 0
+
+    def _is_unjudged_stranger(self, descriptor: int) -> bool:
+        """Say whether one ended of which nothing was said before: what it sent was no greeting."""
+        is_judged, self._is_judged = self._is_judged, False
+        if descriptor not in self._strangers:
+            return False
+        self._strangers.remove(descriptor)
+        return not is_judged
+
+    def _count(self, *, counts: bool) -> bool:
+        self.count += counts
+        return counts
+
+
+OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+"""Addresses that nobody has (RFC 5737, RFC 3849): nothing is sent there."""
+
+
+def addresses(asked: str | None) -> tuple[str, ...]:
+    """List them, the likeliest first; `asked` is an address or an interface of this machine.
+
+    That is the one with which packets leave for elsewhere: others may be bridges of
+    containers, by which no other machine can be reached.
+    """
+    found = psutil.net_if_addrs()
+    if asked and asked not in found:
+        return (asked,)
+    usable = [
+        each.address.partition("%")[0]
+        for name, on in found.items()
+        if asked in (None, "", name)
+        for each in on
+        if each.family in (socket.AF_INET, socket.AF_INET6) and not _is_local(each.address)
+    ]
+    leaving = [_leaving(*each) for each in OUTSIDE]
+    ordered = sorted(usable, key=lambda text: (text not in leaving, ":" in text))
+    return tuple(ordered) or ("127.0.0.1",)
+
+
+def listened_at(asked: str | None) -> tuple[str, ...]:
+    """List where to listen: at what was asked for, where this machine has it; () for everywhere.
+
+    A name, or the address of a gateway, leads here by ways of its own.
+    """
+    found = addresses(asked) if asked else ()
+    own = {each.address for on in psutil.net_if_addrs().values() for each in on}
+    return found if own.issuperset(found) else ()
+
+
+def _leaving(family: socket.AddressFamily, outside: str) -> str:
+    """Return the own address of packets that leave for there, "" where there is no way."""
+    with socket.socket(family, socket.SOCK_DGRAM) as tried:
+        try:
+            tried.connect((outside, 9))  # it is only looked up: a datagram would be sent later
+        except OSError:
+            return ""
+        return str(tried.getsockname()[0])
+
+
+def _is_local(address: str) -> bool:
+    """Say whether it means another machine to each, or needs an interface besides."""
+    return address.startswith(("127.", "169.254.", "fe80:")) or address == "::1"

@@ -1,4 +1,4 @@
-"""On which machines the ranks of a world sit, once it is known which have come; pure."""
+"""On which machines the ranks of a world sit, and what is checked of these before; pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import replace
 from itertools import islice
 from typing import Protocol
 
-from nbdist import topology
+from nbdist import __version__, topology
 from nbdist.errors import BadTopology
 from nbdist.seats import Position, reseat, shrink
-from nbdist.wire.many import NodeFacts
+from nbdist.wire.many import NodeFacts, NodeHello, Target
 from nbdist.wire.start import WorldSpec
+from nbdist.wire.versions import Versions, difference
 from nbdist.wire.wanted import Wanted
 from nbdist.words import count
 
@@ -140,3 +141,57 @@ def resized(spec: WorldSpec, size: int, keep: Sequence[int], room: Mapping[int, 
     if len(seats) + len(new) < size:
         raise NoSeats(f"{count(len(seats) + len(new), 'worker')} have room on these machines")
     return replace(spec, world_size=size, seats=(*seats, *new))
+
+
+REACHED = 16
+"""Of so many other machines each tries the way: with more of them, others try the rest."""
+
+
+def mismatch(name: str, hello: NodeHello, here: Versions) -> str:
+    """Say in which version a machine differs from the notebook's that has to be the same."""
+    facts = hello.facts
+    own = f"{facts.python} on {name}"
+    if hello.version != __version__:
+        install = f"`pip install nbdist=={__version__}` for {own}"
+        return f"{name} has nbdist {hello.version}, the notebook {__version__}: {install}"
+    found = difference(facts.versions, here)
+    if found and found.what == "Python":
+        said = f"{own} is Python {found.there}, the notebook's is {found.here}: {found.why}"
+        return f"{said}. `--python` names another one"
+    if not facts.torch:
+        return f"{own} has no torch: `--python` names the interpreter that has it"
+    if found:
+        wanted = f"{found.what}=={found.here.partition('+')[0]}"
+        install = f"`pip install {wanted}` for {own}, or another `--python`"
+        return f"{name} has {found.what} {found.there}, the notebook {found.here}: {install}"
+    return ""
+
+
+# --- from machine to machine ------------------------------------------------------------------
+
+
+class Reachable(Protocol):
+    """A machine, as far as the way there goes."""
+
+    number: int
+    name: str
+    facts: NodeFacts
+
+
+def targets(nodes: Sequence[Reachable]) -> Mapping[int, tuple[Target, ...]]:
+    """Choose for each machine, by its number, which others it is to try to reach."""
+    found = {}
+    for at, node in enumerate(nodes):
+        others = [*nodes[at + 1 :], *nodes[:at]][:REACHED]
+        found[node.number] = tuple(
+            Target(other.name, other.facts.address, other.facts.port) for other in others
+        )
+    return found
+
+
+def unreachable(name: str, problem: str) -> str:
+    """Word that one machine cannot reach another, and what can be done about it."""
+    return (
+        f"{name} cannot reach {problem}; gloo and nccl connect all machines, at ports that the"
+        " kernel chooses. A firewall has to let these through, or `--backend none`"
+    )

@@ -1,10 +1,10 @@
-"""Tests of `nbdist.cluster.inquiry`: questions to all nodes at once."""
+"""Tests of `nbdist.cluster.head`: questions to all nodes at once."""
 
 from __future__ import annotations
 
 import asyncio
 
-from nbdist.cluster.inquiry import Round, first_answer, rows_of
+from nbdist.cluster.head import Round, first_answer, rows_of
 from nbdist.cluster.node import Node
 from nbdist.wire.many import NodeDown, NodeFacts, NodeHello
 from nbdist.wire.messages import Ask, Consult, GetStatus, Locate, Located
