@@ -7,24 +7,22 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nbdist.agent.fork_messages import ForkServerProcess
 from nbdist.agent.forker import Forker
 from nbdist.agent.forming import Forming
-from nbdist.agent.head_end import Coming, HeadEnd
 from nbdist.agent.inspect import consulted, stack_of, status_of
 from nbdist.agent.outbox import Outbox
 from nbdist.agent.part_calls import PartCalls
 from nbdist.agent.processes import Children
-from nbdist.agent.returns import Returns
 from nbdist.agent.serving import Serving, run
 from nbdist.agent.stopping import Stopping
 from nbdist.agent.store_window import AskStore, StoreWindow
 from nbdist.agent.tether import Tether
 from nbdist.agent.usage_watch import UsageWatch
 from nbdist.agent.window import Window, seen_here
-from nbdist.agent.worker import Worker
+from nbdist.agent.worker import Emit, Worker
 from nbdist.agent.worker_group import WorkerGroup
 from nbdist.agent.worker_logs import read_logs
 from nbdist.node.guard import Guard
@@ -64,6 +62,10 @@ from nbdist.wire.messages import (
 from nbdist.wire.seen import WorldSeen
 from nbdist.wire.store_operations import Answer as StoreReply
 from nbdist.wire.store_operations import Operation
+
+if TYPE_CHECKING:
+    from nbdist.agent.head_end import Coming, HeadEnd
+    from nbdist.agent.returns import Returns
 
 log = logging.getLogger("nbdist.agent")
 
@@ -115,10 +117,16 @@ class Agent:
         self._serving = Serving(self._answer, self._send)
         self._gauge = MemoryGauge()
         self._outbox = Outbox(self._send)
-        self._returns = Returns(self._outbox.add, self._send_head)
-        emit = self._returns.add if coming else self._outbox.add
+        self._head: HeadEnd | None = None
+        self._returns: Returns | None = None
+        emit: Emit = self._outbox.add
         if coming:
-            ask_store = self._ask_head
+            # For worlds on several machines alone.
+            from nbdist.agent.head_end import HeadEnd
+            from nbdist.agent.returns import Returns
+
+            self._returns = Returns(emit, self._send_head)
+            emit, ask_store = self._returns.add, self._ask_head
         self._store = StoreWindow(runtime, ask_store) if ask_store else None
         address = coming.way.own if coming else "127.0.0.1"
         self._workers = WorkerGroup(
@@ -130,10 +138,10 @@ class Agent:
         self._window = Window(runtime, self._seen)
         self._stopping = Stopping(self._abort_all, lambda places: self._send(Aborted(places)))
         leave = self._serving.leave
-        self._end: LinkEnd = (
-            HeadEnd(coming, self._workers.port, self._receive, leave, guard)
-            if coming
-            else Tether(runtime, notebook_pid, guard, self._receive, leave)
+        if coming:
+            self._head = HeadEnd(coming, self._workers.port, self._receive, leave, guard)
+        self._end: LinkEnd = self._head or Tether(
+            runtime, notebook_pid, guard, self._receive, leave
         )
 
     def __repr__(self) -> str:
@@ -161,7 +169,8 @@ class Agent:
             if self._store:
                 await self._store.close()
             self._usage.close()
-            self._returns.close()
+            if self._returns:
+                self._returns.close()
             await self._end.close()
             self._children.close()
 
@@ -169,12 +178,6 @@ class Agent:
     def problem(self) -> str:
         """Why it has lost its head, "" for an agent that has not."""
         return self._end.problem
-
-    @property
-    def _head(self) -> HeadEnd:
-        """For what only an agent with a head is asked, or does."""
-        assert isinstance(self._end, HeadEnd)
-        return self._end
 
     # --- messages ------------------------------------------------------------------------
 
@@ -201,10 +204,10 @@ class Agent:
                 self._serving.do(self._locate(ranks))
             case Abort(ranks):
                 self._serving.do(self._abort(ranks))
-            case Taken() as taken:
+            case Taken() as taken if self._returns:
                 self._returns.taken(taken)
             case Interrupt(ranks):
-                ranks = self._returns.stop(ranks)
+                ranks = self._returns.stop(ranks) if self._returns else ranks
                 for work in self._stopping.begin(self._workers.alive(ranks)):
                     self._serving.do(work)
             case Spare(ranks):
@@ -239,12 +242,14 @@ class Agent:
         return None
 
     async def _ask_head(self, operation: Operation) -> StoreReply:
+        assert self._head
         return await self._head.ask_store(operation)
 
     async def _report_part(self, ask: NodeAsk) -> None:
         self._send_head(NodeAnswer(ask.id, await self._part.answer(ask.request)))
 
     def _send_head(self, message: NodeUp) -> None:
+        assert self._head
         self._head.send(message)
 
     async def _locate(self, ranks: Sequence[int]) -> None:

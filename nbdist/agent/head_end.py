@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
 import zmq
 from zmq.eventloop.zmqstream import ZMQStream
 from zmq.utils.monitor import parse_monitor_message
@@ -100,14 +99,6 @@ def facts_of(coming: Coming, port: int, environ: Mapping[str, str]) -> NodeFacts
         python=sys.executable,
         versions=versions_here(),
     )
-
-
-def interface_of(address: str) -> str:
-    """Name the network interface that has this address, "" for none."""
-    for name, found in psutil.net_if_addrs().items():
-        if any(each.address.partition("%")[0] == address for each in found):
-            return name
-    return ""
 
 
 class HeadEnd:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from nbdist.agent.head_end import interface_of
-from nbdist.agent.reaching import first_unreached
+import psutil
+
 from nbdist.agent.worker_group import WorkerGroup
 from nbdist.topology import parse_gpus, usable_cores, visible_gpus
 from nbdist.wire.many import (
@@ -45,6 +45,8 @@ class PartCalls:
             case GetClock():
                 return time.time_ns()
             case Reach(targets):
+                from nbdist.agent.reaching import first_unreached
+
                 return await first_unreached(targets)
             case StartPart(spec, ranks, attempt):
                 return await self._workers.start_part(self._here(spec), ranks, attempt)
@@ -83,3 +85,11 @@ def spec_here(spec: WorldSpec, own: Mapping[str, str], interface: str) -> WorldS
         threads=spec.threads or max(1, usable_cores() // here),
         interface=interface or spec.interface,
     )
+
+
+def interface_of(address: str) -> str:
+    """Name the network interface that has this address, "" for none."""
+    for name, found in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in found):
+            return name
+    return ""

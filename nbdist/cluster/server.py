@@ -28,12 +28,12 @@ from nbdist.wire.many import NodeDown, NodeUp, node_frames, node_up_from
 from nbdist.wire.numbered import Frame, Kind, Mismatch, Numbered
 from nbdist.wire.ticket import (
     BEAT_INTERVAL,
-    LINK_TIMEOUT,
     KeyPair,
     Ticket,
     endpoint,
     listen_with,
 )
+from nbdist.wire.wanted import LINK_TIMEOUT
 
 log = logging.getLogger("nbdist.cluster")
 

@@ -14,17 +14,12 @@ from typing import Any
 
 import zmq
 
+from nbdist.wire.wanted import LINK_TIMEOUT
+
 LONGEST_TICKET = 1 << 16
 
 BEAT_INTERVAL = 0.5
 """Seconds between two signs of life that libzmq sends, from a thread of its own."""
-
-LINK_TIMEOUT = 10.0
-"""Seconds without one after which a machine counts as lost, unless the user says otherwise.
-
-TCP sends what was lost again after 0.2, 0.6, 1.4, 3.0 and 6.2 s: a cable that is out for a second
-may be silent for nearly three.
-"""
 
 RECONNECT_INTERVAL = 0.2
 """Seconds between two tries of an agent to connect again."""

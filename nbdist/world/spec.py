@@ -25,9 +25,8 @@ from nbdist.hosts import parse_hosts
 from nbdist.seats import Position, Seats, seat_more
 from nbdist.wire.cgroups import memory_limits
 from nbdist.wire.start import WorldSpec
-from nbdist.wire.ticket import LINK_TIMEOUT
 from nbdist.wire.versions import versions_here
-from nbdist.wire.wanted import Wanted
+from nbdist.wire.wanted import LINK_TIMEOUT, Wanted
 from nbdist.wire.worker_environ import NBDIST_DECIDES, check_nvls
 from nbdist.words import one_line, size_text
 

@@ -13,7 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from nbdist.agent.head_end import Coming, HeadEnd, interface_of, read_ticket
+from nbdist.agent.head_end import Coming, HeadEnd, read_ticket
 from nbdist.agent.reaching import NoWay, Way, find_way
 from nbdist.wire.many import NodeDown, node_bytes
 from nbdist.wire.messages import Spare, Starting
@@ -76,12 +76,6 @@ def test_no_address_answers() -> None:
             find_way(ticket("127.0.0.1", "::1", port=port))
     assert f"127.0.0.1:{port}: Connection refused" in str(caught.value)
     assert f"::1:{port}: " in str(caught.value)
-
-
-def test_the_interface_of_an_address() -> None:
-    """Gloo wants its name."""
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("203.0.113.7") == ""
 
 
 def test_what_was_not_read_is_said_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nbdist import topology
-from nbdist.agent.part_calls import spec_here
+from nbdist.agent.part_calls import interface_of, spec_here
 from nbdist.seats import Position
 from nbdist.topology import usable_cores
 from nbdist.wire.start import WorldSpec
@@ -44,3 +44,9 @@ def test_gpus_that_were_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert spec_here(asked, {}, "eth0").gpus == ("1", "3")
     assert spec_here(asked, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, "eth0").gpus == ("1", "3")
     assert spec_here(replace(asked, gpus_asked=""), {}, "eth0").gpus == ("0", "1", "2", "3")
+
+
+def test_the_interface_of_an_address() -> None:
+    """Gloo wants its name."""
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.7") == ""
