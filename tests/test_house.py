@@ -143,6 +143,11 @@ FLOORS = {
 # Doors between rooms: the fork server becomes a worker when it forks.
 DOORS = {("agent/fork_server.py", "worker")}
 
+# What is imported inside of functions alone: where hosts or a launcher are named, nothing of the
+# cluster is there else.  Files that are imported so themselves may do it at once.
+LATE = {("agent", "cluster"), ("node", "cluster"), ("terminal", "cluster")}
+IMPORTED_LATE = {"agent/coming.py", "terminal/kubernetes.py"}
+
 # Who may import torch when it is imported itself.
 TORCH_ROOMS = ("worker/", "agent/fork_server.py", "tools/diff_op.py", "tools/timeline_op.py")
 
@@ -269,6 +274,8 @@ def points_up(each: Import) -> bool:
     room = each.room
     if room is None or room in (each.importer, "__init__") or (each.file, room) in DOORS:
         return False
+    if (each.importer, room) in LATE and (not each.at_once or each.file in IMPORTED_LATE):
+        return False
     below = FLOORS.get(each.importer, set())
     module = ".".join(each.name.split(".")[1:3])
     return room not in below and module not in below
@@ -303,6 +310,8 @@ def test_only_workers_import_torch():
         ("agent/fork_server.py", "import nbdist.worker", None),
         ("worker/x.py", "from . import y\nfrom nbdist.values.payload import Payload", None),
         ("agent/x.py", "from nbdist import __version__\nimport nbdist", None),
+        ("agent/x.py", "from nbdist.cluster import y", "1 imports nbdist.cluster.y"),
+        ("agent/x.py", "def f():\n    from nbdist.cluster import y", None),
     ],
 )
 def test_an_import_that_points_up_is_told(file, source, told):

@@ -64,8 +64,8 @@ from nbdist.wire.store_operations import Answer as StoreReply
 from nbdist.wire.store_operations import Operation
 
 if TYPE_CHECKING:
-    from nbdist.agent.head_end import Coming, HeadEnd
-    from nbdist.agent.returns import Returns
+    from nbdist.cluster.client import Coming, HeadEnd
+    from nbdist.cluster.transfer import Returns
 
 log = logging.getLogger("nbdist.agent")
 
@@ -122,8 +122,8 @@ class Agent:
         emit: Emit = self._outbox.add
         if coming:
             # For worlds on several machines alone.
-            from nbdist.agent.head_end import HeadEnd
-            from nbdist.agent.returns import Returns
+            from nbdist.cluster.client import HeadEnd
+            from nbdist.cluster.transfer import Returns
 
             self._returns = Returns(emit, self._send_head)
             emit, ask_store = self._returns.add, self._ask_head

@@ -10,14 +10,14 @@ import sys
 from collections.abc import Sequence
 
 from nbdist.agent.first_steps import begin
+from nbdist.cluster.ticket import BadTicket, Ticket
 from nbdist.errors import NoRuntimeFolder
 from nbdist.wire.runtime_folder import RuntimeFolder
-from nbdist.wire.ticket import BadTicket, Ticket
 
 
 def come(argv: Sequence[str]) -> None:
     """Be the agent of this machine, of the world to which the ticket on stdin leads."""
-    from nbdist.agent.head_end import read_ticket
+    from nbdist.cluster.client import read_ticket
 
     number = int(argv[argv.index("--node") + 1]) if "--node" in argv else -1
     try:
@@ -29,8 +29,7 @@ def come(argv: Sequence[str]) -> None:
 
 def serve(ticket: Ticket, number: int) -> None:
     """Serve the head of this ticket, as the node of this number, -1 for any."""
-    from nbdist.agent.head_end import Coming
-    from nbdist.agent.reaching import NoWay, find_way
+    from nbdist.cluster.client import Coming, NoWay, find_way
 
     try:
         runtime = RuntimeFolder().path

@@ -45,7 +45,7 @@ class PartCalls:
             case GetClock():
                 return time.time_ns()
             case Reach(targets):
-                from nbdist.agent.reaching import first_unreached
+                from nbdist.cluster.client import first_unreached
 
                 return await first_unreached(targets)
             case StartPart(spec, ranks, attempt):

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Protocol
 
 from nbdist.agent.forming import Forming
-from nbdist.cluster.freight import Freight
 from nbdist.cluster.node import Node, NodeLost
 from nbdist.cluster.nodes import CannotStart, Roster
 from nbdist.cluster.placement import (
@@ -28,6 +27,7 @@ from nbdist.cluster.placement import (
     seated,
     without,
 )
+from nbdist.cluster.transfer import Freight
 from nbdist.output.events import Clear, Died, Display, Failure, Text, Update
 from nbdist.wire.code_tree import Digest, parts
 from nbdist.wire.key_values import HostedStore

@@ -16,8 +16,8 @@ from nbdist.agent.serving import Serving
 from nbdist.agent.tether import Tether
 from nbdist.agent.window import Window, seen_here
 from nbdist.cluster.assembly import Assembly, in_time_of_head, last_words
-from nbdist.cluster.freight import Freight
 from nbdist.cluster.node import Node, NodeLost
+from nbdist.cluster.transfer import Freight
 from nbdist.node.guard import Guard
 from nbdist.output.events import Died, Done
 from nbdist.wire.carrying import Dropped, Piece, Taken

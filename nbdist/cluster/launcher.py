@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from nbdist import __version__, plugins
+from nbdist.cluster.ticket import Ticket, drop_dead_offers, place_of, write_offer
 from nbdist.wire.child import Child
 from nbdist.wire.interpreter import MODULE
 from nbdist.wire.interpreter import agent_command as agent_command  # launchers find all here
-from nbdist.wire.offers import drop_dead_offers, place_of, write_offer
-from nbdist.wire.ticket import Ticket
 from nbdist.wire.wanted import Wanted
 
 ARRIVE_TIMEOUT = 60.0

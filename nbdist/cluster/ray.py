@@ -22,8 +22,8 @@ from typing import IO, Any
 
 from nbdist import topology
 from nbdist.cluster.launcher import KILL_TIMEOUT, Launched, agent_command
+from nbdist.cluster.ticket import Ticket
 from nbdist.wire.interpreter import MODULE
-from nbdist.wire.ticket import Ticket
 from nbdist.wire.wanted import Wanted
 from nbdist.words import count
 

@@ -24,15 +24,15 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
-from nbdist.wire.many import NodeDown, NodeUp, node_frames, node_up_from
-from nbdist.wire.numbered import Frame, Kind, Mismatch, Numbered
-from nbdist.wire.ticket import (
+from nbdist.cluster.ticket import (
     BEAT_INTERVAL,
     KeyPair,
     Ticket,
     endpoint,
     listen_with,
 )
+from nbdist.wire.many import NodeDown, NodeUp, node_frames, node_up_from
+from nbdist.wire.numbered import Frame, Kind, Mismatch, Numbered
 from nbdist.wire.wanted import LINK_TIMEOUT
 
 log = logging.getLogger("nbdist.cluster")

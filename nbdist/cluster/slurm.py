@@ -24,9 +24,9 @@ from typing import ClassVar
 
 from nbdist.cluster.allocation import CANCEL_TIMEOUT, GRANTED, cancel, run, step_environ
 from nbdist.cluster.launcher import AgentCommand, Launched, LaunchError, agent_command
+from nbdist.cluster.ticket import Ticket
 from nbdist.wire.child import LEFT, left_behind
 from nbdist.wire.interpreter import MODULE
-from nbdist.wire.ticket import Ticket
 from nbdist.wire.wanted import Wanted
 from nbdist.words import count
 

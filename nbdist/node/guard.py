@@ -150,7 +150,7 @@ def _watch(agent: int, runtime: Path, notebook: int | None, told: int, grace: fl
 def _say(last_word: bytes) -> None:
     """Have the head of a killed agent know."""
     if last_word.endswith(b"\n"):
-        from nbdist.agent.last_word import say_ended
+        from nbdist.cluster.ticket import say_ended
 
         say_ended(last_word)
 

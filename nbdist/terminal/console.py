@@ -56,7 +56,7 @@ def _configure(options: argparse.Namespace) -> int:
 def _join(options: argparse.Namespace) -> int:
     """Do `nbdist join`."""
     # ZeroMQ is imported for the key.
-    from nbdist.terminal.joining import join
+    from nbdist.cluster.join import join
 
     return join(options.place, options.key_file, options.index)
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nbdist.cluster.ticket import Place, offer_file, place_from
 from nbdist.errors import UsageError
-from nbdist.wire.offers import Place, offer_file, place_from
 
 KEY_FOLDER = "/var/run/secrets/nbdist"
 KEY = "key"

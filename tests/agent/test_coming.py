@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.wire.ticket import KeyPair, Ticket
+from nbdist.cluster.ticket import KeyPair, Ticket
 from tests.waiting import SOON
 
 pytestmark = pytest.mark.own_agent

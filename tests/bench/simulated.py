@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nbdist.agent.head_end import Coming, HeadEnd, read_ticket
 from nbdist.agent.outbox import Outbox
-from nbdist.agent.reaching import find_way
+from nbdist.cluster.client import Coming, HeadEnd, find_way, read_ticket
 from nbdist.cluster.launcher import AgentCommand, Launched
+from nbdist.cluster.ticket import Ticket
 from nbdist.output.events import Done, Failure, Output, Text
 from nbdist.wire.control import HeldGroups
 from nbdist.wire.many import (
@@ -47,7 +47,6 @@ from nbdist.wire.messages import (
 )
 from nbdist.wire.places import Place, WorkerStatus
 from nbdist.wire.task import Source, Task, unpack
-from nbdist.wire.ticket import Ticket
 from nbdist.wire.wanted import Wanted
 
 PROCESSES = 4

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from nbdist.cluster.freight import Deliveries, Refused, Returned
+from nbdist.cluster.transfer import Deliveries, Refused, Returned
 from nbdist.output.events import Done, Moved, Text
 from nbdist.values.payload import Payload
 from nbdist.values.shared_memory import Segment, open_segment, to_end

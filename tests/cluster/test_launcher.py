@@ -25,9 +25,8 @@ from nbdist.cluster.launcher import (
     ssh_command,
     why_refused,
 )
+from nbdist.cluster.ticket import SUFFIX, KeyPair, Ticket, read_key_file
 from nbdist.hosts import parse_hosts
-from nbdist.wire.offers import SUFFIX, read_key_file
-from nbdist.wire.ticket import KeyPair, Ticket
 from nbdist.wire.wanted import Wanted
 from nbdist.world.world import World
 from tests.cluster.launchers import install

@@ -19,7 +19,7 @@ from nbdist.cluster.ray import (
     in_order,
     word_bundle,
 )
-from nbdist.wire.ticket import KeyPair, Ticket
+from nbdist.cluster.ticket import KeyPair, Ticket
 from nbdist.wire.wanted import Wanted
 
 TICKET = Ticket(("127.0.0.1",), 1, "x" * 40, KeyPair.new())

@@ -20,10 +20,10 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from nbdist.cluster.server import HEARD, Gate, Refusals, addresses, listened_at
+from nbdist.cluster.ticket import KeyPair, Ticket, come_with, endpoint, listen_with
 from nbdist.wire.many import NodeHello, NodeUp, node_bytes
 from nbdist.wire.messages import Leave, Spare, Starting, down_from
 from nbdist.wire.numbered import Kind, Numbered
-from nbdist.wire.ticket import KeyPair, Ticket, come_with, endpoint, listen_with
 from tests.waiting import SOON
 
 PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -208,7 +208,7 @@ import sys, zmq
 from nbdist.wire.many import node_bytes
 from nbdist.wire.messages import Starting
 from nbdist.wire.numbered import Numbered
-from nbdist.wire.ticket import come_with, endpoint, ticket_from
+from nbdist.cluster.ticket import come_with, endpoint, ticket_from
 ticket = ticket_from(sys.stdin.buffer.readline())
 link = zmq.Context.instance().socket(zmq.DEALER)
 come_with(link, ticket)

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 import nbdist
+from nbdist.cluster.ticket import read_key_file
 from nbdist.errors import ScaleError, UsageError, WorkerDied, WorkerError
-from nbdist.wire.offers import read_key_file
 from nbdist.world.agents import Found, worlds
 from nbdist.world.world import World
 from tests.hosts.conftest import complain

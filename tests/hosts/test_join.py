@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.wire.offers import write_offer
-from nbdist.wire.ticket import KeyPair, Ticket
+from nbdist.cluster.ticket import KeyPair, Ticket, write_offer
 from tests.hosts.launched import JOIN, Joined, bring_key, lives
 from tests.hosts.network import Host, Network
 

@@ -15,8 +15,8 @@ import pytest
 import zmq
 
 from nbdist.cluster.ray import RayLauncher
+from nbdist.cluster.ticket import KeyPair, Ticket, listen_with
 from nbdist.errors import StartError
-from nbdist.wire.ticket import KeyPair, Ticket, listen_with
 from nbdist.wire.wanted import Wanted
 from nbdist.world.world import World
 from tests.hosts.launched import OnRay, lives

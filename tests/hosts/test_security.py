@@ -17,8 +17,8 @@ import pytest
 import zmq
 
 from nbdist.cluster.launcher import agent_command
+from nbdist.cluster.ticket import KeyPair, Ticket, listen_with, ticket_from
 from nbdist.wire.messages import GetRefused
-from nbdist.wire.ticket import KeyPair, Ticket, listen_with, ticket_from
 from nbdist.world.world import World
 from tests.hosts.network import Host, Network, wait_for
 from tests.hosts.worlds import SUM, check_whole

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
+from nbdist.cluster.ticket import Place
 from nbdist.errors import UsageError
 from nbdist.terminal.console import main
 from nbdist.terminal.kubernetes import Mount, Pods, documents_of, manifest, mount_asked, place_asked
-from nbdist.wire.offers import Place
 
 PODS = Pods(
     Place("10.0.0.1", 4321),

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.agent.head_end`: the ticket, and the way to the head."""
+"""Tests of `nbdist.cluster.client`: the way to the head, and a link that is lost."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ from contextlib import contextmanager
 
 import psutil
 import pytest
-import zmq
 import zmq.asyncio
 
-from nbdist.agent.head_end import Coming, HeadEnd, read_ticket
-from nbdist.agent.reaching import NoWay, Way, find_way
-from nbdist.wire.many import NodeDown, node_bytes
+from nbdist.cluster.client import (
+    Coming,
+    HeadEnd,
+    NoWay,
+    Way,
+    find_way,
+    first_unreached,
+    read_ticket,
+)
+from nbdist.cluster.ticket import BadTicket, KeyPair, Ticket, listen_with
+from nbdist.wire.many import NodeDown, Target, node_bytes
 from nbdist.wire.messages import Spare, Starting
 from nbdist.wire.numbered import Kind, Numbered
-from nbdist.wire.ticket import BadTicket, KeyPair, Ticket, listen_with
 from tests.waiting import SOON, until
 
 
@@ -118,3 +124,34 @@ def cut(port: int) -> None:
     (fd,) = (each.fd for each in mine if each.raddr and each.raddr.port == port)
     with socket.socket(fileno=os.dup(fd)) as connection:
         connection.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_port_on_which_nothing_listens_is_reached() -> None:
+    """And one on which something does."""
+    with socket.socket() as silent, socket.create_server(("127.0.0.1", 0)) as heard:
+        silent.bind(("127.0.0.1", 0))
+        found = [Target("a", *each.getsockname()) for each in (silent, heard)]
+        assert asyncio.run(first_unreached(found)) == ""
+        assert asyncio.run(first_unreached([])) == ""
+
+
+def test_no_way() -> None:
+    """Which machine, where, and why; of several the first."""
+    here = Target("a", "127.0.0.1", 1)
+    nowhere = Target("b", "255.255.255.255", 9)
+    said = asyncio.run(first_unreached([here, nowhere]))
+    assert said.startswith("b at 255.255.255.255:9: ")
+
+
+def test_no_answer() -> None:
+    """After some seconds it is said."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        place = full.getsockname()
+        waiting = [socket.socket() for _ in range(4)]
+        for each in waiting:
+            each.settimeout(0)
+            each.connect_ex(place)
+        said = asyncio.run(first_unreached([Target("b", *place)], 0.2))
+        for each in waiting:
+            each.close()
+    assert said == f"b at 127.0.0.1:{place[1]}: no answer within 0 s"

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from nbdist.agent.returns import Returns
+from nbdist.cluster.transfer import Returns
 from nbdist.output.events import Done, Failure, Moved, Output, Text
 from nbdist.values.payload import Payload, pack_frames
 from nbdist.values.shared_memory import Segment, open_segment, to_end
