@@ -26,7 +26,7 @@ LONGEST = (
     "notebooks/test_notebooks.py",
     "tools/test_export.py",
     "faults/test_freeing.py",
-    "browser/test_tutorials.py",
+    "browser/test_looks.py",
     "browser/test_cells.py",
     "world/test_workers.py",
     "test_api.py",

@@ -1,11 +1,14 @@
-"""Waits for facts of which no event tells, with a bound."""
+"""Waits for facts of which no event tells, with a bound; and what is done once they are so."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 SOON = 60 * max(1, round(os.getloadavg()[0] / (os.cpu_count() or 1)))
 """Seconds in which all comes that comes at all: more where other programs have the processors."""
@@ -27,3 +30,27 @@ async def until(is_so: Callable[[], object], what: str = "", timeout: float = SO
     while not is_so():
         assert time.monotonic() < deadline, f"still not so after {timeout:.0f} s: {what}"
         await asyncio.sleep(STEP)
+
+
+@contextmanager
+def once(is_due: Callable[[], object], do: Callable[[], object], what: str = "") -> Iterator[None]:
+    """Do something in a thread as soon as it is due, unless what runs here has ended by then."""
+    over = threading.Event()
+
+    def wait_and_do() -> None:
+        wait_until(lambda: over.is_set() or is_due(), what)
+        if not over.is_set():
+            do()
+
+    thread = threading.Thread(target=wait_and_do)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def press_stop() -> None:
+    """Press Ctrl-C in this process, from any thread."""
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

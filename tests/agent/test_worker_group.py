@@ -25,7 +25,7 @@ from nbdist.wire.messages import StartFailure
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.agent.sources import Source, run, worker_start
-from tests.faults.test_policies import SUM
+from tests.faults.test_deaths import SUM
 from tests.waiting import until
 
 pytestmark = pytest.mark.shared_world(4)

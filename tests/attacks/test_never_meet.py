@@ -120,7 +120,6 @@ NEVER_MEET = {
         "dist.recv(t, (rank + 1) % world_size)",
         "are in recv (line 2): all ranks wait",
     ),
-    "all receive from any": ("dist.recv(t)", "are in recv (line 2): all ranks wait for each other"),
     "making a group": (
         "if rank == 0:\n    dist.new_group()\nelse:\n    dist.barrier()",
         "rank 0 is in new_group (line 3), {others} in barrier (line 5): all ranks wait for each "

@@ -21,8 +21,9 @@ from tests.bench.lab import Lab, Notebook, seconds_of
 from tests.bench.simulated import install
 from tests.hosts import network as networks
 from tests.hosts import sshd as sshds
-from tests.hosts.network import Host, Network, end, wait_for
+from tests.hosts.network import Host, Network, end
 from tests.hosts.sshd import Sshd
+from tests.waiting import wait_until
 
 # --- simulated machines ---------------------------------------------------------------------
 
@@ -195,7 +196,7 @@ def _carried(lab: Lab, found: list[Host], cable: str) -> Iterator[Figure]:
 def _iperf(host: Host) -> float:
     """Seconds that iperf3 takes for as many bytes."""
     server = host.popen(["iperf3", "-s", "-1"], stdout=subprocess.DEVNULL)
-    wait_for(lambda: 5201 in host.listening(), "iperf3 listens")
+    wait_until(lambda: 5201 in host.listening(), "iperf3 listens")
     command = ["iperf3", "-c", host.address, "-J", "-n", str(SIZE)]
     done = subprocess.run(command, capture_output=True, text=True)
     end(server)

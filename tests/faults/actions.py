@@ -39,6 +39,7 @@ from nbdist.topology import parse_ranks
 from nbdist.words import format_ranks
 from tests.faults.oracle import KINDS, Oracle, Ranks, names_of
 from tests.faults.stops import spinning
+from tests.waiting import press_stop
 
 RANKS, MOST_RANKS = 4, 5
 
@@ -311,13 +312,12 @@ ACTIONS: list[Callable[[Notebook], None]] = [getattr(Notebook, name) for name in
 @contextmanager
 def stopped_when(is_due: Callable[[], bool]) -> Iterator[None]:
     """Press Stop once it is due and a command of nbdist runs, which takes Stops itself."""
-    over, main = threading.Event(), threading.main_thread().ident
-    assert main is not None
+    over = threading.Event()
 
     def press() -> None:
         while not over.wait(0.001):
             if is_due() and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-                signal.pthread_kill(main, signal.SIGINT)
+                press_stop()
                 return
 
     thread = threading.Thread(target=press)

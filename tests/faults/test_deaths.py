@@ -1,25 +1,31 @@
-"""What is told of a rank that has died: crashes leave their stack, the kernel its count."""
+"""What is told of a rank that has died, and what the user can say about deaths and waits."""
 
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from nbdist.errors import AgentLost
+from nbdist.config import Patience
+from nbdist.errors import AgentLost, NbdistError, RanksReleased, UsageError, WorkerDied, WorkerError
 from nbdist.output.events import Died
 from nbdist.wire.prctl import children_of
 from nbdist.wire.runtime_folder import RuntimeFolder
 from nbdist.world.agents import AgentProcess
+from nbdist.world.running import RunningTask
+from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.waiting import SOON, wait_until
+from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
 
@@ -27,9 +33,17 @@ LIMIT = 600 << 20
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with World(2, log_dir=str(tmp_path_factory.mktemp("logs"))) as started:
-        yield started
+def started(new_world: NewWorld, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with new_world(2, log_dir=str(tmp_path_factory.mktemp("logs"))) as world:
+        yield world
+
+
+@pytest.fixture
+def logged(started: World) -> World:
+    """Two ranks, which have log files."""
+    if started.size != 2:
+        started.restart(2)
+    return started
 
 
 def death(world: World, source: str) -> tuple[Died, list[str]]:
@@ -53,10 +67,10 @@ def death(world: World, source: str) -> tuple[Died, list[str]]:
         ("os.kill(os.getpid(), signal.SIGFPE)", signal.SIGFPE, "Floating point exception"),
     ],
 )
-def test_crash(world: World, end: str, number: int, name: str) -> None:
+def test_crash(logged: World, end: str, number: int, name: str) -> None:
     """The calls from the cell in are in the rank's output, in its log, and in its last lines."""
     source = f"import os, signal\ndef end():\n    {end}\nprint('hello')\nif rank: end()"
-    died, lines = death(world, source)
+    died, lines = death(logged, source)
     assert died.exit_code == -number
     # Python 3.13 writes it with a hyphen.
     assert [line.replace("Floating-point", "Floating point") for line in lines] == [
@@ -68,23 +82,23 @@ def test_crash(world: World, end: str, number: int, name: str) -> None:
         f"    {end}",
     ]
     assert died.last_lines == tuple(lines)
-    assert lines[1] in Path(world.logs[1], "stderr.log").read_text().splitlines()
+    assert lines[1] in Path(logged.logs[1], "stderr.log").read_text().splitlines()
 
 
-def test_crash_in_a_library(world: World) -> None:
+def test_crash_in_a_library(logged: World) -> None:
     """A library's calls are there too, nothing of IPython's, and no thread but the one that did."""
-    died, lines = death(world, "import ctypes\nif rank: ctypes.string_at(0)")
+    died, lines = death(logged, "import ctypes\nif rank: ctypes.string_at(0)")
     assert died.exit_code == -signal.SIGSEGV
     assert lines[1:3] == ["  Cell In[5], line 2", "    if rank: ctypes.string_at(0)"]
     assert lines[3].startswith("  ctypes/__init__.py, line ")
     assert len(lines) == 5
 
 
-def test_no_crash(world: World) -> None:
+def test_no_crash(logged: World) -> None:
     """A process that exits, or is killed, has no stack to tell."""
-    assert death(world, "import os\nprint('bye')\nif rank: os._exit(3)")[1] == ["bye"]
+    assert death(logged, "import os\nprint('bye')\nif rank: os._exit(3)")[1] == ["bye"]
     end = "import os, signal\nif rank: os.kill(os.getpid(), signal.SIGKILL)"
-    assert death(world, end)[1] == []
+    assert death(logged, end)[1] == []
 
 
 def test_crash_of_a_spawned_worker(tmp_path: Path) -> None:
@@ -96,10 +110,10 @@ def test_crash_of_a_spawned_worker(tmp_path: Path) -> None:
     assert lines[0] in Path(world.logs[0], "stderr.log").read_text().splitlines()
 
 
-def test_crash_of_a_child(world: World) -> None:
+def test_crash_of_a_child(logged: World) -> None:
     """The stack of a child that crashed is not taken for the worker's own."""
     child = "import os, signal\npid = os.fork()\nif not pid: os.abort()\nos.waitpid(pid, 0)\n"
-    died, lines = death(world, f"{child}if rank: os.kill(os.getpid(), signal.SIGSEGV)")
+    died, lines = death(logged, f"{child}if rank: os.kill(os.getpid(), signal.SIGSEGV)")
     assert died.exit_code == -signal.SIGSEGV
     assert lines[:2] == ["Fatal Python error: Segmentation fault, in", "  Cell In[5], line 5"]
 
@@ -148,15 +162,184 @@ def test_an_agent_out_of_memory(small_group: Path) -> None:
     runtime.close()
 
 
-def test_out_of_memory(world: World, small_group: Path) -> None:
+def test_out_of_memory(logged: World, small_group: Path) -> None:
     """Where the kernel has killed a rank for lack of memory, a line says so."""
-    world.execute("pass")
-    (small_group / "cgroup.procs").write_text(str(world.pids[1]))
+    logged.execute("pass")
+    (small_group / "cgroup.procs").write_text(str(logged.pids[1]))
     # From then on the group's count is known.
     fill = "if rank:\n    x = [bytearray(10_000_000) for _ in range(99)]"
-    died, lines = death(world, f"import time\ntime.sleep(0.3)\n{fill}")
+    died, lines = death(logged, f"import time\ntime.sleep(0.3)\n{fill}")
     assert died.exit_code == -signal.SIGKILL
     (line,) = lines
     assert line.startswith("most likely killed by the kernel for lack of memory: oom_kill in ")
     assert str(small_group) in line
     assert line.endswith(" went from 0 to 1")
+
+
+SUM = "t = torch.ones(1); dist.all_reduce(t); assert t.item() == world_size"
+
+DIES = "import os, time\nif rank == 1: time.sleep(0.2); os.kill(os.getpid(), 9)\n"
+
+
+@pytest.fixture
+def world(started: World) -> World:
+    """Four ready ranks with `kept`, and no earlier test's replacements or policy."""
+    started.session.take_replaced()
+    started.session.on_failure = "heal"
+    if started.state is not State.READY or started.size != 4:
+        started.restart(4)
+    started.execute("kept = rank")
+    return started
+
+
+def ends(world: World, running: RunningTask) -> NbdistError | None:
+    """Wait for the end of a cell; how long that took is printed."""
+    world.session.wait(running)
+    sys.stdout.write(f"{running.age:.2f} s from the start to idle\n")
+    return running.error()
+
+
+# --- what a death leads to ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("others", ["dist.barrier()", "time.sleep(600)"])
+def test_restart_all(world: World, others: str) -> None:
+    """All workers are new after a death, as with torchrun; those that lived end at once."""
+    world.session.on_failure = "restart-all"
+    before = dict(world.pids)
+    error = ends(world, world.submit(world.task(DIES + others)))
+    assert isinstance(error, WorkerDied)
+    assert error.rank == 1
+    assert "All workers were restarted (`--on-failure restart-all`); their" in str(error)
+    assert set(before.values()).isdisjoint(world.pids.values())
+    assert world.gather("globals().get('kept')") == [None] * 4
+    world.execute(SUM)
+
+
+def test_stop_policy(world: World) -> None:
+    """All workers end with a death; a start gives new ones."""
+    world.session.on_failure = "stop"
+    before = dict(world.pids)
+    error = ends(world, world.submit(world.task(DIES + "dist.barrier()")))
+    assert isinstance(error, WorkerDied)
+    assert "All workers were ended (`--on-failure stop`)" in str(error)
+    assert world.state is State.STOPPED
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in before.values())
+    world.start()
+    world.execute(SUM)
+
+
+def test_policies_concern_deaths_alone(world: World) -> None:
+    """An exception ends nothing but the cell, whatever the policy is."""
+    world.session.on_failure = "stop"
+    error = ends(world, world.submit(world.task("if rank == 1: raise ValueError\ndist.barrier()")))
+    assert isinstance(error, WorkerError)
+    assert not isinstance(error, WorkerDied)
+    assert world.gather("kept") == [0, 1, 2, 3]
+
+
+def test_survivors_are_freed_whoever_they_wait_for(world: World) -> None:
+    """Also those of a group without the dead rank, whose cell has failed all the same."""
+    error = ends(
+        world,
+        world.submit(
+            world.task(
+                "pair = dist.new_group([2, 3])\n"
+                + DIES
+                + "if rank == 2: dist.barrier(group=pair)\nif rank == 3: time.sleep(3)"
+            )
+        ),
+    )
+    assert isinstance(error, WorkerDied)
+    world.execute(SUM)
+
+
+# --- some ranks anew ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [(2,), (0, 3), (0, 1, 2, 3)])
+def test_replace(world: World, ranks: tuple[int, ...]) -> None:
+    """These ranks are new, and lack what was bound on them; the others keep all."""
+    world.execute("net = rank")
+    before = dict(world.pids)
+    started = time.monotonic()
+    world.replace(ranks)
+    sys.stdout.write(f"{time.monotonic() - started:.2f} s\n")
+    assert {rank for rank in before if before[rank] != world.pids[rank]} == set(ranks)
+    kept = [None if rank in ranks else rank for rank in range(4)]
+    assert world.gather("globals().get('kept')") == kept
+    assert re.search("kept(,| and) net", world.session.names.lacking(ranks))
+    world.execute(SUM)
+
+
+def test_replace_while_a_cell_runs(world: World) -> None:
+    """It is refused; nothing is ended."""
+    running = world.submit(world.task("import time; time.sleep(1)"))
+    with pytest.raises(UsageError, match="still running an earlier cell"):
+        world.replace([1])
+    assert ends(world, running) is None
+
+
+# --- waits ----------------------------------------------------------------------------------
+
+
+def test_hang_timeout(world: World, tmp_path: Path) -> None:
+    """It says when waits are told; then is when they are."""
+    told: dict[float, float] = {}
+    for seconds in (0.5, 30.0):
+        sign = tmp_path / f"{seconds}"
+        wait = f"if rank == 1:\n    while not os.path.exists({str(sign)!r}): time.sleep(0.05)"
+        source = f"import os, time\n{wait}\ndist.barrier()"
+        running = world.submit(world.task(source), Patience(hang_timeout=seconds))
+        for _ in world.follow(running):
+            if running.waits:
+                told.setdefault(seconds, running.age)
+            if running.age > 2.5 and (seconds in told or seconds == 30.0):
+                sign.touch()
+        assert running.error() is None
+    assert told.keys() == {0.5}
+    sys.stdout.write(f"told after {told[0.5]:.2f} s\n")
+
+
+def test_what_a_failed_cell_has_begun_is_ended(world: World) -> None:
+    """The next cell's collectives do not meet those that nobody waited for."""
+    error = ends(
+        world,
+        world.submit(
+            world.task(
+                "if rank == 1: raise ValueError('bad')\n"
+                "works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(3)]"
+            )
+        ),
+    )
+    assert isinstance(error, WorkerError)
+    assert not isinstance(error, RanksReleased)
+    result = world.execute("t = torch.full((1,), 5.0); dist.all_reduce(t)", fetch=("t.item()",))
+    assert list(result) == [20.0] * 4
+    assert world.gather("kept") == [0, 1, 2, 3]
+
+
+# --- what is kept ---------------------------------------------------------------------------
+
+
+def test_keep(world: World) -> None:
+    """Named variables are carried over, each rank's own, big ones too; nothing else is."""
+    world.execute("big = torch.full((100_000,), float(rank)); both = [big, big]; other = 1")
+    world.restart(keep=["big", "both"])
+    assert world.gather("big.sum().item()") == [rank * 100_000.0 for rank in range(4)]
+    assert world.gather("both[0] is both[1] is big") == [True] * 4
+    assert world.gather("'other' in globals()") == [False] * 4
+    world.replace([2], keep=["big"])
+    assert world.gather("big[0].item()") == [0.0, 1.0, 2.0, 3.0]
+    assert world.session.names.lacking([2]) == "both"
+
+
+@pytest.mark.parametrize("keep", ["nowhere", "lock"])
+def test_keep_what_cannot_be_kept(world: World, keep: str) -> None:
+    """It is told, and nothing is ended."""
+    world.execute("import threading; lock = threading.Lock()")
+    before = dict(world.pids)
+    with pytest.raises(NbdistError, match=keep):
+        world.restart(keep=[keep])
+    assert world.pids == before
+    assert world.gather("kept") == [0, 1, 2, 3]

@@ -8,7 +8,8 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.hosts.network import Host, Network, end, wait_for
+from tests.hosts.network import Host, Network, end
+from tests.waiting import wait_until
 
 PORT, PEER_PORT = 2379, 2380
 
@@ -45,7 +46,7 @@ class Etcd:
                 stderr=subprocess.STDOUT,
             )
         self.host.lasts(self._process.pid, PORT, PEER_PORT)
-        wait_for(lambda: PORT in self.host.listening(), f"etcd did not start; see {self._log}")
+        wait_until(lambda: PORT in self.host.listening(), f"etcd did not start; see {self._log}")
 
     @contextmanager
     def paused(self) -> Iterator[None]:

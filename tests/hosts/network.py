@@ -20,8 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,8 +32,6 @@ NAMESPACES = ("--net", "--uts", "--mount", "--ipc")
 
 COMMAND_TIMEOUT = 60.0
 END_TIMEOUT = 5.0
-POLL_SECONDS = 0.02
-
 TOOLS = ("ip", "tc", "nft", "nsenter", "unshare", "setpriv")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -68,14 +65,6 @@ def sh(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}{done.stdout}"
     return done.stdout
-
-
-def wait_for(fact: Callable[[], object], what: str, timeout: float = COMMAND_TIMEOUT) -> None:
-    """Return when something is true; AssertionError with what was waited for if it never is."""
-    deadline = time.monotonic() + timeout
-    while not fact():
-        assert time.monotonic() < deadline, f"after {timeout:.0f} s: {what}"
-        time.sleep(POLL_SECONDS)
 
 
 def end(process: subprocess.Popen[bytes], sign: signal.Signals = signal.SIGTERM) -> None:

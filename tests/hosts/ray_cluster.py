@@ -20,7 +20,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.hosts.network import Host, Network, end, hurry, wait_for
+from tests.hosts.network import Host, Network, end, hurry
+from tests.waiting import wait_until
 
 RAY = (sys.executable, "-m", "ray.scripts.scripts", "start")
 CPUS = 2
@@ -140,7 +141,7 @@ class RayCluster:
             assert self._nodes[name].poll() is None, self._log(name).read_text()
             return "Ray runtime started" in self._log(name).read_text()
 
-        wait_for(is_up, f"Ray on {name}; see {self._log(name)}", START_TIMEOUT)
+        wait_until(is_up, f"Ray on {name}; see {self._log(name)}", START_TIMEOUT)
 
 
 def _free_ports(number: int) -> list[int]:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.network import Host, Network, end, of_tests, wait_for
-from tests.waiting import SOON
+from tests.hosts.network import Host, Network, end, of_tests
+from tests.waiting import SOON, wait_until
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "srun", "salloc", "scancel")
 CONTROLLER_PORT, NODE_PORT = 6817, 6818
@@ -74,7 +74,7 @@ class Slurm:
         self._start(self.control, "slurmctld", CONTROLLER_PORT)
         for node in self.nodes:
             self._start(node, "slurmd", NODE_PORT)
-        wait_for(self._is_up, f"Slurm's nodes are not idle; see {self.folder}")
+        wait_until(self._is_up, f"Slurm's nodes are not idle; see {self.folder}")
         for child in self.control.processes():  # slurmctld has one to run scripts
             self.control.lasts(child)
 
@@ -100,7 +100,7 @@ class Slurm:
     def cancel(self, job: int) -> None:
         """End an allocation, and wait until Slurm has forgotten what ran in it."""
         self.run("scancel", str(job), check=False)
-        wait_for(lambda: job not in self.jobs(), f"job {job} is still there")
+        wait_until(lambda: job not in self.jobs(), f"job {job} is still there")
 
     @contextmanager
     def inside(self, *options: str) -> Iterator[int]:
@@ -169,7 +169,7 @@ class Slurm:
         }
         options = [f"--{name}={path}" for name, path in files.items()]
         process = _popen(["munged", "--foreground", "--force", *options])
-        wait_for((self.folder / "munge.socket").exists, "munged did not start")
+        wait_until((self.folder / "munge.socket").exists, "munged did not start")
         return process
 
     def _start(self, host: Host, daemon: str, port: int) -> None:

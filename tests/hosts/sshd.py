@@ -13,8 +13,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tests.hosts.network import Host, Network, end, of_tests, sh, wait_for
-from tests.waiting import SOON
+from tests.hosts.network import Host, Network, end, of_tests, sh
+from tests.waiting import SOON, wait_until
 
 SSHD = "/usr/sbin/sshd"
 # Where sshd locks the part of itself in that talks to strangers; packages make it at boot.
@@ -82,7 +82,7 @@ class Sshd:
         """A folder to put before PATH: its `ssh` is this machine's, with that configuration."""
         self._wrap()
         for host in network.hosts:
-            wait_for(lambda host=host: 22 in host.listening(), f"sshd on {host.name}")  # type: ignore[misc]
+            wait_until(lambda host=host: 22 in host.listening(), f"sshd on {host.name}")  # type: ignore[misc]
 
     @property
     def environ(self) -> dict[str, str]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,9 @@ from nbdist.errors import WorkerDied, WorkerError
 from nbdist.values.payload import pack_names
 from nbdist.world.world import World
 from tests.hosts.launched import has_come
-from tests.hosts.network import Host, wait_for
+from tests.hosts.network import Host
 from tests.hosts.worlds import new_world
-from tests.waiting import wait_until
+from tests.waiting import once, press_stop, wait_until
 
 MIB = 1 << 20
 SIZE = 64 * MIB
@@ -57,25 +56,13 @@ def heads() -> list[int]:
 
 def nothing_is_left(hosts: list[Host]) -> None:
     """All of it goes, as soon as the head has looked."""
-    wait_for(lambda: not segments(hosts), "big values are let go of")
+    wait_until(lambda: not segments(hosts), "big values are let go of")
 
 
-def begun(hosts: list[Host], then: Callable[[], None]) -> threading.Thread:
+def begun(hosts: list[Host], then: Callable[[], None]) -> AbstractContextManager[None]:
     """Do something as soon as a big value is on its way: to hosts, or without any from them."""
     before = {*segments(hosts)}
-
-    def watch() -> None:
-        wait_for(lambda: {*segments(hosts)} - before, "a big value is on its way")
-        then()
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    return thread
-
-
-def stop() -> None:
-    """Press Stop, in a script: Ctrl-C."""
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    return once(lambda: {*segments(hosts)} - before, then, "a big value is on its way")
 
 
 # What the memory is that a tensor lies in: the inode, and how much of it counts for this process.
@@ -165,10 +152,8 @@ def test_how_far_it_is(world: World, hosts_of_module: list[Host]) -> None:
 def test_stop_before_it_is_there(world: World, hosts_of_module: list[Host]) -> None:
     """No rank gets the task, what has come is let go, and the next cell runs."""
     hosts_of_module[1].limit(LIMIT)
-    watch = begun(hosts_of_module, stop)
-    with pytest.raises(KeyboardInterrupt):
+    with begun(hosts_of_module, press_stop), pytest.raises(KeyboardInterrupt):
         world.execute("ran = True", names={"big": torch.ones(SIZE // 4)})
-    watch.join()
     nothing_is_left(hosts_of_module)
     hosts_of_module[1].no_limit()
     world.execute("has = 'big' in globals() or 'ran' in globals()")
@@ -179,10 +164,8 @@ def test_stop_before_it_is_back(world: World, hosts_of_module: list[Host]) -> No
     """The value stays with its rank."""
     world.execute(f"import torch\nmine = torch.ones({SIZE // 4})")
     hosts_of_module[1].limit(LIMIT)
-    watch = begun([], stop)
-    with pytest.raises(KeyboardInterrupt):
+    with begun([], press_stop), pytest.raises(KeyboardInterrupt):
         world.gather("mine", ranks=[2])
-    watch.join()
     hosts_of_module[1].no_limit()
     assert torch.equal(world.gather("mine[:9]", rank=2), torch.ones(9))
 
@@ -207,17 +190,13 @@ def test_a_host_is_lost(world: World, hosts_of_module: list[Host]) -> None:
     """Its ranks count as dead: the others end the task, and what has come back is no value."""
     second = hosts_of_module[1]
     second.limit(LIMIT)
-    watch = begun(hosts_of_module, second.link_down)
-    with pytest.raises(WorkerDied, match="node2"):
+    with begun(hosts_of_module, second.link_down), pytest.raises(WorkerDied, match="node2"):
         world.execute("done = True", names={"big": torch.ones(SIZE // 4)})
-    watch.join()
     second.mend()
     wait_until(lambda: has_come(world), "node2 to come back")
     world.execute(f"import torch\nmine = torch.ones({SIZE // 4})")
     second.limit(LIMIT)
-    watch = begun([], second.link_down)
-    with pytest.raises(WorkerDied, match="node2"):
+    with begun([], second.link_down), pytest.raises(WorkerDied, match="node2"):
         world.gather("mine", ranks=[2])
-    watch.join()
     world.shutdown()  # or node2 would come back once more
     second.mend()

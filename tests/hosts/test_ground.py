@@ -12,8 +12,9 @@ from contextlib import contextmanager
 import pytest
 
 from tests.hosts.conftest import complain
-from tests.hosts.network import Host, Network, end, wait_for
+from tests.hosts.network import Host, Network, end
 from tests.hosts.sshd import Sshd
+from tests.waiting import wait_until
 
 PORT = 5000
 SERVER = f"import http.server as h; h.test(h.SimpleHTTPRequestHandler, port={PORT}, bind='::')"
@@ -27,7 +28,7 @@ def serving(host: Host) -> Iterator[None]:
     lines = SERVER.replace("h.test", f"{options}h.test")
     server = host.popen(["python", "-c", lines], **quiet)
     try:
-        wait_for(lambda: PORT in host.listening(), "the server listens")
+        wait_until(lambda: PORT in host.listening(), "the server listens")
         yield
     finally:
         end(server)
@@ -153,7 +154,7 @@ def test_what_is_left_is_told(line: str, told: str, hosts: list[Host], network: 
     """And ended: a process that has left its session, a port, a folder, shared memory."""
     assert network.left() == []
     hosts[1].run(line)
-    wait_for(lambda: told in str(network.left()), told)
+    wait_until(lambda: told in str(network.left()), told)
     with pytest.raises(pytest.fail.Exception, match=told):
         complain(network, "the test", timeout=0)
-    wait_for(lambda: not network.left(), "it is ended")
+    wait_until(lambda: not network.left(), "it is ended")

@@ -20,7 +20,7 @@ from nbdist.cluster.launcher import agent_command
 from nbdist.cluster.ticket import KeyPair, Ticket, listen_with, ticket_from
 from nbdist.wire.messages import GetRefused
 from nbdist.world.world import World
-from tests.hosts.network import Host, Network, wait_for
+from tests.hosts.network import Host, Network
 from tests.hosts.worlds import SUM, check_whole
 from tests.waiting import SOON, wait_until
 
@@ -229,7 +229,7 @@ def test_a_stranger_with_no_right_key(
     place = f"tcp://{network.address}:{spy.ticket.port}"
     done = hosts[2].run([sys.executable, "-c", FORGED, place, str(bomb), *keys])
     assert done.stdout.strip() == "nothing"
-    wait_for(lambda: refused(world) > before, "it was not counted")
+    wait_until(lambda: refused(world) > before, "it was not counted")
     assert not bomb.exists()
     goes_on(world, 1)
 
@@ -244,7 +244,7 @@ def test_a_stranger_with_no_key(
     hello = b"\x05READY" + b"\x0bSocket-Type" + b"\0\0\0\x06DEALER"
     forged = b"\x04" + bytes([len(hello)]) + hello + b"\0\x05hello"
     say(hosts[2], f"{network.address} {spy.ticket.port}", greeting + forged)
-    wait_for(lambda: refused(world) > before, "it was not counted")
+    wait_until(lambda: refused(world) > before, "it was not counted")
     goes_on(world, 4)
 
 
@@ -270,7 +270,7 @@ def test_a_replay(world: World, spy: Spy, network: Network, hosts: list[Host]) -
     recorded = max(spy.sent, key=len)
     assert len(recorded) > 2_000  # its handshake, and what it has said
     say(hosts[2], f"{network.address} {spy.ticket.port}", bytes(recorded))
-    wait_for(lambda: refused(world) > before, "it was not counted")
+    wait_until(lambda: refused(world) > before, "it was not counted")
     goes_on(world, 3)
 
 

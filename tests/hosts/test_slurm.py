@@ -10,9 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -25,44 +23,18 @@ from tests.hosts.launched import Allocated, lives
 from tests.hosts.network import Host, Network
 from tests.hosts.slurm import GPUS, Slurm
 from tests.hosts.worlds import check_whole
-from tests.waiting import wait_until
+from tests.waiting import once, press_stop, wait_until
 
 
 def make_world(layout: str = "2x1", **options: object) -> World:
     return World(layout=layout, log_dir="", show=False, **options)
 
 
-@contextmanager
-def stop_when(is_due: Callable[[], bool]) -> Iterator[None]:
-    """Have Stop come as soon as it is due."""
-    over = threading.Event()
-
-    def press() -> None:
-        wait_until(lambda: over.is_set() or is_due(), "it is time to stop")
-        if not over.is_set():
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    thread = threading.Thread(target=press)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
 def dies_when(world: World, do: Callable[[], object]) -> str:
     """Do this while a cell runs, and return what that cell says."""
-
-    def wait_and_do() -> None:
-        wait_until(lambda: world.state is State.RUNNING, "the cell runs")
-        do()
-
-    thread = threading.Thread(target=wait_and_do)
-    thread.start()
-    with pytest.raises(WorkerDied) as died:
+    running = once(lambda: world.state is State.RUNNING, do, "the cell runs")
+    with running, pytest.raises(WorkerDied) as died:
         world.execute("import time; time.sleep(600)")
-    thread.join()
     return str(died.value)
 
 
@@ -250,7 +222,8 @@ def test_an_allocation_of_its_own(
     Nothing is left in the queue when the wait is stopped, or its head and the guard are killed.
     """
     monkeypatch.setenv("SALLOC_TIMELIMIT", "7")
-    with stop_when(lambda: len(slurm_here.jobs()) == 2), pytest.raises(KeyboardInterrupt):
+    stopping = once(lambda: len(slurm_here.jobs()) == 2, press_stop, "it is time to stop")
+    with stopping, pytest.raises(KeyboardInterrupt):
         make_world(salloc="-p main").start()
     wait_until(lambda: slurm_here.jobs() == [all_taken], "it is in the queue no more")
 

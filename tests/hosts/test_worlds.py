@@ -6,7 +6,6 @@ How worlds of other launchers live is in `test_slurm.py`, `test_ray.py` and `tes
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +30,7 @@ from tests.hosts.launched import (
 )
 from tests.hosts.network import Host, Network
 from tests.hosts.worlds import check_whole
+from tests.waiting import press_stop
 
 pytestmark = pytest.mark.shared_world
 
@@ -116,9 +116,7 @@ def test_stop(world: World) -> None:
         "import time\nwhile True: time.sleep(0.01)",
         "if rank: dist.barrier()\nelse: time.sleep(99)",
     ):
-        main = threading.main_thread().ident
-        assert main is not None
-        pressing = threading.Timer(1.0, signal.pthread_kill, (main, signal.SIGINT))
+        pressing = threading.Timer(1.0, press_stop)
         pressing.start()
         with pytest.raises(KeyboardInterrupt):
             world.execute(source)

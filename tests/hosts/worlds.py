@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -14,7 +13,7 @@ from nbdist.errors import WorkerDied
 from nbdist.wire.interpreter import agent_command
 from nbdist.world.world import World
 from tests.hosts.network import Host, Network
-from tests.waiting import wait_until
+from tests.waiting import once
 
 AGENT_ARGUMENTS = agent_command("")[1:]
 
@@ -76,16 +75,6 @@ def lose(world: World, network: Network, do: Callable[[], object]) -> str:
     """Do this to a machine while all ranks are in the middle of collectives: what is said then."""
     begun = network.folder / "begun"
     begun.unlink(missing_ok=True)
-
-    def wait_and_do() -> None:
-        wait_until(begun.exists, "the ranks have met")
-        do()
-
-    thread = threading.Thread(target=wait_and_do)
-    thread.start()
-    try:
-        with pytest.raises(WorkerDied) as caught:
-            world.execute(FOREVER.format(begun=str(begun)))
-    finally:
-        thread.join()
+    with once(begun.exists, do, "the ranks have met"), pytest.raises(WorkerDied) as caught:
+        world.execute(FOREVER.format(begun=str(begun)))
     return str(caught.value)

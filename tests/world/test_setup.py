@@ -12,7 +12,7 @@ from nbdist.wire.task import Attempt, Source, Task
 from nbdist.world.past import Setup
 from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.faults.test_policies import DIES, SUM, ends
+from tests.faults.test_deaths import DIES, SUM, ends
 
 pytestmark = pytest.mark.shared_world(4)
 
