@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from nbdist.agent.forming import Forming
 from nbdist.cluster.node import Node, NodeLost
@@ -42,7 +41,6 @@ from nbdist.wire.messages import (
     Outputs,
     PutCode,
     Reply,
-    Request,
     Scale,
     StartFailure,
     Starting,
@@ -308,28 +306,19 @@ CODE_TIMEOUT = 60.0
 """Seconds for a node to take in one part: some megabytes, perhaps over a slow line."""
 
 
-class CodeNode(Protocol):
-    """A node as far as code goes."""
-
-    name: str
-
-    async def ask(self, request: Request, timeout: float) -> CodeHeld:
-        """Return the reply; raises NodeLost."""
-
-
 class KeptCode:
     """What is in the notebook's files now, and which nodes have been brought to it."""
 
     def __init__(self) -> None:
         self._get: GetCode | None = None
         self._contents: dict[Digest, bytes] = {}
-        self._sharing: weakref.WeakKeyDictionary[CodeNode, bool] = weakref.WeakKeyDictionary()
+        self._sharing: weakref.WeakKeyDictionary[Node, bool] = weakref.WeakKeyDictionary()
 
     def __repr__(self) -> str:
         files = len(self._get.files) if self._get else 0
         return f"<KeptCode {files} files, on {len(self._sharing)} nodes>"
 
-    async def look(self, get: GetCode, nodes: Iterable[CodeNode]) -> CodeHeld:
+    async def look(self, get: GetCode, nodes: Iterable[Node]) -> CodeHeld:
         """Say what is missing here of the notebook's files; where nothing is, nodes get them."""
         self._get = get
         self._sharing.clear()
@@ -338,7 +327,7 @@ class KeptCode:
         lacks = tuple(digest for digest in wanted if digest not in self._contents)
         return CodeHeld("", lacks) if lacks else await self.bring(nodes)
 
-    async def take(self, put: PutCode, nodes: Iterable[CodeNode]) -> CodeHeld:
+    async def take(self, put: PutCode, nodes: Iterable[Node]) -> CodeHeld:
         """Take in what was missing; after the last part, nodes get it."""
         self._contents |= put.part.contents
         if put.part.files is None or self._get is None:
@@ -348,7 +337,7 @@ class KeptCode:
             return CodeHeld("", lacks)
         return await self.bring(nodes)
 
-    async def bring(self, nodes: Iterable[CodeNode]) -> CodeHeld:
+    async def bring(self, nodes: Iterable[Node]) -> CodeHeld:
         """Bring the files to those nodes that do not have them yet; the first problem, if any."""
         if (get := self._get) is None:
             return CodeHeld("")
@@ -359,9 +348,9 @@ class KeptCode:
                 return held
         return CodeHeld("", is_shared=bool(there) and all(self._sharing[node] for node in there))
 
-    async def _bring_to(self, node: CodeNode, get: GetCode) -> CodeHeld:
+    async def _bring_to(self, node: Node, get: GetCode) -> CodeHeld:
         try:
-            held = await node.ask(get, CODE_TIMEOUT)
+            held: CodeHeld = await node.ask(get, CODE_TIMEOUT)
             if not held.is_shared:
                 contents = ((digest, self._contents[digest]) for digest in held.lacks)
                 for part in parts(get.files, contents):

@@ -6,35 +6,31 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from nbdist import __version__, topology
 from nbdist.errors import BadTopology
 from nbdist.seats import Position, reseat, shrink
-from nbdist.wire.many import NodeFacts, NodeHello, Target
+from nbdist.wire.many import NodeHello, Target
 from nbdist.wire.start import WorldSpec
 from nbdist.wire.versions import Versions, difference
 from nbdist.wire.wanted import Wanted
 from nbdist.words import count
 
-
-class Machine(Protocol):
-    """A node, as far as seats depend on it."""
-
-    number: int
-    facts: NodeFacts
+if TYPE_CHECKING:
+    from nbdist.cluster.node import Node
 
 
 class NoSeats(ValueError):
     """There are not enough of them; the message says how many there are where."""
 
 
-def room_of(wanted: Wanted, nodes: Sequence[Machine]) -> dict[int, int]:
+def room_of(wanted: Wanted, nodes: Sequence[Node]) -> dict[int, int]:
     """Say for how many workers each node has room."""
     return {node.number: _room(wanted, node) for node in nodes}
 
 
-def _gpus(wanted: Wanted, node: Machine) -> tuple[str, ...]:
+def _gpus(wanted: Wanted, node: Node) -> tuple[str, ...]:
     """List its GPUs that are to be used; raises NoSeats where one of them is not there."""
     try:
         gpus = node.facts.gpus
@@ -43,19 +39,19 @@ def _gpus(wanted: Wanted, node: Machine) -> tuple[str, ...]:
         raise NoSeats(f"{node.facts.name}: {error}") from None
 
 
-def _has_cuda(node: Machine) -> bool:
+def _has_cuda(node: Node) -> bool:
     """Say whether torch there may use GPUs: of a build for CPUs alone its version tells."""
     return not node.facts.torch.endswith("+cpu")
 
 
-def _room(wanted: Wanted, node: Machine) -> int:
+def _room(wanted: Wanted, node: Node) -> int:
     slots = wanted.hosts[node.number].slots if node.number < len(wanted.hosts) else None
     if slots is not None:
         return slots
     return topology.resolve(wanted.per_node, len(_gpus(wanted, node)), node.facts.cores)
 
 
-def seated(spec: WorldSpec, wanted: Wanted, nodes: Sequence[Machine]) -> WorldSpec:
+def seated(spec: WorldSpec, wanted: Wanted, nodes: Sequence[Node]) -> WorldSpec:
     """Seat the ranks of a new world on the nodes that have come; raises NoSeats."""
     room = room_of(wanted, nodes)
     # A host may have room for more than it is to have: ranks of lost ones find it there.
@@ -81,7 +77,7 @@ def seated(spec: WorldSpec, wanted: Wanted, nodes: Sequence[Machine]) -> WorldSp
 
 
 def _check_nccl(
-    wanted: Wanted, nodes: Sequence[Machine], ranks: Mapping[int, int], *, shared: bool
+    wanted: Wanted, nodes: Sequence[Node], ranks: Mapping[int, int], *, shared: bool
 ) -> None:
     """Raise NoSeats where a node has no GPU for each of its ranks, or a torch without nccl."""
     for node in nodes:
@@ -93,14 +89,14 @@ def _check_nccl(
             raise NoSeats(f"{there}, and nccl needs one for each: `--backend gloo`")
 
 
-def led_by_first(spec: WorldSpec, nodes: Sequence[Machine]) -> WorldSpec:
+def led_by_first(spec: WorldSpec, nodes: Sequence[Node]) -> WorldSpec:
     """Have MASTER_ADDR be the machine of rank 0."""
     first = next(node for node in nodes if node.number == spec.seats[0].node)
     return replace(spec, master_addr=first.facts.address, master_port=first.facts.port)
 
 
 def without(
-    spec: WorldSpec, wanted: Wanted, nodes: Sequence[Machine]
+    spec: WorldSpec, wanted: Wanted, nodes: Sequence[Node]
 ) -> tuple[WorldSpec, tuple[int, ...]]:
     """Seat the ranks of lost nodes on those that are there, or leave them out: also who stays.
 
@@ -120,7 +116,7 @@ def without(
     return led_by_first(replace(spec, world_size=len(keep), seats=seats), nodes), keep
 
 
-def full_size(wanted: Wanted, nodes: Sequence[Machine]) -> int:
+def full_size(wanted: Wanted, nodes: Sequence[Node]) -> int:
     """Count the ranks that a world is to have, as far as these nodes have room for them."""
     room = room_of(wanted, nodes)
     most = wanted.per_node if isinstance(wanted.per_node, int) else max(room.values())
@@ -170,15 +166,7 @@ def mismatch(name: str, hello: NodeHello, here: Versions) -> str:
 # --- from machine to machine ------------------------------------------------------------------
 
 
-class Reachable(Protocol):
-    """A machine, as far as the way there goes."""
-
-    number: int
-    name: str
-    facts: NodeFacts
-
-
-def targets(nodes: Sequence[Reachable]) -> Mapping[int, tuple[Target, ...]]:
+def targets(nodes: Sequence[Node]) -> Mapping[int, tuple[Target, ...]]:
     """Choose for each machine, by its number, which others it is to try to reach."""
     found = {}
     for at, node in enumerate(nodes):

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nbdist.notebook.shipping.free_names import names_bound, names_used
-from nbdist.tools.script_text import Imported, imported_by
+from nbdist.tools.script_text import WIDTH, Imported, imported_by
 from nbdist.values.definitions import cell_source
 from nbdist.values.identity import is_atomic
 from nbdist.values.pickling import pickle as look_at
@@ -36,7 +36,6 @@ MOST_CHARACTERS = 1_000
 
 _DEEP = 20
 _SIZED = (list, tuple, set, dict, str, bytes)
-_WIDTH = 88
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +142,7 @@ def literal(value: Any) -> str | None:
         text = _literal(value, _DEEP)
     except ValueError:
         return None
-    if len(text) > _WIDTH - 20 and isinstance(value, list | tuple | dict | set):
+    if len(text) > WIDTH - 20 and isinstance(value, list | tuple | dict | set):
         return _in_lines(text)
     return text
 
@@ -168,7 +167,7 @@ def _in_lines(text: str) -> str:
             return text
     if all(isinstance(each, ast.Constant) for each in getattr(parts, "elts", [parts])):
         inner = (
-            textwrap.wrap(", ".join(inner), _WIDTH - 8, break_long_words=False)
+            textwrap.wrap(", ".join(inner), WIDTH - 8, break_long_words=False)
             if not any('"' in each for each in inner)
             else inner
         )
