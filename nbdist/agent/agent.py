@@ -65,7 +65,7 @@ from nbdist.wire.store_operations import Operation
 
 if TYPE_CHECKING:
     from nbdist.cluster.client import Coming, HeadEnd
-    from nbdist.cluster.transfer import Returns
+    from nbdist.cluster.transfer import Uploads
 
 log = logging.getLogger("nbdist.agent")
 
@@ -118,14 +118,14 @@ class Agent:
         self._gauge = MemoryGauge()
         self._outbox = Outbox(self._send)
         self._head: HeadEnd | None = None
-        self._returns: Returns | None = None
+        self._returns: Uploads | None = None
         emit: Emit = self._outbox.add
         if coming:
             # For worlds on several machines alone.
             from nbdist.cluster.client import HeadEnd
-            from nbdist.cluster.transfer import Returns
+            from nbdist.cluster.transfer import Uploads
 
-            self._returns = Returns(emit, self._send_head)
+            self._returns = Uploads(emit, self._send_head)
             emit, ask_store = self._returns.add, self._ask_head
         self._store = StoreWindow(runtime, ask_store) if ask_store else None
         address = coming.way.own if coming else "127.0.0.1"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nbdist.agent.forming import Forming
 from nbdist.cluster.node import Node, NodeLost
-from nbdist.cluster.nodes import CannotStart, Roster
+from nbdist.cluster.nodes import CannotStart, NodePool
 from nbdist.cluster.placement import (
     NoSeats,
     full_size,
@@ -26,7 +26,7 @@ from nbdist.cluster.placement import (
     seated,
     without,
 )
-from nbdist.cluster.transfer import Freight
+from nbdist.cluster.transfer import BulkTransfers
 from nbdist.output.events import Clear, Died, Display, Failure, Text, Update
 from nbdist.wire.code_tree import Digest, parts
 from nbdist.wire.key_values import HostedStore
@@ -55,23 +55,23 @@ class Assembly:
     """Starts the world, heals it, and makes it another size: one call at a time.
 
     `take` gets what agents say, `lose` those that are lost; `tell` is for the notebook.  Ranks
-    meet in `store`; what is under way in `freight` ends when all agents leave.
+    meet in `store`; what is under way in `transfers` ends when all agents leave.
     """
 
     def __init__(
         self,
         runtime: Path,
         store: HostedStore,
-        freight: Freight,
+        transfers: BulkTransfers,
         take: Callable[[Node, NodeUp], None],
         lose: Callable[[Node], None],
         tell: Callable[[Up], None],
     ) -> None:
         self._runtime = runtime
         self._store = store
-        self._freight = freight
+        self._transfers = transfers
         self._take, self._lose, self._tell = take, lose, tell
-        self._roster: Roster | None = None
+        self._pool: NodePool | None = None
         self._who: tuple[object, ...] = ()
         self._wanted: Wanted | None = None
         self._forming: Forming | None = None
@@ -81,7 +81,7 @@ class Assembly:
         self._coming = ""
 
     def __repr__(self) -> str:
-        return f"<Assembly {self._roster} {self._forming}>"
+        return f"<Assembly {self._pool} {self._forming}>"
 
     @property
     def spec(self) -> WorldSpec | None:
@@ -91,26 +91,26 @@ class Assembly:
     @property
     def there(self) -> Sequence[Node]:
         """The nodes that are not lost, in order."""
-        return self._roster.there if self._roster else ()
+        return self._pool.there if self._pool else ()
 
     @property
     def refused(self) -> int:
         """How many connections had no right key."""
-        return self._roster.gate.refused if self._roster else 0
+        return self._pool.server.refused if self._pool else 0
 
     def node(self, number: int) -> Node:
         """Return the node of this number, lost or not."""
-        assert self._roster is not None
-        return self._roster.nodes[number]
+        assert self._pool is not None
+        return self._pool.nodes[number]
 
     def nodes(self, ranks: Iterable[int]) -> dict[Node, tuple[int, ...]]:
         """Return the nodes on which these ranks are, with those of each."""
-        nodes = self._roster.nodes if self._roster else {}
+        nodes = self._pool.nodes if self._pool else {}
         return {nodes[number]: part for number, part in shares(ranks, self._node_of).items()}
 
     @property
     def _hosts(self) -> dict[int, str]:
-        nodes = self._roster.nodes if self._roster else {}
+        nodes = self._pool.nodes if self._pool else {}
         return {rank: nodes[number].name for rank, number in self._node_of.items()}
 
     def _seat(self, spec: WorldSpec) -> None:
@@ -122,9 +122,9 @@ class Assembly:
         """Have agents come, and start the workers there; what it takes, or who has failed."""
         assert request.wanted is not None
         try:
-            roster = await self._gather(request.wanted)
+            pool = await self._gather(request.wanted)
             await self._bring_code()
-            spec = seated(request.spec, request.wanted, roster.there)
+            spec = seated(request.spec, request.wanted, pool.there)
         except CannotStart as error:
             await self.dismiss()
             return error.failure
@@ -132,7 +132,7 @@ class Assembly:
             await self.dismiss()
             return StartFailure(None, request.wanted.launcher, "", str(error), ())
         if self._forming is None:
-            self._forming = Forming(roster.nodes, lambda spec, rank: spec.seats[rank].node)
+            self._forming = Forming(pool.nodes, lambda spec, rank: spec.seats[rank].node)
         if request.wanted.rdzv_backend and request.wanted.rdzv_endpoint:
             spec = replace(spec, torch_store=_torch_store(request.wanted))
         self._seat(spec)
@@ -142,8 +142,8 @@ class Assembly:
         if isinstance(started, StartFailure):
             return started
         lacks = started.lacks
-        if back := roster.word_way_back(request.wanted):
-            lacks += (f"{len(roster.there)} of {request.wanted.max_nodes} nodes have come. {back}",)
+        if back := pool.word_way_back(request.wanted):
+            lacks += (f"{len(pool.there)} of {request.wanted.max_nodes} nodes have come. {back}",)
         return replace(started, spec=spec, hosts=self._hosts, lacks=lacks)
 
     async def stop(self, grace: float) -> None:
@@ -153,24 +153,24 @@ class Assembly:
 
     async def dismiss(self) -> None:
         """Have all agents leave."""
-        roster, self._roster, self._forming = self._roster, None, None
+        pool, self._pool, self._forming = self._pool, None, None
         self._node_of.clear()
-        self._freight.close()
-        if roster is not None:
-            await roster.close()
+        self._transfers.close()
+        if pool is not None:
+            await pool.close()
 
-    async def _gather(self, wanted: Wanted) -> Roster:
+    async def _gather(self, wanted: Wanted) -> NodePool:
         """Have agents on the machines that are wanted; those that are there may be enough."""
-        roster = self._roster
-        if roster is None or not roster.will_do(wanted) or _who(wanted) != self._who:
+        pool = self._pool
+        if pool is None or not pool.will_do(wanted) or _who(wanted) != self._who:
             await self.dismiss()
             self._who = _who(wanted)
-            roster = self._roster = Roster(
+            pool = self._pool = NodePool(
                 self._runtime, self._take, self._lose, self._admit, self._tell
             )
-            await roster.fill(wanted, self._report_coming)
+            await pool.fill(wanted, self._report_coming)
         self._wanted = wanted
-        return roster
+        return pool
 
     def _report_coming(self, text: str) -> None:
         if text != self._coming:
@@ -203,30 +203,30 @@ class Assembly:
 
     async def change(self, request: Heal | Scale | Grow) -> Reply:
         """Make it whole, or as large as is asked, or as it can be now; None where there is none."""
-        forming, roster, wanted = self._forming, self._roster, self._wanted
-        if forming is None or forming.spec is None or roster is None or wanted is None:
+        forming, pool, wanted = self._forming, self._pool, self._wanted
+        if forming is None or forming.spec is None or pool is None or wanted is None:
             return None
         match request:
             case Heal():
-                healed = await self._heal(forming, roster, wanted)
+                healed = await self._heal(forming, pool, wanted)
             case Scale():
-                healed = await self._scale(request, forming, roster, wanted)
+                healed = await self._scale(request, forming, pool, wanted)
             case Grow():
-                healed = await self._grow(forming, roster, wanted)
+                healed = await self._grow(forming, pool, wanted)
         # Also where it says why it is not what was asked.
-        back = roster.word_way_back(wanted)
+        back = pool.word_way_back(wanted)
         return replace(healed, spec=forming.spec, hosts=self._hosts, way_back=back)
 
-    async def _heal(self, forming: Forming, roster: Roster, wanted: Wanted) -> Healed:
+    async def _heal(self, forming: Forming, pool: NodePool, wanted: Wanted) -> Healed:
         """Have a group of all ranks that can be; also where nodes are lost meanwhile."""
         assert forming.spec is not None
-        for _ in range(len(roster.nodes)):  # more may come meanwhile
-            there = roster.there
+        for _ in range(len(pool.nodes)):  # more may come meanwhile
+            there = pool.there
             spec, keep = without(forming.spec, wanted, there)
             with suppress(CannotStart):  # workers there say what they lack
                 await self._bring_code()
             if not keep:
-                said = await roster.last_word()
+                said = await pool.last_word()
                 why = f"all machines are lost: {said}" if said else "all machines are lost"
                 healed = Healed(*forming.whereabouts(), spec.seats, why)
                 break
@@ -234,33 +234,33 @@ class Assembly:
                 healed = await forming.heal(spec)
             else:
                 healed = await forming.scale(spec, keep)
-            if not healed.problem or roster.there == there:
+            if not healed.problem or pool.there == there:
                 break
         self._seat(forming.spec)
         return healed
 
     async def _scale(
-        self, request: Scale, forming: Forming, roster: Roster, wanted: Wanted
+        self, request: Scale, forming: Forming, pool: NodePool, wanted: Wanted
     ) -> Healed:
         assert forming.spec is not None
         try:
             await self._bring_code()
-            room = room_of(wanted, roster.there)
+            room = room_of(wanted, pool.there)
             spec = resized(forming.spec, request.spec.world_size, request.keep, room)
         except (NoSeats, CannotStart) as error:
             return Healed(*forming.whereabouts(), forming.spec.seats, not_scaled=str(error))
         # Machines that come later do not make it another one.
         self._wanted = replace(wanted, workers=spec.world_size)
-        return await self._scale_to(forming, led_by_first(spec, roster.there), request.keep)
+        return await self._scale_to(forming, led_by_first(spec, pool.there), request.keep)
 
-    async def _grow(self, forming: Forming, roster: Roster, wanted: Wanted) -> Healed:
+    async def _grow(self, forming: Forming, pool: NodePool, wanted: Wanted) -> Healed:
         """Take in machines that have come since, between cells."""
         assert forming.spec is not None
         everyone = range(forming.spec.world_size)
-        size = max(full_size(wanted, roster.there), len(everyone))
+        size = max(full_size(wanted, pool.there), len(everyone))
         try:
             await self._bring_code()
-            spec = resized(forming.spec, size, everyone, room_of(wanted, roster.there))
+            spec = resized(forming.spec, size, everyone, room_of(wanted, pool.there))
         except (NoSeats, CannotStart) as error:
             return Healed(*forming.whereabouts(), forming.spec.seats, not_scaled=str(error))
         return await self._scale_to(forming, spec, everyone)

@@ -17,7 +17,7 @@ from nbdist.agent.tether import Tether
 from nbdist.agent.window import Window, seen_here
 from nbdist.cluster.assembly import Assembly, in_time_of_head, last_words
 from nbdist.cluster.node import Node, NodeLost
-from nbdist.cluster.transfer import Freight
+from nbdist.cluster.transfer import BulkTransfers
 from nbdist.node.guard import Guard
 from nbdist.output.events import Died, Done
 from nbdist.wire.carrying import Dropped, Piece, Taken
@@ -74,13 +74,13 @@ class Head:
     def __init__(self, runtime: Path, notebook_pid: int, guard: Guard) -> None:
         self._runtime = runtime
         self._store = HostedStore()
-        self._freight = Freight(
+        self._transfers = BulkTransfers(
             lambda number: self._assembly.node(number),
             self._send_run,
             lambda outputs: self._show(outputs, None),
         )
         self._assembly = Assembly(
-            runtime, self._store, self._freight, self._take, self._lose, self._send
+            runtime, self._store, self._transfers, self._take, self._lose, self._send
         )
         self._task_of: dict[int, str] = {}
         self._batches: deque[Node | None] = deque()
@@ -129,9 +129,9 @@ class Head:
             case Locate(ranks):
                 self._round.begin(self._assembly.nodes(ranks))
             case Interrupt(ranks):
-                self._pass_on(message, self._freight.stop(ranks))
+                self._pass_on(message, self._transfers.stop(ranks))
             case LetGo(task_id, ranks):
-                self._freight.let_go(task_id, ranks)
+                self._transfers.let_go(task_id, ranks)
                 self._pass_on(message, ranks)
             case Abort(ranks) | Spare(ranks):
                 self._pass_on(message, ranks)
@@ -170,7 +170,7 @@ class Head:
 
     def _run(self, run: Run) -> None:
         self._usage.clear()
-        self._freight.run(
+        self._transfers.run(
             run, [node.number for node in self._assembly.nodes(run.ranks) if not node.lost]
         )
 
@@ -211,10 +211,10 @@ class Head:
             case NodeAnswer(number, part_reply):
                 node.answered(number, part_reply, of_part=True)
             case Outputs() as outputs:
-                outputs = self._freight.moved(node.number, outputs)
+                outputs = self._transfers.moved(node.number, outputs)
                 self._show(in_time_of_head(outputs, node.offset_ns), node)
             case Piece() | Taken() | Dropped():
-                self._freight.take(node.number, message)
+                self._transfers.take(node.number, message)
             case Located(places):
                 self._say_where(self._round.take(node, places))
             case Aborted() as aborted:
@@ -250,7 +250,7 @@ class Head:
     def _lose(self, node: Node) -> None:
         self._say_where(self._round.drop(node))
         self._report_dead(node, node.ranks)
-        self._freight.lose(node.number)
+        self._transfers.lose(node.number)
 
     def _report_dead(self, node: Node, ranks: Iterable[int]) -> None:
         now = time.time_ns()

@@ -35,8 +35,8 @@ from nbdist.cluster.ticket import (
     Ticket,
     come_with,
     endpoint,
-    find_offer,
-    offers_folder,
+    find_join_key,
+    join_keys_folder,
     place_from,
     place_of,
     read_key_file,
@@ -142,7 +142,7 @@ def _ticket(place: Place, key_file: str | None) -> Ticket:
             return ticket_from(sys.stdin.buffer.readline())
         if key_file is not None:
             return read_key_file(Path(key_file))
-        if found := find_offer(place):
+        if found := find_join_key(place):
             return found
         if sys.stdin.isatty():
             return ticket_from(getpass.getpass(f"Key of the world at {place}: ").encode())
@@ -151,7 +151,7 @@ def _ticket(place: Place, key_file: str | None) -> Ticket:
     except OSError as error:
         raise UsageError(f"`--key-file {key_file}`: {error.strerror or error}.") from None
     raise UsageError(
-        f"`nbdist join {place}`: {offers_folder()} has no key for it. Where the home folder is "
+        f"`nbdist join {place}`: {join_keys_folder()} has no key for it. Where the home folder is "
         "not the notebook's, copy the file of that address from there: `--key-file FILE`, or "
         "`--key-file -` for stdin."
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from nbdist import __version__, plugins
-from nbdist.cluster.ticket import Ticket, drop_dead_offers, place_of, write_offer
+from nbdist.cluster.ticket import Ticket, drop_dead_join_keys, place_of, write_join_key
 from nbdist.wire.child import Child
 from nbdist.wire.interpreter import MODULE
 from nbdist.wire.interpreter import agent_command as agent_command  # launchers find all here
@@ -186,19 +186,19 @@ WAIT_TIMEOUT = 3600.0
 """Seconds for all machines to come: a queue may be in between, and Stop ends the wait."""
 
 
-class Offer:
+class JoinKey:
     """The world's key in the user's state folder, as long as the world is there."""
 
     host = ""
 
     def __init__(self, ticket: Ticket) -> None:
         self.command = f"nbdist join {place_of(ticket)}"
-        self._file = write_offer(ticket)
+        self._file = write_join_key(ticket)
         # Turns readable when something ends, and nothing does here.
         self._fd = os.eventfd(0)
 
     def __repr__(self) -> str:
-        return f"<Offer {self._file}>"
+        return f"<JoinKey {self._file}>"
 
     def fileno(self) -> int:
         """Return a descriptor that never turns readable."""
@@ -231,10 +231,10 @@ class JoinLauncher:
 
     def launch(self, wanted: Wanted, ticket: Ticket, folder: Path) -> Launched:
         """Wait for as many machines as there shall be at least."""
-        drop_dead_offers()
-        offer = Offer(ticket)
+        drop_dead_join_keys()
+        key = JoinKey(ticket)
         return Launched(
-            [offer], wanted.min_nodes, invitation=offer.command, arrive_timeout=WAIT_TIMEOUT
+            [key], wanted.min_nodes, invitation=key.command, arrive_timeout=WAIT_TIMEOUT
         )
 
 

@@ -1,4 +1,4 @@
-"""The machines of a world: a launcher starts their agents, they come to the gate, some are lost."""
+"""The machines of a world: a launcher starts their agents, which come here; some are lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from nbdist.cluster.launcher import AgentProcess, Launched, LaunchError, find_launcher, why_refused
 from nbdist.cluster.node import Node, NodeLost
 from nbdist.cluster.placement import mismatch, room_of, targets, unreachable
-from nbdist.cluster.server import Gate, addresses, listened_at
+from nbdist.cluster.server import NodeServer, addresses, listened_at
 from nbdist.wire.many import NodeHello, NodeUp, Reach
 from nbdist.wire.messages import Leave, Silent, StartFailure
 from nbdist.wire.versions import versions_here
@@ -44,7 +44,7 @@ class CannotStart(Exception):
         self.failure = failure
 
 
-class Roster:
+class NodePool:
     """All nodes by their numbers, those that are lost included.
 
     `receive` gets what each says, `lose` is called with one that is lost, `admit` with one that
@@ -60,7 +60,7 @@ class Roster:
         tell: Callable[[Silent], None],
     ) -> None:
         self.nodes: dict[int, Node] = {}
-        self.gate = Gate(self._take, self._disconnected, self._miss)
+        self.server = NodeServer(self._take, self._disconnected, self._miss)
         self._folder = folder
         self._receive = receive
         self._lose = lose
@@ -77,7 +77,7 @@ class Roster:
         self._has_begun = self._is_leaving = False
 
     def __repr__(self) -> str:
-        return f"<Roster {[*self.nodes.values()]} {self.gate}>"
+        return f"<NodePool {[*self.nodes.values()]} {self.server}>"
 
     @property
     def there(self) -> list[Node]:
@@ -118,8 +118,8 @@ class Roster:
         `report` is called with what is to be said of those that have come.
         """
         try:
-            self.gate.open(*listened_at(wanted.address), link_timeout=wanted.link_timeout)
-            ticket = self.gate.ticket(addresses(wanted.address), fork=wanted.fork)
+            self.server.open(*listened_at(wanted.address), link_timeout=wanted.link_timeout)
+            ticket = self.server.ticket(addresses(wanted.address), fork=wanted.fork)
             launcher = find_launcher(wanted.launcher)
             self._launched = await asyncio.to_thread(launcher.launch, wanted, ticket, self._folder)
         except (OSError, LaunchError) as error:
@@ -159,7 +159,7 @@ class Roster:
         await asyncio.gather(*ends)
         for process in processes:
             process.close()
-        await self.gate.close()
+        await self.server.close()
 
     # --- coming ---------------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ class Roster:
         number = self._number_for(hello)
         hosts = self._launched.hosts
         name = hosts[number] if number < len(hosts) else hello.facts.name
-        node = Node(number, name, hello, lambda message: self.gate.send(identity, message))
+        node = Node(number, name, hello, lambda message: self.server.send(identity, message))
         if why := mismatch(name, hello, self._versions):
             self._fail(StartFailure(None, name, "", why, ()))
             node.send(Leave())
@@ -289,7 +289,7 @@ class Roster:
     def _miss(self, identities: Collection[bytes]) -> None:
         found = (self._by_identity.get(identity) for identity in identities)
         names = tuple(sorted(node.name for node in found if node is not None and not node.lost))
-        self._tell(Silent(names, self.gate.link_timeout))
+        self._tell(Silent(names, self.server.link_timeout))
 
     def _disconnected(self, identity: bytes) -> None:
         node = self._by_identity.pop(identity, None)

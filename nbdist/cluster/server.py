@@ -101,7 +101,7 @@ class _OneKey:
         return key == self._key
 
 
-class Gate:
+class NodeServer:
     """The head's side of the links to all agents.
 
     `receive` gets what an agent says, by its identity, `lose` is called with that when it has ended
@@ -134,7 +134,7 @@ class Gate:
         self._known: dict[bytes, _Line] = {}
 
     def __repr__(self) -> str:
-        return f"<Gate port {self.port}, {len(self._known)} agents, {self.refused} refused>"
+        return f"<NodeServer port {self.port}, {len(self._known)} agents, {self.refused} refused>"
 
     @property
     def refused(self) -> int:
@@ -177,7 +177,7 @@ class Gate:
             self._monitor.close(0)
             self._auth.stop()
         # What waited for these sockets takes its leave of the loop in the next rounds, by
-        # descriptors that the sockets of the next gate could have by then.
+        # descriptors that the sockets of the next server could have by then.
         for _ in range(ROUNDS):
             await asyncio.sleep(0)
         self._socket.close()

@@ -129,7 +129,7 @@ def _beat(socket: zmq.Socket[Any], link_timeout: float) -> None:
     socket.ipv6 = True
     socket.heartbeat_ivl = round(BEAT_INTERVAL * 1000)
     # After a pause of its own libzmq looks at the clock before it reads what has come meanwhile.
-    # So this is how agents miss a head; the head looks at its connections (`Gate`), and earlier.
+    # So this is how agents miss a head; the head looks at its connections (`NodeServer`), earlier.
     socket.heartbeat_timeout = round(AGENTS_WAIT * link_timeout * 1000)
     # No beat is sent, and none missed, while a message stands half in the kernel's buffer: a big
     # value is on its way when the cable is pulled.  TCP_USER_TIMEOUT is for that.
@@ -174,19 +174,19 @@ def place_from(text: str) -> Place:
     return Place(host, int(port))
 
 
-def offers_folder() -> Path:
-    """Return the folder of the offers."""
+def join_keys_folder() -> Path:
+    """Return the folder of the keys."""
     return Path(folders.state_folder(), "joins")
 
 
-def offer_file(place: Place) -> Path:
+def join_key_file(place: Place) -> Path:
     """Return the file of the world at this place."""
-    return offers_folder() / f"{place.host.replace(':', '_')}-{place.port}{SUFFIX}"
+    return join_keys_folder() / f"{place.host.replace(':', '_')}-{place.port}{SUFFIX}"
 
 
-def write_offer(ticket: Ticket) -> Path:
+def write_join_key(ticket: Ticket) -> Path:
     """Write the ticket where `nbdist join` finds it, in place of an old one; raises OSError."""
-    path = offer_file(place_of(ticket))
+    path = join_key_file(place_of(ticket))
     folders.make_private(path.parent)
     unfinished = path.with_suffix(f".{os.getpid()}")
     fd = folders.open_private(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
@@ -196,12 +196,12 @@ def write_offer(ticket: Ticket) -> Path:
     return path
 
 
-def find_offer(place: Place) -> Ticket | None:
+def find_join_key(place: Place) -> Ticket | None:
     """Find the ticket of the world at this place: by the address, or else by the port alone.
 
     Another name or address than the one shown may lead there.
     """
-    by_port = [ticket for _, ticket in _offers() if ticket.port == place.port]
+    by_port = [ticket for _, ticket in _join_keys() if ticket.port == place.port]
     by_address = [ticket for ticket in by_port if place.host in ticket.addresses]
     found = by_address or by_port
     return found[0] if len(found) == 1 else None
@@ -219,10 +219,10 @@ def read_key_file(path: Path) -> Ticket:
         return ticket_from(file.read(LONGEST_TICKET))
 
 
-def drop_dead_offers() -> None:
+def drop_dead_join_keys() -> None:
     """Remove the keys of worlds of this machine whose head was killed before it could."""
     own = {each.address for on in psutil.net_if_addrs().values() for each in on}
-    for path, ticket in _offers():
+    for path, ticket in _join_keys():
         if own.issuperset(ticket.addresses) and not any(
             _is_heard_at(address, ticket.port) for address in ticket.addresses
         ):
@@ -240,9 +240,9 @@ def _is_heard_at(address: str, port: int) -> bool:
     return True
 
 
-def _offers() -> Iterator[tuple[Path, Ticket]]:
+def _join_keys() -> Iterator[tuple[Path, Ticket]]:
     with suppress(OSError):
-        for path in sorted(offers_folder().glob(f"*{SUFFIX}")):
+        for path in sorted(join_keys_folder().glob(f"*{SUFFIX}")):
             with suppress(OSError, BadTicket):
                 yield path, read_key_file(path)
 

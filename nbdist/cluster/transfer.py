@@ -1,7 +1,7 @@
 """Big values between the notebook and the nodes: what waits for them, and how long they are kept.
 
-`Deliveries` and `Returned` decide, with no I/O but on memory; `Freight` does it, in the head's
-process; `Returns` has what ranks bring back, in an agent's: the end of a task is held back until
+`Downloads` and `Returned` decide, with no I/O but on memory; `BulkTransfers` does it, in the head's
+process; `Uploads` has what ranks bring back, in an agent's: the end of a task is held back until
 the head has its big values, and with it whatever the rank says after it.  The rules are in
 `nbdist.wire.carrying`.
 """
@@ -52,7 +52,7 @@ class Refused:
     problem: str
 
 
-class Deliveries:
+class Downloads:
     """Tasks whose big variables are being sent to the nodes of their ranks.
 
     All ranks get a task at the same time, so that none waits in a collective for a node whose
@@ -66,7 +66,7 @@ class Deliveries:
         self._refused: list[Refused] = []
 
     def __repr__(self) -> str:
-        return f"<Deliveries {len(self._waiting)} tasks wait, {self._sending}>"
+        return f"<Downloads {len(self._waiting)} tasks wait, {self._sending}>"
 
     def add(self, run: Run, nodes: Iterable[int]) -> bool:
         """Send each of these nodes what it lacks of the task; False where none lacks anything.
@@ -232,7 +232,7 @@ class Returned:
         self._of_rank.clear()
 
 
-class Freight:
+class BulkTransfers:
     """Both ways together: `node` finds nodes by their numbers, `run` takes tasks to be sent.
 
     `show` takes what the notebook is told in the place of ranks that do not get a task.
@@ -247,14 +247,14 @@ class Freight:
         self._node = node
         self._run = run
         self._show = show
-        self._down = Deliveries()
+        self._down = Downloads()
         self._up = Returned()
         self._timer: asyncio.TimerHandle | None = None
         self._said: dict[str, Moved] = {}  # by task, what it was told last
         self._say_at = 0.0
 
     def __repr__(self) -> str:
-        return f"<Freight {self._down} {self._up}>"
+        return f"<BulkTransfers {self._down} {self._up}>"
 
     def run(self, run: Run, nodes: Iterable[int]) -> None:
         """Have a task sent, to these nodes, once they have what it refers to."""
@@ -376,7 +376,7 @@ class _Held:
         return Moved(sum(self.there.values()), sum(self.totals.values()))
 
 
-class Returns:
+class Uploads:
     """Ends of tasks whose values are under way to the head.
 
     `emit` takes all that ranks say, in order, `send` is for the head.
@@ -394,7 +394,7 @@ class Returns:
         self._say_at = 0.0
 
     def __repr__(self) -> str:
-        return f"<Returns of ranks {sorted(self._held)}, {self._sending}>"
+        return f"<Uploads of ranks {sorted(self._held)}, {self._sending}>"
 
     def add(self, rank: int, task_id: str, output: Output) -> None:
         """Take what a rank says."""

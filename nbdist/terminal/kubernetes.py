@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nbdist.cluster.ticket import Place, offer_file, place_from
+from nbdist.cluster.ticket import Place, join_key_file, place_from
 from nbdist.errors import UsageError
 
 KEY_FOLDER = "/var/run/secrets/nbdist"
@@ -92,7 +92,8 @@ def manifest(pods: Pods) -> str:
     documents = "---\n".join("\n".join(_lines(each)) + "\n" for each in documents_of(pods))
     return (
         f"# The key first, from the machine of the notebook, which waits at {pods.place}:\n"
-        f"#   kubectl create secret generic {secret} --from-file={KEY}={offer_file(pods.place)}\n"
+        f"#   kubectl create secret generic {secret} --from-file={KEY}="
+        f"{join_key_file(pods.place)}\n"
         f"{documents}"
     )
 

@@ -20,7 +20,7 @@ import zmq
 
 from nbdist.cluster import join
 from nbdist.cluster.join import Part, part_of, turn_of, without_starters
-from nbdist.cluster.ticket import KeyPair, Ticket, listen_with, write_offer
+from nbdist.cluster.ticket import KeyPair, Ticket, listen_with, write_join_key
 from nbdist.errors import UsageError
 from nbdist.terminal.console import main
 from tests.waiting import wait_until
@@ -127,7 +127,7 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path, port: int
     assert told == f"nbdist: `--key-file {missing}`: No such file or directory."
     told = said(capsys, place, "--key-file", "-")
     assert told.startswith(f"nbdist: `nbdist join {place}`: that is no ticket of a world")
-    write_offer(Ticket(("127.0.0.1",), port, KeyPair.new().public, KeyPair.new()))
+    write_join_key(Ticket(("127.0.0.1",), port, KeyPair.new().public, KeyPair.new()))
     told = said(capsys, f"nowhere.invalid:{port}")
     assert told.startswith(f"nbdist: `nbdist join nowhere.invalid:{port}`: ")
 

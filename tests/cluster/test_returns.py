@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from nbdist.cluster.transfer import Returns
+from nbdist.cluster.transfer import Uploads
 from nbdist.output.events import Done, Failure, Moved, Output, Text
 from nbdist.values.payload import Payload, pack_frames
 from nbdist.values.shared_memory import Segment, open_segment, to_end
@@ -30,9 +30,9 @@ def sent() -> Sent:
 
 
 @pytest.fixture
-def returns(said: Said, sent: Sent) -> Iterator[Returns]:
+def returns(said: Said, sent: Sent) -> Iterator[Uploads]:
     """What is tested."""
-    with closing(Returns(lambda *item: said.append(item), sent.append)) as returns:
+    with closing(Uploads(lambda *item: said.append(item), sent.append)) as returns:
         yield returns
 
 
@@ -48,7 +48,7 @@ def ended(segment: Segment) -> Done:
     return Done("ok", 0.1, values=Payload(segment=segment.ref))
 
 
-def test_what_has_no_big_values_goes_by(returns: Returns, said: Said, sent: Sent) -> None:
+def test_what_has_no_big_values_goes_by(returns: Uploads, said: Said, sent: Sent) -> None:
     """At once, whatever it is."""
     small = Done("ok", 0.1, values=pack_frames([b"small"])[0])
     outputs = [Text("stdout", "x"), small, Done("ok", 0.1)]
@@ -59,7 +59,7 @@ def test_what_has_no_big_values_goes_by(returns: Returns, said: Said, sent: Sent
 
 
 def test_the_end_waits_for_its_values(
-    returns: Returns, said: Said, sent: Sent, segment: Segment
+    returns: Uploads, said: Said, sent: Sent, segment: Segment
 ) -> None:
     """And what the rank says after it waits too; other ranks do not."""
     returns.add(0, "a", ended(segment))
@@ -82,10 +82,10 @@ def test_the_end_waits_for_its_values(
         here = head.ref(segment.ref.path)
         assert here is not None
         assert open_segment(here)[0] == open_segment(segment.ref)[0]
-    assert repr(returns) == "<Returns of ranks [], <Sending 0 bytes, 0 of 7 under way>>"
+    assert repr(returns) == "<Uploads of ranks [], <Sending 0 bytes, 0 of 7 under way>>"
 
 
-def test_values_within_what_an_op_returned(returns: Returns, sent: Sent, segment: Segment) -> None:
+def test_values_within_what_an_op_returned(returns: Uploads, sent: Sent, segment: Segment) -> None:
     """They are found without a look at what it returned."""
     inner = (segment.ref.path, segment.ref)
     returns.add(0, "a", Done("ok", 0.1, values=Payload((b"pickle",), within=(inner,))))
@@ -93,7 +93,7 @@ def test_values_within_what_an_op_returned(returns: Returns, sent: Sent, segment
     assert sent[0].ref == segment.ref
 
 
-def test_stop(returns: Returns, said: Said, sent: Sent, segment: Segment) -> None:
+def test_stop(returns: Uploads, said: Said, sent: Sent, segment: Segment) -> None:
     """The rank has ended its task then, but brings nothing back."""
     returns.add(0, "a", ended(segment))
     assert returns.stop([0, 1]) == (1,)
@@ -108,7 +108,7 @@ def test_stop(returns: Returns, said: Said, sent: Sent, segment: Segment) -> Non
     assert len(sent) == before
 
 
-def test_no_room_for_it(returns: Returns, said: Said, segment: Segment) -> None:
+def test_no_room_for_it(returns: Uploads, said: Said, segment: Segment) -> None:
     """The rank has failed, and what it has bound stays known."""
     returns.add(0, "a", Done("ok", 0.1, frozenset("x"), values=Payload(segment=segment.ref)))
     returns.taken(Taken(segment.ref.path, 0, "2 MB are free."))
@@ -118,7 +118,7 @@ def test_no_room_for_it(returns: Returns, said: Said, segment: Segment) -> None:
     assert done == Done("error", 0.1, frozenset("x"))
 
 
-def test_the_value_is_gone(returns: Returns, said: Said) -> None:
+def test_the_value_is_gone(returns: Uploads, said: Said) -> None:
     """With its process: that is no value."""
     with to_end(Segment.filling([b"x" * PIECE])) as segment:
         pass

@@ -19,7 +19,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from nbdist.cluster.server import HEARD, Gate, Refusals, addresses, listened_at
+from nbdist.cluster.server import HEARD, NodeServer, Refusals, addresses, listened_at
 from nbdist.cluster.ticket import KeyPair, Ticket, come_with, endpoint, listen_with
 from nbdist.wire.many import NodeHello, NodeUp, node_bytes
 from nbdist.wire.messages import Leave, Spare, Starting, down_from
@@ -49,7 +49,7 @@ async def next_message(link: zmq.Socket[bytes]) -> bytes:
 
 
 async def until(is_so: Callable[[], object]) -> None:
-    """Wait for something that the gate notices."""
+    """Wait for something that the server notices."""
     async with asyncio.timeout(SOON):
         while not is_so():  # noqa: ASYNC110 (there is no event where a thread of libzmq acts)
             await asyncio.sleep(0.01)
@@ -59,12 +59,12 @@ def test_nobody_comes_but_where_it_listens() -> None:
     """At one address, or two, on the same port."""
 
     async def open_one() -> list[bool]:
-        gate = Gate(lambda _, __: None, lambda _: None, print)
-        gate.open("127.0.0.1", "127.0.0.3")
+        server = NodeServer(lambda _, __: None, lambda _: None, print)
+        server.open("127.0.0.1", "127.0.0.3")
         try:
-            return [reaches(f"127.0.0.{number}", gate.port) for number in (1, 2, 3)]
+            return [reaches(f"127.0.0.{number}", server.port) for number in (1, 2, 3)]
         finally:
-            await gate.close()
+            await server.close()
 
     assert asyncio.run(open_one()) == [True, False, True]
 
@@ -82,12 +82,12 @@ def test_the_kernel_chooses_the_port() -> None:
     """Among those that every user can have."""
 
     async def open_one() -> int:
-        gate = Gate(lambda _, __: None, lambda _: None, print)
-        gate.open()
+        server = NodeServer(lambda _, __: None, lambda _: None, print)
+        server.open()
         try:
-            return gate.port
+            return server.port
         finally:
-            await gate.close()
+            await server.close()
 
     first, last = map(int, PORTS.read_text().split())
     assert first <= asyncio.run(open_one()) <= last
@@ -98,14 +98,14 @@ def test_one_gate_after_another() -> None:
 
     async def come_once() -> None:
         said: list[NodeUp] = []
-        gate = Gate(lambda _, message: said.append(message), lambda _: None, print)
-        gate.open()
-        with connect(gate.ticket(("127.0.0.1",), fork=True)) as link:
+        server = NodeServer(lambda _, message: said.append(message), lambda _: None, print)
+        server.open()
+        with connect(server.ticket(("127.0.0.1",), fork=True)) as link:
             try:
                 link.send_multipart(Numbered().message([node_bytes(Starting(3))]))
                 await until(lambda: said)
             finally:
-                await gate.close()
+                await server.close()
 
     async def come_and_come() -> None:
         for _ in range(4):
@@ -120,23 +120,25 @@ def test_agents_come_and_go() -> None:
     async def come_and_go() -> None:
         said: list[tuple[bytes, NodeUp]] = []
         lost: list[bytes] = []
-        gate = Gate(lambda identity, message: said.append((identity, message)), lost.append, print)
-        gate.open()
-        link = connect(gate.ticket(("127.0.0.1",), fork=True))
+        server = NodeServer(
+            lambda identity, message: said.append((identity, message)), lost.append, print
+        )
+        server.open()
+        link = connect(server.ticket(("127.0.0.1",), fork=True))
         try:
             link.send_multipart(Numbered().message([node_bytes(Starting(3))]))
             await until(lambda: said)
             identity, message = said[0]
             assert message == Starting(3)
-            gate.send(identity, Leave())
+            server.send(identity, Leave())
             assert down_from(await next_message(link)) == Leave()
-            assert (lost, gate.refused) == ([], 0)
+            assert (lost, server.refused) == ([], 0)
             link.send_multipart([Numbered().sign(Kind.ENDED), identity])
             await until(lambda: lost)
             assert lost == [identity]
         finally:
             link.close()
-            await gate.close()
+            await server.close()
 
     asyncio.run(come_and_go())
 
@@ -147,15 +149,15 @@ def test_an_agent_that_connects_again() -> None:
     async def come_again() -> None:
         said: list[NodeUp] = []
         lost: list[bytes] = []
-        gate = Gate(lambda _, message: said.append(message), lost.append, print)
-        gate.open()
-        ticket, talk = gate.ticket(("127.0.0.1",), fork=True), Numbered()
+        server = NodeServer(lambda _, message: said.append(message), lost.append, print)
+        server.open()
+        ticket, talk = server.ticket(("127.0.0.1",), fork=True), Numbered()
         with connect(ticket, b"agent") as first:
             first.send_multipart(talk.message([node_bytes(Starting(0))]))
             await until(lambda: said)
         try:
             for rank in (1, 2):
-                gate.send(b"agent", Spare((rank,)))
+                server.send(b"agent", Spare((rank,)))
             talk.message([node_bytes(Starting(1))])  # of which nothing arrives
             with connect(ticket, b"agent") as link:
                 link.send_multipart([talk.sign(Kind.AGAIN)])
@@ -172,7 +174,7 @@ def test_an_agent_that_connects_again() -> None:
                 assert await asyncio.to_thread(link.poll, SOON * 1000)
                 assert link.recv().startswith(Kind.ENDED.value)
         finally:
-            await gate.close()
+            await server.close()
 
     asyncio.run(come_again())
 
@@ -182,9 +184,9 @@ def test_strangers_are_refused_and_counted() -> None:
 
     async def come() -> None:
         said: list[NodeUp] = []
-        gate = Gate(lambda _, message: said.append(message), lambda _: None, print)
-        gate.open()
-        ticket = gate.ticket(("127.0.0.1",), fork=True)
+        server = NodeServer(lambda _, message: said.append(message), lambda _: None, print)
+        server.open()
+        ticket = server.ticket(("127.0.0.1",), fork=True)
         links = [
             connect(replace(ticket, keys=KeyPair.new())),
             connect(replace(ticket, server_key=KeyPair.new().public)),
@@ -192,13 +194,13 @@ def test_strangers_are_refused_and_counted() -> None:
         try:
             for link in links:
                 link.send_multipart(Numbered().message([node_bytes(Starting(1))]))
-            await until(lambda: gate.refused >= len(links))
+            await until(lambda: server.refused >= len(links))
             assert said == []
-            assert "2 refused" in repr(gate) or gate.refused > 2
+            assert "2 refused" in repr(server) or server.refused > 2
         finally:
             for link in links:
                 link.close()
-            await gate.close()
+            await server.close()
 
     asyncio.run(come())
 
@@ -226,11 +228,11 @@ def test_an_agent_that_falls_silent() -> None:
         said: list[bytes] = []
         missed: list[set[bytes]] = []
         lost: list[bytes] = []
-        gate = Gate(lambda identity, _: said.append(identity), lost.append, missed.append)
-        gate.open(link_timeout=2.0)
+        server = NodeServer(lambda identity, _: said.append(identity), lost.append, missed.append)
+        server.open(link_timeout=2.0)
         assert agent.stdin is not None
         try:
-            agent.stdin.write(gate.ticket(("127.0.0.1",), fork=True).to_line())
+            agent.stdin.write(server.ticket(("127.0.0.1",), fork=True).to_line())
             agent.stdin.flush()
             await until(lambda: said)
             agent.send_signal(signal.SIGSTOP)
@@ -242,7 +244,7 @@ def test_an_agent_that_falls_silent() -> None:
             await until(lambda: lost)
             assert lost == said
         finally:
-            await gate.close()
+            await server.close()
 
     with subprocess.Popen([sys.executable, "-c", AGENT], stdin=subprocess.PIPE) as agent:
         try:
@@ -259,18 +261,18 @@ def test_an_agent_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     async def be_killed() -> None:
         said: list[NodeUp] = []
         lost: list[bytes] = []
-        gate = Gate(lambda _, message: said.append(message), lost.append, print)
-        gate.open(link_timeout=3600)
+        server = NodeServer(lambda _, message: said.append(message), lost.append, print)
+        server.open(link_timeout=3600)
         assert guard.stdin is not None
         try:
-            guard.stdin.write(gate.ticket(("127.0.0.1",), fork=False).to_line())
+            guard.stdin.write(server.ticket(("127.0.0.1",), fork=False).to_line())
             guard.stdin.flush()
             await until(lambda: said)
             assert isinstance(said[0], NodeHello)
             os.kill(said[0].pid, signal.SIGKILL)
             await until(lambda: lost)
         finally:
-            await gate.close()
+            await server.close()
 
     command = [sys.executable, "-P", "-m", "nbdist.agent", "--ticket"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as guard:

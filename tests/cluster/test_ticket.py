@@ -13,15 +13,15 @@ from nbdist.cluster.ticket import (
     KeyPair,
     Place,
     Ticket,
-    drop_dead_offers,
+    drop_dead_join_keys,
     endpoint,
-    find_offer,
-    offers_folder,
+    find_join_key,
+    join_keys_folder,
     place_from,
     place_of,
     read_key_file,
     ticket_from,
-    write_offer,
+    write_join_key,
 )
 
 
@@ -76,24 +76,24 @@ def ticket(*addresses: str, port: int = 4321) -> Ticket:
 def test_a_key_is_found_by_the_place_that_is_shown() -> None:
     """Also by another name or address of it, where the port tells which; only the user can."""
     one = ticket("10.0.0.1", "fd00::1")
-    path = write_offer(one)
+    path = write_join_key(one)
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     places = ["10.0.0.1:4321", "[fd00::1]:4321", "lab.example.org:4321"]
-    assert [find_offer(place_from(text)) for text in places] == [one] * 3
-    assert find_offer(place_from("10.0.0.1:4322")) is None
+    assert [find_join_key(place_from(text)) for text in places] == [one] * 3
+    assert find_join_key(place_from("10.0.0.1:4322")) is None
     other = ticket("10.0.0.2")
-    write_offer(other)
-    assert find_offer(place_from("10.0.0.2:4321")) == other
-    assert find_offer(place_from("lab.example.org:4321")) is None
+    write_join_key(other)
+    assert find_join_key(place_from("10.0.0.2:4321")) == other
+    assert find_join_key(place_from("lab.example.org:4321")) is None
 
 
 def test_a_world_at_an_old_ones_place_has_its_own_key() -> None:
     """The file is written anew, whole or not at all."""
-    write_offer(ticket("10.0.0.1"))
+    write_join_key(ticket("10.0.0.1"))
     new = ticket("10.0.0.1")
-    path = write_offer(new)
-    assert find_offer(place_of(new)) == new
-    assert list(offers_folder().iterdir()) == [path]
+    path = write_join_key(new)
+    assert find_join_key(place_of(new)) == new
+    assert list(join_keys_folder().iterdir()) == [path]
 
 
 def test_keys_of_dead_worlds_are_removed() -> None:
@@ -102,24 +102,27 @@ def test_keys_of_dead_worlds_are_removed() -> None:
         port = world.getsockname()[1]
         with socket.create_server(("127.0.0.1", 0)) as dead:
             gone = dead.getsockname()[1]
-        kept = [write_offer(ticket("127.0.0.1", port=port)), write_offer(ticket("203.0.113.7"))]
-        write_offer(ticket("127.0.0.1", port=gone))
-        drop_dead_offers()
-        assert sorted(offers_folder().iterdir()) == sorted(kept)
+        kept = [
+            write_join_key(ticket("127.0.0.1", port=port)),
+            write_join_key(ticket("203.0.113.7")),
+        ]
+        write_join_key(ticket("127.0.0.1", port=gone))
+        drop_dead_join_keys()
+        assert sorted(join_keys_folder().iterdir()) == sorted(kept)
 
 
 def test_a_key_that_others_can_read_is_none(tmp_path: Path) -> None:
     """It is refused with what to do; what is no key, too."""
-    path = write_offer(ticket("10.0.0.1"))
+    path = write_join_key(ticket("10.0.0.1"))
     path.chmod(0o644)
     with pytest.raises(PermissionError, match=r"others can read .*: `chmod 600 "):
         read_key_file(path)
-    assert find_offer(Place("10.0.0.1", 4321)) is None
+    assert find_join_key(Place("10.0.0.1", 4321)) is None
     path.chmod(0o600)
     path.write_text("{}")
     with pytest.raises(BadTicket, match="no ticket of a world"):
         read_key_file(path)
-    assert find_offer(Place("10.0.0.1", 4321)) is None
+    assert find_join_key(Place("10.0.0.1", 4321)) is None
     os.mkfifo(pipe := tmp_path / "pipe", 0o600)
     with pytest.raises(BadTicket, match="no ticket of a world"):
         read_key_file(pipe)  # nobody writes there

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.cluster.ticket import KeyPair, Ticket, write_offer
+from nbdist.cluster.ticket import KeyPair, Ticket, write_join_key
 from tests.hosts.launched import JOIN, Joined, bring_key, lives
 from tests.hosts.network import Host, Network
 
@@ -33,7 +33,7 @@ def test_who_cannot_come_is_told_in_a_line(
     with socket.create_server((network.address, 0)) as world:
         port = world.getsockname()[1]
         place = f"{network.address}:{port}"
-        write_offer(Ticket((network.address,), port, KeyPair.new().public, KeyPair.new()))
+        write_join_key(Ticket((network.address,), port, KeyPair.new().public, KeyPair.new()))
         bring_key(offers, hosts[0])
         assert "has no key for it. Where the home folder is not" in refused(hosts[1], place)
         hosts[0].block_port_of(network.address, port)

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from nbdist.cluster.transfer import Deliveries, Refused, Returned
+from nbdist.cluster.transfer import Downloads, Refused, Returned
 from nbdist.output.events import Done, Moved, Text
 from nbdist.values.payload import Payload
 from nbdist.values.shared_memory import Segment, open_segment, to_end
@@ -32,33 +32,33 @@ def segment(memory: ExitStack) -> Segment:
 
 
 @pytest.fixture
-def deliveries(memory: ExitStack) -> Deliveries:
+def downloads(memory: ExitStack) -> Downloads:
     """What is tested: the way down."""
-    return memory.enter_context(closing(Deliveries()))
+    return memory.enter_context(closing(Downloads()))
 
 
 class Nodes:
     """The receiving ends, and all that was sent."""
 
-    def __init__(self, memory: ExitStack, deliveries: Deliveries) -> None:
+    def __init__(self, memory: ExitStack, downloads: Downloads) -> None:
         self.all = {n: memory.enter_context(closing(Receiving())) for n in (0, 1)}
         self.sent: list[tuple[int, int]] = []
-        self._deliveries = deliveries
+        self._downloads = downloads
 
     def take_all(self, *numbers: int) -> None:
         """Have these nodes take what there is for them."""
         for number in numbers:
-            while piece := self._deliveries.next(number, 0.0):
+            while piece := self._downloads.next(number, 0.0):
                 self.sent.append((number, piece.offset))
                 taken = self.all[number].take(piece)
                 assert taken is not None
-                self._deliveries.taken(number, taken, 0.0)
+                self._downloads.taken(number, taken, 0.0)
 
 
 @pytest.fixture
-def nodes(memory: ExitStack, deliveries: Deliveries) -> Nodes:
+def nodes(memory: ExitStack, downloads: Downloads) -> Nodes:
     """Two of them."""
-    return Nodes(memory, deliveries)
+    return Nodes(memory, downloads)
 
 
 def run(name: str, *segments: Segment) -> Run:
@@ -66,95 +66,93 @@ def run(name: str, *segments: Segment) -> Run:
     return Run(name, (0, 1, 2, 3), b"", tuple(segment.ref for segment in segments))
 
 
-def test_all_get_it_at_the_same_time(
-    deliveries: Deliveries, nodes: Nodes, segment: Segment
-) -> None:
+def test_all_get_it_at_the_same_time(downloads: Downloads, nodes: Nodes, segment: Segment) -> None:
     """Once each node has its memory, which is sent once to each."""
     task = run("a", segment)
-    assert deliveries.add(task, (0, 1))
+    assert downloads.add(task, (0, 1))
     nodes.take_all(0)
-    assert deliveries.ready() == []
+    assert downloads.ready() == []
     nodes.take_all(1)
-    assert deliveries.ready() == [task]
-    assert deliveries.ready() == []
+    assert downloads.ready() == [task]
+    assert downloads.ready() == []
     assert nodes.sent == [(node, at) for node in (0, 1) for at in (0, PIECE)]
-    assert not deliveries.add(run("b", segment), (0, 1))
-    assert not deliveries.add(run("c"), (0, 1))
+    assert not downloads.add(run("b", segment), (0, 1))
+    assert not downloads.add(run("c"), (0, 1))
 
 
-def test_how_far_it_is(deliveries: Deliveries, nodes: Nodes, segment: Segment) -> None:
+def test_how_far_it_is(downloads: Downloads, nodes: Nodes, segment: Segment) -> None:
     """Counted over all nodes that lacked it."""
     task, size = run("a", segment), 3 * PIECE // 2
-    deliveries.add(task, (0, 1))
-    assert [*deliveries.progress()] == [(task, Moved(0, 2 * size))]
+    downloads.add(task, (0, 1))
+    assert [*downloads.progress()] == [(task, Moved(0, 2 * size))]
     nodes.take_all(0)
-    assert [*deliveries.progress()] == [(task, Moved(size, 2 * size))]
+    assert [*downloads.progress()] == [(task, Moved(size, 2 * size))]
     nodes.take_all(1)
-    deliveries.ready()
-    assert [*deliveries.progress()] == []
+    downloads.ready()
+    assert [*downloads.progress()] == []
 
 
 def test_it_is_kept_as_long_as_the_notebook_has_it(
-    deliveries: Deliveries, nodes: Nodes, segment: Segment
+    downloads: Downloads, nodes: Nodes, segment: Segment
 ) -> None:
     """Closed there it is closed on the nodes, and not before."""
-    deliveries.add(run("a", segment), (0, 1))
+    downloads.add(run("a", segment), (0, 1))
     nodes.take_all(0, 1)
-    assert [*deliveries.drop()] == []
+    assert [*downloads.drop()] == []
     segment.close()
     dropped = Dropped((segment.ref.path,))
-    assert [*deliveries.drop()] == [(0, dropped), (1, dropped)]
-    assert [*deliveries.drop()] == []
+    assert [*downloads.drop()] == [(0, dropped), (1, dropped)]
+    assert [*downloads.drop()] == []
 
 
-def test_closed_before_it_was_sent(deliveries: Deliveries, segment: Segment) -> None:
+def test_closed_before_it_was_sent(downloads: Downloads, segment: Segment) -> None:
     """The ranks are to say that it is not there."""
     segment.close()
-    assert not deliveries.add(run("a", segment), (0, 1))
+    assert not downloads.add(run("a", segment), (0, 1))
 
 
-def test_closed_while_it_is_sent(deliveries: Deliveries, nodes: Nodes, segment: Segment) -> None:
+def test_closed_while_it_is_sent(downloads: Downloads, nodes: Nodes, segment: Segment) -> None:
     """It arrives, for those who wait for it."""
     task = run("a", segment)
-    deliveries.add(task, (0, 1))
+    downloads.add(task, (0, 1))
     segment.close()
-    assert [*deliveries.drop()] == []
+    assert [*downloads.drop()] == []
     nodes.take_all(0, 1)
-    assert deliveries.ready() == [task]
+    assert downloads.ready() == [task]
 
 
-def test_stop_in_the_middle(deliveries: Deliveries, nodes: Nodes, segment: Segment) -> None:
+def test_stop_in_the_middle(downloads: Downloads, nodes: Nodes, segment: Segment) -> None:
     """The task is not sent, and what has come of its memory is dropped."""
     task = run("a", segment)
-    deliveries.add(task, (0, 1))
+    downloads.add(task, (0, 1))
     nodes.take_all(0)
-    deliveries.next(1, 0.0)
-    assert deliveries.stop([9]) == []
-    assert deliveries.stop([3]) == [task]
-    assert [*deliveries.drop()] == [(1, Dropped((segment.ref.path,)))]
-    assert deliveries.next(1, 0.0) is None
-    assert deliveries.ready() == []
+    downloads.next(1, 0.0)
+    assert downloads.stop([9]) == []
+    assert downloads.stop([3]) == [task]
+    assert [*downloads.drop()] == [(1, Dropped((segment.ref.path,)))]
+    assert downloads.next(1, 0.0) is None
+    assert downloads.ready() == []
 
 
-def test_no_room_on_a_node(deliveries: Deliveries, nodes: Nodes, segment: Segment) -> None:
+def test_no_room_on_a_node(downloads: Downloads, nodes: Nodes, segment: Segment) -> None:
     """No rank gets the task."""
     task = run("a", segment)
-    deliveries.add(task, (0, 1))
+    downloads.add(task, (0, 1))
     nodes.take_all(0)
-    deliveries.next(1, 0.0)
-    deliveries.taken(1, Taken(segment.ref.path, 0, "2 MB are free"), 0.0)
-    assert deliveries.refused() == [Refused(task, 1, "2 MB are free")]
-    assert deliveries.refused() == deliveries.ready() == []
+    downloads.next(1, 0.0)
+    downloads.taken(1, Taken(segment.ref.path, 0, "2 MB are free"), 0.0)
+    assert downloads.refused() == [Refused(task, 1, "2 MB are free")]
+    assert downloads.refused() == downloads.ready() == []
 
 
-def test_a_node_is_lost(deliveries: Deliveries, nodes: Nodes, segment: Segment) -> None:
+def test_a_node_is_lost(downloads: Downloads, nodes: Nodes, segment: Segment) -> None:
     """The others get the task: what they do without it is another matter."""
     task = run("a", segment)
-    deliveries.add(task, (0, 1))
+    downloads.add(task, (0, 1))
     nodes.take_all(0)
-    deliveries.lose(1)
-    assert deliveries.ready() == [task]
-    assert deliveries.nodes == (0,)
+    downloads.lose(1)
+    assert downloads.ready() == [task]
+    assert downloads.nodes == (0,)
 
 
 # --- the way up -----------------------------------------------------------------------------
