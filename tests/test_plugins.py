@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from nbdist import plugins
 from nbdist.errors import UsageError
 from nbdist.notebook import command
+from nbdist.notebook.tables import Shown
 from nbdist.worker import op
 from tests.sources import PACKAGE
 from tests.waiting import SOON
@@ -80,6 +84,10 @@ def test_magics_of_a_package() -> None:
     found = {each.name: each for each in command.find_commands()}
     assert found["dist_hello"].summary == "Say hello."
     assert found["dist_hello"].run(None) == "hello"
+    typed: Any = SimpleNamespace(options=SimpleNamespace(everything=False))
+    shown = found["dist_help"].run(typed)
+    assert isinstance(shown, Shown)
+    assert re.search(r"%dist_hello +Say hello\n", shown.text.partition("other packages")[2])
     with pytest.raises(UsageError) as gone:
         found["dist_gone"].run(None)
     assert str(gone.value) == (

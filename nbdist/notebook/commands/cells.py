@@ -308,6 +308,11 @@ def dist_help(line: Line) -> Shown:
         rows = [(commands[n].shown_name, summary(commands[n])) for n in names if n in commands]
         rows += MACHINES if title == "many machines" else ()
         parts.append(table(title, [("magic", "what it does"), *rows]))
+    ours = {name for names in GROUPS.values() for name in names}
+    others = [each for each in commands.values() if each.name not in ours and not each.short_for]
+    if others:
+        rows = [(each.shown_name, summary(each)) for each in others]
+        parts.append(table("other packages", [("magic", "what it does"), *rows]))
     if line.options.everything:
         short = [each for each in commands.values() if each.short_for]
         rows = [(each.shown_name, each.short_for.strip("`")) for each in short]
