@@ -1,10 +1,11 @@
-"""Tests of `nbdist.tools.timeline`: who waited for whom, and what is shown of it."""
+"""Tests of `nbdist.tools.timeline` and `.profile`: who waited for whom, and traces."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from nbdist.errors import UsageError
+from nbdist.tools import profile
 from nbdist.tools.timeline import Timeline, headline, shares, timeline_of
-from nbdist.wire.ops import Met, RankTimes
+from nbdist.wire.ops import Met, RankTimes, TracePart
 from tests.notebook.front_end import Notebook
 
 pytestmark = pytest.mark.shared_world
@@ -228,3 +231,39 @@ def test_nobody_waits_longer_than_it_ran(ranks: list[tuple[list[int], list[tuple
         assert all(share is None or 0 <= share <= 1 for share in shares(row, timeline.seconds, 7))
     waited, others = sum(row.waiting for row in timeline.rows), max(1, len(timeline.rows) - 1)
     assert sum(row.awaited for row in timeline.rows) * others <= waited + 1e-6
+
+
+def part(text: str) -> TracePart:
+    return TracePart(zlib.compress(text.encode()), len(text), 1)
+
+
+PARTS = {0: part('{"a": 1}'), 1: TracePart(problem="too large"), 2: part('{"b": 2}')}
+
+
+def test_one_trace_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON; compressed where it is large, and the next one may take its place."""
+    path = tmp_path / "t.json"
+    assert profile.write(profile.check_path(str(path)), PARTS) == path
+    assert json.loads(path.read_text())["traceEvents"] == [{"a": 1}, {"b": 2}]
+    monkeypatch.setattr(profile, "LARGE", 10)
+    large = profile.write(profile.check_path(str(path)), PARTS)
+    assert large.name == "t.json.gz"
+    assert json.loads(gzip.decompress(large.read_bytes()))["traceEvents"] == [{"a": 1}, {"b": 2}]
+    assert profile.check_path(str(large)) == large
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["t.json", "t.json.gz"]
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.json.gz"])
+def test_other_files_stay(tmp_path: Path, name: str) -> None:
+    """What is no trace of ours is not written over."""
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(UsageError, match="already exists"):
+        profile.check_path(str(tmp_path / "x.json"))
+
+
+def test_what_cannot_be_written(tmp_path: Path) -> None:
+    """One line, and nothing is left."""
+    (tmp_path / "x.json").mkdir()
+    with pytest.raises(UsageError, match="--profile"):
+        profile.write(tmp_path / "x.json", PARTS)
+    assert [each.name for each in tmp_path.iterdir()] == ["x.json"]
