@@ -21,7 +21,7 @@ from nbdist.cluster.ticket import KeyPair, Ticket, listen_with, ticket_from
 from nbdist.wire.messages import GetRefused
 from nbdist.world.world import World
 from tests.hosts.network import Host, Network
-from tests.hosts.worlds import SUM, check_whole
+from tests.hosts.worlds import LINK_TIMEOUT, SUM, check_whole
 from tests.waiting import SOON, wait_until
 
 READ_SIZE = 1 << 16
@@ -181,7 +181,8 @@ def spy(network: Network, tmp_path_factory: pytest.TempPathFactory, path: None) 
 @pytest.fixture(scope="module")
 def world(hosts_of_module: list[Host], spy: Spy) -> Iterator[World]:
     """Two hosts with a worker each, whose agents' bytes pass by the spy."""
-    with World(hosts="node1:1,node2:1", launcher="spy", log_dir="", show=False) as world:
+    options = {"launcher": "spy", "link_timeout": LINK_TIMEOUT, "log_dir": "", "show": False}
+    with World(hosts="node1:1,node2:1", **options) as world:
         assert refused(world) == 0
         yield world
 
