@@ -16,8 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
-from tests.matrix.rows import ROWS, Row
-from tests.matrix.table import Result, Verdict, load, read, table
+from tests.matrix.rows import ROWS, Result, Row, Verdict, load, read, table
 from tests.waiting import SOON
 
 INSTALL_TIMEOUT = 1800.0

@@ -1,9 +1,13 @@
-"""The rows: which versions are tried together, so many that each occurs, and no more."""
+"""The rows: which versions are tried; what the core suite said of each; the README's table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import enum
+import json
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 OLDEST_TORCH = (2, 7)
 """From here on nbdist runs; `%load_ext` refuses what is older."""
@@ -63,3 +67,123 @@ ROWS = (
     Row("torch-2.6", "3.11", {"torch": "2.6.*"}),
     Row("python-3.14", "3.14"),
 )
+
+COLUMNS = {
+    "start": "start",
+    "names": "names",
+    "output": "output",
+    "raise": "raise",
+    "skip": "skip",
+    "kill": "kill",
+    "heal": "heal",
+    "ddp": "DDP",
+    "fsdp2": "FSDP2",
+    "scale": "scale",
+    "restart": "restart",
+    "stop": "Stop",
+    "snapshot": "snapshot",
+    "end": "end",
+}
+"""Each capability: the test in test_core.py, and the head of its column."""
+
+
+class Verdict(enum.IntEnum):
+    """From best to worst: where a capability has several tests, the worst counts."""
+
+    PASSED = 0
+    DEGRADED = 1
+    FAILED = 2
+    NOT_RUN = 3
+
+
+def read(report: Path) -> tuple[dict[str, Verdict], list[str]]:
+    """The verdict on each capability, and a note on each that has not simply passed."""
+    found: dict[str, Verdict] = {}
+    notes = []
+    if report.exists():  # Otherwise pytest has not come to its end.
+        for case in ET.parse(report).iter("testcase"):
+            name = case.get("name", "").removeprefix("test_").partition("[")[0]
+            verdict, notice = _judge(case)
+            found[name] = max(verdict, found.get(name, verdict))
+            notes += [f"{COLUMNS.get(name, name)} {said}" for said in notice]
+    return {name: found.get(name, Verdict.NOT_RUN) for name in COLUMNS}, [*dict.fromkeys(notes)]
+
+
+def _judge(case: ET.Element) -> tuple[Verdict, list[str]]:
+    if bad := [*case.iter("failure"), *case.iter("error")]:
+        return Verdict.FAILED, [f"fails: {_line(each.get('message', ''))}" for each in bad]
+    if case.find("skipped") is not None:
+        return Verdict.NOT_RUN, []
+    if said := [*_degraded(case)]:
+        return Verdict.DEGRADED, [f"is degraded: {each}" for each in said]
+    return Verdict.PASSED, []
+
+
+def _degraded(case: ET.Element) -> Iterator[str]:
+    for each in case.iter("property"):
+        if each.get("name") == "degraded":
+            yield each.get("value", "")
+
+
+def _line(message: str) -> str:
+    """What is said first, in one line that fits below a table."""
+    return " ".join(message.split())[:300]
+
+
+SHOWN = ("python", "torch", "ipykernel", "ipython", "jupyter-client")
+HEADS = ("row", "Python", "torch", "ipykernel", "IPython", "jupyter_client")
+
+SIGNS = {
+    Verdict.PASSED: "ok",
+    Verdict.DEGRADED: "(ok)",
+    Verdict.FAILED: "**fails**",
+    Verdict.NOT_RUN: "-",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a row went: the day, the versions that were there, and what works with them."""
+
+    row: str
+    date: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    verdicts: Mapping[str, Verdict] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    went_well: bool = False
+    """Nothing failed, and what was to be tried was; for an old torch: it was refused."""
+
+    def save(self, folder: Path) -> None:
+        (folder / f"{self.row}.json").write_text(json.dumps(asdict(self), indent=1))
+
+
+def load(folder: Path) -> list[Result]:
+    """All results of the folder, in the order of the rows."""
+    found = []
+    for row in ROWS:
+        file = folder / f"{row.name}.json"
+        if file.exists():
+            fields = json.loads(file.read_text())
+            verdicts = {name: Verdict(value) for name, value in fields.pop("verdicts").items()}
+            found.append(Result(verdicts=verdicts, **fields))
+    return found
+
+
+def table(results: Iterable[Result]) -> str:
+    """Markdown: a line per row, a column per capability, and the notes below."""
+    results = [*results]
+    heads = [*HEADS, *COLUMNS.values()]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines += [f"| {' | '.join(_cells(result))} |" for result in results]
+    notes = [f"- {result.row}: {note}" for result in results for note in result.notes]
+    dates = sorted({result.date for result in results})
+    days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return "\n".join([*lines, "", f"Run {days}.", *(["", *notes] if notes else [])])
+
+
+def _cells(result: Result) -> Iterator[str]:
+    yield result.row
+    for name in SHOWN:
+        yield result.versions.get(name, "-")
+    for name in COLUMNS:
+        yield SIGNS[result.verdicts.get(name, Verdict.NOT_RUN)]
