@@ -22,9 +22,9 @@ from urllib.request import Request, urlopen
 import psutil
 import pytest
 from jupyter_client.blocking import BlockingKernelClient
-from jupyter_client.manager import start_new_kernel
 from jupyter_core.utils import ensure_event_loop
 
+from tests.notebook import front_end
 from tests.waiting import SOON, STEP, wait_until
 
 # jupyter_client's blocking calls run on a loop that lives as long as the process.
@@ -57,29 +57,23 @@ def is_alive(process: psutil.Process) -> bool:
     return False
 
 
-class Notebook:
+class Notebook(front_end.Notebook):
     """A real notebook kernel, and the processes that hang on it."""
 
     def __init__(self) -> None:
         self.before = runtime_folders()
-        self.manager, self.client = start_new_kernel(kernel_name="python3")
-        assert isinstance(self.client, BlockingKernelClient)
-        self.run("%load_ext nbdist")
+        super().__init__("%load_ext nbdist")
         self.start_workers()
 
     def start_workers(self) -> None:
         """Two, each with a child, and one more that has left its session and its parent."""
-        self.run(STARTED)
+        assert not self.run(STARTED).errors
         forked = self.find("nbdist.agent.fork_server ")
         (self.fork_server,) = (each for each in forked if each.parent() == self.agent)
         assert len(self.workers) == 2
         # Of killed workers that one stays until the agent ends.
         wait_until(lambda: len(self.find("sleep 1002")) > 1, "the daemons run")
         wait_until(lambda: len(self.find("sleep 1000")) == 2, "there is a child of each")
-
-    def run(self, source: str) -> None:
-        reply = self.client.execute_interactive(source, timeout=SOON, output_hook=lambda _: None)
-        assert reply["content"]["status"] == "ok", reply["content"]
 
     def begin(self, source: str) -> None:
         """Start a cell that will not end by itself, and wait until the workers have it."""
@@ -88,14 +82,10 @@ class Notebook:
             # There is no fact to wait for: the moment is arbitrary anyway.
             time.sleep(1.0 if "Timer" in source else 0.5)
 
-    @property
-    def kernel(self) -> psutil.Process:
-        return psutil.Process(self.manager.provisioner.process.pid)  # type: ignore[union-attr]
-
     def find(self, part: str) -> list[psutil.Process]:
         """The kernel's descendants whose command line holds `part`."""
         found = []
-        for process in self.kernel.children(recursive=True):
+        for process in self.process.children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 if is_alive(process) and part in " ".join(process.cmdline()):
                     found.append(process)
@@ -121,11 +111,6 @@ class Notebook:
             assert time.monotonic() < deadline, f"left {when}: {left}"
             time.sleep(STEP)
 
-    def close(self) -> None:
-        self.client.stop_channels()
-        if self.manager.has_kernel:
-            self.manager.shutdown_kernel(now=True)
-
 
 @pytest.fixture
 def notebook() -> Iterator[Notebook]:
@@ -137,7 +122,7 @@ def notebook() -> Iterator[Notebook]:
 
 
 def kill_kernel(notebook: Notebook) -> None:
-    notebook.kernel.kill()
+    notebook.process.kill()
 
 
 def kill_agent(notebook: Notebook) -> None:
@@ -172,7 +157,7 @@ def kill_all_workers(notebook: Notebook) -> None:
 
 def kill_kernel_and_agent(notebook: Notebook) -> None:
     agent = notebook.agent
-    notebook.kernel.kill()
+    notebook.process.kill()
     agent.kill()
 
 
@@ -225,9 +210,9 @@ def test_nothing_is_left_of_the_agent(notebook: Notebook) -> None:
         for death in deaths:
             death(notebook)
         notebook.has_nothing(f"after {deaths} {moment}")
-        notebook.run("%dist_restart")
+        assert not notebook.run("%dist_restart").errors
         notebook.start_workers()
-    notebook.run("%dist_shutdown")
+    assert not notebook.run("%dist_shutdown").errors
     notebook.has_nothing("after %dist_shutdown")
 
 
@@ -245,7 +230,7 @@ def test_nothing_is_left_of_workers(notebook: Notebook) -> None:
         notebook.manager.interrupt_kernel()
         if moment == "while healing":  # the notebook waits for a rank that is stopped
             break
-        notebook.run("%dist_restart")
+        assert not notebook.run("%dist_restart").errors
         notebook.start_workers()
 
 
