@@ -184,6 +184,13 @@ def traces_left() -> Callable[[], list[str]]:
 
 
 @pytest.fixture
+def runtime() -> Iterator[Path]:
+    """A folder with a path that is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="nbt-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Writes a file into the folder that is the notebook's own for the time of the test."""
     monkeypatch.chdir(tmp_path)

@@ -236,12 +236,12 @@ def import_by_name(name: str, *submodules: str) -> types.ModuleType:
     return importlib.import_module(name)
 
 
-def make_code(python: tuple[int, int], *parts: Any) -> types.CodeType:
+def make_code(python: tuple[int, int], filename: str, *parts: Any) -> types.CodeType:
     """Make a function's code; that of another Python would crash this one when it is called."""
     if python != PYTHON:
         there, here = (".".join(map(str, each)) for each in (python, PYTHON))
         raise pickle.UnpicklingError(f"a function of Python {there} cannot be used in {here}")
-    return types.CodeType(*parts)
+    return types.CodeType(*parts).replace(co_filename=filename)
 
 
 def make_function(

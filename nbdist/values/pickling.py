@@ -390,7 +390,8 @@ def _reduce_cached_property(found: functools.cached_property[Any]) -> Reduced:
 
 def _reduce_code(code: types.CodeType) -> Reduced:
     _, parts = by_value.Pickler.dispatch_table[types.CodeType](code)
-    return make_code, (PYTHON, *parts)
+    # cloudpickle drops the file's name from 3.1.3 on; a copy, as it makes one of each text.
+    return make_code, (PYTHON, "".join(code.co_filename), *parts)
 
 
 def _load_union(parts: list[list[Buffer]]) -> dict[str, Any]:
