@@ -71,7 +71,8 @@ def test_no_garbage_is_collected_as_a_frame_is_taken() -> None:
             gc.set_threshold(*thresholds)
             gc.callbacks.remove(note)
     assert began
-    assert not {("start", "frames_of"), ("start", "<lambda>")} & began
+    # Where one of another thread is made; afterwards it is owned, and a collection does no harm.
+    assert not {("start", "_uncollected"), ("start", "<lambda>")} & began
     assert gc.isenabled()
 
 
