@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbdist.errors import NbdistError, UsageError, WorkerDied, WorkerError
-    from nbdist.notebook.job import Job
+    from nbdist.notebook.jobs import Job
     from nbdist.world.functions import attach, distributed, run
     from nbdist.world.result import CellResult
     from nbdist.world.world import World
@@ -53,7 +53,7 @@ __all__ = [
 
 _MODULES = {
     "CellResult": "nbdist.world.result",
-    "Job": "nbdist.notebook.job",
+    "Job": "nbdist.notebook.jobs",
     "World": "nbdist.world.world",
     "attach": "nbdist.world.functions",
     "distributed": "nbdist.world.functions",

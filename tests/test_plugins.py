@@ -17,7 +17,7 @@ import pytest
 from nbdist import plugins
 from nbdist.errors import UsageError
 from nbdist.notebook import command
-from nbdist.notebook.tables import Shown
+from nbdist.notebook.display import Shown
 from nbdist.worker import op
 from tests.sources import PACKAGE
 from tests.waiting import SOON

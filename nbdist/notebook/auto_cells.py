@@ -15,7 +15,7 @@ from IPython.core.macro import Macro
 
 from nbdist.config import DEFAULT_POOL
 from nbdist.errors import NbdistError
-from nbdist.notebook.auto_split import Part, Side, in_one, parts_of
+from nbdist.notebook.auto_mode import Part, Side, in_one, parts_of
 from nbdist.notebook.cell_source import as_magic, is_python
 from nbdist.notebook.cells import bring
 from nbdist.wire.task import Call
@@ -24,8 +24,7 @@ from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from nbdist.notebook.pool import Pool
-    from nbdist.notebook.pools import Pools
+    from nbdist.notebook.pool import Pool, Pools
     from nbdist.world.world import World
 
 TAG = "distributed"

@@ -8,7 +8,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import UsageError
-from nbdist.notebook.border.first_line import AT, MAGICS, misplaced
+from nbdist.notebook.cell_text import AT, MAGICS, misplaced
 from nbdist.notebook.shipping.free_names import names_bound
 from nbdist.notebook.shipping.magic_strings import names_in_commands
 from nbdist.words import format_ranks, name_ranks

@@ -7,6 +7,7 @@ to its end, and a `Job` a step at a time.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,39 +29,41 @@ from nbdist.notebook.cell_source import (
     execution_count,
     in_notebook_lines,
 )
+from nbdist.notebook.display import missed
 from nbdist.notebook.options import at_once
-from nbdist.notebook.page import missed
 from nbdist.notebook.shipping.gathered import gathered_text
 from nbdist.notebook.shipping.plan import plan
-from nbdist.notebook.shipping.shipment import words_only
-from nbdist.notebook.stale import covered_texts, stale_texts
+from nbdist.notebook.shipping.transfer import Progress, on_its_way_text, packed, words_only
 from nbdist.notebook.stops import met_stops, raised_stops
-from nbdist.notebook.transfer import Progress, on_its_way_text, packed
 from nbdist.notebook.values import last_values
 from nbdist.notebook.why import why_of
 from nbdist.topology import parse_ranks
 from nbdist.wire.task import Call, Source
+from nbdist.words import name_ranks
 from nbdist.world.calling import ask, next_to_ask
 from nbdist.world.exchange import binding
+from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN
 from nbdist.world.recovery import late_stop_text, stop_text, undefined_name
 from nbdist.world.status import usage_text
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Generator, Mapping
+    from collections.abc import Generator, Iterator, Mapping
 
     from nbdist.config import Patience
     from nbdist.notebook.display import CellDisplay
-    from nbdist.notebook.job import Steps
+    from nbdist.notebook.jobs import Steps
     from nbdist.notebook.pool import Pool
-    from nbdist.notebook.shipping.shipment import Shipment
+    from nbdist.notebook.shipping.transfer import Shipment
     from nbdist.output.events import RankError
+    from nbdist.output.transcript import Transcript
     from nbdist.wire.task import Task, Work
     from nbdist.world.names import NameTable, Shipped
     from nbdist.world.result import CellResult
     from nbdist.world.running import RunningTask
     from nbdist.world.sent import News
     from nbdist.world.world import World
+
 
 R = TypeVar("R")
 
@@ -405,3 +408,32 @@ def _keep_why(pool: Pool, running: RunningTask) -> None:
     """Keep the failure, if it is one, for `%dist_why`."""
     if error := running.error():
         pool.why = why_of(running, error, pool.log_files()) or pool.why
+
+
+# --- what is said below a cell ----------------------------------------------------------------
+
+
+def stale_texts(transcript: Transcript) -> Iterator[str]:
+    """Say of each file which ranks of a cell that has ended run what it was before."""
+    ranks = defaultdict(list)
+    for track in transcript:
+        for file in track.done.changed if track.done is not None else ():
+            ranks[file].append(track.rank)
+    for file, imported in ranks.items():
+        name = file.rpartition("/")[2]
+        yield (
+            f"{name} changed after {name_ranks(imported)} imported it: "
+            "`%autoreload 2` under %%distributed, or `%dist_restart`"
+        )
+
+
+def covered_texts(transcript: Transcript, table: NameTable) -> Iterator[str]:
+    """Say which ranks have bound a name that every worker has of itself; once of each name."""
+    ranks = defaultdict(list)
+    for track in transcript:
+        for name in track.done.covered if track.done is not None else ():
+            ranks[name].append(track.rank)
+    for name in sorted(ranks.keys() & (WORKERS_OWN | WORKERS_MODULES.keys())):
+        if table.is_first_notice(f"{name} on the ranks"):
+            was, who = WORKERS_MODULES.get(name, "each worker's own"), name_ranks(ranks[name])
+            yield f"`{name}` was {was}; this cell gave it another value on {who}"

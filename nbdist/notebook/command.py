@@ -6,6 +6,8 @@ what entry points name (`nbdist.plugins`).
 
 from __future__ import annotations
 
+import dis
+import inspect
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,13 +23,14 @@ from IPython.core.magic_arguments import magic_arguments
 from nbdist import plugins
 from nbdist.errors import Interrupted, UsageError, WorkerError, WorldNotStarted
 from nbdist.notebook import commands
-from nbdist.notebook.assigning import is_used
-from nbdist.notebook.border.first_line import without_comment
-from nbdist.notebook.border.flags import flags_of
-from nbdist.notebook.border.habits import old_flags
+from nbdist.notebook.cell_text import without_comment
 from nbdist.notebook.cells import bring
+from nbdist.notebook.display import Shown, below, block
+from nbdist.notebook.idle import is_in_subshell, refusal
 from nbdist.notebook.options import (
     Magic,
+    flags_of,
+    old_flags,
     parse,
     pool_option,
     size_option,
@@ -35,8 +38,6 @@ from nbdist.notebook.options import (
     world_options,
 )
 from nbdist.notebook.stops import command_stops
-from nbdist.notebook.subshells import is_in_subshell, refusal
-from nbdist.notebook.tables import Shown, below, block
 from nbdist.topology import parse_ranks
 from nbdist.wire.task import Call
 from nbdist.words import one_line
@@ -50,10 +51,10 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
     from nbdist.notebook.display import CellDisplay
-    from nbdist.notebook.pool import Pool
-    from nbdist.notebook.pools import Pools
+    from nbdist.notebook.pool import Pool, Pools
     from nbdist.wire.messages import Request
     from nbdist.world.world import World
+
 
 OF_INIT = (pool_option, world_options)
 """The options of `%dist_init`, which has no others."""
@@ -346,3 +347,26 @@ def _stopped(stop: KeyboardInterrupt, world: World | None) -> KeyboardInterrupt:
     if world.state is State.BROKEN:
         return Interrupted((), fate=healing_text(world.session, range(world.size)))
     return Interrupted(range(world.size) if world.state.has_workers else ())
+
+
+# --- whether a magic's value is used ----------------------------------------------------------
+
+
+BETWEEN = ("nbdist.", "IPython.")
+"""Modules whose calls stand between the cell's own code and the magic."""
+
+UNUSED = {("POP_TOP", ""), ("PRINT_EXPR", ""), ("CALL_INTRINSIC_1", "INTRINSIC_PRINT")}
+"""What CPython does next with a value that is dropped, or shown as the last one of a cell."""
+
+
+def is_used() -> bool:
+    """Say whether the code that has called IPython, or us, goes on with what that returns."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(BETWEEN):
+        frame = frame.f_back
+    if frame is None:
+        return True
+    instructions = dis.get_instructions(frame.f_code)
+    following = (each for each in instructions if each.offset > frame.f_lasti)
+    after = next(following, None)
+    return after is None or (after.opname, after.argrepr) not in UNUSED

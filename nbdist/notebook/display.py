@@ -7,30 +7,34 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, replace
+from html import escape
+from typing import TYPE_CHECKING, Any, Protocol
 
 from IPython.display import clear_output, display, update_display
 
-from nbdist.notebook.below import EMPTY, NOTHING, Below
-from nbdist.notebook.border.cell_text import cell_magic
-from nbdist.notebook.figures import can_draw, save_figures
+from nbdist.notebook.cell_text import cell_magic
+from nbdist.notebook.figures import EMPTY, NOTHING, Below, can_draw, save_figures
 from nbdist.output.bars import merged_line
 from nbdist.output.final import final_layout
 from nbdist.output.html import panel_html
 from nbdist.output.layout import live_layout
-from nbdist.output.markup import dim, panel
-from nbdist.output.plain import PlainLines
 from nbdist.output.rich import figures
-from nbdist.output.text import failures_text, head_text, panel_text
+from nbdist.output.text import PlainLines, failures_text, head_text, panel_text
 from nbdist.output.transcript import Transcript
+from nbdist.output.wording import GREY, details, dim, panel
+from nbdist.words import aligned
 from nbdist.world.calling import MovingLine
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nbdist.notebook.settings import NbDist
+    from nbdist.notebook.options import NbDist
+    from nbdist.world.running import RunningTask
     from nbdist.world.sent import News
+
 
 FIRST_DRAWING = 0.15
 """Seconds before anything is drawn, so that a fast cell does not flash."""
@@ -304,3 +308,105 @@ def is_of_magic(cell: str) -> bool:
     """Say whether all that a cell shows is shown by one magic: it holds nothing else."""
     text = cell.strip()
     return cell_magic(text) is not None or (text.startswith("%") and "\n" not in text)
+
+
+# --- what commands show that is more than a line ----------------------------------------------
+
+
+_CELL = "padding:0 16px 0 0;text-align:left;border:none;font-family:monospace"
+_SHORT = 24
+"""Characters that stay in one line, such as `busy 7.5 s`, also on a narrow page."""
+
+_BLOCK = "font-family:monospace;font-size:13px;white-space:pre-wrap;margin:0;padding:0"
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One output in both of its forms."""
+
+    html: str
+    text: str
+
+    def on(self, display: CellDisplay) -> None:
+        """Show it there."""
+        display.show_table(self.html, self.text)
+
+
+def table(
+    head: str, rows: Sequence[Sequence[str]], colours: Mapping[str, str] | None = None
+) -> Shown:
+    """Draw rows, the first of which are headings, below a line.
+
+    `colours` are those of cells by their first words.
+    """
+    html = f'<div style="font-family:monospace"><b>{escape(head)}</b>'
+    if rows:
+        first, *others = rows
+        headings = "".join(f'<th style="{_CELL}">{heading}</th>' for heading in first)
+        body = "".join(
+            f"<tr>{''.join(_cell(text, colours or {}) for text in row)}</tr>" for row in others
+        )
+        html += f'<table style="border:none;margin:4px 0"><tr>{headings}</tr>{body}</table>'
+    return Shown(f"{html}</div>", "\n".join([head, *aligned(rows)]))
+
+
+def block(text: str) -> Shown:
+    """Show lines as they are."""
+    return Shown(f'<pre style="{_BLOCK}">{escape(text)}</pre>', text)
+
+
+def below(parts: Iterable[Shown]) -> Shown:
+    """Show several one below the other."""
+    parts = [*parts]
+    html, text = "".join(part.html for part in parts), "\n".join(part.text for part in parts)
+    return Shown(html, text)
+
+
+def _cell(text: str, colours: Mapping[str, str]) -> str:
+    colour = colours.get(text.partition(" ")[0], "")
+    style = f"{_CELL};color:{colour}" if colour else _CELL
+    if len(text) <= _SHORT:
+        style += ";white-space:nowrap"
+    return f'<td style="{style}">{escape(text)}</td>'
+
+
+# --- notices that the page was reloaded -------------------------------------------------------
+
+
+LONG_CELL = 2.0
+"""Seconds: in the middle of a shorter one hardly anybody reloads."""
+
+RELOADED = "The page was reloaded while{} ran. Its complete output:"
+
+
+class Page:
+    """Remembers which page has run the last distributed cell; each has a session of its own."""
+
+    def __init__(self) -> None:
+        self._session = ""
+
+    def __repr__(self) -> str:
+        return f"<Page {self._session}>"
+
+    def has_missed(self, shell: InteractiveShell, last: RunningTask | None) -> bool:
+        """Say whether the page that runs this cell was loaded after `last` had begun, a long one.
+
+        Once for each page.
+        """
+        before, self._session = self._session, session_of(shell)
+        is_another = bool(before and self._session) and before != self._session
+        return is_another and last is not None and last.transcript.elapsed() >= LONG_CELL
+
+
+def missed(last: RunningTask, logs: Mapping[int, str]) -> Shown:
+    """Draw what that cell has shown, closed: whoever reloaded after its end has it already."""
+    shown, number = final_layout(last.transcript, logs), last.task.execution_count
+    title = RELOADED.format(" the last cell" if number is None else f" cell [{number}]")
+    html = panel(details(dim(title), panel_html(shown), GREY, is_open=False))
+    return Shown(html, f"{title}\n{panel_text(shown)}")
+
+
+def session_of(shell: InteractiveShell) -> str:
+    """Return the session of who has sent the cell that runs; "" in a terminal."""
+    parent: Any = getattr(shell, "get_parent", dict)()
+    return str(parent.get("header", {}).get("session", ""))

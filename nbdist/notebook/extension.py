@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import ast
 import atexit
+import re
+from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial, wraps
+from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from nbdist.notebook.requirements import check_libraries
-from nbdist.notebook.settings import NbDist
+from nbdist.errors import WrongVersion
+from nbdist.notebook.cell_text import transform_first_lines
+from nbdist.notebook.options import NbDist
 from nbdist.world.link import Link
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from types import CodeType
 
-    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
     from nbdist.notebook.command import Command
-    from nbdist.notebook.pools import Pools
+    from nbdist.notebook.pool import Pools
+
 
 _loaded: WeakKeyDictionary[InteractiveShell, tuple[Pools, list[tuple[str, str]], ExitStack]]
 _loaded = WeakKeyDictionary()
@@ -34,8 +41,8 @@ def load(shell: InteractiveShell) -> None:
     link = prestart() if settings.prestart else None
     # The rest of the extension is imported while the agent starts.
     from nbdist.notebook.command import find_commands
-    from nbdist.notebook.pools import Pools
-    from nbdist.notebook.rest_of_cell import RestOfCell
+    from nbdist.notebook.extension import RestOfCell
+    from nbdist.notebook.pool import Pools
 
     pools = Pools(shell, settings)
     pools.default.take_over(link)
@@ -56,8 +63,8 @@ def register(
 
     Yields kind and name of each.
     """
-    from nbdist.notebook.border.first_line import MAGICS
     from nbdist.notebook.cell_source import refuse_place
+    from nbdist.notebook.cell_text import MAGICS
 
     wanted: list[tuple[Callable[..., Any], str, str]] = [
         (each.magic(pools), each.kind, each.name) for each in commands
@@ -76,12 +83,12 @@ def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Com
     A terminal's shell has no kernel.
     """
     from nbdist.notebook.auto_cells import AutoCells
-    from nbdist.notebook.border.completion import Completion
-    from nbdist.notebook.border.first_line import transform_first_lines
-    from nbdist.notebook.border.name_errors import Border
-    from nbdist.notebook.border.while_busy import WhileBusy
+    from nbdist.notebook.cell_text import transform_first_lines
     from nbdist.notebook.commands.debug import RanksDebugger
-    from nbdist.notebook.wrapping import Wrapped
+    from nbdist.notebook.completion import Completion
+    from nbdist.notebook.extension import Wrapped
+    from nbdist.notebook.hints import Border
+    from nbdist.notebook.while_busy import WhileBusy
 
     completion, auto = Completion(pools, commands), AutoCells(pools)
     border = Border(pools, commands)
@@ -145,3 +152,146 @@ def unload(shell: InteractiveShell) -> None:
     for kind, name in registered:
         shell.magics_manager.magics[kind].pop(name, None)
         vars(shell.magics_manager.user_magics).pop(name, None)
+
+
+# --- methods of the shell and of its kernel, wrapped on the one object, and given back --------
+
+
+Around = Callable[..., Any]
+"""Called with the method as it was, and its arguments."""
+
+
+class Wrapped:
+    """A method of one object with something around it, until `undo`.
+
+    Where somebody else has wrapped it since, ours stays inside, and only passes on.
+    """
+
+    def __init__(self, holder: object, name: str, around: Around) -> None:
+        self._holder = holder
+        self._name = name
+        self._was_its_own = name in vars(holder)
+        self._original = original = getattr(holder, name)
+        self._is_on = True
+
+        @wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            if self._is_on:
+                return around(original, *args, **kwargs)
+            return original(*args, **kwargs)
+
+        self._method = method
+        setattr(holder, name, method)
+
+    def __repr__(self) -> str:
+        return f"<Wrapped {type(self._holder).__name__}.{self._name}>"
+
+    def undo(self) -> None:
+        """Have the object as it was."""
+        self._is_on = False
+        if vars(self._holder).get(self._name) is not self._method:
+            return
+        if self._was_its_own:
+            setattr(self._holder, self._name, self._original)
+        else:
+            delattr(self._holder, self._name)
+
+
+# --- refuses, before anything is started, libraries that nbdist does not run with -------------
+
+
+REQUIREMENT = re.compile(r"([\w.-]+)\s*([^;]*)$")
+"""A requirement of nbdist itself, without a marker: the name and the range."""
+
+
+@cache
+def check_libraries() -> None:
+    """Raise WrongVersion for the first library that is out of the range of pyproject.toml.
+
+    By what is installed: nothing is imported, torch least of all.  A library that is not
+    there is not looked at; the workers' Python may be another one.
+    """
+    for name, wanted in _ranges():
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            continue
+        if not is_within(found, wanted):
+            raise WrongVersion(name, found, wanted)
+
+
+def is_within(found: str, wanted: str) -> bool:
+    """Say whether a version is in a range; builds of one (`2.8.0a0+nv25`) are that version."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        release = Version(found).base_version
+    except InvalidVersion:  # a name of the user's own, which says nothing
+        return True
+    return SpecifierSet(wanted).contains(release)
+
+
+def _ranges() -> list[tuple[str, str]]:
+    try:
+        lines = requires("nbdist") or []
+    except PackageNotFoundError:  # run from its folder, without having been installed
+        return []
+    return [(found[1], found[2].strip()) for line in lines if (found := REQUIREMENT.match(line))]
+
+
+# --- what stands below `%load_ext nbdist` in the same cell ------------------------------------
+
+
+class RestOfCell:
+    """Stands around the shell's `run_code` until the cell that has loaded nbdist has ended.
+
+    Does nothing where that cell has no magic of ours below.
+    """
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell: Any = shell
+        self._is_running = self._has_run = False
+        self._wrapped = Wrapped(shell, "run_code", self._run_code)
+        for event in ("pre_run_cell", "post_run_cell"):
+            shell.events.register(event, self._end)
+
+    def __repr__(self) -> str:
+        return f"<RestOfCell {'was run' if self._has_run else 'is to be run'}>"
+
+    async def _run_code(
+        self,
+        original: Callable[..., Any],
+        code: CodeType,
+        result: ExecutionResult | None = None,
+        **options: Any,
+    ) -> bool:
+        """Run the next statement of the cell, or once all of the rest; True where it has failed."""
+        if self._has_run and not self._is_running:
+            return False
+        if self._is_running or not (rest := self._rest(result)):
+            failed: bool = await original(code, result, **options)
+            return failed
+        self._is_running = self._has_run = True
+        try:
+            nodes, compiler = ast.parse(rest).body, self._shell.compile
+            run = self._shell.run_ast_nodes
+            failed = await run(nodes, code.co_filename, compiler=compiler, result=result)
+        finally:
+            self._is_running = False
+        return failed
+
+    def _rest(self, result: ExecutionResult | None) -> str:
+        """Give the cell as nbdist has it read, if that is otherwise; else ""."""
+        cell = str(getattr(getattr(result, "info", None), "raw_cell", None) or "")
+        lines = cell.splitlines(keepends=True)
+        is_ours = transform_first_lines(lines) != lines
+        return str(self._shell.transform_cell(cell)) if is_ours else ""
+
+    def _end(self, *_: object) -> None:
+        """Called at IPython's events: the cell has ended, or nbdist was loaded outside of one."""
+        if self._is_running:
+            return
+        self._wrapped.undo()
+        for event in ("pre_run_cell", "post_run_cell"):
+            self._shell.events.unregister(event, self._end)

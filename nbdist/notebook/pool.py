@@ -2,45 +2,46 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nbdist.config import DEFAULT_POOL, WorldConfig
-from nbdist.errors import Interrupted
+from nbdist.errors import ForkedProcess, Interrupted, UsageError
 from nbdist.launching import LOCAL
 from nbdist.notebook.auto_mode import NOTE as AUTO_NOTE
 from nbdist.notebook.auto_mode import AutoMode
-from nbdist.notebook.background import Background
-from nbdist.notebook.display import make_display
-from nbdist.notebook.idle import IdleWatch
-from nbdist.notebook.late import Ended
+from nbdist.notebook.display import Page, make_display
+from nbdist.notebook.idle import Ended, IdleWatch, at_next_prompt, is_in_subshell
+from nbdist.notebook.jobs import Background
 from nbdist.notebook.options import check_same, given
-from nbdist.notebook.page import Page
-from nbdist.notebook.routine import Routine
-from nbdist.notebook.shipping.gathered import Gathered
+from nbdist.notebook.shipping.free_names import names_bound
+from nbdist.notebook.shipping.gathered import Gathered, assigned_in
 from nbdist.notebook.stops import IdleStop
-from nbdist.notebook.subshells import is_in_subshell
 from nbdist.notebook.why import Why, idle_end, why_died
 from nbdist.words import count, name_ranks
 from nbdist.world.names import list_names
 from nbdist.world.ranks import size_text
 from nbdist.world.recovery import healing_text, scaled_text
 from nbdist.world.snapshot_store import SnapshotStore, owner_of, root_folder
+from nbdist.world.snapshots import Wanted
 from nbdist.world.spec import default_log_dir
 from nbdist.world.states import State
 from nbdist.world.world import World
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from typing import Any
 
-    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
     from nbdist.notebook.display import CellDisplay
-    from nbdist.notebook.settings import NbDist
+    from nbdist.notebook.options import NbDist
     from nbdist.output.events import RankError
     from nbdist.world.link import Link
     from nbdist.world.running import RunningTask
+    from nbdist.world.snapshot_store import Snapshot
 
 
 class Pool:
@@ -351,3 +352,110 @@ def _wait_for_stop(world: World, display: CellDisplay) -> None:
         late = name_ranks(running.unfinished)
         display.wait_for(f"waiting for {late} to leave the stopped cell …")
         world.session.wait_for_stop()
+
+
+# --- all pools of a notebook ------------------------------------------------------------------
+
+
+class Pools:
+    """Those that have been named so far, and the default one."""
+
+    def __init__(self, shell: InteractiveShell, settings: NbDist) -> None:
+        self._pid = os.getpid()
+        self.shell = shell
+        self.settings = settings
+        self.auto = AutoMode()
+        self._stop = IdleStop()
+        self.gathered = Gathered(shell.user_ns)
+        self._pools = {DEFAULT_POOL: self._new(DEFAULT_POOL)}
+
+    def __repr__(self) -> str:
+        return f"<Pools {[*self]}>"
+
+    def __iter__(self) -> Iterator[Pool]:
+        yield from self._pools.values()
+
+    @property
+    def default(self) -> Pool:
+        """The one of cells that name no pool."""
+        return self._pools[DEFAULT_POOL]
+
+    def at(self, name: str | None) -> Pool:
+        """Give the pool of this name, which may be new; UsageError for what is no name."""
+        if os.getpid() != self._pid:
+            raise ForkedProcess("`%%distributed` and nbdist's other magics")
+        name = name or DEFAULT_POOL
+        if not name.replace("-", "_").isidentifier():
+            raise UsageError(f"`--pool {name}`: a pool's name is a word, such as `--pool trainer`.")
+        if name not in self._pools:
+            self._pools[name] = self._new(name)
+        return self._pools[name]
+
+    def known(self, name: str | None) -> Pool | None:
+        """Give the pool of this name if there is one; from any thread, for who only looks."""
+        return self._pools.get(name or DEFAULT_POOL)
+
+    def notice_names(self, result: ExecutionResult) -> None:
+        """Count what a cell has bound as the notebook's; called by IPython after each."""
+        for pool in self:
+            pool.show_background()
+            at_next_prompt(self.shell, pool.watch_prompt)
+        cell = getattr(result.info, "raw_cell", None) or ""
+        bound = self._bound_by(cell)
+        if bound and result.success:
+            self.gathered.add(assigned_in(self.shell.transform_cell(cell)))
+        self.gathered.bound_in_notebook(bound)
+        for pool in self:
+            pool.notice_bound(bound)
+
+    def leave(self) -> None:
+        """Have cells that run be left: the kernel is about to end; called in any thread."""
+        for pool in self:
+            if pool.world is not None:
+                pool.world.session.leaving.set()
+
+    def close(self) -> None:
+        """End at once all that the notebook has started; called when it ends."""
+        for pool in self:
+            pool.close()
+
+    def _new(self, name: str) -> Pool:
+        return Pool(self.shell, self.settings, name, self.auto, self._stop, self.gathered)
+
+    def _bound_by(self, raw_cell: str) -> frozenset[str]:
+        """Find the names that a cell may have bound in the notebook."""
+        has_worlds = any(pool.world is not None for pool in self)
+        is_theirs = raw_cell.lstrip().startswith(("%%distributed", "%%rank"))
+        if is_theirs or not (has_worlds or self.gathered.has_any):
+            return frozenset()
+        try:
+            return names_bound(self.shell.transform_cell(raw_cell))
+        except SyntaxError:
+            return frozenset()  # it bound nothing
+
+
+# --- what a notebook does about snapshots by itself -------------------------------------------
+
+
+@dataclass
+class Routine:
+    """What `--every` has set up, and the newest snapshot of this notebook's session."""
+
+    every: int = 0
+    wanted: Wanted = field(default_factory=lambda: Wanted(None, None))
+    cells: int = 0
+    newest: Snapshot | None = field(default=None, repr=False)
+
+    def is_due(self) -> bool:
+        """Count a cell that succeeded; whether a snapshot is to be taken after it."""
+        self.cells += bool(self.every)
+        return bool(self.every) and self.cells % self.every == 0
+
+    @property
+    def hint(self) -> str:
+        """How to bring back what was lost; "" where there is nothing to bring."""
+        newest = self.newest
+        if newest is None or not newest.folder.exists():
+            return ""
+        what = list_names(newest.names)
+        return f"`%dist_restore --name {newest.name}` restores {what} of {newest.clock}"

@@ -9,12 +9,22 @@ from dataclasses import dataclass
 from nbdist.errors import AgentLost, NbdistError, WorkerError
 from nbdist.output.ansi import strip
 from nbdist.output.events import Died, Failure, RankError
-from nbdist.output.folded_traceback import traceback_html
-from nbdist.output.folding import said_by
-from nbdist.output.markup import LINES, RED, barred, bold, dim, line, panel
 from nbdist.output.rank_transcript import RankTranscript
 from nbdist.output.screen import Line
-from nbdist.output.wording import error_text, fold_ranks, traceback_text
+from nbdist.output.tracebacks import traceback_html
+from nbdist.output.transcript import said_by
+from nbdist.output.wording import (
+    LINES,
+    RED,
+    barred,
+    bold,
+    dim,
+    error_text,
+    fold_ranks,
+    line,
+    panel,
+    traceback_text,
+)
 from nbdist.words import name_ranks
 from nbdist.world.running import RunningTask
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from nbdist.output.progress import BAR_SIGNS, Bar, clock_text, number_of, read_bar
+from nbdist.output.fingerprint import BAR_SIGNS, Bar, clock_text, number_of, read_bar
 from nbdist.output.rank_transcript import FAILED, RankTranscript
 from nbdist.output.screen import Line, Screen
 from nbdist.output.transcript import Transcript

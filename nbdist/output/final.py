@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from nbdist.output.ansi import strip
 from nbdist.output.bars import MOST_ROWS, BarTable, RankBars
-from nbdist.output.comparing import spread, unlike_most
-from nbdist.output.folding import Group, fold_shown, fold_tail
+from nbdist.output.fingerprint import read_bar
 from nbdist.output.layout import (
     Block,
     Hidden,
@@ -19,13 +18,14 @@ from nbdist.output.layout import (
     merged,
     said_words,
     sameness,
+    spread,
     squares_of,
     state_counts,
+    unlike_most,
 )
-from nbdist.output.progress import read_bar
 from nbdist.output.rank_transcript import Gap, RankTranscript, Shown
 from nbdist.output.screen import Line, Screen
-from nbdist.output.transcript import Transcript
+from nbdist.output.transcript import Group, Transcript, fold_shown, fold_tail
 from nbdist.output.wording import lines_text, ranks_text, seconds_text
 from nbdist.words import count
 

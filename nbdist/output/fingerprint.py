@@ -2,18 +2,18 @@
 
 Addresses, device numbers and process ids differ between ranks that do the same; in an
 error's text the rank's own number does too.  What differs is shown all the same:
-`nbdist.output.folding`.  Pure.
+`nbdist.output.transcript`.  Pure.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from nbdist.output.ansi import strip
 from nbdist.output.events import Died, Failure, RankError
-from nbdist.output.progress import BAR_SIGNS, read_bar
 
 _VARIES = re.compile(
     r"(?P<address>\b0x)[0-9a-fA-F]{6,16}\b"
@@ -149,3 +149,181 @@ def _compared(text: str) -> str:
 
 def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
+
+
+# --- which lines are progress bars, and how far they say they are.  Pure ----------------------
+
+
+BAR_SIGNS = ("%|", "it/s", "s/it", "━━━━━", "[=====")
+"""What nearly all bars have in them, and little else has: looked for before anything is read."""
+
+_LONGEST = 2000
+_SIGNS = ("%", "/", "[", "━", " of ")
+_NUMBER = r"\d[\d,]*(?:\.\d+)?"
+_AMOUNT = rf"{_NUMBER}(?:[kKMGTPE]i?)?B?"
+_TIMES = r"\[(?P<elapsed>[\d:]+)(?:<(?P<remaining>[\d:?]+))?(?:,\s*(?P<rate>[^,\]]*))?"
+_TQDM = re.compile(
+    r"(?P<name>.*?)\s*(?P<percent>\d+(?:\.\d+)?)%(?:\|[^|]*\||\s)\s*"
+    rf"(?P<done>{_AMOUNT})/(?P<total>{_AMOUNT}|\?)\s*{_TIMES}(?:,\s*(?P<rest>.*?))?"
+    r"(?:\]\s*(?P<more>[^\]]*))?"  # tqdm cuts what has no room
+)
+_ENDLESS = re.compile(
+    rf"(?:(?P<name>.*): )?(?P<done>{_AMOUNT})(?:/\?)? ?(?P<unit>[A-Za-z]+)? "
+    rf"{_TIMES}(?:,\s*(?P<rest>.*))?\]"
+)
+_FASTPROGRESS = re.compile(
+    rf"(?P<name>[^|]*?)\s*\|[^|]*\|\s*(?P<percent>[\d.]+)%\s*\[(?P<done>{_AMOUNT})/"
+    rf"(?P<total>{_AMOUNT})\s+(?P<elapsed>[\d:]+)<(?P<remaining>[\d:?]+)(?P<rest>[^\]]*)\]"
+)
+# What rich and Keras draw with, or a box of signs, five at least.
+_DRAWN = re.compile(r"[━╸╺]{5,}[━╸╺ ]*|[\[|][=#>.\-█▉▊▋▌▍▎▏░▒▓ ]{5,}[\]|]|[█▉▊▋▌▍▎▏░▒▓]{5,}")
+_PERCENT = re.compile(rf"(?<![\w.]){_NUMBER}\s?%")
+_COUNTS = re.compile(
+    rf"(?<![\w./-])(?P<done>{_AMOUNT})\s?(?:/|of)\s?(?P<total>{_AMOUNT})(?![\w/.-])"
+)
+_CLOCK = re.compile(r"(?:ETA:\s*)?(?<![\d:])(?P<time>(?:\d+:)?\d+:\d\d(?![\d:])|-:--:--)")
+_SECONDS = re.compile(r"(?:ETA:\s*)?(?P<time>\d+s)(?=\s|$)")
+_RATE = re.compile(r"[^\s\0]+(?: \w+)?/(?:s|it|step|sec|epoch|batch)\b")
+_SUFFIXES = {"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+_SEPARATORS = " \t:-•|·"
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One progress bar: what for, how far, for how long, and how fast.
+
+    `done` and `total` are as they were written ("1.2G"), "" where they were not; `fraction` is
+    between 0 and 1, None where the total is not known; times are seconds; `rest` is what else
+    the line said.
+    """
+
+    name: str = ""
+    done: str = ""
+    total: str = ""
+    fraction: float | None = None
+    elapsed: float | None = None
+    remaining: float | None = None
+    rate: str = ""
+    rest: str = ""
+
+    @property
+    def is_finished(self) -> bool:
+        return self.fraction is not None and self.fraction >= 1
+
+    @property
+    def amount(self) -> str:
+        """How much is done: `315/500`, or `315` where nobody knows of how many."""
+        return f"{self.done}/{self.total}" if self.total else self.done
+
+    @property
+    def position(self) -> float:
+        """How far it is, comparable with the same bar of another rank."""
+        return number_of(self.done) if self.fraction is None else self.fraction
+
+
+def read_bar(text: str, *, is_edited: bool = False) -> Bar | None:
+    """Read a line as a progress bar, None if it is none.
+
+    `is_edited` says that it was written over; lines without a drawn bar have to be.
+    """
+    if len(text) > _LONGEST or not any(sign in text for sign in _SIGNS):
+        return None
+    plain = strip(text).strip()
+    for pattern in (_TQDM, _ENDLESS, _FASTPROGRESS):
+        if found := pattern.fullmatch(plain):
+            return _from_tqdm(found)
+    drawn = _DRAWN.search(plain)
+    if drawn or is_edited:
+        return _from_any(plain, drawn)
+    return None
+
+
+def _from_tqdm(found: re.Match[str]) -> Bar | None:
+    said = {name: (value or "").strip() for name, value in found.groupdict().items()}
+    if said.get("more"):
+        return None  # Something was printed behind it: a line like any other.
+    total = said.get("total", "").replace("?", "")
+    percent = float(said["percent"]) / 100 if said.get("percent") else None
+    if "unit" in said and not total:
+        said["done"] += said["unit"]
+    return Bar(
+        said["name"].rstrip(_SEPARATORS),
+        said["done"],
+        total,
+        fraction_of(said["done"], total, percent),
+        seconds_of(said["elapsed"]),
+        seconds_of(said["remaining"]),
+        said.get("rate", ""),
+        said["rest"],
+    )
+
+
+def _from_any(plain: str, drawn: re.Match[str] | None) -> Bar | None:
+    """Read the columns in whatever order: the bar itself is taken out."""
+    left, right = (plain[: drawn.start()], plain[drawn.end() :]) if drawn else (plain, "")
+    rest = f"{left}\0{right}"
+    # What is counted left of a bar is its name, as in Lightning's "Epoch 0/1", if more follows.
+    counts = _COUNTS.search(right) or _COUNTS.search(left)
+    percent = _PERCENT.search(rest)
+    if counts and not 0 <= number_of(counts["done"]) <= number_of(counts["total"]):
+        counts = None
+    share = float(percent[0].rstrip(" %").replace(",", "")) / 100 if percent else None
+    if not (counts or percent) or (share is not None and not 0 <= share <= 1):
+        return None
+    done, total = (counts["done"], counts["total"]) if counts else ("", "")
+    for match in (counts, percent):
+        rest = rest.replace(match[0], "\0", 1) if match else rest
+    fraction = fraction_of(done, total, share)
+    rest, elapsed, remaining = _without_times(rest, is_finished=fraction == 1)
+    rate = _RATE.search(rest) if drawn else None
+    rest = rest.replace(rate[0], "\0", 1) if rate else rest
+    name, *parts = (part.strip(_SEPARATORS) for part in rest.split("\0"))
+    said = " ".join(filter(None, parts))
+    return Bar(name, done, total, fraction, elapsed, remaining, rate[0] if rate else "", said)
+
+
+def _without_times(rest: str, *, is_finished: bool) -> tuple[str, float | None, float | None]:
+    """Take the times out: two are elapsed and remaining, one is what remains until the end."""
+    clocks = [*_CLOCK.finditer(rest)][:2]
+    if not clocks and "\0" in rest:
+        clocks = [*_SECONDS.finditer(rest)][:1]
+    for clock in clocks:
+        rest = rest.replace(clock[0], "\0", 1)
+    times = [*(seconds_of(clock["time"]) for clock in clocks), None, None]
+    if len(clocks) == 1:
+        times = [times[0], None] if is_finished else [None, times[0]]
+    return rest, times[0], times[1]
+
+
+def fraction_of(done: str, total: str, percent: float | None) -> float | None:
+    """Say how far it is: more exactly than a percentage where both numbers are known."""
+    whole = number_of(total)
+    if whole > 0:
+        return min(1.0, number_of(done) / whole)
+    return None if percent is None else min(1.0, percent)
+
+
+def number_of(text: str) -> float:
+    """Read `1,200`, `1.2G`, `15it`; 0 where there is no number."""
+    found = re.match(rf"({_NUMBER})([kKMGTPE]?)", text)
+    if found is None:
+        return 0.0
+    return float(found[1].replace(",", "")) * _SUFFIXES.get(found[2], 1)
+
+
+def seconds_of(text: str) -> float | None:
+    """Read `00:12`, `1:02:03`, `4s`; None of what says that it is not known."""
+    text = text.strip().removesuffix("s")
+    if not text or not all(part.isdigit() for part in text.split(":")):
+        return None
+    total = 0.0
+    for part in text.split(":"):
+        total = 60 * total + int(part)
+    return total
+
+
+def clock_text(seconds: float) -> str:
+    """Write `00:12`, `1:02:03`, as bars do."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"

@@ -5,14 +5,19 @@ An update rebuilds the page's DOM, so nothing of a live panel can be opened or s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
-from nbdist.output.bars_writers import bars_html
+from nbdist.output.ansi import strip
+from nbdist.output.bars import BarTable, RankBars, columns
 from nbdist.output.events import Failure
-from nbdist.output.folded_traceback import traceback_html
 from nbdist.output.layout import MARKS, Block, Hidden, Item, Panel, Row, merged
-from nbdist.output.markup import (
+from nbdist.output.rank_transcript import Look, Shown
+from nbdist.output.rich import embed, is_image, is_leftover, kind_text
+from nbdist.output.screen import Line
+from nbdist.output.tracebacks import traceback_html
+from nbdist.output.wording import (
     AMBER,
     BLUE,
     GREEN,
@@ -20,20 +25,18 @@ from nbdist.output.markup import (
     RED,
     barred,
     bold,
+    clip,
     coloured,
     details,
     dim,
     line,
     lines_html,
+    more_ranks,
     panel,
     size,
     table,
+    traceback_text,
 )
-from nbdist.output.rank_transcript import Look, Shown
-from nbdist.output.rich import embed, is_image, is_leftover, kind_text
-from nbdist.output.screen import Line
-from nbdist.output.tiles import tile_style, tiled, tiles_html
-from nbdist.output.wording import clip, more_ranks, traceback_text
 from nbdist.words import count, format_ranks, name_ranks
 
 MOST_BYTES, MOST_LIVE_BYTES = 1_000_000, 64_000
@@ -366,3 +369,132 @@ def _live_error(block: Block, room: _LiveRoom) -> str:
         return traceback_html(traceback_text(error), _LIVE_TRACEBACK_LINES, room.width)
     text = clip(block.failed, room.width)
     return line(coloured(text, _COLOURS[block.group.look])) if text else ""
+
+
+# --- which blocks of a panel stand side by side -----------------------------------------------
+
+
+_WIDEST_LINE, _WIDEST_TABLE = 42, 60
+_MOST_LINES = 16
+_ROW = "display:flex;flex-wrap:wrap;column-gap:14px;align-items:flex-start"
+# Two figures fit beside one another on a page of 700 pixels with its margins, and none is much
+# larger than it was.
+_FIGURE = ";flex:1 1 {}%;max-width:620px;min-width:240px;box-sizing:border-box"
+_OTHER = ";flex:0 1 auto;min-width:0"
+
+
+def tiled(blocks: Iterable[Block]) -> Iterator[list[Block]]:
+    """Yield runs of neighbours that stand side by side, and the others one by one."""
+    for side_by_side, run in groupby(blocks, key=is_tile):
+        found = [*run]
+        if side_by_side:
+            yield found
+        else:
+            yield from ([block] for block in found)
+
+
+def is_tile(block: Block) -> bool:
+    """Say whether a block is narrow and low enough; failed ranks have the whole width."""
+    is_calm = block.is_open and not block.failed and not block.group.has_failed
+    return is_calm and bool(block.items) and all(map(_is_narrow, block.items))
+
+
+def _is_narrow(item: Item) -> bool:
+    match item:
+        case Hidden():
+            return False
+        case Shown():
+            html = embed(item.display)
+            if html is not None and is_image(html):
+                return True
+            # How wide a table is drawn is not known, but it is about as wide as its text.
+            rows = item.plain.split("\n")
+            return _fits(rows, _WIDEST_LINE if html is None else _WIDEST_TABLE)
+        case lines:
+            return _fits([strip(line.text) for line in lines], _WIDEST_LINE)
+
+
+def _fits(rows: list[str], width: int) -> bool:
+    return len(rows) <= _MOST_LINES and max(map(len, rows)) <= width
+
+
+def tile_style(block: Block, count: int) -> str:
+    """Give what a block's style says of its place among so many: figures share the width.
+
+    Three beside one another where there is room, but two and four are two in a row.
+    """
+    shown = (item for item in block.items if isinstance(item, Shown))
+    has_figure = any((html := embed(item.display)) and is_image(html) for item in shown)
+    return _FIGURE.format(45 if count in (2, 4) else 30) if has_figure else _OTHER
+
+
+def tiles_html(blocks: Iterable[str]) -> str:
+    """Put the blocks side by side."""
+    return f'<div style="{_ROW}">{"".join(blocks)}</div>'
+
+
+# --- a table of progress bars, for pages and as text.  Pure -----------------------------------
+
+
+_CELL = "padding:0 10px 0 0;border:none;vertical-align:middle;text-align:left;white-space:nowrap"
+_RIGHT = _CELL.replace("text-align:left", "text-align:right")
+_REST = _CELL.replace("white-space:nowrap", "white-space:normal")
+_FILL = "display:inline-block;vertical-align:middle;height:10px;border-radius:2px"
+_TRACK = f"{_FILL};width:100px;background-color:rgba(128,128,128,0.25);line-height:0"
+_LONGEST_REST = 120
+_CELLS, _PARTS = 20, " ▏▎▍▌▋▊▉"
+
+
+def bars_html(shown: BarTable) -> str:
+    """Draw a row for each bar, below a line that says where all are if there are more."""
+    rows = table(_row(shown, bars) for bars in shown.rows)
+    return line(dim(shown.summary)) + rows
+
+
+def _row(shown: BarTable, bars: RankBars) -> list[tuple[str, str]]:
+    is_slowest = bars.rank == shown.slowest
+    name, percent, amount, times, rate, rest = columns(bars)
+    end = dim(clip(rest, _LONGEST_REST))
+    if is_slowest:
+        end = f"{end} {coloured('slowest', AMBER)}"
+    return [
+        (_CELL, bold(name_ranks([bars.rank]))),
+        (_CELL, dim(name)),
+        (_CELL, _drawn(bars, shown.share(bars), is_slowest=is_slowest)),
+        (_RIGHT, percent),
+        (_RIGHT, dim(amount)),
+        (_CELL, dim(times)),
+        (_RIGHT, dim(rate)),
+        (_REST, end),
+    ]
+
+
+def _drawn(bars: RankBars, share: float | None, *, is_slowest: bool) -> str:
+    if share is None:
+        return ""
+    colour = GREEN if bars.bar.is_finished else AMBER if is_slowest else BLUE
+    fill = f"{_FILL};width:{100 * share:.0f}%;background-color:{colour}"
+    return f'<span style="{_TRACK}"><span style="{fill}"></span></span>'
+
+
+def bars_text(shown: BarTable) -> list[str]:
+    """Write the same in lines of which each names its rank, its columns below one another."""
+    rows = [_words(bars, shown.share(bars)) for bars in shown.rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [shown.summary] if shown.summary else []
+    for bars, row in zip(shown.rows, rows, strict=True):
+        cells = (text.ljust(width) for text, width in zip(row, widths, strict=True) if width)
+        mark = "  slowest" if bars.rank == shown.slowest else ""
+        lines.append("  ".join(cells).rstrip() + mark)
+    return lines
+
+
+def _words(bars: RankBars, share: float | None) -> list[str]:
+    name, percent, amount, times, rate, rest = columns(bars)
+    drawn = "" if share is None else f"|{_blocks(share)}|"
+    return [name_ranks([bars.rank]), name, drawn, percent.rjust(4), amount, times, rate, rest]
+
+
+def _blocks(share: float) -> str:
+    whole, part = divmod(round(share * _CELLS * 8), 8)
+    return ("█" * whole + _PARTS[part].strip()).ljust(_CELLS)

@@ -6,19 +6,27 @@ which ranks are shown together.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
 
-from nbdist.output.events import Failure, Output, RankError
-from nbdist.output.folding import Group, fold_errors, group_of
+from nbdist.output.ansi import strip
+from nbdist.output.events import Died, Failure, Output, RankError
+from nbdist.output.fingerprint import read_bar
 from nbdist.output.rank_transcript import (
     ENDED,
     FAILED,
     SHOWN_AT_MOST,
+    Gap,
     Look,
+    Piece,
     RankTranscript,
+    Shown,
     State,
 )
+from nbdist.output.screen import Line, Screen
 from nbdist.words import format_ranks
 
 SHOWN_OF_ALL, SHOWN_AT_LEAST = 256 << 20, 4 << 20
@@ -157,3 +165,240 @@ def follows(error: RankError) -> bool:
     return isinstance(error, Failure) and (
         error.connections == "ended" or error.name == "KeyboardInterrupt"
     )
+
+
+# --- what ranks that are alike have said, as one text in which the differing places are sets ---
+
+
+# All places in which alike texts can differ; see `nbdist.output.fingerprint`.
+_PLACES = re.compile(r"0x[0-9a-fA-F]+|\d+")
+_MOST_IN_A_SET = 64
+_MOST_BARS = 16
+
+_Said = TypeVar("_Said", bound="Line | Shown | Gap")
+
+
+Part = Literal["none", "first", "same", "other"]
+"""What a group's error has to do with the first one of the cell."""
+
+Likeness = Literal["same", "bars", "places", "line"]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks whose output and error are alike; `members` are theirs, `shown` is one of them.
+
+    `likeness` is what they have in common: they are the "same", differ in progress "bars", of
+    which each has a row, or in "places" (addresses, device numbers, process ids), which are
+    shown as sets, or Stop has ended them in the same "line".  `error` is what ended the cell
+    there, also with sets; `part` says whether they failed: among them the "first" rank of all,
+    with the "same" error as that, or with an "other" one.
+    """
+
+    members: tuple[RankTranscript, ...]
+    shown: RankTranscript
+    likeness: Likeness
+    error: RankError | None
+    part: Part
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(each.rank for each in self.members)
+
+    @property
+    def state(self) -> State:
+        return self.shown.state
+
+    @property
+    def look(self) -> Look:
+        return self.shown.look
+
+    @property
+    def has_failed(self) -> bool:
+        return self.shown.state in FAILED
+
+    @property
+    def pieces(self) -> list[tuple[Piece, ...]]:
+        """What they have said, each piece as often as there are ranks that differ."""
+        return [*zip(*(each.said for each in self._differing), strict=True)]
+
+    @property
+    def displays(self) -> list[Shown]:
+        """Their displays, each once."""
+        shown = zip(*(each.displays for each in self._differing), strict=True)
+        return [*map(fold_shown, shown)]
+
+    def tail(self, count: int) -> list[Line | Shown | Gap]:
+        """Fold their last `count` lines and displays, in order."""
+        tails = [each.tail(count) for each in self._differing]
+        return [*map(_fold_item, _from_the_end(tails))]
+
+    @property
+    def named(self) -> tuple[int, ...]:
+        """The ranks of the pieces that are given, in their order."""
+        return tuple(each.rank for each in self._differing)
+
+    @property
+    def _differing(self) -> tuple[RankTranscript, ...]:
+        """One of them where all have said the same."""
+        same = len({each.body.exact for each in self.members}) == 1
+        return (self.shown,) if same else self.members
+
+
+def group_of(members: Sequence[RankTranscript], first: int | None, alike: Collection[int]) -> Group:
+    """Make them one; `first` is the rank that failed first, `alike` have its error."""
+    shown = next((each for each in members if each.rank == first), members[0])
+    part: Part = "none"
+    if shown.state in FAILED:
+        part = "same" if members[0].rank in alike else "other"
+        part = "first" if shown.rank == first else part
+    error = fold_errors([error for each in members if (error := each.error)])
+    likeness: Likeness = "places"
+    if error is None and shown.error is not None:
+        likeness, error = "line", shown.error
+    elif len({said_by(each.error) for each in members}) == 1:
+        if len({each.body.exact for each in members}) == 1:
+            likeness = "same"
+        elif len({each.body.but_bars for each in members}) == 1:
+            likeness = "bars"
+    return Group(tuple(members), shown, likeness, error, part)
+
+
+def fold(texts: Sequence[str]) -> str | None:
+    """Make one of the texts of some ranks; None where they differ in more than numbers."""
+    first = texts[0]
+    if all(text == first for text in texts):
+        return first
+    frames = [_PLACES.split(text) for text in texts]
+    if any(frame != frames[0] for frame in frames):
+        return None
+    places = zip(*(_PLACES.findall(text) for text in texts), strict=True)
+    sets = [*map(_set, places), ""]
+    return "".join(fixed + differs for fixed, differs in zip(frames[0], sets, strict=True))
+
+
+def fold_lines(lines: Sequence[Line]) -> Line:
+    """Fold the same line of some ranks; its colours only where they do not matter.
+
+    Of bars, which while they move are in a table, there is one, and that others differ.
+    """
+    first = lines[0]
+    text = fold([line.text for line in lines])
+    if text != first.text and read_bar(first.text):
+        return Line(f"{first.text}  (others differ)", first.stderr)
+    if text is None:
+        text = fold_plain([line.text for line in lines])
+    return Line(text, first.stderr)
+
+
+def fold_plain(texts: Sequence[str]) -> str:
+    """Make one of the texts, without their colours."""
+    plain = [strip(text) for text in texts]
+    folded = fold(plain)
+    return " | ".join(dict.fromkeys(plain)) if folded is None else folded
+
+
+def fold_shown(shown: Sequence[Shown]) -> Shown:
+    """Fold the same display of some ranks: only its text can differ."""
+    first = shown[0]
+    if all(other.plain == first.plain for other in shown):
+        return first
+    data = {**first.display.data, "text/plain": fold_plain([other.plain for other in shown])}
+    return Shown(replace(first.display, data=data), first.key)
+
+
+def fold_tail(pieces: Sequence[Piece], ranks: Sequence[int], count: int) -> list[list[Line]]:
+    """Fold the last lines of the same screen of some ranks; a row each where they are bars."""
+    tails = [piece.tail(count) for piece in pieces if isinstance(piece, Screen)]
+    return [_rows(lines, ranks) for lines in _from_the_end(tails)]
+
+
+def _rows(lines: Sequence[Line], ranks: Sequence[int]) -> list[Line]:
+    """Write a row for each rank where the line is a bar, else one for all.
+
+    The places of very many bars are folded as others are.
+    """
+    texts = [line.text for line in lines]
+    if len(set(texts)) == 1 or not read_bar(texts[0]):
+        return [fold_lines(lines)]
+    if len(lines) > _MOST_BARS and (text := fold(texts)) is not None:
+        return [Line(text, lines[0].stderr)]
+    width = max(len(str(rank)) for rank in ranks)
+    pairs = zip(lines, ranks, strict=True)
+    return [Line(f"rank {rank:<{width}}  {line.text}", line.stderr) for line, rank in pairs]
+
+
+def fold_errors(errors: Sequence[RankError]) -> RankError | None:
+    """Make one of errors that are alike; None where they differ in more than numbers."""
+    failures = [error for error in errors if isinstance(error, Failure)]
+    if not failures or len(failures) < len(errors):
+        return errors[0] if errors else None
+    first = failures[0]
+    if all(said_by(failure) == said_by(first) for failure in failures):
+        return first
+    message = fold([failure.message for failure in failures])
+    texts = ["\n".join(failure.traceback) for failure in failures]
+    traceback = fold(texts)
+    if traceback is None:
+        traceback = fold([*map(strip, texts)])
+    if message is None or traceback is None:
+        return None
+    return replace(first, message=message, traceback=(traceback,))
+
+
+def said_by(error: RankError | None) -> object:
+    """Take all of an error that is shown; of the same error it is equal."""
+    match error:
+        case None:
+            return None
+        case Failure(name, message, traceback):
+            return name, message, "\n".join(traceback)
+        case Died(exit_code):
+            return exit_code
+
+
+def _fold_item(items: tuple[Line | Shown | Gap, ...]) -> Line | Shown | Gap:
+    match items[0]:
+        case Line():
+            return fold_lines([item for item in items if isinstance(item, Line)])
+        case Shown():
+            return fold_shown([item for item in items if isinstance(item, Shown)])
+        case gap:
+            return gap
+
+
+def _from_the_end(tails: Sequence[list[_Said]]) -> list[tuple[_Said, ...]]:
+    """Pair rows across the lists, which end alike; of the longest line fewer may be kept."""
+    return [*zip(*(reversed(tail) for tail in tails), strict=False)][::-1]
+
+
+def _set(values: tuple[str, ...]) -> str:
+    """Write `7` where all are equal, else `{7,9}`."""
+    if all(value == values[0] for value in values):
+        return values[0]
+    start = "0x" if all(value.startswith("0x") for value in values) else ""
+    runs = [*_runs([value.removeprefix(start) for value in values], counts=not start)]
+    if len(runs) > _MOST_IN_A_SET:
+        runs = [*runs[:_MOST_IN_A_SET], "…"]
+    return f"{start}{{{','.join(runs)}}}"
+
+
+def _runs(values: Sequence[str], *, counts: bool) -> Iterator[str]:
+    """Write `0-3` for numbers that go up by one, `5*3` for a value so often in a row."""
+    start = 0
+    while start < len(values):
+        end = start + 1
+        while end < len(values) and values[end] == values[start]:
+            end += 1
+        if end > start + 1:
+            yield f"{values[start]}*{end - start}"
+        else:
+            while counts and end < len(values) and values[end] == _plus(values[start], end - start):
+                end += 1
+            yield "-".join(dict.fromkeys((values[start], values[end - 1])))
+        start = end
+
+
+def _plus(number: str, more: int) -> str:
+    """Count so many on, in as many digits; "" from what is no number."""
+    return str(int(number) + more).zfill(len(number)) if number.isdecimal() else ""

@@ -13,8 +13,8 @@ from IPython.core.magic_arguments import argument
 from nbdist.notebook.cells import bring
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.commands.values import expressions_in
+from nbdist.notebook.display import Shown, below, block, table
 from nbdist.notebook.options import ranks_option
-from nbdist.notebook.tables import Shown, below, block, table
 from nbdist.output.wording import fold_ranks
 from nbdist.wire.ops import Brought, Distance, Looked, Part
 from nbdist.wire.task import Call

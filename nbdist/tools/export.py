@@ -11,8 +11,8 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.errors import NbdistError, UsageError
 from nbdist.notebook.command import Line, command
+from nbdist.notebook.display import Shown, block
 from nbdist.notebook.shipping.plan import version_now
-from nbdist.notebook.tables import Shown, block
 from nbdist.words import count
 from nbdist.world.spec import given_environ
 

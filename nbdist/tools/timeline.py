@@ -17,10 +17,9 @@ from html import escape
 from itertools import groupby, pairwise
 
 from nbdist.notebook.command import Line, command
+from nbdist.notebook.display import Shown, below, block, table
 from nbdist.notebook.options import ranks_option
-from nbdist.notebook.tables import Shown, below, block, table
-from nbdist.output.markup import AMBER, BLUE
-from nbdist.output.wording import seconds_text
+from nbdist.output.wording import AMBER, BLUE, seconds_text
 from nbdist.wire.ops import Met, RankTimes
 from nbdist.words import count, size_text
 

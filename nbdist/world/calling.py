@@ -24,7 +24,7 @@ from nbdist.errors import UsageError, VariableNotSent, WorkerError
 from nbdist.output.ansi import strip
 from nbdist.output.bars import merged_line
 from nbdist.output.events import Died, Failure, RankError
-from nbdist.output.plain import PlainLines
+from nbdist.output.text import PlainLines
 from nbdist.values.definitions import SYSTEM_NAMES
 from nbdist.values.payload import pack_frames
 from nbdist.values.pickling import Pickled, pickle

@@ -8,8 +8,8 @@ import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
 from nbdist.notebook.command import find_commands
-from nbdist.notebook.pools import Pools
-from nbdist.notebook.settings import NbDist
+from nbdist.notebook.options import NbDist
+from nbdist.notebook.pool import Pools
 from tests.notebook.front_end import KERNELS, Notebook, SharedKernels
 
 

@@ -16,7 +16,7 @@ from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 from jupyter_core.utils import ensure_event_loop
 
-from nbdist.notebook.below import NOTHING
+from nbdist.notebook.figures import NOTHING
 from nbdist.output.ansi import strip
 from tests.waiting import SOON
 

@@ -10,8 +10,8 @@ from IPython.core.macro import Macro
 from traitlets.config import Config
 
 from nbdist.notebook.auto_cells import AutoCells, _is_theirs, runs_there
-from nbdist.notebook.pools import Pools
-from nbdist.notebook.settings import NbDist
+from nbdist.notebook.options import NbDist
+from nbdist.notebook.pool import Pools
 from nbdist.world.world import World
 
 PLAIN = "x = 1"

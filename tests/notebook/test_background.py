@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.background`: cells of two pools that nobody waits for."""
+"""Tests of `nbdist.notebook.jobs`: cells of two pools that nobody waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.below`: what the page has to render itself, below the panel."""
+"""Tests of `nbdist.notebook.figures`: what the page has to render itself, below the panel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.notebook.below import Below, below_panel
+from nbdist.notebook.figures import Below, below_panel
 from nbdist.output.events import Display, Done, Update
 from nbdist.output.rich import MOST_BELOW
 from nbdist.output.transcript import Transcript
@@ -78,8 +78,8 @@ def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     def draw(data: dict[str, Any], *, metadata: object, display_id: str, raw: bool) -> None:
         shown[display_id] = data
 
-    monkeypatch.setattr("nbdist.notebook.below.display", draw)
-    monkeypatch.setattr("nbdist.notebook.below.update_display", draw)
+    monkeypatch.setattr("nbdist.notebook.figures.display", draw)
+    monkeypatch.setattr("nbdist.notebook.figures.update_display", draw)
     return shown
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -9,9 +10,9 @@ import pytest
 
 from nbdist.errors import UsageError, WorldNotStarted
 from nbdist.notebook import commands
-from nbdist.notebook.command import find_commands
+from nbdist.notebook.command import find_commands, is_used
 from nbdist.notebook.options import GROUPS
-from nbdist.notebook.pools import Pools
+from nbdist.notebook.pool import Pools
 
 README = Path(__file__).parent.parent.parent / "README.md"
 ROW = re.compile(r"^\| `(%%?\w+)", re.MULTILINE)
@@ -99,3 +100,31 @@ def test_help_of_a_cell_has_the_options_of_the_cell() -> None:
         assert "`%dist_init?`" in shown[name]
         assert "--hosts HOSTS" not in shown[name]
     assert "--hosts HOSTS" in shown["dist_init"]
+
+
+# --- tests of `nbdist.notebook.command` -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "used"),
+    [
+        ("x = f()", True),
+        ("x, y = f(), 1", True),
+        ("print(f())", True),
+        ("def g(): return f()\nx = g()", True),
+        ("x = f() if f else 0", True),
+        ("f()", False),
+        ("f(); x = 1", False),
+        ("for i in '1':\n    f()", False),
+    ],
+)
+@pytest.mark.parametrize("mode", ["exec", "single"])
+def test_what_becomes_of_a_value(code: str, used: bool, mode: str) -> None:  # noqa: FBT001
+    """Also through calls of ours and IPython's; `single` is how the last line of a cell runs."""
+    seen: list[bool] = []
+    ours = {"__name__": "nbdist.notebook.command", "seen": seen, "is_used": is_used}
+    exec("def f():\n    seen.append(is_used())\n    return seen and None", ours)
+    body = ast.parse(code).body
+    tree = ast.Interactive(body) if mode == "single" else ast.Module(body, [])
+    exec(compile(tree, "cell", mode), {"__name__": "__main__", "f": ours["f"], "print": repr})
+    assert seen == [used]

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import ast
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from nbdist.notebook.below import NOTHING
-from nbdist.notebook.display import FIRST_DRAWING, PanelDisplay, PlainDisplay, is_of_magic
+from nbdist.notebook.display import (
+    FIRST_DRAWING,
+    Page,
+    PanelDisplay,
+    PlainDisplay,
+    Shown,
+    below,
+    block,
+    is_of_magic,
+    missed,
+    session_of,
+    table,
+)
+from nbdist.notebook.figures import NOTHING
 from nbdist.output.ansi import strip
 from nbdist.output.events import Display, Done, Failure, Output, Text
 from nbdist.output.transcript import Transcript
+from nbdist.words import aligned
 from nbdist.world.sent import News
 
 
@@ -180,3 +195,86 @@ def test_notes_that_do_not_stay(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys)[-1]["text/plain"] == "restarted · 4 workers on 2 CPU cores"
     display.end(transcript, {})
     assert shown(capsys)[-1]["text/plain"].endswith("\na\n── rank 1 (no output) ──\nrestarted")
+
+
+# --- tests of `nbdist.notebook.display` -------------------------------------------------------
+
+
+ROWS = [("rank", "state"), ("0", "busy 3 s"), ("11", "<idle>")]
+
+
+def test_a_table_says_the_same_in_both_forms():
+    """The headings first, below the head; in HTML escaped, with the colours that were given."""
+    shown = table("4 workers <here>", ROWS, {"busy": "#123456"})
+    assert shown.text.splitlines() == ["4 workers <here>", *aligned(ROWS)]
+    assert "<b>4 workers &lt;here&gt;</b>" in shown.html
+    assert shown.html.count("<th") == 2
+    assert shown.html.count("<td") == 4
+    assert "&lt;idle&gt;</td>" in shown.html
+    assert shown.html.count("color:#123456") == 1
+    # On a narrow page a line of Python breaks, and no time with its unit.
+    long = table("", [("state", "line"), ("busy 7.5 s", "x" * 40)]).html
+    assert 'white-space:nowrap">busy 7.5 s' in long
+    assert long.count("nowrap") == 1
+
+
+def test_a_head_alone():
+    """Where there are no rows there is no table."""
+    assert table("no workers", []) == Shown(
+        '<div style="font-family:monospace"><b>no workers</b></div>', "no workers"
+    )
+
+
+def test_blocks_below_one_another():
+    """Lines as they are, escaped in HTML only."""
+    one, two = block("a < b"), block("c")
+    assert one.text == "a < b"
+    assert one.html.endswith(">a &lt; b</pre>")
+    assert below([one, two]) == Shown(one.html + two.html, "a < b\nc")
+
+
+# --- tests of `nbdist.notebook.display` -------------------------------------------------------
+
+
+def shell_of(session: str) -> Any:
+    """As much of a shell as tells who has sent its cell."""
+    return SimpleNamespace(get_parent=lambda: {"header": {"session": session}})
+
+
+def cell(seconds: float) -> Any:
+    """A cell that took so long."""
+    transcript = Transcript([0])
+    transcript.start(0.0)
+    transcript[0].finished = seconds
+    return SimpleNamespace(transcript=transcript, task=SimpleNamespace(execution_count=7))
+
+
+def test_another_page_after_a_long_cell():
+    """Is told once; the same page, a short cell and a first cell are not."""
+    page, first, second = Page(), shell_of("a"), shell_of("b")
+    assert not page.has_missed(first, None)
+    assert not page.has_missed(first, cell(60.0))
+    assert page.has_missed(second, cell(60.0))
+    assert not page.has_missed(second, cell(60.0))
+    assert not page.has_missed(first, cell(0.1))
+
+
+def test_what_was_missed():
+    """The whole output of that cell, behind a line that says why it is here."""
+    last = cell(60.0)
+    last.transcript.receive(0, Text("stdout", "epoch 9\n"), 1.0)
+    shown = missed(last, {})
+    assert "The page was reloaded while cell [7] ran" in shown.text
+    assert shown.text.endswith("epoch 9")
+    assert shown.html.count("<details") == 2
+    assert "epoch 9" in shown.html
+
+
+def test_where_there_are_no_pages():
+    """A terminal's shell knows no messages, and a message can come from anywhere."""
+    terminal: Any = SimpleNamespace()
+    assert session_of(terminal) == ""
+    page = Page()
+    assert not page.has_missed(terminal, cell(60.0))
+    assert not page.has_missed(shell_of("a"), cell(60.0))
+    assert session_of(SimpleNamespace(get_parent=dict)) == ""  # type: ignore[arg-type]

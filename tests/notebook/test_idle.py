@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty
+from types import SimpleNamespace
 from typing import Any
 
+import ipykernel
 import pytest
 
-from nbdist.notebook.idle import PAUSE, IdleWatch
+from nbdist.notebook.display import PanelDisplay, PlainDisplay
+from nbdist.notebook.idle import (
+    MOST_CHARACTERS,
+    PAUSE,
+    Ended,
+    IdleWatch,
+    is_in_subshell,
+    late_texts,
+    refusal,
+)
+from nbdist.output.events import Display, Done, Failure, Skipped, Text, Update
+from nbdist.output.transcript import Transcript
+from tests.notebook.front_end import Notebook
+from tests.waiting import SOON
 
 
 @dataclass
@@ -125,3 +144,232 @@ def test_without_a_loop(link: Any):
     watch = IdleWatch(lambda: pytest.fail("noticed"))
     watch.follow(link)
     assert repr(watch) == "<IdleWatch of None>"
+
+
+# --- tests of `nbdist.notebook.idle` ----------------------------------------------------------
+
+
+def out(text: str) -> Text:
+    return Text("stdout", text)
+
+
+def ended(*ranks: int) -> Transcript:
+    transcript = Transcript(ranks)
+    for rank in ranks:
+        transcript.receive(rank, Display({"text/plain": "first"}, {}, f"of {rank}"), 1.0)
+        transcript.receive(rank, Done("ok", 1.0), 1.0)
+    return transcript
+
+
+def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The texts of what was displayed: without a shell IPython prints it."""
+    bundles = map(ast.literal_eval, capsys.readouterr().out.splitlines())
+    return [bundle["text/plain"] for bundle in bundles]
+
+
+@pytest.fixture
+def cells() -> Ended:
+    """Two cells that have ended, of ranks 0-1 and of rank 1."""
+    cells = Ended()
+    for transcript in (ended(0, 1), ended(1)):
+        cells.add(transcript, PanelDisplay())
+    return cells
+
+
+def test_below_the_last_cell(cells: Ended, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a rank says stands in the last cell that it ran; each changed cell is drawn once."""
+    cells.receive([(0, out("a\n")), (0, out("b\n")), (1, out("c\n")), (1, Done("ok", 1.0))])
+    assert shown(capsys) == []
+    cells.show({})
+    first, second = shown(capsys)
+    assert first.endswith("── rank 0 ──\nfirst\na\nb\n── rank 1 ──\nfirst")
+    assert second.endswith("── rank 1 ──\nfirst\nc")
+    cells.show({})
+    assert shown(capsys) == []
+    assert cells.take_texts() == []
+
+
+def test_updates(cells: Ended, capsys: pytest.CaptureFixture[str]) -> None:
+    """A display is changed in the cell that has it."""
+    transcript = ended(1)
+    transcript.receive(1, Display({"text/plain": "old"}, {}, "other"), 1.0)
+    cells.add(transcript, PanelDisplay())
+    cells.receive([(0, Update({"text/plain": "new"}, {}, "of 0"))])
+    cells.show({})
+    assert "── rank 0 ──\nnew" in "\n".join(shown(capsys))
+
+
+def test_once_more(cells: Ended, capsys: pytest.CaptureFixture[str]) -> None:
+    """A cell can be drawn again as it is; one that is not known is not."""
+    transcript = ended(1)
+    cells.add(transcript, PanelDisplay())
+    cells.again(transcript)
+    cells.again(ended(0))
+    cells.show({})
+    assert len(shown(capsys)) == 1
+
+
+def test_not_too_often(cells: Ended, capsys: pytest.CaptureFixture[str]) -> None:
+    """While another cell runs a page is not drawn for each line; none is lost."""
+    cells.receive([(0, out("a\n"))])
+    cells.show({}, at_once=False)
+    cells.receive([(0, out("b\n"))])
+    cells.show({}, at_once=False)
+    assert len(shown(capsys)) == 1
+    cells.show({})
+    (text,) = shown(capsys)
+    assert "first\na\nb" in text
+
+
+def test_what_belongs_to_no_cell(cells: Ended) -> None:
+    """It is said with the next one, once."""
+    cells.receive([(2, out("bye\n")), (3, out("bye\n"))])
+    assert cells.take_texts() == ["ranks 2-3 printed after their last cell: bye"]
+    assert cells.take_texts() == []
+    cells.receive([(2, out("bye\n"))])
+    cells.forget()
+    assert cells.take_texts() == []
+
+
+def test_what_cannot_change() -> None:
+    """Under lines that are printed nothing can be added."""
+    cells = Ended()
+    cells.add(ended(0), PlainDisplay())
+    cells.receive([(0, out("bye\n"))])
+    assert cells.take_texts() == ["rank 0 printed after its last cell: bye"]
+
+
+def test_texts() -> None:
+    """One line for all that said the same, without colours, and not too long."""
+    failure = Failure("E", "bad", ("\x1b[31mE\x1b[0m: bad",), 1)
+    late = [
+        (0, out("a\n\n  b")),
+        (1, Display({"text/plain": "a"}, {})),
+        (1, out("b\n")),
+        (2, failure),
+        (3, Skipped(9, 3)),
+        (4, out("x" * (MOST_CHARACTERS + 1000))),
+    ]
+    *short, long = late_texts(late)
+    assert short == [
+        "ranks 0-1 printed after their last cell: a / b",
+        "rank 2 printed after its last cell: E: bad",
+    ]
+    assert long.endswith("x … 1,000 more characters")
+
+
+def test_cells_before_the_last(cells: Ended) -> None:
+    """They are known also when the workers have been restarted; the last may still run."""
+    last = ended(0)
+    before = cells.past(last)
+    assert len(before) == 3
+    assert before[-1] is last
+    cells.forget()
+    assert cells.past(before[1]) == before[:2]
+
+
+# --- tests of `nbdist.notebook.idle` ----------------------------------------------------------
+
+
+pytestmark = pytest.mark.shared_world
+
+HAS_SUBSHELLS = int(ipykernel.__version__.partition(".")[0]) >= 7
+
+
+class Subshell:
+    """A console of JupyterLab's that was opened as a subshell."""
+
+    def __init__(self, notebook: Notebook) -> None:
+        self._client = notebook.client
+        request = self._client.session.msg("create_subshell_request", {})
+        self._client.control_channel.send(request)
+        reply = self._client.get_control_msg(timeout=SOON)
+        self._id = reply["content"]["subshell_id"]
+
+    def run(self, code: str) -> str:
+        """What it shows, or the error that it raises."""
+        content = {"code": code, "silent": False, "store_history": True, "allow_stdin": False}
+        request = self._client.session.msg("execute_request", {**content, "user_expressions": {}})
+        request["header"]["subshell_id"] = self._id
+        self._client.shell_channel.send(request)
+        shown, deadline = [], time.monotonic() + SOON
+        while time.monotonic() < deadline:
+            try:
+                message = self._client.get_iopub_msg(timeout=0.2)
+            except Empty:
+                continue
+            if message["parent_header"].get("msg_id") != request["header"]["msg_id"]:
+                continue
+            match message["content"]:
+                case {"data": {"text/plain": text}}:
+                    shown.append(text)
+                case {"evalue": text}:
+                    shown.append(text)
+                case {"execution_state": "idle"}:
+                    return "\n".join(shown)
+        raise AssertionError(f"not done after {SOON} s: {code}")
+
+
+def matches(notebook: Notebook, code: str) -> list[str]:
+    """What a front end offers to complete it with."""
+    request = notebook.client.complete(code)
+    while True:
+        reply = notebook.client.get_shell_msg(timeout=SOON)
+        if reply["parent_header"]["msg_id"] == request:
+            found: list[str] = reply["content"]["matches"]
+            return found
+
+
+@pytest.mark.skipif(not HAS_SUBSHELLS, reason="ipykernel 6 has no subshells")
+def test_beside_a_cell(kernel: Notebook, tmp_path: Path) -> None:
+    """Status and stacks answer, others are refused; the cell's own output is whole."""
+    gate = tmp_path / "gate"
+    assert kernel.run("%dist_init -n 2").errors == []
+    subshell = Subshell(kernel)
+    lines = "".join(f"{number}\n" for number in range(300))
+    cell = (
+        "%%distributed\nimport os, time\nnumber = 0\n"
+        f"while number < 300 or not os.path.exists({str(gate)!r}):\n"
+        "    if number < 300: print(number)\n"
+        "    number += 1; time.sleep(0.002)"
+    )
+    kernel.client.execute(cell)
+    said = ""
+    while "busy" not in said or "line " not in said:
+        said = subshell.run("%dist_status")
+    assert said.startswith("2 workers on ")
+    assert " · running a cell" in said.splitlines()[0]
+    for _ in range(30):
+        assert "running a cell\n── rank" in subshell.run("%dist_stack")
+    assert "no lines" in subshell.run("%dist_log") or "files: " in subshell.run("%dist_log")
+    refused = subshell.run("%dist_memory")
+    assert refused.startswith("`%dist_memory` cannot run in a subshell")
+    assert "`%dist_stack`, `%dist_status`" in refused
+    assert subshell.run("%%distributed\n1").startswith("`%%distributed` cannot run")
+    # That cells have ended beside it does not make who types wait for it.
+    assert "number" in matches(kernel, "%%distributed\nnumb")
+    gate.touch()
+    again = kernel.run("%dist_output --all")
+    # All that arrived while the others looked is the cell's.
+    assert lines in again.text
+
+
+def test_who_is_in_one():
+    """By the header of the message that has sent the cell; a terminal's shell has none."""
+
+    def shell_of(header: dict[str, Any]) -> Any:
+        return SimpleNamespace(get_parent=lambda: {"header": header})
+
+    assert is_in_subshell(shell_of({"subshell_id": "af80"}))
+    assert not is_in_subshell(shell_of({"subshell_id": None}))
+    assert not is_in_subshell(shell_of({}))
+    terminal: Any = SimpleNamespace()
+    assert not is_in_subshell(terminal)
+
+
+def test_refusal(typed: Callable[[str], str]):
+    """Names those that can."""
+    assert str(refusal("%x", ["%b", "%a"])) == (
+        "`%x` cannot run in a subshell, beside other cells; these can run: `%a`, `%b`."
+    )
+    assert typed("%dist_status").startswith("no workers")

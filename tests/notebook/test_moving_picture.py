@@ -9,14 +9,13 @@ import pexpect
 import pytest
 
 from nbdist.notebook.commands.inspect import MovingPicture
-from nbdist.notebook.display import PlainDisplay
-from nbdist.notebook.tables import block
+from nbdist.notebook.display import PlainDisplay, block
 from tests.waiting import SOON
 
 SCRIPT = """
 from nbdist.notebook.display import PlainDisplay
 from nbdist.notebook.commands.inspect import MovingPicture
-from nbdist.notebook.tables import block
+from nbdist.notebook.display import block
 picture = MovingPicture(PlainDisplay())
 for text in ("one\\ntwo\\n" + "x" * 100, "three"):
     picture.show(block(text))

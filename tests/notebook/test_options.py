@@ -8,17 +8,30 @@ from typing import Any
 
 import pytest
 from IPython.core.magic_arguments import argument, magic_arguments
+from traitlets import TraitError
 
 from nbdist import World
 from nbdist.config import OPTIONS
 from nbdist.errors import UsageError, WorldSizeMismatch
+from nbdist.notebook.command import find_commands
 from nbdist.notebook.commands.cells import distributed
 from nbdist.notebook.options import (
     GROUPS,
+    MAGICS,
+    SAME,
+    Argument,
+    NbDist,
+    arguments_of,
     at_once,
     check_same,
+    flags_of,
     given,
+    hint_on_magic,
+    in_our_words,
+    meant_by,
     names_in,
+    old_flags,
+    our_flag,
     parse,
     pool_option,
     ranks_option,
@@ -213,3 +226,160 @@ def test_commas_between_names() -> None:
     """They divide as blanks do."""
     for words in (["a", "b"], ["a,", "b"], ["a,b"], ["a", ",", "b"]):
         assert names_in(words) == ["a", "b"]
+
+
+# --- tests of `nbdist.notebook.options` -------------------------------------------------------
+
+
+COMMANDS = {each.name: each for each in find_commands()}
+FLAGS = flags_of(COMMANDS["distributed"].run)
+SHOWN = [each.shown_name for each in COMMANDS.values()]
+
+
+@pytest.mark.parametrize(
+    ("line", "ours"),
+    [
+        ("--nproc-per-node 4", "-n 4"),
+        ("--nproc_per_node=4 --debug", "-n=4 --debug"),
+        ("--num-processes 2 --gpu-ids 0,1", "-n 2 --gpus 0,1"),
+        ("--targets 0 --name --nproc", "-r 0 --name --nproc"),
+        ("--env X=--targets", "--env X=--targets"),
+        ("--on_failure stop --max_restarts=3", "--on-failure stop --max-restarts=3"),
+        ("-n 4", "-n 4"),
+    ],
+)
+def test_what_means_the_same(line: str, ours: str) -> None:
+    """It is written as ours, and nothing else is touched."""
+    assert in_our_words(line, FLAGS) == ours
+
+
+def test_only_where_a_magic_has_ours() -> None:
+    """A flag that a magic has itself stays, and one that has no meaning there does."""
+    assert our_flag("--targets", {"-n": 1}) == "--targets"
+    assert our_flag("--targets", {"-r": 1, "--targets": 1}) == "--targets"
+    assert set(SAME.values()) <= set(FLAGS)
+
+
+def test_flags_as_they_were_called_before() -> None:
+    """They are taken for the new ones where a magic has these, and a line says so."""
+    flags = {"-r": 1, "--here-too": 1}
+    assert in_our_words("--local --rank=1", flags) == "--here-too -r=1"
+    said = "`--local` is now `--here-too`, `--rank` is now `-r`"
+    assert old_flags("--local --rank=1 --local", flags) == said
+    assert old_flags("--rank 1", {"-n": 1}) == ""
+    assert old_flags("-r 1 --here-too", flags) == ""
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("--num-procs 4", "unknown option `--num-procs`: did you mean `-n`?"),
+        ("--num-procs=4", "unknown option `--num-procs`: did you mean `-n 4`?"),
+        ("--rdzv-id 7", "`--rdzv-id`: `--name` names the run."),
+        (
+            "--standalone --nnodes=1 --tee 3",
+            "`--standalone`: leave it out, as one machine is the default; `--nnodes`: `-j 2x4` "
+            "starts 2 nodes with 4 workers each, `--hosts a,b` names machines; `--tee`: all output "
+            "of all ranks is shown and kept: `%dist_output --log`.",
+        ),
+        (
+            "--log_dir x",
+            "`--log-dir`: NBDIST_LOG_DIR in the environment is where logs are, `--name` names "
+            "their folder.",
+        ),
+        ("--hang-timout 3", "unknown option `--hang-timout`: did you mean `--hang-timeout`?"),
+        ("--bogus", "unknown option `--bogus`."),
+        ("4", "unexpected `4`: did you mean `-n 4`?"),
+        ("model", ""),
+    ],
+)
+def test_what_was_meant(typed: str, said: str) -> None:
+    """By what argparse does not know; of other words it has said enough."""
+    assert meant_by(f"unrecognized arguments: {typed}", FLAGS) == said
+    assert meant_by("argument -n: expected one argument", FLAGS) == ""
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("Line magic function `%dist_gahter` not found.", "Did you mean `%dist_gather`?"),
+        ("Cell magic `%%distribute` not found.", "Did you mean `%%distributed`?"),
+        ("Cell magic `%%px` not found.", "In nbdist begin the cell with `%%distributed`."),
+        ("Line magic function `%matplotlob` not found.", ""),
+        (
+            "Line magic function `%distributed` not found (But cell magic `%%distributed` exists, "
+            "did you mean that instead?).",
+            "",
+        ),
+        ("argument -n: expected one argument", ""),
+    ],
+)
+def test_a_magic_that_is_not_there(message: str, said: str) -> None:
+    """One of ours that is spelt nearly so, or what does the same as somebody else's."""
+    assert hint_on_magic(message, SHOWN) == said
+
+
+def test_what_is_named_is_there() -> None:
+    """The answers name magics that exist, and none of others' is one of ours."""
+    assert not MAGICS.keys() & COMMANDS.keys()
+    named = {word.strip("`") for text in MAGICS.values() for word in text.split() if "`%" in word}
+    assert named <= set(SHOWN)
+
+
+# --- tests of `nbdist.notebook.options` -------------------------------------------------------
+
+
+def test_the_options_of_a_magic() -> None:
+    """By each of their flags, as the parser knows them."""
+    flags = flags_of(COMMANDS["distributed"].run)
+    assert flags["-r"] is flags["--ranks"]
+    assert (flags["-r"].dest, flags["-j"].dest, flags["--no-free"].dest) == (
+        "ranks",
+        "layout",
+        "free",
+    )
+    assert flags["--env"].takes_value
+    assert not flags["--no-free"].takes_value
+    assert not flags["--setup"].takes_value
+    assert "%dist_status" in flags["--name"].help
+    parser = COMMANDS["distributed"].run.parser  # type: ignore[attr-defined]
+    read = vars(parser.parse_args([]))
+    assert {each.dest for each in flags.values()} == set(read)
+
+
+def test_arguments_without_a_flag() -> None:
+    """In their order."""
+    (variables,) = (each for each in arguments_of(COMMANDS["dist_snapshot"].run) if not each.flags)
+    (name,) = (each for each in arguments_of(COMMANDS["dist_export"].run) if not each.flags)
+    assert (name.dest, name.takes_many) == ("file", False)
+    assert (variables.dest, variables.takes_many) == ("variables", True)
+    assert arguments_of(lambda line: None) == ()
+    assert isinstance(name, Argument)
+
+
+# --- tests of `nbdist.notebook.options` -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "display"), [(None, "auto"), ("plain", "plain"), ("panel", "panel"), ("pink", "auto")]
+)
+def test_display(monkeypatch: pytest.MonkeyPatch, value: str | None, display: str):
+    """NBDIST_DISPLAY chooses; what is no display is no reason to fail."""
+    monkeypatch.delenv("NBDIST_DISPLAY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("NBDIST_DISPLAY", value)
+    assert NbDist().display == display
+
+
+def test_prestart(monkeypatch: pytest.MonkeyPatch):
+    """NBDIST_PRESTART=0 turns it off."""
+    monkeypatch.delenv("NBDIST_PRESTART", raising=False)
+    assert NbDist().prestart
+    monkeypatch.setenv("NBDIST_PRESTART", "0")
+    assert not NbDist().prestart
+
+
+def test_a_wrong_display_is_refused():
+    """`%config NbDist.display = "pink"` says which there are."""
+    with pytest.raises(TraitError, match="panel"):
+        NbDist().display = "pink"

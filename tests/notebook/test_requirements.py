@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.notebook.requirements import check_libraries, is_within
+from nbdist.notebook.extension import check_libraries, is_within
 from tests.notebook.front_end import Notebook
 
 

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.rest_of_cell`, and of the README's first example, pasted as it is."""
+"""Tests of `nbdist.notebook.extension`, and of the README's first example, pasted as it is."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from nbdist.notebook.border.first_line import transform_first_lines
-from nbdist.notebook.rest_of_cell import RestOfCell
+from nbdist.notebook.cell_text import transform_first_lines
+from nbdist.notebook.extension import RestOfCell
 from tests.notebook.front_end import Notebook, Outcome
 
 pytestmark = pytest.mark.shared_world

@@ -1,10 +1,10 @@
-"""Tests of `nbdist.notebook.wrapping`: an object is as it was afterwards, whoever else wraps."""
+"""Tests of `nbdist.notebook.extension`: an object is as it was afterwards, whoever else wraps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from nbdist.notebook.wrapping import Wrapped
+from nbdist.notebook.extension import Wrapped
 
 
 class Kernel:

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+from tqdm.std import tqdm
 
 from nbdist.output.events import Died, Failure
-from nbdist.output.fingerprint import Digest, error_keys, key_of, normal, without_bars
-from nbdist.output.folding import fold
+from nbdist.output.fingerprint import (
+    Bar,
+    Digest,
+    clock_text,
+    error_keys,
+    key_of,
+    normal,
+    number_of,
+    read_bar,
+    seconds_of,
+    without_bars,
+)
+from nbdist.output.screen import Screen
+from nbdist.output.transcript import fold
 
 
 @pytest.mark.parametrize(
@@ -96,3 +113,160 @@ def test_bars_may_differ() -> None:
     for unlike in (one.replace("train", "test"), one.replace("a 5%", "a 6%"), f"{one}y"):
         assert key_of(one).but_bars != key_of(unlike).but_bars
     assert without_bars(one).split("\n")[::2] == ["a 5%|b", "x"]
+
+
+# --- tests of `nbdist.output.fingerprint` -----------------------------------------------------
+
+
+@settings(deadline=None, database=None, derandomize=True)
+@given(
+    total=st.integers(1, 10**7),
+    share=st.floats(0, 1),
+    elapsed=st.floats(0.001, 10**5),
+    prefix=st.sampled_from(["", "epoch 1", "Map (num_proc=2)", "a|b 5%", "[0/3] x"]),
+    postfix=st.sampled_from([None, "loss=2.1", "v_num=0, acc=0.5"]),
+    columns=st.sampled_from([None, 80, 0]),
+    ascii_=st.booleans(),
+)
+def test_tqdm(
+    *,
+    total: int,
+    share: float,
+    elapsed: float,
+    prefix: str,
+    postfix: str | None,
+    columns: int | None,
+    ascii_: bool,
+) -> None:
+    """Whatever tqdm itself writes is read: how far, of how many, for how long."""
+    done = round(share * total)
+    line = tqdm.format_meter(
+        done, total, elapsed, prefix=prefix, postfix=postfix, ncols=columns, ascii=ascii_
+    )
+    bar = read_bar(line)
+    assert bar is not None
+    assert (bar.name, bar.done, bar.total) == (prefix, str(done), str(total))
+    assert bar.fraction == done / total
+    assert bar.elapsed == pytest.approx(elapsed, abs=1)
+    assert bar.rest == (postfix or "") or len(line) == columns
+    assert bar.is_finished == (done == total)
+
+
+@pytest.mark.parametrize(
+    ("line", "bar"),
+    [
+        ("0it [00:00, ?it/s]", Bar("", "0it", elapsed=0, rate="?it/s")),
+        ("x: 15it [00:03,  4.9it/s]", Bar("x", "15it", elapsed=3, rate="4.9it/s")),
+        (
+            "a: 40%|████      | 1.20G/3.00G [00:12<1:00:18, 100MB/s]",
+            Bar("a", "1.20G", "3.00G", pytest.approx(0.4), 12, 3618, "100MB/s"),
+        ),
+        (
+            "\x1b[32m 50%\x1b[0m|█    | 2/4 [00:01<?, ?it/s]",
+            Bar("", "2", "4", 0.5, 1, None, "?it/s"),
+        ),
+        # Keras 3 and 2, in the middle and at the end.
+        (
+            " 32/100 ━━━━━━━━━━━━━━━━━━━━ 4s 60ms/step - accuracy: 0.9 - loss: 0.4",
+            Bar("", "32", "100", 0.32, None, 4, "60ms/step", "accuracy: 0.9 - loss: 0.4"),
+        ),
+        (
+            " 32/100 [=======>......................] - ETA: 1:04 - loss: 0.4",
+            Bar("", "32", "100", 0.32, None, 64, "", "loss: 0.4"),
+        ),
+        (
+            "100/100 [==============================] - 6s 60ms/step - loss: 0.4",
+            Bar("", "100", "100", 1.0, 6, None, "60ms/step", "loss: 0.4"),
+        ),
+        # Lightning's with rich, and fastprogress's.
+        (
+            "Epoch 0/1  ━━━━━━━━━━━━━━━━━━━━ 4/8 0:00:02 • 0:00:01 66.32it/s v_num: 0",
+            Bar("Epoch 0/1", "4", "8", 0.5, 2, 1, "66.32it/s", "v_num: 0"),
+        ),
+        (
+            "|████████--------| 60.00% [6/10 00:03<00:02 loss: 0.3]",
+            Bar("", "6", "10", 0.6, 3, 2, "", "loss: 0.3"),
+        ),
+    ],
+)
+def test_others(line: str, bar: Bar) -> None:
+    """Bars without an end, of bytes, of other libraries, coloured ones."""
+    assert read_bar(line) == bar
+
+
+@pytest.mark.parametrize("done", [0, 3, 10])
+def test_rich(done: int) -> None:
+    """What rich draws in a terminal is read, with its usual columns and with others."""
+    for more in ([], [MofNCompleteColumn(), TimeElapsedColumn()]):
+        written = io.StringIO()
+        console = Console(file=written, force_terminal=True, width=100)
+        columns = [*Progress.get_default_columns(), *more]
+        with Progress(*columns, console=console, auto_refresh=False) as shown:
+            task = shown.add_task("training", total=10)
+            shown.update(task, completed=done)
+            shown.refresh()
+            screen = Screen()
+            screen.write("stdout", written.getvalue())
+        (line,) = screen.tail(1)
+        bar = read_bar(line.text)
+        assert bar is not None
+        assert (bar.name, bar.fraction) == ("training", done / 10)
+        assert bar.amount == (f"{done}/10" if more else "")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "10%|█         | 1/10 [00:00<00:00, 9.9it/s]loss 2.3",
+        "2024/12/31 started",
+        "loss 0.5 acc 90%",
+        "Epoch 1/5",
+        "step 3/10",
+        "{'loss': 2.3, 'epoch': 0.1}",
+        "| a | b |",
+        "----------------------",
+        "━━━━━━━━━━━━━━━━━━━━━━",
+        "see http://x/y",
+        "%" * 100_000,
+        "",
+    ],
+)
+def test_no_bars(line: str) -> None:
+    """Ordinary lines, rules, tables, and a bar behind which something was printed."""
+    assert read_bar(line) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "fraction", "rest"),
+    [
+        ("step 100/1000 loss 2.1", 0.1, "loss 2.1"),
+        ("Step: 40% done", 0.4, "done"),
+        ("downloaded 3 of 10 files", 0.3, "files"),
+        ("2024/12", None, ""),
+        ("loading", None, ""),
+        ("acc 130%", None, ""),
+    ],
+)
+def test_lines_that_were_written_over(line: str, fraction: float | None, rest: str) -> None:
+    """They need not be drawn as bars, but have to say how far they are."""
+    bar = read_bar(line, is_edited=True)
+    assert (None if bar is None else (bar.fraction, bar.rest)) == (
+        None if fraction is None else (fraction, rest)
+    )
+    assert read_bar(line) is None
+
+
+@settings(deadline=None, database=None, derandomize=True)
+@given(text=st.text("0123456789%/[]|━█=>: .,abit<\x1bm", max_size=60), is_edited=st.booleans())
+def test_any_text(*, text: str, is_edited: bool) -> None:
+    """Nothing that looks like a bar makes it fail, and a fraction is one."""
+    bar = read_bar(text, is_edited=is_edited)
+    assert bar is None or bar.fraction is None or 0 <= bar.fraction <= 1
+
+
+def test_numbers() -> None:
+    """Amounts and times are read as bars write them."""
+    assert [number_of(text) for text in ("1,200", "1.2G", "15it", "?")] == [1200, 1.2e9, 15, 0]
+    times = [seconds_of(text) for text in ("00:12", "1:02:03", "4s", "?", "-:--:--")]
+    assert times == [12, 3723, 4, None, None]
+    assert [clock_text(seconds) for seconds in (12, 431, 3723.4)] == ["00:12", "07:11", "1:02:03"]

@@ -15,8 +15,21 @@ from IPython.core.ultratb import AutoFormattedTB
 from tqdm import tqdm
 
 from nbdist.output.events import Died, Display, Done, Failure, Output, Skipped, Text
-from nbdist.output.html import MOST_BYTES, MOST_LIVE_BYTES
-from tests.output.lab import STYLES, TAGS, Panel, figure, final_html, live_html, make, out, value
+from nbdist.output.final import final_layout
+from nbdist.output.html import MOST_BYTES, MOST_LIVE_BYTES, is_tile, tile_style, tiled, tiles_html
+from nbdist.output.transcript import Transcript
+from tests.output.lab import (
+    STYLES,
+    TAGS,
+    Panel,
+    figure,
+    final_html,
+    live_html,
+    live_text,
+    make,
+    out,
+    value,
+)
 
 
 def failure(message: str, time_ns: int = 1) -> Failure:
@@ -296,3 +309,140 @@ def test_jupyterlab_allows_it() -> None:
     assert styles is not None
     assert set(re.findall(r'"([\w-]+)"', tags[1])) >= TAGS
     assert set(re.findall(r'"?([\w-]+)"?:\[', styles[1])) >= STYLES
+
+
+# --- tests of `nbdist.output.html` ------------------------------------------------------------
+
+
+TABLE = {"text/html": "<table><tr><td>{}</td></tr></table>", "text/plain": "   loss\n0  0.{}"}
+
+WIDE = Display({"text/html": "<b>x</b>", "text/plain": "x" * 90}, {})
+
+
+def table(rank: int) -> Display:
+    return Display({kind: text.format(rank) for kind, text in TABLE.items()}, {})
+
+
+@pytest.mark.parametrize(
+    ("said", "is_there"),
+    [
+        (lambda rank: [figure(f"rank {rank}")], True),
+        (lambda rank: [out(f"{rank}\n"), figure(f"rank {rank}")], True),
+        (lambda rank: [table(rank)], True),
+        (lambda rank: [out(f"epoch 0 loss 0.{rank}\nepoch 1 loss 0.{rank}\n")], True),
+        (lambda rank: [out(f"{'x' * 60}{rank}\ny\n")], False),
+        (lambda rank: [out(f"{rank}\n" * 30)], False),
+        (lambda rank: [out(f"{rank}\n\n"), Skipped(9, 3)], False),
+        (
+            lambda rank: [
+                table(rank),
+                Display({"text/html": "<b>x</b>" * 9, "text/plain": "x" * 90}, {}),
+            ],
+            False,
+        ),
+        (
+            lambda rank: [out(f"{rank}\nx\n"), Failure("E", f"{'ab'[rank % 2]}", ("E",), rank)],
+            False,
+        ),
+    ],
+)
+def test_what_is_small(said: object, *, is_there: bool) -> None:
+    """Figures, small tables and a few short lines; nothing of a failed rank."""
+    blocks = final_layout(make(4, said)).blocks  # type: ignore[arg-type]
+    assert blocks
+    assert {is_tile(block) for block in blocks} == {is_there}
+    assert max(len(run) for run in tiled(blocks)) == (4 if is_there else 1)
+
+
+def test_neighbours() -> None:
+    """Only neighbours stand side by side, so that ranks stay in order."""
+    wide: list[Output] = [out("x" * 60 + "\ny\n")]
+    transcript = make(5, lambda rank: wide if rank == 2 else [out(f"{rank}\ny\n")])
+    runs = [*tiled(final_layout(transcript).blocks)]
+    assert [[block.group.ranks[0] for block in run] for run in runs] == [[0, 1], [2], [3, 4]]
+
+
+def test_tiles_as_html() -> None:
+    """They are in one row that wraps; figures share its width."""
+    for ranks, share in ((2, 45), (3, 30), (4, 45), (5, 30)):
+        html = final_html(make(ranks, lambda rank: [figure(f"rank {rank}")]))
+        assert html.count("flex-wrap:wrap") == 1
+        assert html.count(f"flex:1 1 {share}%") == ranks
+    assert html.index("rank 0") < html.index("rank 1") < html.index("rank 2")
+    html = final_html(make(3, lambda rank: [table(rank)]))
+    assert html.count("flex:0 1 auto") == 3
+    assert "flex" not in final_html(make(3, lambda rank: [figure("same")]))
+    (block, *_) = final_layout(make(2, lambda rank: [table(rank)])).blocks
+    assert tile_style(block, 2) in tiles_html([tile_style(block, 2)])
+
+
+def test_live() -> None:
+    """Figures stand side by side as soon as they are there; lines, of which more come, do not."""
+
+    def one_figure(rank: int) -> Output:
+        return figure(f"rank {rank}")
+
+    def one_line(rank: int) -> Output:
+        return out(f"{rank}\n")
+
+    for said, count in ((one_figure, 1), (table, 1), (one_line, 0)):
+        transcript = make(3, lambda rank, said=said: [said(rank)], finished=False)
+        html = live_html(transcript, 1.0)
+        assert html.count("flex-wrap:wrap") == count
+        Panel(html)
+
+
+# --- tests of `nbdist.output.html` ------------------------------------------------------------
+
+
+DONE = (315, 310, 235, 9)
+
+
+def cell(ranks: int) -> Transcript:
+    def said(rank: int) -> list[Text]:
+        done = DONE[rank % 4]
+        share = 100 * done // 500
+        times = "[00:12<00:07, 25.8it/s, loss=2.1<]"
+        return [Text("stderr", f"\repoch 1:  {share}%|###      | {done}/500 {times}")]
+
+    return make(ranks, said, finished=False)
+
+
+def test_bars_as_text_is_aligned() -> None:
+    """All columns stand below one another; each line names its rank."""
+    head, header, *lines = live_text(cell(4), 12.3).split("\n")
+    assert (head, header) == (
+        "4 ranks · 12.3 s · ● 4 · rank 3 is 97 % behind",
+        "── ranks 0-3 ──",
+    )
+    assert lines[0] == (
+        "rank 0  epoch 1  |████████████▋       |   63%  315/500  00:12<00:07  25.8it/s  loss=2.1<"
+    )
+    assert lines[3].endswith("loss=2.1<  slowest")
+    for column in ("epoch", "%", "00:12", "loss"):
+        assert len({line.index(column) for line in lines}) == 1
+
+
+def test_bars_as_html() -> None:
+    """A drawn bar is as wide as its share; only allowed styles; little of it."""
+    html = live_html(cell(4), 12.3)
+    lines = Panel(html).lines
+    assert lines[1] == "rank 0epoch 163%315/50000:12<00:0725.8it/sloss=2.1<"
+    assert lines[4].endswith("loss=2.1< slowest")
+    assert re.findall(r"height:10px;border-radius:2px;width:(\d+)%", html) == [
+        "63",
+        "62",
+        "47",
+        "2",
+    ]
+    assert len(live_html(cell(16), 1.0)) < MOST_LIVE_BYTES / 2
+
+
+def test_many_ranks() -> None:
+    """Six rows below a line on all."""
+    lines = Panel(live_html(cell(64), 12.3)).lines
+    assert lines[2].startswith("epoch 1 · min 1% · median 54% · max 63% · ETA 00:07")
+    assert [line.split("epoch")[0] for line in lines[3:]] == [
+        f"rank {rank}" for rank in (3, 7, 11, 15, 19, 23)
+    ]
+    assert live_text(cell(64), 12.3).split("\n")[2] == lines[2]

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from nbdist.output.ansi import strip
 from nbdist.output.events import Done, Failure, Text
 from nbdist.output.layout import live_layout
-from nbdist.output.plain import PlainLines
 from nbdist.output.screen import Line
-from nbdist.output.text import panel_text
+from nbdist.output.text import PlainLines, panel_text
 from nbdist.output.transcript import Transcript
 from nbdist.topology import parse_ranks
 from tests.output.lab import final_html, final_text, live_html, live_text

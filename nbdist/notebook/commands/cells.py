@@ -12,14 +12,14 @@ from IPython.core.error import StdinNotImplementedError
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import LocalCellError, NbdistError, UsageError
-from nbdist.notebook.border.first_line import LineMagic, divide
 from nbdist.notebook.cell_source import as_magic
+from nbdist.notebook.cell_text import LineMagic, divide
 from nbdist.notebook.cells import result_of, source_steps, through
 from nbdist.notebook.command import Line, cell_options, command, find_commands
 from nbdist.notebook.commands.snapshot import take_due
-from nbdist.notebook.job import CellPlace, Job, Steps
+from nbdist.notebook.display import Shown, below, table
+from nbdist.notebook.jobs import CellPlace, Job, Steps
 from nbdist.notebook.options import Magic, ranks_option, restarts_option, world_options
-from nbdist.notebook.tables import Shown, below, table
 from nbdist.readers import number_of_seconds
 from nbdist.words import count
 

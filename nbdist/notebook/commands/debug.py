@@ -17,8 +17,7 @@ from nbdist.words import name_ranks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbdist.notebook.pool import Pool
-    from nbdist.notebook.pools import Pools
+    from nbdist.notebook.pool import Pool, Pools
 
 
 @command(ranks_option)

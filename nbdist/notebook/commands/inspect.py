@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError
-from nbdist.notebook.below import Below
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.commands.logs import log_of, log_options
+from nbdist.notebook.display import Shown, below, block, table
+from nbdist.notebook.figures import Below
 from nbdist.notebook.options import ranks_option
-from nbdist.notebook.tables import Shown, below, block, table
 from nbdist.output.fingerprint import normal
-from nbdist.output.markup import (
+from nbdist.output.text import whole_text
+from nbdist.output.wording import (
     AMBER,
     BLUE,
     GREEN,
@@ -33,7 +34,6 @@ from nbdist.output.markup import (
     line,
     panel,
 )
-from nbdist.output.text import whole_text
 from nbdist.readers import number_of_seconds
 from nbdist.topology import parse_ranks
 from nbdist.wire.messages import GetRefused, GetStacks, GetStatus

@@ -12,7 +12,7 @@ from nbdist.errors import Interrupted, NbdistError, UsageError
 from nbdist.notebook.cells import check_end, follow, follow_steps, result_of
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.commands.cells import send, sending_options
-from nbdist.notebook.job import Job
+from nbdist.notebook.jobs import Job
 from nbdist.notebook.options import at_once, given, ranks_option, world_options
 from nbdist.output.transcript import follows
 from nbdist.output.wording import seconds_text
@@ -23,7 +23,7 @@ from nbdist.world.functions import take_over
 from nbdist.world.recovery import healing_text, scaled_text
 
 if TYPE_CHECKING:
-    from nbdist.notebook.job import Steps
+    from nbdist.notebook.jobs import Steps
     from nbdist.world.agents import Found
 
 

@@ -12,8 +12,8 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError
 from nbdist.notebook.command import Line, command
+from nbdist.notebook.display import Shown, block
 from nbdist.notebook.options import Magic, ranks_option
-from nbdist.notebook.tables import Shown, block
 from nbdist.output.ansi import strip
 from nbdist.readers import whole_number
 from nbdist.wire.log_files import MOVED, LogPiece, attempts_beside, earlier_file, file_of

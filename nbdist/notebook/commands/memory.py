@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from IPython.core.magic_arguments import argument
 
 from nbdist.notebook.command import Line, command
+from nbdist.notebook.display import Shown, below, table
 from nbdist.notebook.options import ranks_option
-from nbdist.notebook.tables import Shown, below, table
 from nbdist.output.wording import fold_ranks
 from nbdist.words import format_ranks, name_ranks, size_range, size_text
 

@@ -8,19 +8,26 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError
-from nbdist.notebook.border.flags import Argument, flags_of
-from nbdist.notebook.border.habits import our_flag, takes_value
 from nbdist.notebook.cells import attempt_steps, prepare, run_options
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.commands.cells import send, sending_options
-from nbdist.notebook.options import Magic, ranks_option, restarts_option, world_options
+from nbdist.notebook.options import (
+    Argument,
+    Magic,
+    flags_of,
+    our_flag,
+    ranks_option,
+    restarts_option,
+    takes_value,
+    world_options,
+)
 from nbdist.world.calling import find_script
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping, Sequence
 
-    from nbdist.notebook.job import Steps
+    from nbdist.notebook.jobs import Steps
     from nbdist.wire.task import Script
 
 NOTHING = (

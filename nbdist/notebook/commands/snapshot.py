@@ -8,8 +8,8 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.errors import NbdistError
 from nbdist.notebook.command import Line, command
+from nbdist.notebook.display import Shown, block
 from nbdist.notebook.options import ranks_option
-from nbdist.notebook.tables import Shown, block
 from nbdist.readers import whole_number
 from nbdist.words import aligned, count, name_ranks, one_line
 from nbdist.world.names import list_names

@@ -16,7 +16,7 @@ from nbdist.notebook.cells import bind, bring, settled
 from nbdist.notebook.command import Line, Value, command
 from nbdist.notebook.options import names_in, ranks_option
 from nbdist.notebook.shipping.plan import push
-from nbdist.notebook.transfer import moved, packed
+from nbdist.notebook.shipping.transfer import moved, packed
 from nbdist.wire.task import Call
 from nbdist.words import count, did_you_mean, name_ranks
 from nbdist.world import exchange

@@ -15,19 +15,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbdist.errors import UsageError, VariableNotSent
-from nbdist.notebook.shipping.changed_there import (
-    done_there,
-    lacking_text,
-    not_sent_text,
-    sharing_text,
-)
 from nbdist.notebook.shipping.free_names import dotted_names, names_used
-from nbdist.notebook.shipping.shipment import BIG, Shipment, format_size, words_only
+from nbdist.notebook.shipping.transfer import BIG, Shipment, format_size, words_only
 from nbdist.notebook.shipping.versions import (
     PICKLE_LIMIT,
     atomic_version,
     content_version,
+    done_there,
     is_compared_whole,
+    lacking_text,
+    not_sent_text,
+    sharing_text,
 )
 from nbdist.values.definitions import SYSTEM_NAMES, Import
 from nbdist.values.identity import Identity, is_atomic

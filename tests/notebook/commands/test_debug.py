@@ -8,7 +8,7 @@ import pytest
 
 from nbdist.errors import UsageError, WorldNotStarted
 from nbdist.notebook.commands.debug import failed_rank
-from nbdist.notebook.pools import Pools
+from nbdist.notebook.pool import Pools
 from nbdist.output.events import Died, Failure
 
 

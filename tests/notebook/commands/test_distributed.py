@@ -7,7 +7,7 @@ import pytest
 from nbdist.errors import UsageError
 from nbdist.notebook.command import Line
 from nbdist.notebook.commands.cells import distributed, rank
-from nbdist.notebook.pools import Pools
+from nbdist.notebook.pool import Pools
 from tests.notebook.front_end import Notebook, body
 
 pytestmark = pytest.mark.shared_world

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from nbdist.errors import UsageError
-from nbdist.notebook.pools import Pools
+from nbdist.notebook.pool import Pools
 from nbdist.notebook.why import Why
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from nbdist.notebook.shipping.free_names import names_bound
 from nbdist.notebook.shipping.plan import plan
-from nbdist.notebook.shipping.shipment import Shipment
+from nbdist.notebook.shipping.transfer import Shipment
 from nbdist.output.events import Done
 from nbdist.values.shared_memory import to_end
 from nbdist.world.names import NameTable

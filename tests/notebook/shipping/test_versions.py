@@ -5,9 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from nbdist.errors import UsageError
 from nbdist.notebook.shipping import versions
-from nbdist.notebook.shipping.versions import atomic_version, content_version, is_compared_whole
+from nbdist.notebook.shipping.plan import plan, push
+from nbdist.notebook.shipping.versions import (
+    atomic_version,
+    content_version,
+    done_there,
+    is_compared_whole,
+)
 from nbdist.values.pickling import pickle
 
 
@@ -50,3 +58,136 @@ def test_what_is_too_big_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _version(big) != before
     tensor[-1] = 1
     assert _version(tensor) != of_tensor
+
+
+# --- tests of `nbdist.notebook.shipping.versions`, and of what a plan makes of such variables ---
+
+
+ALL = (0, 1)
+
+
+def test_what_was_done() -> None:
+    """Models are trained, on the ranks or on some of them."""
+    model = torch.nn.Linear(1, 1)
+    said = ["model was trained on the ranks since it was sent"]
+    said.append("xs was changed on rank 1 since it was sent")
+    assert [done_there("model", model, ALL, ALL), done_there("xs", [], (1,), ALL)] == said
+
+
+def changed(house: Any, *names: str, ranks: tuple[int, ...] = ALL) -> None:
+    """What the ranks would answer that were asked."""
+    house.table.changed_in_place(dict.fromkeys(ranks, names))
+
+
+def test_ranks_are_asked_only_before_something_is_replaced(house: Any) -> None:
+    """Not where it comes for the first time, is bound again, is a definition, or is pushed."""
+    house.cell("xs = [1]\nn = 1\nclass Net: pass\ndef f(x=[]): return Net, xs")
+    first = plan("xs, n, f", house.table, ALL)
+    assert first is not None
+    assert first.replaces == {}
+    house.distributed("xs, n, f() and 0")
+    house.cell("xs.append(2)\nn = 2\nNet.size = f.size = 3")
+    sent = plan("xs, n, f", house.table, ALL)
+    assert sent is not None
+    assert {*sent.names} >= {"xs", "n", "Net"}
+    assert sent.replaces == {"xs": {0, 1}}
+    pushed = push(["xs"], house.table, ALL)
+    assert pushed is not None
+    assert pushed.replaces == {}
+    house.cell("xs = xs + [3]")
+    sent = plan("xs", house.table, ALL)
+    assert sent is not None
+    assert sent.replaces == {}
+
+
+def test_what_ranks_have_changed_stays_theirs(house: Any) -> None:
+    """It is said once, in the words of which push and gather do what, until it is bound again."""
+    house.cell("xs = [1]")
+    house.distributed("xs")
+    house.cell("xs.append(2)")
+    changed(house, "xs")
+    assert house.table.owners() == {"xs": ("workers", {0, 1})}
+    for _ in range(2):
+        assert house.distributed("xs") == [1]
+    house.cell("xs.append(3)")
+    house.distributed("xs")
+    assert house.notices == [
+        "xs was changed on the ranks since it was sent; the notebook's change was not sent: "
+        "`%dist_push xs` sends it, `%dist_gather xs` brings theirs"
+    ]
+    house.cell("xs = [5]")
+    assert house.distributed("xs") == [5]
+
+
+def test_without_a_change_here_nothing_is_said(house: Any) -> None:
+    """The ranks' is what cells use anyway."""
+    house.cell("xs = [1]")
+    house.distributed("xs")
+    changed(house, "xs", ranks=(0,))
+    house.distributed("xs")
+    assert house.notices == []
+    house.cell("xs.append(2)")
+    house.distributed("xs")
+    assert house.notices[0].startswith("xs was changed on rank 0 since it was sent; the notebook's")
+
+
+def test_a_rank_that_lacks_it(house: Any) -> None:
+    """Those that have it are asked, and keep it; it goes to the others where it is as it was."""
+    house.cell("xs = [1]")
+    house.distributed("xs", ranks=(0,))
+    sent = plan("xs", house.table, ALL)
+    assert sent is not None
+    assert (sent.names, sent.replaces, sent.stays) == (("xs",), {"xs": {0}}, {0: {"xs"}})
+    changed(house, "xs", ranks=(0,))
+    sent = plan("xs", house.table, ALL)
+    assert sent is not None
+    assert (sent.names, sent.notices) == (
+        (),
+        (
+            "xs was changed on rank 0 since it was sent; rank 1 does not have it: `%dist_sync xs "
+            "--from 0` copies it, `%dist_push xs` sends the notebook's",
+        ),
+    )
+
+
+def test_a_rank_that_has_an_older_version(house: Any) -> None:
+    """It may have changed that one: it is asked too."""
+    house.cell("xs = [1]")
+    house.distributed("xs")
+    house.cell("xs.append(2)")
+    house.distributed("xs", ranks=(0,))
+    sent = plan("xs", house.table, ALL)
+    assert sent is not None
+    assert (sent.replaces, sent.stays) == ({"xs": {0, 1}}, {0: {"xs"}})
+
+
+def test_what_shares_objects_with_it(house: Any) -> None:
+    """It is not sent with a copy of its own, nor takes theirs along; push wants both named."""
+    house.cell("inner = [1]\nouter = [inner]")
+    house.distributed("inner, outer")
+    house.cell("outer.append(2)")
+    sent = plan("outer", house.table, ALL)
+    assert sent is not None
+    assert sent.replaces == {"outer": {0, 1}, "inner": {0, 1}}
+    changed(house, "inner")
+    house.cell("other = {'of': inner}")
+    for _ in range(2):
+        house.send(plan("outer, other", house.table, ALL))
+        assert house.names("outer, other") == set()
+    done = "inner was changed on the ranks since it was sent"
+    assert sorted(house.notices) == [
+        f"{done}; `{name}` shares objects with it and was not sent: "
+        f"`%dist_push {name} inner` sends them"
+        for name in ("other", "outer")
+    ]
+    with pytest.raises(UsageError, match=r"`%dist_push outer`: inner was .* `%dist_push outer inn"):
+        push(["outer"], house.table, ALL)
+    house.cell("inner.append(3)")
+    house.distributed("inner")
+    assert "`%dist_push inner` sends it" in house.notices[-1]
+    changed(house, "outer")
+    pushed = push(["outer", "inner"], house.table, ALL)
+    assert pushed is not None
+    assert {*pushed.names} == {"outer", "inner"}
+    house.send(pushed)
+    assert house.distributed("outer[0] is inner, outer, inner") == (True, [[1, 3], 2], [1, 3])

@@ -1,0 +1,396 @@
+"""A cell that was sent with `--no-wait`: what it does now, and what became of it.
+
+On IPython's own thread: nothing runs beside it.  The event loop takes its steps between cells,
+and whoever waits for it takes them meanwhile; they are the same that any other cell takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+from nbdist.errors import CellTimeout, Interrupted, JobLost, JobTimeout, NbdistError, WorkerError
+from nbdist.notebook.stops import counted_stops, held_stops, is_main_thread
+from nbdist.output.wording import ranks_text, seconds_text
+from nbdist.words import one_line
+from nbdist.world.following import TICK
+from nbdist.world.result import CellResult, raised
+from nbdist.world.running import RunningTask
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.lib.pretty import RepresentationPrinter
+
+    from nbdist.notebook.display import CellDisplay
+    from nbdist.notebook.idle import IdleWatch
+    from nbdist.notebook.stops import IdleStop
+
+
+Steps: TypeAlias = Generator[RunningTask, float | None, CellResult[Any] | BaseException]
+"""A cell on its way: what is sent to it is how long its next step may take, as in `Following`.
+
+It leads to the result of the cell, or to what the cell raises.
+"""
+
+
+LONGEST_LOOK = 2.0
+"""Seconds in which `done` takes in what there is: ranks can write faster than it is shown."""
+
+AT_ONCE = 0.05
+"""Seconds within which more comes, where there is more."""
+
+AWAITED_EVERY = 0.05
+"""Seconds between two looks of who awaits it."""
+
+
+class Job:
+    """A cell that the workers run while the notebook goes on.
+
+        %%distributed --no-wait -o job
+        loss = train(model, data)
+
+        job                      # <Job running · 4 ranks · 12.3 s · ...>
+        job.done()               # at once
+        job.result()[0]          # waits; the last value of the cell on rank 0
+        (await job)[0]           # the same, while other coroutines go on
+        job.interrupt()          # what Stop does to a cell that is waited for
+
+    Its output stays under its cell, live while the notebook is idle, or waits for it.  What it
+    raises, `wait` and `result` raise.
+    """
+
+    def __init__(self, steps: Steps, running: RunningTask, name: str, place: CellPlace) -> None:
+        """Take over the steps of a cell after the first, which has sent it."""
+        self._steps = steps
+        self._running = running
+        self._name = name
+        self._place = place
+        self._result: CellResult[Any] | None = None
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        self._is_stepping = False
+        self._was_waited_for = self._was_drawn_between = False
+
+    def __repr__(self) -> str:
+        transcript = self._running.transcript
+        seconds = seconds_text(transcript.elapsed(time.monotonic()))
+        if not self._ended.is_set():
+            word = "stopping" if self._running.is_stopping else "running"
+            said = self._running.waits or self._running.doing
+        elif self._error is not None:
+            word = "stopped" if isinstance(self._error, Interrupted) else "failed"
+            said = str(self._error)
+        else:
+            word, said = "done", ""
+        parts = [f"Job {word}", ranks_text(transcript.ranks), seconds, said]
+        return f"<{' · '.join(filter(None, parts))}>"
+
+    def _repr_pretty_(self, printer: RepresentationPrinter, cycle: bool) -> None:  # noqa: FBT001
+        """Show how it is now: called by IPython for a cell's last value."""
+        self.step()
+        printer.text("<Job ...>" if cycle else repr(self))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a job belongs to the notebook; what it returns can be sent: job.result()")
+
+    # --- what people ask of it ------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Say whether it has ended, well or not; shows what its ranks have said meanwhile."""
+        enough, before = time.monotonic() + LONGEST_LOOK, self._said
+        self.step()
+        # The end comes after all that its ranks have said, and they are made ready after that.
+        while self._can_step and time.monotonic() < enough:
+            said = self._said
+            if said == before and self._running.unfinished:
+                break
+            before = said
+            self.step(AT_ONCE)
+        return self._ended.is_set()
+
+    def __await__(self) -> Generator[Any, None, CellResult[Any]]:
+        """Wait as `result` does, while the event loop goes on: `await job`, `asyncio.gather`."""
+        self._was_waited_for = True
+        loop = asyncio.get_running_loop()
+        # No coroutine: its frames would be in the traceback of who is cancelled.
+        found: asyncio.Future[CellResult[Any]] = loop.create_future()
+        self._look(loop, found)
+        return found.__await__()
+
+    def _look(
+        self, loop: asyncio.AbstractEventLoop, found: asyncio.Future[CellResult[Any]]
+    ) -> None:
+        """Take a step, and again soon, until it has ended or is no longer awaited."""
+        if found.done():
+            return
+        try:
+            self.step()
+            if self._ended.is_set():
+                found.set_result(self.result())
+                return
+        except StopIteration as error:  # which asyncio takes for its own
+            found.set_exception(NbdistError(str(error)))
+        except BaseException as error:  # noqa: BLE001 (it is for who awaits it)
+            found.set_exception(error)
+        else:
+            loop.call_later(AWAITED_EVERY, self._look, loop, found)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until it has ended, for `timeout` seconds at most.
+
+        Raises what the cell would have raised: WorkerError, WorkerDied, CellTimeout,
+        KeyboardInterrupt after `interrupt`.  JobTimeout, a TimeoutError, where it runs on, and
+        KeyboardInterrupt after Stop, which ends the waiting alone.
+        """
+        self._was_waited_for = True
+        deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
+        with counted_stops() as stops:
+            while not self._ended.is_set() and not stops.count:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._wait_a_little(min(TICK, left))
+        if not self._ended.is_set():
+            if stops.count:
+                raise Interrupted((), fate=self.runs_on)
+            raise JobTimeout(self.title, timeout or 0.0, self._running.waits or self._running.doing)
+        if self._error is not None:
+            error = raised(self._error) if isinstance(self._error, WorkerError) else self._error
+            raise error.with_traceback(None)
+
+    def result(self, timeout: float | None = None) -> CellResult[Any]:
+        """Wait as `wait` does; return the last value of the cell by rank: `.rank(0)`.
+
+        A value comes when it is asked for, tensors to the CPU.
+        """
+        self.wait(timeout)
+        assert self._result is not None
+        return self._result
+
+    def interrupt(self) -> None:
+        """Have its ranks leave it, as Stop does; again, with less patience.  Returns at once."""
+        if not self._ended.is_set():
+            self._running.stops += 1
+            self.step()
+
+    # --- for the notebook -----------------------------------------------------------------
+
+    @property
+    def title(self) -> str:
+        """What it is called, where it has no name too."""
+        if self._name:
+            return f"`{self._name}`"
+        return "the cell sent with --no-wait"
+
+    @property
+    def runs_on(self) -> str:
+        """What is said where Stop has ended a wait for it."""
+        again = "Stop again, or " if self._place.is_known else ""
+        return f"{self.title} keeps running: {again}`%dist_interrupt` stops it"
+
+    @property
+    def seconds(self) -> float:
+        """How long it has run."""
+        return self._running.transcript.elapsed(time.monotonic())
+
+    @property
+    def running(self) -> RunningTask:
+        """The task, or the last attempt at it."""
+        return self._running
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there are no more steps to take."""
+        return self._ended.is_set()
+
+    @property
+    def _can_step(self) -> bool:
+        return not (self._ended.is_set() or self._is_stepping) and is_main_thread()
+
+    @property
+    def _said(self) -> int:
+        """How much its ranks have said, a number that grows."""
+        return sum(track.version for track in self._running.transcript)
+
+    def take_unheard(self) -> str:
+        """Say once that it failed, where nobody has waited for it; else ""."""
+        is_heard, self._was_waited_for = self._was_waited_for, True
+        if is_heard or not isinstance(self._error, WorkerError | CellTimeout):
+            return ""
+        return f"{self.title} has failed: {one_line(str(self._error))}"
+
+    def take_drawn_between(self) -> bool:
+        """Whether something was shown between cells since this was last asked."""
+        was, self._was_drawn_between = self._was_drawn_between, False
+        return was
+
+    def step(self, longest: float = 0.0, *, in_its_cell: bool = False) -> None:
+        """Take in and show what there is, or wait for it `longest` seconds at most.
+
+        With `in_its_cell` what is shown belongs to the cell that sent it.
+        """
+        if not self._can_step:
+            return
+        self._is_stepping = True
+        self._was_drawn_between |= in_its_cell
+        try:
+            with held_stops():
+                self._take_step(longest, in_its_cell=in_its_cell)
+        finally:
+            self._is_stepping = False
+
+    def _take_step(self, longest: float, *, in_its_cell: bool) -> None:
+        try:
+            with self._place.within(in_its_cell):
+                self._running = self._steps.send(longest)
+        except StopIteration as end:
+            if isinstance(end.value, BaseException):
+                self._error = end.value
+            else:
+                self._result = end.value
+            self._ended.set()
+        except (NbdistError, Interrupted) as error:
+            self._error = error
+            self._ended.set()
+        except BaseException as error:  # a fault of ours; there are no more steps all the same
+            self._error = error
+            self._ended.set()
+            raise
+
+    def lose(self, why: str) -> None:
+        """Take no more steps: its workers are gone."""
+        if not self._ended.is_set():
+            self._error = JobLost(self.title, self.seconds, why)
+            self._ended.set()
+            self._steps.close()
+
+    def _wait_a_little(self, seconds: float) -> None:
+        if is_main_thread():
+            self.step(seconds)
+        else:  # a subshell: the main thread takes the steps
+            self._ended.wait(seconds)
+
+
+class CellPlace:
+    """Where the cell that runs now shows its output, for what comes later."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell: Any = shell
+        self._parent = shell.get_parent() if hasattr(shell, "set_parent") else None  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        return f"<CellPlace {(self._parent or {}).get('header', {}).get('msg_id', '')}>"
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a kernel has run it; a terminal's cells have no place but the last line."""
+        return self._parent is not None
+
+    @contextmanager
+    def within(self, is_wanted: bool) -> Iterator[None]:  # noqa: FBT001
+        """Have what is shown belong to that cell, where a kernel shows it."""
+        if not (is_wanted and self.is_known):
+            yield
+            return
+        before = self._shell.get_parent()
+        self._shell.set_parent(self._parent)
+        try:
+            yield
+            sys.stdout.flush()
+        finally:
+            self._shell.set_parent(before)
+
+
+# --- the cell of a pool that nobody waits for -------------------------------------------------
+
+
+class Background:
+    """What one pool runs that was sent with `--no-wait`; one cell at a time."""
+
+    def __init__(self, idle: IdleWatch, stop: IdleStop) -> None:
+        self._idle = idle
+        self._stop = stop
+        self._job: Job | None = None
+
+    def __repr__(self) -> str:
+        return f"<Background {self._job}>"
+
+    @property
+    def job(self) -> Job | None:
+        """The cell, while it runs."""
+        return self._job if self._job is not None and not self._job.has_ended else None
+
+    def begin(self, job: Job) -> None:
+        """Have the event loop take its steps from now on, and Stop interrupt it."""
+        self._job = job
+        self._idle.goes_on = True
+
+    def wait(self, display: CellDisplay) -> None:
+        """Wait until the workers are free; Stop ends the waiting, not what is waited for."""
+        job, said = self.job, ""
+        if job is None:
+            return
+        with counted_stops() as stops:
+            while not (job.has_ended or stops.count):
+                text = _waits_text(job)
+                if not said or (display.can_change and said != text):
+                    said = text
+                    display.wait_for(text)
+                job.step(TICK)
+        if stops.count and not job.has_ended:
+            raise Interrupted((), fate=f"This cell has not run; {job.runs_on}")
+
+    def take_failure(self) -> str:
+        """Say once that the last one failed, where nobody has waited for it; else ""."""
+        job, self._job = self._job, self.job
+        return "" if job is None or not job.has_ended else job.take_unheard()
+
+    def show(self) -> Job | None:
+        """Show what it has said meanwhile, as part of the cell that runs now.
+
+        Returns it where it has ended between cells: nbclient takes that for nobody's, so it is
+        to be drawn again.
+        """
+        job = self._job
+        if job is None:
+            return None
+        job.step()
+        return job if job.has_ended and job.take_drawn_between() else None
+
+    def take_step(self) -> bool:
+        """Take in what it has said, between cells; whether it goes on."""
+        if (job := self.job) is not None and self._idle.loop is not None:
+            self._stop.watch(self._idle.loop, self.stop)
+            job.step(in_its_cell=True)
+        if self.job is None:
+            self._idle.goes_on = False
+            self._stop.clear(self.stop)
+        return self._idle.goes_on
+
+    def go_on(self) -> None:
+        """Go on on the event loop of a terminal's prompt."""
+        self._idle.goes_on = self.job is not None
+
+    def stop(self) -> None:
+        """Do what Stop does while no cell runs."""
+        if (job := self.job) is not None:
+            job.running.stops += 1
+            self.take_step()
+
+    def lose(self, why: str) -> None:
+        """Take no more steps: its workers are gone."""
+        self._stop.clear(self.stop)
+        if self._job is not None:
+            self._job.lose(why)
+
+
+def _waits_text(job: Job) -> str:
+    return (
+        f"Waiting for {job.title} ({job.seconds:.0f} s). "
+        "Stop cancels this cell only; that one keeps running."
+    )

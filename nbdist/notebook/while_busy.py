@@ -1,0 +1,131 @@
+"""Completion and inspection in cells of the workers while a cell runs in the notebook.
+
+ipykernel 7 receives requests in a thread of its own, which passes them to the main thread; there
+they would wait until the cell has ended.  Those that the workers can answer are answered in that
+thread's place.  With ipykernel 6 there is no such thread: they wait.
+"""
+
+from __future__ import annotations
+
+import hmac
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from nbdist.notebook.idle import is_in_subshell
+from nbdist.wire.questions import Completions
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from nbdist.notebook.completion import Completion
+
+
+SIGNATURE, HEADER, CONTENT = 0, 1, 4
+"""Places in a message of Jupyter's protocol, behind whom it comes from."""
+
+KINDS = ("complete", "inspect")
+
+
+class WhileBusy:
+    """Looks at requests before the main thread gets them; one at a time is answered here."""
+
+    def __init__(self, shell: InteractiveShell, completion: Completion) -> None:
+        self._shell = shell
+        self._kernel: Any = getattr(shell, "kernel", None)
+        self._completion = completion
+        self._runs_cell = False
+        self._is_asked = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<WhileBusy, {'a cell runs' if self._runs_cell else 'idle'}>"
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether requests arrive in another thread."""
+        return getattr(self._kernel, "shell_channel_thread", None) is not None
+
+    def begin(self) -> None:
+        """Look at requests from now on."""
+        self._shell.events.register("pre_execute", self._begin_cell)
+        self._shell.events.register("post_execute", self._end_cell)
+        self._receive_with(self._receive)
+
+    def end(self) -> None:
+        """Have everything as it was."""
+        self._shell.events.unregister("pre_execute", self._begin_cell)
+        self._shell.events.unregister("post_execute", self._end_cell)
+        self._runs_cell = False
+        self._receive_with(self._kernel.shell_channel_thread_main)
+
+    def _receive_with(self, receive: Any) -> None:
+        stream = self._kernel.shell_stream
+        loop = self._kernel.shell_channel_thread.io_loop
+        loop.add_callback(lambda: stream.on_recv(receive, copy=False))
+
+    def _begin_cell(self) -> None:
+        if not is_in_subshell(self._shell):
+            self._runs_cell = True
+
+    def _end_cell(self) -> None:
+        if not is_in_subshell(self._shell):
+            self._runs_cell = False
+
+    # --- in the thread that receives ----------------------------------------------------------
+
+    async def _receive(self, message: list[Any]) -> None:
+        asked = self._asked(message) if self._runs_cell else None
+        if asked is None or not self._is_asked.acquire(blocking=False):
+            await self._kernel.shell_channel_thread_main(message)
+            return
+        answering = threading.Thread(target=self._answer, args=asked, name="nbdist-answer")
+        answering.daemon = True
+        answering.start()
+
+    def _asked(self, message: list[Any]) -> tuple[Any, dict[str, Any], dict[str, Any]] | None:
+        """Read a request that the workers can answer: who asks, its header, its content."""
+        session = self._kernel.session
+        try:
+            sender, frames = session.feed_identities(message, copy=False)
+            parts = [bytes(frame.bytes) for frame in frames[: CONTENT + 1]]
+            signature = session.sign(parts[HEADER:])
+            if session.auth and not hmac.compare_digest(signature, parts[SIGNATURE]):
+                return None
+            header, content = session.unpack(parts[HEADER]), session.unpack(parts[CONTENT])
+        except (ValueError, LookupError):  # none of ours to tell what is wrong with it
+            return None
+        kind = header["msg_type"].removesuffix("_request")
+        if kind not in KINDS or header.get("subshell_id"):
+            return None
+        is_theirs = self._completion.is_of_workers(content["code"], content["cursor_pos"])
+        return (sender, header, content) if is_theirs else None
+
+    # --- in a thread of its own ---------------------------------------------------------------
+
+    def _answer(self, sender: Any, header: dict[str, Any], content: dict[str, Any]) -> None:
+        code, cursor = content["code"], content["cursor_pos"]
+        nothing = Completions((), cursor, cursor).reply()
+        kind = "complete"
+        try:
+            if header["msg_type"] == "complete_request":
+                reply = self._completion.complete(lambda *_: nothing, code, cursor)
+            else:
+                kind, detail = "inspect", content.get("detail_level", 0)
+                nothing = {"status": "ok", "found": False, "data": {}, "metadata": {}}
+                reply = self._completion.inspect(lambda *_: nothing, code, cursor, detail)
+        except RuntimeError:  # a table that the running cell has changed while it was read
+            reply = nothing
+        finally:
+            self._is_asked.release()
+        loop = self._kernel.shell_channel_thread.io_loop
+        with suppress(RuntimeError):  # the kernel ends
+            loop.add_callback(self._send, f"{kind}_reply", reply, sender, header)
+
+    def _send(self, kind: str, reply: dict[str, Any], sender: Any, header: dict[str, Any]) -> None:
+        """Send the reply, and the states that say it is complete, and that the cell goes on."""
+        kernel, parent = self._kernel, {"header": header}
+        kernel.session.send(kernel.shell_stream, kind, reply, parent, sender)
+        topic = f"kernel.{kernel.ident}.status".encode()
+        for state in ("idle", "busy") if self._runs_cell else ("idle",):
+            content = {"execution_state": state}
+            kernel.session.send(kernel.iopub_socket, "status", content, parent, topic)

@@ -1,0 +1,270 @@
+"""Tests of how far a transfer is, and of Stop in the middle of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+import pytest
+
+from nbdist.notebook.display import PlainDisplay
+from nbdist.notebook.shipping import transfer
+from nbdist.notebook.shipping.transfer import moved, on_its_way_text, progress_text
+from tests.notebook.front_end import Notebook, Outcome
+
+pytestmark = pytest.mark.shared_world
+
+
+def copying(ended: list[str]) -> Generator[int, None, str]:
+    """Copies 3 KiB."""
+    try:
+        yield from (1024, 2048, 3072)
+    finally:
+        ended.append("released")
+    return "made"
+
+
+def test_progress_text():
+    """How much of how much, and how fast."""
+    text = progress_text("gathering x", 3 << 29, 2 << 30, 2.0)
+    assert text == "gathering x: 1.5 GiB of 2 GiB · 768 MiB/s"
+
+
+def test_between_machines():
+    """A line as long as something is under way."""
+    text = on_its_way_text(1 << 20, 3 << 20, 2.0)
+    assert text == "big variables are being sent: 1 MiB of 3 MiB · 512 KiB/s"
+    assert on_its_way_text(3 << 20, 3 << 20, 2.0) == on_its_way_text(0, 0, 2.0) == ""
+
+
+def test_nothing_is_said_at_first(capsys: pytest.CaptureFixture[str]):
+    """What is made comes back all the same."""
+    assert moved(copying([]), 3072, PlainDisplay(), "shipping x") == "made"
+    assert capsys.readouterr().out == ""
+
+
+def test_lines_of_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """They cannot take one another's place: after each it takes as long again."""
+    monkeypatch.setattr(transfer, "FIRST_SHOWN", 0.0)
+    moved(copying([]), 3072, PlainDisplay(), "shipping x")
+    assert capsys.readouterr().out.startswith("shipping x: 1 KiB of 3 KiB · ")
+
+
+def test_stop_releases_what_there_is(monkeypatch: pytest.MonkeyPatch):
+    """At once, not when Python looks for what nobody holds."""
+
+    class Display(PlainDisplay):
+        def wait_for(self, text: str) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(transfer, "FIRST_SHOWN", 0.0)
+    ended: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        moved(copying(ended), 3072, Display(), "shipping x")
+    assert ended == ["released"]
+
+
+SLOWLY = """
+import nbdist.notebook.shipping.transfer, nbdist.values.shared_memory
+nbdist.notebook.shipping.transfer.FIRST_SHOWN = nbdist.notebook.shipping.transfer.REDRAW = 0
+nbdist.values.shared_memory.PIECE = 1 << 17
+import numpy as np
+old = np.arange(5)
+"""
+
+HELD = """
+import os
+def held():
+    links = []
+    for n in os.listdir('/proc/self/fd'):
+        try: links.append(os.readlink(f'/proc/self/fd/{n}'))
+        except OSError: pass
+    return sum('memfd:nbdist' in link for link in links)
+"""
+
+STOPS = """
+import os, signal, threading, time
+from nbdist.notebook.extension import _loaded
+publisher = get_ipython().display_pub
+
+def stop_at(text):
+    'Has Stop come when this is about to be shown: while it is so.'
+    def press(message):
+        if text in message['content']['data'].get('text/plain', ''):
+            publisher.unregister_hook(press)
+            signal.raise_signal(signal.SIGINT)
+        return message
+    publisher.register_hook(press)
+
+def stop_late(folder):
+    'Has Stop come when rank 0 has bound what it was sent and rank 1 is at it, which then ends.'
+    ((pools, *_),) = _loaded.values()
+    session = pools.default.world.session
+    def press():
+        while not (os.path.exists(folder + '/binds') and session.unfinished == (1,)):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        while not session.running.is_stopping:
+            time.sleep(0.01)
+        open(folder + '/open', 'w').close()
+    threading.Thread(target=press).start()
+"""
+
+THERE = f"""%%distributed -n 2
+{HELD}
+import nbdist.values.shared_memory, nbdist.worker.namespace
+nbdist.values.shared_memory.PIECE = 1 << 17
+nbdist.worker.namespace.MOVED_EVERY = 0
+import numpy as np
+theirs = np.ones(5_000_000)
+"""
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Notebook]:
+    """A notebook and two workers that copy a little at a time, and say so at once."""
+    notebook = Notebook("%load_ext nbdist", SLOWLY, HELD, STOPS, THERE)
+    yield notebook
+    notebook.close()
+
+
+def stop_at(notebook: Notebook, text: str) -> Callable[[Outcome], None]:
+    """Presses Stop once this is shown."""
+    pressed: list[int] = []
+
+    def look(outcome: Outcome) -> None:
+        shown = [each["data"]["text/plain"] for each in (*outcome.displays, *outcome.updates)]
+        if not pressed and any(text in each for each in shown):
+            pressed.append(1)
+            os.kill(notebook.process.pid, signal.SIGINT)
+
+    return look
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("%dist_push new", "sending new: "),
+        ("%%distributed\nnew[0]", "sending new: "),
+        ("%dist_scatter new", "scattering new: "),
+        ("%dist_gather theirs --as new", "gathering theirs: "),
+    ],
+)
+def test_stop_in_the_middle(slow: Notebook, line: str, what: str):
+    """The name is what it was, here and there, and no memory is left; then it works."""
+    slow.run("new = np.arange(5_000_000.)")
+    slow.run("%%distributed\nnew = 'as it was'" if "gather" not in line else "pass")
+    if "distributed" in line:
+        slow.run("new = np.arange(5_000_001.)")
+    slow.run(f"stop_at({what!r})")
+    stopped = slow.run(line)
+    assert "KeyboardInterrupt: Stopped on ranks 0-1" in stopped.error
+    assert slow.value("bool(new.sum() > 1e9), held()") == (True, 0)
+    slow.run("%dist_gather (type(globals().get('new')).__name__,held()) --as there")
+    if "gather" not in line:
+        assert slow.value("there") == [("str", 0)] * 2
+    outcome = slow.run(line)
+    assert outcome.errors == []
+    drawn = [each["data"]["text/plain"] for each in (*outcome.displays, *outcome.updates)]
+    assert any(what in each and "MiB/s" in each for each in drawn)
+    slow.run("%dist_gather len(globals().get('new')) --as there")
+    if "gather" not in line:
+        assert sum(slow.value("there")) >= 5_000_000
+    else:
+        assert slow.value("[float(each.sum()) for each in new]") == [5e6, 5e6]
+
+
+OLD = """%%distributed
+class Old:
+    def __del__(self):
+        import os, time
+        if rank:
+            open({folder!r} + '/binds', 'w').close()
+            while not os.path.exists({folder!r} + '/open'): time.sleep(0.01)
+new = Old()
+"""
+
+
+@pytest.mark.parametrize("line", ["%dist_push new", "%dist_scatter new"])
+def test_stop_when_it_is_being_bound(slow: Notebook, line: str, tmp_path: Path):
+    """It comes too late: it waits until all ranks have it, and says so."""
+    slow.run("new = [1, 2]")
+    slow.run(OLD.format(folder=str(tmp_path)))
+    slow.run(f"stop_late({str(tmp_path)!r})")
+    assert "Stopped. Stop came too late: ranks 0-1 have bound new." in slow.run(line).error
+    slow.run("%dist_gather type(new).__name__ --as there")
+    assert slow.value("there") == ["list", "list"]
+
+
+BAD_ON_ONE = """
+class BadOnOne:
+    def __setstate__(self, state):
+        import os
+        if os.environ['RANK'] == '1': raise ValueError('not here')
+new = BadOnOne(); new.state = 1
+"""
+
+
+def test_a_rank_that_cannot_have_it(slow: Notebook):
+    """The other one has not bound it either."""
+    slow.run("%%distributed\nnew = 'as it was'")
+    slow.run(BAD_ON_ONE)
+    assert "1 of 2 ranks failed (1)" in slow.run("%dist_push new").error
+    slow.run("%dist_gather new --as there")
+    assert slow.value("there") == ["as it was"] * 2
+
+
+def test_a_name_that_a_cell_has_deleted(slow: Notebook):
+    """The workers lack it: the next cell that uses it takes it along again."""
+    slow.run("limit = 7")
+    slow.run("%%distributed\nprint(limit)\ndel limit")
+    assert "7" in slow.run("%%distributed\nprint(limit)").text
+
+
+def test_one_number_of_a_big_array(slow: Notebook):
+    """Changed in place it arrives on all ranks, though the name is bound to the same array."""
+    slow.run("data = np.zeros(9_000_000)")
+    assert "0.0" in slow.run("%%distributed\nprint(data.sum())").text
+    slow.run("data[7_777_777] = 5")
+    assert "5.0" in slow.run("%%distributed\nprint(data.sum())\ndel data").text
+
+
+def test_one_entry_of_a_big_dict(slow: Notebook):
+    """Pushed it arrives on all ranks; what they have done with the others does not stay."""
+    slow.run("new = None; before = held()")  # which maps what was gathered
+    slow.run("data = {n: np.full(1_000_000, float(n)) for n in range(3)}")
+    total = "%%distributed\nprint(sum(float(each.sum()) for each in data.values()))"
+    assert "3000000.0" in slow.run(total).text
+    slow.run("%%distributed -r 1\ndata[0] += 1")
+    assert slow.value("held() - before") == 1
+    slow.run("data[2][5] = 7")
+    slow.run("%dist_push data")
+    assert slow.run(total).text.splitlines()[1:] == ["── ranks 0-1 (same) ──", "3000005.0"]
+    slow.run("%%distributed\ndel data")
+    assert slow.value("held() - before") == 0
+
+
+ARRIVES_SLOWLY = """
+class Slow:
+    value = 5
+    def __init__(self, flag): self.flag = flag
+    def __setstate__(self, state):
+        import os, time
+        self.__dict__.update(state)
+        time.sleep(0 if os.path.exists(self.flag) else 30)
+late = Slow({flag!r})
+"""
+
+
+def test_stop_while_it_arrives(slow: Notebook, tmp_path: Path):
+    """The ranks have not bound it, and the next cell takes it along again."""
+    flag = tmp_path / "flag"
+    slow.run(ARRIVES_SLOWLY.format(flag=str(flag)))
+    use = "%%distributed\nprint(late.value)"
+    stopped = slow.run(use, stop_at(slow, "2 ranks · "))
+    assert "KeyboardInterrupt: Stopped on ranks 0-1" in stopped.error
+    assert "False" in slow.run("%%distributed\nprint('late' in globals())").text
+    flag.touch()
+    assert slow.run(use).text.splitlines()[1:] == ["── ranks 0-1 (same) ──", "5"]

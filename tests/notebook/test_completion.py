@@ -1,0 +1,258 @@
+"""Tests of `nbdist.notebook.completion`: workers' names while somebody types."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbdist.notebook.command import find_commands
+from nbdist.notebook.completion import Choices, spot_in, workers_cell
+from nbdist.notebook.options import Argument, arguments_of
+from nbdist.notebook.pool import Pools
+from nbdist.output.ansi import strip
+from nbdist.output.events import Done
+from nbdist.world.states import State
+from nbdist.world.world import World
+from tests.notebook.front_end import Notebook
+
+ON_WORKERS = """%%distributed -n 2
+import torch.nn as nn
+class Net(nn.Module):
+    '''A net of mine.'''
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(3, 4)
+net, batch = Net(), {"images": 1}
+def train_for(net, steps=3):
+    '''Train it for so many steps.'''
+"""
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """A notebook with two workers; `net` is something else here."""
+    first = ("%load_ext nbdist", "here_only = 'text'", ON_WORKERS)
+    env = {"NBDIST_SNAPSHOT_DIR": str(tmp_path_factory.mktemp("snapshots"))}
+    notebook = Notebook(*first, env=env)
+    notebook.run("%%rank 1\nnet_of_one = 1")
+    notebook.run("net = 3j")
+    notebook.run("%%distributed\nnet = Net()")
+    yield notebook
+    notebook.close()
+
+
+def complete(notebook: Notebook, code: str) -> list[str]:
+    """What a front end offers at the end of the code."""
+    reply: dict[str, Any] = notebook.client.complete(code, reply=True, timeout=20)["content"]
+    assert reply["status"] == "ok"
+    assert reply["cursor_end"] == len(code)
+    typed = reply["metadata"].get("_jupyter_types_experimental", [])
+    assert [each["text"] for each in typed] == reply["matches"]
+    return [*reply["matches"]]
+
+
+def inspect(notebook: Notebook, code: str) -> str:
+    """What a front end shows at Shift-Tab."""
+    reply: dict[str, Any] = notebook.client.inspect(code, reply=True, timeout=20)["content"]
+    return strip(reply["data"].get("text/plain", ""))
+
+
+def test_names_and_attributes(two: Notebook) -> None:
+    """Of the workers in their cells, beside the notebook's names; in plain cells of neither."""
+    assert {"net", "net_of_one"} <= {*complete(two, "%%rank 1\nne")}
+    assert "net_of_one" not in complete(two, "%%rank 0\nne")
+    assert "train_for" in complete(two, "# a comment\n%%distributed\ntrai")
+    assert complete(two, "%%distributed\nnet.enc") == ["encoder"]
+    assert complete(two, "%%distributed\nnet.")[0] == "encoder"  # before all that torch has
+    assert "weight" in complete(two, "%%distributed\nnet.encoder.we")
+    assert {"here_only", "help"} <= {*complete(two, "%%distributed\nhe")}
+    assert "isdigit" in complete(two, "%%distributed\nhere_only.isd")
+    assert "train_for" not in complete(two, "trai")
+    assert "encoder" not in complete(two, "net.enc")
+    assert complete(two, "net.imag") == ["imag"]
+    assert two.value("'train_for' in globals()") is False
+
+
+def test_signatures_and_help(two: Notebook) -> None:
+    """What it is on the workers, not here; of the notebook's own names the notebook's."""
+    shown = inspect(two, "%%distributed\ntrain_for(net,")
+    assert "train_for(net, steps=3)" in shown
+    assert "Train it for so many steps." in shown
+    assert shown.endswith("\nRank:      0")
+    assert "A net of mine." in inspect(two, "%%distributed\nnet")
+    assert "complex" in inspect(two, "net")
+    assert "str" in inspect(two, "%%distributed\nhere_only")
+    assert inspect(two, "%%distributed\nnowhere") == ""
+
+
+def test_the_lines_of_magics(two: Notebook) -> None:
+    """Options, their values, names that the workers have, snapshots."""
+    assert complete(two, "%%distributed --back") == ["--backend"]
+    assert "gloo" in complete(two, "%%distributed -n 2 --backend ")
+    assert complete(two, "x = 1\n%dist_gather net_of") == ["net_of_one"]
+    two.run("%dist_snapshot batch --name before")
+    assert complete(two, "%dist_restore --name be") == ["before"]
+    assert complete(two, "%dist_restore ba") == ["batch"]
+    two.run("%dist_snapshot --remove before")
+    assert complete(two, "%dist_restore --name be") == []
+    assert "--max-restarts N" in inspect(two, "%%distributed -n 2")
+    assert "Copy variables from all ranks" in inspect(two, "x = 1\n%dist_gather")
+    (found,) = two.client.complete("%%rank 1\nx", 8, reply=True, timeout=20)["content"]["matches"]
+    assert found == "1"
+
+
+def test_while_all_ranks_are_at_work(two: Notebook, tmp_path: Path) -> None:
+    """Without running users' code; IPython's own answer is back when they are free."""
+    gate = tmp_path / "gate"
+    two.run("%%distributed\nimport pathlib, threading, time")
+    two.run(
+        "import threading\n"
+        "from nbdist.notebook import extension\n"
+        "((pools, *_),) = extension._loaded.values()\n"
+        "world = pools.default.world\n"
+        f"task = world.task('while not pathlib.Path({str(gate)!r}).exists(): time.sleep(0.01)')\n"
+        "running = world.submit(task)"
+    )
+    try:
+        assert complete(two, "%%distributed\nnet.enc") == ["encoder"]
+        assert complete(two, "%%distributed\nbatch['im") == ["images"]
+        assert "train_for(net, steps=3)" in inspect(two, "%%distributed\ntrain_for(")
+    finally:
+        gate.touch()
+        two.run("for _ in world.follow(running): pass")
+    deadline = time.monotonic() + 20  # jedi has much to read at first
+    while "weight" not in complete(two, "%%distributed\nnn.Linear(1, 1).wei"):
+        assert time.monotonic() < deadline
+
+
+def test_without_workers_and_without_nbdist(two: Notebook) -> None:
+    """The notebook's kernel answers as ever."""
+    two.run("%dist_shutdown")
+    assert "here_only" in complete(two, "%%distributed\nhere")
+    two.run("%unload_ext nbdist")
+    assert two.value("[*{'do_complete', 'do_inspect'} & {*vars(get_ipython().kernel)}]") == []
+    assert "here_only" in complete(two, "here")
+
+
+@pytest.mark.parametrize(
+    ("code", "is_theirs"),
+    [
+        ("%%distributed -n 4\nx", True),
+        ("%%rank 0\nx", True),
+        ("%%time\nx", False),
+        ("x", False),
+        ("%%distributed -n", False),
+    ],
+)
+def test_whose_the_cell_is(code: str, is_theirs: bool) -> None:  # noqa: FBT001
+    """The workers', below the line of their magic."""
+    assert (workers_cell(code, len(code)) is not None) == is_theirs
+
+
+# --- tests of `nbdist.notebook.completion` ----------------------------------------------------
+
+
+COMMANDS = {each.name: each.run for each in find_commands()}
+
+
+@pytest.fixture
+def choices(pools: Pools) -> Choices:
+    """Of a notebook that has `here` and `data`; `loss` and `model` are on its two workers."""
+    pools.shell.user_ns |= {"here": 1, "data": 2, "_oh": {}}
+    pools.shell.user_ns_hidden = {"_oh": {}}
+    pools.at("trainer")
+    world = pools.default.world = World(2, log_dir="")
+    for rank in (0, 1):
+        done = Done("ok", 0.0, frozenset({"loss", "model", "np"}), {"np": "numpy"})
+        world.session.names.finished(rank, done, {})
+    world.session.state = State.READY
+    return Choices(pools)
+
+
+def texts(choices: Choices, line: str) -> list[str]:
+    name, space, text = line.partition(" ")
+    found = choices.complete(name, COMMANDS[name], space + text, None)
+    assert found.end == len(space + text)
+    return [each.text for each in found.candidates]
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("distributed --back", ["--backend"]),
+        ("distributed --backend ", ["gloo", "nccl", "cpu:gloo,cuda:nccl", "none"]),
+        ("distributed --backend=nc", ["nccl"]),
+        ("distributed --backend cpu:gloo,", ["cpu:gloo,cuda:nccl"]),
+        ("distributed --on-failure re", ["restart-all"]),
+        ("distributed -n 2 --pool t", ["trainer"]),
+        ("distributed --launcher l", ["local"]),
+        ("distributed -r ", ["all", "0", "1"]),
+        ("distributed -r 0,", ["all", "1"]),
+        ("distributed -n 2 -n", []),
+        ("rank ", ["all", "0", "1"]),
+        ("dist_gather lo", ["loss"]),
+        ("dist_gather loss ", ["model"]),
+        ("dist_gather --as loss ", ["loss", "model"]),
+        ("dist_push ", ["data", "here"]),
+        ("dist_scatter d", ["data"]),
+        ("dist_sync model --from ", ["0", "1"]),
+        ("dist_restart --keep loss,", ["model"]),
+        ("dist_auto o", ["on", "off"]),
+        ("dist_shutdown x", []),
+    ],
+)
+def test_what_can_stand_there(choices: Choices, line: str, wanted: list[str]) -> None:
+    """Options, their values, names of whoever has them."""
+    assert texts(choices, line) == wanted
+
+
+def test_all_options(choices: Choices) -> None:
+    """With their help, those that have been given left out; also where nothing has been typed."""
+    found = choices.complete("distributed", COMMANDS["distributed"], " -n 2 --", None)
+    flags = {each.text: each for each in found.candidates}
+    assert "-n" not in flags
+    assert flags["--backend"].type == "option"
+    assert "gloo" in flags["--backend"].signature
+    assert "--auto" not in flags  # which nobody types
+    assert {"--backend", "--ranks", "-n"} <= {*texts(choices, "distributed ")}
+
+
+def test_common_options_come_first(choices: Choices) -> None:
+    """Those of the cell before those that describe workers, in one order for all magics."""
+    usual = ["--ranks", "--out", "--no-wait", "--timeout", "--setup"]
+    assert texts(choices, "distributed --")[: len(usual)] == usual
+    assert texts(choices, "dist_restart --")[:2] == ["--ranks", "--keep"]
+
+
+def test_snapshots(
+    choices: Choices, pools: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that there are; none where they cannot be read."""
+    pools.default.world = None
+    monkeypatch.setenv("NBDIST_SNAPSHOT_DIR", str(tmp_path / "there"))
+    assert texts(choices, "dist_restore --name ") == []
+    assert texts(choices, "dist_restore ") == []
+    (tmp_path / "there").write_text("no folder")
+    assert texts(choices, "dist_restore ") == []
+
+
+def test_without_workers(pools: Pools) -> None:
+    """There are no variables of theirs."""
+    choices = Choices(pools)
+    assert texts(choices, "dist_gather ") == []
+    assert texts(choices, "distributed -r ") == ["all"]
+
+
+def test_an_argument_that_takes_one_value() -> None:
+    """What comes after it is for the next one, and for none where there is none."""
+    file, names = Argument((), "file", ""), Argument((), "names", "", takes_many=True)
+    assert [spot_in((file, names), text).wanted for text in (" ", " a ", " a b ")] == [
+        file,
+        names,
+        names,
+    ]
+    assert spot_in(arguments_of(COMMANDS["dist_scale"]), " 4 ").wanted is None
