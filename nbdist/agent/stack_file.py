@@ -1,6 +1,6 @@
 """The Python stack of a worker that cannot tell it: that C code holds up, or that has crashed.
 
-Runs in the agent; reads the worker's memory, and the file that `nbdist.worker.threads` has
+Runs in the agent; reads the worker's memory, and the file that `nbdist.worker.probe` has
 made, into which faulthandler writes when it crashes.
 """
 

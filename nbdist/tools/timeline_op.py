@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbdist.wire.ops import Met, RankTimes, TracePart
-from nbdist.worker.cell_times import CELL_TIMES
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group.flight_record import operation_of
+from nbdist.worker.process import CELL_TIMES
 
 if TYPE_CHECKING:
     from nbdist.worker.op import Context

@@ -33,7 +33,7 @@ from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.compat.debugger import Debugger
 from nbdist.worker.group.group import Group
-from nbdist.worker.last_values import NotingHook
+from nbdist.worker.homeward import NotingHook
 from nbdist.worker.namespace import Namespace
 from nbdist.worker.publishing import LargeOutputs
 

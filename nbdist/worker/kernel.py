@@ -7,10 +7,14 @@ import builtins
 import gc
 import getpass
 import inspect
+import linecache
 import os
+import re
 import signal
 import sys
 import time
+import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,11 +29,8 @@ from jupyter_client.session import Session
 from traitlets import Type, default
 
 from nbdist.output.events import MOVED, RECORD, Done
+from nbdist.values.definitions import cell_numbers
 from nbdist.wire.task import Call, Source, Task, Work, failure_in_words
-from nbdist.worker.around import Around
-from nbdist.worker.breakpoints import is_debugger, leave_debugger, use_debugger
-from nbdist.worker.cell_times import CELL_TIMES
-from nbdist.worker.cell_warnings import show_cell_lines
 from nbdist.worker.compat.ipython import (
     LeavesChildren,
     number_cells,
@@ -39,18 +40,24 @@ from nbdist.worker.compat.ipython import (
 )
 from nbdist.worker.environment import WorkerShell, count_restarts, draw_bars_as_text
 from nbdist.worker.exceptions import contents_of
-from nbdist.worker.gpu_errors import unfit_after
-from nbdist.worker.memory_use import Peaks
+from nbdist.worker.memory import Peaks
 from nbdist.worker.namespace import Namespace
 from nbdist.worker.op import Context, find_op
 from nbdist.worker.ops.memory import forget_errors
-from nbdist.worker.own_modules import OwnModules
+from nbdist.worker.probe import RUNS_CELLS, keep_crashes
+from nbdist.worker.process import CELL_TIMES
 from nbdist.worker.publishing import MarkingSession
 from nbdist.worker.records import Records
-from nbdist.worker.remedies import remedies
+from nbdist.worker.remedies import remedies, unfit_after
 from nbdist.worker.streams import flush_streams, install
-from nbdist.worker.threads import RUNS_CELLS, keep_crashes
-from nbdist.worker.tracebacks import failure_of, show_errors_our_way
+from nbdist.worker.surroundings import Around, OwnModules
+from nbdist.worker.tracebacks import (
+    failure_of,
+    is_debugger,
+    leave_debugger,
+    show_errors_our_way,
+    use_debugger,
+)
 
 if TYPE_CHECKING:
     from nbdist.values.payload import Payload
@@ -336,3 +343,47 @@ def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
     draw_bars_as_text()
     show_cell_lines()
     return app
+
+
+# --- warnings in a worker ---------------------------------------------------------------------
+
+
+_PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
+
+
+def show_cell_lines() -> None:
+    """Have Python word warnings so; where no cell's line led to one, as ever."""
+    usual = warnings.formatwarning
+
+    def formatwarning(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        line: str | None = None,
+    ) -> str:
+        place = cell_place(filename, lineno)
+        if place is None:
+            return usual(message, category, filename, lineno, line)
+        cell, number = place
+        code = linecache.getline(cell, number).strip()
+        where = "" if (cell, number) == (filename, lineno) else f"  ({_short(filename)}:{lineno})"
+        head = f"Cell In[{cell_numbers()[cell]}], line {number}: {category.__name__}: {message}"
+        return f"{head}\n  {code}{where}\n"
+
+    warnings.formatwarning = formatwarning
+
+
+def cell_place(filename: str, number: int) -> tuple[str, int] | None:
+    """Find the cell's file and line that led to a warning; None where no cell's did."""
+    cells = cell_numbers()
+    if filename in cells:
+        return filename, number
+    for frame, line in traceback.walk_stack(None):
+        if frame.f_code.co_filename in cells:
+            return frame.f_code.co_filename, line
+    return None
+
+
+def _short(filename: str) -> str:
+    return _PACKAGES.sub("", filename)

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from nbdist.wire.marks import mark
 from nbdist.wire.start import WorkerStart
-from nbdist.worker.around import Around
-from nbdist.worker.control_thread import ControlThread
+from nbdist.worker.control import ControlThread
 from nbdist.worker.environment import (
     Scaling,
     pickle_cell_definitions_by_value,
@@ -22,13 +21,14 @@ from nbdist.worker.environment import (
 )
 from nbdist.worker.group.group import Group
 from nbdist.worker.kernel import make_app
+from nbdist.worker.memory import reserve_addresses
 from nbdist.worker.op import import_ops
-from nbdist.worker.out_of_memory import reserve_addresses
+from nbdist.worker.probe import write_stacks_to
 from nbdist.worker.process import leave_world_in_children
 from nbdist.worker.publishing import LargeOutputs
 from nbdist.worker.streams import flush_c_streams, write_all
+from nbdist.worker.surroundings import Around
 from nbdist.worker.tasks import Tasks
-from nbdist.worker.threads import write_stacks_to
 
 
 def run_worker(start: WorkerStart) -> None:

@@ -19,8 +19,7 @@ from nbdist.values.pickling import pickle, unpickle
 from nbdist.values.shared_memory import Segment, Steps
 from nbdist.values.unpicklable import blame, fails_in, type_name
 from nbdist.wire.ops import Brought
-from nbdist.worker.homeward import Homeward, SpreadValue
-from nbdist.worker.last_values import KeptValues
+from nbdist.worker.homeward import Homeward, KeptValues, SpreadValue
 from nbdist.worker.received import Received
 from nbdist.worker.tracebacks import Problem
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist import plugins
 from nbdist.values.payload import Payload
 from nbdist.worker import ops
-from nbdist.worker.memory_use import Peaks
+from nbdist.worker.memory import Peaks
 
 if TYPE_CHECKING:
     from nbdist.worker.group.group import Group

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ import numpy as np
 from nbdist.values.identity import Identity, is_atomic
 from nbdist.values.payload import size_of
 from nbdist.values.pickling import digest_of, pickle
-from nbdist.worker.written_pages import are_own, edges
 
 READ_MOST = 4 << 20
 """Bytes of a value that are read when it arrives; of a bigger one it is asked later which pages
@@ -108,3 +108,33 @@ def _are_written(part: _Mapped) -> bool:
         return are_own(part.address, part.size)
     except OSError:
         return True
+
+
+# --- whether this process has written to memory that it maps from others ----------------------
+
+
+_PRESENT, _SWAPPED, _OF_A_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
+"""Bits of `/proc/PID/pagemap`, which every process may read for itself; proc_pid_pagemap(5)."""
+
+
+def are_own(address: int, size: int) -> bool:
+    """Say whether any page that lies wholly in this memory is this process's own.
+
+    So it is once written to, and from the start where the memory is no file's.  Raises OSError
+    where the kernel does not say.
+    """
+    first, last = -(-address // mmap.PAGESIZE), (address + size) // mmap.PAGESIZE
+    with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+        pages.seek(8 * first)
+        found = np.frombuffer(pages.read(8 * max(0, last - first)), np.uint64)
+    if len(found) < last - first:
+        raise OSError("the kernel says nothing of these pages")
+    is_there = (found & (_PRESENT | _SWAPPED)) != 0
+    return bool((is_there & ((found & _OF_A_FILE) == 0)).any())
+
+
+def edges(view: memoryview, address: int) -> tuple[memoryview, memoryview]:
+    """Return what lies before the first whole page, and after the last one."""
+    before = -address % mmap.PAGESIZE
+    after = (address + view.nbytes) % mmap.PAGESIZE
+    return view[:before], view[max(before, view.nbytes - after) :]

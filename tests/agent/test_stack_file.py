@@ -19,7 +19,7 @@ from tests.waiting import SOON
 
 PROGRAM = """
 import os, re, signal, sys, threading, time
-from nbdist.worker.threads import write_stacks_to
+from nbdist.worker.probe import write_stacks_to
 
 def inner(end):
     {deed}

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.breakpoints`: every way in leads to whoever types."""
+"""Tests of `nbdist.worker.tracebacks`: every way in leads to whoever types."""
 
 from __future__ import annotations
 

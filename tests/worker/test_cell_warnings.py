@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.cell_warnings`: a warning names the cell's line that led to it."""
+"""Tests of `nbdist.worker.kernel`: a warning names the cell's line that led to it."""
 
 from __future__ import annotations
 

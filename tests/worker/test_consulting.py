@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.consulting`: who answers, and that nobody waits for it."""
+"""Tests of `nbdist.worker.control`: who answers, and that nobody waits for it."""
 
 from __future__ import annotations
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from nbdist.errors import UsageError, WorkerError
-from nbdist.worker.homeward import Homeward
+from nbdist.values.shared_memory import Segment, to_end
+from nbdist.worker import homeward
+from nbdist.worker.homeward import Homeward, KeptValues
 from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world(2)
@@ -102,3 +104,38 @@ def test_what_a_function_returns(world: World) -> None:
     )
     with pytest.raises(WorkerError, match=r"run `whole = x.full_tensor\(\)` of it on all of them"):
         world.run(lambda: __import__("__main__").rows)
+
+
+# --- tests of `nbdist.worker.homeward` --------------------------------------------------------
+
+
+def segment(size: int) -> Segment:
+    return to_end(Segment.filling([b"x" * size]))
+
+
+def test_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many, and so many bytes, but for the newest one; memory of others is released."""
+    monkeypatch.setattr(homeward, "MOST_BYTES", 1000)
+    kept = KeptValues()
+    for number in range(homeward.MOST + 2):
+        kept.keep(str(number), segment(10))
+    assert repr(kept) == "<KeptValues 16, 160 B>"
+    assert kept.find("1") == homeward.REPLACED
+    kept.keep("big", segment(2000))
+    assert repr(kept) == "<KeptValues 1, 1.95 KiB>"
+    assert kept.find("17") == homeward.REPLACED
+    kept.keep("none", "cannot be sent")
+    assert isinstance(kept.find("big"), Segment)
+    assert kept.find("none") == "cannot be sent"
+    kept.let_go("big")
+    assert repr(kept) == "<KeptValues 0, 0 B>"
+
+
+def test_what_was_cleaned_says_so() -> None:
+    """And why there is none of a task that nobody knows."""
+    kept = KeptValues()
+    kept.keep("a", segment(10))
+    kept.keep("b", "cannot be sent")
+    kept.clean()
+    assert (kept.find("a"), kept.find("b")) == (homeward.CLEANED, "cannot be sent")
+    assert kept.find("c") == homeward.REPLACED

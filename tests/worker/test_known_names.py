@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.known_names`: what is said without running users' code."""
+"""Tests of `nbdist.worker.control`: what is said without running users' code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nbdist.wire.questions import Complete, Completions, Description, Inspect
-from nbdist.worker.known_names import answer, attributes, complete, describe, find
+from nbdist.worker.control import attributes, complete, describe, find, look_up
 
 
 class Never(BaseException):
@@ -115,7 +115,7 @@ def test_what_can_stand_there(code: str, wanted: list[str]) -> None:
 def test_where_and_of_what_kind() -> None:
     """What is replaced is the word before the cursor, wherever that is in the cell."""
     code = "# %%distributed\nnet.first.wei\nlater"
-    found = answer(NAMES, Complete(code, code.index("\nlater")))
+    found = look_up(NAMES, Complete(code, code.index("\nlater")))
     assert isinstance(found, Completions)
     assert code[found.start : found.end] == "wei"
     kinds = {each.text: each.type for each in complete(NAMES, "t").candidates}
@@ -145,7 +145,7 @@ def test_what_its_maker_has_put_there_comes_first() -> None:
 )
 def test_what_it_is(code: str, wanted: list[str]) -> None:
     """Signature, type, value of what has one, docstring; of the function in whose call one is."""
-    found = answer(NAMES, Inspect(code, len(code.partition("(")[0])))
+    found = look_up(NAMES, Inspect(code, len(code.partition("(")[0])))
     assert isinstance(found, Description)
     for each in wanted:
         assert each in found.data["text/plain"]
@@ -172,5 +172,5 @@ def test_a_dict_that_changes_meanwhile() -> None:
             raise RuntimeError("dictionary changed size during iteration")
 
     names: Any = Changing()
-    assert answer(names, Inspect("x", 1)) == Description({})
-    assert answer(names, Complete("x.y", 3)) == Completions((), 3, 3)
+    assert look_up(names, Inspect("x", 1)) == Description({})
+    assert look_up(names, Complete("x.y", 3)) == Completions((), 3, 3)

@@ -6,13 +6,16 @@ import asyncio
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import psutil
 import pytest
 
-from nbdist.worker.process import PLENTY, RESERVE, Interrupts
+from nbdist.worker import process
+from nbdist.worker.process import PLENTY, RESERVE, CellTimes, Interrupts
 from tests.waiting import SOON, wait_until
 
 pytestmark = pytest.mark.world
@@ -165,3 +168,35 @@ def test_children_leave_the_world() -> None:
     left = "lambda: print('left', flush=True)"
     assert run(FORKS.format(leave=left)) == ["left", "True", "True"]
     assert run(FORKS.format(leave=None)) == ["True", "True"]
+
+
+# --- tests of `nbdist.worker.process` ---------------------------------------------------------
+
+
+def test_a_cell_and_its_waits() -> None:
+    """Those of its thread while it runs; the next cell begins anew."""
+    times, since = CellTimes(), time.time_ns()
+    times.waited(since)
+    with times:
+        times.waited(since)
+        other = threading.Thread(target=times.waited, args=(since,))
+        other.start()
+        other.join(5)
+    times.waited(since)
+    assert (times.count, len(times.waits)) == (1, 1)
+    assert times.waited_ns == times.waits[0][1] - since > 0
+    assert since <= times.began_ns <= times.ended_ns
+    with pytest.raises(KeyboardInterrupt), times:
+        raise KeyboardInterrupt
+    assert (times.count, times.waited_ns) == (0, 0)
+    assert times.ended_ns >= times.began_ns
+
+
+def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest are kept, all are counted."""
+    monkeypatch.setattr(process, "MOST_WAITS", 2)
+    times = CellTimes()
+    with times:
+        for _ in range(3):
+            times.waited(times.began_ns)
+    assert (times.count, len(times.waits)) == (3, 2)

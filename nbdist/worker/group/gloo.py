@@ -34,11 +34,10 @@ from torch.distributed import ProcessGroupGloo
 
 from nbdist.output.events import Connections
 from nbdist.words import one_line
-from nbdist.worker.cell_times import CELL_TIMES
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.compat.receives import end_receive
 from nbdist.worker.group.store import AbortableStore, Meeting, until_over
-from nbdist.worker.process import BadEnvironment
+from nbdist.worker.process import CELL_TIMES, BadEnvironment
 
 COLLECTIVE_TIMEOUT = 24 * 60 * 60.0
 """Seconds that one collective may take, and making a group.

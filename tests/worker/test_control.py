@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.control_thread`: what a worker answers, whatever its task does."""
+"""Tests of `nbdist.worker.control`: what a worker answers, whatever its task does."""
 
 from __future__ import annotations
 
