@@ -1,4 +1,4 @@
-"""Shows a cell's output while it runs and when it has ended, on the thread that IPython gave us."""
+"""A cell's output while it runs and when it has ended, and tables; on IPython's own thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Has IPython's own thread notice what workers do while no cell runs."""
+"""What workers do while no cell runs: seen on IPython's own thread, and added to past cells."""
 
 from __future__ import annotations
 

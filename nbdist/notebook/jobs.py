@@ -1,7 +1,7 @@
-"""A cell that was sent with `--no-wait`: what it does now, and what became of it.
+"""Cells that were sent with `--no-wait`: what they do now, and how they ended.
 
 On IPython's own thread: nothing runs beside it.  The event loop takes its steps between cells,
-and whoever waits for it takes them meanwhile; they are the same that any other cell takes.
+and `wait` takes them meanwhile; they are the same that any other cell takes.
 """
 
 from __future__ import annotations

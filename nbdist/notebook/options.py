@@ -1,4 +1,4 @@
-"""The options of the magics, and what is wrong with them in one line."""
+"""The options of the magics, the settings, and one line on what was meant by a wrong option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool of a notebook: a world, how that is kept alive, and its names."""
+"""The pools of a notebook: for each its world, how that is kept alive, and its names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of ranks, times, errors and hidden lines, wherever they are shown.  Pure."""
+"""Words for ranks, times and errors, and the HTML that panels and tables share.  Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """What has a meaning only among ranks, as something that the notebook can use.
 
 A DDP model goes home as its module.  A DTensor, and a model of FSDP2's, is spread over ranks:
-it goes home whole where all of these put it together, which is a collective.
+it goes home whole where all of these put it together, which is a collective.  The last values of
+cells are kept here until the notebook asks for them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker as a process: its parent, its descriptors, its signals, and the children it forks."""
+"""A worker as a process: its parent, descriptors, signals, children, and its cells' times."""
 
 from __future__ import annotations
 

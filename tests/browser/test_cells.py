@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import nbformat
 import pytest
 
-from nbdist.terminal.listing import kill_world
+from nbdist.terminal.worlds import kill_world
 from nbdist.world.agents import worlds
 from tests.browser.conftest import Lab, Notebook, in_folder
 from tests.waiting import wait_until

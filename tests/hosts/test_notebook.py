@@ -11,7 +11,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from nbdist.terminal.listing import kill_world
+from nbdist.terminal.worlds import kill_world
 from nbdist.world.agents import Found, worlds
 from tests.hosts.network import Host, Network
 from tests.hosts.sshd import Sshd

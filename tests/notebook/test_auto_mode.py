@@ -17,9 +17,6 @@ def test_on_and_off() -> None:
     assert (mode.is_on, repr(mode)) == (True, "<AutoMode on for default>")
 
 
-# --- tests of `nbdist.notebook.auto_mode` -----------------------------------------------------
-
-
 SIDE = Side({"lines", "acc", "rank"}.__contains__, {"%ours", "%%ours"}.__contains__)
 
 

@@ -80,9 +80,6 @@ def test_whose_attribute(code: str, wanted: tuple[str, bool]) -> None:
     assert root_at(code, len(code)) == wanted
 
 
-# --- tests of `nbdist.notebook.cell_text` -----------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("cell", "becomes"),
     [

@@ -97,9 +97,6 @@ def test_stop_at_any_line_that_follows_it(fresh: Callable[..., Notebook]) -> Non
     assert body(notebook.run("%%distributed\nprint(rank)"))[-1] == "1"
 
 
-# --- tests of `nbdist.notebook.cells` ---------------------------------------------------------
-
-
 TOLD = "`%autoreload 2` under %%distributed, or `%dist_restart`"
 
 

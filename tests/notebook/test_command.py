@@ -102,9 +102,6 @@ def test_help_of_a_cell_has_the_options_of_the_cell() -> None:
     assert "--hosts HOSTS" in shown["dist_init"]
 
 
-# --- tests of `nbdist.notebook.command` -------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("code", "used"),
     [

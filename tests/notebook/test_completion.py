@@ -153,9 +153,6 @@ def test_whose_the_cell_is(code: str, is_theirs: bool) -> None:  # noqa: FBT001
     assert (workers_cell(code, len(code)) is not None) == is_theirs
 
 
-# --- tests of `nbdist.notebook.completion` ----------------------------------------------------
-
-
 COMMANDS = {each.name: each.run for each in find_commands()}
 
 

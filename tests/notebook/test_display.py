@@ -197,9 +197,6 @@ def test_notes_that_do_not_stay(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys)[-1]["text/plain"].endswith("\na\n── rank 1 (no output) ──\nrestarted")
 
 
-# --- tests of `nbdist.notebook.display` -------------------------------------------------------
-
-
 ROWS = [("rank", "state"), ("0", "busy 3 s"), ("11", "<idle>")]
 
 
@@ -231,9 +228,6 @@ def test_blocks_below_one_another():
     assert one.text == "a < b"
     assert one.html.endswith(">a &lt; b</pre>")
     assert below([one, two]) == Shown(one.html + two.html, "a < b\nc")
-
-
-# --- tests of `nbdist.notebook.display` -------------------------------------------------------
 
 
 def shell_of(session: str) -> Any:

@@ -146,9 +146,6 @@ def test_without_a_loop(link: Any):
     assert repr(watch) == "<IdleWatch of None>"
 
 
-# --- tests of `nbdist.notebook.idle` ----------------------------------------------------------
-
-
 def out(text: str) -> Text:
     return Text("stdout", text)
 
@@ -266,9 +263,6 @@ def test_cells_before_the_last(cells: Ended) -> None:
     assert before[-1] is last
     cells.forget()
     assert cells.past(before[1]) == before[:2]
-
-
-# --- tests of `nbdist.notebook.idle` ----------------------------------------------------------
 
 
 pytestmark = pytest.mark.shared_world

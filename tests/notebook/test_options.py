@@ -228,9 +228,6 @@ def test_commas_between_names() -> None:
         assert names_in(words) == ["a", "b"]
 
 
-# --- tests of `nbdist.notebook.options` -------------------------------------------------------
-
-
 COMMANDS = {each.name: each for each in find_commands()}
 FLAGS = flags_of(COMMANDS["distributed"].run)
 SHOWN = [each.shown_name for each in COMMANDS.values()]
@@ -326,9 +323,6 @@ def test_what_is_named_is_there() -> None:
     assert named <= set(SHOWN)
 
 
-# --- tests of `nbdist.notebook.options` -------------------------------------------------------
-
-
 def test_the_options_of_a_magic() -> None:
     """By each of their flags, as the parser knows them."""
     flags = flags_of(COMMANDS["distributed"].run)
@@ -355,9 +349,6 @@ def test_arguments_without_a_flag() -> None:
     assert (variables.dest, variables.takes_many) == ("variables", True)
     assert arguments_of(lambda line: None) == ()
     assert isinstance(name, Argument)
-
-
-# --- tests of `nbdist.notebook.options` -------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -115,9 +115,6 @@ def test_one_is_ended_the_other_stays(pools: Notebook) -> None:
     assert pools.run("%dist_status").text.startswith("no workers are running")
 
 
-# --- tests of `nbdist.notebook.pool` ----------------------------------------------------------
-
-
 def test_every_third_cell():
     """Counted from the one that set it up; never where nothing did."""
     assert [Routine().is_due() for _ in range(3)] == [False] * 3

@@ -115,9 +115,6 @@ def test_bars_may_differ() -> None:
     assert without_bars(one).split("\n")[::2] == ["a 5%|b", "x"]
 
 
-# --- tests of `nbdist.output.fingerprint` -----------------------------------------------------
-
-
 @settings(deadline=None, database=None, derandomize=True)
 @given(
     total=st.integers(1, 10**7),

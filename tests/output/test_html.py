@@ -311,9 +311,6 @@ def test_jupyterlab_allows_it() -> None:
     assert set(re.findall(r'"?([\w-]+)"?:\[', styles[1])) >= STYLES
 
 
-# --- tests of `nbdist.output.html` ------------------------------------------------------------
-
-
 TABLE = {"text/html": "<table><tr><td>{}</td></tr></table>", "text/plain": "   loss\n0  0.{}"}
 
 WIDE = Display({"text/html": "<b>x</b>", "text/plain": "x" * 90}, {})
@@ -390,9 +387,6 @@ def test_live() -> None:
         html = live_html(transcript, 1.0)
         assert html.count("flex-wrap:wrap") == count
         Panel(html)
-
-
-# --- tests of `nbdist.output.html` ------------------------------------------------------------
 
 
 DONE = (315, 310, 235, 9)

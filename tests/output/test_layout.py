@@ -135,9 +135,6 @@ def test_who_failed_is_one_number() -> None:
     ]  # fmt: skip
 
 
-# --- tests of `nbdist.output.layout` ----------------------------------------------------------
-
-
 BAR = "\r100%|██████████| 500/500 [00:1{0}<00:00, 25.{0}it/s]\n"
 
 

@@ -149,9 +149,6 @@ def test_live_of_many_ranks() -> None:
     assert lines[-2:] == ["last 15", "── and ranks 48-63 ──"]
 
 
-# --- tests of `nbdist.output.text` ------------------------------------------------------------
-
-
 @pytest.fixture(autouse=True)
 def no_tqdm_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep tqdm from starting a thread that would outlive the test."""

@@ -213,9 +213,6 @@ def test_same_error_different_output() -> None:
     assert [group.part for group in transcript.groups()] == ["first", "same"]
 
 
-# --- tests of `nbdist.output.transcript` ------------------------------------------------------
-
-
 def unfold(text: str, ranks: int) -> list[str]:
     """What each rank has said."""
     parts = re.split(r"(0x)?\{([^}]*)\}", text)

@@ -93,9 +93,6 @@ def test_clipped(text: str, width: int) -> None:
         assert more.endswith("more characters")
 
 
-# --- tests of `nbdist.output.wording` ---------------------------------------------------------
-
-
 NASTY = "</div><script>alert(1)</script>"
 
 

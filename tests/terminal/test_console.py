@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from nbdist import __version__
+from nbdist.notebook.command import find_commands
 from nbdist.terminal.console import main
 from nbdist.world.world import World
+from tests.notebook.front_end import Notebook
 from tests.waiting import SOON
 from tests.worlds import NewWorld
 
@@ -89,3 +94,100 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"nbdist {__version__}{os.linesep}"
+
+
+@pytest.fixture
+def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of IPython's default profile, for this test alone."""
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    return tmp_path / "profile_default"
+
+
+def said(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = main(words)
+    shown = capsys.readouterr()
+    return code, shown.out + shown.err
+
+
+@pytest.mark.own_agent
+def test_a_notebook_without_load_ext(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`%%distributed` works in the first cell of a kernel, and in that of a restarted one."""
+    assert said("enable", "--yes", capsys=capsys)[0] == 0
+    notebook = Notebook()
+    try:
+        assert "── ranks 0-1" in notebook.run("%%distributed -n 2\nworld_size").text
+        notebook.manager.restart_kernel(now=True)
+        notebook.client.wait_for_ready(timeout=SOON)
+        assert notebook.run("%dist_status").text.startswith("no workers are running")
+        notebook.manager.restart_kernel(now=True)
+        notebook.client.wait_for_ready(timeout=SOON)
+        place = "split the cell at line 2."
+        assert notebook.run("x = 1\n%%distributed\nx").error.endswith(place)
+    finally:
+        notebook.close()
+
+
+def test_it_asks(
+    profile: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No, and no answer at all, change nothing; yes writes all magics."""
+    file = profile / "ipython_config.json"
+    for answer in ("n\n", ""):
+        monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+        code, text = said("enable", capsys=capsys)
+        assert (code, file.exists()) == (1, False)
+        assert f"Write this into {file}? [y/N]" in text
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert said("enable", capsys=capsys)[0] == 0
+    magics = json.loads(file.read_text())["MagicsManager"]["lazy_magics"]
+    below = ("%distributed", "%rank", "%local")  # what IPython makes of them below other lines
+    names = [*below, *(each.name for each in find_commands())]
+    assert magics == dict.fromkeys(names, "nbdist")
+
+
+def test_it_is_taken_back(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What else stands in the file stays, and where there is nothing else, no file does."""
+    file = profile / "ipython_config.json"
+    profile.mkdir()
+    mine = {"MagicsManager": {"lazy_magics": {"mine": "my_package"}}, "TerminalIPythonApp": {}}
+    file.write_text(json.dumps(mine))
+    assert said("enable", "-y", capsys=capsys)[0] == 0
+    assert json.loads(file.read_text())["MagicsManager"]["lazy_magics"]["mine"] == "my_package"
+    assert said("disable", capsys=capsys)[0] == 0
+    assert json.loads(file.read_text()) == mine
+    file.unlink()
+    assert said("enable", "-y", capsys=capsys)[0] == 0
+    assert said("disable", capsys=capsys)[0] == 0
+    assert [*profile.iterdir()] == []
+    code, text = said("disable", capsys=capsys)
+    assert (code, text) == (1, f"there is nothing of nbdist in {file}\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("ipython_config.json", "{", "cannot be read"),
+        ("ipython_config.json", "[]", "is not an IPython configuration"),
+        ("ipython_config.json", '{"MagicsManager": []}', "is not an IPython configuration"),
+        ("ipython_config.py", "c.MagicsManager.lazy_magics = {}", "itself; add to it"),
+    ],
+)
+def test_what_would_be_lost(
+    profile: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, why: str
+) -> None:
+    """A file that cannot be read, or that would no longer count, is left alone."""
+    profile.mkdir()
+    (profile / name).write_text(text)
+    code, answer = said("enable", "-y", capsys=capsys)
+    assert code == 2
+    assert why in answer
+    assert [each.name for each in profile.iterdir()] == [name]
+    assert (profile / name).read_text() == text
+
+
+def test_a_comment_sets_nothing(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in the file that IPython writes for people to change."""
+    profile.mkdir()
+    (profile / "ipython_config.py").write_text("#  c.MagicsManager.lazy_magics = {}\n")
+    assert said("enable", "-y", capsys=capsys)[0] == 0
+    assert said("enable", "--profile", "../x", capsys=capsys)[0] == 2

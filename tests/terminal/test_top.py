@@ -1,4 +1,4 @@
-"""Tests of `nbdist.terminal.top`: drawn over and over in a terminal, with rich and without."""
+"""Tests of `nbdist.terminal.worlds`: drawn over and over in a terminal, with rich and without."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pexpect
 import pytest
 
-from nbdist.terminal.top import OFF, rich_picture, show_top
+from nbdist.terminal.worlds import OFF, rich_picture, show_top
 from nbdist.world.world import World
-from tests.terminal.test_picture import SEEN
+from tests.terminal.test_worlds import SEEN
 from tests.waiting import SOON
 from tests.worlds import NewWorld
 
@@ -28,7 +28,7 @@ def world(new_world: NewWorld) -> Iterator[World]:
 def test_in_a_terminal(world: World, has_rich: bool) -> None:  # noqa: FBT001
     """Another screen, drawn again; `q` and Ctrl-C end it, and the terminal is as it was."""
     hide = "" if has_rich else "import sys; sys.modules['rich.live'] = None; "
-    command = f"{hide}from nbdist.terminal.top import show_top; show_top(0.5)"
+    command = f"{hide}from nbdist.terminal.worlds import show_top; show_top(0.5)"
     # pytest loads readline, which has LINES and COLUMNS in the environment of what is started
     # from then on; they count for more than the terminal's size.
     environ = {

@@ -106,9 +106,6 @@ def test_what_a_function_returns(world: World) -> None:
         world.run(lambda: __import__("__main__").rows)
 
 
-# --- tests of `nbdist.worker.homeward` --------------------------------------------------------
-
-
 def segment(size: int) -> Segment:
     return to_end(Segment.filling([b"x" * size]))
 

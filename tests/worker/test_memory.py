@@ -66,9 +66,6 @@ def test_the_peak_of_a_cell():
     assert later.size > fill
 
 
-# --- tests of `nbdist.worker.memory` ---------------------------------------------------
-
-
 GIB = 2**30
 
 

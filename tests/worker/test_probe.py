@@ -124,9 +124,6 @@ def test_no_task(world: World, tmp_path: Path) -> None:
         assert (place.operation, place.has_help) == ("", False)
 
 
-# --- tests of `nbdist.worker.probe` -----------------------------------------------------------
-
-
 @contextmanager
 def running(code: str) -> Iterator[int]:
     """While another thread is in `wait()`, which the code calls; its identifier."""

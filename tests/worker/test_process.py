@@ -170,9 +170,6 @@ def test_children_leave_the_world() -> None:
     assert run(FORKS.format(leave=None)) == ["True", "True"]
 
 
-# --- tests of `nbdist.worker.process` ---------------------------------------------------------
-
-
 def test_a_cell_and_its_waits() -> None:
     """Those of its thread while it runs; the next cell begins anew."""
     times, since = CellTimes(), time.time_ns()

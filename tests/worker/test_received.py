@@ -119,9 +119,6 @@ def test_big_values_of_no_mapping() -> None:
     assert known.changed(names) == {"x"}
 
 
-# --- tests of `nbdist.worker.received` --------------------------------------------------------
-
-
 PAGE = mmap.PAGESIZE
 
 

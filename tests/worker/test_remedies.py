@@ -95,9 +95,6 @@ def test_a_gpu_that_fails_in_a_cell() -> None:
     assert remedies(shell_with(), 0, RuntimeError("CUDA error: invalid argument")) == []
 
 
-# --- tests of `nbdist.worker.remedies` --------------------------------------------------------
-
-
 ASSERT = "device-side assert triggered"
 SAID = f"CUDA error: {ASSERT}\nCUDA kernel errors might be asynchronously reported ..."
 

@@ -92,9 +92,6 @@ def test_a_path_with_entries_of_its_own(own: str, before: str, after: str, expec
     assert "".join(merged(own, before, after)) == expected
 
 
-# --- tests of `nbdist.worker.surroundings` ----------------------------------------------------
-
-
 SECOND = 10**9
 
 

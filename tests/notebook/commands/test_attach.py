@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.terminal.listing import kill_world
+from nbdist.terminal.worlds import kill_world
 from nbdist.world.agents import Found, worlds
 from tests.notebook.front_end import Notebook, Outcome, body
 from tests.waiting import SOON, wait_until

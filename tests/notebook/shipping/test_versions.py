@@ -60,9 +60,6 @@ def test_what_is_too_big_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _version(tensor) != of_tensor
 
 
-# --- tests of `nbdist.notebook.shipping.versions`, and of what a plan makes of such variables ---
-
-
 ALL = (0, 1)
 
 

@@ -1,19 +1,38 @@
-"""Tests of `nbdist.terminal.looking`: worlds are found, looked at, and gone when they end."""
+"""Tests of `nbdist.terminal.worlds`: worlds are found, looked at, and gone when they end."""
 
 from __future__ import annotations
 
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
-from nbdist.terminal.looking import Look, Worlds
+from nbdist import __version__
+from nbdist.terminal.console import main
+from nbdist.terminal.worlds import (
+    HEADINGS,
+    NONE,
+    CpuMeter,
+    Look,
+    Worlds,
+    as_lines,
+    printable,
+    row_of,
+    table,
+    title,
+)
+from nbdist.wire.at_door import Held
 from nbdist.wire.frames import framed
+from nbdist.wire.places import Place, WorkerStatus
 from nbdist.wire.seen import WINDOW, WorldSeen
-from nbdist.world.agents import runtime_folders
+from nbdist.world import agents
+from nbdist.world.agents import Found, runtime_folders
 from nbdist.world.world import World
 from tests.waiting import wait_until
 from tests.worlds import NewWorld
@@ -147,3 +166,103 @@ def test_no_window(tmp_path: Path) -> None:
     """What cannot be connected to raises, with nothing left open."""
     with pytest.raises(FileNotFoundError):
         Look(tmp_path)
+
+
+def test_a_row() -> None:
+    """Of a world that no notebook has, and of one that has begun on another day."""
+    cell = "for step in range(10_000_000): train(model, step)"
+    now = time.time()
+    held = Held(
+        __version__, "vm", "default", "exp", 8, "busy", cell, now, 0, now, detach=True, guard=5
+    )
+    row = dict(zip(HEADINGS, row_of(Found(Path("/x"), 6, held)), strict=True))
+    clock = time.strftime("%H:%M", time.localtime(now))
+    assert row["cell"] == cell[:40]
+    assert (row["since"], row["notebook"], row["process"]) == (
+        clock,
+        f"detached since {clock}",
+        "6",
+    )
+    old = Held(
+        __version__, "vm", "default", "exp", 8, "ready", "", 0.0, 7, now, detach=False, guard=5
+    )
+    row = dict(zip(HEADINGS, row_of(Found(Path("/x"), 6, old)), strict=True))
+    assert row["notebook"] == "7"
+    assert row["since"].split()[1] in ("Jan", "Dec")
+
+
+@pytest.mark.world
+@pytest.mark.own_agent
+def test_a_world_is_listed_and_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    """By its name; its notebook learns of it as of any lost agent."""
+    victim = f"victim-{os.getpid()}"
+    with World(1, log_dir="", backend="none", name=victim) as world:
+        pids = [*world.pids.values()]
+        assert main(["ps"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        (line,) = (line for line in lines if line.startswith(f"{victim} "))
+        (agent,) = (each.agent for each in agents.worlds() if each.held.name == victim)
+        assert line.split()[1:4] == ["default", "1", "ready"]
+        assert line.split()[-2:] == [str(os.getpid()), str(agent)]
+        assert main(["kill", victim]) == 0
+        assert capsys.readouterr().out == f"`{victim}` ended\n"
+        assert not any(map(psutil.pid_exists, pids))
+    assert main(["kill", victim]) == 2
+    assert "none of your worlds on this machine has this name" in capsys.readouterr().err
+
+
+MIB = 2**20
+BUSY = WorkerStatus(
+    *(0, 100, "here", "busy", 12.4, 200 * MIB, "cpu", Place(line=2, operation="barrier")),
+    cpu_seconds=1.0,
+    cell=7,
+    last_line="loss \x1b[31m0.5\x1b[0m\x1b]0;pwned\x07",
+)
+IDLE = WorkerStatus(1, 101, "here", "idle", 0.0, 100 * MIB, "cpu", cpu_seconds=5.0)
+SEEN = WorldSeen("here", 42, "/home/me/train.ipynb", 10.0, "default", "exp", "gloo", (BUSY, IDLE))
+
+
+def test_title():
+    """Which notebook, which cell, and what all use; names that say nothing are left out."""
+    said = "2 workers · gloo · exp · train.ipynb (pid 42) · cell 7 · cpu 100-200 MiB"
+    assert title(SEEN) == said
+    other = replace(SEEN, pool="eval", name="20261122-095518-5413", notebook="", workers=())
+    assert title(other) == "pool eval · no workers yet · gloo · notebook pid 42"
+
+
+def test_table():
+    """What each does, its processor time, and its last line."""
+    headings, first, second = table(SEEN, {0: 99.5})
+    assert headings == ("rank", "state", "pid", "device", "memory", "cpu", "where", "last line")
+    assert first[1:2] + first[4:] == (
+        *("busy 12 s", "200 MiB", "100 %", "waits in barrier, line 2"),
+        *(first[-1],),
+    )
+    assert first[-1].startswith("loss 0.5")
+    assert second == ("1", "idle", "101", "cpu", "100 MiB", "", "", "")
+
+
+def test_nothing_that_a_terminal_obeys():
+    """Is left of what a worker has written."""
+    assert all(sign.isprintable() for line in as_lines([(SEEN, {})], 200) for sign in line)
+    assert "\x1b" not in printable("\x1b[2J\x1b]52;c;aGk=\x07 a\rb\u202e")
+
+
+def test_lines_fit():
+    """And say so where they are cut; a world after the other."""
+    lines = [*as_lines([(SEEN, {}), (SEEN, {})], 30)]
+    assert len(lines) == 9
+    assert lines[4] == ""
+    assert {len(line) for line in lines if line.endswith("…")} == {30}
+    assert [*as_lines([], 20)] == [NONE[:20]]
+
+
+def test_processor_time():
+    """Per cent of a core between two looks; a new process under an old number starts at nothing."""
+    meter = CpuMeter()
+    assert meter.read(SEEN) == {}
+    later = replace(SEEN, at=12.0, workers=(replace(BUSY, cpu_seconds=3.0), IDLE))
+    assert meter.read(later) == {0: 100.0, 1: 0.0}
+    assert meter.read(later) == {}
+    anew = replace(SEEN, at=13.0, workers=(replace(BUSY, cpu_seconds=0.5),))
+    assert meter.read(anew) == {0: 0.0}

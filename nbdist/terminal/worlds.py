@@ -1,0 +1,408 @@
+"""The worlds of this user on this machine: `nbdist status`, `top`, `ps` and `kill`."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import shutil
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from nbdist.errors import UsageError
+from nbdist.output.ansi import strip
+from nbdist.wire.frames import BadFrame, FrameCutter
+from nbdist.wire.places import Usage
+from nbdist.wire.seen import LOOK, MOST_BYTES, WINDOW, WorldSeen, connect_to, seen_from
+from nbdist.words import aligned, count
+from nbdist.world.agents import Found, runtime_folders, worlds
+from nbdist.world.status import rows, usage_text
+
+ANSWER_TIMEOUT = 3.0
+READ_SIZE = 1 << 18
+
+
+class Look:
+    """A connection to one world's window."""
+
+    def __init__(self, folder: Path) -> None:
+        self._socket = connect_to(folder / WINDOW, ANSWER_TIMEOUT)
+        self._cutter = FrameCutter(MOST_BYTES)
+        self._is_asked = False
+        self.is_prompt = True
+        """Whether it answered in time when it was last asked."""
+
+    def __repr__(self) -> str:
+        return f"<Look {self._cutter}>"
+
+    def fileno(self) -> int:
+        """Return what can be read as soon as there is an answer."""
+        return self._socket.fileno()
+
+    def ask(self) -> None:
+        """Ask for it, unless it still owes an answer; raises OSError where the world has ended."""
+        if not self._is_asked:
+            self._socket.sendall(LOOK)
+            self._is_asked = True
+
+    def take(self) -> WorldSeen | None:
+        """Read the answer, None while it is not whole; raises as `ask` does, BadFrame for none."""
+        data = self._socket.recv(READ_SIZE)
+        if not data:
+            raise ConnectionResetError("it has closed the connection")
+        for frame in self._cutter.feed(data):
+            self._is_asked, self.is_prompt = False, True
+            return seen_from(frame)
+        return None
+
+    def close(self) -> None:
+        """End the connection."""
+        self._socket.close()
+
+
+class Worlds:
+    """All worlds that there are now: those that have ended go, new ones come."""
+
+    def __init__(self) -> None:
+        self._looks: dict[Path, Look] = {}
+
+    def __repr__(self) -> str:
+        silent = [str(folder) for folder, look in self._looks.items() if not look.is_prompt]
+        return f"<Worlds {sorted(map(str, self._looks))}, silent {silent}>"
+
+    def seen(self) -> list[WorldSeen]:
+        """Look at each of them, in the order of their notebooks.
+
+        One that is silent, since its agent is stopped, is waited for once, for `ANSWER_TIMEOUT`
+        together with all others, and comes back as soon as it answers.
+        """
+        folders = runtime_folders(WINDOW)
+        for folder in self._looks.keys() - {*folders}:
+            self._drop(folder)
+        for folder in folders:
+            self._ask(folder)
+        return sorted(self._answers(), key=lambda seen: (seen.notebook_pid, seen.pool))
+
+    def close(self) -> None:
+        """End all connections."""
+        for folder in [*self._looks]:
+            self._drop(folder)
+
+    def _ask(self, folder: Path) -> None:
+        try:
+            if folder not in self._looks:
+                self._looks[folder] = Look(folder)
+            self._looks[folder].ask()
+        except OSError:  # it has ended, or is about to
+            self._drop(folder)
+
+    def _answers(self) -> Iterator[WorldSeen]:
+        silent = {look.fileno(): (look, folder) for folder, look in self._looks.items()}
+        deadline = time.monotonic() + ANSWER_TIMEOUT
+        while silent:
+            is_worth_it = any(look.is_prompt for look, _ in silent.values())
+            longest = max(0.0, deadline - time.monotonic()) if is_worth_it else 0.0
+            if not (ready := select.select([*silent], [], [], longest)[0]):
+                break
+            for number in ready:
+                look, folder = silent[number]
+                try:
+                    seen = look.take()
+                except (OSError, BadFrame):
+                    self._drop(folder)
+                    del silent[number]
+                    continue
+                if seen is not None:
+                    del silent[number]
+                    yield seen
+        for look, _ in silent.values():
+            look.is_prompt = False
+
+    def _drop(self, folder: Path) -> None:
+        if (look := self._looks.pop(folder, None)) is not None:
+            look.close()
+
+
+# --- `nbdist ps` and `nbdist kill` ------------------------------------------------------------
+
+
+KILL_TIMEOUT = 10.0
+"""Seconds for an agent to end in order, and again after it was killed for what is left."""
+
+HEADINGS = ("name", "pool", "ranks", "state", "cell", "since", "notebook", "process")
+
+LONGEST = {"cell": 40}
+
+
+def show_worlds() -> int:
+    """Print all worlds, a line each; 1 where there is none."""
+    found = worlds()
+    if not found:
+        sys.stdout.write("none of your worlds is running on this machine\n")
+        return 1
+    rows = [HEADINGS, *(row_of(each) for each in found)]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(HEADINGS))]
+    for row in rows:
+        cells = (text.ljust(width) for text, width in zip(row, widths, strict=True))
+        sys.stdout.write("  ".join(cells).rstrip() + "\n")
+    return 0
+
+
+def row_of(found: Found) -> tuple[str, ...]:
+    """Write what is said of one world, as `HEADINGS`."""
+    held = found.held
+    notebook = f"detached since {_clock(held.since)}" if found.is_detached else str(held.notebook)
+    cell = held.cell[: LONGEST["cell"]]
+    state = (held.name, held.pool, str(held.workers), held.state, cell, _clock(held.began))
+    return (*state, notebook, str(found.agent))
+
+
+def kill_world(name: str) -> int:
+    """End a world and all that belongs to it; UsageError where none, or several, are called so."""
+    called = [each for each in worlds() if each.is_called(name)]
+    if not called:
+        raise UsageError(
+            f"`nbdist kill {name}`: none of your worlds on this machine has this name."
+        )
+    if len(called) > 1:
+        processes = ", ".join(str(each.agent) for each in called)
+        raise UsageError(
+            f"`nbdist kill {name}`: {len(called)} worlds have this name. "
+            f"Use the number of its process: {processes}."
+        )
+    (found,) = called
+    is_over = end(found.agent, found.held.guard)
+    said = "ended" if is_over else "does not end"
+    sys.stdout.write(f"{found.name} {said}\n")
+    return 0 if is_over else 1
+
+
+def end(agent: int, guard: int) -> bool:
+    """Have an agent end with all that is its own, by force if need be; say whether all has."""
+    with ExitStack() as stack:
+        try:
+            process, last = (_opened(stack, pid) for pid in (agent, guard))
+        except ProcessLookupError:
+            return True
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, number)
+            # The guard ends once nothing is left.
+            if select.select([last], [], [], KILL_TIMEOUT)[0]:
+                return True
+    return False
+
+
+def _opened(stack: ExitStack, pid: int) -> int:
+    process = os.pidfd_open(pid)
+    stack.callback(os.close, process)
+    return process
+
+
+def _clock(seconds: float) -> str:
+    """Write a time of today as `14:05`, else with its day."""
+    at = time.localtime(seconds)
+    is_today = at[:3] == time.localtime()[:3]
+    return time.strftime("%H:%M" if is_today else "%d %b %H:%M", at)
+
+
+# --- how a world looks in a terminal ----------------------------------------------------------
+
+
+NONE = (
+    "none of your worlds runs on this machine: `%%distributed -n 4` in a notebook starts one,"
+    " after `%load_ext nbdist`"
+)
+
+
+MADE_UP = re.compile(r"\d{8}-\d{6}-\d+|world|")
+"""Names of worlds that nobody has given one."""
+
+
+class CpuMeter:
+    """Per cent of a core that processes have had between two looks."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[str, int], tuple[float, float]] = {}
+
+    def __repr__(self) -> str:
+        return f"<CpuMeter of {len(self._before)} processes>"
+
+    def read(self, seen: WorldSeen) -> dict[int, float]:
+        """Return it by rank; nothing of processes that are seen for the first time."""
+        found = {}
+        for worker in seen.workers:
+            key, now = (seen.host, worker.pid), (seen.at, worker.cpu_seconds)
+            at, seconds = self._before.setdefault(key, now)
+            if now[0] > at:
+                found[worker.rank] = 100 * max(0.0, now[1] - seconds) / (now[0] - at)
+                self._before[key] = now
+        return found
+
+
+def title(seen: WorldSeen) -> str:
+    """Say which world it is: `4 workers · gloo · train.ipynb (pid 123) · cell 7`."""
+    cells = sorted({each.cell for each in seen.workers if each.cell is not None})
+    notebook = os.path.basename(seen.notebook)
+    used = [Usage(each.memory, each.gpu) for each in seen.workers]
+    parts = [
+        f"pool {seen.pool}" if seen.pool not in ("", "default") else "",
+        count(len(seen.workers), "worker") if seen.workers else "no workers yet",
+        seen.backend,
+        "" if MADE_UP.fullmatch(seen.name) else seen.name,
+        f"{notebook} (pid {seen.notebook_pid})"
+        if notebook
+        else f"notebook pid {seen.notebook_pid}",
+        f"cell {', '.join(map(str, cells))}" if cells else "",
+        usage_text(used),
+    ]
+    return " · ".join(filter(None, map(printable, parts)))
+
+
+def table(seen: WorldSeen, cpu: Mapping[int, float]) -> list[tuple[str, ...]]:
+    """Lay out headings, and a row per rank."""
+    lines = {each.rank: printable(each.last_line).strip() for each in seen.workers}
+    found = rows(seen.workers, cpu, lines)
+    return [tuple(map(printable, row)) for row in found]
+
+
+def printable(text: str) -> str:
+    """Return it without what a terminal would obey: it may be what a worker has written."""
+    return "".join(sign if sign.isprintable() else " " for sign in strip(text))
+
+
+def as_lines(found: Sequence[tuple[WorldSeen, Mapping[int, float]]], width: int) -> Iterator[str]:
+    """Write all worlds, no line longer than that."""
+    if not found:
+        yield NONE[:width]
+    for index, (seen, cpu) in enumerate(found):
+        if index:
+            yield ""
+        for line in (title(seen), *aligned(table(seen, cpu))):
+            yield line if len(line) <= width else f"{line[: width - 1]}…"
+
+
+# --- draws what runs again and again ----------------------------------------------------------
+
+
+Picture = Sequence[tuple[WorldSeen, Mapping[int, float]]]
+Draw = Callable[[Picture], None]
+
+STATE_STYLES = {"idle": "green", "busy": "blue", "dead": "red", "starting": "yellow"}
+WHOLE_WIDTH = ("rank", "state", "pid", "device", "memory", "cpu", "gpu")
+"""Columns that are not cut where a line is too long."""
+
+LEAST_WIDTH = 8
+"""Of the others."""
+
+ON, OFF = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+"""Another screen without a cursor, and back."""
+
+
+def show_top(every: float, looks: int = 0) -> None:
+    """Draw all worlds every `every` seconds, until `q` or Ctrl-C, or `looks` times."""
+    worlds, meter = Worlds(), CpuMeter()
+    try:
+        with _drawing() as draw, _keys_at_once():
+            number = 0
+            while True:
+                draw([(seen, meter.read(seen)) for seen in worlds.seen()])
+                number += 1
+                if number == looks:
+                    return
+                if quits_within(every):
+                    return
+    except KeyboardInterrupt:
+        return
+    finally:
+        worlds.close()
+
+
+@contextmanager
+def _keys_at_once() -> Iterator[None]:
+    """Have the terminal pass on a key as it is typed, and not show it."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def quits_within(seconds: float) -> bool:
+    """Wait `seconds`; return True as soon as `q` is typed."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        time.sleep(seconds)
+        return False
+    end = time.monotonic() + seconds
+    while select.select([sys.stdin], [], [], max(0.0, end - time.monotonic()))[0]:
+        if os.read(sys.stdin.fileno(), 1) in (b"q", b"Q", b""):
+            return True
+    return False
+
+
+@contextmanager
+def _drawing() -> Iterator[Draw]:
+    if not sys.stdout.isatty():
+        yield _print
+        return
+    try:
+        from rich.live import Live
+    except ImportError:
+        sys.stdout.write(ON)
+        try:
+            yield _redraw
+        finally:
+            sys.stdout.write(OFF)
+            sys.stdout.flush()
+        return
+    with Live(screen=True, auto_refresh=False) as live:
+        yield lambda found: live.update(rich_picture(found), refresh=True)
+
+
+def _print(found: Picture) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in [*as_lines(found, 10_000), ""]))
+    sys.stdout.flush()
+
+
+def _redraw(found: Picture) -> None:
+    """Draw over what is there, which does not flicker as a cleared screen would."""
+    size = shutil.get_terminal_size()
+    lines = [*as_lines(found, size.columns)][: size.lines - 1]
+    text = "".join(f"{line}\x1b[K\r\n" for line in lines)
+    sys.stdout.write(f"\x1b[H{text}\x1b[J")
+    sys.stdout.flush()
+
+
+def rich_picture(found: Picture) -> Any:
+    """Make tables of rich's."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    if not found:
+        return Text(NONE)
+    parts: list[Any] = []
+    for seen, cpu in found:
+        parts.append(Text(title(seen), style="bold"))
+        headings, *rows = table(seen, cpu) or [()]
+        shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for heading, *column in zip(headings, *rows, strict=True):
+            width = max(map(len, (heading, *column)))
+            least = width if heading in WHOLE_WIDTH else min(width, LEAST_WIDTH)
+            shown.add_column(heading, no_wrap=True, overflow="ellipsis", min_width=least)
+        for row in rows:
+            styles = [STATE_STYLES.get(text.partition(" ")[0], "") for text in row]
+            shown.add_row(*(Text(text, style) for text, style in zip(row, styles, strict=True)))
+        parts += [shown, Text("")]
+    return Group(*parts)
