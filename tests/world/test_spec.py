@@ -12,11 +12,12 @@ import pytest
 from nbdist import topology
 from nbdist.config import WorldConfig
 from nbdist.errors import BadTopology, NotEnoughGpus, UsageError
-from nbdist.seats import fill
+from nbdist.seats import Position, fill
 from nbdist.wire.start import WorldSpec
 from nbdist.wire.worker_environ import NBDIST_SETS, torchrun_variables
 from nbdist.world import spec
-from nbdist.world.spec import Here, make_spec, make_wanted, scaled
+from nbdist.world.ranks import Machines
+from nbdist.world.spec import Here, make_spec, make_wanted, parse_line, read_env_file, scaled
 
 
 @pytest.fixture(autouse=True)
@@ -279,3 +280,104 @@ def test_more_workers_than_there_can_be() -> None:
     """A slip of the finger is said before anything starts."""
     with pytest.raises(BadTopology, match="-n 100000`: 100,000 workers take more than"):
         spec_of(n=100_000)
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("", {}),
+        ("# A=1", {}),
+        ("A=1", {"A": "1"}),
+        ("A = 1", {"A": "1"}),
+        ("export A=1", {"A": "1"}),
+        ("A=", {"A": ""}),
+        ("A=a b  # why", {"A": "a b"}),
+        ("A= # why", {"A": ""}),
+        ("A=a#b", {"A": "a#b"}),
+        ("A=b=c", {"A": "b=c"}),
+        ("A='$HOME # `x` \"'  # why", {"A": '$HOME # `x` "'}),
+        (r'A="x\ny\"\\z $HOME" # why', {"A": 'x\ny"\\z $HOME'}),
+        ("A=$(rm -rf x)", {"A": "$(rm -rf x)"}),
+    ],
+)
+def test_lines_of_env_files(line: str, found: dict[str, str]) -> None:
+    """Comments, `export` and quotes are understood; nothing is run or expanded."""
+    assert parse_line(line) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("A=1\n\nno value here\n", "line 3 (`no value here`): that is no NAME=value."),
+        ("2A=secret", "line 1 (`2A`): that is no NAME=value."),
+        ("A='secret", "line 1 (`A`): a quote is not closed."),
+        ('A="secret\\"', "line 1 (`A`): a quote is not closed."),
+        ("A='secret' more", "line 1 (`A`): something follows the closing quote."),
+    ],
+)
+def test_a_bad_line_is_told_with_its_number(tmp_path: Path, text: str, said: str) -> None:
+    """One line with file and line number, and not what may be secret."""
+    file = tmp_path / ".env"
+    file.write_text(text)
+    with pytest.raises(UsageError) as found:
+        read_env_file(str(file))
+    assert str(found.value).startswith(f"{file}, {said}")
+    assert "secret" not in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"A=\xff\n", "it is not a text in UTF-8."), (None, "No such file or directory.")],
+)
+def test_a_file_that_cannot_be_read(tmp_path: Path, content: bytes | None, said: str) -> None:
+    """The option, the file and the reason."""
+    file = tmp_path / ".env"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UsageError) as found:
+        read_env_file(str(file))
+    assert str(found.value) == f"`--env-file {file}`: {said}"
+
+
+def test_a_file_as_windows_writes_it(tmp_path: Path) -> None:
+    """Byte order mark and carriage returns are none of the values; the last line wins."""
+    file = tmp_path / ".env"
+    file.write_bytes(b"\xef\xbb\xbfA=1\r\nA=2\r\n")
+    assert read_env_file(str(file)) == {"A": "2"}
+
+
+THREE = Machines({0: ("a", 0), 1: ("a", 1), 2: ("b", 0), 3: ("c", 0), 4: ("a", 2)})
+
+
+def test_one_machine_is_not_said_again() -> None:
+    """Each rank is a number of it."""
+    machines = Machines.one("here", 3)
+    assert machines.by_rank == {0: ("here", 0), 1: ("here", 1), 2: ("here", 2)}
+    assert machines.who([2, 0, 1]) == "ranks 0-2"
+    assert machines.who([1]) == "rank 1"
+    assert str(machines) == "here"
+
+
+def test_several_are_named() -> None:
+    """In the order of their ranks; a rank that is not known has none."""
+    assert THREE.who(range(5)) == "ranks 0-1,4 on a, 2 on b, 3 on c"
+    assert THREE.who([2]) == "rank 2 on b"
+    assert THREE.names == ("a", "b", "c")
+    assert str(THREE) == "a, b and c"
+    assert (THREE.name(3), THREE.name(9)) == ("c", "")
+
+
+def test_many_are_counted() -> None:
+    """A line has room for some."""
+    many = Machines({rank: (f"n{rank}", 0) for rank in range(9)})
+    assert str(many) == "n0 and 8 other machines"
+    assert str(Machines()) == ""
+
+
+def test_numbers_are_the_seats() -> None:
+    """Of a rank that was moved too."""
+    seats = (Position(0, 0), Position(2, 1))
+    spec = WorldSpec(2, None, {}, "/", (), 1, "python", seats=seats)
+    machines = Machines.of({0: "a", 1: "c"}, spec)
+    assert machines.by_rank == {0: ("a", 0), 1: ("c", 1)}

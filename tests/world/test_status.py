@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nbdist.wire.places import Collective, Gpu, Place, WorkerStatus
-from nbdist.world.status import rows
+from nbdist.wire.places import Collective, Gpu, Place, Usage, WorkerStatus
+from nbdist.world.status import rows, usage_text
 
 IDLE = WorkerStatus(0, 100, "here", "idle", 0.0, 45 * 2**20, "cuda:0")
 
@@ -47,3 +47,25 @@ def test_what_a_terminal_shows_besides():
     assert second[5:] == ("", "61/80 GiB 97 %", "loss 0.5")
     slice_of = replace(IDLE, gpu=Gpu(2**30, 10 * 2**30))
     assert rows([slice_of])[1][5:] == ("1/10 GiB",)
+
+
+GIB = 2**30
+
+
+def test_equal_ranks():
+    """One figure each, and none of what is not known."""
+    assert usage_text([]) == ""
+    assert usage_text([Usage(0)]) == ""
+    assert usage_text([Usage(2 * GIB), Usage(2 * GIB)]) == "cpu 2 GiB"
+    gpu = Gpu(61 * GIB, 80 * GIB, 97)
+    assert usage_text([Usage(2 * GIB, gpu)]) == "cpu 2 GiB · gpu 61/80 GiB · 97 %"
+
+
+def test_ranks_that_differ():
+    """From which to which."""
+    used = [
+        Usage(500 << 20, Gpu(3 * GIB, 16 * GIB, None)),
+        Usage(GIB, Gpu(12 * GIB, 16 * GIB, 5)),
+        Usage(2 * GIB, Gpu(GIB // 2, 16 * GIB, 0)),
+    ]
+    assert usage_text(used) == "cpu 500 MiB-2 GiB · gpu 0.5-12/16 GiB · 0-5 %"
