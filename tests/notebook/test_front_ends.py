@@ -246,13 +246,19 @@ def a_notebook(*cells: str) -> nbformat.NotebookNode:
     return new_notebook(cells=[new_code_cell(cell) for cell in cells], metadata=metadata)
 
 
-def execute(notebook: nbformat.NotebookNode, *, rests: int = -1, **env: str) -> None:
-    """Run it as nbclient does, which rests for a while before one of the cells."""
+def execute(notebook: nbformat.NotebookNode, *, rests: Path | None = None, **env: str) -> None:
+    """Run it as nbclient does; before the last cell rest until two ranks are in that folder."""
     kernel = Notebook(env=env)
     manager, usual = kernel.manager, kernel.manager.client_class
     manager.client_class = "jupyter_client.asynchronous.AsyncKernelClient"
     client = NotebookClient(notebook, km=manager, timeout=SOON)
-    client.on_cell_start = lambda cell, cell_index: time.sleep(3 if cell_index == rests else 0)
+
+    def rest(cell: nbformat.NotebookNode, **_: object) -> None:
+        if rests and cell is notebook.cells[-1]:
+            wait_until(lambda: len([*rests.iterdir()]) == 2, "ranks have ended")
+            time.sleep(3)  # what they have said is shown while the kernel is idle
+
+    client.on_cell_start = rest
     try:
         client.execute()
     finally:
@@ -299,18 +305,22 @@ def test_nbclient_saves_one_display_per_cell() -> None:
     nbformat.validate(notebook)
 
 
-def test_nbclient_saves_what_nobody_waited_for() -> None:
+def test_nbclient_saves_what_nobody_waited_for(tmp_path: Path) -> None:
     """What ran on while other cells did is in its cell's output; what still runs ends with it."""
     sent = "%%distributed -n 2 --no-wait -o job\nimport time\nfor i in range(4):\n    "
     sent += "print('step', i); time.sleep(0.2)\n"
-    cells = (sent, "import time; time.sleep(3)", "None", f"{sent}time.sleep(600)")
-    notebook = a_notebook("%load_ext nbdist", *cells, "job.done()", "time.sleep(0.5)")
+    ends = f"{sent}from pathlib import Path; Path('{tmp_path}', str(rank)).touch()"
+    waits = f"import os, time\nwhile len(os.listdir('{tmp_path}')) < 2: time.sleep(0.1)"
+    cells = ("%load_ext nbdist", ends, waits, "None", f"{sent}time.sleep(600)")
+    notebook = a_notebook(*cells, "job.done()", "time.sleep(0.5)")
     execute(notebook)
     (ended,) = notebook.cells[1].outputs
     assert ended.data["text/plain"].endswith("step 0\nstep 1\nstep 2\nstep 3")
     assert " · ✓ 2" in ended.data["text/plain"]
-    waited = a_notebook("%load_ext nbdist", sent, "job.wait()", sent, "None")
-    execute(waited, rests=4)  # it ends while no cell runs
+    for each in tmp_path.iterdir():
+        each.unlink()
+    waited = a_notebook("%load_ext nbdist", sent, "job.wait()", ends, "None")
+    execute(waited, rests=tmp_path)  # it ends while no cell runs
     for cell in (waited.cells[1], waited.cells[3]):
         assert cell.outputs[0].data["text/plain"].endswith("step 3")
     (broken_off,) = notebook.cells[4].outputs
