@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from nbdist.notebook.commands.inspect import stacks_html, stacks_text
+from collections.abc import Callable
+
+import pytest
+
+from nbdist.errors import UsageError
+from nbdist.notebook.commands.inspect import owners_text, stacks_html, stacks_text
+from nbdist.notebook.pool import Pools
+from nbdist.notebook.why import Why
 from nbdist.wire.places import Place, Stack, StackFrame
+from tests.notebook.front_end import Notebook, Outcome
 
 CELL = StackFrame("Cell In[5]", 7, "<module>", "dist.all_reduce(t)")
 LIBRARY = "/home/me/.venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
@@ -86,3 +94,56 @@ def test_html_is_safe() -> None:
     assert "&lt;script&gt;" in html
     assert html.count("<details open") == 1
     assert html.count("<details ") == 3
+
+
+def test_owners():
+    """A line for each of both."""
+    owners = {
+        "model": ("workers", frozenset({0, 1})),
+        "x": ("notebook", frozenset({0})),
+        "a": ("workers", frozenset({1})),
+    }
+    assert owners_text(owners) == "made on the workers: a, model\nsent by the notebook: x"
+    assert owners_text({}) == "made on the workers: none\nsent by the notebook: none"
+
+
+def test_without_workers(typed: Callable[[str], str]):
+    """How some are started, and with `-v` that no name is anywhere."""
+    shown = typed("%dist_status -v").splitlines()
+    assert shown[0].startswith("no workers are running · `%%distributed -n 4`")
+    assert shown[1:] == ["made on the workers: none", "sent by the notebook: none"]
+
+
+def test_again_and_again(fresh: Callable[..., Notebook]):
+    """`-f` draws the table anew in its place until Stop, which is no error."""
+    notebook = fresh("%load_ext nbdist", env={"NBDIST_PRESTART": "0"})
+    stopped: list[bool] = []
+
+    def stop(outcome: Outcome) -> None:
+        if len(outcome.updates) >= 2 and not stopped:
+            stopped.append(True)
+            notebook.manager.interrupt_kernel()
+
+    shown = notebook.run("%dist_status -f 0.1", stop)
+    assert shown.errors == []
+    assert shown.text.startswith("no workers are running")
+    assert len(shown.displays) == 1
+    assert len(shown.updates) >= 2
+    assert "`--follow x`: a number of seconds" in notebook.run("%dist_status -f x").error
+
+
+@pytest.mark.parametrize("line", ["%dist_output", "%dist_output -r 0 --all"])
+def test_no_cell_has_run(typed: Callable[[str], str], line: str):
+    """There is no output to show again."""
+    with pytest.raises(UsageError, match="No distributed cell has run yet"):
+        typed(line)
+
+
+def test_the_last_failure(typed: Callable[[str], str], pools: Pools):
+    """That of the pool; none has its line too."""
+    assert typed("%dist_why") == "nothing has failed yet\n"
+    pools.at("a").why = Why("12:00:00 · rank 1", "bad shard", ("rank 2: the same",), "/x.log")
+    assert typed("%dist_why --pool a").splitlines() == [
+        "12:00:00 · rank 1", "bad shard", "rank 2: the same", "all of its lines: /x.log"
+    ]  # fmt: skip
+    assert typed("%dist_why") == "nothing has failed yet\n"

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import nbdist
+from nbdist.errors import UsageError
 from nbdist.notebook.auto_mode import NOTE
-from tests.notebook.front_end import Notebook
+from nbdist.notebook.command import Command, Line, find_commands
+from nbdist.notebook.commands.cells import GROUPS, distributed, rank, summary
+from nbdist.notebook.pool import Pools
+from tests.notebook.front_end import Notebook, body
 from tests.waiting import SOON
 
 
@@ -232,3 +238,127 @@ def test_magics_without_their_sign(auto: Notebook) -> None:
         assert shown in auto.run(f"%%distributed\n{source}").text, source
     assert "invalid syntax (line 2" in auto.run("%%distributed\nnothing yet").errors[0]["evalue"]
     assert "line 2" in auto.run("%%distributed\nnowhere").panel["text/plain"]
+
+
+pytestmark = pytest.mark.shared_world
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "pool"),
+    [
+        ("-1,0", "-1,0", "default"),
+        ("0, 2-3", "0,2-3", "default"),
+        ("1 --pool a", "1", "a"),
+        ("--pool=a ::2", "::2", "a"),
+    ],
+)
+def test_ranks_of_a_rank_cell(pools: Pools, text: str, ranks: str, pool: str):
+    """They may begin with a sign and have spaces between them; `--pool` may stand anywhere."""
+    line = Line(rank, pools, text, "pass")
+    assert (line.options.ranks, line.pool.name) == (ranks, pool)
+    assert (line.text, line.cell) == (f"%%rank {text}", "pass")
+
+
+def test_a_rank_cell_needs_ranks(pools: Pools):
+    """Without any it says how they look."""
+    with pytest.raises(UsageError, match="`%%rank` needs ranks: `%%rank 0`"):
+        Line(rank, pools, "--pool a", "pass")
+
+
+@pytest.mark.parametrize("text", ["-r -1,0", "--ranks=-1,0", "-r=-1,0 --setup"])
+def test_ranks_of_a_distributed_cell(pools: Pools, text: str):
+    """`-r` takes what begins with a sign."""
+    assert Line(distributed, pools, text, "pass").options.ranks == "-1,0"
+
+
+def test_one_line(notebook: Notebook) -> None:
+    """`%distributed` runs a line, after options; nothing in it is replaced by the notebook's."""
+    notebook.run("here = 5")
+    assert notebook.run("%distributed here, there = rank, world_size  # both").errors == []
+    shown = body(notebook.run("%distributed -r [0, 1] print(f'{here} of {there}')"))
+    assert shown == ["── rank 0 ──", "0 of 4", "── rank 1 ──", "1 of 4"]
+    assert "`%distributed x = 1`; `%%distributed` on the" in notebook.run("%distributed -n 4").error
+
+
+def test_comments_after_magics(notebook: Notebook) -> None:
+    """What follows a `#` is for people, on every line of a magic."""
+    assert notebook.run("%%distributed -n 4  # it's four\nd = {'#': rank}").errors == []
+    assert body(notebook.run("%%rank 0, 1 # some\nd"))[::2] == ["── rank 0 ──", "── rank 1 ──"]
+    for line in ("d  # a dict by rank", "d['#'] --as numbers  # by rank", "d['#']+0 --as more"):
+        assert notebook.run(f"%dist_gather {line}").errors == []
+    assert notebook.value("numbers, more, d[1]") == ([0, 1, 2, 3], [0, 1, 2, 3], {"#": 1})
+    assert "4 workers" in notebook.run("%dist_status # now").text
+
+
+def test_what_is_not_of_a_distributed_cell(notebook: Notebook) -> None:
+    """One line before anything runs, here or there: where to split, what to take out."""
+    place = "must be the first line of its cell: split the cell at line"
+    for cell, said in (
+        ("here_too = 1\n\n%%distributed\nx = 1", f"UsageError: %%distributed {place} 3."),
+        ("%%distributed\nx = 1\n\n%%rank 0\ny = 1", f"UsageError: %%rank {place} 4."),
+        ("%%distributed\nx = 1\n%dist_gather x\nx", "UsageError: line 3: `%dist_gather` is for"),
+        ("%%distributed\nx = 1\n%load_ext nbdist", "UsageError: line 3: `%load_ext nbdist` is"),
+    ):
+        assert notebook.run(cell).error.startswith(said)
+    for cell in ("here_too", "%%distributed\ny"):
+        assert (
+            "NameError" in notebook.run(cell).errors[0]["ename" if cell == "here_too" else "evalue"]
+        )
+
+
+def test_magics_at_the_end_of_a_cell(notebook: Notebook) -> None:
+    """They are the notebook's, and run after it; not where it has failed."""
+    assert notebook.run("%%distributed\nlast = rank\n\n%dist_gather last  # here").errors == []
+    assert notebook.value("last") == [0, 1, 2, 3]
+    failed = notebook.run("%%rank 0\nlast = 7\n1 / 0\n%dist_gather last")
+    assert failed.errors[0]["evalue"].endswith("ZeroDivisionError: division by zero")
+    assert notebook.value("last") == [0, 1, 2, 3]
+
+
+README = Path(__file__).parents[3] / "README.md"
+
+
+def commands() -> dict[str, Command]:
+    return {each.name: each for each in find_commands()}
+
+
+def test_all_magics_have_a_line(typed: Callable[[str], str]) -> None:
+    """In their groups, the everyday ones first; each says what it does."""
+    text = typed("%dist_help")
+    shown = [line.partition(" ") for line in text.splitlines() if line.startswith("%")]
+    there = commands()
+    names = [name.lstrip("%") for name, _, said in shown if not said.startswith("--")]
+    assert [name for name in names if name != "dist_init"] == [
+        name for group in GROUPS.values() for name in group if name != "dist_init"
+    ]
+    for name, _, said in shown:
+        known = there[name.lstrip("%")]
+        assert said.strip() == summary(known) or said.startswith("--")
+        assert len(said.strip()) > 10
+    assert [line for line in text.splitlines() if line in GROUPS] == [*GROUPS]
+
+
+def test_each_magic_is_in_one_group() -> None:
+    """Or is a short form, which says what it is short for; seven are for every day."""
+    grouped = [name for group in GROUPS.values() for name in group]
+    assert sorted(grouped) == sorted(n for n, each in commands().items() if not each.short_for)
+    assert len(GROUPS["everyday"]) == 7
+
+
+def test_short_forms_are_on_another_page(typed: Callable[[str], str]) -> None:
+    """What is kept for those who know it is not on the first page, and says what it is."""
+    first, every = typed("%dist_help"), typed("%dist_help --all")
+    short = {n: each.short_for.strip("`") for n, each in commands().items() if each.short_for}
+    assert {*short} == {"dist_stack", "dist_log", "dist_why", "dist_clean"}
+    for name, means in short.items():
+        assert f"%{name}" not in first
+        assert re.search(rf"^%{name} +{means}$", every, re.MULTILINE)
+
+
+def test_readme_and_docstring_have_the_same_everyday_magics() -> None:
+    """One list of seven: in the help, in the README's first table, in the package's docstring."""
+    names = [commands()[name].shown_name for name in GROUPS["everyday"]]
+    table = README.read_text().partition("Seven for every day:")[2].partition("\n\n|")[2]
+    rows = re.findall(r"^\| `(%%?\w+)", table.partition("\n\n")[0], re.MULTILINE)
+    assert rows == names
+    assert re.findall(r"^    (%%?\w+)", str(nbdist.__doc__), re.MULTILINE) == names

@@ -23,10 +23,14 @@ def test_an_expression_needs_a_name(typed: Callable[[str], str]):
         typed("%dist_gather loss.item()")
 
 
-def test_without_workers(typed: Callable[[str], str]):
+@pytest.mark.parametrize(
+    "line",
+    ["%dist_gather x", "%dist_scatter x", "%dist_sync model opt --from 0", "%dist_push x"],
+)
+def test_without_workers(line: str, typed: Callable[[str], str]):
     """It says how to start some."""
-    with pytest.raises(WorldNotStarted, match="`%dist_gather` needs workers"):
-        typed("%dist_gather x")
+    with pytest.raises(WorldNotStarted, match=f"`{line.split()[0]}` needs workers"):
+        typed(line)
 
 
 @pytest.mark.parametrize(
@@ -143,3 +147,49 @@ def test_what_cannot_be_had(two: Notebook, line: str, said: str):
     two.run("mine = 1\nz = 'as it was'")
     assert two.run(f"%dist_gather {line}").error.startswith(said)
     assert two.value("z, 'nope' in globals(), 'only' in globals()") == ("as it was", False, False)
+
+
+def test_parts_are_the_workers(two: Notebook):
+    """A later cell finds them, and the notebook its whole value, until that is bound anew."""
+    two.run("x = [1, 2, 3]")
+    assert two.run("%dist_scatter x").text == "scattered x: 3 elements, 2 to rank 0, 1 to rank 1"
+    assert body(two.run("%%distributed\nprint(x)")) == [
+        "── rank 0 ──",
+        "[1, 2]",
+        "── rank 1 ──",
+        "[3]",
+    ]
+    assert two.value("x") == [1, 2, 3]
+    two.run("x = 'another'")
+    assert body(two.run("%%distributed\nprint(x)"))[1:] == ["another"]
+
+
+def test_another_name_and_some_ranks(two: Notebook):
+    """Of a dimension that is named."""
+    two.run("import numpy as np; grid = np.arange(6).reshape(2, 3)")
+    said = two.run("%dist_scatter grid --dim 1 --as column -r 1").text
+    assert said == "scattered column: 3 along dimension 1, 3 to rank 1"
+    assert two.run("%dist_gather column -r 1").errors == []
+    assert two.value("column.tolist()") == [[0, 1, 2], [3, 4, 5]]
+    assert "rank 0 has no `column`" in two.run("%dist_gather column --as c").error
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("nope", "the notebook has no `nope`."),
+        ("five", "`five` (int) cannot be split"),
+        ("word --dim 2", "`word` (list) has no dimension 2 to split."),
+        ("word --as a.b", "`a.b`: name the parts"),
+    ],
+)
+def test_what_cannot_be(two: Notebook, line: str, said: str):
+    """One line says why."""
+    two.run("five = 5; word = [1]")
+    assert said in two.run(f"%dist_scatter {line}").error
+
+
+def test_without_names(typed: Callable[[str], str]):
+    """It says what is missing, and where to read more."""
+    with pytest.raises(UsageError, match=r"`%dist_sync`: .*names.* `%dist_sync\?` shows"):
+        typed("%dist_sync --from 1")
