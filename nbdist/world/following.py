@@ -30,8 +30,8 @@ LEAVE_SECONDS = 0.3
 SPARE_SECONDS = 0.6
 """In which it turns out, before control is given back, which ranks are not ended any more."""
 
-LEFTOVERS_GRACE = 1.0
-"""Seconds that GPUs have after a failed task to end the collectives that all have joined."""
+LEFTOVERS_GRACE = 1.5
+"""Seconds for GPUs to end collectives that all have joined, and for nccl2 to notice that."""
 
 Following: TypeAlias = Generator[News, float | None, None]
 """What is sent to it is how long it may take to come round again, in seconds; None for `TICK`."""

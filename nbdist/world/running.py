@@ -18,9 +18,9 @@ from nbdist.wire.places import Place
 from nbdist.world.hangs import UNCHANGED, differing, in_one_line, never_meet, why_aborted, why_died
 from nbdist.world.sent import News, SentTask
 
-GPU_UNCHANGED = 1.0
+GPU_UNCHANGED = 1.5
 """Seconds without a change after which ranks are taken to wait on their GPUs for one that has
-failed; what a GPU does cannot be seen."""
+failed; what a GPU does cannot be seen, and nccl2 looks once a second what has ended."""
 
 
 class Step(Enum):

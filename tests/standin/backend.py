@@ -8,6 +8,7 @@ asks for (`tests.standin.processes`).  What nccl2 does is from torch's sources
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -36,6 +37,9 @@ KILLS = {"1", "3"}
 
 RECORDED = 2000
 
+WATCHES_EVERY = 1.0
+"""Seconds between two looks of nccl2's watchdog, by which Flight Recorder hears of an end."""
+
 REDUCES: Mapping[Any, Callable[..., torch.Tensor]] = {
     **{dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.AVG: torch.mean},
     **{dist.ReduceOp.MAX: torch.amax, dist.ReduceOp.MIN: torch.amin},
@@ -53,7 +57,16 @@ class Entry:
     inputs: Tensors
     outputs: Tensors
     created: int = field(default_factory=time.time_ns)
-    retired: bool = False
+    noticed: float = math.inf
+
+    def end(self, watched_since: float) -> None:
+        """Note that it has ended, which a watchdog notices with its next look."""
+        looks = math.ceil((time.monotonic() - watched_since) / WATCHES_EVERY)
+        self.noticed = watched_since + looks * WATCHES_EVERY
+
+    @property
+    def retired(self) -> bool:
+        return time.monotonic() >= self.noticed
 
     def as_json(self) -> dict[str, Any]:
         sizes = {
@@ -338,7 +351,7 @@ class StandIn(dist.distributed_c10d.C10DBackend):
         def run() -> None:
             try:
                 take(communicator.exchange(key, call, sent, wanted, deadline))
-                entry.retired = True
+                entry.end(communicator.made)
             except Aborted:
                 pass  # a kernel that was aborted ends, and all behind it goes on
             except TimeoutError:

@@ -35,7 +35,7 @@ class Communicator:
     """Connects to the others, all or none, within the time."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.made = rank, size, time.monotonic()
         self._inbox: dict[tuple[int, str], Message] = {}
         self._changed = threading.Condition()
         self._over = False

@@ -86,6 +86,19 @@ def test_a_rank_that_finished_is_waited_for() -> None:
     assert task.aborted == {0: WAITS}
 
 
+def test_a_gpu_has_just_ended_a_collective() -> None:
+    """nccl2 notices within a second; until then a rank that goes on to compute seems to wait."""
+    task, now = running(backend="nccl"), time.monotonic()
+    task.receive(1, Failure("ValueError", "bad", ("bad",), 1))
+    task.receive(1, Done("error", 0.1))
+    seems = Place(line=2, operation="all_reduce")
+    for tenths in range(13):
+        task.take_places({0: seems, 1: Place()}, now + tenths / 10)
+        assert Step.ABORT not in task.next_steps(now + tenths / 10)
+    task.take_places({0: seems, 1: Place()}, now + 2)
+    assert [*task.next_steps(now + 2)] == [Step.ABORT]
+
+
 def test_nobody_waits_in_vain_for_one_that_is_debugged() -> None:
     """As long as somebody has to type there, the others are not even looked at."""
     task, now = running(), time.monotonic()
