@@ -20,6 +20,7 @@ class Collective:
     name: str
     number: int
     is_done: bool
+    began_ns: int = 0
 
     def __str__(self) -> str:
         return f"{self.name} #{self.number}"

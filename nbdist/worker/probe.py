@@ -110,7 +110,8 @@ class Probe:
 
     def last_collective(self) -> Collective | None:
         """Name the one that was begun last; None if none was."""
-        return self._recording.last()
+        found = [self._recording.last(), None if self._nccl is None else self._nccl.last()]
+        return max(filter(None, found), key=lambda each: each.began_ns, default=None)
 
     def start_over(self) -> None:
         """Forget what backends have begun so far: the groups are being formed anew."""

@@ -37,6 +37,9 @@ KILLS = {"1", "3"}
 
 RECORDED = 2000
 
+P2P = ("send ", "recv ")
+"""How names begin of what goes from one rank to another one."""
+
 WATCHES_EVERY = 1.0
 """Seconds between two looks of nccl2's watchdog, by which Flight Recorder hears of an end."""
 
@@ -74,7 +77,7 @@ class Entry:
             for side, tensors in (("input", self.inputs), ("output", self.outputs))
             for what, each in (("sizes", lambda t: list(t.shape)), ("dtypes", _type_of))
         }
-        is_p2p = self.name in ("send", "recv")
+        is_p2p = self.name.startswith(P2P)
         return {
             **{"record_id": self.number, "process_group": [self.group, "undefined"], "pg_id": 0},
             **{"collective_seq_id": self.sequence, "p2p_seq_id": 0, "op_id": self.sequence},
@@ -274,18 +277,22 @@ class StandIn(dist.distributed_c10d.C10DBackend):
         return self._begin("scatter", options, parts, outputs, sent, wanted, take)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any) -> Work:
+        return self._all_to_all("all_to_all", outputs, inputs, options)
+
+    def _all_to_all(self, name: str, outputs: Tensors, inputs: Tensors, options: Any) -> Work:
         def take(came: Mapping[int, Tensors]) -> None:
             for rank, output in enumerate(outputs):
                 output.copy_(came[rank][0] if rank in came else inputs[rank])
 
         sent = {each: [inputs[each]] for each in self._others}
-        return self._begin("all_to_all", options, inputs, outputs, sent, sent, take)
+        return self._begin(name, options, inputs, outputs, sent, sent, take)
 
     def all_to_all_single(
         self, output: Any, given: Any, out_sizes: list[int], in_sizes: list[int], options: Any
     ) -> Work:
         outs = output.split(out_sizes or len(output) // self._size)
-        return self.alltoall(outs, given.split(in_sizes or len(given) // self._size), options)
+        ins = given.split(in_sizes or len(given) // self._size)
+        return self._all_to_all("all_to_all_single", outs, ins, options)
 
     alltoall_base = all_to_all_single
 
@@ -311,13 +318,16 @@ class StandIn(dist.distributed_c10d.C10DBackend):
         return self._begin("barrier", options, (), (), sent, sent, lambda _: None)
 
     def send(self, tensors: Tensors, to: int, tag: int) -> Work:
-        return self._begin("send", None, tensors, (), {to: tensors}, [], lambda _: None)
+        return self._begin(
+            f"send {self._rank}->{to}", None, tensors, (), {to: tensors}, [], lambda _: None
+        )
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
         def take(came: Mapping[int, Tensors]) -> None:
             tensors[0].copy_(came[source][0])
 
-        return self._begin("recv", None, (), tensors, {}, [source], take)
+        name = f"recv {self._rank}<-{source}"
+        return self._begin(name, None, (), tensors, {}, [source], take)
 
     # --- what all of them do ----------------------------------------------------------------
 
@@ -373,8 +383,8 @@ class StandIn(dist.distributed_c10d.C10DBackend):
     def _key(self, name: str, sent: Mapping[int, Tensors], wanted: Iterable[int]) -> str:
         """Number collectives, and messages between two ranks by the way they go."""
         way = "collective"
-        if name in ("send", "recv"):
-            ends = (self._rank, *sent) if name == "send" else (*wanted, self._rank)
+        if name.startswith(P2P):
+            ends = (self._rank, *sent) if sent else (*wanted, self._rank)
             way = f"{ends[0]} to {ends[1]}"
         self._messages[way] = self._messages.get(way, 0) + 1
         return f"{way} {self._messages[way]}"
@@ -395,8 +405,9 @@ def _reduce(target: torch.Tensor, parts: Tensors, options: Any) -> None:
 
 def _call(name: str, inputs: Tensors, outputs: Tensors) -> str:
     """Say what all have to call alike, to meet."""
-    alike = {"scatter": outputs, "all_to_all": ()}.get(name, inputs or outputs)
-    name = "message" if name in ("send", "recv") else name
+    by_name = {"scatter": outputs, "all_gather": outputs, "all_to_all": (), "all_to_all_single": ()}
+    alike = by_name.get(name, inputs or outputs)
+    name = "message" if name.startswith(P2P) else name
     return f"{name} of {[(tuple(each.shape), each.dtype) for each in alike]}"
 
 

@@ -81,9 +81,12 @@ class Rank:
         assert t.tolist() == [sum(range(self.size))] * 4, t
 
     def pending(self) -> list[str]:
-        dump = c10d._dump_fr_trace_json(True, True, "nccl2")  # noqa: FBT003
-        entries = json.loads(dump).get("entries", [])
-        return [each["profiling_name"] for each in entries if not each["retired"]]
+        return [each["profiling_name"] for each in self.recorded() if not each["retired"]]
+
+    def recorded(self) -> list[dict[str, Any]]:
+        dump = c10d._dump_fr_trace_json(True, False, "nccl2")  # noqa: FBT003
+        found: list[dict[str, Any]] = json.loads(dump).get("entries", [])
+        return found
 
     def alone(self, group: dist.ProcessGroup | None = None) -> dist.Work | None:
         """Have the first rank begin what the others do not come to."""
@@ -153,6 +156,22 @@ def test_collectives(own: Rank) -> None:
         dist.send(t, 1) if rank == 0 else dist.recv(t, 0)
         assert t[0].item() == 0
     dist.barrier()
+
+
+def test_ranks_that_differ(own: Rank) -> None:
+    """What need not be alike has the names that verdicts know it by; so have sends."""
+    size, rank = own.size, own.rank
+    t, parts = own.ones(size * (rank + 1)) * rank, [own.ones(each + 1) for each in range(size)]
+    whole, sizes = torch.cat(parts), [each + 1 for each in range(size)]
+    dist.all_to_all_single(whole, t, sizes, [rank + 1] * size)
+    assert whole.tolist() == [float(each) for each in range(size) for _ in range(each + 1)]
+    dist.all_gather(parts, t[: rank + 1].clone())
+    assert torch.equal(torch.cat(parts), whole)
+    dist.send(t[:1], 1) if rank == 0 else dist.recv(t[:1], 0)
+    way = "send 0->1" if rank == 0 else "recv 1<-0"
+    names = [each["profiling_name"] for each in own.recorded()[-3:]]
+    assert names == [f"nccl2:{each}" for each in ("all_to_all_single", "all_gather", way)]
+    assert own.recorded()[-2]["output_sizes"] == [[each] for each in sizes]
 
 
 def test_runs_ahead(own: Rank) -> None:

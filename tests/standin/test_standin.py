@@ -16,6 +16,7 @@ from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.standin import matrix, processes
 from tests.standin.processes import CHECKS, Said, both
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,7 @@ def test_goes_on(world: World, name: str) -> None:
     sys.stdout.write(f"{found.idle:.2f} s to idle, {found.healed:.2f} s to a right collective\n")
     kinds = [kind.__name__ for kind in type(found.error).__mro__]
     assert (row.error or "NoneType") in kinds, found.error
+    assert row.said in str(found.error)
     if row.ranks:
         assert getattr(found.error, "errors", {}).keys() == {*row.ranks}
     assert {each for each in found.pids if found.pids[each] != world.pids[each]} == {*row.lost}
@@ -72,3 +74,23 @@ def test_no_communicator(world: World) -> None:
     assert world.state is State.BROKEN
     world.execute(matrix.GOES_ON)
     assert world.pids == before
+
+
+def test_status(world: World) -> None:
+    """It says which collective each rank waits in, and which was its last one."""
+    source = "import time\nif rank == 1: time.sleep(600)\nt = torch.ones(4); dist.all_reduce(t)"
+    running = world.submit(world.task(source))
+
+    def waits(rank: int) -> tuple[str, int, bool]:
+        found = world.status()[rank]
+        assert found.place is not None
+        named = str(found.collective).startswith("all_reduce #")
+        return found.place.operation, found.place.line, named and not found.collective.is_done
+
+    try:
+        for rank in (0, 2, 3):
+            wait_until(lambda rank=rank: waits(rank) == ("all_reduce", 3, True))
+        wait_until(lambda: waits(1) == ("", 2, False))
+    finally:
+        world.interrupt()
+        world.session.wait(running)

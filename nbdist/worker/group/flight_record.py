@@ -22,8 +22,8 @@ from nbdist.worker.compat import torch as seam
 MOST_BEGUN = 64
 """Collectives of a task that are reported: ranks that do not meet are rarely further apart."""
 
-UNEVEN = {"all_to_all"}
-"""Collectives in which each rank may have as much as it likes."""
+UNEVEN = {"all_to_all", "all_to_all_single"}
+"""Collectives in which each rank may have as much as it likes; the second is nccl2's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Recording:
         of, number = counts[str(entry["pg_id"])], int(entry["collective_seq_id"])
         newest = next(self._entries(), entry) if number > of.begun - of.unfinished else entry
         is_done = newest is entry or bool(newest["retired"])
-        return Collective(operation_of(entry), number, is_done)
+        return Collective(operation_of(entry), number, is_done, entry["time_created_ns"])
 
     def _entries(self) -> Iterator[dict[str, Any]]:
         """Read those of this generation, from the newest back."""
@@ -131,8 +131,8 @@ def _counted(status: Mapping[str, str]) -> Counts:
 
 
 def operation_of(entry: Mapping[str, Any]) -> str:
-    """Name the collective without its backend: `all_reduce`."""
-    return re.sub(r"^\w+:", "", entry["profiling_name"])
+    """Name the collective without its backend, `all_reduce`; without the other rank, `recv`."""
+    return re.sub(r"^\w+:| .*", "", entry["profiling_name"])
 
 
 def begun_of(entry: Mapping[str, Any]) -> Begun:
@@ -140,7 +140,7 @@ def begun_of(entry: Mapping[str, Any]) -> Begun:
     name = operation_of(entry)
     # What the root of a scatter has is its own affair, as is where a gather ends.
     side = "output" if name == "scatter" else "input"
-    sizes = [] if name in UNEVEN else entry[f"{side}_sizes"]
+    sizes = [] if _is_uneven(name, entry) else entry[f"{side}_sizes"]
     return Begun(
         group=entry["process_group"][0],
         number=entry["collective_seq_id"],
@@ -150,3 +150,9 @@ def begun_of(entry: Mapping[str, Any]) -> Begun:
         elements=" ".join(str(math.prod(size)) for size in sizes),
         is_done=bool(entry["retired"]),
     )
+
+
+def _is_uneven(name: str, entry: Mapping[str, Any]) -> bool:
+    """Say whether ranks may differ in it: nccl gathers also what is not of one size."""
+    gathers = name == "all_gather" and len({*map(tuple, entry["output_sizes"])}) > 1
+    return gathers or name in UNEVEN

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from nbdist.wire.places import Begun
+from nbdist.wire.places import Begun, Collective
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import nccl as seam
 from nbdist.worker.compat.nccl import Seat
@@ -181,19 +181,26 @@ class UnderWay:
 
     def begun(self, since_ns: int) -> tuple[Begun, ...]:
         """Give the last collectives since then, the oldest first; not sends and receives."""
-        found = [e for name in self._first for e in self._of_cell(name, since_ns)]
+        found: list[Begun] = []
+        for name in self._first:
+            of_cell = takewhile(lambda e: e["time_created_ns"] >= since_ns, self._together(name))
+            found += map(self._begun, islice(of_cell, MOST_BEGUN))
         return tuple(found[::-1])
 
-    def _of_cell(self, name: str, since_ns: int) -> list[Begun]:
-        """Give those of one class, the newest first."""
+    def last(self) -> Collective | None:
+        """Name the one that was begun last; None if none was."""
+        newest = [each for name in self._first for each in islice(self._together(name), 1)]
+        if not newest:
+            return None
+        entry = max(newest, key=lambda each: int(each["time_created_ns"]))
+        begun = self._begun(entry)
+        return Collective(begun.name, begun.number, begun.is_done, entry["time_created_ns"])
 
-        def is_of_cell(entry: Mapping[str, Any]) -> bool:
-            is_new = entry["record_id"] >= self._first[name]
-            return bool(is_new and entry["time_created_ns"] >= since_ns)
-
-        begun = takewhile(is_of_cell, seam.ADAPTERS[name].recorded())
-        together = (entry for entry in begun if not entry["is_p2p"])
-        return [self._begun(entry) for entry in islice(together, MOST_BEGUN)]
+    def _together(self, name: str) -> Iterator[Mapping[str, Any]]:
+        """Read the collectives of one class, the newest first."""
+        recorded = seam.ADAPTERS[name].recorded()
+        new = takewhile(lambda entry: entry["record_id"] >= self._first[name], recorded)
+        return (entry for entry in new if not entry["is_p2p"])
 
     def start_over(self) -> None:
         """Forget what has begun so far: the groups are being formed anew."""

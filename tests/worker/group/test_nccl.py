@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nbdist.wire.places import Begun
+from nbdist.wire.places import Begun, Collective
 from nbdist.worker.compat import nccl as seam
 from nbdist.worker.compat.torch import RENEWS_GLOO
 from nbdist.worker.group import nccl
@@ -169,6 +169,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Entries]:
 def entry(record: int, name: str, *, number: int = 0, **more: Any) -> dict[str, Any]:
     of = {"record_id": record, "profiling_name": name, "time_created_ns": record, "is_p2p": False}
     sizes = {"input_sizes": [[2]], "input_dtypes": ["Float"], "process_group": ["0", "world"]}
+    sizes["output_sizes"] = sizes["input_sizes"]
     return of | sizes | {"collective_seq_id": number, "retired": False} | more
 
 
@@ -183,7 +184,7 @@ def test_what_is_under_way(recorded: dict[str, Entries], kind: str) -> None:
     under_way.start_over()
     assert under_way.pending() == Pending()
     recorded[kind].insert(0, entry(10, f"{kind}:recv 0<-1", is_p2p=True))
-    assert under_way.pending() == Pending(1, 10, "recv 0<-1")
+    assert under_way.pending() == Pending(1, 10, "recv")
     recorded[kind].clear()
     under_way.start_over()
     recorded[kind].append(entry(11, f"{kind}:recv 0<-1", retired=True))
@@ -203,6 +204,27 @@ def test_what_a_cell_has_begun(recorded: dict[str, Entries]) -> None:
     assert under_way.begun(0) == (
         Begun("0 nccl", 1, "broadcast", "[2]", "Float", "2", is_done=True),
     )
+
+
+def test_ranks_may_have_parts_that_differ(recorded: dict[str, Entries]) -> None:
+    """What each is given then says nothing of whether they meet."""
+    new, uneven = recorded["nccl2"], {"output_sizes": [[1], [2]]}
+    new.append(entry(1, "nccl2:all_gather", output_sizes=[[2], [2]]))
+    new.insert(0, entry(2, "nccl2:all_gather", **uneven))
+    new.insert(0, entry(3, "nccl2:all_to_all_single", **uneven))
+    assert [each.sizes for each in UnderWay().begun(0)] == ["[2]", "", ""]
+
+
+def test_the_last_one(recorded: dict[str, Entries]) -> None:
+    """Of either class, whether it has ended or not; none of an earlier generation."""
+    old, new, under_way = recorded["nccl"], recorded["nccl2"], UnderWay()
+    assert under_way.last() is None
+    old.append(entry(1, "nccl:barrier", number=4, retired=True))
+    assert under_way.last() == Collective("barrier", 4, True, 1)  # noqa: FBT003
+    new[:0] = [entry(3, "nccl2:send 0->1", is_p2p=True), entry(2, "nccl2:all_reduce", number=9)]
+    assert under_way.last() == Collective("all_reduce", 9, False, 2)  # noqa: FBT003
+    under_way.start_over()
+    assert under_way.last() is None
 
 
 def test_a_legacy_group_counts_anew(recorded: dict[str, Entries]) -> None:
