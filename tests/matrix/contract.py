@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.worker.compat import nccl as nccl_seam
 from nbdist.worker.compat import receives
-from nbdist.worker.compat.torch import OPERATIONS, VERSION, gloo_of
+from nbdist.worker.compat.torch import OPERATIONS, VERSION, entries_in, gloo_of
 
 HAS_NCCL = hasattr(c10d, "ProcessGroupNCCL")
 TIMEOUT = timedelta(seconds=20)
@@ -38,10 +38,11 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
 RECORDED = (
     *("record_id", "pg_id", "process_group", "collective_seq_id", "profiling_name", "retired"),
-    *("input_sizes", "input_dtypes", "output_sizes", "output_dtypes", "time_created_ns"),
+    *("input_sizes", "input_dtypes", "output_sizes", "output_dtypes", "time_created_ns", "is_p2p"),
 )
 ALL_ENTRIES = True, False
 COUNTED = ("last_enqueued_collective", "last_completed_collective")
+ON_DEVICE = "is_initialized mem_get_info memory_allocated max_memory_allocated memory_reserved"
 HEALING = "bound_device_id supports_reconfigure get_reconfigure_handle reconfigure"
 
 
@@ -73,21 +74,29 @@ HOLDERS: Mapping[str, Callable[[], Any]] = {
     "_DistributedBackendOptions": lambda: c10d._DistributedBackendOptions,
     "Backend": lambda: dist.Backend,
     "ErrorType": lambda: c10d.ErrorType,
+    "DebugLevel": lambda: c10d.DebugLevel,
+    "_ProcessGroupWrapper": lambda: c10d._ProcessGroupWrapper,
+    "torch.accelerator": lambda: torch.accelerator,
+    "torch.Stream": lambda: torch.Stream,
+    "torch.cuda": lambda: torch.cuda,
+    "torch.cuda.nccl": lambda: torch.cuda.nccl,
+    "torch.xpu": lambda: torch.xpu,
     "ProcessGroupNCCL": lambda: c10d.ProcessGroupNCCL,
     "ProcessGroupNCCL.Options()": lambda: c10d.ProcessGroupNCCL.Options(),
     "ProcessGroupNCCL2": lambda: c10d.ProcessGroupNCCL2,
     "autograd.graph": lambda: torch.autograd.graph,
     "device_mesh": lambda: device_mesh,
+    "_mesh_resources": lambda: device_mesh._mesh_resources,
     "DeviceMesh": lambda: device_mesh.DeviceMesh,
 }
 
 NEEDS = (
     Needs("_distributed_c10d", "FileStore PrefixStore Store _register_process_group DebugLevel"),
     Needs("_distributed_c10d", "get_debug_level set_debug_level set_debug_level_from_env"),
-    Needs("_distributed_c10d", "_ProcessGroupWrapper"),
+    Needs("_ProcessGroupWrapper", "wrapped_pg"),
+    Needs("DebugLevel", "OFF DETAIL"),
     Needs("_distributed_c10d", "_dump_fr_trace_json", since=(2, 11)),
     Needs("_distributed_c10d", "_dump_nccl_trace_json", nccl=True),
-    Needs("_distributed_c10d", "FlightRecorderHook", since=(2, 15)),
     Needs("distributed_c10d", "_update_default_pg _check_valid_timeout _set_pg_timeout"),
     Needs("distributed_c10d", "_process_group_name _new_process_group_helper"),
     Needs("distributed_c10d._world", "pg_map pg_names pg_group_ranks pg_backend_config pg_to_tag"),
@@ -103,13 +112,20 @@ NEEDS = (
     Needs("ProcessGroupGloo._Options()", "enable_reconfigure", since=(2, 14)),
     Needs("Work", "wait"),
     Needs("autograd.graph", "_engine_run_backward"),
-    Needs("device_mesh", "_mesh_resources", before=(2, 10)),
+    Needs("_mesh_resources", "get_root_mesh", before=(2, 10)),
     Needs("DeviceMesh", "_get_root_mesh", since=(2, 10)),
     Needs("ReconfigureOptions()", "uuid handles timeout", since=(2, 14)),
     Needs("_DistributedBackendOptions", "store group_rank group_size timeout group_id"),
     Needs("_DistributedBackendOptions", "global_ranks_in_group"),
     Needs("_DistributedBackendOptions", "split_from enable_reconfigure", since=(2, 14), nccl=True),
     Needs("Backend", "_plugins _ensure_backend_registered", since=(2, 14)),
+    Needs("Backend", "XCCL"),
+    Needs("torch.accelerator", "set_device_index synchronize current_stream current_device_index"),
+    Needs("torch.accelerator", "is_available current_accelerator"),
+    Needs("torch.Stream", "query"),
+    Needs("torch.cuda.nccl", "version"),
+    Needs("torch.cuda", f"{ON_DEVICE} empty_cache get_rng_state set_rng_state ipc_collect"),
+    Needs("torch.xpu", f"{ON_DEVICE} empty_cache get_rng_state set_rng_state", since=(2, 13)),
     Needs("ErrorType", "SUCCESS", nccl=True),
     Needs("ProcessGroupNCCL", "_group_start _group_end abort get_error name", nccl=True),
     Needs("ProcessGroupNCCL", "eager_connect_single_device", nccl=True),
@@ -126,10 +142,15 @@ ARGUMENTS: Mapping[str, tuple[tuple[int, int], Callable[[], Any], str]] = {
         lambda: c10d._dump_fr_trace_json,
         "includeCollectives onlyActive backend",
     ),
-    "FlightRecorderHook.attach": (
-        (2, 15),
-        lambda: c10d.FlightRecorderHook.attach,
-        "pg global_ranks",
+    "ProcessGroupNCCL.__init__": (
+        (2, 7) if HAS_NCCL else (9, 0),
+        lambda: c10d.ProcessGroupNCCL.__init__,
+        "store rank size options",
+    ),
+    "_dump_nccl_trace_json": (
+        (2, 7) if HAS_NCCL else (9, 0),
+        lambda: c10d._dump_nccl_trace_json,
+        "includeCollectives onlyActive",
     ),
     "_process_group_name": (
         (2, 7),
@@ -223,6 +244,8 @@ def _fields(backend: str, dump: bytes) -> Iterator[str]:
     if not found.get("entries"):
         yield f"Flight Recorder's entries of {backend}"
         return
+    if [*entries_in(dump)] != found["entries"][::-1]:
+        yield f"{backend}: how entries[] begin, which `entries_in` goes by"
     yield from (f"{backend}: entries[].{n}" for n in RECORDED if n not in found["entries"][-1])
     if found["entries"][-1]["profiling_name"] != f"{backend}:all_reduce":
         yield f"{backend}: entries[].profiling_name is {found['entries'][-1]['profiling_name']}"
@@ -331,6 +354,9 @@ def _fsdp() -> Iterator[str]:
     for name in ("offload_policy", "post_forward_mesh_info", "mesh_info", "fsdp_params"):
         if not hasattr(group, name):
             yield f"FSDPParamGroup.{name}"
+    for name in ("mesh", "shard_mesh_size"):
+        if not hasattr(group.mesh_info, name):
+            yield f"FSDPParamGroup.mesh_info.{name}"
     for name in ("_all_reduce_hook", "_all_gather_comm", "_reduce_scatter_comm"):
         if not hasattr(group, name) and VERSION >= (2, 9):
             yield f"FSDPParamGroup.{name}"

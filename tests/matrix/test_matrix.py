@@ -13,6 +13,7 @@ import pytest
 from torch._C import _distributed_c10d as c10d
 
 from tests.matrix import contract
+from tests.matrix.__main__ import Environment, moved
 from tests.matrix.rows import (
     COLAB,
     COLUMNS,
@@ -142,6 +143,20 @@ def test_all_is_where_the_seam_looks() -> None:
     )
     assert answer.stdout.endswith(": 0 names moved\n"), answer.stdout + answer.stderr
     assert answer.returncode == 0
+
+
+def test_a_row_says_what_has_moved(tmp_path: Path) -> None:
+    """Its torch is asked, and the log has what that has said."""
+    with (tmp_path / "log").open("w") as log:
+        assert moved(Environment(Path(sys.prefix), log)) == []
+        (tmp_path / "bin").mkdir()
+        python = tmp_path / "bin" / "python"
+        python.write_text("#!/bin/sh\necho ProcessGroup.lacks; exit 1\n")
+        python.chmod(0o755)
+        assert len(moved(Environment(tmp_path, log))) == 1
+    said = (tmp_path / "log").read_text()
+    assert ": 0 names moved\n" in said
+    assert "\nProcessGroup.lacks\n" in said
 
 
 @pytest.mark.unit
