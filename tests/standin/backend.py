@@ -35,6 +35,8 @@ FAULTS: set[str] = set()
 KILLS = {"1", "3"}
 """Values of TORCH_NCCL_ASYNC_ERROR_HANDLING with which a watchdog ends the process."""
 
+FAILED = "NCCL commInitRankConfig failed during reconfigure"
+
 RECORDED = 2000
 
 P2P = ("send ", "recv ")
@@ -146,12 +148,12 @@ class StandIn(dist.distributed_c10d.C10DBackend):
     def _connect(self, store: Any, timeout: timedelta) -> None:
         if "connect" in FAULTS:
             FAULTS.remove("connect")
-            raise dist.DistBackendError("NCCL error: unhandled system error")
+            raise RuntimeError(f"{FAILED}: unhandled system error")
         try:
             self.communicator = Communicator(store, self._rank, self._size, timeout)
         except (OSError, Aborted) as error:
-            failed = "NCCL commInitRankConfig failed during reconfigure"
-            raise dist.DistBackendError(f"{failed}: {error}") from error
+            # Not a DistBackendError: an exception of nccl2's own, of which Python knows nothing.
+            raise RuntimeError(f"{FAILED}: {error}") from error
         self._error, self._messages = c10d.ErrorType.SUCCESS, {}
 
     def abort(self) -> None:

@@ -13,6 +13,7 @@ says that each has ended when it is issued: nobody could be said to wait.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,6 +35,10 @@ from nbdist.worker.compat.torch import (
 
 RECORDS_NCCL2 = VERSION >= (2, 15)
 """Whether Flight Recorder has entries of nccl2 that end when the collective does."""
+
+
+OF_OWN_GPU = re.compile(r"\bcuda\b", re.IGNORECASE)
+"""In what NCCL and torch say of a GPU of this process, and not of what is between ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +165,23 @@ class Nccl2:
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
         """Connect under a number that was not used before, on the rank's device.
 
-        What connects is bounded, raises RuntimeError on all ranks, and can be tried again.
+        What connects is bounded, raises DistError on all ranks, and can be tried again.
         """
         # Else it takes the device of the thread, and each thread has its own.
         backend.bound_device_id = seat.device
         size = len(seat.members)
         options = exchange_handles(backend, seat.store, seat.position, size, seat.number, timeout)
-        return lambda: backend.reconfigure(options).wait()
+
+        def ready() -> None:
+            try:
+                backend.reconfigure(options).wait()
+            except RuntimeError as error:
+                # What NCCL itself says comes as any error does: of a rank that has died, too.
+                if type(error) is not RuntimeError or OF_OWN_GPU.search(str(error)):
+                    raise
+                raise dist.DistBackendError(str(error)) from error
+
+        return ready
 
     def renew(self, group: ProcessGroup, seat: Seat, timeout: timedelta) -> Any:
         """Return the group's own: whatever it does now ends when it is connected.

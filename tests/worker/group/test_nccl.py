@@ -17,6 +17,7 @@ from nbdist.wire.places import Begun, Collective
 from nbdist.worker.compat import nccl as seam
 from nbdist.worker.compat.torch import RENEWS_GLOO
 from nbdist.worker.group import nccl
+from nbdist.worker.group.gloo import is_of_others
 from nbdist.worker.group.nccl import AbortHangs, Nccl, Pending, UnderWay
 from nbdist.worker.group.store import Meeting
 
@@ -117,6 +118,26 @@ def test_what_nccl_says_is_passed_on(adapter: Nccl) -> None:
 
     with pytest.raises(RuntimeError, match="Duplicate GPU"):
         connect(adapter, Legacy(refuse))
+
+
+@reconfigures
+@pytest.mark.parametrize(
+    ("said", "is_between"),
+    [
+        ("failed during reconfigure: remote process exited or there was a network error", True),
+        ("failed during reconfigure: unhandled cuda error", False),
+        ("CUDA error: device-side assert triggered", False),
+    ],
+)
+def test_what_keeps_ranks_apart(adapter: Nccl, said: str, *, is_between: bool) -> None:
+    """For a rank that has died the others are not to blame; for its own GPU each is."""
+
+    def refuse() -> None:
+        raise RuntimeError(said)
+
+    with pytest.raises(RuntimeError, match=said) as found:
+        connect(adapter, Nccl2(refuse))
+    assert is_of_others(found.value) == is_between
 
 
 def test_nobody_waits_for_ever(adapter: Nccl, tmp_path: Path) -> None:
