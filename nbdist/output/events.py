@@ -292,6 +292,10 @@ def size_of(output: Output) -> int:
             return 0
 
 
+_NUMBERS = (int, float)
+"""Of which figures have very many."""
+
+
 def _length(value: object) -> int:
     length, waiting = 0, [value]  # not by recursion: JSON can be as deep as its sender likes
     while waiting:
@@ -302,7 +306,9 @@ def _length(value: object) -> int:
                 length += OF_VALUE * len(mapping)
                 waiting.extend(mapping.values())
             case list(values):
-                waiting.extend(values)
+                others = [each for each in values if not isinstance(each, _NUMBERS)]
+                length += OF_VALUE * (len(values) - len(others))
+                waiting.extend(others)
             case _:
                 length += OF_VALUE
     return length

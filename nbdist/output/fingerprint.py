@@ -8,12 +8,13 @@ error's text the rank's own number does too.  What differs is shown all the same
 from __future__ import annotations
 
 import hashlib
+import marshal
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from nbdist.output.ansi import strip
-from nbdist.output.events import Died, Failure, RankError
+from nbdist.output.events import Died, Failure, MimeBundle, RankError
 
 _VARIES = re.compile(
     r"(?P<address>\b0x)[0-9a-fA-F]{6,16}\b"
@@ -108,6 +109,20 @@ def key_of(text: str) -> Key:
     digest = Digest()
     digest.add(text)
     return digest.key
+
+
+WITHOUT_REFERENCES = 2
+"""The version of marshal's format in which equal JSON is equal bytes, whoever has made it."""
+
+
+def content_key(data: MimeBundle) -> bytes:
+    """Make the key of a display's content, soon: of texts or JSON there may be very much."""
+    keys = []
+    for kind, value in sorted(data.items()):
+        is_text = isinstance(value, str)
+        written = value if is_text else marshal.dumps(value, WITHOUT_REFERENCES)
+        keys.append((kind, is_text, len(written), hash(written)))
+    return _bytes(repr(keys))
 
 
 def error_keys(rank: int, error: RankError | None) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from nbdist.output.events import (
     plain_of,
     size_of,
 )
-from nbdist.output.fingerprint import Key, error_keys, key_of
+from nbdist.output.fingerprint import Key, content_key, error_keys, key_of
 from nbdist.output.screen import Line, Screen
 from nbdist.output.wording import left_out_text
 
@@ -50,10 +50,26 @@ _AFTER: dict[Literal["ok", "error", "aborted"], State] = {
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A rich display in its place among the text, with its newest content."""
+    """A rich display in its place among the text, with its newest content.
+
+    `content` is the key of what it has besides its text/plain, which may hold an address.
+    """
 
     display: Display
     key: Key
+    content: bytes
+
+    @classmethod
+    def of(cls, display: Display) -> Shown:
+        """Make the keys, of what may be very much, once and for all."""
+        # A result shows its number in a notebook, but not here: it equals a display.
+        data = {kind: value for kind, value in display.data.items() if kind != "text/plain"}
+        plain, content = repr(display.data.get("text/plain")), content_key(data)
+        if not data:
+            return cls(display, key_of(plain), content)
+        # In figures and tables differing places cannot be shown.
+        exact = content + plain.encode("utf-8", "surrogatepass")
+        return cls(display, Key(exact, exact, exact), content)
 
     @property
     def plain(self) -> str:
@@ -226,7 +242,7 @@ class RankTranscript:
                 self._new_lines += text.count("\n")
             case Display():
                 self._clear_if_due()
-                self.pieces.append(Shown(output, _display_key(output)))
+                self.pieces.append(Shown.of(output))
                 self._count(output)
             case Update():
                 return self._update(output)
@@ -292,7 +308,7 @@ class RankTranscript:
         for position, piece in enumerate(self.pieces):
             if isinstance(piece, Shown) and piece.display.display_id == update.display_id:
                 display = replace(piece.display, data=update.data, metadata=update.metadata)
-                self.pieces[position] = Shown(display, _display_key(display))
+                self.pieces[position] = Shown.of(display)
                 changed = True
         if changed:
             self._count(display)
@@ -338,7 +354,7 @@ class RankTranscript:
         """Say at this place, and no other, how many displays are not kept."""
         self._left_out += number
         note = Display({"text/plain": left_out_text(self._left_out)}, {})
-        self.pieces.insert(at, shown := Shown(note, _display_key(note)))
+        self.pieces.insert(at, shown := Shown.of(note))
         self.pieces = [piece for piece in self.pieces if piece is not self._note]
         self._note = shown
 
@@ -387,14 +403,3 @@ def _key_of(piece: Piece) -> Key | None:
             return key
         case Gap(lines=lines, characters=characters):
             return key_of(f"{lines} lines, {characters} characters")
-
-
-def _display_key(display: Display) -> Key:
-    # A result shows its number in a notebook, but not here: it equals a display.
-    data = sorted(display.data.items())
-    if [*display.data] == ["text/plain"]:
-        return key_of(repr(data))
-    # In figures and tables differing places cannot be shown; and they may be large.
-    keys = [(kind, len(x), hash(x)) if isinstance(x, str) else (kind, x) for kind, x in data]
-    exact = repr(keys).encode("utf-8", "surrogatepass")
-    return Key(exact, exact, exact)

@@ -6,7 +6,6 @@ runs scripts) cannot be part of it: `leftovers`, to be displayed below the panel
 
 from __future__ import annotations
 
-import hashlib
 import re
 from base64 import b64encode
 from collections import Counter
@@ -60,20 +59,13 @@ def leftovers(
     for each in transcript:
         if ranks is not None and each.rank not in ranks:
             continue
-        times: Counter[str] = Counter()
+        times: Counter[bytes] = Counter()
         for shown in each.displays:
             if is_leftover(shown.display.data):
-                key = _content(shown.display)
+                key = shown.content
                 found.setdefault((key, times[key]), ([], shown.display))[0].append(each.rank)
                 times[key] += 1
     return [(tuple(those), display) for those, display in found.values()]
-
-
-def _content(display: Display) -> str:
-    """Make a digest of what is shown of it: its text/plain may hold an address."""
-    kinds = sorted(kind for kind in display.data if kind != "text/plain")
-    said = repr([(kind, display.data[kind]) for kind in kinds])
-    return hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def kind_text(data: MimeBundle) -> str:

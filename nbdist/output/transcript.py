@@ -304,7 +304,7 @@ def fold_shown(shown: Sequence[Shown]) -> Shown:
     if all(other.plain == first.plain for other in shown):
         return first
     data = {**first.display.data, "text/plain": fold_plain([other.plain for other in shown])}
-    return Shown(replace(first.display, data=data), first.key)
+    return replace(first, display=replace(first.display, data=data))
 
 
 def fold_tail(pieces: Sequence[Piece], ranks: Sequence[int], count: int) -> list[list[Line]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from nbdist.output.rank_transcript import SHOWN_AT_MOST
 from nbdist.wire.cgroups import control_groups
 from nbdist.world.world import World
 from tests.notebook.front_end import Notebook
-from tests.waiting import wait_until
+from tests.waiting import once, wait_until
 from tests.worlds import NewWorld
 
 SIZE = 100 << 20
@@ -140,3 +143,35 @@ def test_displays_that_nobody_takes(world: World, tmp_path: Path) -> None:
     pages = said.count(said[-1])
     assert f"… {PAGES - pages} displays left out; the newest are kept" in said
     assert SHOWN_AT_MOST / 4 < PAGE * pages < SHOWN_AT_MOST
+    world.execute("pass")
+    sys.stdout.write(f"{megabytes_of_agent(world) - before:.0f} MB more afterwards\n")
+    assert megabytes_of_agent(world) - before < SHOWN_KEPT / 2**20 / 2
+
+
+@pytest.mark.own_agent
+@pytest.mark.parametrize(
+    "shown", [f"HTML('x' * {PAGE})", "{'application/x': [0.5] * 30_000}, raw=True"]
+)
+def test_stop_in_a_flood_of_displays(shown: str, tmp_path: Path) -> None:
+    """Control is back within 5 s, with all that is kept of them compared and drawn."""
+    file, pressed = tmp_path / "full", list[float]()
+    notebook = Notebook("%load_ext nbdist", "%%distributed -n 4\nfrom IPython.display import HTML")
+
+    def press() -> None:
+        pressed.append(time.monotonic())
+        notebook.process.send_signal(signal.SIGINT)
+
+    try:
+        with once(file.exists, press, "a rank has shown more than is kept"):
+            outcome = notebook.run(
+                "%%distributed\nfrom itertools import count\nfrom pathlib import Path\n"
+                "for number in count():\n"
+                f"    display({shown})\n"
+                f"    if number * {PAGE} > {SHOWN_AT_MOST}: Path({str(file)!r}).touch()"
+            )
+        seconds = time.monotonic() - pressed[0]
+    finally:
+        notebook.close()
+    sys.stdout.write(f"control back after {seconds:.2f} s\n")
+    assert outcome.error == "KeyboardInterrupt: Stopped on ranks 0-3. No variables were lost."
+    assert seconds < 5

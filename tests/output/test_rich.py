@@ -93,6 +93,32 @@ def test_leftovers(data: dict[str, Any], kind: str) -> None:
     assert Panel(final_html(transcript)).lines[-1] == f"{kind}, shown below"
 
 
+class Large(str):
+    """A text that takes too long to be copied, for each display of a flood."""
+
+    def __repr__(self) -> str:
+        raise AssertionError
+
+    encode = __repr__  # type: ignore[assignment]
+
+
+def test_large_contents_are_not_copied() -> None:
+    """They are compared at the cell's end all the same: control is to be back soon after Stop."""
+    texts = [Large("x" * 300_000), Large("y" * 300_000)]
+    shown = [Display({"text/html": text, "text/plain": "Figure"}, {}) for text in texts]
+    transcript = make(2, lambda rank: shown[rank:])
+    assert leftovers(transcript) == [((0,), shown[0]), ((0, 1), shown[1])]
+
+
+def test_json_is_compared_by_its_values() -> None:
+    """Whether or not parts of it are one object; 1 is neither 1.0 nor true."""
+    one, same = {"a": ["a", "a"], "b": [1, None]}, {"a": [*"aa"], "b": [1, None]}
+    others = [{"a": ["a", "a"], "b": [other, None]} for other in (1.0, True, "1")]
+    values = [one, same, *others]
+    transcript = make(5, lambda rank: [Display({"application/x": values[rank]}, {})])
+    assert [ranks for ranks, _ in leftovers(transcript)] == [(0, 1), (2,), (3,), (4,)]
+
+
 def test_addresses_in_texts() -> None:
     """They do not make two of what is otherwise equal."""
     bundle = {"application/x-mine": {"a": 1}}
