@@ -28,6 +28,23 @@ except OSError:
     pass
 """
 
+TAKE_ALL = f"""
+import resource, threading, time
+{USE_UP}
+def take_all():
+    while True:
+        try:
+            os.open(os.devnull, os.O_RDONLY)
+        except OSError:
+            time.sleep(0.0001)
+if rank == 1:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    threading.Thread(target=take_all, daemon=True).start()
+    os.open(os.devnull, os.O_RDONLY)
+dist.barrier()
+"""
+"""Rank 1 has a lowered hard limit, and takes every descriptor that is closed."""
+
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
@@ -164,24 +181,10 @@ def test_ranks_without_descriptors_are_stopped(world: World) -> None:
 
 
 def test_a_rank_that_cannot_take_part_is_replaced_alone(world: World) -> None:
-    """One that takes every descriptor that is closed has no reserve; other ranks are unaffected."""
+    """It has no descriptor in reserve; other ranks are unaffected."""
     pids = dict(world.pids)
     with pytest.raises(WorkerError, match=r"OSError.* Rank 1 was restarted and its var"):
-        world.execute(
-            "import resource, threading, time\n"
-            f"{USE_UP}\n"
-            "def take_all():\n"
-            "    while True:\n"
-            "        try:\n"
-            "            os.open(os.devnull, os.O_RDONLY)\n"
-            "        except OSError:\n"
-            "            time.sleep(0.0001)\n"
-            "if rank == 1:\n"
-            "    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n"
-            "    threading.Thread(target=take_all, daemon=True).start()\n"
-            "    os.open(os.devnull, os.O_RDONLY)\n"
-            "dist.barrier()"
-        )
+        world.execute(TAKE_ALL)
     world.execute(SUM)
     assert world.gather("globals().get('kept')") == [0, None, 2]
     assert [world.pids[rank] == pids[rank] for rank in range(3)] == [True, False, True]

@@ -15,6 +15,8 @@ import pytest
 from nbdist.errors import RanksReleased, UsageError, WorkerDied, WorkerError
 from nbdist.world.states import State
 from nbdist.world.world import World
+from tests.attacks.test_open_files import TAKE_ALL
+from tests.attacks.test_too_much import FILL_UP, displays_that_nobody_takes
 from tests.hosts.launched import (
     KEPT,
     PLACES,
@@ -29,7 +31,7 @@ from tests.hosts.launched import (
     trains,
 )
 from tests.hosts.network import Host, Network
-from tests.hosts.worlds import check_whole
+from tests.hosts.worlds import agent_on, check_whole
 from tests.waiting import press_stop
 
 pytestmark = pytest.mark.shared_world
@@ -131,6 +133,25 @@ def test_a_rank_that_is_killed(world: World) -> None:
         world.execute("import os\nif rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()")
     check_whole(world)
     assert world.gather("globals().get('kept')") == [10, None, 12, 13]
+
+
+@pytest.mark.parametrize("source", [FILL_UP, f"kept = rank\n{TAKE_ALL}"], ids=["-v", "-n"])
+def test_a_rank_at_a_limit_of_its_own(source: str, world: World) -> None:
+    """By `ulimit` it cannot meet the ranks of either host again: it alone is restarted."""
+    pids = dict(world.pids)
+    few = "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 300))"
+    world.execute(f"import resource\n{few}")
+    with pytest.raises(WorkerError, match="Rank 1 was restarted and its va"):
+        world.execute(source)
+    check_whole(world)
+    assert world.gather("globals().get('kept')") == [0, None, 2, 3]
+    assert [rank for rank in pids if world.pids[rank] != pids[rank]] == [1]
+    world.restart()
+
+
+def test_displays_of_another_host(world: World, hosts: list[Host], network: Network) -> None:
+    """They are kept there up to a limit, as at home, and the memory is given back."""
+    displays_that_nobody_takes(world, agent_on(hosts[1]), network.folder / "shown")
 
 
 def test_scale(world: World) -> None:

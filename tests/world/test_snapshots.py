@@ -88,6 +88,20 @@ def test_the_newest_are_kept(world: World, tmp_path: Path) -> None:
     assert world.gather("x") == [4, 4]
 
 
+def test_functions_of_another_python(world: World) -> None:
+    """They are refused in one line with both versions, and nothing is bound beside them."""
+    world.execute("from nbdist.values import pickling\ndef f(): pass\nx = 'old'")
+    world.execute("here, pickling.PYTHON = pickling.PYTHON, (3, 1)")
+    world.snapshot("f", "x", name="a")
+    world.execute("pickling.PYTHON, x = here, 'now'")
+    here = ".".join(map(str, sys.version_info[:2]))
+    said = f"ranks 0-1: .* a function of Python 3.1 cannot be used in {here}"
+    with pytest.raises(UsageError, match=said) as it:
+        world.restore(name="a")
+    assert "\n" not in str(it.value)
+    assert world.gather("x") == ["now", "now"]
+
+
 def test_a_damaged_one_is_not_taken(world: World) -> None:
     """A file that was cut or changed: nothing is bound on any rank, and the next is named."""
     world.execute("x = 'old'")
