@@ -21,7 +21,9 @@ from tests.waiting import SOON
 ROOT = PACKAGE.parent
 
 # The floors: each room, and the rooms below it, or the one module of it, which are all that
-# it may import.  The notebook's side never imports node or worker: they are other processes.
+# it may import.  The notebook's side never imports agent or worker: they are other processes.
+OPTIONS = {"words", "errors", "topology", "hosts", "config", "launching", "readers"}
+BETWEEN = {"words", "errors", "folders", "system", "values", "wire"}  # what all processes have
 FLOORS = {
     "words": set(),
     "plugins": set(),
@@ -31,113 +33,28 @@ FLOORS = {
     "hosts": {"words", "errors"},
     "launching": {"words", "errors", "topology", "hosts"},
     "readers": {"errors"},
-    "config": {"words", "errors", "topology", "hosts", "launching", "readers"},
+    "config": OPTIONS - {"config"},
     "folders": set(),
+    "system": {"words", "errors"},
     "output": {"words", "errors"},
-    "values": {"words", "errors", "wire.cgroups"},
-    "wire": {"values", "words", "errors", "topology", "seats", "hosts", "folders", "output.events"},
-    "world": {
-        "words",
-        "plugins",
-        "errors",
-        "topology",
-        "seats",
-        "hosts",
-        "config",
-        "launching",
-        "readers",
-        "folders",
-        "values",
-        "wire",
-        "output",
-    },
+    "values": {"words", "errors", "system"},
+    "wire": (BETWEEN - {"wire"}) | {"topology", "seats", "hosts", "output.events"},
+    "world": OPTIONS | BETWEEN | {"plugins", "seats", "output"},
+    "agent": BETWEEN | {"topology", "seats", "output.events", "node"},
+    "node": {"agent", "system", "values", "wire"},
     # The head's process does all that an agent does but for having workers.
-    "cluster": {
-        "words",
-        "plugins",
-        "errors",
-        "topology",
-        "seats",
-        "hosts",
-        "config",
-        "folders",
-        "output.events",
-        "values",
-        "wire",
-        "agent",
-        "node",
-    },
-    "notebook": {
-        "words",
-        "plugins",
-        "errors",
-        "topology",
-        "hosts",
-        "config",
-        "launching",
-        "readers",
-        "folders",
-        "values",
-        "wire",
-        "world",
-        "output",
-    },
-    "terminal": {
-        "words",
-        "errors",
-        "topology",
-        "hosts",
-        "config",
-        "launching",
-        "readers",
-        "folders",
-        "values",
-        "wire",
-        "world",
-        "output",
-        "notebook.command",  # the names of all magics
-    },
+    "cluster": BETWEEN
+    | {"plugins", "topology", "seats", "hosts", "config", "output.events", "agent", "node"},
+    "notebook": OPTIONS | BETWEEN | {"plugins", "world", "output"},
+    "terminal": OPTIONS
+    | BETWEEN
+    | {"world", "output", "notebook.command"},  # of that the names of all magics
     # Each tool's magic runs in the notebook, its op (`*_op.py`) in workers.
-    "tools": {
-        "words",
-        "errors",
-        "values",
-        "wire",
-        "output",
-        "world",
-        "notebook",
-        "worker",
-    },
-    "agent": {
-        "words",
-        "errors",
-        "topology",
-        "seats",
-        "folders",
-        "output.events",
-        "values",
-        "wire",
-        "node",
-    },
-    "node": {"agent", "values", "wire"},
-    "worker": {"words", "plugins", "errors", "folders", "output.events", "values", "wire"},
+    "tools": {"words", "errors", "values", "wire", "output", "world", "notebook", "worker"},
+    "worker": BETWEEN | {"plugins", "output.events"},
     # The package itself has the public names, which it takes from everywhere on the
     # notebook's side; everybody may ask it for what stands in it.
-    "__init__": {
-        "words",
-        "errors",
-        "topology",
-        "hosts",
-        "config",
-        "launching",
-        "readers",
-        "folders",
-        "values",
-        "wire",
-        "world",
-        "notebook",
-        "output",
-    },
+    "__init__": OPTIONS | BETWEEN | {"world", "notebook", "output"},
 }
 
 # Doors between rooms: the fork server becomes a worker when it forks.

@@ -26,7 +26,7 @@ from nbdist.agent.worker import Emit, Worker
 from nbdist.agent.worker_group import WorkerGroup
 from nbdist.agent.worker_logs import read_logs
 from nbdist.node.guard import Guard
-from nbdist.node.proc import MemoryGauge
+from nbdist.system.proc import MemoryGauge
 from nbdist.wire import control
 from nbdist.wire.carrying import Taken
 from nbdist.wire.many import NodeAnswer, NodeAsk, NodeDown, NodeUp

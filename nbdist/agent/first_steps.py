@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nbdist.agent.fork_messages import ForkServerProcess, start_fork_server
 from nbdist.node.guard import Guard, go_below_guard
-from nbdist.node.limits import raise_file_limit, word_lack
+from nbdist.system.limits import raise_file_limit, word_lack
 
 
 def begin(

@@ -39,8 +39,8 @@ from nbdist.agent.fork_messages import (
     to_frame,
 )
 from nbdist.node.guard import end_descendants, end_group
+from nbdist.system.prctl import adopt_orphans
 from nbdist.wire.frames import FrameCutter
-from nbdist.wire.prctl import adopt_orphans
 from nbdist.wire.start import WorkerStart
 
 READ_SIZE = 1 << 16

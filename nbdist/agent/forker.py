@@ -28,7 +28,7 @@ from nbdist.agent.fork_messages import (
 )
 from nbdist.agent.processes import Children, WorkerProcess
 from nbdist.node.guard import END_TIMEOUT
-from nbdist.node.limits import Lack, word_lack
+from nbdist.system.limits import Lack, word_lack
 from nbdist.wire.frames import FrameCutter
 from nbdist.wire.start import WorkerStart
 from nbdist.words import word_exit

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from nbdist.agent.stack_file import frames_of, own_frames, with_code
-from nbdist.node.proc import FRESH_SECONDS, MemoryGauge, is_stopped
+from nbdist.system.proc import FRESH_SECONDS, MemoryGauge, is_stopped
 from nbdist.wire import control
 from nbdist.wire.places import Collective, Place, Stack, StackFrame, WorkerStatus
 from nbdist.wire.questions import Completions, Description, Question

@@ -19,9 +19,9 @@ from contextlib import suppress
 from typing import BinaryIO, Protocol
 
 from nbdist.node.guard import await_end, end_group
-from nbdist.node.limits import word_lack
-from nbdist.node.proc import OwnTime
-from nbdist.wire import prctl
+from nbdist.system import prctl
+from nbdist.system.limits import word_lack
+from nbdist.system.proc import OwnTime
 from nbdist.wire.interpreter import safe_environ
 from nbdist.wire.start import WorkerStart, WorldSpec
 

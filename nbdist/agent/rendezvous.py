@@ -12,7 +12,7 @@ from pathlib import Path
 from nbdist import folders
 from nbdist.agent.processes import ProcessSource
 from nbdist.agent.worker import Worker
-from nbdist.node.limits import Lack
+from nbdist.system.limits import Lack
 from nbdist.wire import control
 from nbdist.wire.membership import Groups
 from nbdist.wire.start import WorkerStart, WorldSpec, over_file

@@ -14,8 +14,8 @@ from typing import Any
 
 from nbdist import folders
 from nbdist.node.guard import end_descendants
+from nbdist.system.prctl import adopt_orphans
 from nbdist.wire.messages import Answer, Ask, Reply, Request
-from nbdist.wire.prctl import adopt_orphans
 
 
 class _Left(Exception):

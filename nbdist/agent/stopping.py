@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nbdist.agent.inspect import SAMPLE_TIMEOUT, place_from_outside
-from nbdist.node.proc import OwnTime, ignores, schedule
 from nbdist.output.events import IGNORES_STOP
+from nbdist.system.proc import OwnTime, ignores, schedule
 from nbdist.wire.places import Place
 
 if TYPE_CHECKING:

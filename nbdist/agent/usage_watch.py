@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from nbdist.node.gpus import GpuGauge
-from nbdist.node.proc import MemoryGauge
+from nbdist.system.proc import MemoryGauge
 from nbdist.wire.messages import Used
 from nbdist.wire.places import Gpu, Usage
 

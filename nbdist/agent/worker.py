@@ -19,15 +19,14 @@ from nbdist.agent.processes import ProcessSource, WorkerProcess
 from nbdist.agent.stack_file import StackFile
 from nbdist.agent.worker_logs import WorkerLog
 from nbdist.agent.worker_output import WorkerOutput
-from nbdist.node.limits import Lack, lack_in
-from nbdist.node.proc import is_exiting, is_stopped
 from nbdist.output.events import Died, Done, Failure, InputRequest, Output, Text, Typed
+from nbdist.system.limits import Lack, OomKills, lack_in
+from nbdist.system.prctl import cpu_seconds
+from nbdist.system.proc import is_exiting, is_stopped
 from nbdist.wire import control
-from nbdist.wire.cgroups import OomKills
 from nbdist.wire.frames import BadFrame
 from nbdist.wire.messages import Run
 from nbdist.wire.places import Place, RankState, WorkerStatus
-from nbdist.wire.prctl import cpu_seconds
 from nbdist.wire.start import LAST_LINE_SAYS, WorkerStart, WorldSpec
 from nbdist.wire.task import CatchUp, Finished, InputReply, Said, Task, unpack
 from nbdist.words import word_exit

@@ -18,7 +18,7 @@ from nbdist.agent.rendezvous import CallOff, Rendezvous
 from nbdist.agent.store_window import StoreWindow
 from nbdist.agent.worker import Emit, Worker
 from nbdist.agent.worker_logs import RunFolder
-from nbdist.node.limits import lack_in, word_lack_of_files
+from nbdist.system.limits import lack_in, word_lack_of_files
 from nbdist.wire import control
 from nbdist.wire.membership import Formed, Groups, Held, Plan
 from nbdist.wire.messages import StartFailure, Starting, WorldStarted

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from nbdist.wire.prctl import adopt_orphans, children_of, cpu_seconds, signal_on_parents_end
+from nbdist.system.prctl import adopt_orphans, children_of, cpu_seconds, signal_on_parents_end
 
 END_TIMEOUT, END_STEP = 5.0, 0.005
 """Seconds for killed processes to be gone, and between two looks."""

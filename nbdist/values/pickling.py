@@ -26,6 +26,7 @@ from typing import Any, ClassVar, cast
 
 import cloudpickle.cloudpickle as by_value
 
+from nbdist.system.limits import ASKED_FROM, require_memory
 from nbdist.values.definitions import (
     MAIN,
     PYTHON,
@@ -54,7 +55,6 @@ from nbdist.values.definitions import (
 )
 from nbdist.values.shared_memory import Buffer
 from nbdist.values.tensors import TensorReducer, reduce_constant
-from nbdist.wire.cgroups import ASKED_FROM, require_memory
 
 LONG = 1 << 20
 """Bytes of a text or `bytes` that a sketch leaves out."""

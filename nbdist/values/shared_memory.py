@@ -18,7 +18,7 @@ from pickle import PickleBuffer
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-from nbdist.wire.cgroups import require_memory
+from nbdist.system.limits import require_memory
 
 Made = TypeVar("Made")
 

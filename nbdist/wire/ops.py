@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbdist.system.limits import MemoryLimit
 from nbdist.values.payload import Payload
-from nbdist.wire.cgroups import MemoryLimit
 from nbdist.words import count
 
 

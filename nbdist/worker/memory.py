@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from nbdist.system.limits import MemoryLimit, memory_limits
 from nbdist.values.pickling import without_cycles
-from nbdist.wire.cgroups import MemoryLimit, memory_limits
 from nbdist.wire.ops import GpuMemory, Held, Memory, Peak
 from nbdist.words import size_text
 from nbdist.worker.compat import accelerator

@@ -23,7 +23,7 @@ from nbdist.config import DEFAULT_POOL, LOCAL, WorldConfig
 from nbdist.errors import BadTopology, UsageError
 from nbdist.hosts import parse_hosts
 from nbdist.seats import Position, Seats, seat_more
-from nbdist.wire.cgroups import memory_limits
+from nbdist.system.limits import memory_limits
 from nbdist.wire.start import WorldSpec
 from nbdist.wire.versions import versions_here
 from nbdist.wire.wanted import LINK_TIMEOUT, Wanted

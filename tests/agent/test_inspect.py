@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.agent.inspect import status_of
-from nbdist.node.proc import MemoryGauge, thread_state
+from nbdist.system.proc import MemoryGauge, thread_state
 from nbdist.wire.places import Place, Stack, WorkerStatus
 from nbdist.world.running import RunningTask
 from nbdist.world.states import State

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.agent.usage_watch import UsageWatch
-from nbdist.node.proc import LARGEST_SHARE, MemoryGauge
+from nbdist.system.proc import LARGEST_SHARE, MemoryGauge
 from nbdist.world.status import usage_text
 from nbdist.world.world import World
 from tests.waiting import SOON

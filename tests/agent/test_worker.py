@@ -15,10 +15,10 @@ import pytest
 
 from nbdist.agent.worker import NO_CELL, UNREACHABLE, Worker
 from nbdist.output.events import Died, Done, Failure, InputRequest, Output, Text, Typed
+from nbdist.system.prctl import adopt_orphans
 from nbdist.wire import control
 from nbdist.wire.messages import Run
 from nbdist.wire.places import Place
-from nbdist.wire.prctl import adopt_orphans
 from nbdist.wire.task import InputReply, Task
 from nbdist.wire.task import Source as SourceText
 from tests.agent.sources import Source, worker_start

@@ -14,7 +14,7 @@ import pytest
 from nbdist.agent.backlog import SHOWN_KEPT
 from nbdist.errors import WorkerError
 from nbdist.output.rank_transcript import SHOWN_AT_MOST
-from nbdist.wire.cgroups import control_groups
+from nbdist.system.limits import control_groups
 from nbdist.world.world import World
 from tests.notebook.front_end import Notebook
 from tests.waiting import once, wait_until

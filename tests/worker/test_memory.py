@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nbdist.wire.cgroups import MemoryLimit
+from nbdist.system.limits import MemoryLimit
 from nbdist.wire.ops import GpuMemory, Held, Memory, Peak
 from nbdist.worker.compat import accelerator
 from nbdist.worker.memory import Peaks, account, account_lines, is_out_of_memory, measure, pss_now

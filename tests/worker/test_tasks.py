@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from nbdist.node.proc import is_stopped
 from nbdist.output.events import Done
+from nbdist.system.proc import is_stopped
 from nbdist.wire.frames import FrameCutter, framed
 from nbdist.wire.task import CatchUp, Finished, InputReply, Source, Task
 from nbdist.worker.process import Interrupts

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.wire.prctl`: real processes whose parents end."""
+"""Tests of `nbdist.system.prctl`: real processes whose parents end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.wire import prctl
+from nbdist.system import prctl
 from tests.waiting import SOON, wait_until
 
 pytestmark = pytest.mark.world
@@ -25,7 +25,7 @@ input()
 
 ASKS = """
 import os, signal, sys
-from nbdist.wire.prctl import signal_on_parents_end
+from nbdist.system.prctl import signal_on_parents_end
 print(signal_on_parents_end(signal.SIGKILL, os.getppid() + int(sys.argv[1])), flush=True)
 input()
 """

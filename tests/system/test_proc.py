@@ -1,4 +1,4 @@
-"""Tests of `nbdist.node.proc`: real processes, their state, time and memory, also of ended ones."""
+"""Tests of `nbdist.system.proc`: state, time and memory of real processes, also of ended ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from nbdist.node.proc import (
+from nbdist.system.proc import (
     MemoryGauge,
     OwnTime,
     ignores,
