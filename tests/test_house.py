@@ -23,7 +23,7 @@ ROOT = PACKAGE.parent
 # The floors: each room, and the rooms below it, or the one module of it, which are all that
 # it may import.  The notebook's side never imports agent or worker: they are other processes.
 OPTIONS = {"words", "errors", "topology", "hosts", "config", "launching", "readers"}
-BETWEEN = {"words", "errors", "folders", "system", "values", "wire"}  # what all processes have
+BETWEEN = {"words", "errors", "system", "values", "wire"}  # what all processes have
 FLOORS = {
     "words": set(),
     "plugins": set(),
@@ -34,7 +34,6 @@ FLOORS = {
     "launching": {"words", "errors", "topology", "hosts"},
     "readers": {"errors"},
     "config": OPTIONS - {"config"},
-    "folders": set(),
     "system": {"words", "errors"},
     "output": {"words", "errors"},
     "values": {"words", "errors", "system"},

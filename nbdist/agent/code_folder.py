@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from nbdist import folders
+from nbdist.system import folders
 from nbdist.wire.code_tree import (
     MANIFEST,
     CodeFile,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from nbdist.agent.first_steps import begin
 from nbdist.cluster.ticket import BadTicket, Ticket
 from nbdist.errors import NoRuntimeFolder
-from nbdist.wire.runtime_folder import RuntimeFolder
+from nbdist.system.folders import RuntimeFolder
 
 
 def come(argv: Sequence[str]) -> None:

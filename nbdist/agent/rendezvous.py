@@ -9,9 +9,9 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nbdist import folders
 from nbdist.agent.processes import ProcessSource
 from nbdist.agent.worker import Worker
+from nbdist.system import folders
 from nbdist.system.limits import Lack
 from nbdist.wire import control
 from nbdist.wire.membership import Groups

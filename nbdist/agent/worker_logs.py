@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from nbdist import folders
 from nbdist.output.events import StreamName
+from nbdist.system import folders
 from nbdist.wire.log_files import (
     LogPiece,
     attempts_beside,

@@ -28,7 +28,6 @@ import psutil
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from nbdist import folders
 from nbdist.cluster.ticket import (
     BadTicket,
     Place,
@@ -43,6 +42,7 @@ from nbdist.cluster.ticket import (
     ticket_from,
 )
 from nbdist.errors import UsageError
+from nbdist.system import folders
 from nbdist.wire.interpreter import agent_command, safe_environ
 from nbdist.wire.worker_environ import NBDIST_DECIDES
 

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import zmq
 
-from nbdist import folders
+from nbdist.system import folders
 from nbdist.wire.numbered import Kind, Numbered
 from nbdist.wire.wanted import LINK_TIMEOUT
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from IPython.display import display, update_display
 
-from nbdist.folders import make_private, open_private
 from nbdist.output.events import Display, MimeBundle
 from nbdist.output.rich import MOST_BELOW, leftovers
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import bold, panel
+from nbdist.system.folders import make_private, open_private
 from nbdist.words import format_ranks, name_ranks
 from nbdist.world.spec import default_log_dir
 

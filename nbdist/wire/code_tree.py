@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
-from nbdist.folders import MARKER
+from nbdist.system.folders import MARKER
 from nbdist.wire.start import WorldSpec
 
 DIGEST_BYTES = 16

@@ -19,8 +19,8 @@ from typing import Any
 
 from jupyter_client.session import Session
 
-from nbdist.folders import open_private
 from nbdist.output.events import MOVED, RECORD, TOPIC
+from nbdist.system.folders import open_private
 from nbdist.worker.streams import write_mark
 
 ORDERED = frozenset(

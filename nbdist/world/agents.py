@@ -23,16 +23,17 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from nbdist import __version__, folders, plugins
+from nbdist import __version__, plugins
 from nbdist.config import DEFAULT_POOL, LOCAL
 from nbdist.errors import UsageError
+from nbdist.system import folders
+from nbdist.system.folders import PREFIX, places
 from nbdist.system.limits import OomKills
 from nbdist.system.prctl import children_of
 from nbdist.wire.at_door import DOOR, LONGEST_LINE, Admitted, Held, Said, Who, from_line, to_line
 from nbdist.wire.child import Child, last_lines_of
 from nbdist.wire.frames import BadFrame
 from nbdist.wire.interpreter import MODULE, safe_environ
-from nbdist.wire.runtime_folder import PREFIX, places
 from nbdist.wire.seen import connect_to, process_at
 from nbdist.wire.versions import difference, versions_here
 

@@ -14,9 +14,9 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 from nbdist import __version__
 from nbdist.config import WorldConfig
 from nbdist.errors import NbdistError, UsageError
+from nbdist.system.folders import JoinedFolder
 from nbdist.wire.at_door import Admitted, Attach, Refused
 from nbdist.wire.frames import BadFrame
-from nbdist.wire.runtime_folder import JoinedFolder
 from nbdist.world.agents import Asking, AttachedAgent, Found, to_attach, worlds
 from nbdist.world.link import Link
 from nbdist.world.result import CellResult

@@ -25,6 +25,7 @@ import zmq
 from nbdist import __version__
 from nbdist.errors import AgentLost, ForkedProcess, StartError
 from nbdist.output.events import Died, Output
+from nbdist.system.folders import JoinedFolder, RuntimeFolder
 from nbdist.wire.child import left_behind
 from nbdist.wire.frames import BadFrame, object_from
 from nbdist.wire.messages import (
@@ -56,7 +57,6 @@ from nbdist.wire.messages import (
     to_bytes,
     up_from,
 )
-from nbdist.wire.runtime_folder import JoinedFolder, RuntimeFolder
 from nbdist.wire.task import InputReply
 from nbdist.world.agents import AGENT, AgentProcess, AttachedAgent, require_open_files
 

@@ -4,9 +4,9 @@
 
 Runs in the notebook's process.  What is being written lies beside it under a name that
 begins with a dot.  Each folder of a snapshot is private, and has a marker of ours without
-which it is never removed (`nbdist.folders`); its lock distinguishes a writer's folder from one that
-was left behind.  What is restored is a pickle, which can run anything: it is read only where
-only this user can have written it.
+which it is never removed (`nbdist.system.folders`); its lock distinguishes a writer's folder from
+one that was left behind.  What is restored is a pickle, which can run anything: it is read only
+where only this user can have written it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from nbdist import __version__, folders
+from nbdist import __version__
 from nbdist.config import DEFAULT_POOL
 from nbdist.errors import NbdistError, UsageError
+from nbdist.system import folders
 from nbdist.wire.ops import Mesh, Written
 
 KEPT = 3

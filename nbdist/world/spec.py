@@ -18,11 +18,12 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from nbdist import folders, topology
+from nbdist import topology
 from nbdist.config import DEFAULT_POOL, LOCAL, WorldConfig
 from nbdist.errors import BadTopology, UsageError
 from nbdist.hosts import parse_hosts
 from nbdist.seats import Position, Seats, seat_more
+from nbdist.system import folders
 from nbdist.system.limits import memory_limits
 from nbdist.wire.start import WorldSpec
 from nbdist.wire.versions import versions_here

@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist import folders
 from nbdist.agent import rendezvous, worker_group
 from nbdist.agent.worker_group import WorkerGroup, problem_in
+from nbdist.system import folders
 from nbdist.wire.control import Answer, Failed, Ok
 from nbdist.wire.membership import Plan
 from nbdist.wire.messages import StartFailure

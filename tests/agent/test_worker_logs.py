@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from nbdist.agent.worker_logs import RUNS_KEPT, RunFolder, WorkerLog, drop_old_runs
-from nbdist.folders import MARKER
 from nbdist.notebook.commands.logs import last_lines
+from nbdist.system.folders import MARKER
 
 
 def test_streams_have_files_of_their_own(tmp_path: Path):

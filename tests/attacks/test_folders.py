@@ -22,9 +22,8 @@ import pytest
 
 from nbdist.agent.worker_logs import RUN, RUNS_KEPT
 from nbdist.errors import UsageError, WorkerDied
-from nbdist.folders import MARKER
 from nbdist.notebook.commands.logs import last_lines
-from nbdist.wire.runtime_folder import RuntimeFolder
+from nbdist.system.folders import MARKER, RuntimeFolder
 from nbdist.world.snapshot_store import KEPT, Snapshot
 from nbdist.world.world import World
 from tests.waiting import SOON, wait_until
@@ -345,7 +344,7 @@ def test_an_empty_or_a_missing_folder_costs_nothing(cleaned: World) -> None:
 
 KILLED = """
 import os, signal
-from nbdist.wire.runtime_folder import RuntimeFolder
+from nbdist.system.folders import RuntimeFolder
 
 folder = RuntimeFolder()
 print(folder.path, flush=True)

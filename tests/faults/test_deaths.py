@@ -18,8 +18,8 @@ import pytest
 from nbdist.config import Patience
 from nbdist.errors import AgentLost, NbdistError, RanksReleased, UsageError, WorkerDied, WorkerError
 from nbdist.output.events import Died
+from nbdist.system.folders import RuntimeFolder
 from nbdist.system.prctl import children_of
-from nbdist.wire.runtime_folder import RuntimeFolder
 from nbdist.world.agents import AgentProcess
 from nbdist.world.running import RunningTask
 from nbdist.world.states import State

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from nbdist.agent.code_folder import CodeFolder
+from nbdist.system.folders import RuntimeFolder
 from nbdist.wire.code_tree import CodeFile, CodePart, digest_of
 from nbdist.wire.messages import PutCode
-from nbdist.wire.runtime_folder import RuntimeFolder
 from nbdist.world.agents import AgentProcess
 from tests.waiting import SOON, wait_until
 

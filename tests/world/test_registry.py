@@ -15,8 +15,8 @@ import pytest
 
 from nbdist import __version__
 from nbdist.errors import UsageError
+from nbdist.system.folders import PREFIX
 from nbdist.wire.at_door import DOOR, Held
-from nbdist.wire.runtime_folder import PREFIX
 from nbdist.wire.versions import Versions, versions_here
 from nbdist.world import agents
 from nbdist.world.agents import Asking, Found, runtime_folders, to_attach, worlds

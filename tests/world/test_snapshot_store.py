@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from nbdist import folders
 from nbdist.agent.worker_logs import RUNS_KEPT, drop_old_runs
 from nbdist.errors import UsageError
+from nbdist.system import folders
 from nbdist.wire.ops import Written
 from nbdist.worker.ops.snapshot import write_frames
 from nbdist.world.snapshot_store import KEPT, MANIFEST, Snapshot, SnapshotStore, root_folder

@@ -23,8 +23,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from nbdist import folders
-from nbdist.folders import Untrusted
+from nbdist.system import folders
+from nbdist.system.folders import Untrusted
 from nbdist.values.pickling import Pickled, pickle, unpickle
 from nbdist.values.shared_memory import ALIGNMENT, Buffer
 from nbdist.wire.ops import Loaded, Written

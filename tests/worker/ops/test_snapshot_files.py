@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.folders import Untrusted
+from nbdist.system.folders import Untrusted
 from nbdist.values.shared_memory import ALIGNMENT, Buffer
 from nbdist.worker.ops.snapshot import MAGIC, SMALL, Damaged, map_frames, read_frames, write_frames
 

@@ -1,0 +1,276 @@
+"""Tests of `nbdist.system.folders`: proof before removing anything, trust before reading it.
+
+Of folders of worlds' sockets too: where they are, and when they are removed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from nbdist.errors import NoRuntimeFolder, ScaleError
+from nbdist.system import folders
+from nbdist.system.folders import MARKER, RuntimeFolder, Untrusted, places
+from nbdist.world.world import World
+
+ALL = re.compile(".*")
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    """A folder of ours that nobody holds, with a file and a folder in it."""
+    folder = tmp_path / "ours"
+    folder.mkdir(mode=0o700)
+    os.close(folders.claim(folder, "a test"))
+    (folder / "file").write_text("x")
+    (folder / "sub").mkdir()
+    return folder
+
+
+def test_it_goes_when_nobody_holds_it(ours: Path):
+    """Whoever holds it keeps it, of several the last one; then it goes."""
+    holders = [folders.join(ours, "a test") for _ in range(2)]
+    for holder in holders:
+        assert holder is not None
+        assert not folders.remove(ours, "a test", ALL)
+        os.close(holder)
+    assert folders.remove(ours, "a test", ALL)
+    assert not ours.exists()
+    assert folders.join(ours, "a test") is None
+    assert not folders.remove(ours, "a test", ALL)
+
+
+@pytest.mark.world
+def test_another_process_holds_it_until_it_ends(ours: Path):
+    """A holder that is killed holds nothing any more."""
+    code = (
+        "import sys, time; from pathlib import Path; from nbdist.system import folders\n"
+        "print(folders.join(Path(sys.argv[1]), 'a test'), flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, ours], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline().strip().isdigit()
+        assert not folders.remove(ours, "a test", ALL)
+        holder.kill()
+    assert folders.remove(ours, "a test", ALL)
+
+
+def test_without_proof_it_stays(ours: Path, tmp_path: Path):
+    """Other words, a copied, a linked or no marker, a marker of another user: it stays."""
+    marker, text = ours / MARKER, (ours / MARKER).read_bytes()
+    assert not folders.remove(ours, "another test", ALL)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / MARKER).write_bytes(text)
+    assert not folders.remove(other, "a test", ALL)
+    for break_it in (
+        lambda: marker.write_bytes(text + b"x"),
+        lambda: marker.write_bytes(b""),
+        marker.unlink,
+        lambda: marker.symlink_to(other / MARKER),
+    ):
+        break_it()
+        assert not folders.is_ours(ours, "a test")
+        assert not folders.remove(ours, "a test", ALL)
+    marker.unlink()
+    marker.write_bytes(text)
+    assert folders.is_ours(ours, "a test")
+    if os.geteuid() == 0:
+        os.chown(marker, 54321, -1)
+        assert not folders.is_ours(ours, "a test")
+        os.chown(marker, 0, -1)
+    (tmp_path / "link").symlink_to(ours)
+    assert not folders.remove(tmp_path / "link", "a test", ALL)
+    assert (ours / "file").exists()
+
+
+@pytest.mark.parametrize("pattern", ["file", "file|sub", "sub/"])
+def test_what_is_not_known_keeps_it_whole(ours: Path, pattern: str):
+    """Nothing of it is removed, nor is it moved."""
+    aside = ours.with_name("aside")
+    assert not folders.remove(ours, "a test", re.compile(pattern), aside)
+    assert {each.name for each in ours.iterdir()} == {MARKER, "file", "sub"}
+    assert folders.remove(ours, "a test", re.compile("file|sub/"), aside)
+    assert not aside.exists()
+
+
+def test_links_are_removed_not_followed(ours: Path, tmp_path: Path):
+    """What a link leads to stays."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("mine")
+    (ours / "sub" / "link").symlink_to(tmp_path / "mine")
+    assert not folders.remove(ours, "a test", ALL)
+    assert folders.remove(ours, "a test", None)
+    assert (tmp_path / "mine" / "file").read_text() == "mine"
+
+
+def test_folders_are_private_on_the_way(tmp_path: Path):
+    """Those that are made, and not those that are there."""
+    tmp_path.chmod(0o755)
+    before = os.umask(0)
+    try:
+        folders.make_private(tmp_path / "a" / "b")
+    finally:
+        os.umask(before)
+    modes = [(tmp_path / each).stat().st_mode & 0o777 for each in (".", "a", "a/b")]
+    assert modes == [0o755, 0o700, 0o700]
+    folders.check_private(tmp_path / "a")
+    for folder in (tmp_path, tmp_path / "link"):
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to(tmp_path / "a")
+        with pytest.raises(PermissionError, match="not a folder that only this user can open"):
+            folders.check_private(folder)
+
+
+def test_what_is_trusted_can_be_read(ours: Path):
+    """A plain file in private folders, and an error where there is none."""
+    ours.parent.chmod(0o700)
+    with folders.trusted_folder(ours) as at:
+        os.close(folders.open_trusted(ours / "file", at))
+        with pytest.raises(FileNotFoundError):
+            folders.open_trusted(ours / "nowhere", at)
+        with pytest.raises(Untrusted, match="sub is no plain file"):
+            folders.open_trusted(ours / "sub", at)
+        for mode in (0o620, 0o602):
+            (ours / "file").chmod(mode)
+            with pytest.raises(Untrusted, match=f"others can write to .*mode {mode:04o}"):
+                folders.open_trusted(ours / "file", at)
+
+
+# --- folders of worlds' sockets ---------------------------------------------------------------
+
+
+@pytest.fixture
+def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Short enough for a unix socket's path."""
+    with tempfile.TemporaryDirectory(prefix="nbt-", dir="/tmp") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder)
+
+
+def test_what_a_killed_agent_left_goes_and_nothing_else(parent: Path) -> None:
+    """What is held stays, whatever a cleaner took; so do copies, renamed ones and data."""
+    held, cleaned, killed, moved = (RuntimeFolder() for _ in range(4))
+    left = killed.path
+    (cleaned.path / MARKER).unlink()
+    copy, data = parent / "nbdist-copy", parent / "nbdist-data"
+    shutil.copytree(left, copy)
+    renamed = moved.path.rename(parent / "nbdist-mine")
+    for each in (killed, moved):  # as the kernel does at a process's end
+        os.close(each._claim)
+    data.mkdir()
+    (data / "lock").write_text("")
+    for folder in (held.path, cleaned.path, left, renamed, copy, data):
+        os.utime(folder, (1, 1))
+    new = RuntimeFolder()
+    assert {*parent.iterdir()} == {held.path, cleaned.path, renamed, copy, data, new.path}
+    for each in (held, cleaned, new):
+        each.close()
+    assert {*parent.iterdir()} == {renamed, copy, data}
+
+
+def test_what_was_left_elsewhere_goes_too(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next agent may come by ssh, or in a batch job, and have another environment."""
+    killed = RuntimeFolder()
+    os.close(killed._claim)
+    other = parent / "other"
+    other.mkdir()
+    monkeypatch.setenv("TMPDIR", str(parent))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(other))
+    RuntimeFolder().close()
+    assert [*parent.iterdir()] == [other]
+
+
+@pytest.mark.parametrize("umask", [0, 0o077])
+def test_only_this_user_can_open_it(parent: Path, umask: int) -> None:
+    """Whatever the umask."""
+    before = os.umask(umask)
+    try:
+        folder = RuntimeFolder()
+    finally:
+        os.umask(before)
+    assert folder.path.stat().st_mode & 0o077 == 0
+    folder.close()
+    assert not [*parent.iterdir()]
+
+
+@pytest.mark.parametrize("variable", ["XDG_RUNTIME_DIR", "TMPDIR"])
+@pytest.mark.parametrize("name", ["x" * 150, "長" * 40, "長" * 25, "run", "line\nbreak", "\udcff"])
+def test_places_that_cannot_hold_sockets(
+    parent: Path, monkeypatch: pytest.MonkeyPatch, variable: str, name: str
+) -> None:
+    """A path that is too long, in bytes, or relative, or of other signs: there is another place."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    folder = parent / name
+    folder.mkdir()
+    monkeypatch.setenv(variable, name if name == "run" else str(folder))
+    monkeypatch.chdir(parent)
+    made = RuntimeFolder()
+    made.close()
+    assert made.path.parent == Path("/tmp")
+    assert not [*folder.iterdir()]
+
+
+def test_which_place_is_first(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the session goes before that of temporary files."""
+    monkeypatch.setenv("TMPDIR", "/tmp/other")
+    assert places()[:2] == [parent, Path("/tmp/other")]
+
+
+@pytest.fixture
+def small(parent: Path) -> Iterator[Path]:
+    """A file system with room for little; needs root."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(parent)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield parent
+    subprocess.run(["umount", str(parent)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """A file in it that leaves no room for another."""
+    found = folder / "big"
+    with suppress(OSError), found.open("wb", buffering=0) as file:
+        while file.write(b"x" * 512):
+            pass
+    return found
+
+
+@pytest.mark.own_agent
+def test_a_full_place(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is passed over; and where nothing else is left, named."""
+    fill(small)
+    for variable in ("XDG_RUNTIME_DIR", "TMPDIR"):
+        monkeypatch.setenv(variable, str(small))
+    made = RuntimeFolder()
+    made.close()
+    assert made.path.parent == Path("/tmp")
+    monkeypatch.setattr("nbdist.system.folders.LAST_PLACES", ())
+    with pytest.raises(NoRuntimeFolder) as found:
+        RuntimeFolder()
+    assert f"({small}: No space left on device)" in str(found.value)
+    assert "\n" not in str(found.value)
+    assert [each.name for each in small.iterdir()] == ["big"]
+
+
+@pytest.mark.own_agent
+def test_a_place_that_gets_full(small: Path) -> None:
+    """Who cannot start says where there is no room; with room again it can."""
+    with World(1, log_dir="") as world:
+        world.start()
+        file = fill(small)
+        with pytest.raises(ScaleError, match=f"No space left on device in {small}/nbdist-"):
+            world.scale(2)
+        assert world.gather("rank") == [0]
+        file.unlink()
+        world.scale(2)
+        assert world.gather("rank") == [0, 1]
