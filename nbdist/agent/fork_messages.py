@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nbdist.system.processes import MODULE
 from nbdist.wire.frames import framed
-from nbdist.wire.interpreter import MODULE
 
 if TYPE_CHECKING:
     from nbdist.wire.start import WorkerStart

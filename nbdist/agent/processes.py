@@ -22,7 +22,7 @@ from nbdist.node.guard import await_end, end_group
 from nbdist.system import prctl
 from nbdist.system.limits import word_lack
 from nbdist.system.proc import OwnTime
-from nbdist.wire.interpreter import safe_environ
+from nbdist.system.processes import safe_environ
 from nbdist.wire.start import WorkerStart, WorldSpec
 
 LONGEST_EXIT, EXIT_STEP = 10.0, 0.05

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from nbdist.wire.child import LEFT
+from nbdist.system.processes import LEFT
 from nbdist.words import one_line, word_exit
 
 END_TIMEOUT = 3.0

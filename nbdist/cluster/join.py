@@ -43,7 +43,7 @@ from nbdist.cluster.ticket import (
 )
 from nbdist.errors import UsageError
 from nbdist.system import folders
-from nbdist.wire.interpreter import agent_command, safe_environ
+from nbdist.system.processes import agent_command, safe_environ
 from nbdist.wire.worker_environ import NBDIST_DECIDES
 
 REACH_TIMEOUT = 5.0

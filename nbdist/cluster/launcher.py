@@ -18,9 +18,8 @@ from typing import Protocol, cast
 
 from nbdist import __version__, plugins
 from nbdist.cluster.ticket import Ticket, drop_dead_join_keys, place_of, write_join_key
-from nbdist.wire.child import Child
-from nbdist.wire.interpreter import MODULE
-from nbdist.wire.interpreter import agent_command as agent_command  # launchers find all here
+from nbdist.system.processes import MODULE, Child
+from nbdist.system.processes import agent_command as agent_command  # launchers find all here
 from nbdist.wire.wanted import Wanted
 
 ARRIVE_TIMEOUT = 60.0

@@ -23,7 +23,7 @@ from typing import IO, Any
 from nbdist import topology
 from nbdist.cluster.launcher import KILL_TIMEOUT, Launched, agent_command
 from nbdist.cluster.ticket import Ticket
-from nbdist.wire.interpreter import MODULE
+from nbdist.system.processes import MODULE
 from nbdist.wire.wanted import Wanted
 from nbdist.words import count
 

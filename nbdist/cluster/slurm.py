@@ -25,8 +25,7 @@ from typing import ClassVar
 from nbdist.cluster.allocation import CANCEL_TIMEOUT, GRANTED, cancel, run, step_environ
 from nbdist.cluster.launcher import AgentCommand, Launched, LaunchError, agent_command
 from nbdist.cluster.ticket import Ticket
-from nbdist.wire.child import LEFT, left_behind
-from nbdist.wire.interpreter import MODULE
+from nbdist.system.processes import LEFT, MODULE, left_behind
 from nbdist.wire.wanted import Wanted
 from nbdist.words import count
 

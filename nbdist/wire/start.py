@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nbdist.seats import Seat, Seats, gpus_of, ranks_on, seat_of
+from nbdist.system.processes import MODULE
 from nbdist.topology import is_slice
-from nbdist.wire.interpreter import MODULE
 from nbdist.wire.versions import Versions
 
 LAST_LINE_SAYS = 78

@@ -44,7 +44,7 @@ import time
 import traceback
 from multiprocessing import process
 
-from nbdist.wire.interpreter import safe_path
+from nbdist.system.processes import safe_path
 from nbdist.wire.start import LAST_LINE_SAYS, WorkerStart
 from nbdist.wire.versions import Versions, difference, versions_here
 from nbdist.worker.process import BadEnvironment, set_limit

@@ -26,7 +26,7 @@ from nbdist import __version__
 from nbdist.errors import AgentLost, ForkedProcess, StartError
 from nbdist.output.events import Died, Output
 from nbdist.system.folders import JoinedFolder, RuntimeFolder
-from nbdist.wire.child import left_behind
+from nbdist.system.processes import left_behind
 from nbdist.wire.frames import BadFrame, object_from
 from nbdist.wire.messages import (
     Abort,

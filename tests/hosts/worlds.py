@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from nbdist.errors import WorkerDied
-from nbdist.wire.interpreter import agent_command
+from nbdist.system.processes import agent_command
 from nbdist.world.world import World
 from tests.hosts.network import Host, Network
 from tests.waiting import once

@@ -1,15 +1,19 @@
-"""How nbdist's own interpreters look for modules: never in the notebook's folder."""
+"""Tests of `nbdist.system.processes`: interpreters of ours, and a process with a log.
+
+No interpreter looks for modules in the notebook's folder; the end of its stdin ends a process.
+"""
 
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from nbdist.wire.interpreter import MODULE, agent_command, safe_environ, safe_path
+from nbdist.system.processes import MODULE, Child, agent_command, safe_environ, safe_path
 from tests.waiting import SOON
 
 ROOT = str(Path(__file__).parents[2])
@@ -64,3 +68,26 @@ def test_the_command_of_an_agent() -> None:
     """With the number of its node where that is known."""
     assert agent_command("/venv/python", 3)[-2:] == ["--node", "3"]
     assert agent_command("") == [sys.executable, "-P", "-m", "nbdist.agent", "--ticket"]
+
+
+@pytest.mark.world
+def test_its_session_its_end_and_its_log(tmp_path: Path) -> None:
+    """It is in nobody's process group, and says when it has ended, how, and what it wrote."""
+    program = "import sys; print('x' * 5000); sys.stderr.write('last\\n'); sys.exit(3)"
+    child = Child("a", [sys.executable, "-c", program], tmp_path / "log", None)
+    assert select.select([child], [], [], 20)[0] == [child]
+    assert (child.exit_code(), child.host) == (3, "a")
+    assert child.last_lines()[0] in ("last", "x" * 4090)
+    assert repr(child) == f"<Child {child.pid} exit code 3>"
+    child._end_stdin()
+    child.close()
+
+
+@pytest.mark.world
+def test_it_is_out_of_reach_of_stop(tmp_path: Path) -> None:
+    """Stop signals a whole process group."""
+    child = Child("a", [sys.executable, "-c", "input()"], tmp_path / "log", None)
+    assert os.getsid(child.pid) == child.pid
+    child._end_stdin()
+    assert child._ends_in(20)
+    child.close()
