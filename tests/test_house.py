@@ -39,11 +39,10 @@ FLOORS = {
     "values": {"words", "errors", "system"},
     "wire": (BETWEEN - {"wire"}) | {"topology", "seats", "hosts", "output.events"},
     "world": OPTIONS | BETWEEN | {"plugins", "seats", "output"},
-    "agent": BETWEEN | {"topology", "seats", "output.events", "node"},
-    "node": {"agent", "system", "values", "wire"},
+    "agent": BETWEEN | {"topology", "seats", "output.events"},
     # The head's process does all that an agent does but for having workers.
     "cluster": BETWEEN
-    | {"plugins", "topology", "seats", "hosts", "config", "output.events", "agent", "node"},
+    | {"plugins", "topology", "seats", "hosts", "config", "output.events", "agent"},
     "notebook": OPTIONS | BETWEEN | {"plugins", "world", "output"},
     "terminal": OPTIONS
     | BETWEEN
@@ -61,8 +60,8 @@ DOORS = {("agent/fork_server.py", "worker")}
 
 # What is imported inside of functions alone: where hosts or a launcher are named, nothing of the
 # cluster is there else.  Files that are imported so themselves may do it at once.
-LATE = {("agent", "cluster"), ("node", "cluster"), ("terminal", "cluster")}
-IMPORTED_LATE = {"agent/coming.py", "terminal/kubernetes.py"}
+LATE = {("agent", "cluster"), ("terminal", "cluster")}
+IMPORTED_LATE = {"terminal/kubernetes.py"}
 
 # Who may import torch when it is imported itself.
 TORCH_ROOMS = ("worker/", "agent/fork_server.py", "tools/diff_op.py", "tools/timeline_op.py")

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from nbdist.agent.fork_messages import ForkServerProcess
 from nbdist.agent.forker import Forker
 from nbdist.agent.forming import Forming
 from nbdist.agent.inspect import consulted, stack_of, status_of
@@ -17,15 +16,15 @@ from nbdist.agent.outbox import Outbox
 from nbdist.agent.part_calls import PartCalls
 from nbdist.agent.processes import Children
 from nbdist.agent.serving import Serving, run
+from nbdist.agent.startup import ForkServerProcess, Guard
 from nbdist.agent.stopping import Stopping
 from nbdist.agent.store_window import AskStore, StoreWindow
 from nbdist.agent.tether import Tether
-from nbdist.agent.usage_watch import UsageWatch
+from nbdist.agent.usage import UsageWatch
 from nbdist.agent.window import Window, seen_here
 from nbdist.agent.worker import Emit, Worker
 from nbdist.agent.worker_group import WorkerGroup
 from nbdist.agent.worker_logs import read_logs
-from nbdist.node.guard import Guard
 from nbdist.system.proc import MemoryGauge
 from nbdist.wire import control
 from nbdist.wire.carrying import Taken

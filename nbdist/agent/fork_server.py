@@ -1,6 +1,6 @@
 """A process that has torch imported and forks workers on request.
 
-Started by `nbdist.agent.fork_messages` with one end of a socket pair and the runtime folder;
+Started by `nbdist.agent.startup` with one end of a socket pair and the runtime folder;
 the other end is the agent's (`nbdist.agent.forker`).  It has one thread, no event loop, no zmq
 context and no CUDA context, so that its forks are safe.  When the agent's end of the socket
 closes, it ends, and its workers with it.  When it is killed, they live on as the agent's
@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 
-from nbdist.agent.fork_messages import (
+from nbdist.agent.startup import (
     DESCRIPTORS,
     Fork,
     Forked,
@@ -36,9 +36,10 @@ from nbdist.agent.fork_messages import (
     FromForkServer,
     Imported,
     WorkerExited,
+    end_descendants,
+    end_group,
     to_frame,
 )
-from nbdist.node.guard import end_descendants, end_group
 from nbdist.system.prctl import adopt_orphans
 from nbdist.wire.frames import FrameCutter
 from nbdist.wire.start import WorkerStart

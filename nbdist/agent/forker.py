@@ -14,7 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nbdist.agent.fork_messages import (
+from nbdist.agent.processes import Children, WorkerProcess
+from nbdist.agent.startup import (
+    END_TIMEOUT,
     Fork,
     Forked,
     ForkFailed,
@@ -26,8 +28,6 @@ from nbdist.agent.fork_messages import (
     start_fork_server,
     to_frame,
 )
-from nbdist.agent.processes import Children, WorkerProcess
-from nbdist.node.guard import END_TIMEOUT
 from nbdist.system.limits import Lack, word_lack
 from nbdist.wire.frames import FrameCutter
 from nbdist.wire.start import WorkerStart

@@ -16,7 +16,7 @@ from nbdist.wire.places import Collective, Place, Stack, StackFrame, WorkerStatu
 from nbdist.wire.questions import Completions, Description, Question
 
 if TYPE_CHECKING:
-    from nbdist.agent.usage_watch import UsageWatch
+    from nbdist.agent.usage import UsageWatch
     from nbdist.agent.worker import Worker
 
 STACK_TIMEOUT = 0.3

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import BinaryIO, Protocol
 
-from nbdist.node.guard import await_end, end_group
+from nbdist.agent.startup import await_end, end_group
 from nbdist.system import prctl
 from nbdist.system.limits import word_lack
 from nbdist.system.proc import OwnTime

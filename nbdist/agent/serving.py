@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from nbdist.node.guard import end_descendants
+from nbdist.agent.startup import end_descendants
 from nbdist.system import folders
 from nbdist.system.prctl import adopt_orphans
 from nbdist.wire.messages import Answer, Ask, Reply, Request

@@ -25,7 +25,7 @@ from nbdist import __version__
 from nbdist.agent.door import Door
 from nbdist.agent.notebook_end import NotebookEnd
 from nbdist.agent.record import Record
-from nbdist.node.guard import Guard
+from nbdist.agent.startup import Guard
 from nbdist.output.events import Died
 from nbdist.values.shared_memory import Segment, SegmentGone, SegmentRef
 from nbdist.wire.at_door import SOCKET, Admitted, Attach, Held, Refused

@@ -28,6 +28,7 @@ from zmq.eventloop.zmqstream import ZMQStream
 from zmq.utils.monitor import parse_monitor_message
 
 from nbdist import __version__
+from nbdist.agent.startup import Guard
 from nbdist.cluster.ticket import (
     AGENTS_WAIT,
     LONGEST_TICKET,
@@ -38,7 +39,6 @@ from nbdist.cluster.ticket import (
     ticket_from,
     what_to_say,
 )
-from nbdist.node.guard import Guard
 from nbdist.topology import usable_cores, visible_gpus
 from nbdist.wire.carrying import Dropped, Piece, Receiving
 from nbdist.wire.many import (

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.agent.serving import Serving
+from nbdist.agent.startup import Guard
 from nbdist.agent.tether import Tether
 from nbdist.agent.window import Window, seen_here
 from nbdist.cluster.assembly import Assembly, in_time_of_head, last_words
 from nbdist.cluster.node import Node, NodeLost
 from nbdist.cluster.transfer import BulkTransfers
-from nbdist.node.guard import Guard
 from nbdist.output.events import Died, Done
 from nbdist.wire.carrying import Dropped, Piece, Taken
 from nbdist.wire.key_values import HostedStore

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from jupyter_client.connect import write_connection_file
 
-from nbdist.agent.fork_messages import start_fork_server
 from nbdist.agent.forker import Forker
 from nbdist.agent.processes import Children, ProcessSource, Spawner, WorkerProcess
+from nbdist.agent.startup import start_fork_server
 from nbdist.system.prctl import adopt_orphans
 from nbdist.wire.marks import mark
 from nbdist.wire.start import WorkerStart, WorldSpec

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.agent.agent import Agent
-from nbdist.agent.fork_messages import start_fork_server
 from nbdist.agent.forker import Forker
 from nbdist.agent.processes import Children
 from nbdist.agent.rendezvous import Rendezvous
 from nbdist.agent.serving import run
-from nbdist.node.guard import go_below_guard
+from nbdist.agent.startup import go_below_guard, start_fork_server
 from nbdist.wire.key_values import HostedStore
 from nbdist.wire.store_operations import Answer, Operation
 

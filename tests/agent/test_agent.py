@@ -49,9 +49,9 @@ pytestmark = pytest.mark.own_agent
 
 WITH_GRACE = """
 import runpy
-from nbdist.node import guard
+from nbdist.agent import startup
 
-guard.AGENT_GRACE = {}
+startup.AGENT_GRACE = {}
 runpy.run_module("nbdist.agent", run_name="__main__")
 """
 

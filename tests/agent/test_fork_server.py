@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from nbdist.agent.fork_messages import (
+from nbdist.agent.startup import (
     Fork,
     Forked,
     Imported,

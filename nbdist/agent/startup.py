@@ -1,27 +1,44 @@
-"""What stays when the agent is killed: the process above it, which then ends all that is left.
+"""The first milliseconds of an agent's process, and a head's: below a guard, beside a fork server.
 
-The process that a launcher starts forks the agent in its first milliseconds, before
-anything is imported, and waits for its end.  As a child subreaper it becomes the parent of
-what the agent leaves behind, workers and what they started included, wherever these
-have gone; of a guard that is killed the agent gets a SIGTERM, and ends in order.  An agent
-that hangs when its notebook has ended is killed, unless it has said that it stays.
+The process that a launcher starts forks the agent before anything else is imported, and waits for
+its end: this is the guard, which stays when the agent is killed, and then ends all that is left.
+As a child subreaper it becomes the parent of what the agent leaves behind, workers and what they
+started included, wherever these have gone; of a guard that is killed the agent gets a SIGTERM, and
+ends in order.  An agent that hangs when its notebook has ended is killed, unless it has said that
+it stays.
+
+What is imported here each of them has before it forks.  All else that an agent is made of is
+imported once the fork server is started: the start of a world waits for the fork server's import
+of torch, and for nothing else as long.  With that it speaks over a socket pair, each message a
+pickle in a frame.  The agent sends a `Fork` with the descriptors for stdout and stderr; the new
+worker answers itself, before it does anything else, so that none can live unknown.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import select
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+from nbdist.system.limits import raise_file_limit, word_lack
 from nbdist.system.prctl import adopt_orphans, children_of, cpu_seconds, signal_on_parents_end
+from nbdist.system.processes import MODULE
+from nbdist.wire.frames import framed
+
+if TYPE_CHECKING:
+    from nbdist.wire.start import WorkerStart
 
 END_TIMEOUT, END_STEP = 5.0, 0.005
 """Seconds for killed processes to be gone, and between two looks."""
@@ -203,3 +220,108 @@ def _told(told: int) -> bytes:
         return os.read(told, LONGEST_TOLD)
     except BlockingIOError:
         return b""
+
+
+# --- the fork server --------------------------------------------------------------------------
+
+
+DESCRIPTORS = 2
+"""That come with each `Fork`: the worker's stdout and stderr."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Agent to fork server: fork a worker; what answers it bears the same number."""
+
+    number: int
+    start: WorkerStart
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """Fork server to agent, first: it has imported torch and can fork.
+
+    Again when there is nothing `more` that it would import while it is idle.
+    """
+
+    more: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """Worker to agent, over the fork server's socket: it is the one that was asked for."""
+
+    number: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForkFailed:
+    """Fork server to agent: there is no further process, for this errno."""
+
+    number: int
+    errno: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExited:
+    """Fork server to agent: a worker has ended; the code is negative for a signal."""
+
+    number: int
+    pid: int
+    exit_code: int
+
+
+FromForkServer = Imported | Forked | ForkFailed | WorkerExited
+
+
+def to_frame(message: Fork | FromForkServer) -> bytes:
+    """Return the bytes to send."""
+    return framed(pickle.dumps(message))
+
+
+@dataclass(frozen=True, slots=True)
+class ForkServerProcess:
+    """A fork server that has been started, and the agent's end of the socket pair."""
+
+    popen: subprocess.Popen[bytes]
+    socket: socket.socket
+
+
+def log_file(runtime: Path) -> Path:
+    """Name what the fork server itself writes to: why it could not import torch."""
+    return runtime / "fork_server.log"
+
+
+def start_fork_server(runtime: Path) -> ForkServerProcess:
+    """Start it, and return while it imports; raises OSError."""
+    ours, theirs = socket.socketpair()
+    with theirs, log_file(runtime).open("wb") as log:
+        end = theirs.fileno()
+        popen = subprocess.Popen(
+            [sys.executable, *MODULE, "nbdist.agent.fork_server", str(end), str(runtime)],
+            pass_fds=[end],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    return ForkServerProcess(popen, ours)
+
+
+# --- the beginning --------------------------------------------------------------------------
+
+
+def begin(
+    runtime: Path, notebook_pid: int | None, *, fork_server: bool, grace: float = 0.0
+) -> tuple[Guard, ForkServerProcess | None]:
+    """Go on below a guard, as `go_below_guard` says, beside a fork server where there is to be one.
+
+    Ends with one line where the machine has no room for these processes.
+    """
+    raise_file_limit()
+    try:
+        guard = go_below_guard(runtime, notebook_pid, grace)
+        return guard, start_fork_server(runtime) if fork_server else None
+    except OSError as error:
+        sys.exit(f"nbdist: {word_lack(error.errno)}")

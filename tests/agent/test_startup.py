@@ -1,7 +1,13 @@
-"""Tests of `nbdist.node.guard`: what is left when an agent, or its guard, is killed."""
+"""Tests of `nbdist.agent.startup`: how the process of an agent, or of a head, begins.
+
+What is left when an agent, or its guard, is killed; a fork server that is started; an agent that
+cannot come says so in a line.
+"""
 
 from __future__ import annotations
 
+import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -11,18 +17,27 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.node.guard import end_group
+from nbdist.agent.startup import (
+    Fork,
+    Forked,
+    Imported,
+    end_group,
+    log_file,
+    start_fork_server,
+    to_frame,
+)
+from nbdist.cluster.ticket import KeyPair, Ticket
+from nbdist.wire.frames import FrameCutter
+from tests.agent.sources import worker_start
 from tests.waiting import SOON
-
-pytestmark = pytest.mark.world
 
 AGENT = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from nbdist.node import guard
+from nbdist.agent import startup
 
-guard.AGENT_GRACE = 0.2
-above = guard.go_below_guard(Path(sys.argv[1]), int(sys.argv[2]))
+startup.AGENT_GRACE = 0.2
+above = startup.go_below_guard(Path(sys.argv[1]), int(sys.argv[2]))
 # Neither its parent nor its session leads to it.
 command = "setsid sleep 1000 > /dev/null & echo $!"
 shell = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE)
@@ -37,10 +52,10 @@ if sys.stdin.readline():
 SLOW = """
 import os, sys, time
 from pathlib import Path
-from nbdist.node import guard
+from nbdist.agent import startup
 
-guard.AGENT_GRACE, guard.AGENT_GRACES = 1.0, int(sys.argv[1])
-guard.go_below_guard(Path(sys.argv[2]), None)
+startup.AGENT_GRACE, startup.AGENT_GRACES = 1.0, int(sys.argv[1])
+startup.go_below_guard(Path(sys.argv[2]), None)
 while time.process_time() < 1.5:
     pass
 sys.exit(3)
@@ -87,6 +102,7 @@ def processes(runtime: Path) -> Iterator[Processes]:
         processes.close()
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_the_agent_is_killed(processes: Processes, runtime: Path, number: int) -> None:
     """All that it started ends, its folder is removed, and the guard ends as it did."""
@@ -97,6 +113,7 @@ def test_the_agent_is_killed(processes: Processes, runtime: Path, number: int) -
     runtime.mkdir()
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("end", [Processes.close_stdin, Processes.end_notebook])
 def test_the_agent_hangs(
     processes: Processes, runtime: Path, end: Callable[[Processes], None]
@@ -110,6 +127,7 @@ def test_the_agent_hangs(
     runtime.mkdir()
 
 
+@pytest.mark.world
 @pytest.mark.parametrize(("graces", "ends"), [(1000, 3), (1, -signal.SIGKILL)])
 def test_the_agent_is_slow(runtime: Path, graces: int, ends: int) -> None:
     """One that works on when its notebook has ended, as it imports still, has longer; not ever."""
@@ -122,6 +140,7 @@ def test_the_agent_is_slow(runtime: Path, graces: int, ends: int) -> None:
     runtime.mkdir()
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("end", [Processes.close_stdin, Processes.end_notebook])
 def test_the_agent_stays(
     processes: Processes, runtime: Path, end: Callable[[Processes], None]
@@ -144,12 +163,14 @@ def test_the_agent_stays(
     runtime.mkdir()
 
 
+@pytest.mark.world
 def test_the_guard_is_killed(processes: Processes) -> None:
     """The agent gets SIGTERM."""
     processes.guard.kill()
     processes.agent.wait(SOON)
 
 
+@pytest.mark.world
 def test_sigterm_is_passed_on(processes: Processes) -> None:
     """The guard has the agent end, and ends with it."""
     processes.guard.terminate()
@@ -157,6 +178,7 @@ def test_sigterm_is_passed_on(processes: Processes) -> None:
     assert not processes.agent.is_running()
 
 
+@pytest.mark.world
 def test_a_process_group_is_ended() -> None:
     """Its leader and what that started; a group that is no more is no error."""
     with subprocess.Popen(
@@ -167,3 +189,94 @@ def test_a_process_group_is_ended() -> None:
         end_group(shell.pid)
     child.wait(SOON)
     end_group(shell.pid)
+
+
+def test_messages_arrive_as_they_were_sent(runtime: Path) -> None:
+    """Each in a frame of its own."""
+    messages = [Fork(1, worker_start(runtime)), Imported(more=False), Forked(7, 4711)]
+    frames = FrameCutter().feed(b"".join(map(to_frame, messages)))
+    assert [pickle.loads(frame) for frame in frames] == messages
+
+
+@pytest.mark.own_agent
+def test_it_is_started_beside_the_agent(runtime: Path) -> None:
+    """It has a session of its own, and a log, and the start does not wait for its imports."""
+    started = start_fork_server(runtime)
+    try:
+        assert os.getsid(started.popen.pid) == started.popen.pid
+        assert log_file(runtime).read_text() == ""
+    finally:
+        started.popen.kill()
+        started.popen.wait()
+        started.socket.close()
+
+
+BEGIN = """
+import os, resource, sys
+from pathlib import Path
+above = os.getpid()
+if files := int(sys.argv[2]):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+else:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+from nbdist.agent.startup import begin
+heavy = {"asyncio", "zmq", "psutil", "torch"} & sys.modules.keys()
+guard, fork_server = begin(Path(sys.argv[1]), None, fork_server=False)
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+print(heavy, guard.pid == above == os.getppid(), soft == hard, fork_server)
+"""
+
+
+def begun(runtime: Path, files: int) -> subprocess.CompletedProcess[str]:
+    """A process that begins with so many open files at most, 0 for as many as there may be."""
+    return subprocess.run(
+        [sys.executable, "-P", "-c", BEGIN, str(runtime), str(files)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=SOON,
+    )
+
+
+@pytest.mark.own_agent
+def test_below_a_guard(runtime: Path) -> None:
+    """With all open files that there may be, and nothing imported that takes long."""
+    ended = begun(runtime, 0)
+    assert (ended.stdout, ended.stderr) == ("set() True True None\n", "")
+
+
+@pytest.mark.own_agent
+def test_no_room_for_it(runtime: Path) -> None:
+    """One line says why."""
+    ended = begun(runtime, 4)
+    assert ended.returncode == 1
+    assert ended.stderr == "nbdist: no further process can be started: Too many open files\n"
+
+
+NOWHERE = Ticket(("127.0.0.1",), 1, KeyPair.new().public, KeyPair.new(), fork=False)
+
+
+@pytest.mark.own_agent
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"hello\n", "nbdist: that is no ticket of a world"),
+        (b"", "nbdist: stdin has ended before there was a ticket on it"),
+        (
+            NOWHERE.to_line(),
+            "at 127.0.0.1:1: Connection refused",
+        ),
+    ],
+)
+def test_who_cannot_come(
+    line: bytes, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line, exit code 1, and no folder of its own."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    command = [sys.executable, "-P", "-m", "nbdist.agent", "--ticket", "--node", "0"]
+    ended = subprocess.run(command, input=line, capture_output=True, timeout=SOON)
+    assert ended.returncode == 1
+    (words,) = ended.stderr.decode().splitlines()
+    assert said in words
+    assert not [*tmp_path.iterdir()]

@@ -1,1 +1,0 @@
-"""Runs once per machine: the agent, the fork server, and what they keep."""
