@@ -23,7 +23,7 @@ from nbdist.wire.code_tree import (
     refusal_of,
 )
 from nbdist.wire.messages import CodeHeld, GetCode, PutCode
-from nbdist.wire.start import WorldSpec
+from nbdist.wire.spec import WorldSpec
 
 log = logging.getLogger("nbdist.agent")
 

@@ -42,7 +42,7 @@ from nbdist.agent.startup import (
 )
 from nbdist.system.prctl import adopt_orphans
 from nbdist.wire.frames import FrameCutter
-from nbdist.wire.start import WorkerStart
+from nbdist.wire.spec import WorkerStart
 
 READ_SIZE = 1 << 16
 

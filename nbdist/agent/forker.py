@@ -30,7 +30,7 @@ from nbdist.agent.startup import (
 )
 from nbdist.system.limits import Lack, word_lack
 from nbdist.wire.frames import FrameCutter
-from nbdist.wire.start import WorkerStart
+from nbdist.wire.spec import WorkerStart
 from nbdist.words import word_exit
 
 READ_SIZE = 1 << 16

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from nbdist.wire.control import HeldGroups
 from nbdist.wire.membership import Formed, Groups, Held, Plan
 from nbdist.wire.messages import Healed, StartFailure, WorldStarted
-from nbdist.wire.start import WorldSpec
+from nbdist.wire.spec import WorldSpec
 
 HEAL_TRIES = 3
 """As many times as further workers may die while the group is formed."""

@@ -19,7 +19,7 @@ from nbdist.agent.kernel_messages import Message, message_from
 from nbdist.output.events import TOPIC
 from nbdist.wire import control
 from nbdist.wire.frames import BadFrame, FrameCutter, framed
-from nbdist.wire.start import WorkerStart
+from nbdist.wire.spec import WorkerStart
 from nbdist.wire.task import MOST_BYTES, SIGINT_SENT, InputReply, Said, said_from
 
 log = logging.getLogger("nbdist.agent")

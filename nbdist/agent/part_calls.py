@@ -26,7 +26,7 @@ from nbdist.wire.many import (
     Renumber,
     StartPart,
 )
-from nbdist.wire.start import WorldSpec
+from nbdist.wire.spec import WorldSpec
 
 
 class PartCalls:

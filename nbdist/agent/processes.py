@@ -23,7 +23,7 @@ from nbdist.system import prctl
 from nbdist.system.limits import word_lack
 from nbdist.system.proc import OwnTime
 from nbdist.system.processes import safe_environ
-from nbdist.wire.start import WorkerStart, WorldSpec
+from nbdist.wire.spec import WorkerStart, WorldSpec
 
 LONGEST_EXIT, EXIT_STEP = 10.0, 0.05
 """Seconds, however long it waited for a processor; less than a notebook waits for its agent."""

@@ -39,8 +39,7 @@ from nbdist.wire.messages import (
     Up,
     WorldStarted,
 )
-from nbdist.wire.start import WorldSpec
-from nbdist.wire.wanted import Wanted
+from nbdist.wire.spec import Wanted, WorldSpec
 
 TEXT_OF_ALL = 256 << 20
 """Characters of all ranks' text that are kept; of one rank's at most `TEXT_OF_ONE`."""

@@ -15,8 +15,7 @@ from nbdist.system import folders
 from nbdist.system.limits import Lack
 from nbdist.wire import control
 from nbdist.wire.membership import Groups
-from nbdist.wire.start import WorkerStart, WorldSpec, over_file
-from nbdist.wire.worker_environ import torchrun_variables
+from nbdist.wire.spec import WorkerStart, WorldSpec, over_file, torchrun_variables
 
 ASKS_ONCE = {"GLOO_ENABLE_STORE_V2_API": "1"}
 """Has gloo ask a store for the addresses of all ranks at once, not for one after the other: for

@@ -38,7 +38,7 @@ from nbdist.system.processes import MODULE
 from nbdist.wire.frames import framed
 
 if TYPE_CHECKING:
-    from nbdist.wire.start import WorkerStart
+    from nbdist.wire.spec import WorkerStart
 
 END_TIMEOUT, END_STEP = 5.0, 0.005
 """Seconds for killed processes to be gone, and between two looks."""

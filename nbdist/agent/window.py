@@ -16,7 +16,7 @@ from pathlib import Path
 from nbdist.agent.listener import Listener
 from nbdist.wire.places import WorkerStatus
 from nbdist.wire.seen import LOOK, WINDOW, WorldSeen, to_answer
-from nbdist.wire.start import WorldSpec
+from nbdist.wire.spec import WorldSpec
 
 PATIENCE = 60.0
 """Seconds that one may be open without a question, or an answer be taken in."""

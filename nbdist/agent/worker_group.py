@@ -22,7 +22,7 @@ from nbdist.system.limits import lack_in, word_lack_of_files
 from nbdist.wire import control
 from nbdist.wire.membership import Formed, Groups, Held, Plan
 from nbdist.wire.messages import StartFailure, Starting, WorldStarted
-from nbdist.wire.start import WorldSpec
+from nbdist.wire.spec import WorldSpec
 
 START_TIMEOUT = 180.0
 """Seconds for all workers to import, bind and meet; a spawned world on a busy disk is slow."""

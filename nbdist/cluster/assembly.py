@@ -47,8 +47,7 @@ from nbdist.wire.messages import (
     StartWorld,
     Up,
 )
-from nbdist.wire.start import TorchStore, WorldSpec
-from nbdist.wire.wanted import Wanted
+from nbdist.wire.spec import TorchStore, Wanted, WorldSpec
 
 
 class Assembly:

@@ -44,7 +44,7 @@ from nbdist.cluster.ticket import (
 from nbdist.errors import UsageError
 from nbdist.system import folders
 from nbdist.system.processes import agent_command, safe_environ
-from nbdist.wire.worker_environ import NBDIST_DECIDES
+from nbdist.wire.spec import NBDIST_DECIDES
 
 REACH_TIMEOUT = 5.0
 """Seconds for the place to answer, and then to take the key."""

@@ -20,7 +20,7 @@ from nbdist import __version__, plugins
 from nbdist.cluster.ticket import Ticket, drop_dead_join_keys, place_of, write_join_key
 from nbdist.system.processes import MODULE, Child
 from nbdist.system.processes import agent_command as agent_command  # launchers find all here
-from nbdist.wire.wanted import Wanted
+from nbdist.wire.spec import Wanted
 
 ARRIVE_TIMEOUT = 60.0
 """Seconds for an agent that was started to come: Python starts there, perhaps over a network."""

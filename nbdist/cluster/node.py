@@ -27,7 +27,7 @@ from nbdist.wire.many import (
 )
 from nbdist.wire.membership import Formed, Held, Plan
 from nbdist.wire.messages import Ask, Request, StartFailure, WorldStarted
-from nbdist.wire.start import WorldSpec
+from nbdist.wire.spec import WorldSpec
 
 START_TIMEOUT = 190.0
 """Seconds; longer than an agent takes for its part of a start."""

@@ -16,8 +16,7 @@ from nbdist.cluster.placement import mismatch, room_of, targets, unreachable
 from nbdist.cluster.server import NodeServer, addresses, listened_at
 from nbdist.wire.many import NodeHello, NodeUp, Reach
 from nbdist.wire.messages import Leave, Silent, StartFailure
-from nbdist.wire.versions import versions_here
-from nbdist.wire.wanted import Wanted
+from nbdist.wire.spec import Wanted, versions_here
 from nbdist.words import count, word_exit
 
 log = logging.getLogger("nbdist.cluster")

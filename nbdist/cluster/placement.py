@@ -12,9 +12,7 @@ from nbdist import __version__, topology
 from nbdist.errors import BadTopology
 from nbdist.seats import Position, reseat, shrink
 from nbdist.wire.many import NodeHello, Target
-from nbdist.wire.start import WorldSpec
-from nbdist.wire.versions import Versions, difference
-from nbdist.wire.wanted import Wanted
+from nbdist.wire.spec import Versions, Wanted, WorldSpec, difference
 from nbdist.words import count
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from nbdist import topology
 from nbdist.cluster.launcher import KILL_TIMEOUT, Launched, agent_command
 from nbdist.cluster.ticket import Ticket
 from nbdist.system.processes import MODULE
-from nbdist.wire.wanted import Wanted
+from nbdist.wire.spec import Wanted
 from nbdist.words import count
 
 PLACED_TIMEOUT = 60.0

@@ -47,7 +47,7 @@ from nbdist.cluster.ray import (
     read_message,
     word_bundle,
 )
-from nbdist.wire.wanted import Wanted
+from nbdist.wire.spec import Wanted
 from nbdist.words import count
 
 REACH_TIMEOUT = 5.0

@@ -33,7 +33,7 @@ from nbdist.cluster.ticket import (
 )
 from nbdist.wire.many import NodeDown, NodeUp, node_frames, node_up_from
 from nbdist.wire.numbered import Frame, Kind, Mismatch, Numbered
-from nbdist.wire.wanted import LINK_TIMEOUT
+from nbdist.wire.spec import LINK_TIMEOUT
 
 log = logging.getLogger("nbdist.cluster")
 

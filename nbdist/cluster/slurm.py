@@ -26,7 +26,7 @@ from nbdist.cluster.allocation import CANCEL_TIMEOUT, GRANTED, cancel, run, step
 from nbdist.cluster.launcher import AgentCommand, Launched, LaunchError, agent_command
 from nbdist.cluster.ticket import Ticket
 from nbdist.system.processes import LEFT, MODULE, left_behind
-from nbdist.wire.wanted import Wanted
+from nbdist.wire.spec import Wanted
 from nbdist.words import count
 
 ASK_TIMEOUT = 10.0

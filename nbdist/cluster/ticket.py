@@ -26,7 +26,7 @@ import zmq
 
 from nbdist.system import folders
 from nbdist.wire.numbered import Kind, Numbered
-from nbdist.wire.wanted import LINK_TIMEOUT
+from nbdist.wire.spec import LINK_TIMEOUT
 
 LONGEST_TICKET = 1 << 16
 

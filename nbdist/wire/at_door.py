@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from nbdist.wire.frames import BadFrame, fits
-from nbdist.wire.versions import Versions
+from nbdist.wire.spec import Versions
 
 DOOR = "door.sock"
 """The socket's name in the runtime folder."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from nbdist.system.folders import MARKER
-from nbdist.wire.start import WorldSpec
+from nbdist.wire.spec import WorldSpec
 
 DIGEST_BYTES = 16
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from nbdist.wire.carrying import Dropped, Piece, Taken
 from nbdist.wire.membership import Formed, Held, Plan
 from nbdist.wire.messages import Down, Reply, StartFailure, Up, WorldStarted
-from nbdist.wire.start import WorldSpec
+from nbdist.wire.spec import Versions, WorldSpec
 from nbdist.wire.store_operations import Answer as StoreReply
 from nbdist.wire.store_operations import Operation
-from nbdist.wire.versions import Versions
 
 # --- who comes ------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from nbdist.seats import Seats
 from nbdist.wire.control import HeldGroups
-from nbdist.wire.start import WorldSpec
+from nbdist.wire.spec import WorldSpec
 
 Groups = Mapping[str, tuple[int, ...]]
 """The ranks of each group besides the world's own, by its name."""

@@ -20,9 +20,8 @@ from nbdist.wire.code_tree import CodeFile, CodePart, Digest, Landmark
 from nbdist.wire.log_files import LogPiece
 from nbdist.wire.places import Place, Stack, Usage, WorkerStatus
 from nbdist.wire.questions import Completions, Description, Question
-from nbdist.wire.start import WorldSpec
+from nbdist.wire.spec import Wanted, WorldSpec
 from nbdist.wire.task import InputReply, Task
-from nbdist.wire.wanted import Wanted
 
 # --- calls to an agent, each answered by exactly one `Answer` ------------------------------
 

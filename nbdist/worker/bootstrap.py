@@ -45,8 +45,7 @@ import traceback
 from multiprocessing import process
 
 from nbdist.system.processes import safe_path
-from nbdist.wire.start import LAST_LINE_SAYS, WorkerStart
-from nbdist.wire.versions import Versions, difference, versions_here
+from nbdist.wire.spec import LAST_LINE_SAYS, Versions, WorkerStart, difference, versions_here
 from nbdist.worker.process import BadEnvironment, set_limit
 
 AUTHKEY_BYTES = 32

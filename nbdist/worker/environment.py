@@ -26,9 +26,8 @@ from IPython.core.interactiveshell import ExecutionResult
 from traitlets import Type
 
 from nbdist.wire.control import Regroup, Resize
-from nbdist.wire.start import WorkerStart
+from nbdist.wire.spec import WorkerStart, sharing_variables
 from nbdist.wire.task import Attempt
-from nbdist.wire.worker_environ import sharing_variables
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.compat.debugger import Debugger

@@ -11,7 +11,7 @@ import warnings
 import torch.distributed as dist
 
 from nbdist.wire.marks import mark
-from nbdist.wire.start import WorkerStart
+from nbdist.wire.spec import WorkerStart
 from nbdist.worker.control import ControlThread
 from nbdist.worker.environment import (
     Scaling,

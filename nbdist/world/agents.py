@@ -34,7 +34,7 @@ from nbdist.system.processes import MODULE, Child, last_lines_of, safe_environ
 from nbdist.wire.at_door import DOOR, LONGEST_LINE, Admitted, Held, Said, Who, from_line, to_line
 from nbdist.wire.frames import BadFrame
 from nbdist.wire.seen import connect_to, process_at
-from nbdist.wire.versions import difference, versions_here
+from nbdist.wire.spec import difference, versions_here
 
 NEEDED = 20
 """What a link opens in the notebook's process, 16, and what is read now and then."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from nbdist.wire.membership import Processes
-from nbdist.wire.start import WorldSpec
+from nbdist.wire.spec import WorldSpec
 from nbdist.words import count, format_ranks, name_ranks
 
 

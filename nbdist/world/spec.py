@@ -25,10 +25,14 @@ from nbdist.hosts import parse_hosts
 from nbdist.seats import Position, Seats, seat_more
 from nbdist.system import folders
 from nbdist.system.limits import memory_limits
-from nbdist.wire.start import WorldSpec
-from nbdist.wire.versions import versions_here
-from nbdist.wire.wanted import LINK_TIMEOUT, Wanted
-from nbdist.wire.worker_environ import NBDIST_DECIDES, check_nvls
+from nbdist.wire.spec import (
+    LINK_TIMEOUT,
+    NBDIST_DECIDES,
+    Wanted,
+    WorldSpec,
+    check_nvls,
+    versions_here,
+)
 from nbdist.words import one_line, size_text
 
 _LINE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(.*)")

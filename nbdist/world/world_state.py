@@ -23,10 +23,8 @@ from nbdist.errors import AgentLost, UsageError, WorldNotStarted
 from nbdist.output.events import Died
 from nbdist.wire.membership import processes
 from nbdist.wire.messages import Attached, Healed, Remember
-from nbdist.wire.start import WorldSpec
+from nbdist.wire.spec import NBDIST_SETS, Wanted, WorldSpec
 from nbdist.wire.task import Surroundings
-from nbdist.wire.wanted import Wanted
-from nbdist.wire.worker_environ import NBDIST_SETS
 from nbdist.words import count
 from nbdist.world.code_sync import CodeSync
 from nbdist.world.link import Link

@@ -15,7 +15,7 @@ from nbdist.agent.processes import Children, ProcessSource, Spawner, WorkerProce
 from nbdist.agent.startup import start_fork_server
 from nbdist.system.prctl import adopt_orphans
 from nbdist.wire.marks import mark
-from nbdist.wire.start import WorkerStart, WorldSpec
+from nbdist.wire.spec import WorkerStart, WorldSpec
 from tests.waiting import until
 
 TOKEN = "0123456789abcdef"

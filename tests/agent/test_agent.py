@@ -38,7 +38,7 @@ from nbdist.wire.messages import (
     to_bytes,
     up_from,
 )
-from nbdist.wire.start import WorldSpec
+from nbdist.wire.spec import WorldSpec
 from nbdist.wire.task import Source, Task
 from tests.waiting import SOON, wait_until
 

@@ -14,7 +14,7 @@ import pytest
 from nbdist.agent.code_folder import PREFIX, CodeFolder, drop_dead
 from nbdist.wire.code_tree import CodeFile, CodePart, Landmark, digest_of
 from nbdist.wire.messages import CodeHeld, GetCode, PutCode
-from nbdist.wire.start import WorldSpec
+from nbdist.wire.spec import WorldSpec
 
 NOTEBOOKS = "/notebooks/folder"
 

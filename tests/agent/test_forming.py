@@ -15,7 +15,7 @@ from nbdist.agent.forming import HEAL_TRIES, Forming, groups_to_keep
 from nbdist.wire.control import HeldGroups
 from nbdist.wire.membership import Formed, Groups, Held, Plan
 from nbdist.wire.messages import Healed, StartFailure, WorldStarted
-from nbdist.wire.start import WorldSpec
+from nbdist.wire.spec import WorldSpec
 
 
 def spec_of(size: int) -> WorldSpec:

@@ -13,7 +13,7 @@ from nbdist.agent.kernel_client import KernelClient, TaskConnection
 from nbdist.output.events import Done
 from nbdist.values.payload import Payload
 from nbdist.wire.frames import BadFrame, framed
-from nbdist.wire.start import WorkerStart, WorldSpec
+from nbdist.wire.spec import WorkerStart, WorldSpec
 from nbdist.wire.task import Finished
 
 SPEC = WorldSpec(1, None, {}, "/", (), 1, "python")

@@ -12,7 +12,7 @@ from nbdist import topology
 from nbdist.agent.part_calls import interface_of, spec_here
 from nbdist.seats import Position
 from nbdist.topology import usable_cores
-from nbdist.wire.start import WorldSpec
+from nbdist.wire.spec import WorldSpec
 
 SEATS = (Position(0, 0), Position(1, 0), Position(1, 1))
 

@@ -29,7 +29,7 @@ from nbdist.wire.messages import (
     StopWorld,
     WorldStarted,
 )
-from nbdist.wire.start import WorldSpec
+from nbdist.wire.spec import WorldSpec
 from nbdist.wire.task import InputReply
 
 

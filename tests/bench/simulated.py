@@ -46,8 +46,8 @@ from nbdist.wire.messages import (
     WorldStarted,
 )
 from nbdist.wire.places import Place, WorkerStatus
+from nbdist.wire.spec import Wanted
 from nbdist.wire.task import Source, Task, unpack
-from nbdist.wire.wanted import Wanted
 
 PROCESSES = 4
 FIRST_PID = 1 << 22

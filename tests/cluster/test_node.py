@@ -12,7 +12,7 @@ from nbdist.seats import Position
 from nbdist.wire.many import CallOff, GetClock, NodeAsk, NodeDown, NodeFacts, NodeHello
 from nbdist.wire.membership import Formed, Held, Plan
 from nbdist.wire.messages import Ask, GetStatus, StartFailure
-from nbdist.wire.start import WorldSpec
+from nbdist.wire.spec import WorldSpec
 
 FACTS = NodeFacts("b", 1, "10.0.0.2", 4000, 2, (), "/python", {})
 SPEC = WorldSpec(1, "gloo", {}, "/", (), 1, "", seats=(Position(1, 0),))

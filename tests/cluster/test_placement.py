@@ -22,9 +22,7 @@ from nbdist.cluster.placement import (
 from nbdist.hosts import parse_hosts
 from nbdist.topology import GPU_BACKEND
 from nbdist.wire.many import NodeFacts, NodeHello
-from nbdist.wire.start import WorldSpec
-from nbdist.wire.versions import versions_here
-from nbdist.wire.wanted import Wanted
+from nbdist.wire.spec import Wanted, WorldSpec, versions_here
 
 
 @dataclass

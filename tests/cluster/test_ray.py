@@ -20,7 +20,7 @@ from nbdist.cluster.ray import (
     word_bundle,
 )
 from nbdist.cluster.ticket import KeyPair, Ticket
-from nbdist.wire.wanted import Wanted
+from nbdist.wire.spec import Wanted
 
 TICKET = Ticket(("127.0.0.1",), 1, "x" * 40, KeyPair.new())
 WANTED = Wanted(launcher="ray", min_nodes=2, max_nodes=2, per_node=1, environ={"KEY": "secret"})

@@ -20,7 +20,7 @@ from nbdist.cluster.slurm import (
     word_complaint,
     word_queue,
 )
-from nbdist.wire.wanted import Wanted
+from nbdist.wire.spec import Wanted
 
 AGENT = f"sh -c {NUMBERED} sh {{wrap}}/venv/python -P -m nbdist.agent --ticket"
 

@@ -17,7 +17,7 @@ from statistics import median
 import pytest
 
 from nbdist.errors import RanksReleased, WorkerDied, WorkerError
-from nbdist.wire.worker_environ import MULTI_RANK_NCCL, WITH_NCCL, sharing_variables
+from nbdist.wire.spec import MULTI_RANK_NCCL, WITH_NCCL, sharing_variables
 from nbdist.world.world import World
 from tests.gpu import lab
 from tests.gpu.conftest import Figure

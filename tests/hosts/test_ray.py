@@ -17,7 +17,7 @@ import zmq
 from nbdist.cluster.ray import RayLauncher
 from nbdist.cluster.ticket import KeyPair, Ticket, listen_with
 from nbdist.errors import StartError
-from nbdist.wire.wanted import Wanted
+from nbdist.wire.spec import Wanted
 from nbdist.world.world import World
 from tests.hosts.launched import OnRay, lives
 from tests.hosts.network import Host, Network

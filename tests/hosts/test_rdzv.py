@@ -11,7 +11,7 @@ import pytest
 from torch._C._distributed_c10d import PrefixStore
 
 from nbdist.errors import StartError, WorkerDied, WorkerError
-from nbdist.wire.start import TorchStore
+from nbdist.wire.spec import TorchStore
 from nbdist.worker.group.torch_rendezvous import TorchRendezvous
 from nbdist.world.world import World
 from tests.hosts.etcd import PORT, Etcd

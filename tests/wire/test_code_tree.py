@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.wire.code_tree import PART, CodeFile, Landmark, digest_of, moved, parts, refusal_of
-from nbdist.wire.start import WorldSpec
+from nbdist.wire.spec import WorldSpec
 
 
 def spec(cwd: str, *path: str) -> WorldSpec:

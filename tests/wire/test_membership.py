@@ -9,7 +9,7 @@ import pytest
 from nbdist.seats import Position
 from nbdist.wire.control import HeldGroups
 from nbdist.wire.membership import Formed, Held, Plan, processes
-from nbdist.wire.start import WorldSpec
+from nbdist.wire.spec import WorldSpec
 
 SPEC = WorldSpec(4, "gloo", {}, "/", (), 1, "/venv/bin/python")
 

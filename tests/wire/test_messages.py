@@ -27,7 +27,7 @@ from nbdist.wire.messages import (
     up_from,
 )
 from nbdist.wire.places import WorkerStatus
-from nbdist.wire.start import WorldSpec
+from nbdist.wire.spec import WorldSpec
 
 SPEC = WorldSpec(2, "gloo", {"HOME": "/root"}, "/tmp", ("", "/lib"), 1, "/usr/bin/python3")
 

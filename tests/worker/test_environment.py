@@ -21,7 +21,7 @@ from nbdist.worker.environment import (
 )
 from nbdist.world.world import World
 from tests.waiting import SOON
-from tests.wire.test_start import START
+from tests.wire.test_spec import START
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.config import WorldConfig
-from nbdist.wire.start import WorkerStart
+from nbdist.wire.spec import WorkerStart
 from nbdist.wire.task import Surroundings
 from nbdist.worker.surroundings import Around, OwnModules, merged
 from nbdist.world.spec import make_spec

@@ -17,7 +17,7 @@ from nbdist import __version__
 from nbdist.errors import UsageError
 from nbdist.system.folders import PREFIX
 from nbdist.wire.at_door import DOOR, Held
-from nbdist.wire.versions import Versions, versions_here
+from nbdist.wire.spec import Versions, versions_here
 from nbdist.world import agents
 from nbdist.world.agents import Asking, Found, runtime_folders, to_attach, worlds
 from nbdist.world.world import World

@@ -13,8 +13,7 @@ from nbdist import topology
 from nbdist.config import WorldConfig
 from nbdist.errors import BadTopology, NotEnoughGpus, UsageError
 from nbdist.seats import Position, fill
-from nbdist.wire.start import WorldSpec
-from nbdist.wire.worker_environ import NBDIST_SETS, torchrun_variables
+from nbdist.wire.spec import NBDIST_SETS, WorldSpec, torchrun_variables
 from nbdist.world import spec
 from nbdist.world.ranks import Machines
 from nbdist.world.spec import Here, make_spec, make_wanted, parse_line, read_env_file, scaled

@@ -26,7 +26,7 @@ CORES = len(os.sched_getaffinity(0))
 
 Environs = list[Mapping[str, str]]
 
-# The table in nbdist.wire.worker_environ says why.
+# The table in nbdist.wire.spec says why.
 OTHER_VALUES = {
     "OMP_NUM_THREADS",
     "TORCHELASTIC_USE_AGENT_STORE",

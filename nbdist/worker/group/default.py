@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from nbdist.wire.start import WorkerStart
+from nbdist.wire.spec import WorkerStart
 from nbdist.worker.compat import torch as seam
 
 

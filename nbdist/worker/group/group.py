@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from nbdist.wire.start import WorkerStart, over_file
+from nbdist.wire.spec import WorkerStart, over_file
 from nbdist.worker.compat import nccl
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group.agent_store import AgentStore, Connections

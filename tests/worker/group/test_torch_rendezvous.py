@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from nbdist.wire.start import TorchStore
+from nbdist.wire.spec import TorchStore
 from nbdist.worker.group import torch_rendezvous
 from nbdist.worker.group.store import AbortableStore
 from nbdist.worker.group.torch_rendezvous import NoStore, TorchRendezvous

@@ -1,23 +1,122 @@
-"""Tests of `nbdist.wire.worker_environ`: what torchrun would give each rank, and nccl's part."""
+"""Tests of `nbdist.wire.spec`: command, seats, device and files of a worker, and its environment.
+
+What torchrun would give each rank, and nccl's part; whether two interpreters can send each other
+functions.
+"""
 
 from __future__ import annotations
 
+import pickle
+import platform
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from nbdist.errors import UsageError
-from nbdist.seats import fill
-from nbdist.wire import worker_environ
-from nbdist.wire.start import WorldSpec
-from nbdist.wire.worker_environ import (
+from nbdist.hosts import Host
+from nbdist.seats import Position, Seat, fill
+from nbdist.wire import spec
+from nbdist.wire.spec import (
     NBDIST_DECIDES,
     NBDIST_SETS,
     WITH_NCCL,
+    Difference,
+    Versions,
+    Wanted,
+    WorkerStart,
+    WorldSpec,
     check_nvls,
+    difference,
+    over_file,
     sharing_variables,
     torchrun_variables,
+    versions_here,
 )
+
+WRAPPED = WorldSpec(4, "gloo", {}, "/", (), 1, "/venv/bin/python", wrap=("nice", "-n", "5"))
+START = WorkerStart(3, 1, 2, WRAPPED, "/run/3.json", "token", "/run/store", "/run/over", 1, {})
+
+
+def test_command_of_a_spawned_worker() -> None:
+    """What wraps it stands before; the working directory is not on its path."""
+    assert " ".join(WRAPPED.command) == "nice -n 5 /venv/bin/python -P -m nbdist.worker"
+
+
+def test_seats_of_a_world() -> None:
+    """On one node all, on several so many each."""
+    assert WRAPPED.seat(3) == Seat(3, 4, 0, 1)
+    assert replace(WRAPPED, seats=fill((2, 2))).seat(3) == Seat(1, 2, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device"), [((), "cpu"), (("4", "5"), "cuda:1"), (("4",), "cuda:0")]
+)
+def test_device_of_a_worker(gpus: tuple[str, ...], device: str) -> None:
+    """Its own GPU, or its share of fewer."""
+    assert replace(START, gpus=gpus).device == device
+    intels = replace(START, world=replace(START.world, backend="cpu:gloo,xpu:xccl"))
+    assert intels.device == "xpu:1"
+
+
+def test_files_of_a_worker() -> None:
+    """Beside its connection file."""
+    assert START.stack_file == "/run/3.stack"
+    assert over_file(START.over_path, 2) == Path("/run/over.over2")
+
+
+def test_one_node_of_several() -> None:
+    """It has its own ranks, and shows each all GPUs that it has; simulated ones share."""
+    world = replace(WRAPPED, seats=(Position(0, 0), Position(1, 0), *fill((2,))[1:]), world_size=3)
+    real = replace(world, node=0, gpus=("0", "1"))
+    assert (real.here, real.gpus_of(2)) == ((0, 2), ("0", "1"))
+    assert (replace(real, node=1).here, replace(real, node=None).here) == ((1,), (0, 1, 2))
+    assert replace(world, gpus=("0", "1", "2")).gpus_of(1) == ("2",)
+    assert replace(WRAPPED, node=0).here == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(("log_dir", "folder"), [("", None), ("/logs", Path("/logs/run/0"))])
+def test_where_the_log_files_are(log_dir: str, folder: Path | None) -> None:
+    """Beside torch's error file, which has a place also where there are none."""
+    spec = WorldSpec(1, None, {}, "/", (), 1, "python", log_dir=log_dir)
+    environ = {"TORCHELASTIC_ERROR_FILE": "/logs/run/0/error.json"}
+    assert WorkerStart(0, 0, 1, spec, "", "", "", "", 1, environ).log_folder == folder
+
+
+def test_it_crosses_and_its_text_has_no_secret() -> None:
+    """The environment that goes along is in no log."""
+    wanted = Wanted(launcher="ssh", hosts=(Host("a", 4),), environ={"HF_TOKEN": "very-secret"})
+    assert pickle.loads(pickle.dumps(wanted)) == wanted
+    assert "address='a'" in repr(wanted)
+    assert "secret" not in repr(wanted)
+
+
+HERE = {"Python": "3.11.7", "torch": "2.13.0+cpu", "cloudpickle": "3.1.2"}
+
+
+@pytest.mark.parametrize(
+    ("there", "found"),
+    [
+        (HERE, None),
+        ({"Python": "3.11.2", "torch": "2.13.1", "cloudpickle": "3.1.0"}, None),
+        ({"Python": "3.11.7", "torch": ""}, None),
+        ({}, None),
+        (HERE | {"Python": "3.1.7", "torch": "1.0"}, Difference("Python", "3.1.7", "3.11.7")),
+        (HERE | {"torch": "2.1.0"}, Difference("torch", "2.1.0", "2.13.0+cpu")),
+        (HERE | {"cloudpickle": "3.0.0"}, Difference("cloudpickle", "3.0.0", "3.1.2")),
+    ],
+)
+def test_the_first_that_differs(there: Versions, found: Difference | None) -> None:
+    """In its minor version, and where both have it."""
+    assert difference(there, HERE) == found
+    assert difference(HERE, HERE | {"torch": ""}) is None
+
+
+def test_this_interpreter() -> None:
+    """It has all of them here."""
+    assert versions_here()["Python"] == platform.python_version()
+    assert all(versions_here().values())
+
 
 SPEC = WorldSpec(
     4,
@@ -79,7 +178,7 @@ def test_ranks_with_nccl(backend: str) -> None:
 
 def test_each_name_has_its_reason() -> None:
     """What torchrun does not set, or otherwise, is in the table of the module."""
-    table = {line.split()[0] for line in worker_environ.__doc__.splitlines() if line}
+    table = {line.split()[0] for line in spec.__doc__.splitlines() if line}
     assert table >= NCCLS
 
 

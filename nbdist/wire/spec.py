@@ -1,0 +1,433 @@
+"""What a world is to be, what its ranks have in common, and what each worker process starts with.
+
+Made by the notebook (`WorldSpec`, `Wanted`) and by each agent (`WorkerStart`); a worker gets its
+spec and its start before its first import of user code.
+
+The names and meanings of the environment variables that torchrun gives its workers are
+torch.distributed.elastic's (agent/server/local_elastic_agent.py); libraries such as Accelerate and
+Lightning read them.  A test compares them with those of a real torchrun, name by name.  What
+differs in more than numbers, names and paths:
+
+=============================== ======== ============= =======================================
+name                            torchrun here          why
+=============================== ======== ============= =======================================
+OMP_NUM_THREADS                 1        cores / ranks torchrun leaves the other cores idle
+TORCHELASTIC_USE_AGENT_STORE    True     False         nothing listens on MASTER_PORT: user
+                                                       code's own rank 0 makes a store there
+TORCH_NCCL_ASYNC_ERROR_HANDLING 1        0             1 ends a worker ten minutes into a wait,
+                                                       also in a debugger; nbdist itself aborts
+                                                       collectives that wait in vain
+TORCHELASTIC_SIGNALS_TO_HANDLE  set      unset         the torchrun process's own business
+PYTHON_EXEC                     unset    the workers'  a torchrun in a cell uses it as well
+GLOO_SOCKET_IFNAME              unset    lo            gloo would ask the host's name for an
+                                                       address, and listen on that one
+TORCH_NCCL_ENABLE_MONITORING    unset    0             it ends a worker that waits, as above
+TORCH_NCCL_RETHROW_CUDA_ERRORS  unset    0, with nccl  else torch's watchdog ends a worker whose
+                                                       communicator was aborted or whose context
+                                                       is corrupt, before a cell can say so
+TORCH_NCCL_DUMP_ON_TIMEOUT      unset    0, with nccl  else a first abort writes Flight Recorder's
+                                                       trace to a file, for up to 15 s
+NCCL_NVLS_ENABLE                unset    0, with nccl  what it sets up in NVLink's switches does
+                                                       not survive an abort, so healing demands it
+                                                       (NVIDIA's in-process restart does too)
+NCCL_SOCKET_IFNAME              unset    =lo, with     nccl would listen on an interface of its
+                                         nccl          own choice; on several machines it is the
+                                                       one that gloo has, and not those whose names
+                                                       begin so: hence the =
+NCCL_RAS_ENABLE                 unset    0, with nccl  nccl's own monitor listens on TCP only, and
+                                                       answers whoever asks; it counts what a rank
+                                                       has launched, as Flight Recorder does, and
+                                                       knows not what has ended, nor send and recv
+CUDA_VISIBLE_DEVICES            as it is the GPUs used what `--gpus` chose, a slice of it per
+                                                       simulated node, or each rank's MIG slice
+MPLBACKEND                      unset    inline        figures are outputs of the cell
+PYDEVD_DISABLE_FILE_VALIDATION  unset    1             a debugger's warning that none can heed
+NBDIST_WORLD                    unset    the name      `--name`
+=============================== ======== ============= =======================================
+
+The user's own OMP_NUM_THREADS, TORCH_NCCL_*, NCCL_*, GLOO_SOCKET_IFNAME and MPLBACKEND win.
+Where ranks share a GPU there is `sharing_variables` besides.  Of what ends a process torch 2.15's
+`nccl` reads TORCH_NCCL_ASYNC_ERROR_HANDLING alone, and later ones the monitoring too.  Never set
+here is TORCH_NCCL_DESYNC_DEBUG: torch then takes TORCH_NCCL_ASYNC_ERROR_HANDLING=0 for 3.
+Read in torch 2.13's and 2.15's headers and libraries; not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+from nbdist.errors import UsageError
+from nbdist.hosts import Host
+from nbdist.seats import Seat, Seats, gpus_of, ranks_on, seat_of
+from nbdist.system.processes import MODULE
+from nbdist.topology import WorkerCount, is_slice, uses_nccl
+
+# --- versions of interpreters -----------------------------------------------------------------
+
+
+Versions = Mapping[str, str]
+"""By what it is the version of; "" where it is not there."""
+
+
+class Difference(NamedTuple):
+    """What differs, and its two versions."""
+
+    what: str
+    there: str
+    here: str
+
+    @property
+    def why(self) -> str:
+        """Why that cannot be; Python's functions crash another one, not only fail there."""
+        return f"functions and values go to the same minor version of {self.what} only"
+
+
+@cache
+def versions_here() -> Versions:
+    """Look at this interpreter; nothing is imported."""
+    found = {"Python": platform.python_version()}
+    for package in ("torch", "cloudpickle"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = ""
+    return found
+
+
+def difference(there: Versions, here: Versions) -> Difference | None:
+    """Find the first that is not of the same minor version in both, where both have it."""
+    for what, ours in here.items():
+        theirs = there.get(what, "")
+        if theirs and ours and theirs.split(".")[:2] != ours.split(".")[:2]:
+            return Difference(what, theirs, ours)
+    return None
+
+
+# --- ranks ------------------------------------------------------------------------------------
+
+
+LAST_LINE_SAYS = 78
+"""The exit code of a worker that cannot start, for a reason that its last line says in full."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStore:
+    """A store of torch's own rendezvous, `--rdzv-backend` and `--rdzv-endpoint`.
+
+    Ranks of one world have a `name` there that no other has.
+    """
+
+    backend: str
+    endpoint: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorldSpec:
+    """What every rank of a world has in common.
+
+    `environ` is the notebook's whole environment; `threads` is how many each rank may
+    use for one operation; `backend` is None for no process group; `use_fork_server` forks
+    the workers from a process that has torch imported, else each is spawned, with `wrap`
+    before its command.  `seats` has where each rank sits, () on one node, and `room` for how
+    many each simulated node has room.  `node` is the one that this spec is for, with its own
+    `gpus`; None on one machine, which has all ranks, whose nodes are simulated.
+    A rank's log files have `log_limit` bytes for each stream, or with 0 no limit.
+    `sys_path` and `argv` are the notebook's, for what cells run; with `own_path` the
+    interpreter's own path follows after it; with `share_gpus` several ranks of nccl can
+    have one GPU; of each node's those are used that `gpus_asked` numbers, "" for all; with
+    `sync_code` edited modules are imported anew before each task.
+    `interface` is that of the network by which gloo connects ranks, and at `master_addr` user
+    code's own rank 0 can listen; `master_port` 0 is one that the agent holds.
+    With `torch_store` the ranks meet there.  `versions` are those of the notebook where a worker's
+    may be others: of an interpreter or a wrapper that the user names.
+    """
+
+    world_size: int
+    backend: str | None
+    environ: Mapping[str, str]
+    cwd: str
+    sys_path: tuple[str, ...]
+    threads: int
+    python: str
+    gpus: tuple[str, ...] = ()
+    name: str = "world"
+    pool: str = "default"
+    log_dir: str = ""
+    log_limit: int = 0
+    use_fork_server: bool = True
+    seats: Seats = ()
+    room: tuple[int, ...] = ()
+    node: int | None = None
+    wrap: tuple[str, ...] = ()
+    own_path: bool = False
+    share_gpus: bool = False
+    gpus_asked: str = ""
+    master_addr: str = "localhost"
+    master_port: int = 0
+    interface: str = "lo"
+    argv: tuple[str, ...] = ("",)
+    sync_code: bool = False
+    torch_store: TorchStore | None = None
+    versions: Versions = field(default_factory=dict)
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The command line of a worker that is not forked."""
+        return (*self.wrap, self.python, *MODULE, "nbdist.worker")
+
+    def seat(self, rank: int) -> Seat:
+        """Return which node the rank is on, and where there."""
+        return seat_of(rank, self.world_size, self.seats)
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """The ranks of the node that this is for."""
+        if self.node is None:
+            return tuple(range(self.world_size))
+        return ranks_on(self.node, self.world_size, self.seats)
+
+    def gpus_of(self, rank: int) -> tuple[str, ...]:
+        """Choose what CUDA shows the rank: all of its node's, or its own MIG slice."""
+        gpus = gpus_of(rank, self.seats if self.node is None else (), self.gpus)
+        own = self.seat(rank).local_rank % max(1, len(gpus))
+        return gpus[own : own + 1] if any(map(is_slice, gpus)) else gpus
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStart:
+    """What one worker process needs before its first import of user code.
+
+    `token` marks the escape sequences for its agent in its stdout;
+    `store_path` is the file through which the ranks of this machine find one another, or
+    else `store_socket` is where they ask for a store of all machines; the names of
+    `over_file` begin with `over_path`;
+    with `joins` it replaces a worker that has died, or is one more, and joins these groups,
+    the ranks of each by its name, besides the world's own; `gpus` are those that
+    it sees.  `sized_in` is the generation in which the world's group got its size.
+    """
+
+    rank: int
+    local_rank: int
+    local_world_size: int
+    world: WorldSpec
+    connection_file: str
+    token: str
+    store_path: str
+    over_path: str
+    generation: int
+    environ: Mapping[str, str]
+    joins: Mapping[str, tuple[int, ...]] | None = None
+    gpus: tuple[str, ...] = ()
+    sized_in: int = 1
+    store_socket: str = ""
+
+    @property
+    def device(self) -> str:
+        """Its own GPU as torch names it; shared where there are fewer than workers.
+
+        Intel's are not counted: with their backend each rank has the one of its number.
+        """
+        if "xccl" in (self.world.backend or ""):
+            return f"xpu:{self.local_rank}"
+        return f"cuda:{self.local_rank % len(self.gpus)}" if self.gpus else "cpu"
+
+    @property
+    def gpu(self) -> str:
+        """Its own GPU as CUDA_VISIBLE_DEVICES names it, "" for none."""
+        return self.gpus[self.local_rank % len(self.gpus)] if self.gpus else ""
+
+    @property
+    def has_slice(self) -> bool:
+        """Whether that is a MIG slice, of a GPU of which other ranks may have others."""
+        return is_slice(self.gpu)
+
+    @property
+    def log_folder(self) -> Path | None:
+        """Where the rank's log files are; torch's error file is beside them."""
+        return Path(self.environ["TORCHELASTIC_ERROR_FILE"]).parent if self.world.log_dir else None
+
+    @property
+    def stack_file(self) -> str:
+        """Into which it writes where its stack is, and its C code the stack when it crashes."""
+        return self.connection_file.removesuffix(".json") + ".stack"
+
+    @property
+    def task_socket(self) -> str:
+        """On which it waits for its agent's tasks."""
+        return self.connection_file.removesuffix(".json") + ".tasks"
+
+
+def over_file(path: str | Path, generation: int) -> Path:
+    """Name the file that is there once forming this generation has been called off."""
+    return Path(f"{path}.over{generation}")
+
+
+# --- worlds on many machines ------------------------------------------------------------------
+
+
+LINK_TIMEOUT = 10.0
+"""Seconds without one after which a machine counts as lost, unless the user says otherwise.
+
+TCP sends what was lost again after 0.2, 0.6, 1.4, 3.0 and 6.2 s: a cable that is out for a second
+may be silent for nearly three.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """How many nodes and workers there shall be, and what a launcher needs to start agents.
+
+    From `min_nodes` to `max_nodes` nodes, with None all that there are, have `per_node` workers
+    each; with `workers` there are so many in all, one node after the other filled.  `backend`
+    is None for what fits the nodes' GPUs.  `environ` is what goes along to each node, with
+    secrets: it is in no text.
+    """
+
+    launcher: str
+    hosts: tuple[Host, ...] = ()
+    min_nodes: int = 1
+    max_nodes: int | None = None
+    per_node: WorkerCount = "auto"
+    workers: int | None = None
+    backend: str | None = None
+    environ: Mapping[str, str] = field(default_factory=dict, repr=False)
+    name: str = "world"
+    pool: str = "default"
+    cwd: str = "/"
+    python: str = ""
+    wrap: tuple[str, ...] = ()
+    fork: bool = True
+    gpus: str | None = None
+    cpus: int | None = None
+    memory: str | None = None
+    salloc: str | None = None
+    address: str | None = None
+    link_timeout: float = LINK_TIMEOUT
+    rdzv_backend: str | None = None
+    rdzv_endpoint: str | None = None
+    detach: bool = False
+    sync_code: bool = False
+
+
+# --- environment variables --------------------------------------------------------------------
+
+
+NBDIST_DECIDES = frozenset(
+    {
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"),
+        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+        *("MASTER_ADDR", "MASTER_PORT", "NBDIST_WORLD", "PYDEVD_DISABLE_FILE_VALIDATION"),
+        *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
+        *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
+    }
+)
+"""What a user cannot set for the workers, because it says which rank each is."""
+
+WITH_NCCL: Mapping[str, str] = {
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0",
+}
+"""What ranks whose backend uses nccl have besides; and NCCL_SOCKET_IFNAME."""
+
+NBDIST_SETS = NBDIST_DECIDES | {
+    *("OMP_NUM_THREADS", "PYTHON_EXEC", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"),
+    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "MPLBACKEND"),
+    *(*WITH_NCCL, "NCCL_SOCKET_IFNAME"),
+}
+"""All names of `torchrun_variables`."""
+
+
+MULTI_RANK_NCCL = (2, 30)
+"""The first version of NCCL that takes several ranks on one GPU by itself."""
+
+
+def check_nvls(backend: str, environ: Mapping[str, str], *, shared: bool) -> str:
+    """Return a line on what the user's NCCL_NVLS_ENABLE costs, "" where it is not set.
+
+    UsageError where ranks share a GPU, or have slices of one: NCCL would refuse to connect them.
+    """
+    value = environ.get("NCCL_NVLS_ENABLE", "0") if uses_nccl(backend) else "0"
+    if value == "1" and shared:
+        raise UsageError(
+            "NCCL_NVLS_ENABLE=1 cannot work where several ranks are on one GPU: "
+            "`--env NCCL_NVLS_ENABLE=0` turns it off."
+        )
+    if value == "0":
+        return ""
+    return (
+        f"NCCL_NVLS_ENABLE={value}: faster, but after an aborted collective the group may not be "
+        "rebuilt; ranks are restarted then and lose their variables."
+    )
+
+
+def sharing_variables(
+    rank: int, version: tuple[int, ...], environ: Mapping[str, str], *, slices: bool = False
+) -> Mapping[str, str]:
+    """Choose what lets NCCL of this version have several ranks on one GPU, before its first use.
+
+    MIG `slices` of one GPU count as that GPU (NCCL to 2.31), but have multiprocessors of their own.
+    Older ones recognise two ranks on one GPU by host and bus.  With a host of its own each rank
+    passes, and meets the others through sockets, of the loopback interface: they are on one
+    machine.  What the user has set stays, but for the host, which has to be each rank's own.
+    """
+    wanted = {"NCCL_NVLS_ENABLE": "0"}  # which adds up in the switch between GPUs
+    if not slices:
+        wanted["NCCL_MAX_CTAS"] = "1"  # the kernels of all ranks have to fit on it
+    if version >= MULTI_RANK_NCCL:
+        wanted["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    else:
+        wanted |= {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "=lo", "NCCL_MNNVL_ENABLE": "0"}
+    chosen = {name: environ.get(name, value) for name, value in wanted.items()}
+    if version < MULTI_RANK_NCCL:
+        chosen["NCCL_HOSTID"] = f"{environ.get('NCCL_HOSTID', 'nbdist')}-{rank}"
+    return chosen
+
+
+def torchrun_variables(
+    spec: WorldSpec, rank: int, port: int, error_file: str = ""
+) -> Mapping[str, str]:
+    """Work out the rank's part of the environment.
+
+    `port` is one that nothing listens on yet; `error_file` is what `@record` writes to.
+    """
+    seat, size = spec.seat(rank), str(spec.world_size)
+    gpus = spec.gpus_of(rank)
+    with_nccl = {"NCCL_SOCKET_IFNAME": f"={spec.interface}", **WITH_NCCL}
+    nccl = with_nccl if uses_nccl(spec.backend or "") else {}
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(seat.local_rank),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": str(seat.local_world_size),
+        "GROUP_RANK": str(seat.node),
+        "GROUP_WORLD_SIZE": str(seat.nodes),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": size,
+        "ROLE_NAME": spec.pool,
+        "MASTER_ADDR": spec.master_addr,
+        "MASTER_PORT": str(spec.master_port or port),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": spec.name,
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        "OMP_NUM_THREADS": spec.environ.get("OMP_NUM_THREADS") or str(spec.threads),
+        "PYTHON_EXEC": spec.python,
+        "NBDIST_WORLD": spec.name,
+        **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
+        "GLOO_SOCKET_IFNAME": spec.environ.get("GLOO_SOCKET_IFNAME", spec.interface),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": spec.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
+        "TORCH_NCCL_ENABLE_MONITORING": spec.environ.get("TORCH_NCCL_ENABLE_MONITORING", "0"),
+        "MPLBACKEND": spec.environ.get("MPLBACKEND", "module://matplotlib_inline.backend_inline"),
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+        **{name: spec.environ.get(name, value) for name, value in nccl.items()},
+    }
