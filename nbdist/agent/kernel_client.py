@@ -20,7 +20,7 @@ from nbdist.output.events import TOPIC
 from nbdist.wire import control
 from nbdist.wire.frames import BadFrame, FrameCutter, framed
 from nbdist.wire.spec import WorkerStart
-from nbdist.wire.task import MOST_BYTES, SIGINT_SENT, InputReply, Said, said_from
+from nbdist.wire.work import MOST_BYTES, SIGINT_SENT, InputReply, Said, said_from
 
 log = logging.getLogger("nbdist.agent")
 

@@ -31,7 +31,7 @@ from nbdist.values.shared_memory import Segment, SegmentGone, SegmentRef
 from nbdist.wire.at_door import SOCKET, Admitted, Attach, Held, Refused
 from nbdist.wire.messages import Abort, Down, Outputs, Received, Remember, Up
 from nbdist.wire.spec import versions_here
-from nbdist.wire.task import Task, unpack
+from nbdist.wire.work import Task, unpack
 
 log = logging.getLogger("nbdist.agent")
 

@@ -28,7 +28,7 @@ from nbdist.wire.frames import BadFrame
 from nbdist.wire.messages import Run
 from nbdist.wire.places import Place, RankState, WorkerStatus
 from nbdist.wire.spec import LAST_LINE_SAYS, WorkerStart, WorldSpec
-from nbdist.wire.task import CatchUp, Finished, InputReply, Said, Task, unpack
+from nbdist.wire.work import CatchUp, Finished, InputReply, Said, Task, unpack
 from nbdist.words import word_exit
 
 log = logging.getLogger("nbdist.agent")

@@ -17,8 +17,15 @@ from typing import Generic, TypeVar
 
 from nbdist.agent.worker_logs import WorkerLog
 from nbdist.output.events import InputRequest, Output, StreamName, Text, Typed
-from nbdist.wire.marks import LONGEST_MARK, Mark, cut_off_pattern, mark_pattern, mark_value
-from nbdist.wire.task import Finished, Said
+from nbdist.wire.work import (
+    LONGEST_MARK,
+    Finished,
+    Mark,
+    Said,
+    cut_off_pattern,
+    mark_pattern,
+    mark_value,
+)
 
 READ_SIZE = 1 << 18
 PIPE_SIZE = 1 << 18

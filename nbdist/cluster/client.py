@@ -56,7 +56,7 @@ from nbdist.wire.messages import Leave, Run
 from nbdist.wire.numbered import Kind, Mismatch, Numbered
 from nbdist.wire.spec import versions_here
 from nbdist.wire.store_operations import Answer, Operation
-from nbdist.wire.task import unpack
+from nbdist.wire.work import unpack
 
 TICKET_TIMEOUT = 60.0
 """Seconds for the ticket to come; a person may have to type it."""

@@ -19,7 +19,7 @@ from nbdist.values.payload import Payload, moved, refs_in
 from nbdist.values.shared_memory import SegmentGone, SegmentRef, is_there, length_of
 from nbdist.wire.carrying import MOST_WINDOW, Dropped, Piece, Receiving, Sending, Taken
 from nbdist.wire.messages import Outputs, Run
-from nbdist.wire.task import failure_in_words
+from nbdist.wire.work import failure_in_words
 
 MOST_UNDER_WAY = 256
 """Pieces on their way to all nodes together: a quarter of a gigabyte of this process's memory."""

@@ -38,7 +38,7 @@ from nbdist.notebook.stops import met_stops, raised_stops
 from nbdist.notebook.values import last_values
 from nbdist.notebook.why import why_of
 from nbdist.topology import parse_ranks
-from nbdist.wire.task import Call, Source
+from nbdist.wire.work import Call, Source
 from nbdist.words import name_ranks
 from nbdist.world.calling import ask, next_to_ask
 from nbdist.world.exchange import binding
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from nbdist.notebook.shipping.transfer import Shipment
     from nbdist.output.events import RankError
     from nbdist.output.transcript import Transcript
-    from nbdist.wire.task import Task, Work
+    from nbdist.wire.work import Task, Work
     from nbdist.world.names import NameTable, Shipped
     from nbdist.world.result import CellResult
     from nbdist.world.running import RunningTask

@@ -39,7 +39,7 @@ from nbdist.notebook.options import (
 )
 from nbdist.notebook.stops import command_stops
 from nbdist.topology import parse_ranks
-from nbdist.wire.task import Call
+from nbdist.wire.work import Call
 from nbdist.words import one_line
 from nbdist.world.recovery import healing_text
 from nbdist.world.result import raised

@@ -10,7 +10,7 @@ from nbdist.errors import ValueLost
 from nbdist.output.wording import fold_ranks
 from nbdist.values.payload import open_payload
 from nbdist.values.pickling import unpickle
-from nbdist.wire.task import Call, Task
+from nbdist.wire.work import Call, Task
 from nbdist.words import one_line, size_text
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from nbdist.notebook.display import Shown, below, block, table
 from nbdist.notebook.options import ranks_option
 from nbdist.output.wording import fold_ranks
 from nbdist.wire.ops import Brought, Distance, Looked, Part
-from nbdist.wire.task import Call
+from nbdist.wire.work import Call
 from nbdist.words import count, name_ranks, size_text
 from nbdist.world.exchange import check_expressions, refusal
 

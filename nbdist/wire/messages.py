@@ -21,7 +21,7 @@ from nbdist.wire.log_files import LogPiece
 from nbdist.wire.places import Place, Stack, Usage, WorkerStatus
 from nbdist.wire.questions import Completions, Description, Question
 from nbdist.wire.spec import Wanted, WorldSpec
-from nbdist.wire.task import InputReply, Task
+from nbdist.wire.work import InputReply, Task
 
 # --- calls to an agent, each answered by exactly one `Answer` ------------------------------
 

@@ -27,7 +27,7 @@ from traitlets import Type
 
 from nbdist.wire.control import Regroup, Resize
 from nbdist.wire.spec import WorkerStart, sharing_variables
-from nbdist.wire.task import Attempt
+from nbdist.wire.work import Attempt
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.compat.debugger import Debugger

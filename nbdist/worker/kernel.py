@@ -30,7 +30,7 @@ from traitlets import Type, default
 
 from nbdist.output.events import MOVED, RECORD, Done
 from nbdist.values.definitions import cell_numbers
-from nbdist.wire.task import Call, Source, Task, Work, failure_in_words
+from nbdist.wire.work import Call, Source, Task, Work, failure_in_words
 from nbdist.worker.compat.ipython import (
     LeavesChildren,
     number_cells,
@@ -61,7 +61,7 @@ from nbdist.worker.tracebacks import (
 
 if TYPE_CHECKING:
     from nbdist.values.payload import Payload
-    from nbdist.wire.task import InputReply
+    from nbdist.wire.work import InputReply
     from nbdist.worker.group.group import Group
     from nbdist.worker.process import Interrupts
 

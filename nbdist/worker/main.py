@@ -10,8 +10,8 @@ import warnings
 
 import torch.distributed as dist
 
-from nbdist.wire.marks import mark
 from nbdist.wire.spec import WorkerStart
+from nbdist.wire.work import mark
 from nbdist.worker.control import ControlThread
 from nbdist.worker.environment import (
     Scaling,

@@ -12,7 +12,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from nbdist.wire.marks import Mark, mark
+from nbdist.wire.work import Mark, mark
 
 if TYPE_CHECKING:
     from nbdist.output.events import StreamName

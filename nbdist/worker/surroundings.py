@@ -21,7 +21,7 @@ from types import ModuleType
 from nbdist.wire.code_tree import moved_path
 from nbdist.wire.places import PACKAGES
 from nbdist.wire.spec import WorkerStart
-from nbdist.wire.task import Surroundings
+from nbdist.wire.work import Surroundings
 
 
 class Around:

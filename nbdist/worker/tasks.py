@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.output.events import Done, InputRequest
 from nbdist.wire.frames import FrameCutter, framed
-from nbdist.wire.task import CatchUp, Finished, InputReply, Said, SigintSent, Task, down_from
+from nbdist.wire.work import CatchUp, Finished, InputReply, Said, SigintSent, Task, down_from
 from nbdist.worker.process import Interrupts
 from nbdist.worker.streams import flush_streams
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from nbdist.output.events import LEFT_DEBUGGER, Failure
 from nbdist.values.definitions import cell_numbers
-from nbdist.wire.task import failure_in_words
+from nbdist.wire.work import failure_in_words
 from nbdist.worker.compat import debugger
 from nbdist.worker.compat.ipython import around_errors, publish_error
 from nbdist.worker.exceptions import led_to

@@ -29,7 +29,7 @@ from nbdist.values.definitions import SYSTEM_NAMES
 from nbdist.values.payload import pack_frames
 from nbdist.values.pickling import Pickled, pickle
 from nbdist.values.unpicklable import PICKLING_ERRORS, blame, fails_in
-from nbdist.wire.task import Call, Kind, Script, Task
+from nbdist.wire.work import Call, Kind, Script, Task
 from nbdist.world.names import WORKERS_OWN
 from nbdist.world.result import CellResult, raised
 from nbdist.world.running import RunningTask

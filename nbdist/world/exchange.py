@@ -22,7 +22,7 @@ from nbdist.values.pickling import Pickled, pickle, unpickle
 from nbdist.values.shared_memory import Steps
 from nbdist.values.unpicklable import PICKLING_ERRORS, fails_in, unshippable
 from nbdist.wire.ops import Brought
-from nbdist.wire.task import Call, Task, Work
+from nbdist.wire.work import Call, Task, Work
 from nbdist.words import did_you_mean, format_ranks, name_ranks, one_line
 from nbdist.world import recovery
 from nbdist.world.names import WORKERS_OWN, Shipped, check_are_free

@@ -57,7 +57,7 @@ from nbdist.wire.messages import (
     to_bytes,
     up_from,
 )
-from nbdist.wire.task import InputReply
+from nbdist.wire.work import InputReply
 from nbdist.world.agents import AGENT, AgentProcess, AttachedAgent, require_open_files
 
 log = logging.getLogger("nbdist.world")

@@ -37,7 +37,7 @@ from nbdist.output.events import (
 )
 from nbdist.wire.messages import Grow, Heal, Healed, Kill, Scale
 from nbdist.wire.places import PACKAGES
-from nbdist.wire.task import Task
+from nbdist.wire.work import Task
 from nbdist.words import name_ranks, one_line
 from nbdist.world.code_sync import IGNORE_FILE, CodeSync
 from nbdist.world.following import finish, follow

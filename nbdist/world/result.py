@@ -17,7 +17,7 @@ from nbdist.output.transcript import Transcript
 from nbdist.output.wording import clip
 from nbdist.values.payload import Payload, open_payload
 from nbdist.values.pickling import unpickle
-from nbdist.wire.task import Source, Task
+from nbdist.wire.work import Source, Task
 from nbdist.words import name_ranks
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from nbdist.values.payload import Payload, as_read, open_payload
 from nbdist.values.pickling import unpickle
 from nbdist.wire.messages import Attached, Silent
 from nbdist.wire.places import Place, Usage
-from nbdist.wire.task import Task, unpack
+from nbdist.wire.work import Task, unpack
 from nbdist.words import name_ranks
 from nbdist.world.hangs import (
     Watch,

@@ -25,7 +25,7 @@ from nbdist.values.shared_memory import Segment
 from nbdist.wire.messages import Consult, Reply, Request
 from nbdist.wire.places import WorkerStatus
 from nbdist.wire.questions import Question
-from nbdist.wire.task import Attempt, Call, InputReply, Source, Task, Work
+from nbdist.wire.work import Attempt, Call, InputReply, Source, Task, Work
 from nbdist.words import format_ranks
 from nbdist.world import following, recovery
 from nbdist.world.agents import module_of

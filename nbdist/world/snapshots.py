@@ -13,7 +13,7 @@ from typing import Any
 
 from nbdist.errors import UsageError
 from nbdist.wire.ops import Loaded, Mesh, Written
-from nbdist.wire.task import Call
+from nbdist.wire.work import Call
 from nbdist.words import count, format_ranks, name_ranks
 from nbdist.world.exchange import commit
 from nbdist.world.session import Session

@@ -37,7 +37,7 @@ from nbdist.wire.messages import (
     WorldStarted,
 )
 from nbdist.wire.places import Place
-from nbdist.wire.task import InputReply, Task
+from nbdist.wire.work import InputReply, Task
 from nbdist.words import count
 from nbdist.world.agents import module_of
 from nbdist.world.link import CALL_TIMEOUT, Link

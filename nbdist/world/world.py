@@ -13,7 +13,7 @@ from nbdist.values.payload import Payload, pack_names
 from nbdist.wire.messages import GetStacks, GetStatus
 from nbdist.wire.ops import Cleaned
 from nbdist.wire.places import Stack, WorkerStatus
-from nbdist.wire.task import Call, Task, Work
+from nbdist.wire.work import Call, Task, Work
 from nbdist.world import calling, exchange, snapshots
 from nbdist.world.calling import find_script
 from nbdist.world.exchange import Scatter

@@ -24,7 +24,7 @@ from nbdist.output.events import Died
 from nbdist.wire.membership import processes
 from nbdist.wire.messages import Attached, Healed, Remember
 from nbdist.wire.spec import NBDIST_SETS, Wanted, WorldSpec
-from nbdist.wire.task import Surroundings
+from nbdist.wire.work import Surroundings
 from nbdist.words import count
 from nbdist.world.code_sync import CodeSync
 from nbdist.world.link import Link

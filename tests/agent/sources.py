@@ -14,8 +14,8 @@ from nbdist.agent.forker import Forker
 from nbdist.agent.processes import Children, ProcessSource, Spawner, WorkerProcess
 from nbdist.agent.startup import start_fork_server
 from nbdist.system.prctl import adopt_orphans
-from nbdist.wire.marks import mark
 from nbdist.wire.spec import WorkerStart, WorldSpec
+from nbdist.wire.work import mark
 from tests.waiting import until
 
 TOKEN = "0123456789abcdef"

@@ -39,7 +39,7 @@ from nbdist.wire.messages import (
     up_from,
 )
 from nbdist.wire.spec import WorldSpec
-from nbdist.wire.task import Source, Task
+from nbdist.wire.work import Source, Task
 from tests.waiting import SOON, wait_until
 
 both_sources = pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])

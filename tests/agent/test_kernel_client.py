@@ -14,7 +14,7 @@ from nbdist.output.events import Done
 from nbdist.values.payload import Payload
 from nbdist.wire.frames import BadFrame, framed
 from nbdist.wire.spec import WorkerStart, WorldSpec
-from nbdist.wire.task import Finished
+from nbdist.wire.work import Finished
 
 SPEC = WorldSpec(1, None, {}, "/", (), 1, "python")
 DONE = Done("ok", 0.5, frozenset({"x"}), {"np": "numpy"}, Payload((b"1",)))

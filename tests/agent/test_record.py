@@ -30,7 +30,7 @@ from nbdist.wire.messages import (
     WorldStarted,
 )
 from nbdist.wire.spec import WorldSpec
-from nbdist.wire.task import InputReply
+from nbdist.wire.work import InputReply
 
 
 def spec(size: int = 2) -> WorldSpec:

@@ -15,7 +15,7 @@ import pytest
 from nbdist.agent.processes import Spawner, WorkerProcess
 from nbdist.agent.rendezvous import CallOff, HeldPort
 from nbdist.agent.worker import Worker
-from nbdist.wire.marks import mark
+from nbdist.wire.work import mark
 from tests.agent.sources import TOKEN, Source, run, worker_start
 from tests.waiting import SOON, until
 

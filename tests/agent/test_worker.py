@@ -19,8 +19,8 @@ from nbdist.system.prctl import adopt_orphans
 from nbdist.wire import control
 from nbdist.wire.messages import Run
 from nbdist.wire.places import Place
-from nbdist.wire.task import InputReply, Task
-from nbdist.wire.task import Source as SourceText
+from nbdist.wire.work import InputReply, Task
+from nbdist.wire.work import Source as SourceText
 from tests.agent.sources import Source, worker_start
 from tests.faults.stops import spinning
 from tests.waiting import SOON, until

@@ -12,8 +12,7 @@ import pytest
 from nbdist.agent.worker_logs import WorkerLog
 from nbdist.agent.worker_output import LOST_AFTER, Merger, OutputPipe, WorkerOutput
 from nbdist.output.events import Clear, Done, Output, Text
-from nbdist.wire.marks import mark
-from nbdist.wire.task import Finished
+from nbdist.wire.work import Finished, mark
 from tests.waiting import until
 
 TOKEN = "0123456789abcdef"

@@ -47,7 +47,7 @@ from nbdist.wire.messages import (
 )
 from nbdist.wire.places import Place, WorkerStatus
 from nbdist.wire.spec import Wanted
-from nbdist.wire.task import Source, Task, unpack
+from nbdist.wire.work import Source, Task, unpack
 
 PROCESSES = 4
 FIRST_PID = 1 << 22

@@ -15,7 +15,7 @@ from nbdist.output.bars import BarTable, bar_table, merged_line
 from nbdist.output.final import final_layout
 from nbdist.output.layout import live_layout
 from nbdist.output.text import panel_text
-from nbdist.wire.task import Source
+from nbdist.wire.work import Source
 from tests.worlds import NewWorld
 
 UNTIL_SEEN = """

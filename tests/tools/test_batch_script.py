@@ -19,7 +19,7 @@ from nbdist.tools.batch_script import BatchScript, Composer, in_order, title_of
 from nbdist.tools.origins import Origins
 from nbdist.tools.script_text import Setting
 from nbdist.values.identity import Identity
-from nbdist.wire.task import Call, Script, Source, Task, Work
+from nbdist.wire.work import Call, Script, Source, Task, Work
 from nbdist.world.names import NameTable, Shipped
 from nbdist.world.past import Kind, Past, PastTask
 from nbdist.world.ranks import Machines

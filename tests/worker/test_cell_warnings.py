@@ -8,7 +8,7 @@ import pytest
 
 from nbdist.output.final import final_layout
 from nbdist.output.text import panel_text
-from nbdist.wire.task import Source
+from nbdist.wire.work import Source
 from nbdist.world.world import World
 from tests.worlds import NewWorld
 

@@ -11,7 +11,7 @@ from os import environ
 import pytest
 import torch
 
-from nbdist.wire.task import Attempt
+from nbdist.wire.work import Attempt
 from nbdist.worker.compat import accelerator
 from nbdist.worker.environment import (
     change_environment,

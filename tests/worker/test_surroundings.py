@@ -14,7 +14,7 @@ import pytest
 
 from nbdist.config import WorldConfig
 from nbdist.wire.spec import WorkerStart
-from nbdist.wire.task import Surroundings
+from nbdist.wire.work import Surroundings
 from nbdist.worker.surroundings import Around, OwnModules, merged
 from nbdist.world.spec import make_spec
 

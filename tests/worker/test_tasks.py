@@ -19,7 +19,7 @@ import pytest
 from nbdist.output.events import Done
 from nbdist.system.proc import is_stopped
 from nbdist.wire.frames import FrameCutter, framed
-from nbdist.wire.task import CatchUp, Finished, InputReply, Source, Task
+from nbdist.wire.work import CatchUp, Finished, InputReply, Source, Task
 from nbdist.worker.process import Interrupts
 from nbdist.worker.tasks import Tasks
 from nbdist.world.world import World

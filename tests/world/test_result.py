@@ -19,7 +19,7 @@ from pydantic_core import SchemaValidator, ValidationError
 from nbdist.errors import UsageError, WorkerError
 from nbdist.output.events import Failure, Text
 from nbdist.output.transcript import Transcript
-from nbdist.wire.task import Call, Task
+from nbdist.wire.work import Call, Task
 from nbdist.worker.exceptions import contents_of
 from nbdist.world.result import CellResult, Contents, as_raised, raised
 

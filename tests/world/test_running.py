@@ -10,7 +10,7 @@ from nbdist.config import CONTROL_TIMEOUT, Patience
 from nbdist.errors import CellTimeout, RanksNotStopped, WorkerDied
 from nbdist.output.events import Died, Done, Failure, InputRequest, Text
 from nbdist.wire.places import Place
-from nbdist.wire.task import Source, Task
+from nbdist.wire.work import Source, Task
 from nbdist.world.ranks import Machines
 from nbdist.world.running import RunningTask, Step
 from nbdist.world.sent import Crew

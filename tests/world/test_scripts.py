@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.errors import RanksReleased, UsageError, WorkerError
-from nbdist.wire.task import Attempt, Kind
+from nbdist.wire.work import Attempt, Kind
 from nbdist.world.calling import find_script
 from nbdist.world.world import World
 from tests.cells import Write, said

@@ -8,7 +8,7 @@ import pytest
 
 from nbdist.errors import WorkerDied, WorkerError
 from nbdist.values.shared_memory import Segment, to_end
-from nbdist.wire.task import Attempt, Source, Task
+from nbdist.wire.work import Attempt, Source, Task
 from nbdist.world.past import Setup
 from nbdist.world.states import State
 from nbdist.world.world import World

@@ -13,7 +13,7 @@ from nbdist.config import WorldConfig
 from nbdist.errors import WorldNotStarted
 from nbdist.seats import Position
 from nbdist.wire.messages import Healed
-from nbdist.wire.task import Surroundings
+from nbdist.wire.work import Surroundings
 from nbdist.world.spec import make_spec
 from nbdist.world.states import State
 from nbdist.world.world import World

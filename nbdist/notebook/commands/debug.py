@@ -11,7 +11,7 @@ from nbdist.notebook.cells import check_end, follow
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.options import ranks_option
 from nbdist.output.events import Died
-from nbdist.wire.task import Call
+from nbdist.wire.work import Call
 from nbdist.words import name_ranks
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from nbdist.notebook.jobs import Steps
-    from nbdist.wire.task import Script
+    from nbdist.wire.work import Script
 
 NOTHING = (
     "`%dist_run`: give either a script or `-m module`: `%dist_run train.py --lr 0.1`, "

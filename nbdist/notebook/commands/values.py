@@ -17,7 +17,7 @@ from nbdist.notebook.command import Line, Value, command
 from nbdist.notebook.options import names_in, ranks_option
 from nbdist.notebook.shipping.plan import push
 from nbdist.notebook.shipping.transfer import moved, packed
-from nbdist.wire.task import Call
+from nbdist.wire.work import Call
 from nbdist.words import count, did_you_mean, name_ranks
 from nbdist.world import exchange
 from nbdist.world.exchange import Scatter

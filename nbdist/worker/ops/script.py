@@ -25,7 +25,7 @@ import psutil
 
 from nbdist.output.events import SCRIPT_FAILED
 from nbdist.wire.places import Place
-from nbdist.wire.task import Script
+from nbdist.wire.work import Script
 from nbdist.words import word_exit
 from nbdist.worker.tracebacks import Problem, show
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbdist.errors import WorkerError
-from nbdist.wire.task import Call
+from nbdist.wire.work import Call
 from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world(2)

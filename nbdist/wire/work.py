@@ -1,19 +1,25 @@
-"""A task: what ranks are to do, typed, from the magic or the API to the worker that does it.
+"""What ranks are to do and what they say of it: tasks, and marks in a worker's stdout.
 
-The notebook packs it once.  An agent passes the bytes on by rank, over a unix socket of each
-worker, and opens them only when it has to show a line of the source; each worker unpacks it
-once.  `Finished` comes back, and before it an `InputRequest` for each line that the user is to
-type, and a `CatchUp` when the task has shown much; a mark in the worker's stdout says where each
-belongs.
+A `Task` is typed from the magic or the API to the worker that does it.
+
+By marks a worker's agent finds where rich output belongs.  A worker writes text straight to its
+stdout, a pipe that the agent reads, so whatever it wrote before it died is there, and C code, child
+processes and Python share one order.  Figures and errors travel over iopub.  Before it sends one,
+the worker writes a mark with its number; the agent puts the message where its mark is.
+
+A mark is an APC escape sequence (ECMA-48 8.3.2), which terminals ignore, with a token
+that no user's output can hold by chance.  It is shorter than PIPE_BUF, so the kernel
+writes it in one piece.
 """
 
 from __future__ import annotations
 
 import pickle
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from nbdist.output.events import Done, Failure, InputRequest
 from nbdist.values.payload import Payload, Places, SegmentRef, moved, refs_in
@@ -236,3 +242,38 @@ def said_from(frame: bytes) -> Said:
     if isinstance(said, Finished) and not fits(said.done.values, Payload | None):
         raise BadFrame("what it brings back is no payload")
     return said
+
+
+# --- marks ------------------------------------------------------------------------------------
+
+
+Mark = int | Literal["up", "ready", "stdout", "stderr"]
+"""A message's number; or `up`: the worker's kernel is bound; `ready`: and its group formed; or
+the stream that the text which follows belongs to."""
+
+
+def mark(token: str, value: Mark) -> bytes:
+    """Make the bytes to write to stdout."""
+    return f"\x1b_{token};{value}\x1b\\".encode()
+
+
+def mark_pattern(token: str) -> re.Pattern[bytes]:
+    """Make a pattern that finds marks; group 1 is the value."""
+    return re.compile(rb"\x1b_" + token.encode() + rb";([a-z]{1,6}|[0-9]{1,18})\x1b\\")
+
+
+LONGEST_MARK = 80
+"""Bytes; what is held back at most of a read that ends in the middle of a mark."""
+
+
+def cut_off_pattern(token: str) -> re.Pattern[bytes]:
+    """Make a pattern that finds the beginning of a mark at the end of a read."""
+    start = f"_{token};"
+    begun = "".join(f"(?:{letter}" for letter in start)
+    return re.compile(rf"\x1b{begun}[a-z0-9]{{0,18}}\x1b?{')?' * len(start)}\Z".encode())
+
+
+def mark_value(text: bytes) -> Mark:
+    """Read the value of a mark from what `mark_pattern` found."""
+    word = text.decode()
+    return int(word) if word.isdigit() else cast("Mark", word)
