@@ -31,7 +31,7 @@ ALLOWED = {
     ("worker/ops/script.py", "asyncio._set_running_loop"): "asyncio.run refuses where one runs",
     ("worker/ops/script.py", "runpy._get_module_details"): "as `python -m` finds a module",
     ("world/calling.py", "_path"): "a namespace package's; its public way imports the parents",
-    ("wire/questions.py", "_jupyter_types_experimental"): "a key of replies that front ends read",
+    ("wire/control.py", "_jupyter_types_experimental"): "a key of replies that front ends read",
     ("tools/diff_op.py", "_fields"): "a named tuple's, which Python documents",
     # On both sides of the wire, so not in workers only.
     (

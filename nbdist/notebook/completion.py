@@ -28,7 +28,7 @@ from nbdist.notebook.cell_text import (
 )
 from nbdist.notebook.options import Argument, arguments_of
 from nbdist.topology import parse_ranks
-from nbdist.wire.questions import Candidate, Complete, Completions, Description, Inspect, Question
+from nbdist.wire.control import Candidate, Complete, Completions, Description, Inspect, Question
 from nbdist.world.agents import launcher_names
 from nbdist.world.snapshot_store import Snapshot, SnapshotStore, root_folder
 from nbdist.world.spec import default_log_dir

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from nbdist.notebook.idle import is_in_subshell
-from nbdist.wire.questions import Completions
+from nbdist.wire.control import Completions
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

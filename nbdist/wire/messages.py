@@ -17,9 +17,9 @@ from nbdist.output.events import Died, Output
 from nbdist.seats import Seats
 from nbdist.values.payload import SegmentRef
 from nbdist.wire.code_tree import CodeFile, CodePart, Digest, Landmark
+from nbdist.wire.control import Completions, Description, Question
 from nbdist.wire.log_files import LogPiece
 from nbdist.wire.places import Place, Stack, Usage, WorkerStatus
-from nbdist.wire.questions import Completions, Description, Question
 from nbdist.wire.spec import Wanted, WorldSpec
 from nbdist.wire.work import InputReply, Task
 

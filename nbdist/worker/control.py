@@ -26,7 +26,7 @@ import torch
 from IPython.utils.tokenutil import token_at_cursor
 
 from nbdist.wire import control
-from nbdist.wire.questions import Candidate, Complete, Completions, Description, Inspect, Question
+from nbdist.wire.control import Candidate, Complete, Completions, Description, Inspect, Question
 from nbdist.worker.compat import ipython
 from nbdist.worker.compat import torch as compat
 from nbdist.worker.compat.jedi import import_jedi

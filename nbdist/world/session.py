@@ -22,9 +22,9 @@ from nbdist.errors import AgentLost, BadRanks, Interrupted, StartError, UsageErr
 from nbdist.readers import read_restarts
 from nbdist.values.payload import open_payload, pack_frames
 from nbdist.values.shared_memory import Segment
+from nbdist.wire.control import Question
 from nbdist.wire.messages import Consult, Reply, Request
 from nbdist.wire.places import WorkerStatus
-from nbdist.wire.questions import Question
 from nbdist.wire.work import Attempt, Call, InputReply, Source, Task, Work
 from nbdist.words import format_ranks
 from nbdist.world import following, recovery

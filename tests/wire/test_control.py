@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nbdist.wire import control
+from nbdist.wire.control import Candidate, Completions
 from nbdist.wire.frames import BadFrame
 from nbdist.wire.places import Begun, Collective, Place, StackFrame
 
@@ -69,3 +70,14 @@ def test_garbage_is_no_answer(buffers: list[bytes]) -> None:
     """Whatever unpickling makes of it."""
     with pytest.raises(BadFrame):
         control.answer_from(buffers)
+
+
+def test_a_reply_is_read_as_it_was_written() -> None:
+    """Also one of a completer that says nothing of kinds and signatures."""
+    found = Completions((Candidate("lr", "instance"), Candidate("lower", "function", "()")), 3, 4)
+    reply = found.reply()
+    assert reply["matches"] == ["lr", "lower"]
+    assert (reply["cursor_start"], reply["cursor_end"], reply["status"]) == (3, 4, "ok")
+    assert Completions.read(reply) == found
+    bare = {**reply, "metadata": {}}
+    assert Completions.read(bare) == Completions((Candidate("lr"), Candidate("lower")), 3, 4)

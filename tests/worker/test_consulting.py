@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.wire.questions import Complete, Completions, Description, Inspect, Question
+from nbdist.wire.control import Complete, Completions, Description, Inspect, Question
 from nbdist.world.world import World
 from tests.waiting import SOON
 from tests.worlds import NewWorld

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nbdist.wire.questions import Complete, Completions, Description, Inspect
+from nbdist.wire.control import Complete, Completions, Description, Inspect
 from nbdist.worker.control import attributes, complete, describe, find, look_up
 
 
