@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
-from nbdist.wire.call_layout import CallLayout
+from nbdist.wire.views import CallLayout
 
 Found = TypeVar("Found")
 

@@ -13,7 +13,7 @@ from nbdist.agent.stack_file import frames_of, own_frames, with_code
 from nbdist.system.proc import FRESH_SECONDS, MemoryGauge, is_stopped
 from nbdist.wire import control
 from nbdist.wire.control import Completions, Description, Question
-from nbdist.wire.places import Collective, Place, Stack, StackFrame, WorkerStatus
+from nbdist.wire.views import Collective, Place, Stack, StackFrame, WorkerStatus
 
 if TYPE_CHECKING:
     from nbdist.agent.usage import UsageWatch

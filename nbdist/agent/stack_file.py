@@ -18,8 +18,7 @@ from pathlib import Path
 
 from nbdist.agent.calls_in_memory import Call, Torn, calls_in
 from nbdist.values.definitions import function_name
-from nbdist.wire.call_layout import CallLayout
-from nbdist.wire.places import StackFrame
+from nbdist.wire.views import CallLayout, StackFrame
 from nbdist.wire.work import Task
 
 READ_EVERY = 0.005

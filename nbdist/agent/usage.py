@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.system.proc import MemoryGauge
 from nbdist.wire.messages import Used
-from nbdist.wire.places import Gpu, Usage
+from nbdist.wire.views import Gpu, Usage
 
 if TYPE_CHECKING:
     from nbdist.agent.worker import Worker

@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from nbdist.agent.listener import Listener
-from nbdist.wire.places import WorkerStatus
 from nbdist.wire.seen import LOOK, WINDOW, WorldSeen, to_answer
 from nbdist.wire.spec import WorldSpec
+from nbdist.wire.views import WorkerStatus
 
 PATIENCE = 60.0
 """Seconds that one may be open without a question, or an answer be taken in."""

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from nbdist.output.events import StreamName
 from nbdist.system import folders
-from nbdist.wire.log_files import (
+from nbdist.wire.messages import GetLogs
+from nbdist.wire.views import (
     LogPiece,
     attempts_beside,
     earlier_file,
@@ -22,7 +23,6 @@ from nbdist.wire.log_files import (
     moved_line,
     renumbered_line,
 )
-from nbdist.wire.messages import GetLogs
 
 log = logging.getLogger("nbdist.agent")
 

@@ -58,9 +58,9 @@ from nbdist.wire.messages import (
     Up,
     Used,
 )
-from nbdist.wire.places import Place, Usage
 from nbdist.wire.seen import WorldSeen
 from nbdist.wire.store_operations import Operation
+from nbdist.wire.views import Place, Usage
 
 log = logging.getLogger("nbdist.cluster")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from nbdist.seats import Seats
 from nbdist.wire.frames import BadFrame, object_from
-from nbdist.wire.places import Collective, Place, StackFrame
+from nbdist.wire.views import Collective, Place, StackFrame
 
 TYPES = "_jupyter_types_experimental"
 """Where a reply to a front end says of what kind each completion is, and its signature."""

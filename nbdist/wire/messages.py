@@ -18,9 +18,8 @@ from nbdist.seats import Seats
 from nbdist.values.payload import SegmentRef
 from nbdist.wire.code_tree import CodeFile, CodePart, Digest, Landmark
 from nbdist.wire.control import Completions, Description, Question
-from nbdist.wire.log_files import LogPiece
-from nbdist.wire.places import Place, Stack, Usage, WorkerStatus
 from nbdist.wire.spec import Wanted, WorldSpec
+from nbdist.wire.views import LogPiece, Place, Stack, Usage, WorkerStatus
 from nbdist.wire.work import InputReply, Task
 
 # --- calls to an agent, each answered by exactly one `Answer` ------------------------------

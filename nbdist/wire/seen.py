@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nbdist.wire.frames import framed, object_from
-from nbdist.wire.places import WorkerStatus
+from nbdist.wire.views import WorkerStatus
 
 WINDOW = "window.sock"
 """The socket's name in the runtime folder."""

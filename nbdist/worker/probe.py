@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from nbdist.values.definitions import cell_numbers, function_name
 from nbdist.wire.control import Traced
-from nbdist.wire.places import PACKAGES, Begun, Collective, Place, StackFrame
+from nbdist.wire.views import PACKAGES, Begun, Collective, Place, StackFrame
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.compat.cpython import call_layout, innermost_frames, outer_frame

@@ -11,7 +11,7 @@ from collections.abc import Generator
 from typing import TypeAlias
 
 from nbdist.wire.messages import Kill
-from nbdist.wire.places import Place
+from nbdist.wire.views import Place
 from nbdist.world.hangs import ANSWER_TIMEOUT, differing
 from nbdist.world.running import RunningTask, Step
 from nbdist.world.sent import News

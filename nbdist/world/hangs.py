@@ -22,7 +22,7 @@ from nbdist.output.ansi import strip
 from nbdist.output.events import Died, Failure
 from nbdist.output.wording import fold_ranks
 from nbdist.wire.messages import Silent
-from nbdist.wire.places import Begun, Place
+from nbdist.wire.views import Begun, Place
 from nbdist.wire.work import Script
 from nbdist.words import name_ranks, one_line
 from nbdist.world.ranks import Machines

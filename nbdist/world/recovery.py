@@ -36,7 +36,7 @@ from nbdist.output.events import (
     RankError,
 )
 from nbdist.wire.messages import Grow, Heal, Healed, Kill, Scale
-from nbdist.wire.places import PACKAGES
+from nbdist.wire.views import PACKAGES
 from nbdist.wire.work import Task
 from nbdist.words import name_ranks, one_line
 from nbdist.world.code_sync import IGNORE_FILE, CodeSync

@@ -14,7 +14,7 @@ from enum import Enum
 
 from nbdist.errors import AgentLost
 from nbdist.output.events import Died, Display, Done, Failure, InputRequest, Output, Update
-from nbdist.wire.places import Place
+from nbdist.wire.views import Place
 from nbdist.world.hangs import UNCHANGED, differing, in_one_line, never_meet, why_aborted, why_died
 from nbdist.world.sent import News, SentTask
 

@@ -41,7 +41,7 @@ from nbdist.topology import parse_ranks
 from nbdist.values.payload import Payload, as_read, open_payload
 from nbdist.values.pickling import unpickle
 from nbdist.wire.messages import Attached, Silent
-from nbdist.wire.places import Place, Usage
+from nbdist.wire.views import Place, Usage
 from nbdist.wire.work import Task, unpack
 from nbdist.words import name_ranks
 from nbdist.world.hangs import (

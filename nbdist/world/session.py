@@ -24,7 +24,7 @@ from nbdist.values.payload import open_payload, pack_frames
 from nbdist.values.shared_memory import Segment
 from nbdist.wire.control import Question
 from nbdist.wire.messages import Consult, Reply, Request
-from nbdist.wire.places import WorkerStatus
+from nbdist.wire.views import WorkerStatus
 from nbdist.wire.work import Attempt, Call, InputReply, Source, Task, Work
 from nbdist.words import format_ranks
 from nbdist.world import following, recovery

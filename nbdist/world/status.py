@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from nbdist.wire.places import Gpu, Usage, WorkerStatus
+from nbdist.wire.views import Gpu, Usage, WorkerStatus
 from nbdist.words import size_range, size_text
 from nbdist.world.hangs import doing_of
 

@@ -36,7 +36,7 @@ from nbdist.wire.messages import (
     Used,
     WorldStarted,
 )
-from nbdist.wire.places import Place
+from nbdist.wire.views import Place
 from nbdist.wire.work import InputReply, Task
 from nbdist.words import count
 from nbdist.world.agents import module_of

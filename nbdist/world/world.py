@@ -12,7 +12,7 @@ from nbdist.config import Changes, Patience, WorldConfig, takes_options
 from nbdist.values.payload import Payload, pack_names
 from nbdist.wire.messages import GetStacks, GetStatus
 from nbdist.wire.ops import Cleaned
-from nbdist.wire.places import Stack, WorkerStatus
+from nbdist.wire.views import Stack, WorkerStatus
 from nbdist.wire.work import Call, Task, Work
 from nbdist.world import calling, exchange, snapshots
 from nbdist.world.calling import find_script

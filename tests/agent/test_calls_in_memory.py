@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbdist.agent.calls_in_memory import READS, Call, Torn, calls_in, line_at, settled
-from nbdist.wire.call_layout import LARGEST, CallLayout
+from nbdist.wire.views import LARGEST, CallLayout
 from tests.waiting import wait_until
 
 WAITS = "import time\ntime.sleep(1000)"

@@ -15,7 +15,7 @@ import pytest
 
 from nbdist.agent.inspect import status_of
 from nbdist.system.proc import MemoryGauge, thread_state
-from nbdist.wire.places import Place, Stack, WorkerStatus
+from nbdist.wire.views import Place, Stack, WorkerStatus
 from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.world import World

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.agent.stack_file import StackFile, crash_calls, frames_of, own_frames, with_code
-from nbdist.wire.call_layout import CallLayout
-from nbdist.wire.places import StackFrame
+from nbdist.wire.views import CallLayout, StackFrame
 from tests.waiting import SOON
 
 PROGRAM = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbdist.agent.stopping import ABORTS, C_GRACE, IGNORES_GRACE, Sight, is_stuck
-from nbdist.wire.places import Place
+from nbdist.wire.views import Place
 
 LONG = 60.0
 IN_PYTHON = Place(line=3)

@@ -15,7 +15,7 @@ import pytest
 
 from nbdist.agent.usage import GpuGauge, UsageWatch
 from nbdist.system.proc import LARGEST_SHARE, MemoryGauge
-from nbdist.wire.places import Gpu
+from nbdist.wire.views import Gpu
 from nbdist.world.status import usage_text
 from nbdist.world.world import World
 from tests.waiting import SOON

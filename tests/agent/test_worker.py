@@ -18,7 +18,7 @@ from nbdist.output.events import Died, Done, Failure, InputRequest, Output, Text
 from nbdist.system.prctl import adopt_orphans
 from nbdist.wire import control
 from nbdist.wire.messages import Run
-from nbdist.wire.places import Place
+from nbdist.wire.views import Place
 from nbdist.wire.work import InputReply, Task
 from nbdist.wire.work import Source as SourceText
 from tests.agent.sources import Source, worker_start

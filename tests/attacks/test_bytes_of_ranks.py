@@ -246,7 +246,7 @@ ANSWERS = (
     "{}, buffers=[b'']",
     "{}, buffers=[b'garbage']",
     "{}, buffers=[pickle.dumps(Place(line='x'))]",
-    "{}, buffers=[b'\\x80\\x02cnbdist.wire.places\\nPlace\\n)\\x81.']",
+    "{}, buffers=[b'\\x80\\x02cnbdist.wire.views\\nPlace\\n)\\x81.']",
     "{}, buffers=[pickle.dumps(Place)]",
     "{}, buffers=[pickle.dumps(Traced(Place(), [1]))]",
     '{}, buffers=[b"cos\\nkill\\n(I%d\\nI9\\ntR." % os.getppid()]',
@@ -258,7 +258,7 @@ def test_odd_answers_of_the_control_thread(started: World, answer: str) -> None:
     """Whoever asks where ranks are learns of the others; the cell goes on."""
     started.execute(
         PREPARE + "import os, pickle\nfrom nbdist.wire.control import Traced\n"
-        "from nbdist.wire.places import Place\nbefore = kernel.control_handlers['nbdist_request']\n"
+        "from nbdist.wire.views import Place\nbefore = kernel.control_handlers['nbdist_request']\n"
         "def odd(stream, ident, request):\n"
         f"    session.send(stream, 'nbdist_reply', content={answer}, parent=request, ident=ident)\n"
         "    stream.send_multipart([ident, b'garbage'])\n"

@@ -45,8 +45,8 @@ from nbdist.wire.messages import (
     Up,
     WorldStarted,
 )
-from nbdist.wire.places import Place, WorkerStatus
 from nbdist.wire.spec import Wanted
+from nbdist.wire.views import Place, WorkerStatus
 from nbdist.wire.work import Source, Task, unpack
 
 PROCESSES = 4

@@ -9,7 +9,7 @@ from nbdist.cluster.node import Node
 from nbdist.wire.control import Complete, Completions
 from nbdist.wire.many import NodeDown, NodeFacts, NodeHello
 from nbdist.wire.messages import Ask, Consult, GetStatus, Locate, Located
-from nbdist.wire.places import Place, WorkerStatus
+from nbdist.wire.views import Place, WorkerStatus
 
 
 def row(rank: int) -> WorkerStatus:

@@ -29,8 +29,8 @@ from nbdist.terminal.worlds import (
 )
 from nbdist.wire.at_door import Held
 from nbdist.wire.frames import framed
-from nbdist.wire.places import Place, WorkerStatus
 from nbdist.wire.seen import WINDOW, WorldSeen
+from nbdist.wire.views import Place, WorkerStatus
 from nbdist.world import agents
 from nbdist.world.agents import Found, runtime_folders
 from nbdist.world.world import World

@@ -11,7 +11,7 @@ import pytest
 from nbdist.wire import control
 from nbdist.wire.control import Candidate, Completions
 from nbdist.wire.frames import BadFrame
-from nbdist.wire.places import Begun, Collective, Place, StackFrame
+from nbdist.wire.views import Begun, Collective, Place, StackFrame
 
 PLACE = Place(3, "all_reduce", {"0": 2}, begun=(Begun("0", 1, "all_reduce", "[2]"),))
 
@@ -62,7 +62,7 @@ def test_nothing_else_is_made_of_a_workers_bytes(hostile: Any) -> None:
         control.answer_from([pickle.dumps(hostile)])
 
 
-WITHOUT_FIELDS = b"\x80\x02cnbdist.wire.places\nPlace\n)\x81."
+WITHOUT_FIELDS = b"\x80\x02cnbdist.wire.views\nPlace\n)\x81."
 
 
 @pytest.mark.parametrize("buffers", [[], [b""], [b"garbage"], [b"\x80\x05."], [WITHOUT_FIELDS]])

@@ -26,8 +26,8 @@ from nbdist.wire.messages import (
     to_bytes,
     up_from,
 )
-from nbdist.wire.places import WorkerStatus
 from nbdist.wire.spec import WorldSpec
+from nbdist.wire.views import WorkerStatus
 
 SPEC = WorldSpec(2, "gloo", {"HOME": "/root"}, "/tmp", ("", "/lib"), 1, "/usr/bin/python3")
 

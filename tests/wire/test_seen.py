@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from nbdist.wire.frames import BadFrame, FrameCutter
-from nbdist.wire.places import Collective, Gpu, Place, WorkerStatus
 from nbdist.wire.seen import MOST_BYTES, WorldSeen, connect_to, seen_from, to_answer, user_at
+from nbdist.wire.views import Collective, Gpu, Place, WorkerStatus
 
 WORKER = WorkerStatus(
     *(0, 100, "here", "busy", 1.5, 2**20, "cuda:0", Place(line=3), "x = 1"),

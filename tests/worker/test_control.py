@@ -14,7 +14,7 @@ from jupyter_client.session import Session
 
 from nbdist.output.events import Failure
 from nbdist.wire import control
-from nbdist.wire.places import Collective, Place
+from nbdist.wire.views import Collective, Place
 from nbdist.world.hangs import ABORTED
 from nbdist.world.states import State
 from nbdist.world.world import World

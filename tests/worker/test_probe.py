@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.wire.call_layout import CallLayout
-from nbdist.wire.places import Place, StackFrame
+from nbdist.wire.views import CallLayout, Place, StackFrame
 from nbdist.worker.probe import awaited, described, frames_of, handles_stop
 from nbdist.world.world import World
 from tests.waiting import wait_until

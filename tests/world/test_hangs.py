@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from nbdist.output.events import Died
-from nbdist.wire.places import Begun, Place
+from nbdist.wire.views import Begun, Place
 from nbdist.world.hangs import (
     ALL_UNCHANGED,
     FIRST_LOOK,

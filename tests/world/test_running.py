@@ -9,7 +9,7 @@ import pytest
 from nbdist.config import CONTROL_TIMEOUT, Patience
 from nbdist.errors import CellTimeout, RanksNotStopped, WorkerDied
 from nbdist.output.events import Died, Done, Failure, InputRequest, Text
-from nbdist.wire.places import Place
+from nbdist.wire.views import Place
 from nbdist.wire.work import Source, Task
 from nbdist.world.ranks import Machines
 from nbdist.world.running import RunningTask, Step

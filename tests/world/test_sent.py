@@ -10,7 +10,7 @@ from nbdist.config import Patience
 from nbdist.errors import AgentLost, RanksNotStopped, RanksReleased, UsageError
 from nbdist.output.events import Done, Failure, InputRequest, Moved
 from nbdist.wire.messages import Silent
-from nbdist.wire.places import Place
+from nbdist.wire.views import Place
 from nbdist.world.sent import SETTLE_SECONDS, STAY_SECONDS, Prompts
 from tests.world.test_running import WAITS, running
 

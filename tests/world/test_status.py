@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nbdist.wire.places import Collective, Gpu, Place, Usage, WorkerStatus
+from nbdist.wire.views import Collective, Gpu, Place, Usage, WorkerStatus
 from nbdist.world.status import rows, usage_text
 
 IDLE = WorkerStatus(0, 100, "here", "idle", 0.0, 45 * 2**20, "cuda:0")

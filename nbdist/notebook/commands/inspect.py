@@ -37,7 +37,7 @@ from nbdist.output.wording import (
 from nbdist.readers import number_of_seconds
 from nbdist.topology import parse_ranks
 from nbdist.wire.messages import GetRefused, GetStacks, GetStatus
-from nbdist.wire.places import Stack
+from nbdist.wire.views import Stack
 from nbdist.words import count, name_ranks
 from nbdist.world.hangs import doing_of
 from nbdist.world.status import rows

@@ -16,8 +16,8 @@ from nbdist.notebook.display import Shown, block
 from nbdist.notebook.options import Magic, ranks_option
 from nbdist.output.ansi import strip
 from nbdist.readers import whole_number
-from nbdist.wire.log_files import MOVED, LogPiece, attempts_beside, earlier_file, file_of
 from nbdist.wire.messages import GetLogs
+from nbdist.wire.views import MOVED, LogPiece, attempts_beside, earlier_file, file_of
 from nbdist.words import format_ranks
 from nbdist.world.ranks import Machines
 from nbdist.world.spec import default_log_dir

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import TypeVar
 
-from nbdist.wire.call_layout import CallLayout
+from nbdist.wire.views import CallLayout
 
 Result = TypeVar("Result")
 

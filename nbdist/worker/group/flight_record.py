@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any
 
-from nbdist.wire.places import Begun, Collective
+from nbdist.wire.views import Begun, Collective
 from nbdist.worker.compat import torch as seam
 
 MOST_BEGUN = 64

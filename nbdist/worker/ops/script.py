@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from nbdist.output.events import SCRIPT_FAILED
-from nbdist.wire.places import Place
+from nbdist.wire.views import Place
 from nbdist.wire.work import Script
 from nbdist.words import word_exit
 from nbdist.worker.tracebacks import Problem, show

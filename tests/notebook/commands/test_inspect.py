@@ -10,7 +10,7 @@ from nbdist.errors import UsageError
 from nbdist.notebook.commands.inspect import owners_text, stacks_html, stacks_text
 from nbdist.notebook.pool import Pools
 from nbdist.notebook.why import Why
-from nbdist.wire.places import Place, Stack, StackFrame
+from nbdist.wire.views import Place, Stack, StackFrame
 from tests.notebook.front_end import Notebook, Outcome
 
 CELL = StackFrame("Cell In[5]", 7, "<module>", "dist.all_reduce(t)")

@@ -10,8 +10,8 @@ import pytest
 
 from nbdist.agent.worker_logs import WorkerLog, read_logs
 from nbdist.notebook.commands.logs import BLOCK, LONGEST, last_lines, last_lines_there
-from nbdist.wire.log_files import LogPiece
 from nbdist.wire.messages import GetLogs
+from nbdist.wire.views import LogPiece
 from tests.notebook.front_end import Notebook
 
 pytestmark = pytest.mark.shared_world

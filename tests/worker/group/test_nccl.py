@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nbdist.wire.places import Begun, Collective
+from nbdist.wire.views import Begun, Collective
 from nbdist.worker.compat import nccl as seam
 from nbdist.worker.compat.torch import RENEWS_GLOO
 from nbdist.worker.group import nccl

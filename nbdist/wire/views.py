@@ -1,10 +1,16 @@
-"""What can be seen of a rank from outside, whatever it is doing: its place, stack, status."""
+"""What can be seen of a rank from outside, whatever it is doing: place, stack, status, log files.
+
+`CallLayout` says where a worker's memory has the calls of its main thread.  The worker tells it as
+it starts (`nbdist.worker.compat.cpython`), for the agent, which reads that memory
+(`nbdist.agent.calls_in_memory`).
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
 from typing import Literal
 
 RankState = Literal["starting", "idle", "busy", "dead"]
@@ -163,3 +169,108 @@ class WorkerStatus:
     cpu_seconds: float = 0.0
     cell: int | None = None
     last_line: str = ""
+
+
+# --- calls in a worker's memory ---------------------------------------------------------------
+
+
+LARGEST = 4096
+"""No offset is as large; what is read may come from a cell that wrote into the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallLayout:
+    """Addresses of the thread's state and of two types; all else are offsets in bytes.
+
+    The state has the innermost `call`, or, unless `holder` is 0, a pointer there to what has
+    it.  A call has its `code`, the `previous` one, the `instruction` that it is at, and by its
+    `owner` whether it is one of Python code.  A code object has its `file`, its `name`, the
+    `first_line` and a table of `lines`, and ends with its `instructions`.  The letters of an
+    `ascii` text begin elsewhere than those of any `other`.
+    """
+
+    thread: int
+    code_type: int
+    text_type: int
+    holder: int
+    call: int
+    code: int
+    previous: int
+    instruction: int
+    owner: int
+    file: int
+    name: int
+    first_line: int
+    lines: int
+    instructions: int
+    ascii: int
+    other: int
+
+    def line(self) -> bytes:
+        """Give it as one line of text."""
+        return " ".join(map(str, astuple(self))).encode() + b"\n"
+
+    @classmethod
+    def read(cls, line: bytes) -> CallLayout:
+        """Read such a line; raises ValueError where it is none."""
+        thread, code_type, text_type, *offsets = map(int, line.split())
+        if len(offsets) != len(cls.__slots__) - 3 or not all(0 <= n < LARGEST for n in offsets):
+            raise ValueError("these are not the offsets of calls")
+        return cls(thread, code_type, text_type, *offsets)
+
+
+# --- log files --------------------------------------------------------------------------------
+
+
+MOVED = "[nbdist: what stood before this line was moved to "
+"""How the first line of a file begins whose earlier lines are in another."""
+
+
+ATTEMPT = "attempt_"
+"""How the names of folders begin that have the files of one start of the workers each."""
+
+
+def moved_line(earlier: Path, limit: int) -> str:
+    """Write the first line of a file that was begun because the one before was full."""
+    allowed = f"NBDIST_LOG_LIMIT allows {limit >> 20} MiB"
+    return f"{MOVED}{earlier.name}, in the place of what had been moved there: {allowed}]\n"
+
+
+def renumbered_line(earlier: Path, rank: int) -> str:
+    """Write the first line of a file of what was another rank before."""
+    return f"[nbdist: this was rank {rank} until now, and wrote to {earlier}]\n"
+
+
+def earlier_file(file: Path) -> Path:
+    """Name the file that has what was said before a log file begins."""
+    return file.with_name(f"{file.name}.1")
+
+
+@dataclass(frozen=True, slots=True)
+class LogPiece:
+    """A piece of a rank's log file: `data` begins at byte `start`; `file` is its path there.
+
+    `attempts` are the starts of the workers that there are files of, `has_earlier` says whether
+    a file has what was said before.  Without files `file` is "".
+    """
+
+    rank: int
+    stream: str
+    file: str
+    start: int
+    data: bytes
+    has_earlier: bool
+    attempts: tuple[int, ...]
+
+
+def file_of(folder: Path, stream: str, attempt: int | None = None) -> Path:
+    """Name a log file in a rank's folder, or in its folder of another attempt."""
+    if attempt is not None:
+        folder = folder.parent.parent / f"{ATTEMPT}{attempt}" / folder.name
+    return folder / f"{stream}.log"
+
+
+def attempts_beside(folder: Path) -> tuple[int, ...]:
+    """List the attempts of which there are files, a rank's folder being of one of them."""
+    found = folder.parent.parent.glob(f"{ATTEMPT}*")
+    return tuple(sorted(int(each.name[len(ATTEMPT) :]) for each in found))

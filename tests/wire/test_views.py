@@ -1,0 +1,100 @@
+"""Tests of `nbdist.wire.views`: a rank's place and stack, where its calls are, its log files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nbdist.wire.views import (
+    LARGEST,
+    MOVED,
+    CallLayout,
+    Collective,
+    Place,
+    StackFrame,
+    earlier_file,
+    moved_line,
+    renumbered_line,
+)
+
+
+@pytest.mark.parametrize(
+    ("frame", "lines"),
+    [
+        (StackFrame("Cell In[5]", 3, "<module>", "f()"), ["  Cell In[5], line 3", "    f()"]),
+        (
+            StackFrame("/v/lib/python3.11/site-packages/torch/nn/x.py", 7, "forward", "return y"),
+            ["  torch/nn/x.py, line 7, in forward", "    return y"],
+        ),
+        (StackFrame("/usr/lib/python3.11/json/a.py", 1, "f"), ["  json/a.py, line 1, in f"]),
+        (StackFrame("/home/me/lib/train.py", 1, "f"), ["  /home/me/lib/train.py, line 1, in f"]),
+    ],
+)
+def test_calls_as_in_tracebacks(frame: StackFrame, lines: list[str]) -> None:
+    """With a library's own path, and no function where there is none."""
+    assert frame.lines == lines
+    assert frame.is_cell == frame.file.startswith("Cell")
+
+
+@pytest.mark.parametrize(
+    ("place", "is_in_code"),
+    [
+        (Place(), False),
+        (Place(counts={"default": 3}), False),
+        (Place(line=1), True),
+        (Place(file="train.py"), True),
+        (Place(operation="barrier"), True),
+        (Place(holds_gil=True), True),
+        (Place(is_stopped=True), True),
+    ],
+)
+def test_whether_a_rank_is_in_what_it_runs(place: Place, *, is_in_code: bool) -> None:
+    """Else it says how that has ended."""
+    assert place.is_in_code == is_in_code
+
+
+def test_text_of_a_collective() -> None:
+    """Its name and number."""
+    assert str(Collective("all_reduce", 3, is_done=True)) == "all_reduce #3"
+
+
+LAYOUT = CallLayout(1 << 46, 1 << 47, 1 << 45, *range(13))
+
+
+def test_a_line_is_read_as_it_was_written() -> None:
+    """All of it is in one line."""
+    assert CallLayout.read(LAYOUT.line()) == LAYOUT
+    assert LAYOUT.line().count(b"\n") == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b"", b"\n", b"1 2 3\n", b"\xff\n", b"9" * 5000, b"x " * 16),
+        LAYOUT.line() + b"1",
+        b"1 2 3" + b" -1" * 13,
+        b"1 2 3" + b" %d" % LARGEST * 13,
+    ],
+)
+def test_any_other_line_is_refused(line: bytes) -> None:
+    """A cell can have written into the file, or Python is one that is not known."""
+    with pytest.raises(ValueError, match=r"int\(\)|unpack|offsets|digits"):
+        CallLayout.read(line)
+
+
+def test_a_file_goes_on_in_another() -> None:
+    """The first line of the new one names it, and how to have more."""
+    earlier = earlier_file(Path("/logs/0/stdout.log"))
+    assert earlier == Path("/logs/0/stdout.log.1")
+    line = moved_line(earlier, 200 << 20)
+    assert line.startswith(f"{MOVED}stdout.log.1, ")
+    assert line.endswith("NBDIST_LOG_LIMIT allows 200 MiB]\n")
+
+
+def test_what_was_another_rank() -> None:
+    """The line names the rank, and where that wrote to."""
+    line = renumbered_line(Path("/logs/attempt_0/3/stdout.log"), 3)
+    assert (
+        line == "[nbdist: this was rank 3 until now, and wrote to /logs/attempt_0/3/stdout.log]\n"
+    )
