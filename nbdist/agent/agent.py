@@ -28,6 +28,7 @@ from nbdist.agent.worker_logs import read_logs
 from nbdist.system.proc import MemoryGauge
 from nbdist.wire import control
 from nbdist.wire.carrying import Taken
+from nbdist.wire.door import WorldSeen
 from nbdist.wire.many import NodeAnswer, NodeAsk, NodeDown, NodeUp
 from nbdist.wire.messages import (
     Abort,
@@ -58,7 +59,6 @@ from nbdist.wire.messages import (
     StopWorld,
     Up,
 )
-from nbdist.wire.seen import WorldSeen
 from nbdist.wire.store_operations import Answer as StoreReply
 from nbdist.wire.store_operations import Operation
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from nbdist.agent.listener import Listener
-from nbdist.wire.at_door import (
+from nbdist.wire.door import (
     DOOR,
     LONGEST_LINE,
     Admitted,

@@ -9,8 +9,8 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
 
+from nbdist.wire.door import user_at
 from nbdist.wire.frames import BadFrame
-from nbdist.wire.seen import user_at
 
 log = logging.getLogger("nbdist.agent")
 

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import cast
 
+from nbdist.wire.door import user_at
 from nbdist.wire.frames import BadFrame, FrameCutter
-from nbdist.wire.seen import user_at
 from nbdist.wire.store_operations import (
     MOST_BYTES,
     SOCKET,

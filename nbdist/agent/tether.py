@@ -28,7 +28,7 @@ from nbdist.agent.record import Record
 from nbdist.agent.startup import Guard
 from nbdist.output.events import Died
 from nbdist.values.shared_memory import Segment, SegmentGone, SegmentRef
-from nbdist.wire.at_door import SOCKET, Admitted, Attach, Held, Refused
+from nbdist.wire.door import SOCKET, Admitted, Attach, Held, Refused
 from nbdist.wire.messages import Abort, Down, Outputs, Received, Remember, Up
 from nbdist.wire.spec import versions_here
 from nbdist.wire.work import Task, unpack

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nbdist.agent.listener import Listener
-from nbdist.wire.seen import LOOK, WINDOW, WorldSeen, to_answer
+from nbdist.wire.door import LOOK, WINDOW, WorldSeen, to_answer
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.views import WorkerStatus
 

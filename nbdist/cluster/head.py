@@ -21,6 +21,7 @@ from nbdist.cluster.node import Node, NodeLost
 from nbdist.cluster.transfer import BulkTransfers
 from nbdist.output.events import Died, Done
 from nbdist.wire.carrying import Dropped, Piece, Taken
+from nbdist.wire.door import WorldSeen
 from nbdist.wire.key_values import HostedStore
 from nbdist.wire.many import NodeAnswer, NodeUp, StoreAnswer, StoreAsk
 from nbdist.wire.messages import (
@@ -58,7 +59,6 @@ from nbdist.wire.messages import (
     Up,
     Used,
 )
-from nbdist.wire.seen import WorldSeen
 from nbdist.wire.store_operations import Operation
 from nbdist.wire.views import Place, Usage
 

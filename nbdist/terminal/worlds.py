@@ -18,8 +18,8 @@ from typing import Any
 
 from nbdist.errors import UsageError
 from nbdist.output.ansi import strip
+from nbdist.wire.door import LOOK, MOST_BYTES, WINDOW, WorldSeen, connect_to, seen_from
 from nbdist.wire.frames import BadFrame, FrameCutter
-from nbdist.wire.seen import LOOK, MOST_BYTES, WINDOW, WorldSeen, connect_to, seen_from
 from nbdist.wire.views import Usage
 from nbdist.words import aligned, count
 from nbdist.world.agents import Found, runtime_folders, worlds

@@ -31,9 +31,19 @@ from nbdist.system.folders import PREFIX, places
 from nbdist.system.limits import OomKills
 from nbdist.system.prctl import children_of
 from nbdist.system.processes import MODULE, Child, last_lines_of, safe_environ
-from nbdist.wire.at_door import DOOR, LONGEST_LINE, Admitted, Held, Said, Who, from_line, to_line
+from nbdist.wire.door import (
+    DOOR,
+    LONGEST_LINE,
+    Admitted,
+    Held,
+    Said,
+    Who,
+    connect_to,
+    from_line,
+    process_at,
+    to_line,
+)
 from nbdist.wire.frames import BadFrame
-from nbdist.wire.seen import connect_to, process_at
 from nbdist.wire.spec import difference, versions_here
 
 NEEDED = 20

@@ -15,7 +15,7 @@ from nbdist import __version__
 from nbdist.config import WorldConfig
 from nbdist.errors import NbdistError, UsageError
 from nbdist.system.folders import JoinedFolder
-from nbdist.wire.at_door import Admitted, Attach, Refused
+from nbdist.wire.door import Admitted, Attach, Refused
 from nbdist.wire.frames import BadFrame
 from nbdist.world.agents import Asking, AttachedAgent, Found, to_attach, worlds
 from nbdist.world.link import Link

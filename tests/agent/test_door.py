@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.agent.door import Door
-from nbdist.wire.at_door import DOOR, Admitted, Attach, Held, Refused, Said, Who, from_line, to_line
+from nbdist.wire.door import DOOR, Admitted, Attach, Held, Refused, Said, Who, from_line, to_line
 from tests.waiting import until
 
 HELD = Held("1.0", "vm", "default", "exp", 2, "busy", "x = 1", 1.5, 0, 2.5, detach=True, guard=7)

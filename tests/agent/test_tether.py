@@ -11,7 +11,7 @@ import pytest
 
 from nbdist import __version__
 from nbdist.output.events import Done, Text
-from nbdist.wire.at_door import DOOR, Admitted, Attach, Held, Refused, Said, Who, from_line, to_line
+from nbdist.wire.door import DOOR, Admitted, Attach, Held, Refused, Said, Who, from_line, to_line
 from nbdist.wire.messages import (
     Attached,
     Hello,

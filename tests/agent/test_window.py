@@ -12,8 +12,8 @@ import pytest
 
 from nbdist.agent.listener import MOST_CALLING
 from nbdist.agent.window import FRESH, Window
+from nbdist.wire.door import LOOK, WINDOW, WorldSeen, seen_from
 from nbdist.wire.frames import FrameCutter
-from nbdist.wire.seen import LOOK, WINDOW, WorldSeen, seen_from
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

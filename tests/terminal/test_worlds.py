@@ -27,9 +27,8 @@ from nbdist.terminal.worlds import (
     table,
     title,
 )
-from nbdist.wire.at_door import Held
+from nbdist.wire.door import WINDOW, Held, WorldSeen
 from nbdist.wire.frames import framed
-from nbdist.wire.seen import WINDOW, WorldSeen
 from nbdist.wire.views import Place, WorkerStatus
 from nbdist.world import agents
 from nbdist.world.agents import Found, runtime_folders

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nbdist import __version__
-from nbdist.wire.at_door import Admitted, Held
+from nbdist.wire.door import Admitted, Held
 from nbdist.world.agents import AttachedAgent, Found
 
 pytestmark = pytest.mark.own_agent

@@ -16,7 +16,7 @@ import pytest
 from nbdist import __version__
 from nbdist.errors import UsageError
 from nbdist.system.folders import PREFIX
-from nbdist.wire.at_door import DOOR, Held
+from nbdist.wire.door import DOOR, Held
 from nbdist.wire.spec import Versions, versions_here
 from nbdist.world import agents
 from nbdist.world.agents import Asking, Found, runtime_folders, to_attach, worlds

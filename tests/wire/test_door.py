@@ -1,7 +1,11 @@
-"""Tests of `nbdist.wire.seen`: what goes through an agent's window, and who is there."""
+"""Tests of `nbdist.wire.door`: what is said at a world's door, and seen through its window.
+
+And what is not taken for it, and who is there.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import socket
@@ -9,9 +13,74 @@ from pathlib import Path
 
 import pytest
 
+from nbdist.wire.door import (
+    MOST_BYTES,
+    SOCKET,
+    Admitted,
+    Attach,
+    Held,
+    Refused,
+    Said,
+    Who,
+    WorldSeen,
+    connect_to,
+    from_line,
+    seen_from,
+    to_answer,
+    to_line,
+    user_at,
+)
 from nbdist.wire.frames import BadFrame, FrameCutter
-from nbdist.wire.seen import MOST_BYTES, WorldSeen, connect_to, seen_from, to_answer, user_at
 from nbdist.wire.views import Collective, Gpu, Place, WorkerStatus
+
+HELD = Held("1.0", "vm", "default", "exp", 2, "busy", "x = 1", 1.5, 0, 2.5, detach=True, guard=7)
+
+
+@pytest.mark.parametrize(
+    "said", [Who(), Attach("1.0", 12, "notebook-12.sock"), HELD, Admitted(3, 4), Refused("no")]
+)
+def test_what_is_said_is_read_again(said: Said) -> None:
+    """As one line each."""
+    line = to_line(said)
+    assert line.endswith(b"\n")
+    assert b"\n" not in line[:-1]
+    assert from_line(line) == said
+
+
+def test_other_versions_may_say_more() -> None:
+    """What this one does not know is passed over."""
+    assert from_line(json.dumps({"Refused": {"why": "no", "until": 5}}).encode()) == Refused("no")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"hello\n",
+        b"[]",
+        b"{}",
+        b'{"Who": {}, "Admitted": {}}',
+        b'{"System": {"command": "ls"}}',
+        b'{"Admitted": {"agent": "1", "guard": 2}}',
+        b'{"Refused": {}}',
+        b'{"Refused": []}',
+        b"\xff\xfe",
+    ],
+)
+def test_what_is_none_of_it(line: bytes) -> None:
+    """Raises, and makes nothing."""
+    with pytest.raises(BadFrame):
+        from_line(line)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [("notebook-12.sock", True), ("../x.sock", False), ("notebook-1.sock/..", False)],
+)
+def test_names_of_sockets(name: str, is_one: bool) -> None:  # noqa: FBT001
+    """Stay in the folder."""
+    assert bool(SOCKET.fullmatch(name)) is is_one
+
 
 WORKER = WorkerStatus(
     *(0, 100, "here", "busy", 1.5, 2**20, "cuda:0", Place(line=3), "x = 1"),
