@@ -59,8 +59,8 @@ from nbdist.wire.messages import (
     StopWorld,
     Up,
 )
-from nbdist.wire.store_operations import Answer as StoreReply
-from nbdist.wire.store_operations import Operation
+from nbdist.wire.store import Answer as StoreReply
+from nbdist.wire.store import Operation
 
 if TYPE_CHECKING:
     from nbdist.cluster.client import Coming, HeadEnd

@@ -15,7 +15,7 @@ from typing import cast
 
 from nbdist.wire.door import user_at
 from nbdist.wire.frames import BadFrame, FrameCutter
-from nbdist.wire.store_operations import (
+from nbdist.wire.store import (
     MOST_BYTES,
     SOCKET,
     Answer,

@@ -29,7 +29,6 @@ from nbdist.cluster.placement import (
 from nbdist.cluster.transfer import BulkTransfers
 from nbdist.output.events import Clear, Died, Display, Failure, Text, Update
 from nbdist.wire.code_tree import Digest, parts
-from nbdist.wire.key_values import HostedStore
 from nbdist.wire.many import NodeUp
 from nbdist.wire.messages import (
     Came,
@@ -48,6 +47,7 @@ from nbdist.wire.messages import (
     Up,
 )
 from nbdist.wire.spec import TorchStore, Wanted, WorldSpec
+from nbdist.wire.store import HostedStore
 
 
 class Assembly:

@@ -55,7 +55,7 @@ from nbdist.wire.many import (
 from nbdist.wire.messages import Leave, Run
 from nbdist.wire.numbered import Kind, Mismatch, Numbered
 from nbdist.wire.spec import versions_here
-from nbdist.wire.store_operations import Answer, Operation
+from nbdist.wire.store import Answer, Operation
 from nbdist.wire.work import unpack
 
 TICKET_TIMEOUT = 60.0

@@ -22,7 +22,6 @@ from nbdist.cluster.transfer import BulkTransfers
 from nbdist.output.events import Died, Done
 from nbdist.wire.carrying import Dropped, Piece, Taken
 from nbdist.wire.door import WorldSeen
-from nbdist.wire.key_values import HostedStore
 from nbdist.wire.many import NodeAnswer, NodeUp, StoreAnswer, StoreAsk
 from nbdist.wire.messages import (
     Abort,
@@ -59,7 +58,7 @@ from nbdist.wire.messages import (
     Up,
     Used,
 )
-from nbdist.wire.store_operations import Operation
+from nbdist.wire.store import HostedStore, Operation
 from nbdist.wire.views import Place, Usage
 
 log = logging.getLogger("nbdist.cluster")

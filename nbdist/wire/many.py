@@ -14,8 +14,8 @@ from nbdist.wire.carrying import Dropped, Piece, Taken
 from nbdist.wire.membership import Formed, Held, Plan
 from nbdist.wire.messages import Down, Reply, StartFailure, Up, WorldStarted
 from nbdist.wire.spec import Versions, WorldSpec
-from nbdist.wire.store_operations import Answer as StoreReply
-from nbdist.wire.store_operations import Operation
+from nbdist.wire.store import Answer as StoreReply
+from nbdist.wire.store import Operation
 
 # --- who comes ------------------------------------------------------------------------------
 

@@ -17,8 +17,7 @@ from nbdist.agent.processes import Children
 from nbdist.agent.rendezvous import Rendezvous
 from nbdist.agent.serving import run
 from nbdist.agent.startup import go_below_guard, start_fork_server
-from nbdist.wire.key_values import HostedStore
-from nbdist.wire.store_operations import Answer, Operation
+from nbdist.wire.store import Answer, HostedStore, Operation
 
 DELAY = float(os.environ.get("NBDIST_TEST_STORE_DELAY", "0"))
 """Seconds that a question takes there, and an answer back."""

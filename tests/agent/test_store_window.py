@@ -15,13 +15,13 @@ import pytest
 from nbdist.agent import store_window
 from nbdist.agent.store_window import AskStore, StoreWindow
 from nbdist.wire.frames import FrameCutter, framed
-from nbdist.wire.key_values import HostedStore
-from nbdist.wire.store_operations import (
+from nbdist.wire.store import (
     Add,
     Answer,
     Append,
     Count,
     Get,
+    HostedStore,
     Operation,
     Refused,
     Set,

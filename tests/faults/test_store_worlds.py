@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import ProcessGroupGloo
 
 from nbdist.errors import NbdistError, WorkerDied, WorkerError
-from nbdist.wire.store_operations import SOCKET
+from nbdist.wire.store import SOCKET
 from nbdist.world.link import Link
 from nbdist.world.states import State
 from nbdist.world.world import World

@@ -19,7 +19,7 @@ from nbdist.wire.many import (
     node_frames,
     node_up_from,
 )
-from nbdist.wire.store_operations import Add
+from nbdist.wire.store import Add
 
 FACTS = NodeFacts("a", 0, "10.0.0.1", 4000, 2, ("0",), "/python", {})
 

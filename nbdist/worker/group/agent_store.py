@@ -26,7 +26,7 @@ from typing import Any
 from torch.distributed import DistStoreError
 
 from nbdist.wire.frames import BadFrame, FrameCutter
-from nbdist.wire.store_operations import (
+from nbdist.wire.store import (
     LONGEST_WAIT,
     MOST_BYTES,
     Add,

@@ -20,8 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistStoreError
 
 from nbdist.agent.store_window import StoreWindow
-from nbdist.wire.key_values import HostedStore
-from nbdist.wire.store_operations import Answer, Operation
+from nbdist.wire.store import Answer, HostedStore, Operation
 from nbdist.worker.group import agent_store
 from nbdist.worker.group.agent_store import AgentStore, Connections
 from nbdist.worker.group.store import AbortableStore
