@@ -27,7 +27,6 @@ from nbdist.agent.worker_group import WorkerGroup
 from nbdist.agent.worker_logs import read_logs
 from nbdist.system.proc import MemoryGauge
 from nbdist.wire import control
-from nbdist.wire.carrying import Taken
 from nbdist.wire.door import WorldSeen
 from nbdist.wire.many import NodeAnswer, NodeAsk, NodeDown, NodeUp
 from nbdist.wire.messages import (
@@ -61,6 +60,7 @@ from nbdist.wire.messages import (
 )
 from nbdist.wire.store import Answer as StoreReply
 from nbdist.wire.store import Operation
+from nbdist.wire.transfer import Taken
 
 if TYPE_CHECKING:
     from nbdist.cluster.client import Coming, HeadEnd

@@ -40,7 +40,6 @@ from nbdist.cluster.ticket import (
     what_to_say,
 )
 from nbdist.topology import usable_cores, visible_gpus
-from nbdist.wire.carrying import Dropped, Piece, Receiving
 from nbdist.wire.many import (
     NodeDown,
     NodeFacts,
@@ -53,9 +52,9 @@ from nbdist.wire.many import (
     node_frames,
 )
 from nbdist.wire.messages import Leave, Run
-from nbdist.wire.numbered import Kind, Mismatch, Numbered
 from nbdist.wire.spec import versions_here
 from nbdist.wire.store import Answer, Operation
+from nbdist.wire.transfer import Dropped, Kind, Mismatch, Numbered, Piece, Receiving
 from nbdist.wire.work import unpack
 
 TICKET_TIMEOUT = 60.0

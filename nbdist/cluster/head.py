@@ -20,7 +20,6 @@ from nbdist.cluster.assembly import Assembly, in_time_of_head, last_words
 from nbdist.cluster.node import Node, NodeLost
 from nbdist.cluster.transfer import BulkTransfers
 from nbdist.output.events import Died, Done
-from nbdist.wire.carrying import Dropped, Piece, Taken
 from nbdist.wire.door import WorldSeen
 from nbdist.wire.many import NodeAnswer, NodeUp, StoreAnswer, StoreAsk
 from nbdist.wire.messages import (
@@ -59,6 +58,7 @@ from nbdist.wire.messages import (
     Used,
 )
 from nbdist.wire.store import HostedStore, Operation
+from nbdist.wire.transfer import Dropped, Piece, Taken
 from nbdist.wire.views import Place, Usage
 
 log = logging.getLogger("nbdist.cluster")

@@ -32,8 +32,8 @@ from nbdist.cluster.ticket import (
     listen_with,
 )
 from nbdist.wire.many import NodeDown, NodeUp, node_frames, node_up_from
-from nbdist.wire.numbered import Frame, Kind, Mismatch, Numbered
 from nbdist.wire.spec import LINK_TIMEOUT
+from nbdist.wire.transfer import Frame, Kind, Mismatch, Numbered
 
 log = logging.getLogger("nbdist.cluster")
 

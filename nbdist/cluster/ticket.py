@@ -25,8 +25,8 @@ import psutil
 import zmq
 
 from nbdist.system import folders
-from nbdist.wire.numbered import Kind, Numbered
 from nbdist.wire.spec import LINK_TIMEOUT
+from nbdist.wire.transfer import Kind, Numbered
 
 LONGEST_TICKET = 1 << 16
 

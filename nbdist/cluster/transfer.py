@@ -3,7 +3,7 @@
 `Downloads` and `Returned` decide, with no I/O but on memory; `BulkTransfers` does it, in the head's
 process; `Uploads` has what ranks bring back, in an agent's: the end of a task is held back until
 the head has its big values, and with it whatever the rank says after it.  The rules are in
-`nbdist.wire.carrying`.
+`nbdist.wire.transfer`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from nbdist.cluster.node import Node
 from nbdist.output.events import Done, Moved, Output
 from nbdist.values.payload import Payload, moved, refs_in
 from nbdist.values.shared_memory import SegmentGone, SegmentRef, is_there, length_of
-from nbdist.wire.carrying import MOST_WINDOW, Dropped, Piece, Receiving, Sending, Taken
 from nbdist.wire.messages import Outputs, Run
+from nbdist.wire.transfer import MOST_WINDOW, Dropped, Piece, Receiving, Sending, Taken
 from nbdist.wire.work import failure_in_words
 
 MOST_UNDER_WAY = 256

@@ -10,12 +10,12 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from nbdist.wire.carrying import Dropped, Piece, Taken
 from nbdist.wire.membership import Formed, Held, Plan
 from nbdist.wire.messages import Down, Reply, StartFailure, Up, WorldStarted
 from nbdist.wire.spec import Versions, WorldSpec
 from nbdist.wire.store import Answer as StoreReply
 from nbdist.wire.store import Operation
+from nbdist.wire.transfer import Dropped, Piece, Taken
 
 # --- who comes ------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from nbdist.cluster.client import (
 from nbdist.cluster.ticket import BadTicket, KeyPair, Ticket, listen_with
 from nbdist.wire.many import NodeDown, Target, node_bytes
 from nbdist.wire.messages import Spare, Starting
-from nbdist.wire.numbered import Kind, Numbered
+from nbdist.wire.transfer import Kind, Numbered
 from tests.waiting import SOON, until
 
 

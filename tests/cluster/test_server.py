@@ -23,7 +23,7 @@ from nbdist.cluster.server import HEARD, NodeServer, Refusals, addresses, listen
 from nbdist.cluster.ticket import KeyPair, Ticket, come_with, endpoint, listen_with
 from nbdist.wire.many import NodeHello, NodeUp, node_bytes
 from nbdist.wire.messages import Leave, Spare, Starting, down_from
-from nbdist.wire.numbered import Kind, Numbered
+from nbdist.wire.transfer import Kind, Numbered
 from tests.waiting import SOON
 
 PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -209,7 +209,7 @@ AGENT = """
 import sys, zmq
 from nbdist.wire.many import node_bytes
 from nbdist.wire.messages import Starting
-from nbdist.wire.numbered import Numbered
+from nbdist.wire.transfer import Numbered
 from nbdist.cluster.ticket import come_with, endpoint, ticket_from
 ticket = ticket_from(sys.stdin.buffer.readline())
 link = zmq.Context.instance().socket(zmq.DEALER)

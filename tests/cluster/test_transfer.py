@@ -12,8 +12,8 @@ from nbdist.cluster.transfer import Downloads, Refused, Returned, Uploads
 from nbdist.output.events import Done, Failure, Moved, Output, Text
 from nbdist.values.payload import Payload, pack_frames
 from nbdist.values.shared_memory import Segment, open_segment, to_end
-from nbdist.wire.carrying import PIECE, Dropped, Piece, Receiving, Sending, Taken
 from nbdist.wire.messages import Outputs, Run
+from nbdist.wire.transfer import PIECE, Dropped, Piece, Receiving, Sending, Taken
 
 
 @pytest.fixture

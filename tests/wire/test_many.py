@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from nbdist.values.shared_memory import SegmentRef
-from nbdist.wire.carrying import Piece
 from nbdist.wire.many import (
     CallOff,
     NodeAnswer,
@@ -20,6 +19,7 @@ from nbdist.wire.many import (
     node_up_from,
 )
 from nbdist.wire.store import Add
+from nbdist.wire.transfer import Piece
 
 FACTS = NodeFacts("a", 0, "10.0.0.1", 4000, 2, ("0",), "/python", {})
 

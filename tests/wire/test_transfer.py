@@ -1,11 +1,14 @@
-"""Segments carried over a link in pieces, without the link."""
+"""Tests of `nbdist.wire.transfer`: a connection that is lost loses no message, and doubles none.
+
+Segments are carried in pieces, without a link.
+"""
 
 from __future__ import annotations
 
 import os
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 
 import pytest
@@ -15,8 +18,90 @@ from hypothesis import strategies as st
 from nbdist.errors import NotEnoughMemory
 from nbdist.values import shared_memory
 from nbdist.values.shared_memory import Segment, SegmentGone, SegmentRef, open_segment, to_end
-from nbdist.wire import carrying
-from nbdist.wire.carrying import MOST_WINDOW, Dropped, Piece, Receiving, Sending, Taken
+from nbdist.wire import transfer
+from nbdist.wire.transfer import (
+    MOST_WINDOW,
+    Dropped,
+    Frame,
+    Kind,
+    Mismatch,
+    Numbered,
+    Piece,
+    Receiving,
+    Sending,
+    Taken,
+)
+
+
+class End:
+    """One end of a link, and what has come to it."""
+
+    def __init__(self) -> None:
+        self.talk = Numbered()
+        self.coming: deque[Sequence[Frame]] = deque()
+        self.read: list[bytes] = []
+
+    def take(self) -> Kind | None:
+        header, *frames = self.coming.popleft()
+        kind = self.talk.take(bytes(header))
+        if kind is Kind.MESSAGE:
+            self.read += map(bytes, frames)
+        return kind
+
+
+@given(st.lists(st.sampled_from(["send", "take", "beat", "lose", "connect"]), max_size=60))
+def test_whatever_is_lost(steps: list[str]) -> None:
+    """Each message arrives once, in order, when there is a connection in the end."""
+    one, other = End(), End()
+    sent: list[bytes] = []
+
+    def connect() -> None:
+        for end, peer in ((one, other), (other, one)):
+            peer.coming.append([end.talk.sign(Kind.AGAIN)])
+            peer.coming.extend(end.talk.again())
+
+    for number, step in enumerate(steps):
+        match step:
+            case "send":
+                sent.append(b"%d" % number)
+                other.coming.append(one.talk.message([sent[-1]]))
+            case "take" if other.coming:
+                other.take()
+            case "beat":
+                one.coming.append([other.talk.sign(Kind.BEAT)])
+                one.take()
+            case "lose":
+                other.coming.clear()
+                one.coming.clear()
+            case "connect":
+                connect()
+    connect()
+    while other.coming:
+        other.take()
+    assert other.read == sent
+    one.coming.append([other.talk.sign(Kind.BEAT)])
+    while one.coming:
+        one.take()
+    assert [*one.talk.again()] == []
+
+
+def test_what_has_been_read_is_acknowledged_once() -> None:
+    """With the next message, or a sign that is due for it."""
+    one, other = Numbered(), Numbered()
+    assert not other.has_read
+    assert other.take(bytes(one.message([b"1"])[0])) is Kind.MESSAGE
+    assert other.has_read
+    other.message([b"2"])
+    assert not other.has_read
+
+
+def test_who_has_been_given_up() -> None:
+    """It has read what a new conversation has not sent."""
+    one, other = Numbered(), Numbered()
+    other.take(bytes(one.message([b"1"])[0]))
+    with pytest.raises(Mismatch):
+        Numbered().take(other.sign(Kind.AGAIN))
+
 
 SMALL_PIECE = 1000
 
@@ -32,7 +117,7 @@ def _leaves_nothing_open() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def _small_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(carrying, "PIECE", SMALL_PIECE)
+        patch.setattr(transfer, "PIECE", SMALL_PIECE)
         yield
 
 
