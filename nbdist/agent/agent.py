@@ -28,7 +28,6 @@ from nbdist.agent.worker_logs import read_logs
 from nbdist.system.proc import MemoryGauge
 from nbdist.wire import control
 from nbdist.wire.door import WorldSeen
-from nbdist.wire.many import NodeAnswer, NodeAsk, NodeDown, NodeUp
 from nbdist.wire.messages import (
     Abort,
     Aborted,
@@ -58,6 +57,7 @@ from nbdist.wire.messages import (
     StopWorld,
     Up,
 )
+from nbdist.wire.node_messages import NodeAnswer, NodeAsk, NodeDown, NodeUp
 from nbdist.wire.store import Answer as StoreReply
 from nbdist.wire.store import Operation
 from nbdist.wire.transfer import Taken

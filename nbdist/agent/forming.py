@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from nbdist.wire.control import HeldGroups
-from nbdist.wire.membership import Formed, Groups, Held, Plan
 from nbdist.wire.messages import Healed, StartFailure, WorldStarted
+from nbdist.wire.node_messages import Formed, Groups, Held, Plan
 from nbdist.wire.spec import WorldSpec
 
 HEAL_TRIES = 3

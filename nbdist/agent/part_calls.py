@@ -13,7 +13,7 @@ import psutil
 
 from nbdist.agent.worker_group import WorkerGroup
 from nbdist.topology import parse_gpus, usable_cores, visible_gpus
-from nbdist.wire.many import (
+from nbdist.wire.node_messages import (
     CallOff,
     EndRanks,
     Form,

@@ -14,7 +14,6 @@ from nbdist.agent.backlog import Backlog
 from nbdist.output.events import Died, Done, Failure, Output, size_of
 from nbdist.seats import Seats
 from nbdist.values.payload import Payload
-from nbdist.wire.membership import processes
 from nbdist.wire.messages import (
     Aborted,
     Answer,
@@ -39,6 +38,7 @@ from nbdist.wire.messages import (
     Up,
     WorldStarted,
 )
+from nbdist.wire.node_messages import processes
 from nbdist.wire.spec import Wanted, WorldSpec
 
 TEXT_OF_ALL = 256 << 20

@@ -14,7 +14,7 @@ from nbdist.agent.worker import Worker
 from nbdist.system import folders
 from nbdist.system.limits import Lack
 from nbdist.wire import control
-from nbdist.wire.membership import Groups
+from nbdist.wire.node_messages import Groups
 from nbdist.wire.spec import WorkerStart, WorldSpec, over_file, torchrun_variables
 
 ASKS_ONCE = {"GLOO_ENABLE_STORE_V2_API": "1"}

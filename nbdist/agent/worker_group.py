@@ -20,8 +20,8 @@ from nbdist.agent.worker import Emit, Worker
 from nbdist.agent.worker_logs import RunFolder
 from nbdist.system.limits import lack_in, word_lack_of_files
 from nbdist.wire import control
-from nbdist.wire.membership import Formed, Groups, Held, Plan
 from nbdist.wire.messages import StartFailure, Starting, WorldStarted
+from nbdist.wire.node_messages import Formed, Groups, Held, Plan
 from nbdist.wire.spec import WorldSpec
 
 START_TIMEOUT = 180.0

@@ -29,7 +29,6 @@ from nbdist.cluster.placement import (
 from nbdist.cluster.transfer import BulkTransfers
 from nbdist.output.events import Clear, Died, Display, Failure, Text, Update
 from nbdist.wire.code_tree import Digest, parts
-from nbdist.wire.many import NodeUp
 from nbdist.wire.messages import (
     Came,
     CodeHeld,
@@ -46,6 +45,7 @@ from nbdist.wire.messages import (
     StartWorld,
     Up,
 )
+from nbdist.wire.node_messages import NodeUp
 from nbdist.wire.spec import TorchStore, Wanted, WorldSpec
 from nbdist.wire.store import HostedStore
 

@@ -40,7 +40,8 @@ from nbdist.cluster.ticket import (
     what_to_say,
 )
 from nbdist.topology import usable_cores, visible_gpus
-from nbdist.wire.many import (
+from nbdist.wire.messages import Leave, Run
+from nbdist.wire.node_messages import (
     NodeDown,
     NodeFacts,
     NodeHello,
@@ -51,7 +52,6 @@ from nbdist.wire.many import (
     node_down_from,
     node_frames,
 )
-from nbdist.wire.messages import Leave, Run
 from nbdist.wire.spec import versions_here
 from nbdist.wire.store import Answer, Operation
 from nbdist.wire.transfer import Dropped, Kind, Mismatch, Numbered, Piece, Receiving

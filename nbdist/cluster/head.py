@@ -21,7 +21,6 @@ from nbdist.cluster.node import Node, NodeLost
 from nbdist.cluster.transfer import BulkTransfers
 from nbdist.output.events import Died, Done
 from nbdist.wire.door import WorldSeen
-from nbdist.wire.many import NodeAnswer, NodeUp, StoreAnswer, StoreAsk
 from nbdist.wire.messages import (
     Abort,
     Aborted,
@@ -57,6 +56,7 @@ from nbdist.wire.messages import (
     Up,
     Used,
 )
+from nbdist.wire.node_messages import NodeAnswer, NodeUp, StoreAnswer, StoreAsk
 from nbdist.wire.store import HostedStore, Operation
 from nbdist.wire.transfer import Dropped, Piece, Taken
 from nbdist.wire.views import Place, Usage

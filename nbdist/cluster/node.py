@@ -10,23 +10,25 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from nbdist.wire.many import (
+from nbdist.wire.messages import Ask, Request, StartFailure, WorldStarted
+from nbdist.wire.node_messages import (
     AnyReply,
     CallOff,
     EndRanks,
     Form,
+    Formed,
     GetClock,
     GetHeld,
+    Held,
     NodeAsk,
     NodeDown,
     NodeHello,
     PartRequest,
+    Plan,
     Prepare,
     Renumber,
     StartPart,
 )
-from nbdist.wire.membership import Formed, Held, Plan
-from nbdist.wire.messages import Ask, Request, StartFailure, WorldStarted
 from nbdist.wire.spec import WorldSpec
 
 START_TIMEOUT = 190.0

@@ -14,8 +14,8 @@ from nbdist.cluster.launcher import AgentProcess, Launched, LaunchError, find_la
 from nbdist.cluster.node import Node, NodeLost
 from nbdist.cluster.placement import mismatch, room_of, targets, unreachable
 from nbdist.cluster.server import NodeServer, addresses, listened_at
-from nbdist.wire.many import NodeHello, NodeUp, Reach
 from nbdist.wire.messages import Leave, Silent, StartFailure
+from nbdist.wire.node_messages import NodeHello, NodeUp, Reach
 from nbdist.wire.spec import Wanted, versions_here
 from nbdist.words import count, word_exit
 

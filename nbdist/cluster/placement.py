@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from nbdist import __version__, topology
 from nbdist.errors import BadTopology
 from nbdist.seats import Position, reseat, shrink
-from nbdist.wire.many import NodeHello, Target
+from nbdist.wire.node_messages import NodeHello, Target
 from nbdist.wire.spec import Versions, Wanted, WorldSpec, difference
 from nbdist.words import count
 

@@ -31,7 +31,7 @@ from nbdist.cluster.ticket import (
     endpoint,
     listen_with,
 )
-from nbdist.wire.many import NodeDown, NodeUp, node_frames, node_up_from
+from nbdist.wire.node_messages import NodeDown, NodeUp, node_frames, node_up_from
 from nbdist.wire.spec import LINK_TIMEOUT
 from nbdist.wire.transfer import Frame, Kind, Mismatch, Numbered
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from nbdist.wire.membership import Processes
+from nbdist.wire.node_messages import Processes
 from nbdist.wire.spec import WorldSpec
 from nbdist.words import count, format_ranks, name_ranks
 

@@ -21,8 +21,8 @@ from nbdist import topology
 from nbdist.config import LOCAL, OnFailure, Patience, WorldConfig
 from nbdist.errors import AgentLost, UsageError, WorldNotStarted
 from nbdist.output.events import Died
-from nbdist.wire.membership import processes
 from nbdist.wire.messages import Attached, Healed, Remember
+from nbdist.wire.node_messages import processes
 from nbdist.wire.spec import NBDIST_SETS, Wanted, WorldSpec
 from nbdist.wire.work import Surroundings
 from nbdist.words import count

@@ -13,8 +13,8 @@ import pytest
 
 from nbdist.agent.forming import HEAL_TRIES, Forming, groups_to_keep
 from nbdist.wire.control import HeldGroups
-from nbdist.wire.membership import Formed, Groups, Held, Plan
 from nbdist.wire.messages import Healed, StartFailure, WorldStarted
+from nbdist.wire.node_messages import Formed, Groups, Held, Plan
 from nbdist.wire.spec import WorldSpec
 
 

@@ -20,8 +20,8 @@ from nbdist.agent import rendezvous, worker_group
 from nbdist.agent.worker_group import WorkerGroup, problem_in
 from nbdist.system import folders
 from nbdist.wire.control import Answer, Failed, Ok
-from nbdist.wire.membership import Plan
 from nbdist.wire.messages import StartFailure
+from nbdist.wire.node_messages import Plan
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.agent.sources import Source, run, worker_start

@@ -22,17 +22,6 @@ from nbdist.cluster.launcher import AgentCommand, Launched
 from nbdist.cluster.ticket import Ticket
 from nbdist.output.events import Done, Failure, Output, Text
 from nbdist.wire.control import HeldGroups
-from nbdist.wire.many import (
-    Form,
-    GetClock,
-    GetHeld,
-    NodeAnswer,
-    NodeAsk,
-    NodeDown,
-    PartReply,
-    StartPart,
-)
-from nbdist.wire.membership import Formed, Held
 from nbdist.wire.messages import (
     Answer,
     Ask,
@@ -44,6 +33,18 @@ from nbdist.wire.messages import (
     Run,
     Up,
     WorldStarted,
+)
+from nbdist.wire.node_messages import (
+    Form,
+    Formed,
+    GetClock,
+    GetHeld,
+    Held,
+    NodeAnswer,
+    NodeAsk,
+    NodeDown,
+    PartReply,
+    StartPart,
 )
 from nbdist.wire.spec import Wanted
 from nbdist.wire.views import Place, WorkerStatus

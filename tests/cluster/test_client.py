@@ -22,8 +22,8 @@ from nbdist.cluster.client import (
     read_ticket,
 )
 from nbdist.cluster.ticket import BadTicket, KeyPair, Ticket, listen_with
-from nbdist.wire.many import NodeDown, Target, node_bytes
 from nbdist.wire.messages import Spare, Starting
+from nbdist.wire.node_messages import NodeDown, Target, node_bytes
 from nbdist.wire.transfer import Kind, Numbered
 from tests.waiting import SOON, until
 

@@ -7,8 +7,8 @@ import asyncio
 from nbdist.cluster.head import Round, first_answer, rows_of
 from nbdist.cluster.node import Node
 from nbdist.wire.control import Complete, Completions
-from nbdist.wire.many import NodeDown, NodeFacts, NodeHello
 from nbdist.wire.messages import Ask, Consult, GetStatus, Locate, Located
+from nbdist.wire.node_messages import NodeDown, NodeFacts, NodeHello
 from nbdist.wire.views import Place, WorkerStatus
 
 

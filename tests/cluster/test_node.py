@@ -9,9 +9,18 @@ import pytest
 
 from nbdist.cluster.node import Node, NodeLost
 from nbdist.seats import Position
-from nbdist.wire.many import CallOff, GetClock, NodeAsk, NodeDown, NodeFacts, NodeHello
-from nbdist.wire.membership import Formed, Held, Plan
 from nbdist.wire.messages import Ask, GetStatus, StartFailure
+from nbdist.wire.node_messages import (
+    CallOff,
+    Formed,
+    GetClock,
+    Held,
+    NodeAsk,
+    NodeDown,
+    NodeFacts,
+    NodeHello,
+    Plan,
+)
 from nbdist.wire.spec import WorldSpec
 
 FACTS = NodeFacts("b", 1, "10.0.0.2", 4000, 2, (), "/python", {})

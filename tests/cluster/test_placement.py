@@ -21,7 +21,7 @@ from nbdist.cluster.placement import (
 )
 from nbdist.hosts import parse_hosts
 from nbdist.topology import GPU_BACKEND
-from nbdist.wire.many import NodeFacts, NodeHello
+from nbdist.wire.node_messages import NodeFacts, NodeHello
 from nbdist.wire.spec import Wanted, WorldSpec, versions_here
 
 

@@ -21,8 +21,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from nbdist.cluster.server import HEARD, NodeServer, Refusals, addresses, listened_at
 from nbdist.cluster.ticket import KeyPair, Ticket, come_with, endpoint, listen_with
-from nbdist.wire.many import NodeHello, NodeUp, node_bytes
 from nbdist.wire.messages import Leave, Spare, Starting, down_from
+from nbdist.wire.node_messages import NodeHello, NodeUp, node_bytes
 from nbdist.wire.transfer import Kind, Numbered
 from tests.waiting import SOON
 
@@ -207,7 +207,7 @@ def test_strangers_are_refused_and_counted() -> None:
 
 AGENT = """
 import sys, zmq
-from nbdist.wire.many import node_bytes
+from nbdist.wire.node_messages import node_bytes
 from nbdist.wire.messages import Starting
 from nbdist.wire.transfer import Numbered
 from nbdist.cluster.ticket import come_with, endpoint, ticket_from

@@ -10,7 +10,7 @@ import pytest
 
 from nbdist.errors import BadRanks, UsageError, WorkerDied, WorkerError
 from nbdist.seats import Position
-from nbdist.wire.membership import Processes, processes
+from nbdist.wire.node_messages import Processes, processes
 from nbdist.world.ranks import Renumbering, compare, moved_text, size_text
 from nbdist.world.recovery import scaled_text
 from nbdist.world.states import State

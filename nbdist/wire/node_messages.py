@@ -1,7 +1,8 @@
 """What crosses between the head of a world and its agents besides what any agent is told.
 
 An agent takes the head for its notebook: `nbdist.wire.messages`.  What there is more is what
-several machines have to agree on.
+several machines have to agree on: `nbdist.agent.forming` asks, `nbdist.agent.worker_group` answers,
+in one process where all workers are on one machine, else over a link.
 """
 
 from __future__ import annotations
@@ -10,12 +11,65 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from nbdist.wire.membership import Formed, Held, Plan
+from nbdist.seats import Seats
+from nbdist.wire.control import HeldGroups
 from nbdist.wire.messages import Down, Reply, StartFailure, Up, WorldStarted
 from nbdist.wire.spec import Versions, WorldSpec
 from nbdist.wire.store import Answer as StoreReply
 from nbdist.wire.store import Operation
 from nbdist.wire.transfer import Dropped, Piece, Taken
+
+# --- forming the world's group ----------------------------------------------------------------
+
+
+Groups = Mapping[str, tuple[int, ...]]
+"""The ranks of each group besides the world's own, by its name."""
+
+Processes = Mapping[int, tuple[int, int]]
+"""By rank: the number of its node, and of its process there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Which ranks of a part live, and the groups that each holds; None where it did not say."""
+
+    ranks: Mapping[int, HeldGroups | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the next generation of the group is formed: the same for all parts.
+
+    `missing` are the ranks that are started anew, of all parts.  `groups` are made whole
+    together with the world's own; None where that one is of another size, since `sized_in`,
+    and none made from it can stay.  `attempt` counts the starts of the world.
+    """
+
+    spec: WorldSpec
+    attempt: int
+    generation: int
+    sized_in: int
+    missing: tuple[int, ...]
+    groups: Groups | None
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """What a part has after a plan: process, log folder and life of each of its ranks.
+
+    `problem` says what kept them from forming the group, "" for nothing.
+    """
+
+    pids: Mapping[int, int]
+    logs: Mapping[int, str]
+    alive: tuple[int, ...]
+    problem: str = ""
+
+
+def processes(pids: Mapping[int, int], seats: Seats) -> Processes:
+    """Say which process each rank is: on several machines two can have one number."""
+    return {rank: (seats[rank].node if seats else 0, pid) for rank, pid in pids.items()}
+
 
 # --- who comes ------------------------------------------------------------------------------
 
