@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from nbdist.agent.forker import Forker
 from nbdist.agent.forming import Forming
 from nbdist.agent.inspect import consulted, stack_of, status_of
 from nbdist.agent.outbox import Outbox
 from nbdist.agent.part_calls import PartCalls
-from nbdist.agent.processes import Children
+from nbdist.agent.processes import Children, Forker
 from nbdist.agent.serving import Serving, run
 from nbdist.agent.startup import ForkServerProcess, Guard
 from nbdist.agent.stopping import Stopping

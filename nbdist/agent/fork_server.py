@@ -1,7 +1,7 @@
 """A process that has torch imported and forks workers on request.
 
 Started by `nbdist.agent.startup` with one end of a socket pair and the runtime folder;
-the other end is the agent's (`nbdist.agent.forker`).  It has one thread, no event loop, no zmq
+the other end is the agent's (`nbdist.agent.processes`).  It has one thread, no event loop, no zmq
 context and no CUDA context, so that its forks are safe.  When the agent's end of the socket
 closes, it ends, and its workers with it.  When it is killed, they live on as the agent's
 children.

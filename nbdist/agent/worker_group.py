@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from nbdist.agent.code_folder import CodeFolder
-from nbdist.agent.forker import Forker, can_fork_with
-from nbdist.agent.processes import Children, ProcessSource, Spawner
+from nbdist.agent.processes import Children, Forker, ProcessSource, Spawner, can_fork_with
 from nbdist.agent.rendezvous import CallOff, Rendezvous
 from nbdist.agent.store_window import StoreWindow
 from nbdist.agent.worker import Emit, Worker

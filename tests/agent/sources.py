@@ -10,8 +10,7 @@ from pathlib import Path
 
 from jupyter_client.connect import write_connection_file
 
-from nbdist.agent.forker import Forker
-from nbdist.agent.processes import Children, ProcessSource, Spawner, WorkerProcess
+from nbdist.agent.processes import Children, Forker, ProcessSource, Spawner, WorkerProcess
 from nbdist.agent.startup import start_fork_server
 from nbdist.system.prctl import adopt_orphans
 from nbdist.wire.spec import WorkerStart, WorldSpec

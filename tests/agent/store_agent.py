@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.agent.agent import Agent
-from nbdist.agent.forker import Forker
-from nbdist.agent.processes import Children
+from nbdist.agent.processes import Children, Forker
 from nbdist.agent.rendezvous import Rendezvous
 from nbdist.agent.serving import run
 from nbdist.agent.startup import go_below_guard, start_fork_server

@@ -1,4 +1,7 @@
-"""Tests of `nbdist.agent.processes`: real workers, forked and spawned, and their ends."""
+"""Tests of `nbdist.agent.processes`: real workers, forked and spawned, and their ends.
+
+And a fork server that is idle, busy, broken, killed.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nbdist.agent.processes import WorkerProcess
 from tests.agent.sources import Source, run, worker_start
 from tests.waiting import SOON, until
 
@@ -88,3 +92,118 @@ def test_spawner_with_a_program_that_reads_nothing(runtime: Path) -> None:
         assert await asyncio.wait_for(process.exited, SOON) == 1
 
     run("spawn", runtime, test)
+
+
+def test_fork_server_that_is_killed(runtime: Path) -> None:
+    """Its workers live on, their ends are told, and the next one comes from a new fork server.
+
+    Also where a worker dies with it, told with its signal or as one that was killed, and where
+    it is killed while it forks: whoever asked gets a worker all the same.
+    """
+
+    async def test(source: Source) -> None:
+        first, second = await source.worker(0), await source.worker(1)
+        fork_server = fork_server_of(first)
+        fork_server.kill()
+        await until(lambda: fork_server_of(first) == psutil.Process())
+        third = await source.worker(2)
+        another = fork_server_of(third)
+        assert another not in (fork_server, psutil.Process())
+        os.kill(second.pid, signal.SIGSEGV)
+        assert await asyncio.wait_for(second.exited, SOON) == -signal.SIGSEGV
+        assert not psutil.pid_exists(fork_server.pid)
+        os.kill(third.pid, signal.SIGSEGV)
+        another.kill()
+        code = await asyncio.wait_for(third.exited, SOON)
+        assert code in (-signal.SIGSEGV, -signal.SIGKILL)
+        last = fork_server_of(await source.worker(3))
+        last.suspend()
+        asked = asyncio.ensure_future(source.worker(4))
+        for _ in range(10):  # rounds of the loop, in which it asks
+            await asyncio.sleep(0)
+        last.kill()
+        assert fork_server_of(await asked) not in (last, another)
+        assert not first.exited.done()
+
+    run("fork", runtime, test)
+
+
+def test_fork_server_that_hangs(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is killed after a while; what was asked of it comes from another, its workers stay."""
+
+    async def test(source: Source) -> None:
+        first = await source.worker(0)
+        fork_server = fork_server_of(first)
+        fork_server.suspend()
+        monkeypatch.setattr("nbdist.agent.processes.FORK_TIMEOUT", 0.2)
+        asked = asyncio.ensure_future(source.worker(1))
+        await until(lambda: fork_server_of(first) != fork_server, "it is killed")
+        monkeypatch.undo()  # the next one has its time
+        assert fork_server_of(await asked) != fork_server
+        assert not fork_server.is_running()
+        assert not first.exited.done()
+
+    run("fork", runtime, test)
+
+
+def test_fork_server_that_cannot_import_torch(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whoever wants a worker of it gets an error, and its last lines say why."""
+    (tmp_path / "torch.py").write_text("raise ImportError('broken on purpose')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    async def test(source: Source) -> None:
+        with pytest.raises(ChildProcessError, match="fork server has ended"):
+            await source.source.start(worker_start(runtime), 1, 2)
+        assert source.forker is not None
+        assert source.forker.last_lines()[-1] == "ImportError: broken on purpose"
+
+    run("fork", runtime, test)
+
+
+def fork_server_of(process: WorkerProcess) -> psutil.Process:
+    fork_server = psutil.Process(process.pid).parent()
+    assert fork_server is not None
+    return fork_server
+
+
+@pytest.mark.usefixtures("idle_imports")
+def test_fork_server_is_fit_for_forks(runtime: Path) -> None:
+    """The fork server has one thread: a fork of it inherits no lock that nobody will release.
+
+    Also when it has imported all that it imports while it is idle; who asks before gets a
+    worker, however much there is left to import.
+    """
+
+    async def test(source: Source) -> None:
+        assert source.forker is not None
+        fork_server = fork_server_of(await source.worker(0))
+        for rank in (1, 2):
+            await source.worker(rank)
+        assert not source.forker.has_all.is_set()
+        assert fork_server.num_threads() == 1
+        await asyncio.wait_for(source.forker.has_all.wait(), SOON)
+        assert fork_server.num_threads() == 1
+        assert fork_server_of(await source.worker(3)) == fork_server
+        assert source.forker.last_lines() == ()
+
+    run("fork", runtime, test)
+
+
+@pytest.mark.usefixtures("idle_imports")
+def test_what_cannot_be_imported_when_idle(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Workers can be had all the same, and the fork server's log says what is wrong with it."""
+    (tmp_path / "mpmath.py").write_text("raise RuntimeError('broken on purpose')")
+    (tmp_path / "sympy.py").write_text("raise ImportError('broken on purpose')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    async def test(source: Source) -> None:
+        assert source.forker is not None
+        await asyncio.wait_for(source.forker.has_all.wait(), SOON)
+        await source.worker()
+        assert "RuntimeError: broken on purpose" in source.forker.last_lines()
+
+    run("fork", runtime, test)
