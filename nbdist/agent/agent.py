@@ -14,10 +14,10 @@ from nbdist.agent.inspect import consulted, stack_of, status_of
 from nbdist.agent.outbox import Outbox
 from nbdist.agent.part_calls import PartCalls
 from nbdist.agent.processes import Children, Forker
+from nbdist.agent.rendezvous import AskStore, StoreWindow
 from nbdist.agent.serving import Serving, run
 from nbdist.agent.startup import ForkServerProcess, Guard
 from nbdist.agent.stopping import Stopping
-from nbdist.agent.store_window import AskStore, StoreWindow
 from nbdist.agent.tether import Tether
 from nbdist.agent.usage import UsageWatch
 from nbdist.agent.window import Window, seen_here

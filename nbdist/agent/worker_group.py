@@ -13,8 +13,7 @@ from pathlib import Path
 
 from nbdist.agent.code_folder import CodeFolder
 from nbdist.agent.processes import Children, Forker, ProcessSource, Spawner, can_fork_with
-from nbdist.agent.rendezvous import CallOff, Rendezvous
-from nbdist.agent.store_window import StoreWindow
+from nbdist.agent.rendezvous import CallOff, Rendezvous, StoreWindow
 from nbdist.agent.worker import Emit, Worker
 from nbdist.agent.worker_logs import RunFolder
 from nbdist.system.limits import lack_in, word_lack_of_files
