@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nbdist import __version__
-from nbdist.agent.door import Door
+from nbdist.agent.listener import Door
 from nbdist.agent.notebook_end import NotebookEnd
 from nbdist.agent.record import Record
 from nbdist.agent.startup import Guard
