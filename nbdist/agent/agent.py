@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Protocol
 from nbdist.agent.forming import Forming
 from nbdist.agent.inspect import consulted, stack_of, status_of
 from nbdist.agent.listener import Window, seen_here
+from nbdist.agent.notebook_link import Serving, Tether, run
 from nbdist.agent.outbox import Outbox
 from nbdist.agent.part_calls import PartCalls
 from nbdist.agent.processes import Children, Forker
 from nbdist.agent.rendezvous import AskStore, StoreWindow
-from nbdist.agent.serving import Serving, run
 from nbdist.agent.startup import ForkServerProcess, Guard
 from nbdist.agent.stopping import Stopping
-from nbdist.agent.tether import Tether
 from nbdist.agent.usage import UsageWatch
 from nbdist.agent.worker import Emit, Worker
 from nbdist.agent.worker_group import WorkerGroup

@@ -20,7 +20,7 @@ def main() -> None:
     """Run a head until its world ends."""
     runtime, notebook_pid = Path(sys.argv[1]), int(sys.argv[2])
     guard, _ = begin(runtime, notebook_pid, fork_server=False, grace=COMMANDS_GRACE)
-    from nbdist.agent.serving import run
+    from nbdist.agent.notebook_link import run
     from nbdist.cluster.head import Head
 
     async def serve() -> None:

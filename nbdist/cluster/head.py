@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.agent.listener import Window, seen_here
-from nbdist.agent.serving import Serving
+from nbdist.agent.notebook_link import Serving, Tether
 from nbdist.agent.startup import Guard
-from nbdist.agent.tether import Tether
 from nbdist.cluster.assembly import Assembly, in_time_of_head, last_words
 from nbdist.cluster.node import Node, NodeLost
 from nbdist.cluster.transfer import BulkTransfers

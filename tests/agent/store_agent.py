@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.agent.agent import Agent
+from nbdist.agent.notebook_link import run
 from nbdist.agent.processes import Children, Forker
 from nbdist.agent.rendezvous import Rendezvous
-from nbdist.agent.serving import run
 from nbdist.agent.startup import go_below_guard, start_fork_server
 from nbdist.wire.store import Answer, HostedStore, Operation
 

@@ -1,9 +1,9 @@
-"""What ties an agent to a notebook: messages, the notebook's end, and the next notebook.
+"""What ties a process to the notebook that it serves: messages, the notebook's end, the next one.
 
 A world that is to be detached outlives its notebook: its tether then has nobody at the other
 end, what comes up is kept (`Record`), and a notebook that asks at the door gets all of it.  Any
 other world ends with its notebook.  For whoever serves a notebook: the agent of a world on one
-machine, or the head of several agents.
+machine, or the head of several agents.  Calls are answered one at a time, much else beside.
 """
 
 from __future__ import annotations
@@ -12,26 +12,99 @@ import asyncio
 import logging
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.eventloop.zmqstream import ZMQStream
 
 from nbdist import __version__
 from nbdist.agent.listener import Door
-from nbdist.agent.notebook_end import NotebookEnd
 from nbdist.agent.record import Record
-from nbdist.agent.startup import Guard
+from nbdist.agent.startup import Guard, end_descendants
 from nbdist.output.events import Died
+from nbdist.system import folders
+from nbdist.system.prctl import adopt_orphans
 from nbdist.values.shared_memory import Segment, SegmentGone, SegmentRef
 from nbdist.wire.door import SOCKET, Admitted, Attach, Held, Refused
-from nbdist.wire.messages import Abort, Down, Outputs, Received, Remember, Up
+from nbdist.wire.messages import (
+    Abort,
+    Answer,
+    Ask,
+    Down,
+    Hello,
+    Outputs,
+    Received,
+    Remember,
+    Reply,
+    Request,
+    Up,
+    down_from,
+    to_bytes,
+)
 from nbdist.wire.spec import versions_here
 from nbdist.wire.work import Task, unpack
+
+# --- the end of the link ----------------------------------------------------------------------
+
+
+NOTEBOOK_SOCKET = "notebook.sock"
+"""The name of the notebook's socket in the runtime folder."""
+
+LINK_LINGER = 500
+"""Milliseconds that the last messages may take to reach the notebook."""
+
+
+class NotebookEnd:
+    """Sends typed messages to the notebook, and hands on those that come from there.
+
+    To be made and used where a loop runs.
+    """
+
+    def __init__(
+        self, runtime: Path, receive: Callable[[Down], None], name: str = NOTEBOOK_SOCKET
+    ) -> None:
+        self._hand_on = receive
+        link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        link.linger = LINK_LINGER
+        link.sndhwm = link.rcvhwm = 0
+        link.connect(f"ipc://{runtime}/{name}")
+        self._link = ZMQStream(link)
+        self._link.on_recv(self._receive)
+
+    def __repr__(self) -> str:
+        return f"<NotebookEnd {'closed' if self._link.closed() else 'open'}>"
+
+    def say_hello(self) -> None:
+        """Say who this is: the first of all messages."""
+        self.send(Hello(__version__, os.getpid(), socket.gethostname()))
+
+    def send(self, message: Up) -> None:
+        """Send a message, now or as soon as the notebook takes it."""
+        self._link.send(to_bytes(message))
+
+    def drain(self) -> None:
+        """Hand on all that has come so far."""
+        self._link.flush(zmq.POLLIN)
+
+    def close(self) -> None:
+        """End the link; what was sent has `LINK_LINGER` to arrive."""
+        self._link.close()
+
+    def _receive(self, frames: list[bytes]) -> None:
+        self._hand_on(down_from(frames[0]))
+
+
+# --- the notebook and the next one ------------------------------------------------------------
+
 
 log = logging.getLogger("nbdist.agent")
 
@@ -308,3 +381,86 @@ def _hold(ref: SegmentRef) -> Segment | None:
     with suppress(SegmentGone):
         return Segment.of_another(ref)
     return None
+
+
+# --- calls ------------------------------------------------------------------------------------
+
+
+class _Left(Exception):
+    """Ends all tasks."""
+
+
+class Serving:
+    """The tasks of such a process; `answer` does what a call asks for, `send` its answer."""
+
+    def __init__(
+        self, answer: Callable[[Request], Awaitable[Reply]], send: Callable[[Answer], None]
+    ) -> None:
+        self._answer = answer
+        self._send = send
+        self._asked: asyncio.Queue[Ask] = asyncio.Queue()
+        self._gone = asyncio.Event()
+        self._fault: BaseException | None = None
+
+    def __repr__(self) -> str:
+        state = "leaves" if self._gone.is_set() else "serves"
+        return f"<Serving {state}, {self._asked.qsize()} calls wait>"
+
+    async def until_left(self) -> None:
+        """Work until `leave` is called; what is under way then is cancelled.
+
+        Raises what one of the tasks has raised, or a callback of the loop's: a fault of ours,
+        which ends all.  Its line is the last of the log, and the notebook shows it.
+        """
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                self._tasks.create_task(self._answer_asked())
+                await self._gone.wait()
+                raise _Left
+        except* _Left:
+            pass
+        except* Exception as faults:  # noqa: BLE001 (it is raised below, without its group)
+            self._fault = self._fault or faults.exceptions[0]
+        finally:
+            self._gone.set()
+        if self._fault is not None:
+            raise self._fault
+
+    def call(self, ask: Ask) -> None:
+        """Do this once all calls before it have been answered."""
+        self._asked.put_nowait(ask)
+
+    def do(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something beside the calls, until it is to leave."""
+        if self._gone.is_set():
+            work.close()
+        else:
+            self._tasks.create_task(work)
+
+    def leave(self) -> None:
+        """End: the notebook is done with this process, or has ended."""
+        self._gone.set()
+
+    def fail(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """End loudly, rather than go on half, after a fault of ours in a callback."""
+        loop.default_exception_handler(context)
+        self._fault = self._fault or context.get("exception") or RuntimeError(context["message"])
+        self.leave()
+
+    async def _answer_asked(self) -> None:
+        while True:
+            ask = await self._asked.get()
+            self._send(Answer(ask.id, await self._answer(ask.request)))
+
+
+def run(runtime: Path, serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Serve until that is over; returns with nothing left behind."""
+    logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
+    adopt_orphans()
+    # Until the end: what cleans up after dead agents finds that this one runs.
+    folders.join(runtime, folders.runtime(runtime))
+    try:
+        asyncio.run(serve())
+    finally:
+        end_descendants()
+        shutil.rmtree(runtime, ignore_errors=True)

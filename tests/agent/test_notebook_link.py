@@ -1,30 +1,80 @@
-"""Tests of `nbdist.agent.tether`: an agent whose notebook goes, and the next one that comes."""
+"""Tests of `nbdist.agent.notebook_link`: an agent whose notebook goes, and the next one that comes.
+
+Messages go both ways; calls one at a time, other things beside, until it leaves.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
+import zmq
 
 from nbdist import __version__
+from nbdist.agent.notebook_link import NOTEBOOK_SOCKET, NotebookEnd, Serving
 from nbdist.output.events import Done, Text
 from nbdist.wire.door import DOOR, Admitted, Attach, Held, Refused, Said, Who, from_line, to_line
 from nbdist.wire.messages import (
+    Answer,
+    Ask,
     Attached,
+    Down,
+    GetStatus,
     Hello,
+    Kill,
     Outputs,
     Received,
     Remember,
+    Reply,
+    Request,
     StopWorld,
     WorldStarted,
+    to_bytes,
+    up_from,
 )
 from tests.agent.test_agent import Notebook, close_stdin, end_notebook
 from tests.waiting import SOON, wait_until
 
-pytestmark = pytest.mark.own_agent
+
+def test_messages_go_both_ways(runtime: Path) -> None:
+    """The hello is first; what the notebook sends is handed on, in its order."""
+    came: list[Down] = []
+
+    async def serve() -> None:
+        both = asyncio.Event()
+
+        def receive(message: Down) -> None:
+            came.append(message)
+            if len(came) == 2:
+                both.set()
+
+        end = NotebookEnd(runtime, receive)
+        assert repr(end) == "<NotebookEnd open>"
+        try:
+            end.say_hello()
+            identity, frame = await asyncio.to_thread(notebook.recv_multipart)
+            assert up_from(frame) == Hello(__version__, os.getpid(), socket.gethostname())
+            for message in (Ask(1, GetStatus()), Received()):
+                notebook.send_multipart([identity, to_bytes(message)])
+            async with asyncio.timeout(SOON):
+                await both.wait()
+            end.send(Answer(1, None))
+            _, frame = await asyncio.to_thread(notebook.recv_multipart)
+            assert up_from(frame) == Answer(1, None)
+        finally:
+            end.close()
+
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as notebook:
+        notebook.rcvtimeo = SOON * 1000
+        notebook.bind(f"ipc://{runtime}/{NOTEBOOK_SOCKET}")
+        asyncio.run(serve())
+    assert came == [Ask(1, GetStatus()), Received()]
 
 
 class Caller:
@@ -72,6 +122,7 @@ def holder(caller: Caller) -> int:
     return held.notebook
 
 
+@pytest.mark.own_agent
 def test_the_next_notebook_gets_all(notebook: Notebook, call: Callable[[Notebook], Caller]) -> None:
     """What a cell has said since it began, though nobody was there; then what it says next.
 
@@ -119,6 +170,7 @@ def test_the_next_notebook_gets_all(notebook: Notebook, call: Callable[[Notebook
     assert notebook.agent.wait(SOON) == 0
 
 
+@pytest.mark.own_agent
 def test_an_agent_that_is_killed(notebook: Notebook) -> None:
     """Leaves nothing, though its notebook has gone before."""
     end_notebook(notebook)
@@ -130,6 +182,7 @@ def test_an_agent_that_is_killed(notebook: Notebook) -> None:
     assert not notebook.runtime.exists()
 
 
+@pytest.mark.own_agent
 def test_a_world_without_workers(notebook: Notebook) -> None:
     """Nothing is kept that nobody can want."""
     notebook.call(StopWorld(0.0))
@@ -137,6 +190,7 @@ def test_a_world_without_workers(notebook: Notebook) -> None:
     assert notebook.agent.wait(SOON) == 0
 
 
+@pytest.mark.own_agent
 def test_a_cell_that_ends_meanwhile(notebook: Notebook, call: Callable[[Notebook], Caller]) -> None:
     """Its end is there for the next notebook."""
     gate = notebook.runtime / "gate"
@@ -165,3 +219,82 @@ def held_state(caller: Caller) -> tuple[str, int]:
     held = caller.ask(Who())
     assert isinstance(held, Held)
     return held.state, held.notebook
+
+
+def test_calls_wait_for_one_another_and_other_things_do_not() -> None:
+    """Each is answered under its number; what is under way when it leaves is cancelled."""
+    answers: list[Answer] = []
+    said: list[str] = []
+
+    async def serve() -> None:
+        released = asyncio.Event()
+
+        async def answer(request: Request) -> Reply:
+            if isinstance(request, Kill):
+                await released.wait()
+            return ()
+
+        async def beside() -> None:
+            said.append("beside")
+            assert answers == []
+            released.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                said.append("cancelled")
+
+        def send(answer: Answer) -> None:
+            answers.append(answer)
+            if len(answers) == 2:
+                serving.leave()
+
+        serving = Serving(answer, send)
+        serving.call(Ask(1, Kill((0,))))
+        serving.call(Ask(2, GetStatus()))
+        assert repr(serving) == "<Serving serves, 2 calls wait>"
+        working = asyncio.create_task(serving.until_left())
+        await asyncio.sleep(0)
+        serving.do(beside())
+        async with asyncio.timeout(20):
+            await working
+        assert repr(serving) == "<Serving leaves, 0 calls wait>"
+        serving.do(beside())  # it is closed, not begun
+
+    asyncio.run(serve())
+    assert answers == [Answer(1, ()), Answer(2, ())]
+    assert said == ["beside", "cancelled"]
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        lambda serving: serving.do(_raise()),
+        lambda serving: asyncio.get_running_loop().call_soon(_raise_now),
+    ],
+    ids=["a task", "a callback"],
+)
+def test_a_fault_of_ours(fail: Callable[[Serving], object]) -> None:
+    """It ends all, and is raised: the process exits with its line as the last of the log."""
+
+    async def serve() -> None:
+        async def answer(_: Request) -> Reply:
+            return ()
+
+        serving = Serving(answer, lambda _: None)
+        asyncio.get_running_loop().set_exception_handler(serving.fail)
+        working = asyncio.create_task(serving.until_left())
+        await asyncio.sleep(0)
+        fail(serving)
+        async with asyncio.timeout(20):
+            await working
+
+    with pytest.raises(KeyError, match="17"):
+        asyncio.run(serve())
+
+
+async def _raise() -> None:
+    _raise_now()
+
+
+def _raise_now() -> None:
+    raise KeyError(17)
