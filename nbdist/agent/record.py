@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nbdist.agent.backlog import Backlog
+from nbdist.agent.outbox import Backlog
 from nbdist.output.events import Died, Done, Failure, Output, size_of
 from nbdist.seats import Seats
 from nbdist.values.payload import Payload

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.agent.backlog import SHOWN_KEPT
+from nbdist.agent.outbox import SHOWN_KEPT
 from nbdist.errors import WorkerError
 from nbdist.output.rank_transcript import SHOWN_AT_MOST
 from nbdist.system.limits import control_groups
