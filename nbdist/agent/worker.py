@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nbdist.agent.kernel_client import KernelClient, TaskConnection
-from nbdist.agent.kernel_messages import Message, as_shown, output_from
+from nbdist.agent.kernel_link import KernelClient, Message, TaskConnection, as_shown, output_from
 from nbdist.agent.processes import ProcessSource, WorkerProcess
 from nbdist.agent.stack_file import StackFile
 from nbdist.agent.worker_logs import WorkerLog

@@ -1,0 +1,135 @@
+"""Tests of `nbdist.agent.kernel_link`: what of a worker's messages is shown, and how.
+
+What of a worker's bytes gets through, what is left.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jupyter_client.session import Session
+
+from nbdist.agent.kernel_link import (
+    NO_COMM,
+    KernelClient,
+    Message,
+    TaskConnection,
+    as_shown,
+    message_from,
+    output_from,
+)
+from nbdist.output.events import Clear, Display, Done, Failure, Output
+from nbdist.values.payload import Payload
+from nbdist.wire.frames import BadFrame, framed
+from nbdist.wire.spec import WorkerStart, WorldSpec
+from nbdist.wire.work import Finished
+from nbdist.worker.group.gloo import wait
+from nbdist.worker.ops.call import call
+
+
+def message(kind: str, content: Any) -> Message:
+    return Message(kind, content, "", 1, 5, (), "")
+
+
+@pytest.mark.parametrize("function", [wait, call])
+def test_our_own_frames_are_not_shown(function: Any) -> None:
+    """Those between users' code and what it called, which nobody has written."""
+    ours = f"File \x1b[32m{function.__code__.co_filename}:25\x1b[0m, in {function.__name__}"
+    failure = Failure("ValueError", "x", ("Cell In[1], line 2", ours, "ValueError: x"), 5)
+    assert as_shown(failure).traceback == ("Cell In[1], line 2", "ValueError: x")
+
+
+def test_exit_says_what_it_does() -> None:
+    """IPython's own words are for a terminal."""
+    shown = as_shown(Failure("SystemExit", "3", ("long", "words"), 5))
+    assert shown.message == "3"
+    assert shown.traceback[0].startswith("sys.exit(3) ended the cell on this rank")
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "output"),
+    [
+        ("clear_output", {"wait": True}, Clear(wait=True)),
+        ("display_data", {"data": {"text/plain": "x"}}, Display({"text/plain": "x"}, {})),
+        ("display_data", {"data": {"text/plain": 5}}, Display({"text/plain": "5"}, {})),
+        ("display_data", {"data": [1]}, None),
+        ("update_display_data", {"data": {}}, None),
+        ("error", {}, None),
+        ("status", {"execution_state": "idle"}, None),
+        ("comm_open", {"target_name": "jupyter.widget"}, None),
+        ("comm_open", {"target_name": "mine"}, Display({"text/plain": NO_COMM.format("mine")}, {})),
+    ],
+)
+def test_messages_become_outputs(kind: str, content: Any, output: Output | None) -> None:
+    """Malformed ones, and kinds that are not relayed, become none."""
+    assert output_from(message(kind, content)) == output
+
+
+def test_messages_of_others_are_dropped() -> None:
+    """What is no message, or was signed with another key."""
+    ours, others = Session(key=b"ours"), Session(key=b"others")
+    message = ours.msg("nbdist_reply", {})
+    frames = ours.serialize(message)
+    assert message_from(ours, [*frames, b"buffer"]).buffers == (b"buffer",)  # type: ignore[union-attr]
+    assert message_from(ours, [b"garbage"]) is None
+    assert message_from(ours, others.serialize(others.msg("nbdist_reply", {}))) is None
+
+
+SPEC = WorldSpec(1, None, {}, "/", (), 1, "python")
+DONE = Done("ok", 0.5, frozenset({"x"}), {"np": "numpy"}, Payload((b"1",)))
+
+
+def start_in(folder: Path) -> WorkerStart:
+    """Of a worker whose files lie there."""
+    return WorkerStart(0, 0, 1, SPEC, f"{folder}/r0.json", "token", "", "", 1, {})
+
+
+def test_the_connection_file_and_what_is_left(tmp_path: Path) -> None:
+    """The kernel reads a key and unix sockets from a file that nobody else can; it goes again."""
+    kernel = KernelClient(start_in(tmp_path), lambda _: None)
+    kernel.write_connection_file()
+    file = tmp_path / "r0.json"
+    said = json.loads(file.read_text())
+    assert (said["transport"], said["ip"]) == ("ipc", f"{tmp_path}/r0")
+    assert [said[f"{name}_port"] for name in ("shell", "iopub", "control")] == [1, 2, 4]
+    assert len(said["key"]) >= 32
+    assert file.stat().st_mode & 0o777 == 0o600
+    kernel.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_end_of_a_task_comes_through() -> None:
+    """In however many pieces."""
+    ends: list[Finished] = []
+    connection = TaskConnection(ends.append, lambda _: None)
+    end = Finished(3, "a", DONE)
+    for byte in framed(pickle.dumps(end, protocol=5)):
+        connection.data_received(bytes([byte]))
+    assert ends == [end]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"garbage",
+        pickle.dumps(Finished(3, "a", None)),  # type: ignore[arg-type]
+        pickle.dumps(Finished("3", "a", DONE)),  # type: ignore[arg-type]
+        pickle.dumps(Finished(3, "a", replace(DONE, values=DONE))),
+        pickle.dumps(Finished(3, "a", replace(DONE, bound="x"))),  # type: ignore[arg-type]
+    ],
+)
+def test_anything_else_ends_the_connection(frame: bytes) -> None:
+    """Once, and nothing that follows is read."""
+    ends: list[Finished] = []
+    problems: list[BadFrame | None] = []
+    connection = TaskConnection(ends.append, problems.append)
+    connection.data_received(framed(frame))
+    connection.data_received(framed(pickle.dumps(Finished(3, "a", DONE))))
+    connection.connection_lost(None)
+    assert ends == []
+    assert [type(problem) for problem in problems] == [BadFrame]
