@@ -14,14 +14,13 @@ from nbdist.agent.inspect import consulted, stack_of, status_of
 from nbdist.agent.listener import Window, seen_here
 from nbdist.agent.notebook_link import Serving, Tether, run
 from nbdist.agent.outbox import Outbox
-from nbdist.agent.part_calls import PartCalls
 from nbdist.agent.processes import Children, Forker
 from nbdist.agent.rendezvous import AskStore, StoreWindow
 from nbdist.agent.startup import ForkServerProcess, Guard
 from nbdist.agent.stopping import Stopping
 from nbdist.agent.usage import UsageWatch
 from nbdist.agent.worker import Emit, Worker
-from nbdist.agent.worker_group import WorkerGroup
+from nbdist.agent.worker_group import PartCalls, WorkerGroup
 from nbdist.agent.worker_logs import read_logs
 from nbdist.system.proc import MemoryGauge
 from nbdist.wire import control

@@ -1,15 +1,22 @@
 """The workers of one machine: started together, made whole together, ended together.
 
-What they do together with those of other machines, `nbdist.agent.forming` asks for.
+What they do together with those of other machines, `nbdist.agent.forming` asks for; on one of
+several machines the head of the world asks `PartCalls`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import socket
+import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+
+import psutil
 
 from nbdist.agent.code_folder import CodeFolder
 from nbdist.agent.processes import Children, Forker, ProcessSource, Spawner, can_fork_with
@@ -17,9 +24,26 @@ from nbdist.agent.rendezvous import CallOff, Rendezvous, StoreWindow
 from nbdist.agent.worker import Emit, Worker
 from nbdist.agent.worker_logs import RunFolder
 from nbdist.system.limits import lack_in, word_lack_of_files
+from nbdist.topology import parse_gpus, usable_cores, visible_gpus
 from nbdist.wire import control
 from nbdist.wire.messages import StartFailure, Starting, WorldStarted
-from nbdist.wire.node_messages import Formed, Groups, Held, Plan
+from nbdist.wire.node_messages import CallOff as CallOffAsked
+from nbdist.wire.node_messages import (
+    EndRanks,
+    Form,
+    Formed,
+    GetClock,
+    GetHeld,
+    Groups,
+    Held,
+    PartReply,
+    PartRequest,
+    Plan,
+    Prepare,
+    Reach,
+    Renumber,
+    StartPart,
+)
 from nbdist.wire.spec import WorldSpec
 
 START_TIMEOUT = 180.0
@@ -322,3 +346,72 @@ def _failure(spec: WorldSpec, rank: int, why: str, lines: tuple[str, ...]) -> St
     if why in lines[-1:]:  # it says all
         return StartFailure(rank, socket.gethostname(), "", why, ())
     return StartFailure(rank, socket.gethostname(), shlex.join(spec.command), why, lines)
+
+
+# --- the part of one of several machines ------------------------------------------------------
+
+
+class PartCalls:
+    """Answers the head; `address` is that of this machine by which others reach it."""
+
+    def __init__(self, workers: WorkerGroup, address: str) -> None:
+        self._workers = workers
+        self._address = address
+
+    def __repr__(self) -> str:
+        return f"<PartCalls at {self._address} of {self._workers}>"
+
+    async def answer(self, request: PartRequest) -> PartReply:
+        """Do what is asked, and return the reply."""
+        match request:
+            case GetClock():
+                return time.time_ns()
+            case Reach(targets):
+                from nbdist.cluster.client import first_unreached
+
+                return await first_unreached(targets)
+            case StartPart(spec, ranks, attempt):
+                return await self._workers.start_part(self._here(spec), ranks, attempt)
+            case GetHeld():
+                return await self._workers.held()
+            case Prepare(spec, ranks):
+                return await self._workers.prepare(self._here(spec), ranks)
+            case Form(plan, ranks):
+                return await self._workers.form(replace(plan, spec=self._here(plan.spec)), ranks)
+            case CallOffAsked(generation):
+                await self._workers.call_off(generation)
+            case EndRanks(ranks, grace):
+                await self._workers.end(ranks, grace)
+            case Renumber(became):
+                await self._workers.renumber(became)
+        return None
+
+    def _here(self, spec: WorldSpec) -> WorldSpec:
+        return spec_here(self._workers.code.moved(spec), os.environ, interface_of(self._address))
+
+
+def spec_here(spec: WorldSpec, own: Mapping[str, str], interface: str) -> WorldSpec:
+    """Make of the spec that all nodes share the one for this: its environment, folder and GPUs.
+
+    The agent runs in the interpreter that workers are to have.
+    """
+    environ = {**own, **spec.environ}
+    cwd = spec.cwd if Path(spec.cwd).is_dir() else str(Path.home())
+    here, visible = max(1, len(spec.here)), visible_gpus(environ)
+    return replace(
+        spec,
+        environ=environ,
+        cwd=cwd,
+        gpus=parse_gpus(spec.gpus_asked, visible) if spec.gpus_asked else visible,
+        python=sys.executable,
+        threads=spec.threads or max(1, usable_cores() // here),
+        interface=interface or spec.interface,
+    )
+
+
+def interface_of(address: str) -> str:
+    """Name the network interface that has this address, "" for none."""
+    for name, found in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in found):
+            return name
+    return ""

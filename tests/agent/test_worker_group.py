@@ -1,4 +1,7 @@
-"""Tests of `nbdist.agent.worker_group`: starts that fail, and deaths while a group is formed."""
+"""Tests of `nbdist.agent.worker_group`: starts that fail, and deaths while a group is formed.
+
+What a node makes of the spec that all share.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nbdist import topology
 from nbdist.agent import rendezvous, worker_group
-from nbdist.agent.worker_group import WorkerGroup, problem_in
+from nbdist.agent.worker_group import WorkerGroup, interface_of, problem_in, spec_here
+from nbdist.seats import Position
 from nbdist.system import folders
+from nbdist.topology import usable_cores
 from nbdist.wire.control import Answer, Failed, Ok
 from nbdist.wire.messages import StartFailure
 from nbdist.wire.node_messages import Plan
+from nbdist.wire.spec import WorldSpec
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.agent.sources import Source, run, worker_start
@@ -328,3 +335,41 @@ def test_ranks_stay_in_order(world: World) -> None:
     end(world, 1)
     world.session.heal()
     assert [row.rank for row in world.status()] == [0, 1, 2, 3]
+
+
+SEATS = (Position(0, 0), Position(1, 0), Position(1, 1))
+
+
+def spec(cwd: str, threads: int = 0) -> WorldSpec:
+    """One of three ranks, for the second node, which has two of them."""
+    environ = {"SEED": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return WorldSpec(3, "gloo", environ, cwd, (), threads, "", seats=SEATS, node=1)
+
+
+def test_the_environment_is_the_nodes_own(tmp_path: Path) -> None:
+    """With what was asked for besides; so are interpreter, interface, GPUs and cores."""
+    here = spec_here(spec(str(tmp_path)), {"HOME": "/root", "SEED": "0"}, "eth0")
+    assert here.environ == {"HOME": "/root", "SEED": "1", "CUDA_VISIBLE_DEVICES": ""}
+    assert (here.python, here.interface, here.gpus) == (sys.executable, "eth0", ())
+    assert (here.cwd, here.threads) == (str(tmp_path), max(1, usable_cores() // 2))
+    assert spec_here(spec(str(tmp_path), threads=7), {}, "eth0").threads == 7
+
+
+def test_a_folder_that_there_is_not() -> None:
+    """Its ranks are at home then."""
+    assert spec_here(spec("/nowhere/at/all"), {}, "eth0").cwd == str(Path.home())
+
+
+def test_gpus_that_were_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their numbers, of those that this node has."""
+    monkeypatch.setattr(topology, "installed_gpus", lambda: 4)
+    asked = replace(spec(str(tmp_path)), environ={}, gpus_asked="1,3")
+    assert spec_here(asked, {}, "eth0").gpus == ("1", "3")
+    assert spec_here(asked, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, "eth0").gpus == ("1", "3")
+    assert spec_here(replace(asked, gpus_asked=""), {}, "eth0").gpus == ("0", "1", "2", "3")
+
+
+def test_the_interface_of_an_address() -> None:
+    """Gloo wants its name."""
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.7") == ""
