@@ -15,9 +15,17 @@ from inspect import Signature
 from typing import Any, Concatenate, Literal, ParamSpec, TypedDict, TypeVar, Unpack, get_args
 
 from nbdist.errors import UnknownArgument, UsageError
-from nbdist.hosts import parse_hosts, read_hosts
-from nbdist.launching import FOR_SOME, check_room, check_taken, launcher_for, launcher_here, newer
-from nbdist.launching import LOCAL as LOCAL
+from nbdist.hosts import (
+    FOR_SOME,
+    check_room,
+    check_taken,
+    launcher_for,
+    launcher_here,
+    newer,
+    parse_hosts,
+    read_hosts,
+)
+from nbdist.hosts import LOCAL as LOCAL
 from nbdist.readers import (
     number_of_seconds,
     read_address,

@@ -2,7 +2,7 @@
 
 nbdist.commands      a magic, made with `nbdist.notebook.command.command`, under its name
 nbdist.cell_options  an option of `%%distributed`: a `nbdist.notebook.command.CellOption`
-nbdist.ops           a module of functions that magics call on workers: `nbdist.worker.op`
+nbdist.ops           a module of functions that magics call on workers: `nbdist.worker.namespace`
 nbdist.launchers     a class that starts agents on machines: `nbdist.cluster.launcher`
 """
 

@@ -3,7 +3,7 @@
 The text of `-n`, `-j`, `--gpus`, `--backend` and `-r` becomes values here, or an error of
 `nbdist.errors` that shows the right forms.  Runs in the notebook kernel, which must not
 initialise CUDA: GPUs are counted from what the driver shows in files.  Where each rank sits,
-`nbdist.seats` works out.
+`nbdist.hosts` works out.
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ import pytest
 from nbdist import World
 from nbdist.config import OPTIONS, Changes, Patience, WorldConfig
 from nbdist.errors import UsageError
-from nbdist.hosts import parse_hosts
-from nbdist.launching import (
+from nbdist.hosts import (
     FOR_SOME,
     TAKES,
     check_room,
@@ -23,6 +22,7 @@ from nbdist.launching import (
     launcher_for,
     launcher_here,
     newer,
+    parse_hosts,
 )
 from nbdist.readers import (
     read_address,

@@ -22,7 +22,7 @@ ROOT = PACKAGE.parent
 
 # The floors: each room, and the rooms below it, or the one module of it, which are all that
 # it may import.  The notebook's side never imports agent or worker: they are other processes.
-OPTIONS = {"words", "errors", "topology", "hosts", "config", "launching", "readers"}
+OPTIONS = {"words", "errors", "topology", "hosts", "config", "readers"}
 BETWEEN = {"words", "errors", "system", "values", "wire"}  # what all processes have
 FLOORS = {
     "words": set(),
@@ -30,8 +30,7 @@ FLOORS = {
     "errors": {"words"},
     "topology": {"words", "errors"},
     "seats": set(),
-    "hosts": {"words", "errors"},
-    "launching": {"words", "errors", "topology", "hosts"},
+    "hosts": {"words", "errors", "topology"},
     "readers": {"errors"},
     "config": OPTIONS - {"config"},
     "system": {"words", "errors"},

@@ -18,7 +18,7 @@ from nbdist import plugins
 from nbdist.errors import UsageError
 from nbdist.notebook import command
 from nbdist.notebook.display import Shown
-from nbdist.worker import op
+from nbdist.worker import namespace
 from tests.sources import PACKAGE
 from tests.waiting import SOON
 
@@ -56,7 +56,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: its_package\nVersion: 1\n")
     (about / "entry_points.txt").write_text(ENTRIES)
     monkeypatch.syspath_prepend(tmp_path)
-    for cached in (command._plugins, op.import_ops):
+    for cached in (command._plugins, namespace.import_ops):
         monkeypatch.setattr(sys.modules[cached.__module__], cached.__name__, cached.__wrapped__)
     return tmp_path
 
@@ -102,10 +102,10 @@ def test_magics_of_a_package() -> None:
 @pytest.mark.usefixtures("package")
 def test_ops_of_a_package() -> None:
     """Workers find them by name, but none in the place of nbdist's own."""
-    assert op.find_op("its_op.dist_hello").name == "dist_hello"
-    assert op.find_op("diff.lend").__module__ == "nbdist.tools.diff_op"
+    assert namespace.find_op("its_op.dist_hello").name == "dist_hello"
+    assert namespace.find_op("diff.lend").__module__ == "nbdist.tools.diff_op"
     with pytest.raises(ImportError, match="nbdist has no `gone_op` on this rank: No module named"):
-        op.find_op("gone_op")
+        namespace.find_op("gone_op")
 
 
 ALONE = """

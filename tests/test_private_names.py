@@ -17,7 +17,7 @@ LIBRARIES = {"torch", "IPython", "ipykernel", "jupyter_client", "traitlets"}
 
 SEAM = {
     f"worker/compat/{name}.py"
-    for name in ("torch", "nccl", "models", "receives", "ipython", "debugger", "jedi")
+    for name in ("torch", "nccl", "models", "receives", "ipython", "debugger")
 }
 
 # Python's own whose documentation has them, in spite of the underscore.

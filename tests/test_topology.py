@@ -12,17 +12,7 @@ import pytest
 from nbdist import topology
 from nbdist.errors import BadRanks, BadTopology, NotEnoughGpus
 from nbdist.hosts import Host, parse_hosts, read_hosts
-from nbdist.seats import (
-    Position,
-    Seat,
-    fill,
-    gpus_of,
-    ranks_on,
-    reseat,
-    seat_more,
-    seat_of,
-    shrink,
-)
+from nbdist.seats import Position, Seat, fill, gpus_of, ranks_on, reseat, seat_more, seat_of, shrink
 from nbdist.topology import Layout, parse_layout
 from tests.waiting import SOON
 

@@ -47,7 +47,7 @@ from nbdist.wire.spec import WorkerStart
 READ_SIZE = 1 << 16
 
 IMPORTED_AT_START = (
-    "nbdist.worker.bootstrap",
+    "nbdist.worker.main",
     "nbdist.worker.main",
     "IPython.core.debugger",
     "IPython.core.completerlib",
@@ -116,7 +116,7 @@ def import_all() -> None:
     with fit_for_forks():
         for name in IMPORTED_AT_START:
             import_module(name)
-        import_module("nbdist.worker.op").import_ops()
+        import_module("nbdist.worker.namespace").import_ops()
 
 
 def import_if_possible(name: str) -> None:
@@ -274,7 +274,7 @@ def main() -> None:
         # The agent and its guard do this too, unless both were killed.
         shutil.rmtree(sys.argv[2], ignore_errors=True)
         return
-    from nbdist.worker.bootstrap import become_worker
+    from nbdist.worker.main import become_worker
 
     become_worker(start, forked=True)
 

@@ -16,7 +16,7 @@ from IPython.core.macro import Macro
 from nbdist.config import DEFAULT_POOL
 from nbdist.errors import NbdistError
 from nbdist.notebook.auto_mode import Part, Side, in_one, parts_of
-from nbdist.notebook.cell_source import as_magic, is_python
+from nbdist.notebook.cell_text import as_magic, is_python
 from nbdist.notebook.cells import bring
 from nbdist.wire.work import Call
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN

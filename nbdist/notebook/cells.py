@@ -20,7 +20,7 @@ from nbdist.errors import (
     WorkerDied,
     WorldNotStarted,
 )
-from nbdist.notebook.cell_source import (
+from nbdist.notebook.cell_text import (
     as_magic,
     cell_id,
     cell_key,
@@ -31,9 +31,9 @@ from nbdist.notebook.cell_source import (
 )
 from nbdist.notebook.display import missed
 from nbdist.notebook.options import at_once
-from nbdist.notebook.shipping.gathered import gathered_text
 from nbdist.notebook.shipping.plan import plan
 from nbdist.notebook.shipping.transfer import Progress, on_its_way_text, packed, words_only
+from nbdist.notebook.shipping.versions import gathered_text
 from nbdist.notebook.stops import met_stops, raised_stops
 from nbdist.notebook.values import last_values
 from nbdist.notebook.why import why_of

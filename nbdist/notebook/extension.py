@@ -63,8 +63,7 @@ def register(
 
     Yields kind and name of each.
     """
-    from nbdist.notebook.cell_source import refuse_place
-    from nbdist.notebook.cell_text import MAGICS
+    from nbdist.notebook.cell_text import MAGICS, refuse_place
 
     wanted: list[tuple[Callable[..., Any], str, str]] = [
         (each.magic(pools), each.kind, each.name) for each in commands

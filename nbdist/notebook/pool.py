@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.config import DEFAULT_POOL, WorldConfig
 from nbdist.errors import ForkedProcess, Interrupted, UsageError
-from nbdist.launching import LOCAL
+from nbdist.hosts import LOCAL
 from nbdist.notebook.auto_mode import NOTE as AUTO_NOTE
 from nbdist.notebook.auto_mode import AutoMode
 from nbdist.notebook.display import Page, make_display
@@ -16,17 +16,16 @@ from nbdist.notebook.idle import Ended, IdleWatch, at_next_prompt, is_in_subshel
 from nbdist.notebook.jobs import Background
 from nbdist.notebook.options import check_same, given
 from nbdist.notebook.shipping.free_names import names_bound
-from nbdist.notebook.shipping.gathered import Gathered, assigned_in
+from nbdist.notebook.shipping.versions import Gathered, assigned_in
 from nbdist.notebook.stops import IdleStop
 from nbdist.notebook.why import Why, idle_end, why_died
 from nbdist.words import count, name_ranks
 from nbdist.world.names import list_names
-from nbdist.world.ranks import size_text
 from nbdist.world.recovery import healing_text, scaled_text
 from nbdist.world.snapshot_store import SnapshotStore, owner_of, root_folder
 from nbdist.world.snapshots import Wanted
 from nbdist.world.spec import default_log_dir
-from nbdist.world.states import State
+from nbdist.world.states import State, size_text
 from nbdist.world.world import World
 
 if TYPE_CHECKING:

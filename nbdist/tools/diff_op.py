@@ -29,7 +29,7 @@ from nbdist.words import one_line
 
 if TYPE_CHECKING:
     from nbdist.values.payload import Payload
-    from nbdist.worker.op import Context
+    from nbdist.worker.namespace import Context
 
 
 def diff(context: Context, expression: str) -> Looked:

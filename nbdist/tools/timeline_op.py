@@ -24,7 +24,7 @@ from nbdist.worker.group.flight_record import operation_of
 from nbdist.worker.process import CELL_TIMES
 
 if TYPE_CHECKING:
-    from nbdist.worker.op import Context
+    from nbdist.worker.namespace import Context
 
 
 MOST_MET = 2_000

@@ -6,7 +6,7 @@ import os
 import pickle
 import sys
 
-from nbdist.worker.bootstrap import become_worker
+from nbdist.worker.main import become_worker
 from nbdist.worker.process import die_with_parent
 
 

@@ -29,7 +29,7 @@ from nbdist.wire import control
 from nbdist.wire.control import Candidate, Complete, Completions, Description, Inspect, Question
 from nbdist.worker.compat import ipython
 from nbdist.worker.compat import torch as compat
-from nbdist.worker.compat.jedi import import_jedi
+from nbdist.worker.compat.ipython import import_jedi
 from nbdist.worker.group.gloo import is_of_others
 from nbdist.worker.probe import Probe
 from nbdist.worker.process import die_with_parent, reserve

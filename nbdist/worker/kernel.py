@@ -39,16 +39,14 @@ from nbdist.worker.compat.ipython import (
     without_debugger,
 )
 from nbdist.worker.environment import WorkerShell, count_restarts, draw_bars_as_text
-from nbdist.worker.exceptions import contents_of
 from nbdist.worker.memory import Peaks
-from nbdist.worker.namespace import Namespace
-from nbdist.worker.op import Context, find_op
+from nbdist.worker.namespace import Context, Namespace, find_op
 from nbdist.worker.ops.memory import forget_errors
 from nbdist.worker.probe import RUNS_CELLS, keep_crashes
 from nbdist.worker.process import CELL_TIMES
 from nbdist.worker.publishing import MarkingSession
 from nbdist.worker.records import Records
-from nbdist.worker.remedies import remedies, unfit_after
+from nbdist.worker.remedies import contents_of, remedies, unfit_after
 from nbdist.worker.streams import flush_streams, install
 from nbdist.worker.surroundings import Around, OwnModules
 from nbdist.worker.tracebacks import (

@@ -6,11 +6,16 @@ import atexit
 import os
 import socket
 import sys
+import tempfile
+import time
+import traceback
 import warnings
+from multiprocessing import process
 
 import torch.distributed as dist
 
-from nbdist.wire.spec import WorkerStart
+from nbdist.system.processes import safe_path
+from nbdist.wire.spec import LAST_LINE_SAYS, Versions, WorkerStart, difference, versions_here
 from nbdist.wire.work import mark
 from nbdist.worker.control import ControlThread
 from nbdist.worker.environment import (
@@ -22,9 +27,9 @@ from nbdist.worker.environment import (
 from nbdist.worker.group.group import Group
 from nbdist.worker.kernel import make_app
 from nbdist.worker.memory import reserve_addresses
-from nbdist.worker.op import import_ops
+from nbdist.worker.namespace import import_ops
 from nbdist.worker.probe import write_stacks_to
-from nbdist.worker.process import leave_world_in_children
+from nbdist.worker.process import BadEnvironment, leave_world_in_children, set_limit
 from nbdist.worker.publishing import LargeOutputs
 from nbdist.worker.streams import flush_c_streams, write_all
 from nbdist.worker.surroundings import Around
@@ -78,3 +83,81 @@ def quieten() -> None:
             delattr(sys, prompt)
     # Leaving by exit() is not how a worker ends.
     warnings.filterwarnings("ignore", message="To exit: use")
+
+
+# --- makes a fresh process, forked or spawned, the worker of one rank -------------------------
+
+
+AUTHKEY_BYTES = 32
+
+
+def set_environment(start: WorkerStart) -> None:
+    """Give a fork the notebook's environment, and torchrun's variables.
+
+    A worker that was spawned has them, and what a wrapper has made of them.
+    """
+    os.environ.clear()
+    os.environ.update(start.world.environ)
+    os.environ.update(start.environ)
+
+
+def restore_path_variable(start: WorkerStart) -> None:
+    """Give a worker that was spawned the PYTHONPATH which its own start was spared.
+
+    Unless a wrapper has made another of it.
+    """
+    wanted = {**start.world.environ, **start.environ}
+    if "PYTHONPATH" in wanted and os.environ.get("PYTHONPATH", "") == safe_path(
+        wanted, start.world.cwd
+    ):
+        os.environ["PYTHONPATH"] = wanted["PYTHONPATH"]
+
+
+def become_worker(start: WorkerStart, *, forked: bool) -> None:
+    """Run the worker of this rank until its kernel ends."""
+    set_limit()
+    if forked:
+        set_environment(start)
+    else:
+        restore_path_variable(start)
+    os.chdir(start.world.cwd)
+    end_unless_as(start.world.versions)
+    # Imports wait until here, so that a spawned worker has its environment before torch.
+    from nbdist.worker.main import run_worker
+    from nbdist.worker.remedies import why_not_started
+
+    try:
+        if forked:
+            renew_what_is_shared()
+        run_worker(start)
+    except BadEnvironment as error:
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+        os._exit(1)
+    except Exception as error:  # noqa: BLE001 (whatever it was, it is printed and the process ends)
+        # Taking the interpreter apart could wait for ever for the kernel's open sockets.
+        why = why_not_started(start.gpu or start.device, error)
+        sys.stderr.write(f"{why}\n" if why else traceback.format_exc())
+        sys.stderr.flush()
+        os._exit(LAST_LINE_SAYS if why else 1)
+
+
+def end_unless_as(versions: Versions) -> None:
+    """End a process that the notebook could not send its functions to, and say why in a line."""
+    if versions and (found := difference(versions_here(), versions)):
+        has = f"{sys.executable} has {found.what} {found.there}, the notebook {found.here}"
+        sys.stderr.write(f"{has}: {found.why}. `--python` names another one\n")
+        sys.stderr.flush()
+        os._exit(LAST_LINE_SAYS)
+
+
+def renew_what_is_shared() -> None:
+    """Be as different from the fork server's other children as if this one were spawned."""
+    import torch
+
+    torch.default_generator.seed()
+    if (random := sys.modules.get("numpy.random")) is not None:
+        random.seed()
+    process.current_process().authkey = os.urandom(AUTHKEY_BYTES)
+    tempfile.tempdir = None
+    time.tzset()

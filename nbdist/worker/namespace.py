@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import sys
 import time
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import replace
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import import_module
 from operator import attrgetter
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
+from nbdist import plugins
 from nbdist.output.events import NAME_PROBLEM
 from nbdist.values.identity import OTHER, Identity, kind_of
 from nbdist.values.payload import Packed, Payload, open_payload, packing, size_of
@@ -19,9 +24,15 @@ from nbdist.values.pickling import pickle, unpickle
 from nbdist.values.shared_memory import Segment, Steps
 from nbdist.values.unpicklable import blame, fails_in, type_name
 from nbdist.wire.ops import Brought
+from nbdist.worker import ops
 from nbdist.worker.homeward import Homeward, KeptValues, SpreadValue
+from nbdist.worker.memory import Peaks
 from nbdist.worker.received import Received
 from nbdist.worker.tracebacks import Problem
+
+if TYPE_CHECKING:
+    from nbdist.worker.group.group import Group
+
 
 MOVED_EVERY = 0.25
 """Seconds after which it is said how far a big value has been packed."""
@@ -287,3 +298,97 @@ def _is_imported(value: Any) -> bool:
 def _is_still(known: Mapping[str, Identity], name: str, value: object) -> bool:
     """Say whether the name is bound to what is known of it."""
     return (identity := known.get(name)) is not None and identity.is_still(value)
+
+
+# --- ops --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Context:
+    """What a task works with, and what it says of itself besides its value.
+
+    `bound` are the names that it has bound, `gone` those that it has deleted, `title` is what
+    people call it.  What `at_end` has is closed once the value has been packed.  `task_id` is
+    the task's.
+    """
+
+    shell: Any
+    namespace: Namespace
+    group: Group | None
+    peaks: Peaks = field(default_factory=Peaks)
+    title: str = ""
+    task_id: str = ""
+    bound: set[str] = field(default_factory=set)
+    gone: set[str] = field(default_factory=set)
+    at_end: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def rank(self) -> int:
+        """The worker's, whatever cells have bound to the name."""
+        return int(self.namespace.ready["rank"])
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """The worker's `__main__`."""
+        names: dict[str, Any] = self.shell.user_ns
+        return names
+
+    def open(self, payload: Payload) -> Any:
+        """Return what the notebook has pickled; VariableError where it cannot be rebuilt."""
+        return self.namespace.open(payload)
+
+    def lend(self, value: Any, home: Homeward | None = None) -> Payload:
+        """Pack a value for whoever opens it before the notebook lets go of the task."""
+        return self.namespace.lend(value, self.task_id, home)
+
+    def noting(self) -> Noting:
+        """Note in `bound` what users' code binds meanwhile."""
+        return Noting(self)
+
+
+class Noting:
+    """Compares the names before and after.
+
+    Not a generator's: contextlib sets attributes of what is raised, which a user's class can
+    refuse.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._before = self._context.namespace.snapshot()
+
+    def __exit__(self, *_: object) -> None:
+        namespace = self._context.namespace
+        self._context.bound |= namespace.bound_since(self._before)
+        self._context.gone |= namespace.gone_since(self._before)
+
+
+@cache
+def import_ops() -> Mapping[str, ModuleType | Exception]:
+    """Import all, by name; or why one cannot be.
+
+    Before users' code runs: once that has opened all files that it may, nothing can be imported.
+    """
+    found: dict[str, ModuleType | Exception] = {}
+    for name, point in plugins.entry_points(plugins.OPS).items():
+        try:
+            found[name] = point.load()
+        except Exception as error:  # noqa: BLE001 (other people's modules)
+            found[name] = error
+    for each in pkgutil.iter_modules(ops.__path__):
+        found[each.name] = import_module(f"{ops.__name__}.{each.name}")
+    return found
+
+
+def find_op(name: str) -> Callable[..., Any]:
+    """Find the function: `script` of the module `script`, `write` for `snapshot.write`."""
+    module, _, function = name.partition(".")
+    found = import_ops().get(module)
+    if not isinstance(found, ModuleType):
+        raise ImportError(
+            f"nbdist has no `{module}` on this rank" + (f": {found}" if found else "")
+        )
+    run: Callable[..., Any] = getattr(found, function or module)
+    return run

@@ -32,7 +32,7 @@ from nbdist.worker.compat.cpython import call_layout, innermost_frames, outer_fr
 from nbdist.worker.group.flight_record import Counts, Recording
 from nbdist.worker.group.gloo import wait
 from nbdist.worker.group.nccl import Pending, UnderWay, wait_for_device
-from nbdist.worker.group.store import AbortableStore
+from nbdist.worker.group.stores import AbortableStore
 from nbdist.worker.ops import script
 from nbdist.worker.ops.call import call
 

@@ -25,7 +25,7 @@ from nbdist.wire.messages import Silent
 from nbdist.wire.views import Begun, Place
 from nbdist.wire.work import Script
 from nbdist.words import name_ranks, one_line
-from nbdist.world.ranks import Machines
+from nbdist.world.states import Machines
 
 FIRST_LOOK = LOOK_EVERY = 1.0
 SOON, HURRY_SECONDS = 0.1, 2.0

@@ -17,8 +17,8 @@ from nbdist.output.rank_transcript import Piece, Shown
 from nbdist.values.shared_memory import Segment
 from nbdist.wire.work import Attempt, Call, Source, Task, Work
 from nbdist.world.names import Shipped
-from nbdist.world.ranks import Renumbering
 from nbdist.world.running import RunningTask
+from nbdist.world.states import Renumbering
 
 
 @dataclass(frozen=True)

@@ -42,10 +42,9 @@ from nbdist.words import name_ranks, one_line
 from nbdist.world.code_sync import IGNORE_FILE, CodeSync
 from nbdist.world.following import finish, follow
 from nbdist.world.names import list_names
-from nbdist.world.ranks import size_text
 from nbdist.world.running import RunningTask
 from nbdist.world.spec import scaled
-from nbdist.world.states import Event, State
+from nbdist.world.states import Event, State, size_text
 from nbdist.world.workers import Workers
 
 _MISSING = re.compile(r"No module named '([\w.]+)'")

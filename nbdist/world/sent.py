@@ -53,8 +53,8 @@ from nbdist.world.hangs import (
     waits_text,
 )
 from nbdist.world.names import Shipped
-from nbdist.world.ranks import Machines
 from nbdist.world.result import CellResult, Contents, as_raised
+from nbdist.world.states import Machines
 
 SETTLE_SECONDS = 0.1
 """Seconds that a rank is given to ask before one that comes after it."""

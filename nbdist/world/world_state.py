@@ -30,7 +30,6 @@ from nbdist.world.code_sync import CodeSync
 from nbdist.world.link import Link
 from nbdist.world.names import NameTable
 from nbdist.world.past import Past, Setup
-from nbdist.world.ranks import Machines, Renumbering, compare
 from nbdist.world.running import RunningTask
 from nbdist.world.sent import Crew
 from nbdist.world.spec import (
@@ -43,7 +42,7 @@ from nbdist.world.spec import (
     path_for,
     scaled,
 )
-from nbdist.world.states import Event, State, next_state
+from nbdist.world.states import Event, Machines, Renumbering, State, compare, next_state
 
 Changes = Mapping[str, str | None]
 

@@ -282,7 +282,7 @@ def test_a_survivor_that_fails_once_all_have_its_address(world: World) -> None:
     world.execute(
         "import gc, socket, time\n"
         "from nbdist.worker.group.gloo import Gloo\n"
-        "from nbdist.worker.group.store import AbortableStore\n"
+        "from nbdist.worker.group.stores import AbortableStore\n"
         "awaited = AbortableStore.awaited\n"
         "def fail(*args, **options):\n"
         "    awaited(*args, **options)\n"

@@ -22,9 +22,9 @@ from nbdist.values.identity import Identity
 from nbdist.wire.work import Call, Script, Source, Task, Work
 from nbdist.world.names import NameTable, Shipped
 from nbdist.world.past import Kind, Past, PastTask
-from nbdist.world.ranks import Machines
 from nbdist.world.running import RunningTask
 from nbdist.world.sent import Crew
+from nbdist.world.states import Machines
 
 
 class Lab:

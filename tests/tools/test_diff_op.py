@@ -34,8 +34,7 @@ from nbdist.tools.diff_op import (
     part_of,
 )
 from nbdist.wire.ops import Distance, Looked
-from nbdist.worker.namespace import Namespace
-from nbdist.worker.op import Context
+from nbdist.worker.namespace import Context, Namespace
 
 
 def context(**names: Any) -> Context:

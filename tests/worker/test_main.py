@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from nbdist.world.world import World
+from tests.waiting import SOON
 from tests.worlds import NewWorld
 
 LAST = """
@@ -44,3 +48,135 @@ def test_nobody_sits_at_a_terminal(new_world: NewWorld) -> None:
         running = world.submit(world.task("warnings.warn('To exit: use quit', stacklevel=1)"))
         world.session.wait(running)
         assert running.transcript[0].line_count == 0
+
+
+pytestmark = pytest.mark.shared_world
+
+TYPING_SECONDS = 2.5
+
+DRAW = """
+import multiprocessing.process, os, random, tempfile
+import numpy
+
+drawn = {
+    "seed": torch.initial_seed(),
+    "torch": torch.randn(3).tolist(),
+    "random": random.random(),
+    "numpy": numpy.random.rand(),
+    "name": next(tempfile._get_candidate_names()),
+    "key": multiprocessing.process.current_process().authkey.hex(),
+}
+torch_was_ready_for_gpus = torch.cuda.is_initialized()
+"""
+
+
+def draws(world: World) -> list[dict[str, object]]:
+    """What each rank draws first, from every source of chance."""
+    assert not world.execute(DRAW).errors
+    assert not any(world.gather("torch_was_ready_for_gpus"))
+    return world.gather("drawn")
+
+
+def assert_all_different(drawn: list[dict[str, object]]) -> None:
+    """No two draws have anything in common."""
+    for source in drawn[0]:
+        values = [str(each[source]) for each in drawn]
+        assert len(set(values)) == len(values), (source, values)
+
+
+def test_chance_is_every_workers_own(new_world: NewWorld) -> None:
+    """No rank repeats what another draws, nor one after a restart, replaced, or added."""
+    with new_world(2, fork=False) as spawned:
+        assert_all_different(draws(spawned))
+    with new_world(2) as world:
+        drawn = draws(world)
+        world.restart()
+        drawn += draws(world)
+        world.replace([1])
+        drawn.append(draws(world)[1])
+        world.scale(3)
+        drawn.append(draws(world)[2])
+    assert_all_different(drawn)
+
+
+@pytest.fixture(scope="module")
+def warm(new_world: NewWorld) -> Iterator[World]:
+    """A world whose fork server has imported all that it does while it is idle."""
+    with new_world(2) as world:
+        deadline, typing = time.monotonic() + SOON, TYPING_SECONDS
+        while not all(_has_all_for_training(world)):
+            assert time.monotonic() < deadline
+            time.sleep(typing)  # nothing is imported while workers start
+            typing *= 2
+            world.restart()
+        yield world
+
+
+def test_first_step_needs_no_imports(warm: World) -> None:
+    """A restart some time later brings what a training imports."""
+    assert not warm.execute(STEP).errors
+    assert warm.gather("new") == [[], []]
+
+
+def test_chance_when_all_is_imported(warm: World) -> None:
+    """What was imported meanwhile, numpy's generator for one, draws differently everywhere."""
+    warm.restart()
+    drawn = draws(warm)
+    warm.restart()
+    assert_all_different(drawn + draws(warm))
+
+
+def test_variables_of_torch_that_are_set_later(
+    warm: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch reads on import counts, also when it has been imported long ago."""
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    warm.restart()
+    warm.execute("from torch._dynamo import config; disabled = config.disable")
+    assert warm.gather("disabled") == [True, True]
+
+
+def test_variable_that_torch_sets(
+    warm: World, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A notebook that has compiled something still has its workers forked, by its cache."""
+    folder = str(tmp_path_factory.mktemp("cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+    warm.restart()
+    assert all(_has_all_for_training(warm))
+    warm.execute("from torch._inductor.runtime.cache_dir_utils import cache_dir; at = cache_dir()")
+    assert warm.gather("at") == [folder] * 2
+
+
+def _has_all_for_training(world: World) -> list[bool]:
+    world.execute("import sys; has_all = 'torch.utils.serialization' in sys.modules")
+    return world.gather("has_all")
+
+
+STEP = """
+import sys
+before = set(sys.modules)
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+def step(wrap):
+    model = wrap(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+
+step(DistributedDataParallel)
+step(fully_shard)
+new = sorted(set(sys.modules) - before)
+"""
+
+
+def test_temporary_folder_of_the_notebook(
+    warm: World, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A TMPDIR that was set after the fork server had looked for one counts."""
+    folder = str(tmp_path_factory.mktemp("own"))
+    monkeypatch.setenv("TMPDIR", folder)
+    warm.restart()
+    warm.execute("import tempfile; folder = tempfile.gettempdir()")
+    assert warm.gather("folder") == [folder] * 2

@@ -8,8 +8,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from nbdist.values.payload import open_payload, size_of
+from nbdist.values.pickling import unpickle
 from nbdist.worker.compat import accelerator
-from nbdist.worker.remedies import lasting_error, remedies, unfit_after, why_not_started
+from nbdist.worker.remedies import (
+    MOST_BYTES,
+    contents_of,
+    lasting_error,
+    remedies,
+    unfit_after,
+    why_not_started,
+)
 from tests.worker.test_memory import shell_with
 
 
@@ -145,3 +154,37 @@ def test_the_gpu_has_failed_at_something_else(monkeypatch: pytest.MonkeyPatch) -
     of_now = fails("operation not permitted when stream is capturing")
     monkeypatch.setattr(accelerator, "asks_context", lambda: of_now)
     assert unfit_after(2, ValueError("bad")) == ""
+
+
+class Model:
+    """Something large that lacks an attribute."""
+
+    def __init__(self) -> None:
+        self.weights = "x" * (1 << 20)
+
+    def __reduce__(self) -> str:
+        raise AssertionError("it must not be pickled")
+
+
+def test_the_object_that_lacks_an_attribute_stays_where_it_is() -> None:
+    """It may be a model of gigabytes; the attribute's name is sent."""
+    try:
+        Model().foward  # type: ignore[attr-defined]  # noqa: B018
+    except AttributeError as error:
+        packed = contents_of(error, {})
+    args, attributes, whole = unpickle(open_payload(packed), {})
+    assert unpickle(args[0]) == "'Model' object has no attribute 'foward'"
+    assert unpickle(attributes["name"]) == "foward"
+    assert (sorted(attributes), whole) == (["name"], None)
+
+
+def test_it_stays_small() -> None:
+    """Of an argument that is too large a text is sent; an attribute is left out."""
+    error = ValueError(b"x" * 100 * MOST_BYTES)
+    error.data = b"x" * 2 * MOST_BYTES  # type: ignore[attr-defined]
+    packed = contents_of(error, {})
+    assert packed.segment is None
+    assert size_of(packed.frames) < MOST_BYTES
+    args, attributes, _ = unpickle(open_payload(packed), {})
+    assert unpickle(args[0]).startswith("b'xxx")
+    assert attributes == {}

@@ -24,7 +24,7 @@ from nbdist.world.hangs import (
     why_aborted,
     why_died,
 )
-from nbdist.world.ranks import Machines
+from nbdist.world.states import Machines
 
 WAITS = Place(line=3, operation="barrier", counts={"0": 4}, moved=100, is_calm=True)
 COMPUTES = Place(line=2, counts={"0": 3}, moved=100, is_calm=True)

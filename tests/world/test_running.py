@@ -11,9 +11,9 @@ from nbdist.errors import CellTimeout, RanksNotStopped, WorkerDied
 from nbdist.output.events import Died, Done, Failure, InputRequest, Text
 from nbdist.wire.views import Place
 from nbdist.wire.work import Source, Task
-from nbdist.world.ranks import Machines
 from nbdist.world.running import RunningTask, Step
 from nbdist.world.sent import Crew
+from nbdist.world.states import Machines
 
 WAITS = Place(line=1, operation="barrier", is_calm=True)
 DEATH = Died(-9, time.time_ns())

@@ -15,8 +15,8 @@ from nbdist.errors import BadTopology, NotEnoughGpus, UsageError
 from nbdist.seats import Position, fill
 from nbdist.wire.spec import NBDIST_SETS, WorldSpec, torchrun_variables
 from nbdist.world import spec
-from nbdist.world.ranks import Machines
 from nbdist.world.spec import Here, make_spec, make_wanted, parse_line, read_env_file, scaled
+from nbdist.world.states import Machines
 
 
 @pytest.fixture(autouse=True)

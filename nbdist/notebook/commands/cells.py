@@ -12,8 +12,7 @@ from IPython.core.error import StdinNotImplementedError
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import LocalCellError, NbdistError, UsageError
-from nbdist.notebook.cell_source import as_magic
-from nbdist.notebook.cell_text import LineMagic, divide
+from nbdist.notebook.cell_text import LineMagic, as_magic, divide
 from nbdist.notebook.cells import result_of, source_steps, through
 from nbdist.notebook.command import Line, cell_options, command, find_commands
 from nbdist.notebook.commands.snapshot import take_due

@@ -19,8 +19,8 @@ from nbdist.readers import whole_number
 from nbdist.wire.messages import GetLogs
 from nbdist.wire.views import MOVED, LogPiece, attempts_beside, earlier_file, file_of
 from nbdist.words import format_ranks
-from nbdist.world.ranks import Machines
 from nbdist.world.spec import default_log_dir
+from nbdist.world.states import Machines
 
 TAIL = whole_number("--tail", "a number, such as `--tail 1`")
 ATTEMPT = whole_number("--attempt", "a number, such as `--attempt 1`", least=0)

@@ -7,12 +7,14 @@ function does what can be done without, and `check` has a sentence for it.
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from importlib import import_module
 from importlib.metadata import version
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from ipykernel import kernelapp
@@ -159,3 +161,39 @@ def _with_number(part: str, numbers: Mapping[str, int]) -> str:
     name = function_name(re.sub(COLOURS, "", call))
     called = "" if name == "<module>" else f", in {call}"
     return f"{place}{called}{part[begins.end() :]}"
+
+
+# --- jedi, with which IPython completes, as it has to be in a process that may be killed ------
+
+
+def import_jedi() -> None:
+    """Import it, if it is there, and have it write files whole.
+
+    It raises the limit of recursion when it is imported; users' code keeps the one it has.
+    """
+    limit = sys.getrecursionlimit()
+    with suppress(ImportError):
+        import_module("jedi")
+        write_whole(import_module("parso.cache"))
+    if sys.getrecursionlimit() != limit:
+        sys.setrecursionlimit(limit)
+
+
+def write_whole(cache: Any) -> None:
+    """Have files of parso's cache appear under their names when all is in them."""
+    if not hasattr(cache, "_save_to_file_system") or not hasattr(cache, "_get_hashed_path"):
+        return
+
+    def save(hashed_grammar: str, path: object, item: object, cache_path: object = None) -> None:
+        name = cache._get_hashed_path(hashed_grammar, path, cache_path=cache_path)
+        # What a killed process leaves there, parso removes with what nobody has read for 30 days.
+        with NamedTemporaryFile(dir=os.path.dirname(name), delete=False) as file:
+            try:
+                pickle.dump(item, file, pickle.HIGHEST_PROTOCOL)
+                file.flush()
+                os.replace(file.name, name)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+
+    cache._save_to_file_system = save

@@ -36,7 +36,7 @@ from nbdist.output.events import Connections
 from nbdist.words import one_line
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.compat.receives import end_receive
-from nbdist.worker.group.store import AbortableStore, Meeting, until_over
+from nbdist.worker.group.stores import AbortableStore, Meeting, until_over
 from nbdist.worker.process import CELL_TIMES, BadEnvironment
 
 COLLECTIVE_TIMEOUT = 24 * 60 * 60.0

@@ -26,7 +26,7 @@ from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import nccl as seam
 from nbdist.worker.compat.nccl import Seat
 from nbdist.worker.group.flight_record import MOST_BEGUN, begun_of, operation_of
-from nbdist.worker.group.store import AbortableStore, Meeting, until_over
+from nbdist.worker.group.stores import AbortableStore, Meeting, until_over
 
 START_TIMEOUT, RENEWAL_TIMEOUT = 100.0, 25.0
 """Seconds for all ranks to connect: agents wait 180 s for a start, and 30 s for healing."""

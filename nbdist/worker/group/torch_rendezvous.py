@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from nbdist.wire.spec import TorchStore
 from nbdist.words import one_line
-from nbdist.worker.group.store import AbortableStore
+from nbdist.worker.group.stores import AbortableStore
 from nbdist.worker.process import BadEnvironment
 
 JOIN_TIMEOUT = 25

@@ -12,7 +12,7 @@ from nbdist.values.payload import Payload
 from nbdist.worker.tracebacks import show
 
 if TYPE_CHECKING:
-    from nbdist.worker.op import Context
+    from nbdist.worker.namespace import Context
 
 
 READY_MODULES = ("torch", "dist")

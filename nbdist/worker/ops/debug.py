@@ -10,7 +10,7 @@ from nbdist.worker.compat.debugger import post_mortem
 from nbdist.worker.tracebacks import message_of
 
 if TYPE_CHECKING:
-    from nbdist.worker.op import Context
+    from nbdist.worker.namespace import Context
 
 
 def debug(context: Context) -> bool:

@@ -17,7 +17,7 @@ from nbdist.worker.memory import measure, pss_now
 
 if TYPE_CHECKING:
     from nbdist.wire.ops import Memory
-    from nbdist.worker.op import Context
+    from nbdist.worker.namespace import Context
 
 
 SEARCH_SECONDS = 2.0

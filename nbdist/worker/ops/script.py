@@ -30,7 +30,7 @@ from nbdist.words import word_exit
 from nbdist.worker.tracebacks import Problem, show
 
 if TYPE_CHECKING:
-    from nbdist.worker.op import Context
+    from nbdist.worker.namespace import Context
 
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 PYTHONS = tuple({prefix + os.sep for prefix in (sys.prefix, sys.base_prefix)})

@@ -23,7 +23,7 @@ from nbdist.wire.ops import Mesh
 from nbdist.worker.compat import models as seam
 
 if TYPE_CHECKING:
-    from nbdist.worker.op import Context
+    from nbdist.worker.namespace import Context
 
 Reduced = tuple[Any, ...]
 

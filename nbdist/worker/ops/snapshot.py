@@ -34,7 +34,7 @@ from nbdist.worker.group.ddp import bucket_layout, set_bucket_layout
 from nbdist.worker.ops import sharded
 
 if TYPE_CHECKING:
-    from nbdist.worker.op import Context
+    from nbdist.worker.namespace import Context
 
 
 MAGIC = b"nbdist frames 1\n"

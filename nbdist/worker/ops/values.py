@@ -25,7 +25,7 @@ from nbdist.worker.homeward import Homeward
 from nbdist.worker.namespace import VariableError
 
 if TYPE_CHECKING:
-    from nbdist.worker.op import Context
+    from nbdist.worker.namespace import Context
 
 
 def gather(context: Context, expressions: Sequence[str], *, joins: bool = False) -> Brought:

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.group.agent_store`: called as C++ calls it, through a PrefixStore."""
+"""Tests of `nbdist.worker.group.stores`: called as C++ calls it, through a PrefixStore."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from torch.distributed import DistStoreError
 
 from nbdist.agent.rendezvous import StoreWindow
 from nbdist.wire.store import Answer, HostedStore, Operation
-from nbdist.worker.group import agent_store
-from nbdist.worker.group.agent_store import AgentStore, Connections
-from nbdist.worker.group.store import AbortableStore
+from nbdist.worker.group import stores
+from nbdist.worker.group.stores import AbortableStore, AgentStore, Connections
 from tests.waiting import SOON, wait_until
 
 
@@ -125,7 +124,7 @@ def test_a_wait_longer_than_one_operation(
     store: AgentStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is asked again, and ends when the key has come."""
-    monkeypatch.setattr(agent_store, "LONGEST_WAIT", 0.02)
+    monkeypatch.setattr(stores, "LONGEST_WAIT", 0.02)
     timer = threading.Timer(0.2, store.set, ("key", "value"))
     timer.start()
     assert store.get("key") == b"value"
@@ -196,7 +195,7 @@ def test_an_agent_that_ends(store: AgentStore, agent: Agent) -> None:
 
 def test_an_agent_that_does_not_answer(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is taken for lost after a while, and so is one that answers garbage."""
-    monkeypatch.setattr(agent_store, "ANSWER_TIMEOUT", 0.1)
+    monkeypatch.setattr(stores, "ANSWER_TIMEOUT", 0.1)
     path = agent.path + "2"
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(path)

@@ -9,7 +9,7 @@ import pytest
 
 from nbdist.errors import NbdistError, RanksReleased, WorkerError
 from nbdist.worker.compat import torch as seam
-from nbdist.worker.group import gloo, store
+from nbdist.worker.group import gloo, stores
 from nbdist.worker.group.gloo import connections_after
 from nbdist.world.world import World
 from tests.cells import run
@@ -145,7 +145,7 @@ def test_what_a_cell_catches(world: World) -> None:
         (f"{PAIR} Connection closed by peer [127.0.0.1]:9", "ended"),
         (f"{PAIR} Read error [127.0.0.1]:9: Connection reset by peer", "ended"),
         (f"{PAIR} writev [127.0.0.1]:9: Broken pipe", "ended"),
-        (store.ABORTED, "ended"),
+        (stores.ABORTED, "ended"),
         (gloo.ABORTED, "ended"),
         (
             "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting "

@@ -19,7 +19,7 @@ from nbdist.worker.compat.torch import RENEWS_GLOO
 from nbdist.worker.group import nccl
 from nbdist.worker.group.gloo import is_of_others
 from nbdist.worker.group.nccl import AbortHangs, Nccl, Pending, UnderWay
-from nbdist.worker.group.store import Meeting
+from nbdist.worker.group.stores import Meeting
 
 GPU = torch.device("cuda:0")
 

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.group.store`: called as C++ calls it, through a PrefixStore."""
+"""Tests of `nbdist.worker.group.stores`: called as C++ calls it, through a PrefixStore."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed import DistStoreError
 
-from nbdist.worker.group.store import AbortableStore
+from nbdist.worker.group.stores import AbortableStore
 
 
 @pytest.fixture

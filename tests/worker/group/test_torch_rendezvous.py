@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from nbdist.wire.spec import TorchStore
 from nbdist.worker.group import torch_rendezvous
-from nbdist.worker.group.store import AbortableStore
+from nbdist.worker.group.stores import AbortableStore
 from nbdist.worker.group.torch_rendezvous import NoStore, TorchRendezvous
 from tests.waiting import SOON
 

@@ -10,8 +10,7 @@ from IPython.core.events import EventManager, available_events
 
 from nbdist.values.payload import Payload, pack_frames
 from nbdist.values.pickling import pickle
-from nbdist.worker.namespace import Namespace, VariableError
-from nbdist.worker.op import Context
+from nbdist.worker.namespace import Context, Namespace, VariableError
 from nbdist.worker.ops.call import LentNames, call
 
 

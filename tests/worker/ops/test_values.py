@@ -11,8 +11,7 @@ import pytest
 from nbdist.values.payload import INLINE_LIMIT, Payload, open_payload, pack_frames
 from nbdist.values.pickling import pickle, unpickle
 from nbdist.wire.ops import Brought
-from nbdist.worker.namespace import Namespace
-from nbdist.worker.op import Context
+from nbdist.worker.namespace import Context, Namespace
 from nbdist.worker.ops.values import (
     bind_pushed,
     bind_scattered,
