@@ -1,9 +1,20 @@
-"""From notebook to batch: the workers' cells as a script that torchrun runs."""
+"""`%dist_export`: the distributed cells as a script that torchrun runs without nbdist.
+
+The script has the cells that made what the workers have, in their order.  Before each stand the
+variables of the notebook that it uses: imports and definitions as they were typed, small values
+as text, others out of one file of `torch.save` beside the script.  Runs in the notebook.
+"""
 
 from __future__ import annotations
 
+import ast
+import builtins
+import inspect
+import math
 import os
-import shutil
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,18 +23,28 @@ from IPython.core.magic_arguments import argument
 from nbdist.errors import NbdistError, UsageError
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.display import Shown, block
+from nbdist.notebook.shipping.free_names import names_bound, names_used
 from nbdist.notebook.shipping.plan import version_now
-from nbdist.words import count
+from nbdist.tools.cell_code import (
+    Statements,
+    Transform,
+    awaits,
+    cell_code,
+    guarded,
+    imports_by,
+    in_event_loop,
+    literal,
+    needed_to_read,
+)
+from nbdist.values.definitions import SYSTEM_NAMES
+from nbdist.values.unpicklable import PICKLING_ERRORS
+from nbdist.words import count, one_line, size_text
+from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN, NameTable, list_names
+from nbdist.world.past import Past, PastTask, Sent
 from nbdist.world.spec import given_environ
 
 if TYPE_CHECKING:
-    from nbdist.tools.batch_script import BatchScript
-    from nbdist.tools.script_text import Setting
     from nbdist.world.world import World
-
-
-LARGE = 1_000_000
-"""Bytes of files from which on their size is told in MB."""
 
 
 @command(
@@ -34,39 +55,31 @@ def dist_export(line: Line) -> Shown:
     """Export the distributed cells as a torchrun script: `%dist_export train.py`.
 
     It runs under `torchrun --nproc-per-node 4 train.py`, without nbdist.  Functions, classes
-    and small values of the notebook that the cells use stand in it, others lie in train_data.
-    It says what it could not carry over.
+    and small values of the notebook that the cells use are in it, others in train_values.pt.
+    The lines below the summary say what it could not carry over.
     """
-    # For this command alone; it takes a tenth of what %load_ext takes.
-    from nbdist.tools.batch_script import Composer
-    from nbdist.tools.origins import Origins
-
     path = _path(line.options.file)
+    file = values_file(path)
+    _check_free(path, file, force=line.options.force)
     world, shell = line.world, line.pool.shell
-    folder = path.with_name(f"{path.stem}_data")
-    if not line.options.force:
-        _check_free(path, folder)
     session = world.session
     history = shell.history_manager.input_hist_parsed  # type: ignore[union-attr]
     # What auto mode sent to the ranks was typed here, and bound nothing here.
     ran_here = [line.auto.ran.get(number, source) for number, source in enumerate(history)]
-
-    def version_of(name: str) -> object:
-        try:
-            return version_now(name, session.names)
-        except NbdistError:
-            return None
-
-    origins = Origins(shell.user_ns, ran_here)
-    composer = Composer(session.past, shell.user_ns, origins, shell.transform_cell, version_of)
-    script = composer.compose(setting_of(world, path.stem))
+    composer = Composer(session.past, session.names, Statements(ran_here), shell.transform_cell)
+    script = composer.compose(setting_of(world, path))
     if not script.cells:
         raise UsageError(
             "`%dist_export`: no `%%distributed` cell has succeeded since the workers were started."
         )
     line.display.wait_for(f"writing {path} …")
-    size = _write(script, path, folder, shell.user_ns)
-    return block("\n".join(_summary(script, path, folder, size, world.size)))
+    size = _write(script, path, file, shell.user_ns)
+    parts = [str(path), count(script.cells, "cell")]
+    if script.saved:
+        parts.append(f"{count(len(script.saved), 'variable')} in {file} ({size_text(size)})")
+    parts.append(f"`torchrun --nproc-per-node {world.size} {path}`")
+    lost = ["not carried over:", *(f"  {each}" for each in script.lost)] if script.lost else []
+    return block("\n".join([" · ".join(parts), *lost]))
 
 
 def _path(text: str | None) -> Path:
@@ -81,59 +94,391 @@ def _path(text: str | None) -> Path:
     return path
 
 
-def _check_free(path: Path, folder: Path) -> None:
-    there = [each for each in (path, folder) if each.exists()]
+def values_file(path: Path) -> Path:
+    """Name the file beside a script."""
+    return path.with_name(f"{path.stem}_values.pt")
+
+
+def _check_free(*paths: Path, force: bool) -> None:
+    there = [each for each in paths if each.exists() and not (force and each.is_file())]
     if there:
-        raise UsageError(
-            f"`%dist_export`: {' and '.join(map(str, there))} already exists. `%dist_export "
-            f"--force {path}` overwrites it."
-        )
+        hint = "" if force else f" `%dist_export --force {paths[0]}` overwrites it."
+        raise UsageError(f"`%dist_export`: {' and '.join(map(str, there))} already exists.{hint}")
 
 
-def setting_of(world: World, stem: str) -> Setting:
-    """Say for what a script is: as many ranks and the group that the world has, or would have."""
-    from nbdist.tools.script_text import Setting
-
-    session = world.session
-    backend = "none" if session.spec.backend is None else session.config.backend or ""
-    words = []
-    if given := given_environ(session.config):
-        words.append(f"Set in the workers' environment: {', '.join(sorted(given))}.")
-    if session.config.gpus:
-        words.append(f"The workers had GPUs {session.config.gpus}: CUDA_VISIBLE_DEVICES says so.")
-    if session.config.share_gpus:
-        words.append("The workers shared GPUs (`--share-gpus`); a script of torchrun's does not.")
-    notebook = os.path.basename(os.environ.get("JPY_SESSION_NAME", "")) or "a notebook"
-    return Setting(stem, world.size, backend, notebook, tuple(words))
-
-
-def _write(script: BatchScript, path: Path, folder: Path, names: dict[str, object]) -> int:
-    """Write all of it, the script last; how many bytes its files have.
-
-    Nothing is left of what was broken off.
-    """
+def _write(script: Script, path: Path, file: Path, names: Mapping[str, object]) -> int:
+    """Write both files, or none; return the size of the one with values."""
+    new = {each: each.with_name(f".{each.name}.part") for each in (path, file)}
     size = 0
-    unfinished = folder.with_name(f".{folder.name}.part")
     try:
-        if script.files:
-            unfinished.mkdir(exist_ok=True)
-            size = sum(file.write(unfinished, names) for file in script.files)
-            folder.mkdir(exist_ok=True)
-            for file in script.files:
-                os.replace(unfinished / file.name, folder / file.name)
-        path.write_text(script.text)
-    except OSError as error:
-        raise UsageError(f"`%dist_export {path}`: {error.strerror or error}.") from None
+        new[path].write_text(script.text, encoding="utf-8")
+        if script.saved:
+            import torch
+
+            with new[file].open("wb") as opened:
+                torch.save({name: names[name] for name in script.saved}, opened)
+                size = opened.tell()
+            os.replace(new[file], file)
+        os.replace(new[path], path)
+    except PICKLING_ERRORS as error:  # those of files are among them
+        why = getattr(error, "strerror", None) or one_line(str(error))
+        raise UsageError(f"`%dist_export {path}`: {why}.") from None
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        for part in new.values():
+            part.unlink(missing_ok=True)
     return size
 
 
-def _summary(script: BatchScript, path: Path, folder: Path, size: int, ranks: int) -> list[str]:
-    parts = [str(path), count(script.cells, "cell")]
-    if script.files:
-        told = f"{size / 1e6:,.1f} MB" if size >= LARGE else f"{size / 1e3:,.0f} kB"
-        parts.append(f"{count(len(script.files), 'file')} in {folder} ({told})")
-    parts.append(f"`torchrun --nproc-per-node {ranks} {path}`")
-    lost = ["not carried over:", *(f"  {each}" for each in script.lost)] if script.lost else []
-    return [" · ".join(parts), *lost]
+# --- what is around the cells ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a script is for.
+
+    `backend` is "" for the one that suits the machine, "none" for no group; `lost` says what
+    of the workers a script does not have.
+    """
+
+    path: Path
+    ranks: int
+    backend: str = ""
+    lost: tuple[str, ...] = ()
+
+
+def setting_of(world: World, path: Path) -> Setting:
+    """Take as many ranks and the group that the world has, or would have."""
+    config, lost = world.session.config, []
+    if given := given_environ(config):
+        lost.append(f"the environment of the workers: {', '.join(sorted(given))}")
+    if config.gpus:
+        lost.append(f"the choice of GPUs {config.gpus}: set CUDA_VISIBLE_DEVICES")
+    backend = "none" if world.session.spec.backend is None else config.backend or ""
+    return Setting(path, world.size, backend, tuple(lost))
+
+
+def docstring(setting: Setting, lost: Iterable[str]) -> str:
+    """Write what the script is, how it is run, and what it lacks."""
+    notebook = os.path.basename(os.environ.get("JPY_SESSION_NAME", "")) or "a notebook"
+    lines = [
+        f"The distributed cells of {notebook}, written by `%dist_export` of nbdist.",
+        f"\n    torchrun --nproc-per-node {setting.ranks} {setting.path.name}",
+    ]
+    if lost := [*lost]:
+        lines += ["\nNot carried over:", *(f"- {each}" for each in lost)]
+    text = "\n".join(lines).replace("\\", "/").replace('"""', "'''")
+    return f'"""{text}\n"""'
+
+
+PROLOGUE = """\
+rank = int(os.environ["RANK"])
+world_size = int(os.environ["WORLD_SIZE"])
+local_rank = int(os.environ["LOCAL_RANK"])
+if torch.cuda.is_available():
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+else:
+    device = torch.device("cpu")
+"""
+
+CHOSEN = 'dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")\n'
+
+IMPORTS = ("import os", "import torch", "import torch.distributed as dist")
+
+
+def prologue(backend: str) -> str:
+    """Write what cells find on every worker: `rank`, `device` and the others, the group."""
+    if backend == "none":
+        return PROLOGUE
+    return PROLOGUE + (f'dist.init_process_group("{backend}")\n' if backend else CHOSEN)
+
+
+# --- the cells and the variables that they use -----------------------------------------------
+
+_KNOWN = {*dir(builtins), *WORKERS_OWN, *WORKERS_MODULES, "os", "__file__", "__name__", "__doc__"}
+_KNOWN -= {"display", "get_ipython"}
+
+_EARLY = ("environ", "sys.path", "putenv", "set_start_method", "chdir", "write_text", "subprocess")
+"""What an import has to come after where a cell has it before."""
+
+_LOAD = 'torch.load(VALUES, map_location="cpu", weights_only=False)'
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A script's text, the variables in the file beside it, and what it does not have."""
+
+    text: str
+    saved: tuple[str, ...]
+    cells: int
+    lost: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Section:
+    """A cell in its place: variables of the notebook that it uses stand before its code."""
+
+    task: PastTask
+    text: str
+    before: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """How the script gets a variable of the notebook: `needs` are names to be there before."""
+
+    text: str
+    needs: frozenset[str] = frozenset()
+    is_import: bool = False
+    is_saved: bool = False
+    problem: str = ""
+
+
+class Composer:
+    """Puts one script together."""
+
+    def __init__(
+        self, past: Past, names: NameTable, statements: Statements, transform: Transform
+    ) -> None:
+        self._past = past
+        self._names = names
+        self._statements = statements
+        self._lost: list[str] = []
+        self._imports = dict.fromkeys(IMPORTS)
+        self._origins: dict[str, _Origin] = {}
+        self._there: dict[str, object] = {}  # variables of the notebook so far, by their versions
+        self._bound = set[str]()  # by the cells so far
+        self._made = set[str]().union(*(task.made for task in past.tasks))
+        self._sections = [*self._translated(transform)]
+        self._made = self._made.union(*(names_bound(each.text) for each in self._sections))
+
+    def compose(self, setting: Setting) -> Script:
+        """Put it together; what could not be carried over is in it too."""
+        self._hoist_imports()
+        lost_by_cells = [*self._lost]
+        self._give_variables()
+        saved = {name: each for name, each in sorted(self._origins.items()) if each.is_saved}
+        if saved:
+            # Again, now that it is known what to read before the first cell, and what that takes.
+            self._lost, self._there, self._bound = lost_by_cells, {}, set()
+            self._imports["from pathlib import Path"] = None
+            for section in self._sections:
+                section.before.clear()
+            first, seen = self._sections[0], {*_KNOWN}
+            for name in sorted(frozenset[str]().union(*(each.needs for each in saved.values()))):
+                self._give(name, first, {}, seen)
+            file = values_file(setting.path).name
+            first.before += [f"VALUES = Path(__file__).with_name({file!r})", f"NOTEBOOK = {_LOAD}"]
+            self._give_variables()
+        self._lost += [*self._missing(), *_left_out(self._past), *setting.lost]
+        lost = tuple(dict.fromkeys(self._lost))
+        parts = [
+            docstring(setting, lost),
+            "\n".join(sorted(self._imports, key=lambda line: "__future__" not in line)),
+            prologue(setting.backend),
+            *map(_shown, self._sections),
+            "" if setting.backend == "none" else "dist.destroy_process_group()",
+        ]
+        text = "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+        return Script(text, (*saved,), len(self._sections), lost)
+
+    def _translated(self, transform: Transform) -> Iterator[_Section]:
+        tasks = [each for each in self._past.tasks if (each.kind, each.status) == ("cell", "ok")]
+        known = {each.name for each in self._past.sent} | self._made | WORKERS_OWN
+        for task in sorted(tasks, key=lambda task: task.last):
+            code = cell_code(task.text, transform, known, shows_value=task.shows_value)
+            lost = [*code.lost, *(["its figures are drawn and not shown"] if task.draws else [])]
+            self._lost += [f"{title_of(task)}: {each}" for each in lost]
+            if awaits(code.text):
+                self._imports["import asyncio"] = None
+            yield _Section(task, code.text)
+
+    def _hoist_imports(self) -> None:
+        """Move the imports of cells to the top, where nothing before them can tell."""
+        seen = {*dir(builtins), *WORKERS_OWN, *(each.name for each in self._past.sent)}
+        is_early = False
+        for section in self._sections:
+            taken = set[int]()
+            body = ast.parse(section.text).body
+            for node in body:
+                text, found = ast.unparse(node), {name for name, *_ in imports_by(node)}
+                lines = {*range(node.lineno, (node.end_lineno or 0) + 1)}
+                shares = any({each.lineno, each.end_lineno} & lines for each in {*body} - {node})
+                is_new = found.isdisjoint(seen | names_bound("\n".join(self._imports)))
+                is_free = section.task.on_all and not is_early and (is_new or text in self._imports)
+                if found and not shares and (is_free or "from __future__" in text):
+                    self._imports[text] = None
+                    taken |= lines
+                else:
+                    seen |= names_used(text) | names_bound(text)
+                    is_early = is_early or any(word in text for word in _EARLY)
+            rest = enumerate(section.text.split("\n"), 1)
+            text = "\n".join(line for number, line in rest if number not in taken)
+            section.text = text.strip("\n")
+
+    # --- variables of the notebook --------------------------------------------------------------
+
+    def _give_variables(self) -> None:
+        """Write the variables that each cell uses before it, as they were sent to it."""
+        for section in self._sections:
+            sent = self._past.sent_before(section.task.last)
+            seen = {*_KNOWN, *names_bound("\n".join(self._imports)), *(self._made - sent.keys())}
+            for name in sorted(names_used(section.text)):
+                self._give(name, section, sent, seen)
+            bound = names_bound(section.text)
+            self._bound |= bound
+            self._there = {name: v for name, v in self._there.items() if name not in bound}
+
+    def _give(self, name: str, section: _Section, sent: Mapping[str, Sent], seen: set[str]) -> None:
+        """Write a variable before a cell, and before it those that it needs.
+
+        As it was when it was sent if that is known.  A set-up cell has brought variables to new
+        workers, of which no task is known to have sent them.
+        """
+        record, is_here = sent.get(name), name in self._names.namespace
+        if name in seen or not _is_users(name) or not (record or is_here):
+            return
+        seen.add(name)
+        if self._is_rebound(name, record.task if record else 0, section.task.last):
+            return
+        version = record.shipped.version if record else self._version_of(name)
+        text = _atom(version)
+        origin = self._origin_of(name) if text is None else _Origin(f"{name} = {text}")
+        for need in sorted(origin.needs.union(record.shipped.needs if record else ())):
+            self._give(need, section, sent, seen)
+        if self._there.get(name, self) == version:
+            return
+        self._there[name] = version
+        is_old = text is None and version != self._version_of(name)
+        if not record:
+            is_old = name in names_used(section.text) and not origin.is_import
+        if is_old:
+            self._lost.append(f"`{name}` as it was sent: the script has it as it is now")
+        self._lost += [origin.problem] if origin.problem else []
+        if origin.is_import and name not in self._made:
+            self._imports |= dict.fromkeys(origin.text.split("\n"))
+        elif origin.is_saved and name in self._bound:
+            section.before.append(f"{name} = {_LOAD}[{name!r}]")  # cells may have changed the first
+        elif origin.text:
+            section.before.append(origin.text)
+
+    def _is_rebound(self, name: str, since: int, until: int) -> bool:
+        """Return True if a task has bound a variable on the workers, after it was sent to them."""
+        tasks = (each for each in self._past.tasks if since <= each.last < until)
+        return any(name in each.made for each in tasks)
+
+    def _version_of(self, name: str) -> object:
+        """Return a variable as it is now, as `Shipped.version` has what was sent."""
+        try:
+            return version_now(name, self._names)
+        except (NbdistError, KeyError):
+            return None
+
+    def _origin_of(self, name: str) -> _Origin:
+        if name not in self._origins:
+            self._origins[name] = self._find_origin(name)
+        return self._origins[name]
+
+    def _find_origin(self, name: str) -> _Origin:
+        if name not in self._names.namespace:
+            return _Origin("", problem=f"`{name}` was sent, and is gone from the notebook")
+        value = self._names.namespace[name]
+        if lines := self._statements.importing(name, value):
+            return _Origin("\n".join(lines), is_import=True)
+        if (text := literal(value)) is not None:
+            return _Origin(f"{name} = {text}")
+        problem = f"`{name}` was not defined in a cell"
+        whole = inspect.unwrap(value) if callable(value) else value
+        if not isinstance(whole, types.FunctionType | types.MethodType | type):
+            try:
+                needs = needed_to_read(value)
+                return _Origin(f"{name} = NOTEBOOK[{name!r}]", needs, is_saved=True)
+            except PICKLING_ERRORS as error:
+                why = one_line(f"{type(error).__name__}: {error}")
+                problem = f"`{name}` cannot be saved ({why})"
+        if text := self._statements.binding(name, whole):
+            # What cells bind may be there when its functions are called.
+            return _Origin(text, names_used(text) - self._made)
+        return _Origin("", problem=problem)
+
+    # --- what is missing ------------------------------------------------------------------------
+
+    def _missing(self) -> list[str]:
+        """Say which names are used and not there, and have `display` print."""
+        there = _KNOWN | names_bound("\n".join(self._imports))
+        said = []
+        for section in self._sections:
+            text = "\n".join([*section.before, section.text])
+            for name in sorted(names_used(text) - there):
+                if name == "display":
+                    self._imports["display = print"] = None
+                elif name in self._made:
+                    said.append(
+                        f"{title_of(section.task)} uses {name}, which no cell before it binds"
+                    )
+                else:
+                    said.append(f"`{name}` is used and not there")
+            there |= names_used(text) | names_bound(text)
+        return said
+
+
+def _is_users(name: str) -> bool:
+    return not SYSTEM_NAMES.fullmatch(name) and name not in WORKERS_OWN
+
+
+def _atom(version: object) -> str | None:
+    """Write a small value as it was sent; None for others, whose versions do not have them."""
+    match version:
+        case (str(kind), str(text)) if kind != "module":
+            return literal(eval(text, {"inf": math.inf, "nan": math.nan, "Ellipsis": ...}))
+    return None
+
+
+def _shown(section: _Section) -> str:
+    task, text = section.task, section.text
+    if awaits(text):
+        text = in_event_loop(text, f"cell_{task.number or task.last}")
+    if text.strip() and not task.on_all:
+        text = guarded(text, task.ranks)
+    times = f", which ran {task.runs} times" if task.runs > 1 else ""
+    return "\n".join([f"# --- {title_of(task)}{times} ---", *section.before, text])
+
+
+def _left_out(past: Past) -> list[str]:
+    """Say which tasks are not in a script, and what they had made."""
+    said = []
+    if past.forgotten:
+        said.append(f"the first {count(past.forgotten, 'cell')}: they are no longer known")
+    for task in past.tasks:
+        made = f", which bound {list_names(task.made)}" if task.made else ""
+        title = title_of(task)
+        if task.kind == "cell" and task.status != "ok":
+            ended = "was interrupted" if task.status == "interrupted" else "failed"
+            said.append(f"{title} {ended}{f' ({task.error})' if task.error else ''}{made}")
+        elif task.kind in ("script", "call"):
+            said.append(f"{title}{made}")
+    if past.gathered:
+        names = list_names(past.gathered)
+        said.append(f"what the notebook itself did with {names}, which were gathered")
+    return said
+
+
+_MAGICS = {
+    "values.bind_scattered": "%dist_scatter",
+    "values.bind_synced": "%dist_sync",
+    "values.give_back": "%dist_restart --keep",
+    **{"snapshot": "%dist_restore", "call": "World.run"},
+}
+"""What people have typed, by op, or the op's module."""
+
+_TITLES = {"script": "`%dist_run {}`", "push": "`%dist_push`"}
+
+
+def title_of(task: PastTask) -> str:
+    """Name a task as people see it: `In [5]`."""
+    if task.kind == "call":
+        op, module = task.text, task.text.partition(".")[0]
+        return f"`{_MAGICS.get(op) or _MAGICS.get(module, op)}`"
+    if task.kind != "cell":
+        return _TITLES[task.kind].format(task.text)
+    return f"cell {task.last}" if task.number is None else f"In [{task.number}]"

@@ -1,0 +1,642 @@
+"""Tests of the scripts of `nbdist.tools.export`: their cells, their variables, what they lack."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+from IPython.core.inputtransformer2 import TransformerManager
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+from nbdist.config import Patience
+from nbdist.notebook.shipping.free_names import names_used
+from nbdist.notebook.shipping.plan import version_now
+from nbdist.output.events import Display, Done, Failure
+from nbdist.tools.cell_code import (
+    Statements,
+    cell_code,
+    guarded,
+    indented,
+    literal,
+    needed_to_read,
+)
+from nbdist.tools.export import Composer, Script, Setting, title_of
+from nbdist.values.identity import Identity
+from nbdist.wire.work import Call, Source, Task, Work
+from nbdist.wire.work import Script as ScriptFile
+from nbdist.world.names import NameTable, Shipped
+from nbdist.world.past import Past
+from nbdist.world.running import RunningTask
+from nbdist.world.sent import Crew
+from nbdist.world.states import Machines
+
+TRANSFORM = TransformerManager().transform_cell
+
+
+class Lab:
+    """A notebook of two ranks whose cells are not run, only said to have been."""
+
+    def __init__(self, **namespace: Any) -> None:
+        self.namespace = namespace
+        self.past = Past()
+        self.cells: list[str] = []
+        self._count = 0
+
+    def ran(
+        self,
+        work: Work | str,
+        *names: str,
+        made: str = "",
+        ranks: tuple[int, ...] = (0, 1),
+        fails: bool = False,
+        key: str = "",
+        shows: bool = False,
+        needs: dict[str, set[str]] | None = None,
+    ) -> None:
+        """A task that has ended, with these names of the notebook as they are now."""
+        self._count += 1
+        work = Source(work) if isinstance(work, str) else work
+        table, needs = NameTable(self.namespace), needs or {}
+        shipped = {
+            name: Shipped(
+                version_now(name, table),
+                Identity(self.namespace[name]),
+                frozenset(needs.get(name, ())),
+            )
+            for name in names
+        }
+        task = Task("id", ranks, work, execution_count=self._count, key=key)
+        crew = Crew(2, "gloo", Machines.one("here", 2), {}, {}, heals=True)
+        running = RunningTask(task, Patience(), crew, shipped)
+        for rank in ranks:
+            if shows:
+                running.receive(rank, Display({}, {}, is_result=True))
+            if fails:
+                running.receive(rank, Failure("ValueError", "bad", (), 1))
+            bound = frozenset(made.split())
+            running.receive(rank, Done("error" if fails else "ok", 0.1, bound))
+        self.past.add(running)
+
+    def script(self, backend: str = "") -> Script:
+        names, cells = NameTable(self.namespace), Statements(self.cells)
+        setting = Setting(Path("train.py"), 2, backend)
+        script = Composer(self.past, names, cells, TRANSFORM).compose(setting)
+        ast.parse(script.text)
+        return script
+
+    def body(self) -> str:
+        """The script's cells."""
+        text = self.script().text
+        start = text.index("# --- ")
+        return text[start:].removesuffix("\n\ndist.destroy_process_group()\n")
+
+
+# --- what is in a script ----------------------------------------------------------------------
+
+
+def test_the_whole() -> None:
+    """Variables that a cell takes are above it, cells in their order, some for some ranks."""
+    lab = Lab(lr=0.1, words=["a", "b"])
+    lab.ran("# %%distributed -n 2\nimport math\nx = math.pi * lr", "lr", made="x")
+    lab.ran("# %%rank 1\nprint(words)", "words", ranks=(1,))
+    lab.ran("x", shows=True)
+    script = lab.script()
+    assert (
+        script.text
+        == '''\
+"""The distributed cells of a notebook, written by `%dist_export` of nbdist.
+
+    torchrun --nproc-per-node 2 train.py
+"""
+
+import os
+import torch
+import torch.distributed as dist
+import math
+
+rank = int(os.environ["RANK"])
+world_size = int(os.environ["WORLD_SIZE"])
+local_rank = int(os.environ["LOCAL_RANK"])
+if torch.cuda.is_available():
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+else:
+    device = torch.device("cpu")
+dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+
+# --- In [1] ---
+lr = 0.1
+x = math.pi * lr
+
+# --- In [2] ---
+words = ['a', 'b']
+if rank == 1:
+    print(words)
+
+# --- In [3] ---
+print(repr(x))
+
+dist.destroy_process_group()
+'''
+    )
+    assert (script.saved, script.cells, script.lost) == ((), 3, ())
+
+
+def test_backends() -> None:
+    """The one that was asked for, and none where there was no group."""
+    lab = Lab()
+    lab.ran("x = 1")
+    assert 'dist.init_process_group("mpi")' in lab.script("mpi").text
+    assert "process_group" not in lab.script("none").text
+
+
+def test_a_value_that_changed_between_cells() -> None:
+    """Each cell has what it was sent, also what only its functions use."""
+    lab = Lab(lr=0.1)
+    lab.cells = ["scale = lambda x: x * lr"]
+    exec(lab.cells[0], lab.namespace)
+    lab.namespace["scale"].__module__ = "__main__"
+    lab.ran("a = scale(1)", "lr", "scale", needs={"scale": {"lr"}})
+    lab.namespace["lr"] = 0.01
+    lab.ran("b = scale(1)", "lr")
+    assert lab.body().split("\n") == [
+        "# --- In [1] ---",
+        "lr = 0.1",
+        "scale = lambda x: x * lr",
+        "a = scale(1)",
+        "",
+        "# --- In [2] ---",
+        "lr = 0.01",
+        "b = scale(1)",
+    ]
+
+
+def test_a_name_that_cells_have_bound() -> None:
+    """It is theirs, until the notebook's is sent again."""
+    lab = Lab(x=5)
+    lab.ran("x = broken", "x", made="", fails=True)
+    lab.ran("x = 1", made="x")
+    lab.ran("y = x", made="y")
+    lab.ran("", "x")  # pushed
+    lab.ran("z = x")
+    assert "# --- In [3] ---\ny = x" in lab.body()
+    assert "# --- In [5] ---\nx = 5\nz = x" in lab.body()
+
+
+def test_a_saved_value_that_is_sent_again() -> None:
+    """It is read anew: cells may have changed the first."""
+    lab = Lab(x=np.ones(3), y=1)
+    lab.ran("a = x, y", "x", "y")
+    lab.ran("x = y = 0", made="x y")
+    lab.ran("b = x, y", "x", "y")
+    body = lab.body()
+    assert "x = NOTEBOOK['x']\ny = 1\na = x, y" in body
+    assert (
+        "x = torch.load(VALUES, map_location=\"cpu\", weights_only=False)['x']\ny = 1\nb = x, y"
+    ) in body
+    assert (lab.script().saved, lab.script().lost) == (("x",), ())
+
+
+def test_classes_of_saved_values() -> None:
+    """They are defined before the file is read, with what they need."""
+    main = types.ModuleType("__main__")
+    exec("class Base: pass\nclass Point(Base): pass", vars(main))
+    lab = Lab(Base=main.Base, Point=main.Point, points=[main.Point(), np.ones(2)])
+    lab.cells = ["class Base: pass\n", "class Point(Base): pass"]
+    before, sys.modules["__main__"] = sys.modules["__main__"], main
+    try:
+        lab.ran("use(1)")
+        lab.ran("use(points)", "points")
+        lines = lab.body().split("\n")
+    finally:
+        sys.modules["__main__"] = before
+    assert lines[1:3] == ["class Base: pass", "class Point(Base): pass"]
+    assert lines[4].startswith("NOTEBOOK = torch.load(")
+    assert "points = NOTEBOOK['points']" in lines
+
+
+def test_imports_at_the_top() -> None:
+    """Not those of some ranks, of a name that means something else before, or after a setting."""
+    lab = Lab()
+    lab.ran("# %%rank 0\nimport json\njson", ranks=(0,))
+    lab.ran("from __future__ import annotations\nimport a.b, c as d  # both\nos2 = 1; import e")
+    lab.ran("import os as os2\nfrom sys import path as rank\nfrom x import pow")
+    lab.ran("from math import *\nimport a.b, c as d\nx = pi")
+    lab.ran("os.environ['X'] = '1'\nimport late")
+    text = lab.script().text
+    assert "from __future__ import annotations\nimport os\nimport torch\n" in text
+    assert "import torch.distributed as dist\nimport a.b, c as d\n\nrank =" in text
+    assert "if rank == 0:\n    import json\n    json" in text
+    assert "# --- In [2] ---\nos2 = 1; import e" in text
+    assert "# --- In [3] ---\nimport os as os2\nfrom sys import path as rank\nfrom x" in text
+    assert "# --- In [4] ---\nfrom math import *\nx = pi" in text
+    assert "['X'] = '1'\nimport late" in text
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_is_left_out_is_named(*, fails: bool) -> None:
+    """With what it had bound, and with the names that are missing for it."""
+    lab = Lab(late=1)
+    lab.ran("x = 1\nraise ValueError", made="x", fails=fails)
+    lab.ran(ScriptFile("file", "prepare.py", ("--all",)), made="data")
+    lab.ran(Call("snapshot.read"), made="model")
+    lab.ran("y = x, data, model, late, nothing, Out[3]", made="y")
+    lab.past.gathered["loss"] = None
+    lost = "\n".join(lab.script().lost)
+    if fails:
+        assert "In [4] uses x, which no cell before it binds" in lost
+        assert "In [1] failed (ValueError), which bound x" in lost
+    assert ("uses x" in lost) == fails
+    for said in (
+        "In [4] uses data, which no cell before it binds",
+        "`%dist_run prepare.py --all`, which bound data",
+        "In [4] uses model, which no cell before it binds",
+        "`%dist_restore`, which bound model",
+        "`late` as it was sent: the script has it as it is now",
+        "`nothing` is used and not there",
+        "`Out` is used and not there",
+        "what the notebook itself did with loss, which were gathered",
+    ):
+        assert said in lost
+    assert "- `nothing` is used and not there\n" in lab.script().text
+
+
+def test_cells_that_ran_again() -> None:
+    """They are where they ran last, once; that a later one binds a name is told."""
+    lab = Lab()
+    lab.ran("x = 1", key="a", made="x")
+    lab.ran("y = x", key="b", made="y")
+    lab.ran("x = 1\nz = y", key="a", made="x z")
+    script = lab.script()
+    assert lab.body() == (
+        "# --- In [2] ---\ny = x\n\n# --- In [3], which ran 2 times ---\nx = 1\nz = y"
+    )
+    assert script.lost == ("In [2] uses x, which no cell before it binds",)
+
+
+def test_what_has_changed_since() -> None:
+    """A value is written as it is; that it was another one is said."""
+    lab = Lab(data=[1], gone=[2], lock=threading.Lock())
+    lab.ran("x = data, gone, lock", "data", "gone")
+    lab.namespace["data"].append(2)
+    del lab.namespace["gone"]
+    script = lab.script()
+    assert "data = [1, 2]" in script.text
+    assert "`data` as it was sent: the script has it as it is now" in script.lost
+    assert "`gone` was sent, and is gone from the notebook" in script.lost
+    assert any(each.startswith("`lock` cannot be saved (TypeError: ") for each in script.lost)
+    lab.cells = ["lock = threading.Lock()"]
+    assert "lock = threading.Lock()" in lab.script().text
+
+
+def test_display_prints() -> None:
+    """There is no notebook."""
+    lab = Lab()
+    lab.ran("display(1)")
+    assert "\ndisplay = print\n" in lab.script().text
+    assert lab.script().lost == ()
+
+
+def test_the_docstring_is_one() -> None:
+    """Whatever is told in it."""
+    lab = Lab()
+    lab.ran("x = 1")
+    lab.ran('%mine """x"""\\n\n')
+    told = ast.get_docstring(ast.parse(lab.script().text)) or ""
+    assert "Not carried over:\n- In [2]: `%mine '''x'''/n`: has no counterpart" in told
+
+
+STEPS = some.lists(
+    some.one_of(
+        some.tuples(some.sampled_from(["n1", "n2"]), some.integers(0, 9)),
+        some.tuples(
+            some.sampled_from(["w1", "w2", "n1"]),
+            some.sampled_from(["n1 + n2", "w1 * 2 + n2", "w1 - w2", "sum(n3) + w2", "f(n1)"]),
+        ),
+    ),
+    max_size=12,
+)
+"""A number is bound by the notebook, an expression by a cell on the workers."""
+
+
+@given(STEPS)
+def test_the_script_leads_to_the_same_values(steps: list[tuple[str, int | str]]) -> None:
+    """Whatever the notebook and its cells have bound, in whatever order, also the same names."""
+    lab = Lab(n1=1, n2=2, n3=[3])
+    lab.cells = ["def f(x):\n    return x + n2"]
+    exec(lab.cells[0], lab.namespace)
+    lab.namespace["f"].__module__ = "__main__"
+    workers: dict[str, Any] = {"w1": 10, "w2": 20}
+    lab.ran("w1, w2 = 10, 20", made="w1 w2")
+    owned = {"w1", "w2"}
+    for name, value in steps:
+        if isinstance(value, int):
+            lab.namespace[name] = value
+            owned.discard(name)
+            continue
+        used = names_used(f"{value}, n2" if "f(" in value else value)
+        sent = sorted((used - owned) & lab.namespace.keys())
+        workers |= {each: lab.namespace[each] for each in sent}
+        exec(lab.cells[0], workers)  # where it is, it looks up names in the workers
+        exec(f"{name} = {value}", workers)
+        lab.ran(f"{name} = {value}", *sent, made=name, needs={"f": {"n2"}})
+        owned.add(name)
+    there: dict[str, Any] = {}
+    exec(lab.body(), there)
+    assert (there["w1"], there["w2"]) == (workers["w1"], workers["w2"]), lab.body()
+
+
+# --- cells as plain Python --------------------------------------------------------------------
+
+
+def code(source: str, **options: Any) -> str:
+    return cell_code(source, TRANSFORM, **options).text
+
+
+def test_our_line_goes_and_the_rest_stays_as_it_was_typed() -> None:
+    """Comments, quotes and empty lines too."""
+    body = "# why\nx = {'a':1}   # here\n\n\ny = 'ä' + '''\n  b'''"
+    assert code(f"# %%distributed -n 4 -r 0\n{body}") == body
+    assert code(f"%%rank 0\n%%time\n{body}") == body
+    assert code(f"%%capture out\n{body}") == body
+    assert "# it cannot be read as Python:\n# x = = 1" in code("x = = 1")
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("x", "print(repr(x))"),
+        ("a = 1\nf(\n    a\n)  # last", "a = 1\nprint(repr(f(\n    a\n)))  # last"),
+        ("x = 1", "x = 1"),
+        ("'ä', x", "print(repr(('ä', x)))"),
+        ("('ä', x)", "print(repr((('ä', x))))"),
+        ("(1), (2)", "print(repr(((1), (2))))"),
+        ("x;", "print(repr(x));"),
+    ],
+)
+def test_the_last_value(source: str, told: str) -> None:
+    """It is printed where the notebook showed it, and the code is as it was where it did not."""
+    assert code(source) == source
+    assert code(source, shows_value=True) == told
+    ast.parse(told)
+
+
+def test_magics_in_their_places() -> None:
+    """Alone they are comments, inside of something `pass` keeps this whole."""
+    source = "%matplotlib inline\nif x:\n    %who\n    y = 1\nmatch y:\n    case 1:\n        !ls $x"
+    found = cell_code(source, TRANSFORM, {"x"})
+    assert found.text.split("\n") == [
+        "import subprocess",
+        "# %matplotlib inline: has no counterpart in a script",
+        "if x:",
+        "    pass  # %who: has no counterpart in a script",
+        "    y = 1",
+        "match y:",
+        "    case 1:",
+        "        subprocess.run(f'ls {x}', shell=True, check=False)",
+    ]
+    assert len(found.lost) == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("%time f(x)", "f(x)"),
+        ("%time x = f()", "x = f()"),
+        ("%cd data", "os.chdir(os.path.expanduser('data'))"),
+        ("%env KEY=some value", "os.environ['KEY'] = 'some value'"),
+        ("%set_env KEY 1", "os.environ['KEY'] = '1'"),
+        ("!ls", "import subprocess\nsubprocess.run('ls', shell=True, check=False)"),
+        ("x = 1; y = !echo {rank} $n $HOME", "x = 1; y = !echo {rank} $n $HOME"),
+        (
+            "y = !echo {rank} $n $HOME",
+            "import subprocess\ny = subprocess.run(f'echo {rank} {n} $HOME', shell=True, "
+            "check=False, capture_output=True, text=True).stdout.splitlines()",
+        ),
+        (
+            "%%bash\nls\npwd\n",
+            'import subprocess\nsubprocess.run(["bash", "-c", \'ls\\npwd\\n\'], check=True)',
+        ),
+        ("%%writefile a.txt\nx\n", "import pathlib\npathlib.Path('a.txt').write_text('x\\n')"),
+    ],
+)
+def test_magics_with_a_counterpart(source: str, text: str) -> None:
+    """They do the same, and are Python."""
+    found = cell_code(source, TRANSFORM, {"n"})
+    if text == source:
+        assert found.lost == ("it cannot be read as Python",)
+    else:
+        assert (found.text, found.lost) == (text, ())
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "lost"),
+    [
+        ("x?", "# %pinfo x: has no counterpart in a script", "`%pinfo x`: has no counterpart"),
+        ("%mine 1", "# %mine 1: has no counterpart in a script", "`%mine 1`: has no counterpart"),
+        ("%%html\n<b>\n", "# %%html: has no counterpart in a script", "`%%html`: has no"),
+        ("!ls {a b} {c}", "# !ls {a b} {c}: what is filled in", "`!ls {a b} {c}`: what is"),
+        ("get_ipython().kernel", "get_ipython().kernel", ""),
+        ("get_ipython().ask(1)", "# get_ipython().ask(1): there is no IPython", "there is no"),
+    ],
+)
+def test_magics_without_one(source: str, text: str, lost: str) -> None:
+    """The reason is in the comment; what is worth a word is said."""
+    found = cell_code(source, TRANSFORM)
+    assert found.text.startswith(text)
+    assert lost in " ".join(found.lost)
+    assert bool(lost) == bool(found.lost)
+
+
+def test_the_group_is_the_script_s() -> None:
+    """What a tutorial does to it itself is left out, wherever it is."""
+    source = "dist.init_process_group('gloo')\ndef end():\n    dist.destroy_process_group()"
+    assert code(source).split("\n") == [
+        "# dist.init_process_group('gloo'): the script calls it itself",
+        "def end():",
+        "    pass  # dist.destroy_process_group(): the script calls it itself",
+    ]
+    assert code("dist.init_process_group(); x = 1") == "pass; x = 1"
+
+
+def test_awaiting() -> None:
+    """The cell becomes a function whose names are the script's; it runs and does the same."""
+    lab = Lab()
+    lab.ran("# %%rank 1\nx = await f()\nasync with y as z:\n    pass\nx", ranks=(1,), shows=True)
+    lab.ran("async def f():\n    await g()")
+    assert lab.body() == (
+        "# --- In [1] ---\nif rank == 1:\n    async def cell_1():\n        global x, z\n"
+        "        x = await f()\n        async with y as z:\n            pass\n"
+        "        print(repr(x))\n\n\n    asyncio.run(cell_1())\n\n"
+        "# --- In [2] ---\nasync def f():\n    await g()"
+    )
+    assert "\nimport asyncio\n" in lab.script().text
+    assert lab.script().lost == (
+        "In [1]: tasks that it leaves running end with its event loop",
+        "In [1] uses f, which no cell before it binds",
+        "`y` is used and not there",
+        "`g` is used and not there",
+    )
+
+
+def test_some_ranks() -> None:
+    """The texts in the code keep their lines."""
+    text = "x = '''a\n  b\nc'''\nif y:\n    pass"
+    assert guarded(text, [2]) == "if rank == 2:\n    x = '''a\n  b\nc'''\n    if y:\n        pass"
+    assert guarded("# nothing", [3, 0]).split("\n")[0] == "if rank in (0, 3):"
+    ast.parse(guarded("# nothing", [0, 3]))
+
+
+LINES = some.lists(
+    some.sampled_from(
+        ["x = '''a", "b'''", 'f"""{1', '}"""', "if 1:", "    y = 1", "(", ")", "# c", "", '"""a"""']
+    ),
+    max_size=8,
+)
+
+
+@given(LINES)
+def test_indenting_changes_nothing(lines: list[str]) -> None:
+    """Whatever the code, under a condition it is the same code."""
+    text = "\n".join(lines)
+    try:
+        plain = ast.parse(text)
+    except SyntaxError:
+        return
+    if plain.body:
+        [found] = ast.parse(f"if True:\n{indented(text)}").body
+        assert isinstance(found, ast.If)
+        assert [ast.dump(each) for each in found.body] == [ast.dump(each) for each in plain.body]
+
+
+# --- what binds variables of the notebook -----------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shell() -> Iterator[InteractiveShell]:
+    # Without its database, whose thread would outlive it.
+    shell = InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
+    yield shell
+    InteractiveShell.clear_instance()
+
+
+Ask = Callable[..., str]
+
+
+@pytest.fixture
+def imports(shell: InteractiveShell) -> Ask:
+    """Runs cells, then says which imports give a name of theirs."""
+    return lambda name, *cells: "\n".join(
+        run(shell, *cells).importing(name, shell.user_ns.get(name))
+    )
+
+
+@pytest.fixture
+def binding(shell: InteractiveShell) -> Ask:
+    """Runs cells, then says what binds a name of theirs."""
+    return lambda name, *cells: run(shell, *cells).binding(name, shell.user_ns[name])
+
+
+def run(shell: InteractiveShell, *cells: str) -> Statements:
+    shell.reset(new_session=False)
+    for cell in cells:
+        shell.run_cell(cell, store_history=True)
+    return Statements(shell.history_manager.input_hist_parsed)
+
+
+@pytest.mark.parametrize(
+    ("cell", "name", "found"),
+    [
+        ("import json as j", "j", "import json as j"),
+        ("import os, json", "json", "import json"),
+        ("from json import dumps as d", "d", "from json import dumps as d"),
+        ("if True:\n    from os import path", "path", "from os import path"),
+        ("import xml.dom.minidom\nimport xml.sax", "xml", "import xml.dom.minidom\nimport xml.sax"),
+        ("x = __import__('json')", "x", "import json as x"),
+        ("json = __import__('json')", "json", "import json"),
+        ("x = __import__('json').loads", "x", "from json import loads as x"),
+        ("import json\njson = 1", "json", ""),
+        ("def f(): pass", "f", ""),
+    ],
+)
+def test_imports(imports: Ask, cell: str, name: str, found: str) -> None:
+    """As a cell has imported them, or else by the module's own name."""
+    assert imports(name, cell) == found
+
+
+def test_functions_and_classes(binding: Ask) -> None:
+    """With decorators and the comment above, as they were when this one was made."""
+    cell = "k = 2\n# doubles\n@print\n@str\ndef f(x=k):\n    # why\n    return x * scale"
+    text = cell.removeprefix("k = 2\n")
+    assert binding("f", cell) == text
+    assert binding("f", "def f(): return 2", "1 / 0\ndef f(): return 3") == "def f(): return 2"
+    assert binding("g", "def f(): pass", "g = f") == "g = f"
+    assert binding("f", "def f(): pass", "f = print(f)") == "def f(): pass\nf = print(f)"
+    net = "class Net(object):\n    def forward(self):\n        return 1"
+    assert binding("Net", net, "1 / 0\nclass Net: pass") == net
+    assert binding("Base", "class Base: pass") == "class Base: pass"
+    make = "def make(n):\n    def add(x):\n        return x + n\n    return add\nadd = make(3)"
+    assert binding("add", make) == "add = make(3)"
+    assert binding("n", "exec('n = 1')") == ""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(1, 1.5, True, None, "a'b", "'\"\n", b"x", (), (1,), [], {}, {1}, set(), 1j, ...),
+        *([{"a": (1, "x" * 70)}, ["y" * 70]], torch.float16),
+    ],
+)
+def test_literals(value: object) -> None:
+    """What is written is the same value, of the same type."""
+    assert repr(eval(literal(value) or "", {"torch": torch})) == repr(value)
+
+
+def test_no_literals() -> None:
+    """What could not be read back is not written, nor what is long."""
+    circle: list[object] = []
+    circle.append(circle)
+    wide: list[object] = [0]
+    for _ in range(40):  # as text it would never end
+        wide = [wide, wide]
+    for each in (circle, wide, object(), sys, "x" * 2000, {1: object()}, [1.0, float("nan")]):
+        assert literal(each) is None
+    assert eval(literal(float("-inf")) or "") == float("-inf")
+
+
+def test_what_a_reader_needs() -> None:
+    """Names of the notebook's own functions and classes, also of tensors."""
+    main = types.ModuleType("__main__")
+    exec("class Point: pass\ndef f(): pass", vars(main))
+    main.Tensor = type("Tensor", (torch.Tensor,), {"__module__": "__main__"})
+    before, sys.modules["__main__"] = sys.modules["__main__"], main
+    try:
+        assert needed_to_read([main.Point(), torch.ones(1), np.ones(1)]) == {"Point"}
+        assert needed_to_read({"f": main.f}) == {"f"}
+        assert needed_to_read([torch.ones(1).as_subclass(main.Tensor)]) == {"Tensor"}
+    finally:
+        sys.modules["__main__"] = before
+    with pytest.raises(TypeError, match="cannot pickle"):
+        needed_to_read(threading.Lock())
+
+
+def test_titles() -> None:
+    """As people know them."""
+    lab = Lab()
+    lab.ran("x")
+    lab.ran(ScriptFile("file", "a.py", ("--x",)))
+    lab.ran(Call("values.bind_pushed"))
+    lab.ran(Call("snapshot.read"), made="x")
+    titles = [title_of(each) for each in lab.past.tasks]
+    assert titles == ["In [1]", "`%dist_run a.py --x`", "`%dist_push`", "`%dist_restore`"]
