@@ -1,8 +1,8 @@
 """Files, lines and coverage of each folder; tests/folders.txt has the numbers, which only fall.
 
-`python -m tests.folders --write` lowers them to what there is, and adds new folders; without
-`--write` it fails where there is more.  With `--missed` it runs the tests that start no process,
-and looks at the percentage of statements that none of them runs.
+`python -m tests.folders` says how much there is in all, and fails where a folder has more; with
+`--write` it lowers the numbers to what there is, and adds new folders.  With `--missed` it runs
+the tests that start no process, and looks at the percentage of statements that none of them runs.
 """
 
 from __future__ import annotations
@@ -86,6 +86,10 @@ def write(now: Numbers) -> None:
 
 if __name__ == "__main__":
     numbers = measured() if "--missed" in sys.argv else counted()
+    for top in ("nbdist", "tests"):
+        rows = [row for folder, row in counted().items() if folder.partition("/")[0] == top]
+        files, lines = (sum(row[each] for row in rows) for each in ("files", "lines"))
+        sys.stdout.write(f"{top}: {files} files, {lines:,} lines\n")
     if "--write" in sys.argv:
         write(numbers)
     sys.exit("\n".join(more_than_allowed(numbers)) or 0)
