@@ -10,8 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SOON = 60 * max(1, round(os.getloadavg()[0] / (os.cpu_count() or 1)))
-"""Seconds in which all comes that comes at all: more where other programs have the processors."""
+_BUSY = max(1, round(os.getloadavg()[0] / (os.cpu_count() or 1)))
+
+SOON = int(os.environ.setdefault("TESTS_SOON", str(60 * _BUSY)))
+"""Seconds in which all comes that comes at all: more where other programs have the processors.
+The same in all processes of a run, since cases of tests are named by it."""
 
 STEP = 0.01
 
