@@ -10,7 +10,7 @@ from typing import Literal
 from IPython.core.inputtransformer2 import find_end_of_continued_line, make_tokens_by_line
 
 from nbdist.notebook.cell_text import cell_magic
-from nbdist.notebook.shipping.magic_strings import names_filled_in
+from nbdist.notebook.shipping.free_names import names_filled_in
 
 NOTE = "auto mode: `%%local` on the first line runs a cell here"
 """What every panel says while it is on."""

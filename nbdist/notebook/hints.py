@@ -12,7 +12,7 @@ import nbdist
 from nbdist.config import DEFAULT_POOL
 from nbdist.errors import NbdistError, UsageError
 from nbdist.notebook.options import hint_on_magic
-from nbdist.notebook.shipping.magic_strings import names_filled_in
+from nbdist.notebook.shipping.free_names import names_filled_in
 from nbdist.words import name_ranks
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN
 

@@ -282,6 +282,10 @@ class Composer:
         text = "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
         return Script(text, (*saved,), len(self._sections), lost)
 
+    def _imported(self) -> set[str]:
+        """Find what the imports at the top bind."""
+        return set[str]().union(*map(names_bound, self._imports))
+
     def _translated(self, transform: Transform) -> Iterator[_Section]:
         tasks = [each for each in self._past.tasks if (each.kind, each.status) == ("cell", "ok")]
         known = {each.name for each in self._past.sent} | self._made | WORKERS_OWN
@@ -304,7 +308,7 @@ class Composer:
                 text, found = ast.unparse(node), {name for name, *_ in imports_by(node)}
                 lines = {*range(node.lineno, (node.end_lineno or 0) + 1)}
                 shares = any({each.lineno, each.end_lineno} & lines for each in {*body} - {node})
-                is_new = found.isdisjoint(seen | names_bound("\n".join(self._imports)))
+                is_new = found.isdisjoint(seen | self._imported())
                 is_free = section.task.on_all and not is_early and (is_new or text in self._imports)
                 if found and not shares and (is_free or "from __future__" in text):
                     self._imports[text] = None
@@ -322,7 +326,7 @@ class Composer:
         """Write the variables that each cell uses before it, as they were sent to it."""
         for section in self._sections:
             sent = self._past.sent_before(section.task.last)
-            seen = {*_KNOWN, *names_bound("\n".join(self._imports)), *(self._made - sent.keys())}
+            seen = {*_KNOWN, *self._imported(), *(self._made - sent.keys())}
             for name in sorted(names_used(section.text)):
                 self._give(name, section, sent, seen)
             bound = names_bound(section.text)
@@ -405,7 +409,7 @@ class Composer:
 
     def _missing(self) -> list[str]:
         """Say which names are used and not there, and have `display` print."""
-        there = _KNOWN | names_bound("\n".join(self._imports))
+        there = _KNOWN | self._imported()
         said = []
         for section in self._sections:
             text = "\n".join([*section.before, section.text])

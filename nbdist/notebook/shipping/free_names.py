@@ -1,20 +1,49 @@
 """Which global names the source of a cell reads, and which it binds; pure.
 
-`nbdist.notebook.shipping.plan` asks it before a cell goes to the workers.  The source has
-been through IPython's input transformer, so magics and `!` lines are calls of
-`get_ipython()` with strings; names inside these strings count.
+`nbdist.notebook.shipping.plan` asks it before a cell goes to the workers.  The answers are in
+the code that Python compiles: its instructions name what they read and bind, and where they
+jump.  The source has been through IPython's input transformer, so magics and `!` lines are
+calls of `get_ipython()` with strings; names inside these strings count.
 """
 
 from __future__ import annotations
 
 import ast
+import dis
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import inspect
+import re
+import types
+import warnings
+from bisect import bisect_left
+from collections.abc import Iterable
+from itertools import takewhile
 
-from nbdist.notebook.shipping.magic_strings import code_in_magic
+_READS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_NAME", "DELETE_GLOBAL")
+_BINDS = ("STORE_NAME", "STORE_GLOBAL")
+_UNBINDS = ("DELETE_NAME", "DELETE_GLOBAL")
+_RETURNS = ("RETURN_VALUE", "RETURN_CONST")
+_JUMPS_AWAY = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")
+_NO_NEXT = (*_RETURNS, *_JUMPS_AWAY, "RAISE_VARARGS", "RERAISE")
+_JUMPS = frozenset(dis.hasjrel + dis.hasjabs)
+_DOTS = ("LOAD_ATTR", "LOAD_METHOD")
+_GENERIC = "<generic parameters of "
+_PYTHONS_OWN = ("__annotations__", "__doc__", "__name__")
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+# Magics whose text is no Python of the notebook: words in it must not be taken for names.
+_NOT_PYTHON = re.compile(
+    "distributed|rank|bash|cmd|perl|ruby|script|sh|system|sx|html|javascript|js|latex|markdown|svg|"
+    "writefile|cat|cd|cp|ls|man|mkdir|more|mv|pushd|rm|rmdir|alias|autoreload|bookmark|colors|"
+    "config|env|load|load_ext|matplotlib|pylab|reload_ext|run|set_env|unload_ext|conda|pip|uv"
+)
+_BRACES = re.compile(r"\{([^{}]+)\}")
+_DOLLAR = re.compile(r"(?<!\$)\$\{?([A-Za-z_]\w*)")
+_OPTION = re.compile(r"\s*(-\S+|\d+)")
+_MAGIC_LINE = re.compile(r"^[ \t]*[%!].*$", re.MULTILINE)
+
+_State = frozenset[str | int]
+"""What holds whenever an instruction is reached: the names that are bound, and the functions,
+by the index of the instruction that makes each, that are certainly not made yet."""
 
 
 def names_used(source: str) -> frozenset[str]:
@@ -23,443 +52,243 @@ def names_used(source: str) -> frozenset[str]:
     In doubt a name counts as used: what depends on a condition may not have been bound,
     and a function may be called as soon as something mentions it.  Raises SyntaxError.
     """
-    flow = _Flow()
-    flow.read(_parse(source).body)
-    return frozenset(flow.used)
+    return frozenset(_cell(source).used)
 
 
 def names_bound(source: str) -> frozenset[str]:
     """Find the names that a cell may bind, or delete, at global level.  Raises SyntaxError."""
-    return frozenset(Binding.of(_parse(source).body).all_globals)
+    return frozenset(_cell(source).bound)
 
 
 def dotted_names(source: str) -> frozenset[tuple[str, ...]]:
     """Find what the cell reaches through dots from a name: `xml.dom.minidom` as three parts."""
-    chains = (_chain(node) for node in ast.walk(_parse(source)) if isinstance(node, ast.Attribute))
-    return frozenset(chain for chain in chains if chain)
+    return frozenset(_cell(source).chains)
 
 
-@functools.lru_cache(maxsize=8)
-def _parse(source: str) -> ast.Module:
+def names_in_commands(source: str) -> list[str]:
+    """Find the names that a cell's own commands and lines of magics would fill in.
+
+    Those of functions may be theirs, and are not looked at.
+    """
+    texts = _cell(source).commands
+    return [*dict.fromkeys(name for text in texts for name in names_filled_in(text))]
+
+
+def names_filled_in(text: str) -> list[str]:
+    """Find the names that `{x}` and `$x` would fill into a command, but for the shell's own."""
+    found = (name for source in _filled_in([text]) for name in sorted(names_used(source)))
+    return [name for name in dict.fromkeys(found) if not _is_the_shells(name, text)]
+
+
+@functools.lru_cache(maxsize=64)
+def _cell(source: str) -> _Code:
     # Several questions are asked about one source.
-    return ast.parse(source)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the ranks give them
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        return _Code(compile(source, "<cell>", "exec", flags, dont_inherit=True, optimize=0))
 
 
-def _chain(node: ast.expr) -> tuple[str, ...]:
-    match node:
-        case ast.Name(id=name):
-            return (name,)
-        case ast.Attribute(value=inner, attr=name):
-            start = _chain(inner)
-            return (*start, name) if start else ()
-        case _:
-            return ()
+class _Code:
+    """What a cell, a class's body or a function does with global names.
 
-
-# --- what code reads, in no order -------------------------------------------------------------
-
-
-class _Reading(ast.NodeVisitor):
-    """Names that code reads in its own scope or looks up outside it, in no order."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-    @classmethod
-    def of(cls, nodes: Iterable[ast.AST]) -> set[str]:
-        reading = cls()
-        for node in nodes:
-            reading.visit(node)
-        return reading.names
-
-    def visit_Name(self, node: ast.Name) -> None:
-        if not isinstance(node.ctx, ast.Store):
-            self.names.add(node.id)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        if isinstance(node.target, ast.Name):
-            self.names.add(node.target.id)
-        self.generic_visit(node)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        # Inside a function the annotation is not evaluated.
-        self.names |= _Reading.of([node.target, *([node.value] if node.value else [])])
-
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        self.names |= _reads_when_defined(node) | _reads_when_called(node)
-
-    visit_AsyncFunctionDef = visit_FunctionDef
-
-    def visit_Lambda(self, node: ast.Lambda) -> None:
-        self.names |= _Reading.of(defaults(node.args)) | _reads_when_called(node)
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        now, later = _reads_of_class(node)
-        self.names |= now | later
-
-    def visit_ListComp(self, node: Comprehension) -> None:
-        self.names |= _reads_of_comprehension(node)
-
-    visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_ListComp
-
-    def visit_Call(self, node: ast.Call) -> None:
-        self.names |= _Reading.of(code_in_magic(node))
-        self.generic_visit(node)
-
-
-def _reads_when_called(node: Function) -> set[str]:
-    """Find the names that the body of a function looks up outside it."""
-    body: list[ast.AST] = [node.body] if isinstance(node, ast.Lambda) else [*node.body]
-    own = Binding.of(body)
-    arguments = {argument.arg for argument in arguments_of(node.args)}
-    return _Reading.of(body) - (arguments - own.elsewhere) - own.local - _type_params(node)
-
-
-def _reads_when_defined(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
-    """Find the names in a function's decorators, defaults and annotations."""
-    annotations = [argument.annotation for argument in arguments_of(node.args)]
-    typed = _Reading.of(part for part in [*annotations, node.returns] if part)
-    plain = _Reading.of([*node.decorator_list, *defaults(node.args)])
-    return plain | (typed - _type_params(node))
-
-
-def _reads_of_class(node: ast.ClassDef) -> tuple[set[str], set[str]]:
-    """Find the names that a class reads when it is made, and those that its methods will."""
-    inner = _Flow()
-    for statement in node.body:
-        inner.visit(statement)
-    heads = _Reading.of([*node.decorator_list, *node.bases, *node.keywords])
-    own = _type_params(node)
-    # Methods do not see the names of the class's body.
-    later = set().union(*inner.pending.values())
-    return (heads | inner.used) - own, later - own
-
-
-def _reads_of_comprehension(node: Comprehension) -> set[str]:
-    first, *others = node.generators
-    targets = Binding.of(generator.target for generator in node.generators).names
-    results = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-    inner = _Reading.of([*results, first.target, *first.ifs, *others])
-    # The first iterable is evaluated outside.
-    return _Reading.of([first.iter]) | (inner - targets)
-
-
-# --- what code reads before it has bound it ---------------------------------------------------
-
-
-class _Flow(ast.NodeVisitor):
-    """Follows statements in the order in which they run; for a cell, or the body of a class.
-
-    `bound` are the names that are certain to be bound by now, `used` those that were read
-    before, `pending` what functions will read when they are called.
+    `used` are those that it reads as soon as it runs, before it has certainly bound them;
+    `later` those that its functions will read when they are called, and a function itself.
     """
 
-    def __init__(self) -> None:
-        self.bound: set[str] = set()
+    def __init__(self, code: types.CodeType) -> None:
         self.used: set[str] = set()
-        self.pending: dict[str, set[str]] = {}
-
-    def read(self, body: list[ast.stmt]) -> None:
-        """Follow a whole cell, and assume that its functions will be called after it."""
-        self._visit_all(body)
-        for name in [*self.pending]:
-            self._load(name)
-
-    def _load(self, name: str) -> None:
-        if name not in self.bound:
-            self.used.add(name)
-        # What mentions a function may call it.
-        for inner in self.pending.pop(name, ()):
-            self._load(inner)
-
-    def _load_all(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._load(name)
-
-    def _visit_all(self, nodes: Iterable[ast.AST | None]) -> None:
-        for node in nodes:
-            if node is not None:
-                self.visit(node)
-
-    # What reads and binds.
-
-    def visit_Name(self, node: ast.Name) -> None:
-        if not isinstance(node.ctx, ast.Store):
-            self._load(node.id)
-        if isinstance(node.ctx, ast.Store):
-            self.bound.add(node.id)
-        elif isinstance(node.ctx, ast.Del):
-            self.bound.discard(node.id)
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        self._visit_all([node.value, *node.targets])
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        if isinstance(node.target, ast.Name):
-            self._load(node.target.id)
-        self._visit_all([node.value, node.target])
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        self._visit_all([node.value, node.annotation])
-        # `x: int` alone binds nothing.
-        if node.value is not None or not isinstance(node.target, ast.Name):
-            self.visit(node.target)
-
-    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
-        self._visit_all([node.value, node.target])
-
-    def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
-        self.bound |= Binding.of([node]).names
-
-    visit_ImportFrom = visit_Import
-
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        self._load_all(_reads_when_defined(node))
-        self._define(node, _reads_when_called(node))
-
-    visit_AsyncFunctionDef = visit_FunctionDef
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        now, later = _reads_of_class(node)
-        self._load_all(now)
-        self._define(node, later)
-
-    def _define(
-        self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, later: set[str]
-    ) -> None:
-        # The one that was called so before may be in use still.
-        self._load_all(self.pending.pop(node.name, ()))
-        if node.decorator_list:
-            self._load_all(later - {node.name})
-            later = set()
-        self.bound.add(node.name)
-        self.pending[node.name] = later
-
-    def visit_Lambda(self, node: ast.Lambda) -> None:
-        self._load_all(_Reading.of([node]))
-
-    def visit_ListComp(self, node: Comprehension) -> None:
-        self._load_all(_reads_of_comprehension(node))
-
-    visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_ListComp
-
-    def visit_Call(self, node: ast.Call) -> None:
-        self.generic_visit(node)
-        self._maybe(*code_in_magic(node))
-
-    # What may or may not run.
-
-    def _branches(self, *branches: Callable[[], bool | None]) -> None:
-        """Follow each from here; certain is only what all of those bind that do not leave."""
-        before, ends = self.bound, []
-        for branch in branches:
-            self.bound = set(before)
-            if not branch():
-                ends.append(self.bound)
-        self.bound = set.intersection(*ends) if ends else before
-
-    def _run(self, *nodes: ast.AST | None) -> bool:
-        """Follow statements; whether the last one leaves."""
-        self._visit_all(nodes)
-        leaves = (ast.Raise, ast.Return, ast.Continue, ast.Break)
-        return bool(nodes) and isinstance(nodes[-1], leaves)
-
-    def _maybe(self, *nodes: ast.AST | None) -> None:
-        self._branches(lambda: False, lambda: self._run(*nodes))
-
-    def visit_If(self, node: ast.If) -> None:
-        self.visit(node.test)
-        self._branches(lambda: self._run(*node.body), lambda: self._run(*node.orelse))
-
-    def visit_IfExp(self, node: ast.IfExp) -> None:
-        self.visit(node.test)
-        self._branches(lambda: self._run(node.body), lambda: self._run(node.orelse))
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        self.visit(node.values[0])
-        for value in node.values[1:]:
-            self._maybe(value)
-
-    def visit_While(self, node: ast.While) -> None:
-        self.visit(node.test)
-        self._loop(node.body)
-        self._maybe(*node.orelse)
-
-    def visit_For(self, node: ast.For | ast.AsyncFor) -> None:
-        self.visit(node.iter)
-        self._loop([node.target, *node.body])
-        self._maybe(*node.orelse)
-
-    visit_AsyncFor = visit_For
-
-    def _loop(self, nodes: list[Any]) -> None:
-        # Also when its last statement leaves: it goes on after the loop.
-        self._branches(lambda: False, lambda: self._visit_all(nodes))
-
-    def visit_With(self, node: ast.With | ast.AsyncWith) -> None:
-        for item in node.items:
-            self._visit_all([item.context_expr, item.optional_vars])
-        names = {name.rpartition(".")[2] for name in _called(node)}
-        if names & {"suppress", "raises"}:
-            self._maybe(*node.body)
+        self.later: set[str] = set()
+        self.bound: set[str] = set()
+        self.chains: set[tuple[str, ...]] = set()
+        self.commands: list[str] = []
+        self._code = code
+        self._is_cell = code.co_name == "<module>"
+        self._is_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
+        self._may_swallow = bool({"suppress", "raises"}.intersection(code.co_names))
+        self._functions: dict[int, tuple[str, set[str]]] = {}
+        bytecode = dis.Bytecode(code)
+        self._steps = [step for step in bytecode if step.opname != "EXTENDED_ARG"]
+        reads = [self._reads(index, step) for index, step in enumerate(self._steps)]
+        self.later.update(*(later for _, later in self._functions.values()))
+        if self._is_function and not code.co_name.startswith(_GENERIC):
+            self.later.update(*reads)
         else:
-            self._visit_all(node.body)
+            self._follow(reads, self._states(bytecode))
+        del self._steps
 
-    visit_AsyncWith = visit_With
+    # --- what an instruction reads and binds ----------------------------------------------
 
-    def visit_Try(self, node: ast.Try | ast.TryStar) -> None:
-        before = set(self.bound)
-        handlers = [lambda h=handler: self._handle(h) for handler in node.handlers]
-        self._branches(lambda: self._run(*node.body, *node.orelse), *handlers)
-        after, self.bound = self.bound, before & self.bound
-        self._visit_all(node.finalbody)
-        self.bound |= after
+    def _reads(self, index: int, step: dis.Instruction) -> set[str]:
+        """Find what one instruction reads; note what it binds, and what it reaches by dots."""
+        name = step.argval
+        if step.opname in _DOTS:
+            self._note_dots(index)
+            return self._in_magic(index)
+        if isinstance(name, types.CodeType):
+            return self._made(index, name)
+        if name in _PYTHONS_OWN:
+            return set()
+        if step.opname in (*_BINDS, *_UNBINDS) and (self._is_cell or "GLOBAL" in step.opname):
+            self.bound.add(name)
+        return {name} if step.opname in _READS else set()
 
-    visit_TryStar = visit_Try
+    def _made(self, index: int, code: types.CodeType) -> set[str]:
+        """Note what a function or class will read when it is called; find what it reads now."""
+        inner = _Code(code)
+        self.bound |= inner.bound
+        self.chains |= inner.chains
+        self.commands += inner.commands
+        name = code.co_name.removeprefix(_GENERIC).removesuffix(">")
+        if not name.isidentifier():  # a lambda or a comprehension
+            return inner.used | inner.later
+        self._functions[index] = name, inner.later
+        # A decorator, whose line comes first, may call what it decorates.
+        place = self._steps[index].positions
+        is_plain = place is not None and place.lineno == code.co_firstlineno
+        return inner.used if is_plain else inner.used | (inner.later - {name})
 
-    def _handle(self, handler: ast.ExceptHandler) -> bool:
-        self._visit_all([handler.type])
-        if handler.name is None:
-            return self._run(*handler.body)
-        self.bound.add(handler.name)
-        leaves = self._run(*handler.body)
-        self.bound.discard(handler.name)
-        return leaves
+    def _note_dots(self, index: int) -> None:
+        chain: list[str] = []
+        while self._steps[index].opname in _DOTS:
+            chain.insert(0, self._steps[index].argval)
+            index -= 1
+        if self._steps[index].opname in _READS:
+            self.chains.add((self._steps[index].argval, *chain))
 
-    def visit_Match(self, node: ast.Match) -> None:
-        self.visit(node.subject)
-        cases = [lambda c=case: self._case(c) for case in node.cases]
-        last = node.cases[-1]
-        whatever = isinstance(last.pattern, ast.MatchAs) and last.pattern.pattern is None
-        nothing = [] if whatever and last.guard is None else [lambda: False]
-        self._branches(*cases, *nothing)
+    def _in_magic(self, index: int) -> set[str]:
+        """Find what `get_ipython().run_line_magic("time", "f(x)")` would read."""
+        method, before = self._steps[index].argval, self._steps[max(0, index - 3) : index]
+        if not any(step.argval == "get_ipython" for step in before):
+            return set()
+        following = takewhile(lambda step: step.opname == "LOAD_CONST", self._steps[index + 1 :])
+        texts = [step.argval for step in following if isinstance(step.argval, str)]
+        if method in ("system", "getoutput", "run_line_magic") and not self._is_function:
+            self.commands += texts
+        sources = code_in_magic(method, texts)
+        if self._is_cell:
+            self.bound.update(*map(names_bound, sources))
+        own = {*self._code.co_varnames, *self._code.co_cellvars, *self._code.co_freevars}
+        return set().union(*map(names_used, sources)) - own
 
-    def _case(self, case: ast.match_case) -> bool:
-        self.visit(case.pattern)
-        self.bound |= Binding.of([case.pattern]).names
-        self._visit_all([case.guard])
-        return self._run(*case.body)
+    # --- in which order -------------------------------------------------------------------
 
+    def _follow(self, reads: list[set[str]], states: list[_State | None]) -> None:
+        """Find what is read before it is bound, in whatever order instructions can run."""
+        for names, state in zip(reads, states, strict=True):
+            if state is not None:
+                self._load(names, state)
+        if not self._is_cell:
+            return
+        ways = zip(self._steps, states, strict=True)
+        ends = [state for step, state in ways if step.opname in _RETURNS and state is not None]
+        at_end = frozenset.intersection(*ends) if ends else frozenset()
+        unbound = {step.argval for step in self._steps if step.opname in _UNBINDS}
+        for index, (_, later) in self._functions.items():  # they will be called after the cell
+            when_made = states[index] or frozenset()
+            self.used |= later - at_end - (when_made - unbound)
 
-def _called(node: ast.With | ast.AsyncWith) -> Iterator[str]:
-    for item in node.items:
-        if isinstance(item.context_expr, ast.Call):
-            yield ast.unparse(item.context_expr.func)
+    def _load(self, names: Iterable[str], state: _State) -> None:
+        waiting, seen = [*names], set[str]()
+        while waiting:
+            name = waiting.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            self.used |= {name} - state
+            for index, (function, later) in self._functions.items():
+                # What mentions a function may call it; methods do not see the class's names.
+                if function == name and index not in state:
+                    (waiting.extend if self._is_cell else self.used.update)(later)
 
+    def _states(self, bytecode: dis.Bytecode) -> list[_State | None]:
+        """Find the state before each instruction; None for those that never run."""
+        offsets = [step.offset for step in self._steps]
+        handlers = {
+            index: bisect_left(offsets, entry.target)
+            for entry in bytecode.exception_entries  # type: ignore[attr-defined]  # in no stub
+            for index in range(bisect_left(offsets, entry.start), bisect_left(offsets, entry.end))
+        }
+        after_with = self._after_with(handlers)
+        states: list[_State | None] = [None] * len(offsets)
+        waiting: list[tuple[int, _State]] = [(0, frozenset(self._functions))]
+        while waiting:
+            index, state = waiting.pop()
+            known, step = states[index], self._steps[index]
+            if known is not None and known <= state:
+                continue
+            states[index] = state = state if known is None else known & state
+            if index in handlers:
+                waiting.append((handlers[index], state))
+            if step.opname in _BINDS:
+                state |= {step.argval}
+            state -= {step.argval if step.opname in _UNBINDS else index}
+            if step.opcode in _JUMPS:
+                target = bisect_left(offsets, step.argval)
+                waiting.append((target, state.union(after_with.get(index, ()))))
+            if step.opname not in _NO_NEXT:
+                waiting.append((index + 1, state))
+        return states
 
-def _type_params(node: ast.AST) -> set[str]:
-    """Return the names of Python 3.12's `def f[T]`, which are of the definition itself."""
-    return {found.name for found in getattr(node, "type_params", ())}
+    def _after_with(self, handlers: dict[int, int]) -> dict[int, set[str]]:
+        """Find the jump past each `with` that has swallowed an error, and what its body binds.
 
-
-# --- which names statements bind in their own scope, with no regard to order; pure ------------
-
-
-Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
-
-
-class Binding(ast.NodeVisitor):
-    """Names that statements bind in their own scope, with no regard to order."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-        self.elsewhere: set[str] = set()  # Declared `global` or `nonlocal`.
-        self._declared_global: set[str] = set()
-        self._inner_globals: set[str] = set()
-
-    @classmethod
-    def of(cls, nodes: Iterable[ast.AST]) -> Binding:
-        """Collect what these nodes bind, as one scope."""
-        binding = cls()
-        for node in nodes:
-            binding.visit(node)
-        return binding
-
-    @property
-    def all_globals(self) -> set[str]:
-        """For statements at global level: with what functions bind as `global`."""
-        return self.names | self._inner_globals
-
-    @property
-    def local(self) -> set[str]:
-        """For the body of a function: its local names."""
-        return self.names - self.elsewhere
-
-    def visit_Name(self, node: ast.Name) -> None:
-        if not isinstance(node.ctx, ast.Load):
-            self.names.add(node.id)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        self.names.add(node.name)
-        self._visit_all([*node.decorator_list, *defaults(node.args)])
-        self._enter(node.body)
-
-    visit_AsyncFunctionDef = visit_FunctionDef
-
-    def visit_Lambda(self, node: ast.Lambda) -> None:
-        self._visit_all(defaults(node.args))
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        self.names.add(node.name)
-        self._visit_all([*node.decorator_list, *node.bases, *node.keywords])
-        self._enter(node.body)
-
-    def visit_ListComp(self, node: Comprehension) -> None:
-        # Its targets are its own, what `:=` binds is not.
-        for part in ast.walk(node):
-            if isinstance(part, ast.NamedExpr):
-                self.visit(part.target)
-
-    visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_ListComp
-
-    def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
-        bound = (alias.asname or alias.name.partition(".")[0] for alias in node.names)
-        self.names.update(name for name in bound if name != "*")
-
-    visit_ImportFrom = visit_Import
-
-    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
-        self._visit_named(node, node.name)
-
-    def visit_MatchAs(self, node: ast.MatchAs | ast.MatchStar) -> None:
-        self._visit_named(node, node.name)
-
-    visit_MatchStar = visit_MatchAs
-
-    def visit_MatchMapping(self, node: ast.MatchMapping) -> None:
-        self._visit_named(node, node.rest)
-
-    def visit_Global(self, node: ast.Global) -> None:
-        self._declared_global.update(node.names)
-        self.elsewhere.update(node.names)
-
-    def visit_Nonlocal(self, node: ast.Nonlocal) -> None:
-        self.elsewhere.update(node.names)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        self._visit_all(code_in_magic(node))
-        self.generic_visit(node)
-
-    def _visit_named(self, node: ast.AST, name: str | None) -> None:
-        if name is not None:
-            self.names.add(name)
-        self.generic_visit(node)
-
-    def _visit_all(self, nodes: Iterable[ast.AST]) -> None:
-        for node in nodes:
-            self.visit(node)
-
-    def _enter(self, body: list[ast.stmt]) -> None:
-        inner = Binding.of(body)
-        self._inner_globals |= inner._inner_globals | (inner.names & inner._declared_global)
+        All of that counts as bound, as if no error had come, if none is known to swallow any.
+        """
+        found: dict[int, set[str]] = {}
+        for start, step in enumerate(self._steps):
+            if step.opname == "WITH_EXCEPT_START" and not self._may_swallow:
+                jump = next(
+                    i for i in range(start, len(self._steps)) if "IF_TRUE" in self._steps[i].opname
+                )
+                body = [index for index, handler in handlers.items() if handler == start - 1]
+                inside = self._steps[min(body) : max(body) + 1]
+                found[jump] = {step.argval for step in inside if step.opname in _BINDS}
+        return found
 
 
-def arguments_of(arguments: ast.arguments) -> list[ast.arg]:
-    """List all parameters, of every kind."""
-    rest = [found for found in (arguments.vararg, arguments.kwarg) if found]
-    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *rest]
+# --- the Python in the strings that IPython makes of magics and `!` lines -----------------------
 
 
-def defaults(arguments: ast.arguments) -> list[ast.AST]:
-    """List the expressions of the default values."""
-    return [*arguments.defaults, *(found for found in arguments.kw_defaults if found)]
+def code_in_magic(method: str, texts: list[str]) -> list[str]:
+    """Find what a call like `get_ipython().run_line_magic("time", "f(x)")` would run.
+
+    What `{x}` and `$x` would fill in comes as expressions.  Nothing for other methods.
+    """
+    if method in ("system", "getoutput", "getoutput_all"):
+        return _filled_in(texts)
+    if method not in ("run_line_magic", "run_cell_magic") or not texts:
+        return []
+    name, *texts = texts
+    code = [] if _NOT_PYTHON.fullmatch(name) else filter(None, map(_python, texts))
+    return [*_filled_in(texts), *code]
+
+
+def _filled_in(texts: list[str]) -> list[str]:
+    parts = [part for text in texts for part in (*_BRACES.findall(text), *_DOLLAR.findall(text))]
+    # Python's own way to part an expression from its format: `{x:.3f}`.
+    return [*filter(_is_python, (f"f{'{' + part + '}'!r}" for part in parts))]
+
+
+def _python(text: str) -> str:
+    """Return `text`, or what follows its options, if it is Python; else nothing."""
+    while True:
+        found = next(filter(_is_python, (text, _MAGIC_LINE.sub("", text))), "")
+        option = _OPTION.match(text)
+        if found or not option:
+            return found
+        text = text[option.end() :].lstrip(" ")
+
+
+def _is_python(text: str) -> bool:
+    try:
+        _cell(text)
+    except (SyntaxError, ValueError):  # ValueError: null bytes.
+        return False
+    return True
+
+
+def _is_the_shells(name: str, text: str) -> bool:
+    """Say whether the command itself gives it a value: `for i in 1 2; do echo $i; done`."""
+    given = rf"(?:\bfor\s+{name}\s+in\b|\bread\s+(?:\w+\s+)*{name}\b|(?:^|[\s;]){name}=)"
+    return re.search(given, text) is not None

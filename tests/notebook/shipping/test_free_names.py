@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import builtins
+import sys
 
 import pytest
 
 from nbdist.notebook.shipping.free_names import (
-    Binding,
-    arguments_of,
-    defaults,
+    code_in_magic,
     dotted_names,
     names_bound,
+    names_in_commands,
     names_used,
 )
 
@@ -54,7 +53,12 @@ USED = {
     "for i in xs:\n    if i: break\nelse:\n    y = 1\ny": "xs y",
     "while c:\n    y = 1\ny": "c y",
     "with open_() as f:\n    y = f.x\ny": "open_",
+    "with open_() as f:\n    if f: x = 1\nx": "open_ x",
+    "async with a() as b:\n    c = b\nc": "a",
     "with suppress(E):\n    import a\na": "suppress E a",
+    "with f():\n    raise E\nx": "f E x",
+    "while 1:\n    x = 1\n    if x: break\nx": "",
+    "if c:\n    del x\nx": "c x",
     "try:\n    import a\nexcept E:\n    a = None\na": "E",
     "try:\n    import a\nexcept E as e:\n    e.x\na": "E a",
     "try:\n    x = 1\nexcept E as e:\n    raise\nx, e": "E e",
@@ -82,6 +86,11 @@ USED = {
     "def f(): return k\nk = 1": "",
     "def f(): return k\nf()\nk = 1": "k",
     "@deco\ndef f(): return k\nk = 1": "deco k",
+    "@deco\ndef f(): return f()": "deco",
+    "f()\nk = 1\ndef f(): return k": "f",
+    "if c:\n    def f(): return a\n    f()\na = 1": "c a",
+    "for k in xs:\n    y = k\n    def f(): return y": "xs",
+    "try: a\nexcept E as e:\n    def f(): return e": "a E e",
     "g = lambda: k\nk = 1": "k",
     # Classes
     "class A(B, metaclass=M):\n    x: T = y\n    z = x\n    def m(self): return w": "B M T y w",
@@ -104,6 +113,12 @@ USED = {
     "get_ipython().run_cell_magic('time', '', 'y = 1')\ny": "y",
     "def f():\n    get_ipython().system('echo {x}')": "x",
 }
+if sys.version_info >= (3, 12):
+    USED |= {
+        "def f[T: B](x: T, y: A = d) -> R: return k\nk = 1": "A d R B",
+        "class A[T](B):\n    x = y\n    def m(self): return A, k\nk = 1": "B y",
+        "type X = list[K]\nK = 1": "",
+    }
 
 
 @pytest.mark.parametrize("source", USED)
@@ -136,6 +151,11 @@ BOUND = {
     "while c: x = 1": "x",
     "match v:\n    case {'k': a, **rest}: b = 1\n    case [c, *d] as e: pass": "a rest b c d e",
     "del x": "x",
+    "class A:\n    b = 1\n    def m(self):\n        global h\n        h = 1": "A h",
+    "def f(x=(y := 1)):\n    global g\n    g = 1": "f y g",
+    "lambda x: (y := x)": "",
+    "for i in xs: y = i\nelse: z = 1": "i y z",
+    "'text'\nx: int": "",
     "get_ipython().run_line_magic('time', 'x = f()')": "x",
     "get_ipython().run_cell_magic('time', '', 'x = 1\\ndef g(): y = 1')": "x g",
 }
@@ -166,42 +186,40 @@ def test_a_cell_with_nothing_in_it(source: str) -> None:
     assert names_used(source) == names_bound(source) == dotted_names(source) == set()
 
 
-# --- what statements bind in their own scope, in whatever order -------------------------------
+# --- the Python in magics and `!` lines, as IPython's transformer leaves them -------------------
 
 
 @pytest.mark.parametrize(
-    ("source", "names", "everywhere"),
+    ("method", "texts", "code"),
     [
-        ("a, (b, *c) = v", "a b c", "a b c"),
-        ("for i in xs: y = i\nelse: z = 1", "i y z", "i y z"),
-        ("with f() as g, h() as (i, j): pass", "g i j", "g i j"),
-        ("try: pass\nexcept E as e: pass", "e", "e"),
-        ("import a.b, c as d\nfrom e import *", "a d", "a d"),
-        ("[x for x in (y := xs)]", "y", "y"),
-        ("match v:\n case {'k': a, **rest}: pass\n case [b, *c]: pass", "a b c rest", "a b c rest"),
-        ("def f(x=(y := 1)):\n    global g\n    g = 1", "f y", "f g y"),
-        ("class A:\n    b = 1\n    def m(self):\n        global h\n        h = 1", "A", "A h"),
-        ("lambda x: (y := x)", "", ""),
-        ("get_ipython().run_line_magic('time', 'x = f(y)')", "x", "x"),
-        ("del a", "a", "a"),
+        ("run_line_magic", ["time", "x = f(y)"], ["x = f(y)"]),
+        ("run_line_magic", ["timeit", "-n 10 -q f(y)"], ["f(y)"]),
+        ("run_cell_magic", ["time", "", "a\n%matplotlib inline\nb"], ["a\n\nb"]),
+        ("run_cell_magic", ["bash", "", "echo $x"], ["f'{x}'"]),
+        ("run_cell_magic", ["distributed", "", "theirs = 1"], []),
+        ("run_line_magic", ["cd", "{folder}"], ["f'{folder}'"]),
+        ("run_line_magic", ["pip", "install x"], []),
+        ("run_line_magic", ["time", "return x"], []),
+        ("system", ["ls {a:>3} ${b} $$PID"], ["f'{a:>3}'", "f'{b}'", "f'{b}'"]),
+        ("getoutput", ["cat $file"], ["f'{file}'"]),
+        ("run_line_magic", [], []),
+        ("ask_exit", ["f(x)"], []),
     ],
 )
-def test_what_is_bound(source: str, names: str, everywhere: str) -> None:
-    """By each kind of statement; functions bind in the cell only what they declare global."""
-    binding = Binding.of(ast.parse(source).body)
-    assert binding.names == set(names.split())
-    assert binding.all_globals == set(everywhere.split())
+def test_what_a_magic_would_run(method: str, texts: list[str], code: list[str]) -> None:
+    """Statements, and what braces and dollars would fill in; nothing of other languages."""
+    assert code_in_magic(method, texts) == code
 
 
-def test_local_names_of_a_function() -> None:
-    """What is declared global or nonlocal is not its own."""
-    (function,) = ast.parse("def f():\n    nonlocal a\n    a = b = 1").body
-    assert isinstance(function, ast.FunctionDef)
-    assert Binding.of(function.body).local == {"b"}
+@pytest.mark.parametrize("call", ["shell.run_line_magic('time', 'x')", "f('{x}')"])
+def test_only_ipython_runs_strings(call: str) -> None:
+    """Strings that other calls get are no code."""
+    assert names_used(call) == {call.partition("(")[0].partition(".")[0]}
 
 
-def test_parameters_of_every_kind() -> None:
-    """And the expressions of their defaults."""
-    arguments = ast.parse("lambda a, /, b=1, *c, d, e=2, **f: 0", mode="eval").body.args  # type: ignore[attr-defined]
-    assert sorted(each.arg for each in arguments_of(arguments)) == [*"abcdef"]
-    assert [ast.unparse(each) for each in defaults(arguments)] == ["1", "2"]
+def test_names_that_commands_fill_in() -> None:
+    """Those of a cell's own commands, in order; not those of its functions, nor the shell's own."""
+    source = "get_ipython().system('echo {b} $a; for i in 1; do echo $i; done')\n"
+    in_function = "def f():\n    get_ipython().system('{c}')\n"
+    in_class = "class A:\n    get_ipython().run_line_magic('cd', '{d}')\n"
+    assert names_in_commands(in_function + source + in_class) == ["b", "a", "d"]
