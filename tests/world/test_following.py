@@ -104,8 +104,12 @@ def test_a_stop_while_news_is_drawn(world: World, tmp_path: Path) -> None:
     assert world.gather("kept") == [0, 1]
 
 
-def test_a_second_stop_gives_control_back(world: World, tmp_path: Path) -> None:
+def test_a_second_stop_gives_control_back(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ranks that catch the first one still run then; the next cell waits for them."""
+    monkeypatch.setattr("nbdist.world.sent.CONTROL_TIMEOUT", 2 * SOON)  # after one Stop
+    leave = threading.Timer(SOON, (tmp_path / "open").touch)
     running = world.submit(
         world.task(
             "import time\nfrom pathlib import Path\n"
@@ -118,9 +122,13 @@ def test_a_second_stop_gives_control_back(world: World, tmp_path: Path) -> None:
     for _ in world.follow(running):
         with running.counting_stops():
             if have_begun(tmp_path) and running.stops < 2 and time.monotonic() > pressed + 0.5:
+                if not pressed:
+                    leave.start()
                 pressed = time.monotonic()
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(1)
+    leave.cancel()
+    leave.join()
     assert running.stops == 2
     assert running.unfinished == (0, 1)
     assert world.state is State.STUCK

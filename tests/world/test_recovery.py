@@ -299,13 +299,15 @@ def each_new_worker(world: World, do: Callable[[psutil.Process], None]) -> Itera
     """Do something to every worker process that is started meanwhile."""
     fork_server = psutil.Process(world.pids[0]).parent()
     assert fork_server is not None
-    known, over = set(fork_server.children()), threading.Event()
+    # A look at all processes would take longer than a worker's start where others are at work.
+    children = Path(f"/proc/{fork_server.pid}/task/{fork_server.pid}/children")
+    known, over = {*children.read_text().split()}, threading.Event()
 
     def watch() -> None:
         while not over.wait(0.002):
-            for child in set(fork_server.children()) - known:
+            for child in {*children.read_text().split()} - known:
                 known.add(child)
-                do(child)
+                do(psutil.Process(int(child)))
 
     thread = threading.Thread(target=watch)
     thread.start()
