@@ -50,7 +50,7 @@ SMALL = 1_000_000
 LONGEST_ERROR = 1 << 17
 """Characters of an error's message, and of a frame of its traceback, that are passed on."""
 
-MOST_AHEAD = 8 << 20
+MOST_AHEAD = 2 << 20
 """Bytes after which a rank waits until its agent has taken in all of them."""
 
 OF_MESSAGE = 4 << 10

@@ -17,7 +17,7 @@ from nbdist.output.rank_transcript import SHOWN_AT_MOST
 from nbdist.system.limits import control_groups
 from nbdist.world.world import World
 from tests.notebook.front_end import Notebook
-from tests.waiting import once, wait_until
+from tests.waiting import SOON, once, wait_until
 from tests.worlds import NewWorld
 
 SIZE = 100 << 20
@@ -159,9 +159,11 @@ def test_displays_that_nobody_takes(world: World, tmp_path: Path) -> None:
     "shown", [f"HTML('x' * {PAGE})", "{'application/x': [0.5] * 30_000}, raw=True"]
 )
 def test_stop_in_a_flood_of_displays(shown: str, tmp_path: Path) -> None:
-    """Control is back within 5 s, with all that is kept of them compared and drawn."""
-    file, pressed = tmp_path / "full", list[float]()
-    notebook = Notebook("%load_ext nbdist", "%%distributed -n 4\nfrom IPython.display import HTML")
+    """Control is back within 5 s, or more on busy processors, with all that is kept drawn."""
+    file, pressed, busy = tmp_path / "full", list[float](), SOON / 60
+    patience = f"import nbdist.world.sent\nnbdist.world.sent.CONTROL_TIMEOUT *= {busy}"
+    load = "%%distributed -n 4\nfrom IPython.display import HTML"
+    notebook = Notebook("%load_ext nbdist", patience, load)
 
     def press() -> None:
         pressed.append(time.monotonic())
@@ -180,4 +182,4 @@ def test_stop_in_a_flood_of_displays(shown: str, tmp_path: Path) -> None:
         notebook.close()
     sys.stdout.write(f"control back after {seconds:.2f} s\n")
     assert outcome.error == "KeyboardInterrupt: Stopped on ranks 0-3. No variables were lost."
-    assert seconds < 5
+    assert seconds < 5 * busy
