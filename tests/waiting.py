@@ -37,13 +37,21 @@ async def until(is_so: Callable[[], object], what: str = "", timeout: float = SO
 
 @contextmanager
 def once(is_due: Callable[[], object], do: Callable[[], object], what: str = "") -> Iterator[None]:
-    """Do something in a thread as soon as it is due, unless what runs here has ended by then."""
-    over = threading.Event()
+    """Do something in a thread as soon as it is due, unless what runs here has ended by then.
+
+    Where that fails, what runs here is interrupted: it may wait for it.
+    """
+    over, failed = threading.Event(), list[Exception]()
 
     def wait_and_do() -> None:
-        wait_until(lambda: over.is_set() or is_due(), what)
-        if not over.is_set():
-            do()
+        try:
+            wait_until(lambda: over.is_set() or is_due(), what)
+            if not over.is_set():
+                do()
+        except Exception as error:  # noqa: BLE001 (it is raised below)
+            failed.append(error)
+            if not over.is_set():
+                press_stop()
 
     thread = threading.Thread(target=wait_and_do)
     thread.start()
@@ -52,6 +60,8 @@ def once(is_due: Callable[[], object], do: Callable[[], object], what: str = "")
     finally:
         over.set()
         thread.join()
+        if failed:
+            raise failed[0]
 
 
 def press_stop() -> None:
