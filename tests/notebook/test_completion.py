@@ -18,6 +18,7 @@ from nbdist.output.events import Done
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.notebook.front_end import Notebook
+from tests.waiting import wait_until
 
 ON_WORKERS = """%%distributed -n 2
 import torch.nn as nn
@@ -63,7 +64,8 @@ def inspect(notebook: Notebook, code: str) -> str:
 
 def test_names_and_attributes(two: Notebook) -> None:
     """Of the workers in their cells, beside the notebook's names; in plain cells of neither."""
-    assert {"net", "net_of_one"} <= {*complete(two, "%%rank 1\nne")}
+    # Only what a rank says in time is offered, and at first it imports what completes.
+    wait_until(lambda: {"net", "net_of_one"} <= {*complete(two, "%%rank 1\nne")}, "rank 1 answers")
     assert "net_of_one" not in complete(two, "%%rank 0\nne")
     assert "train_for" in complete(two, "# a comment\n%%distributed\ntrai")
     assert complete(two, "%%distributed\nnet.enc") == ["encoder"]
