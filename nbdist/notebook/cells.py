@@ -186,7 +186,7 @@ def attempt_steps(
         display.note(running.restart)
         new = [rank for rank, pid in world.pids.items() if pid != pids.get(rank)]
         names.taken_over(new, world.session.names)
-        world.session.take_replaced()
+        world.session.told(running.replaced)
     try:
         check_end(pool, world, running)
     except (NbdistError, Interrupted) as error:
@@ -232,7 +232,9 @@ def _attempt(
     try:
         # Ranks may run it before it is followed: a Stop meanwhile is met as one that comes later.
         with met_stops(partial(world.session.meet_stop_of, task)):
+            machines = world.session.machines
             running = pool.last = world.session.submit(task, how.patience, shipped)
+            pool.tell_of_deaths(world, display, machines)
             if world.session.code and (left := world.session.code.take_note()):
                 display.note(left)
             if said := world.session.surroundings.take_note():
@@ -330,7 +332,6 @@ def check_end(
     pool: Pool, world: World, running: RunningTask, *, stopped: bool | None = None
 ) -> None:
     """Raise the one error of a cell that failed, which says what became of dead ranks."""
-    world.session.take_replaced()
     if running.unfinished and world.session.is_left():
         find = f"`%dist_attach {world.session.name}` in the next one finds them"
         raise Interrupted((), fate=f"the kernel ends, and the workers keep running: {find}")
@@ -339,10 +340,12 @@ def check_end(
     killed = running.killed_by_stop
     stopped = bool(running.stops) if stopped is None else stopped
     if stopped and not running.unfinished and (killed or not running.died):
+        world.session.told(killed)
         fate = stop_text(world.session, killed) if killed else late_stop_text(running)
         raise Interrupted(running.task.ranks, killed, fate)
     running.lacking = running.lacking or _not_sent_text(pool, cause)
     if error := running.error():
+        world.session.told(running.replaced)
         _keep_why(pool, running)
         if isinstance(error, CellTimeout) and killed:
             error.add(stop_text(world.session, killed))
@@ -367,7 +370,9 @@ def bring(
     pool.background.wait(pool.display())
     progress = Progress(display, what) if display else None
     with met_stops(partial(world.session.meet_stop_of, task)):
+        machines = world.session.machines
         running = world.submit(task)
+        pool.tell_of_deaths(world, display or pool.display(), machines)
         for _ in follow_steps(pool, world, running, None):
             with running.counting_stops():
                 if progress and running.moved:
@@ -387,7 +392,9 @@ def bind(
     shipped: Mapping[str, Shipped] | None = None,
 ) -> None:
     """Have all ranks bind what they take with a task, or none; with a display that is shown."""
+    machines = world.session.machines
     for running in binding(world.session, take, work, shipped):
+        pool.tell_of_deaths(world, display or pool.display(), machines)
         if display:
             pool.last = running
         follow(pool, world, running, display)

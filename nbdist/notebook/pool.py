@@ -37,10 +37,11 @@ if TYPE_CHECKING:
 
     from nbdist.notebook.display import CellDisplay
     from nbdist.notebook.options import NbDist
-    from nbdist.output.events import RankError
+    from nbdist.output.events import Died, RankError
     from nbdist.world.link import Link
     from nbdist.world.running import RunningTask
     from nbdist.world.snapshot_store import Snapshot
+    from nbdist.world.states import Machines
 
 
 class Pool:
@@ -328,7 +329,16 @@ class Pool:
             display.note(f"{came} came · {scaled_text(world.session)}")
             self.shown_size = world.size
         dead = {rank: died for rank, died in dead.items() if rank not in world.session.dead}
-        dead |= world.session.take_replaced()
+        self.tell_of_deaths(world, display, machines, dead)
+
+    def tell_of_deaths(
+        self, world: World, display: CellDisplay, machines: Machines, dead: Mapping[int, Died] = {}
+    ) -> None:
+        """Say which ranks have died outside of a cell, what became of them, and keep why.
+
+        Those that were replaced, and the `dead`; `machines` are those that they were on.
+        """
+        dead = {**dead, **world.session.take_replaced()}
         for rank, died in dead.items():
             self.why = why_died(rank, machines.name(rank), died, self.log_files().get(rank, ""))
             display.note(f"rank {rank} {idle_end(died)}")

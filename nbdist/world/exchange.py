@@ -185,8 +185,8 @@ def commit(
     session.check_ready()
     before, ranks = taken.crew.pids, taken.task.ranks
     if gone := [rank for rank in ranks if session.pids.get(rank) != before[rank]]:
-        died = session.take_replaced()
-        lost = Died(None, time.time_ns())
+        died, lost = dict(session.replaced), Died(None, time.time_ns())
+        session.told(gone)
         error = recovery.death(session, {rank: died.get(rank, lost) for rank in gone})
         error.add("Nothing was bound.")
         raise error

@@ -122,8 +122,8 @@ def end(workers: Workers, running: RunningTask) -> None:
     finish(workers, running)
     # In a stalled network they could not meet now, and the next cell has them do so.  Where they
     # do, some may be restarted for it.
-    again = () if running.was_stalled else heal(workers)
-    if lost := {*running.deaths, *again}:
+    running.replaced = () if running.was_stalled else heal(workers)
+    if lost := {*running.deaths, *running.replaced}:
         running.fate = healing_text(workers, sorted(lost))
     running.restart = _restart_text(workers, running)
     running.lacking = _lacking_text(workers, running)
@@ -223,6 +223,7 @@ def scale(workers: Workers, size: int, keep: Sequence[int]) -> None:
         raise workers.lost
     if workers.is_elsewhere:  # where machines come and go, the size changes without being asked for
         workers.config = workers.config.of_size(workers.size)
+    workers.told(workers.renumbering.new)  # as new ones: those that died were none yet
     replay(workers, {*replaced, *workers.renumbering.new})
     if workers.state is State.BROKEN:
         raise WorldBroken(workers.problem)

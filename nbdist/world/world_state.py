@@ -352,6 +352,11 @@ class Standing:
         replaced, self.replaced = self.replaced, {}
         return replaced
 
+    def told(self, ranks: Iterable[int]) -> None:
+        """Note that an error has said that these were replaced."""
+        for rank in ranks:
+            self.replaced.pop(rank, None)
+
     def take_moved(self) -> Mapping[int, int]:
         """Return what ranks have become that have other numbers since this was last asked."""
         found, self._renumbered = self._renumbered, None

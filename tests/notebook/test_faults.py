@@ -87,6 +87,34 @@ def test_death_while_idle_that_the_event_loop_did_not_see(notebook: Notebook) ->
     assert said in outcome.displays[-1]["data"]["text/plain"]
 
 
+BOMB = """
+import os, signal
+import nbdist.notebook.extension
+class Bomb:
+    def __reduce__(self):
+        session = {session}
+        if {pid} in session.pids.values():
+            os.kill({pid}, signal.SIGKILL)
+            while not session.link.arrived: pass
+        return int, (7,)
+bomb = Bomb()
+"""
+
+
+@pytest.mark.parametrize(
+    "magic", ["%%distributed\nbomb", "%dist_push bomb", "%%distributed -r 0\nbomb"]
+)
+def test_death_while_a_cell_is_sent(notebook: Notebook, magic: str) -> None:
+    """A rank that dies after the cell has looked, and before it runs, is told in it or the next."""
+    pid = notebook.run("%%rank 1\nimport os; os.getpid()").text.split()[-1]
+    session = "nbdist.notebook.extension._loaded[get_ipython()][0].default.world.session"
+    notebook.run(BOMB.format(session=session, pid=pid))
+    told = [notebook.run(magic), notebook.run("%%distributed\npass")]
+    assert [outcome.errors for outcome in told] == [[], []]
+    said = "rank 1 was killed by SIGKILL while no cell was running · rank 1 was restarted"
+    assert sum(outcome.text.count(said) for outcome in told) == 1
+
+
 @pytest.mark.own_agent
 def test_agent_that_dies(fresh: Callable[..., Notebook]) -> None:
     """It is told under the last cell, where that is watched, and in the next as in the status."""

@@ -100,7 +100,7 @@ def _replace(line: Line, keep: list[str]) -> str:
     world, ranks = line.busy_world, line.ranks
     line.display.wait_for(f"restarting {name_ranks(ranks)}")
     world.replace(ranks, keep)
-    world.session.take_replaced()
+    world.session.told(ranks)
     return healing_text(world.session, ranks)
 
 
@@ -136,10 +136,11 @@ def dist_scale(line: Line) -> str:
     if size is not None or keep:
         after = len(keep) if keep else parse_size(size, before)
         line.display.wait_for(f"scaling from {before} to {count(after, 'worker')} …")
+    machines = world.session.machines
     try:
         world.scale(size, ranks=keep)
     finally:
-        world.session.take_replaced()
+        line.pool.tell_of_deaths(world, line.display, machines)
     if world.size == before:
         return f"already {count(before, 'worker')}"
     if world.session.warning:

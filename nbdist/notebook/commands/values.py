@@ -221,10 +221,7 @@ def dist_sync(line: Line) -> str:
     to = None if line.options.ranks is None else line.ranks
     listed = ", ".join(names)
     line.display.wait_for(f"copying {listed} …")
-    try:
-        got = world.sync(names, source, to)
-    finally:
-        world.session.take_replaced()  # as its error says
+    got = world.sync(names, source, to)
     if got:
         return f"copied {listed} from rank {source} to {name_ranks(got)}"
     return f"all ranks have {listed} already; `-r all` copies to all of them"
