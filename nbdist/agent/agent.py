@@ -228,9 +228,9 @@ class Agent:
                 return await self._forming.heal()
             case Scale(spec, keep):
                 return await self._forming.scale(spec, keep)
-            case Kill(ranks):
+            case Kill(ranks, why):
                 for worker in self._workers.alive(ranks):
-                    worker.kill()
+                    worker.kill(why)
             case GetCode() as get:
                 return await asyncio.to_thread(self._workers.code.look, get)
             case PutCode() as put:

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -152,8 +152,8 @@ class Head:
                 reply = await self._assembly.change(request)
                 self._task_of.clear()
                 return reply
-            case Kill(ranks):
-                await self._kill(ranks)
+            case Kill() as kill:
+                await self._kill(kill)
             case GetCode() | PutCode():
                 return await self._assembly.take_code(request)
         return None
@@ -179,10 +179,9 @@ class Head:
             if node.lost:
                 self._report_dead(node, part)
 
-    async def _kill(self, ranks: Sequence[int]) -> None:
-        await asyncio.gather(
-            *(ask(node, Kill(part)) for node, part in self._assembly.nodes(ranks).items())
-        )
+    async def _kill(self, kill: Kill) -> None:
+        parts = self._assembly.nodes(kill.ranks).items()
+        await asyncio.gather(*(ask(node, replace(kill, ranks=part)) for node, part in parts))
 
     async def _report_rows(self, number: int, request: GetStatus | GetStacks | GetLogs) -> None:
         self._notebook.send(Answer(number, await rows_of(self._assembly.there, request)))

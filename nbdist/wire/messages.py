@@ -105,9 +105,10 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """End these ranks' processes now; `Died` follows for each."""
+    """End these ranks' processes now; `Died` follows for each, and says `why`."""
 
     ranks: tuple[int, ...]
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

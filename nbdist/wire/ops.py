@@ -229,8 +229,8 @@ class Mesh:
 class Written:
     """A rank's file of a snapshot: names, what goes along with them, what was left out and why.
 
-    With a `problem`, for the user, there is no file.  `torch` is its version; `meshes` are
-    those that restoring it needs.
+    With a `problem`, for the user, there is no file.  `versions` are those that wrote it; `meshes`
+    are those that restoring it needs.
     """
 
     problem: str = ""
@@ -239,7 +239,7 @@ class Written:
     left_out: Mapping[str, str] = field(default_factory=dict)
     size: int = 0
     digest: str = ""
-    torch: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
     meshes: tuple[Mesh, ...] = ()
 
 

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from nbdist.wire.messages import Kill
 from nbdist.wire.views import Place
+from nbdist.words import name_ranks
 from nbdist.world.hangs import ANSWER_TIMEOUT, differing
 from nbdist.world.running import RunningTask, Step
 from nbdist.world.sent import News
@@ -144,6 +145,10 @@ def _take(workers: Workers, running: RunningTask, step: Step) -> None:
                 interrupt(workers, running)
         case Step.END_SURVIVORS:
             workers.link.call(Kill(running.unfinished))
+        case Step.END_UNWAKEABLE:
+            ranks = running.unwakeable
+            why = f"gloo did not wake {name_ranks(ranks)} from a collective that had ended"
+            workers.link.call(Kill(ranks, why))
 
 
 def _abort_leftovers(workers: Workers, running: RunningTask) -> None:

@@ -40,6 +40,11 @@ UNCHANGED = 3.0
 ALL_UNCHANGED = 1.0
 """Seconds after which nothing moves where all wait, and no thread has anything to do."""
 
+ABORTS = 3
+"""Times that gloo's collectives were aborted, after which a rank that waits in the same one still
+is never woken.  Gloo forgets a message that it could not write as the other end had gone, where its
+own thread has yet to notice that: `Pair::signalException` passes over `op.ubuf` (torch 2.13)."""
+
 
 ABORTED = "Released"
 """`Failure.name` of a rank whose collective was aborted."""
@@ -67,6 +72,7 @@ class Watch:
         self._looks = 0
         self._in_flight = 0
         self._was_soon = False
+        self._aborts: dict[int, tuple[Place, int]] = {}
         self._next = started + min(hang_timeout, FIRST_LOOK)
         self._hurried: float | None = None
 
@@ -147,8 +153,23 @@ class Watch:
         is_calm = place.is_calm or before.is_calm
         return is_calm or now - self._since[rank] >= unchanged
 
+    def aborted_in_vain(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Say which of these wait where they did when collectives were aborted, again and again."""
+        found = {rank: self._aborts[rank] for rank in ranks if rank in self._aborts}
+        found = {rank: each for rank, each in found.items() if rank in self.places}
+        return tuple(
+            rank
+            for rank, (place, times) in found.items()
+            if times >= ABORTS and self.places[rank].is_calm and _is_same(self.places[rank], place)
+        )
+
     def start_over(self, now: float) -> None:
         """Begin anew while collectives are aborted: look in a while who still waits."""
+        before = self._aborts
+        self._aborts = {}
+        for rank, place in self.places.items():
+            met, times = before.get(rank, (place, 0))
+            self._aborts[rank] = (place, times + 1 if _is_same(place, met) else 1)
         self.places, self._before = {}, {}
         self._next = now + 5 * SOON
 

@@ -31,6 +31,7 @@ class Step(Enum):
     ABORT_FOR_DEAD = "abort what may wait for a dead rank"
     TIME_OUT = "stop it, as it takes longer than it may"
     END_SURVIVORS = "end the ranks that live, as the policy for deaths says"
+    END_UNWAKEABLE = "end ranks that wait in what has been aborted, and that nothing wakes"
 
 
 class RunningTask(SentTask):
@@ -68,10 +69,16 @@ class RunningTask(SentTask):
         # Stop aborts collectives too, which their agent sees to.
         aborts = self.patience.aborts and not self.is_stopping
         if aborts and self._can_never_go_on(unfinished, now):
-            yield Step.ABORT
+            yield Step.END_UNWAKEABLE if self.unwakeable else Step.ABORT
         elif self._watch.wait(now) == 0:
             self._watch.asked(now)
             yield Step.LOCATE
+
+    @property
+    def unwakeable(self) -> tuple[int, ...]:
+        """The ranks that wait in what has been aborted, and that nothing wakes."""
+        # With nccl the rank's own agent sees to that.
+        return () if self.crew.runs_ahead else self._watch.aborted_in_vain(self.unfinished)
 
     def seconds_to_look(self, now: float) -> float:
         """Say how long there is nothing to ask the ranks for, and nothing to do about them."""

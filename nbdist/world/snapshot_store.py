@@ -59,9 +59,9 @@ class Part:
 class Snapshot:
     """One that lies in its folder; `problem` says what is wrong with it, as far as is seen.
 
-    `meshes` have to be there before anything of it is unpickled.  `owner` is the notebook that
-    has written it.  `distrust` says who else could have written it: then nothing of it has been
-    read.
+    `meshes` have to be there before anything of it is unpickled.  `versions` are those of what has
+    written it, `owner` is the notebook that has.  `distrust` says who else could have written it:
+    then nothing of it has been read.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Snapshot:
     time: float = 0.0
     parts: Mapping[int, Part] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
-    torch: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
     meshes: tuple[Mesh, ...] = ()
     owner: str = ""
     problem: str = ""
@@ -266,7 +266,7 @@ class SnapshotStore:
             "time": now,
             "world_size": len(parts),
             "nbdist": __version__,
-            "torch": first.torch,
+            "versions": dict(first.versions),
             "owner": self.owner,
             "meshes": [asdict(mesh) for mesh in {m for p in parts.values() for m in p.meshes}],
             "left_out": {n: why for part in parts.values() for n, why in part.left_out.items()},
@@ -367,7 +367,8 @@ def _read(name: str, folder: Path) -> Snapshot:
                 for rank, p in manifest["ranks"].items()
             }
             meshes = tuple(Mesh.read(mesh) for mesh in manifest["meshes"])
-            found = (manifest["time"], parts, manifest["left_out"], manifest["torch"], meshes)
+            versions = {k: str(v) for k, v in manifest.get("versions", {}).items()}
+            found = (manifest["time"], parts, manifest["left_out"], versions, meshes)
             owner = manifest.get("owner", "")
             problems = [_problem_of(folder / f"rank{r}.frames", p, at) for r, p in parts.items()]
     except folders.Untrusted as error:

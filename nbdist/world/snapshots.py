@@ -13,6 +13,7 @@ from typing import Any
 
 from nbdist.errors import UsageError
 from nbdist.wire.ops import Loaded, Mesh, Written
+from nbdist.wire.spec import difference, versions_here
 from nbdist.wire.work import Call
 from nbdist.words import count, format_ranks, name_ranks
 from nbdist.world.exchange import commit
@@ -145,6 +146,8 @@ def restore(
             raise store.distrusted(snapshot, distrust)
         if damage:
             raise store.damaged(snapshot, damage)
+        if differs := difference(snapshot.versions, versions_here()):
+            problem += f" (written with {differs.what} {differs.there}, here is {differs.here})"
         raise UsageError(f"The snapshot `{snapshot.key}` cannot be restored: {problem}.")
     wanted = {"names": names and [*names], "with_random": from_rank is None}
     running = commit(session, Call("snapshot.bind", wanted))

@@ -9,11 +9,12 @@ from typing import Any
 import psutil
 import pytest
 
+from nbdist.config import Patience
 from nbdist.errors import WorkerDied
 from nbdist.system.processes import agent_command
 from nbdist.world.world import World
 from tests.hosts.network import Host, Network
-from tests.waiting import once
+from tests.waiting import SOON, once
 
 AGENT_ARGUMENTS = agent_command("")[1:]
 
@@ -75,6 +76,11 @@ def lose(world: World, network: Network, do: Callable[[], object]) -> str:
     """Do this to a machine while all ranks are in the middle of collectives: what is said then."""
     begun = network.folder / "begun"
     begun.unlink(missing_ok=True)
-    with once(begun.exists, do, "the ranks have met"), pytest.raises(WorkerDied) as caught:
-        world.execute(FOREVER.format(begun=str(begun)))
+    session = world.session
+    with once(begun.exists, do, "the ranks have met"):
+        task = session.task(FOREVER.format(begun=str(begun)))
+        running = session.submit(task, Patience(timeout=SOON))  # a survivor that waits is named
+        session.wait(running)
+    with pytest.raises(WorkerDied) as caught:
+        session.check(running)
     return str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -163,3 +164,20 @@ def test_a_stop_is_counted() -> None:
     with pytest.raises(ValueError, match="drawn"), task.counting_stops():
         raise ValueError("drawn")
     assert task.stops == 1
+
+
+@pytest.mark.parametrize(("backend", "ended"), [("gloo", (0,)), ("cpu:gloo,cuda:nccl", ())])
+def test_what_nothing_wakes_is_ended(backend: str, ended: tuple[int, ...]) -> None:
+    """A rank that waits on, calm, in what was aborted three times; not one that has gone on."""
+    task, now = running(ranks=3, backend=backend), time.monotonic()
+    task.receive(2, Done("ok", 0.1))
+    steps: list[Step] = []
+    while len(steps) < 4:
+        now += 1.0
+        goes_on = replace(WAITS, moved=len(steps))
+        task.take_places({0: WAITS, 1: goes_on, 2: Place()}, now)
+        for step in set(task.next_steps(now)) - {Step.LOCATE}:
+            steps.append(step)
+            assert task.unwakeable == (ended if len(steps) == 4 else ())
+            task.abort(now)
+    assert steps == [Step.ABORT] * 3 + [Step.END_UNWAKEABLE if ended else Step.ABORT]

@@ -30,7 +30,7 @@ def take(store: SnapshotStore, name: str) -> Snapshot:
         for rank in range(2):
             size, digest = write_frames(folder / f"rank{rank}.frames", [b"contents"])
             left_out = {"lock": "TypeError"} if rank else {}
-            parts[rank] = Written("", ("x",), ("f",), left_out, size, digest, "2.0")
+            parts[rank] = Written("", ("x",), ("f",), left_out, size, digest, {"torch": "2.0"})
         return store.publish(folder, name, parts)
 
 
@@ -53,10 +53,10 @@ def test_a_complete_one_is_found(store: SnapshotStore) -> None:
         ["x"],
         2 * taken.parts[0].size,
     )
-    assert (taken.left_out, taken.parts[1].also, taken.torch) == (
+    assert (taken.left_out, taken.parts[1].also, taken.versions) == (
         {"lock": "TypeError"},
         ("f",),
-        "2.0",
+        {"torch": "2.0"},
     )
     assert (taken.problem, taken.distrust) == ("", "")
     assert repr(store) == f"<SnapshotStore {store.root}, 1 snapshots>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.errors import UsageError, WorkerDied, WorkerError, WorldNotStarted
+from nbdist.wire.spec import versions_here
 from nbdist.world.snapshot_store import KEPT, Snapshot
 from nbdist.world.world import World
 from tests.waiting import SOON
@@ -92,10 +94,16 @@ def test_functions_of_another_python(world: World) -> None:
     """They are refused in one line with both versions, and nothing is bound beside them."""
     world.execute("from nbdist.values import pickling\ndef f(): pass\nx = 'old'")
     world.execute("here, pickling.PYTHON = pickling.PYTHON, (3, 1)")
-    world.snapshot("f", "x", name="a")
+    taken = world.snapshot("f", "x", name="a")
+    manifest = taken.folder / "manifest.json"
+    told = json.loads(manifest.read_text())
+    assert told["versions"] == {**versions_here()}
+    told["versions"]["cloudpickle"] = "1.5.0"
+    manifest.write_text(json.dumps(told))
     world.execute("pickling.PYTHON, x = here, 'now'")
     here = ".".join(map(str, sys.version_info[:2]))
-    said = f"ranks 0-1: .* a function of Python 3.1 cannot be used in {here}"
+    said = f"ranks 0-1: .* a function of Python 3.1 cannot be used in {here} "
+    said += r"\(written with cloudpickle 1.5.0, here is .*\)\."
     with pytest.raises(UsageError, match=said) as it:
         world.restore(name="a")
     assert "\n" not in str(it.value)

@@ -28,6 +28,7 @@ from nbdist.system.folders import Untrusted
 from nbdist.values.pickling import Pickled, pickle, unpickle
 from nbdist.values.shared_memory import ALIGNMENT, Buffer
 from nbdist.wire.ops import Loaded, Written
+from nbdist.wire.spec import versions_here
 from nbdist.words import one_line
 from nbdist.worker.compat import accelerator
 from nbdist.worker.group.ddp import bucket_layout, set_bucket_layout
@@ -243,10 +244,9 @@ def write(
         size, digest = write_frames(Path(folder, file_name(own_rank())), [first, *frames, *shards])
     except OSError as error:
         return Written(error.strerror or str(error))
-    # Nothing of torch's own types: the notebook would import torch to read it.
-    version, meshes = str(torch.__version__), (*writer.meshes,)
     written = (*(name for name in wanted[own_rank()] if name in values),)
-    return Written("", written, (*also,), left_out, size, digest, version, meshes)
+    versions, meshes = versions_here(), (*writer.meshes,)
+    return Written("", written, (*also,), left_out, size, digest, versions, meshes)
 
 
 def _lacks(folder: str) -> str:
