@@ -43,8 +43,8 @@ ALL_UNCHANGED = 1.0
 ABORTS = 3
 """Times that gloo's collectives were aborted, after which a rank that waits in the same one still
 is never woken.  Gloo forgets a message that it could not write as the other end had gone, where its
-own thread has yet to notice that: `Pair::signalException` passes over `op.ubuf` (torch 2.13)."""
-
+own thread has yet to notice that (torch 2.13; its Pair::signalException passes over such messages).
+"""
 
 ABORTED = "Released"
 """`Failure.name` of a rank whose collective was aborted."""
