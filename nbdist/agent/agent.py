@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from nbdist.agent.forming import Forming
-from nbdist.agent.inspect import consulted, stack_of, status_of
+from nbdist.agent.inspect import UsageWatch, consulted, stack_of, status_of
 from nbdist.agent.listener import Window, seen_here
 from nbdist.agent.notebook_link import Serving, Tether, run
 from nbdist.agent.outbox import Outbox
@@ -18,7 +18,6 @@ from nbdist.agent.processes import Children, Forker
 from nbdist.agent.rendezvous import AskStore, StoreWindow
 from nbdist.agent.startup import ForkServerProcess, Guard
 from nbdist.agent.stopping import Stopping
-from nbdist.agent.usage import UsageWatch
 from nbdist.agent.worker import Emit, Worker
 from nbdist.agent.worker_group import PartCalls, WorkerGroup
 from nbdist.agent.worker_logs import read_logs

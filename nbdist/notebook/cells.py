@@ -30,11 +30,11 @@ from nbdist.notebook.cell_text import (
     in_notebook_lines,
 )
 from nbdist.notebook.display import missed
+from nbdist.notebook.idle import met_stops, raised_stops
 from nbdist.notebook.options import at_once
 from nbdist.notebook.shipping.plan import plan
 from nbdist.notebook.shipping.transfer import Progress, on_its_way_text, packed, words_only
 from nbdist.notebook.shipping.versions import gathered_text
-from nbdist.notebook.stops import met_stops, raised_stops
 from nbdist.notebook.values import last_values
 from nbdist.notebook.why import why_of
 from nbdist.topology import parse_ranks
@@ -44,7 +44,7 @@ from nbdist.world.calling import ask, next_to_ask
 from nbdist.world.exchange import binding
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN
 from nbdist.world.recovery import late_stop_text, stop_text, undefined_name
-from nbdist.world.status import usage_text
+from nbdist.world.result import usage_text
 
 if TYPE_CHECKING:
     import argparse

@@ -26,7 +26,7 @@ from nbdist.notebook import commands
 from nbdist.notebook.cell_text import without_comment
 from nbdist.notebook.cells import bring
 from nbdist.notebook.display import Shown, below, block
-from nbdist.notebook.idle import is_in_subshell, refusal
+from nbdist.notebook.idle import command_stops, is_in_subshell, refusal
 from nbdist.notebook.options import (
     Magic,
     flags_of,
@@ -37,7 +37,6 @@ from nbdist.notebook.options import (
     split_code,
     world_options,
 )
-from nbdist.notebook.stops import command_stops
 from nbdist.topology import parse_ranks
 from nbdist.wire.work import Call
 from nbdist.words import one_line

@@ -83,7 +83,7 @@ def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Com
     """
     from nbdist.notebook.auto_cells import AutoCells
     from nbdist.notebook.cell_text import transform_first_lines
-    from nbdist.notebook.commands.debug import RanksDebugger
+    from nbdist.notebook.commands.run import RanksDebugger
     from nbdist.notebook.completion import Completion
     from nbdist.notebook.extension import Wrapped
     from nbdist.notebook.hints import Border

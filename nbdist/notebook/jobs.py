@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from nbdist.errors import CellTimeout, Interrupted, JobLost, JobTimeout, NbdistError, WorkerError
-from nbdist.notebook.stops import counted_stops, held_stops, is_main_thread
+from nbdist.notebook.idle import counted_stops, held_stops, is_main_thread
 from nbdist.output.wording import ranks_text, seconds_text
 from nbdist.words import one_line
 from nbdist.world.following import TICK
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from IPython.lib.pretty import RepresentationPrinter
 
     from nbdist.notebook.display import CellDisplay
-    from nbdist.notebook.idle import IdleWatch
-    from nbdist.notebook.stops import IdleStop
+    from nbdist.notebook.idle import IdleStop, IdleWatch
 
 
 Steps: TypeAlias = Generator[RunningTask, float | None, CellResult[Any] | BaseException]

@@ -12,12 +12,11 @@ from nbdist.hosts import LOCAL
 from nbdist.notebook.auto_mode import NOTE as AUTO_NOTE
 from nbdist.notebook.auto_mode import AutoMode
 from nbdist.notebook.display import Page, make_display
-from nbdist.notebook.idle import Ended, IdleWatch, at_next_prompt, is_in_subshell
+from nbdist.notebook.idle import Ended, IdleStop, IdleWatch, at_next_prompt, is_in_subshell
 from nbdist.notebook.jobs import Background
 from nbdist.notebook.options import check_same, given
 from nbdist.notebook.shipping.free_names import names_bound
 from nbdist.notebook.shipping.versions import Gathered, assigned_in
-from nbdist.notebook.stops import IdleStop
 from nbdist.notebook.why import Why, idle_end, why_died
 from nbdist.words import count, name_ranks
 from nbdist.world.names import list_names

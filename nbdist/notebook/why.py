@@ -10,8 +10,8 @@ from nbdist.errors import AgentLost, NbdistError, WorkerError
 from nbdist.output.ansi import strip
 from nbdist.output.events import Died, Failure, RankError
 from nbdist.output.rank_transcript import RankTranscript
+from nbdist.output.rich import traceback_html
 from nbdist.output.screen import Line
-from nbdist.output.tracebacks import traceback_html
 from nbdist.output.transcript import said_by
 from nbdist.output.wording import (
     LINES,

@@ -176,7 +176,7 @@ class Done:
     cell has deleted; without `received` it was stopped before it had bound those that came along.
     `kept` is how many bytes the cell's last value takes, where the rank has kept it for the
     notebook, None where not.  `kinds` says of those of `bound` that are modules, optimizers or
-    tensors which they are (`nbdist.values.identity`), and `covered` are those that every worker has
+    tensors which they are (`nbdist.values.payload`), and `covered` are those that every worker has
     of itself, and that are something else now.  `unfit` says why the process is of no more use.
     """
 

@@ -14,9 +14,8 @@ from nbdist.output.bars import BarTable, RankBars, columns
 from nbdist.output.events import Failure
 from nbdist.output.layout import MARKS, Block, Hidden, Item, Panel, Row, merged
 from nbdist.output.rank_transcript import Look, Shown
-from nbdist.output.rich import embed, is_image, is_leftover, kind_text
+from nbdist.output.rich import embed, is_image, is_leftover, kind_text, traceback_html
 from nbdist.output.screen import Line
-from nbdist.output.tracebacks import traceback_html
 from nbdist.output.wording import (
     AMBER,
     BLUE,

@@ -23,7 +23,7 @@ from nbdist.wire.frames import BadFrame, FrameCutter
 from nbdist.wire.views import Usage
 from nbdist.words import aligned, count
 from nbdist.world.agents import Found, runtime_folders, worlds
-from nbdist.world.status import rows, usage_text
+from nbdist.world.result import rows, usage_text
 
 ANSWER_TIMEOUT = 3.0
 READ_SIZE = 1 << 18

@@ -23,7 +23,7 @@ from typing import Any
 
 from nbdist.notebook.shipping.free_names import names_bound, names_used
 from nbdist.values.definitions import cell_source
-from nbdist.values.identity import is_atomic
+from nbdist.values.payload import is_atomic
 from nbdist.words import one_line
 
 Transform = Callable[[str], str]

@@ -20,7 +20,7 @@ import torch
 from nbdist.wire.ops import Met, RankTimes, TracePart
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
-from nbdist.worker.group.flight_record import operation_of
+from nbdist.worker.group.nccl import operation_of
 from nbdist.worker.process import CELL_TIMES
 
 if TYPE_CHECKING:

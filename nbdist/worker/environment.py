@@ -32,9 +32,9 @@ from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.compat.debugger import Debugger
 from nbdist.worker.group.group import Group
-from nbdist.worker.homeward import NotingHook
 from nbdist.worker.namespace import Namespace
 from nbdist.worker.publishing import LargeOutputs
+from nbdist.worker.received import NotingHook
 
 WIDGET_BARS = frozenset({"tqdm.autonotebook", "tqdm.notebook"})
 """The modules of tqdm that choose widgets, or are made of them."""

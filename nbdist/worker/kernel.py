@@ -44,8 +44,7 @@ from nbdist.worker.namespace import Context, Namespace, find_op
 from nbdist.worker.ops.memory import forget_errors
 from nbdist.worker.probe import RUNS_CELLS, keep_crashes
 from nbdist.worker.process import CELL_TIMES
-from nbdist.worker.publishing import MarkingSession
-from nbdist.worker.records import Records
+from nbdist.worker.publishing import MarkingSession, Records
 from nbdist.worker.remedies import contents_of, remedies, unfit_after
 from nbdist.worker.streams import flush_streams, install
 from nbdist.worker.surroundings import Around, OwnModules

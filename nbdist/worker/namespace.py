@@ -18,16 +18,23 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist import plugins
 from nbdist.output.events import NAME_PROBLEM
-from nbdist.values.identity import OTHER, Identity, kind_of
-from nbdist.values.payload import Packed, Payload, open_payload, packing, size_of
+from nbdist.values.payload import (
+    OTHER,
+    Identity,
+    Packed,
+    Payload,
+    kind_of,
+    open_payload,
+    packing,
+    size_of,
+)
 from nbdist.values.pickling import pickle, unpickle
 from nbdist.values.shared_memory import Segment, Steps
 from nbdist.values.unpicklable import blame, fails_in, type_name
 from nbdist.wire.ops import Brought
 from nbdist.worker import ops
-from nbdist.worker.homeward import Homeward, KeptValues, SpreadValue
 from nbdist.worker.memory import Peaks
-from nbdist.worker.received import Received
+from nbdist.worker.received import Homeward, KeptValues, Received, SpreadValue
 from nbdist.worker.tracebacks import Problem
 
 if TYPE_CHECKING:

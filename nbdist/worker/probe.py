@@ -29,9 +29,8 @@ from nbdist.wire.views import PACKAGES, Begun, Collective, Place, StackFrame
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.compat.cpython import call_layout, innermost_frames, outer_frame
-from nbdist.worker.group.flight_record import Counts, Recording
 from nbdist.worker.group.gloo import wait
-from nbdist.worker.group.nccl import Pending, UnderWay, wait_for_device
+from nbdist.worker.group.nccl import Counts, Pending, Recording, UnderWay, wait_for_device
 from nbdist.worker.group.stores import AbortableStore
 from nbdist.worker.ops import script
 from nbdist.worker.ops.call import call

@@ -31,8 +31,8 @@ from nbdist.values.definitions import cell_numbers
 from nbdist.wire.work import failure_in_words
 from nbdist.worker.compat import debugger
 from nbdist.worker.compat.ipython import around_errors, publish_error
+from nbdist.worker.group.default import stale_group_of
 from nbdist.worker.group.gloo import connections_after, reword
-from nbdist.worker.group.naming import stale_group_of
 from nbdist.worker.publishing import MarkingSession
 from nbdist.worker.remedies import led_to, remedies
 

@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 from nbdist.errors import UsageError
 from nbdist.output.events import Done
-from nbdist.values.identity import OTHER, Identity, is_atomic, kind_of
-from nbdist.values.payload import Kept
+from nbdist.values.payload import OTHER, Identity, Kept, is_atomic, kind_of
 
 WORKERS_OWN = frozenset({"rank", "world_size", "local_rank", "device"})
 """Names that every worker binds to its own from its start."""

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.agent.usage`: what workers use is told while a cell runs, then no more.
+"""Tests of `nbdist.agent.inspect`: what workers use is told while a cell runs, then no more.
 
 NVIDIA's library is read by names as CUDA has them, or is not there.
 """
@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.agent.usage import GpuGauge, UsageWatch
+from nbdist.agent.inspect import GpuGauge, UsageWatch
 from nbdist.system.proc import LARGEST_SHARE, MemoryGauge
 from nbdist.wire.views import Gpu
-from nbdist.world.status import usage_text
+from nbdist.world.result import usage_text
 from nbdist.world.world import World
 from tests.waiting import SOON
 from tests.worlds import NewWorld

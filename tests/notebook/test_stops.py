@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.stops`: Ctrl-C is counted, or noticed between cells."""
+"""Tests of `nbdist.notebook.idle`: Ctrl-C is counted, or noticed between cells."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.notebook.stops import (
+from nbdist.notebook.idle import (
     IdleStop,
     command_stops,
     counted_stops,
@@ -83,7 +83,7 @@ def held_with_a_stop(at: int) -> int:
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal passed
-        if not frame.f_code.co_filename.endswith("notebook/stops.py"):
+        if not frame.f_code.co_filename.endswith("notebook/idle.py"):
             return None
         if event == "line" and frame.f_code.co_name in ("held_stops", "counted_stops"):
             passed += 1

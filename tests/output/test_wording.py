@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from nbdist.output.ansi import strip
 from nbdist.output.events import Died, Failure
+from nbdist.output.rich import traceback_html
 from nbdist.output.screen import Line
-from nbdist.output.tracebacks import traceback_html
 from nbdist.output.wording import (
     RED,
     barred,

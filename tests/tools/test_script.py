@@ -32,7 +32,7 @@ from nbdist.tools.cell_code import (
     needed_to_read,
 )
 from nbdist.tools.export import Composer, Script, Setting, title_of
-from nbdist.values.identity import Identity
+from nbdist.values.payload import Identity
 from nbdist.wire.work import Call, Source, Task, Work
 from nbdist.wire.work import Script as ScriptFile
 from nbdist.world.names import NameTable, Shipped

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.values.identity`: a name bound to the same object, and the kinds of values."""
+"""Tests of `nbdist.values.payload`: a name bound to the same object, and the kinds of values."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from nbdist.values import identity
-from nbdist.values.identity import Identity, is_atomic
+from nbdist.values import payload
+from nbdist.values.payload import Identity, is_atomic
 
 
 class Subclass(int):
@@ -112,7 +112,7 @@ def test_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules, optimizers, tensors, and all else; without torch there is nothing but that."""
     module = torch.nn.Linear(1, 1)
     values = [[module], torch.ones(1), torch.optim.SGD(module.parameters()), module]
-    found = [identity.OTHER, identity.TENSOR, identity.OPTIMIZER, identity.MODULE]
-    assert [identity.kind_of(value) for value in values] == found
-    monkeypatch.delitem(identity.sys.modules, "torch")
-    assert identity.kind_of(module) == identity.OTHER
+    found = [payload.OTHER, payload.TENSOR, payload.OPTIMIZER, payload.MODULE]
+    assert [payload.kind_of(value) for value in values] == found
+    monkeypatch.delitem(payload.sys.modules, "torch")
+    assert payload.kind_of(module) == payload.OTHER

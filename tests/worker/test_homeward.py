@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.homeward`: models and tensors of several ranks, gathered."""
+"""Tests of `nbdist.worker.received`: models and tensors of several ranks, gathered."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 
 from nbdist.errors import UsageError, WorkerError
 from nbdist.values.shared_memory import Segment, to_end
-from nbdist.worker import homeward
-from nbdist.worker.homeward import Homeward, KeptValues
+from nbdist.worker import received
+from nbdist.worker.received import Homeward, KeptValues
 from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world(2)
@@ -112,15 +112,15 @@ def segment(size: int) -> Segment:
 
 def test_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many, and so many bytes, but for the newest one; memory of others is released."""
-    monkeypatch.setattr(homeward, "MOST_BYTES", 1000)
+    monkeypatch.setattr(received, "MOST_BYTES", 1000)
     kept = KeptValues()
-    for number in range(homeward.MOST + 2):
+    for number in range(received.MOST + 2):
         kept.keep(str(number), segment(10))
     assert repr(kept) == "<KeptValues 16, 160 B>"
-    assert kept.find("1") == homeward.REPLACED
+    assert kept.find("1") == received.REPLACED
     kept.keep("big", segment(2000))
     assert repr(kept) == "<KeptValues 1, 1.95 KiB>"
-    assert kept.find("17") == homeward.REPLACED
+    assert kept.find("17") == received.REPLACED
     kept.keep("none", "cannot be sent")
     assert isinstance(kept.find("big"), Segment)
     assert kept.find("none") == "cannot be sent"
@@ -134,5 +134,5 @@ def test_what_was_cleaned_says_so() -> None:
     kept.keep("a", segment(10))
     kept.keep("b", "cannot be sent")
     kept.clean()
-    assert (kept.find("a"), kept.find("b")) == (homeward.CLEANED, "cannot be sent")
-    assert kept.find("c") == homeward.REPLACED
+    assert (kept.find("a"), kept.find("b")) == (received.CLEANED, "cannot be sent")
+    assert kept.find("c") == received.REPLACED

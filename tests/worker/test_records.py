@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.records`: which records are sent, and what of them."""
+"""Tests of `nbdist.worker.publishing`: which records are sent, and what of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.worker.records import MOST, Records, plain
+from nbdist.worker.publishing import MOST, Records, plain
 
 
 @pytest.fixture

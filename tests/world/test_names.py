@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from nbdist.output.events import Done
-from nbdist.values.identity import Identity
-from nbdist.values.payload import Kept
+from nbdist.values.payload import Identity, Kept
 from nbdist.world.names import NameTable, Shipped, list_names
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from nbdist.config import Patience
 from nbdist.output.events import Display, Done, Failure
-from nbdist.values.identity import Identity
+from nbdist.values.payload import Identity
 from nbdist.wire.work import Call, Script, Source, Task, Work
 from nbdist.world import past as module
 from nbdist.world.names import Shipped

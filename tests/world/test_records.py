@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.workers` and `nbdist.worker.records`, with real workers."""
+"""Tests of `nbdist.world.workers` and `nbdist.worker.publishing`, with real workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from nbdist.worker.records import MOST, plain
+from nbdist.worker.publishing import MOST, plain
 from nbdist.world.workers import hand_over
 from nbdist.world.world import World
 from tests.worlds import NewWorld

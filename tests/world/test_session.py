@@ -10,8 +10,7 @@ import psutil
 import pytest
 
 from nbdist.errors import BadRanks, UsageError, WorkerError
-from nbdist.values.identity import Identity
-from nbdist.values.payload import pack_names
+from nbdist.values.payload import Identity, pack_names
 from nbdist.world.names import Shipped
 from nbdist.world.session import Session
 from nbdist.world.states import State

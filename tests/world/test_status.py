@@ -1,11 +1,11 @@
-"""Tests of `nbdist.world.status`: a row for each worker, and columns that say something."""
+"""Tests of `nbdist.world.result`: a row for each worker, and columns that say something."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from nbdist.wire.views import Collective, Gpu, Place, Usage, WorkerStatus
-from nbdist.world.status import rows, usage_text
+from nbdist.world.result import rows, usage_text
 
 IDLE = WorkerStatus(0, 100, "here", "idle", 0.0, 45 * 2**20, "cuda:0")
 

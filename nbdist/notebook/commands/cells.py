@@ -15,7 +15,7 @@ from nbdist.errors import LocalCellError, NbdistError, UsageError
 from nbdist.notebook.cell_text import LineMagic, as_magic, divide
 from nbdist.notebook.cells import result_of, source_steps, through
 from nbdist.notebook.command import Line, cell_options, command, find_commands
-from nbdist.notebook.commands.snapshot import take_due
+from nbdist.notebook.commands.values import take_due
 from nbdist.notebook.display import Shown, below, table
 from nbdist.notebook.jobs import CellPlace, Job, Steps
 from nbdist.notebook.options import Magic, ranks_option, restarts_option, world_options

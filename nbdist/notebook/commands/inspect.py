@@ -40,7 +40,7 @@ from nbdist.wire.messages import GetRefused, GetStacks, GetStatus
 from nbdist.wire.views import Stack
 from nbdist.words import count, name_ranks
 from nbdist.world.hangs import doing_of
-from nbdist.world.status import rows
+from nbdist.world.result import rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -28,8 +28,7 @@ from nbdist.notebook.shipping.versions import (
     sharing_text,
 )
 from nbdist.values.definitions import SYSTEM_NAMES, Import
-from nbdist.values.identity import Identity, is_atomic
-from nbdist.values.payload import size_of
+from nbdist.values.payload import Identity, is_atomic, size_of
 from nbdist.values.pickling import Pickled, join, pickle
 from nbdist.values.unpicklable import PICKLING_ERRORS, fails_in, parts, unshippable
 from nbdist.words import count, format_ranks, name_ranks

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from nbdist.values.identity import OPTIMIZER, Identity, is_atomic, kind_of
+from nbdist.values.payload import OPTIMIZER, Identity, is_atomic, kind_of
 from nbdist.values.pickling import Pickled, digest_of
 from nbdist.words import name_ranks
 

@@ -1,5 +1,7 @@
 """The world's group as torch's default group, which user code destroys and initialises too.
 
+With it what hangs on groups: DDP and FSDP2 models, and the groups' names.
+
 Nearly every tutorial calls `init_process_group` in its first lines and
 `destroy_process_group` in its last ones, and in a notebook both run again and again.  So
 in a worker the two mean: there is a default group from here on, and from here on there is
@@ -11,16 +13,25 @@ destroyed it at all.
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
+import re
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.wire.spec import WorkerStart
+from nbdist.worker.compat import models as models_seam
 from nbdist.worker.compat import torch as seam
 
 
@@ -199,3 +210,170 @@ def _replace_everywhere(function: Callable[..., Any], by: Callable[..., Any]) ->
         names = getattr(module, "__dict__", {})
         if names.get("__name__", "").startswith("torch.") and names.get(name) is function:
             setattr(module, name, by)
+
+
+# --- models on a group whose collectives were aborted, or that has ended; or restored ones ----
+
+
+_given_layouts: WeakKeyDictionary[Any, list[list[int]]] = WeakKeyDictionary()
+"""Of restored modules, which keep them; DDP's log has only what it found out itself."""
+
+
+def forget_broken_off_steps() -> None:
+    """Have DDP and FSDP2 forget a forward or backward that was broken off; on all ranks.
+
+    DDP would take the next backward for a second of the same iteration, and its buckets would
+    differ over the ranks; FSDP2 keeps parameters gathered on some ranks and not on others.
+    FSDP2 has a way to do so from torch 2.13 on (`FSDPModule.reset_iter_state`).
+    """
+    for model in ddp_models():
+        models_seam.forget_ddp_step(model)
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    for module in models_of(fsdp) if fsdp else ():
+        with suppress(RuntimeError):  # what it still waited for has failed
+            models_seam.forget_fsdp_step(module)
+
+
+def move_models(before: ProcessGroup, after: ProcessGroup) -> None:
+    """Have DDP modules on the one group go on with the other, the default group.
+
+    Another group for the reducer that they have would do, were it not for the buckets: those
+    of a model that has run are in the order in which its gradients came, of one that has not
+    in another, and ranks would add up what does not belong together.
+    """
+    for model in ddp_models():
+        if model.process_group is before:
+            models_seam.give_reducer_anew(model, after)
+
+
+def begin_models_anew() -> None:
+    """Have DDP modules be as those that have just come from another rank; on all ranks."""
+    default = dist.group.WORLD
+    for model in ddp_models():
+        if default is not None and model.process_group is default:
+            models_seam.give_reducer_anew(model, default)
+
+
+def ddp_models() -> Iterator[Any]:
+    """Give those of DDP; not one whose `__init__` failed and that a traceback keeps alive."""
+    return (model for model in models_of(DistributedDataParallel) if "reducer" in vars(model))
+
+
+def models_of(kind: type) -> Iterator[Any]:
+    """Give all modules of this kind that there are."""
+    for found in gc.get_objects():
+        if issubclass(type(found), kind):
+            yield found
+
+
+def bucket_layout(net: Any) -> list[list[int]]:
+    """Give the parameters in each of DDP's buckets, by number; none before it has ordered them.
+
+    DDP does so in its second iteration.  In which bucket, and where in it, a gradient lies
+    decides about the last bits of its sum over three ranks or more.
+    """
+    found = models_seam.buckets_of(net)
+    return _given_layouts.get(net, []) if found is None else found
+
+
+def set_bucket_layout(net: Any, layout: list[list[int]]) -> None:
+    """Have a DDP module that came out of a pickle reduce its gradients in these buckets."""
+    if models_seam.set_buckets(net, layout):
+        _given_layouts[net] = layout
+
+
+# --- names of groups --------------------------------------------------------------------------
+
+
+ID_LENGTH = 12
+"""Characters of a task's id: enough for all tasks that a world ever runs."""
+
+UNKNOWN = re.compile(r"Could not resolve the process group registered under the name (\S+)")
+"""What torch says where a mesh, or a functional collective, names a group that it lacks."""
+
+_stale: dict[str, str] = {}
+"""Why, by the group's name."""
+
+
+class GroupNames:
+    """Gives torch's `new_group` its names."""
+
+    def __init__(self) -> None:
+        self._task = ""
+        self._made: Counter[str] = Counter()
+        seam.name_groups(self._name)
+
+    def __repr__(self) -> str:
+        return f"<GroupNames of task {self._task}: {sum(self._made.values())} made>"
+
+    def begin_task(self, task_id: str) -> None:
+        """Name all groups that are made from now on after this task."""
+        self._task = task_id[:ID_LENGTH]
+        self._made.clear()
+
+    def _name(self, torchs: str, ranks: Sequence[int], use_hashed_name: bool) -> str:  # noqa: FBT001
+        if not self._task:
+            return torchs
+        # A hashed name is one that its members alone agree on: others make no such group.
+        of = f"{self._task}.{'_'.join(map(str, ranks))}" if use_hashed_name else self._task
+        self._made[of] += 1
+        return f"{of}.{self._made[of]}"
+
+
+# --- stale groups -----------------------------------------------------------------------------
+
+
+def refuse_stale(groups: Iterable[ProcessGroup], before: int, after: int) -> None:
+    """Have these groups raise RuntimeError, and DDP modules on them too; from any thread."""
+    if not _stale:
+        _check_operations()
+    why = (
+        f"this group ended when the world was scaled, {before} -> {after}. Recreate what was "
+        f"made with it:"
+        " new_group, init_device_mesh, fully_shard, or DDP on a subgroup"
+    )
+    for group in groups:
+        _stale[group.group_name] = why
+
+
+def refuse_stale_models() -> None:
+    """Have DDP modules on stale groups raise too: their reducer asks the group in C++."""
+    for model in ddp_models():
+        if (why := _stale.get(model.process_group.group_name)) is not None:
+            model.register_forward_pre_hook(functools.partial(_raise, why), prepend=True)
+
+
+def stale_group_of(error: BaseException, tb: TracebackType | None) -> str:
+    """Say what to make anew where torch's error means a stale group; "" where it does not.
+
+    torch names the group, or checks it in the function that raised.
+    """
+    if not _stale or not isinstance(error, RuntimeError | ValueError):
+        return ""
+    if found := UNKNOWN.search(str(error)):
+        return _stale.get(found[1], "")
+    frame = [frame for frame, _ in traceback.walk_tb(tb)][-1:]
+    used = (value for each in frame for value in each.f_locals.values())
+    groups = [value for value in used if isinstance(value, ProcessGroup)]
+    return next(filter(None, (_stale.get(group.group_name) for group in groups)), "")
+
+
+def _raise(why: str, *_: Any) -> None:
+    raise RuntimeError(why)
+
+
+def _check_operations() -> None:
+    """Have operations raise on stale groups; only once there are such: each call takes longer."""
+    for name in seam.OPERATIONS:
+        if (operation := getattr(ProcessGroup, name, None)) is not None:
+            setattr(ProcessGroup, name, _checked(operation))
+
+
+def _checked(operation: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(operation)
+    def checked(self: ProcessGroup, *args: Any, **options: Any) -> Any:
+        if (why := _stale.get(self.group_name)) is not None:
+            raise RuntimeError(why)
+        return operation(self, *args, **options)
+
+    return checked

@@ -26,10 +26,16 @@ from torch.distributed import ProcessGroup
 from nbdist.wire.spec import WorkerStart, over_file
 from nbdist.worker.compat import nccl
 from nbdist.worker.compat import torch as seam
-from nbdist.worker.group.ddp import begin_models_anew, forget_broken_off_steps, move_models
-from nbdist.worker.group.default import DefaultGroup
+from nbdist.worker.group.default import (
+    DefaultGroup,
+    GroupNames,
+    begin_models_anew,
+    forget_broken_off_steps,
+    move_models,
+    refuse_stale,
+    refuse_stale_models,
+)
 from nbdist.worker.group.gloo import COLLECTIVE_TIMEOUT, Gloo
-from nbdist.worker.group.naming import GroupNames, refuse_stale, refuse_stale_models
 from nbdist.worker.group.nccl import START_TIMEOUT, Nccl, wait_for_device
 from nbdist.worker.group.stores import (
     FORM_TIMEOUT,

@@ -31,7 +31,7 @@ from nbdist.wire.ops import Loaded, Written
 from nbdist.wire.spec import versions_here
 from nbdist.words import one_line
 from nbdist.worker.compat import accelerator
-from nbdist.worker.group.ddp import bucket_layout, set_bucket_layout
+from nbdist.worker.group.default import bucket_layout, set_bucket_layout
 from nbdist.worker.ops import sharded
 
 if TYPE_CHECKING:

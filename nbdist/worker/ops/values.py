@@ -20,9 +20,9 @@ from nbdist.values.unpicklable import fails_in
 from nbdist.wire.ops import Brought
 from nbdist.words import did_you_mean
 from nbdist.worker.compat import torch as seam
-from nbdist.worker.group.ddp import begin_models_anew
-from nbdist.worker.homeward import Homeward
+from nbdist.worker.group.default import begin_models_anew
 from nbdist.worker.namespace import VariableError
+from nbdist.worker.received import Homeward
 
 if TYPE_CHECKING:
     from nbdist.worker.namespace import Context

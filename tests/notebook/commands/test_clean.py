@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.notebook.commands.memory import freed_rows
+from nbdist.notebook.commands.run import freed_rows
 from nbdist.wire.ops import Cleaned
 from tests.notebook.front_end import Notebook, Outcome
 

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.commands.debug`: which rank is looked at."""
+"""Tests of `nbdist.notebook.commands.run`: which rank is looked at."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from nbdist.errors import UsageError, WorldNotStarted
-from nbdist.notebook.commands.debug import failed_rank
+from nbdist.notebook.commands.run import failed_rank
 from nbdist.notebook.pool import Pools
 from nbdist.output.events import Died, Failure
 

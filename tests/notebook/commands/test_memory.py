@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from nbdist.notebook.commands.memory import headline, names, rows, shown_of
+from nbdist.notebook.commands.run import headline, names, rows, shown_of
 from nbdist.system.limits import MemoryLimit
 from nbdist.wire.ops import GpuMemory, Held, Memory, Peak
 from tests.notebook.front_end import Notebook

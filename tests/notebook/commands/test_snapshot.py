@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.commands.snapshot` in a real notebook kernel."""
+"""Tests of `nbdist.notebook.commands.values` in a real notebook kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.group.ddp`: models whose steps were broken off, moved, or restored."""
+"""Tests of `nbdist.worker.group.default`: models whose steps were broken off, or restored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.shared_world
 
 SETUP = """
 import pickle
-from nbdist.worker.group import ddp
+from nbdist.worker.group import default as ddp
 
 def model():
     torch.manual_seed(0)

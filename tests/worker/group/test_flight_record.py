@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.group.flight_record`: what torch has recorded of this generation."""
+"""Tests of `nbdist.worker.group.nccl`: what torch has recorded of this generation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def world(new_world: NewWorld) -> Iterator[World]:
     with new_world(2) as world:
         world.execute(
             "import time\n"
-            "from nbdist.worker.group.flight_record import MOST_BEGUN, Counts, Recording\n"
+            "from nbdist.worker.group.nccl import MOST_BEGUN, Counts, Recording\n"
             "recording = Recording()\n"
             "def counts(): return [*recording.counts().values()]"
         )

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.group.naming`: new groups meet, whatever a rank has missed before."""
+"""Tests of `nbdist.worker.group.default`: new groups meet, whatever a rank has missed before."""
 
 from __future__ import annotations
 
