@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,17 +61,32 @@ def inspect(notebook: Notebook, code: str) -> str:
     return strip(reply["data"].get("text/plain", ""))
 
 
+def offers(notebook: Notebook, code: str, *wanted: str) -> None:
+    """These alone are offered: once a rank has said them in time, late where all are busy."""
+    wait_until(lambda: complete(notebook, code) == [*wanted], code)
+
+
+def has(notebook: Notebook, code: str, *wanted: str) -> None:
+    """These are offered."""
+    wait_until(lambda: {*wanted} <= {*complete(notebook, code)}, code)
+
+
+def tells(notebook: Notebook, code: str, *texts: str) -> None:
+    """Shift-Tab shows these."""
+    wait_until(lambda: all(text in inspect(notebook, code) for text in texts), code)
+
+
 def test_names_and_attributes(two: Notebook) -> None:
     """Of the workers in their cells, beside the notebook's names; in plain cells of neither."""
-    # Only what a rank says in time is offered, and at first it imports what completes.
-    wait_until(lambda: {"net", "net_of_one"} <= {*complete(two, "%%rank 1\nne")}, "rank 1 answers")
+    has(two, "%%rank 1\nne", "net", "net_of_one")
     assert "net_of_one" not in complete(two, "%%rank 0\nne")
-    assert "train_for" in complete(two, "# a comment\n%%distributed\ntrai")
-    assert complete(two, "%%distributed\nnet.enc") == ["encoder"]
-    assert complete(two, "%%distributed\nnet.")[0] == "encoder"  # before all that torch has
-    assert "weight" in complete(two, "%%distributed\nnet.encoder.we")
-    assert {"here_only", "help"} <= {*complete(two, "%%distributed\nhe")}
-    assert "isdigit" in complete(two, "%%distributed\nhere_only.isd")
+    has(two, "# a comment\n%%distributed\ntrai", "train_for")
+    offers(two, "%%distributed\nnet.enc", "encoder")
+    first = "%%distributed\nnet."  # before all that torch has
+    wait_until(lambda: complete(two, first)[:1] == ["encoder"], first)
+    has(two, "%%distributed\nnet.encoder.we", "weight")
+    has(two, "%%distributed\nhe", "here_only", "help")
+    has(two, "%%distributed\nhere_only.isd", "isdigit")
     assert "train_for" not in complete(two, "trai")
     assert "encoder" not in complete(two, "net.enc")
     assert complete(two, "net.imag") == ["imag"]
@@ -81,13 +95,11 @@ def test_names_and_attributes(two: Notebook) -> None:
 
 def test_signatures_and_help(two: Notebook) -> None:
     """What it is on the workers, not here; of the notebook's own names the notebook's."""
-    shown = inspect(two, "%%distributed\ntrain_for(net,")
-    assert "train_for(net, steps=3)" in shown
-    assert "Train it for so many steps." in shown
-    assert shown.endswith("\nRank:      0")
-    assert "A net of mine." in inspect(two, "%%distributed\nnet")
+    told = ("train_for(net, steps=3)", "Train it for so many steps.", "\nRank:      0")
+    tells(two, "%%distributed\ntrain_for(net,", *told)
+    tells(two, "%%distributed\nnet", "A net of mine.")
     assert "complex" in inspect(two, "net")
-    assert "str" in inspect(two, "%%distributed\nhere_only")
+    tells(two, "%%distributed\nhere_only", "str")
     assert inspect(two, "%%distributed\nnowhere") == ""
 
 
@@ -120,15 +132,13 @@ def test_while_all_ranks_are_at_work(two: Notebook, tmp_path: Path) -> None:
         "running = world.submit(task)"
     )
     try:
-        assert complete(two, "%%distributed\nnet.enc") == ["encoder"]
-        assert complete(two, "%%distributed\nbatch['im") == ["images"]
-        assert "train_for(net, steps=3)" in inspect(two, "%%distributed\ntrain_for(")
+        offers(two, "%%distributed\nnet.enc", "encoder")
+        offers(two, "%%distributed\nbatch['im", "images")
+        tells(two, "%%distributed\ntrain_for(", "train_for(net, steps=3)")
     finally:
         gate.touch()
         two.run("for _ in world.follow(running): pass")
-    deadline = time.monotonic() + 20  # jedi has much to read at first
-    while "weight" not in complete(two, "%%distributed\nnn.Linear(1, 1).wei"):
-        assert time.monotonic() < deadline
+    has(two, "%%distributed\nnn.Linear(1, 1).wei", "weight")  # jedi has much to read at first
 
 
 def test_without_workers_and_without_nbdist(two: Notebook) -> None:
