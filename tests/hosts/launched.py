@@ -289,9 +289,11 @@ def survives_an_agent(world: World, launched: Launched, network: Network) -> Non
     host = network.hosts[1]
     said = lose(world, network, lambda: os.kill(agent_on(host), signal.SIGKILL))
     assert said.startswith("rank 2 on node2 ")
-    told = r"now 2 workers; the other ranks keep their variables\. ?"
-    assert re.search(f"{told}{launched.way_back}", said)
-    assert world.gather("kept") == KEPT[:2]
+    told = rf"now 2 workers; the other ranks keep their variables\. ?{launched.way_back}"
+    # A host that is tried again by itself may be back before the others have a group.
+    is_back = not launched.way_back and world.size == 4
+    assert re.search("Ranks 2-3 were restarted and their var" if is_back else told, said), said
+    assert world.gather("globals().get('kept')") == KEPT[:2] + [None] * (world.size - 2)
     launched.come_back(world, host)
     check_whole(world)
     assert world.gather(WHERE) == PLACES

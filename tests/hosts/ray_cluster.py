@@ -108,10 +108,11 @@ class RayCluster:
             )
 
     def stop(self, name: str, sign: signal.Signals = signal.SIGTERM) -> None:
-        """End Ray on a host, as `ray stop` there does, or its head."""
+        """End Ray on a host, as `ray stop` there does, or its head; what is ours ends by itself."""
         process = self._nodes.pop(name)
         is_up = process.poll() is None
         below = psutil.Process(process.pid).children(recursive=True) if is_up else []
+        below = [each for each in below if "nbdist.agent" not in _words(each)]
         if is_up:
             end(process, sign)
         for each in below:
@@ -149,6 +150,13 @@ def _free_ports(number: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(number)]
         return [each.getsockname()[1] for each in sockets]
+
+
+def _words(process: psutil.Process) -> str:
+    """Its command line, "" where it has just ended."""
+    with suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
 
 
 def _options(own: dict[str, object]) -> list[str]:

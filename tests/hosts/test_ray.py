@@ -178,7 +178,8 @@ def test_a_node_that_is_stopped(cluster: RayCluster, world: World, network: Netw
     said = lose(world, network, lambda: cluster.stop(last))
     assert f"rank 1 on {last}" in said
     world.shutdown()
-    assert not agent_on(next(host for host in cluster.hosts if host.name == last))
+    host = next(host for host in cluster.hosts if host.name == last)
+    wait_until(lambda: not agent_on(host), f"the agent on {last} ends with Ray there")
 
 
 OTHER = """
