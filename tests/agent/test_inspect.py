@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -99,6 +99,16 @@ def until(world: World, fact: Callable[[], bool]) -> None:
         assert time.monotonic() < deadline, world.stacks()
 
 
+def until_recorded(world: World, ranks: Collection[int]) -> None:
+    """Wait until their last collectives are done: gloo's thread notes that after a rank went on."""
+
+    def are_done() -> bool:
+        last = [row.collective for row in world.status() if row.rank in ranks]
+        return all(each is not None and each.is_done for each in last)
+
+    until(world, are_done)
+
+
 def reads_a_pipe(pid: int) -> bool:
     """Whether the main thread waits in read(2) on a named pipe."""
     words = Path(f"/proc/{pid}/syscall").read_text().split()
@@ -134,11 +144,13 @@ def statuses(world: World) -> dict[int, WorkerStatus]:
 def test_status_of_idle_ranks(world: World) -> None:
     """An idle rank is nowhere in a cell; its last collective is done."""
     world.execute("t = torch.ones(1)\ndist.all_reduce(t)\ndist.barrier()\ndist.all_reduce(t)")
+    until_recorded(world, world.pids)
     first = {rank: row.collective for rank, row in statuses(world).items()}
     for rank, collective in first.items():
         assert collective is not None, rank
         assert (collective.name, collective.is_done) == ("all_reduce", True)
     world.execute("dist.broadcast(t, 0)")
+    until_recorded(world, world.pids)
     for row in statuses(world).values():
         assert (row.state, row.place, row.code) == ("idle", None, "")
         assert row.memory > 1 << 20
@@ -155,6 +167,7 @@ def test_status_in_a_collective(world: World, gate: Gate) -> None:
     with busy(world, source, lambda pid: pid != world.pids[1] or reads_a_pipe(pid)):
         until(world, lambda: all(s.rank == 1 or s.place.operation for s in world.stacks()))
         until(world, lambda: all(row.collective for row in world.status()))  # slow ones have none
+        until_recorded(world, [1])
         found = statuses(world)
         late = found.pop(1)
         assert late.place == Place(line=4)
