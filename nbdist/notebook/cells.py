@@ -186,7 +186,7 @@ def attempt_steps(
         display.note(running.restart)
         new = [rank for rank, pid in world.pids.items() if pid != pids.get(rank)]
         names.taken_over(new, world.session.names)
-        world.session.told(running.replaced)
+        world.session.told(running.fated)
     try:
         check_end(pool, world, running)
     except (NbdistError, Interrupted) as error:
@@ -345,7 +345,7 @@ def check_end(
         raise Interrupted(running.task.ranks, killed, fate)
     running.lacking = running.lacking or _not_sent_text(pool, cause)
     if error := running.error():
-        world.session.told(running.replaced)
+        world.session.told(running.fated)
         _keep_why(pool, running)
         if isinstance(error, CellTimeout) and killed:
             error.add(stop_text(world.session, killed))

@@ -122,9 +122,9 @@ def end(workers: Workers, running: RunningTask) -> None:
     finish(workers, running)
     # In a stalled network they could not meet now, and the next cell has them do so.  Where they
     # do, some may be restarted for it.
-    running.replaced = () if running.was_stalled else heal(workers)
-    if lost := {*running.deaths, *running.replaced}:
-        running.fate = healing_text(workers, sorted(lost))
+    again = () if running.was_stalled else heal(workers)
+    if lost := sorted({*running.deaths, *again}):
+        running.fate, running.fated = healing_text(workers, lost), tuple(lost)
     running.restart = _restart_text(workers, running)
     running.lacking = _lacking_text(workers, running)
     running.let_go()

@@ -198,8 +198,8 @@ class SentTask:
 
     `transcript` has all that they have shown so far, `shipped` says what its names are.  When it
     is over, `fate` says what was done about ranks that died, and `restart` why it is to be run
-    again, "" where it is not.  `replaced` are the ranks that were at its end.  `shows_value`: a
-    rank has shown what its last line gave.
+    again, "" where it is not.  `fated` are the ranks of which `fate` speaks.  `shows_value`: a rank
+    has shown what its last line gave.
     `was_stalled`: when Stop came a network between them was.
     """
 
@@ -237,7 +237,7 @@ class SentTask:
         self.is_stopping = self.is_over = self.shows_value = self.was_stalled = False
         self.lost: AgentLost | None = None
         self.fate = self.restart = self.why_died = self.differing = self.lacking = ""
-        self.replaced: tuple[int, ...] = ()
+        self.fated: tuple[int, ...] = ()
         self.timed_out: str | None = None  # where its ranks were
         self._why_aborted = ""
         self._news: News = []

@@ -198,7 +198,7 @@ class Session(Workers):
             fate = recovery.late_stop_text(running)
             raise Interrupted((), fate=fate) if fate else KeyboardInterrupt
         if error := running.error():
-            self.told(running.replaced)
+            self.told(running.fated)
             raise error
 
     def interrupt(self) -> None:

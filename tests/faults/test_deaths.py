@@ -212,10 +212,14 @@ def test_restart_all(world: World, others: str) -> None:
     """All workers are new after a death, as with torchrun; those that lived end at once."""
     world.session.on_failure = "restart-all"
     before = dict(world.pids)
-    error = ends(world, world.submit(world.task(DIES + others)))
+    running = world.submit(world.task(DIES + others))
+    error = ends(world, running)
     assert isinstance(error, WorkerDied)
     assert error.rank == 1
     assert "All workers were restarted (`--on-failure restart-all`); their" in str(error)
+    with pytest.raises(WorkerDied):
+        world.session.check(running)
+    assert world.session.take_replaced() == {}  # it is told once
     assert set(before.values()).isdisjoint(world.pids.values())
     assert world.gather("globals().get('kept')") == [None] * 4
     world.execute(SUM)
