@@ -152,8 +152,10 @@ class Head:
                 reply = await self._assembly.change(request)
                 self._task_of.clear()
                 return reply
-            case Kill() as kill:
-                await self._kill(kill)
+            case Kill(ranks):
+                parts = self._assembly.nodes(ranks).items()
+                kills = (ask(node, replace(request, ranks=part)) for node, part in parts)
+                await asyncio.gather(*kills)
             case GetCode() | PutCode():
                 return await self._assembly.take_code(request)
         return None
@@ -178,10 +180,6 @@ class Head:
             node.send(replace(run, ranks=part))
             if node.lost:
                 self._report_dead(node, part)
-
-    async def _kill(self, kill: Kill) -> None:
-        parts = self._assembly.nodes(kill.ranks).items()
-        await asyncio.gather(*(ask(node, replace(kill, ranks=part)) for node, part in parts))
 
     async def _report_rows(self, number: int, request: GetStatus | GetStacks | GetLogs) -> None:
         self._notebook.send(Answer(number, await rows_of(self._assembly.there, request)))

@@ -299,7 +299,7 @@ class CommandStops(Stops):
         self.meet: Callable[[], bool] | None = None
 
     def take(self, number: int, frame: FrameType | None) -> None:
-        """Have it met; raise KeyboardInterrupt where nobody does."""
+        """Let somebody handle the Stop; raise KeyboardInterrupt if nobody does."""
         if self.meet is None or not self.meet():
             signal.default_int_handler(number, frame)
 

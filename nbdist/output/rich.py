@@ -286,7 +286,7 @@ def _own_line(rows: list[str]) -> list[str]:
 
 
 def traceback_html(text: str, lines: int, width: int) -> str:
-    """Write a coloured traceback in about so many lines, the calls in libraries folded."""
+    """Write a coloured traceback in about this many lines, with library calls folded."""
     return "".join(_part_html(part, width) for part in shortened(text, lines))
 
 

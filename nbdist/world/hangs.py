@@ -155,13 +155,12 @@ class Watch:
 
     def aborted_in_vain(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Say which of these wait where they did when collectives were aborted, again and again."""
-        found = {rank: self._aborts[rank] for rank in ranks if rank in self._aborts}
-        found = {rank: each for rank, each in found.items() if rank in self.places}
-        return tuple(
-            rank
-            for rank, (place, times) in found.items()
-            if times >= ABORTS and self.places[rank].is_calm and _is_same(self.places[rank], place)
-        )
+        found = []
+        for rank in ranks:
+            place, (before, times) = self.places.get(rank), self._aborts.get(rank, (None, 0))
+            if times >= ABORTS and place and place.is_calm and _is_same(place, before):
+                found.append(rank)
+        return tuple(found)
 
     def start_over(self, now: float) -> None:
         """Begin anew while collectives are aborted: look in a while who still waits."""

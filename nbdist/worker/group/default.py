@@ -344,7 +344,7 @@ def refuse_stale_models() -> None:
 
 
 def stale_group_of(error: BaseException, tb: TracebackType | None) -> str:
-    """Say what to make anew where torch's error means a stale group; "" where it does not.
+    """Name what has to be made again if torch's error means a stale group; "" if it does not.
 
     torch names the group, or checks it in the function that raised.
     """

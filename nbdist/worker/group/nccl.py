@@ -206,7 +206,7 @@ class UnderWay:
         return (entry for entry in new if not entry["is_p2p"])
 
     def start_over(self) -> None:
-        """Forget what has begun so far: the groups are being formed anew."""
+        """Forget what has begun so far: the groups are being rebuilt."""
         for name, adapter in seam.ADAPTERS.items():
             for entry in adapter.recorded():
                 self._first[name] = max(self._first[name], int(entry["record_id"]) + 1)
@@ -255,7 +255,7 @@ class Recording:
         return f"<Recording from {self._first}>"
 
     def start_over(self) -> None:
-        """Forget what has begun so far: the groups are being formed anew.
+        """Forget what has begun so far: the groups are being rebuilt.
 
         Flight Recorder keeps the numbers, and never takes what failed for completed (2.13).
         """
@@ -324,7 +324,7 @@ class Recording:
 
 
 def _has_moved_on(status: Mapping[str, str], before: Mapping[str, str]) -> bool:
-    """Say whether the backend, connected anew, has completed something: its counters hold again."""
+    """Say whether the reconnected backend has completed something: its counters are right again."""
     done = "last_completed_collective"
     return status[done] != before[done] and _counted(status).unfinished >= 0
 
