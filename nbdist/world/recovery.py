@@ -124,7 +124,8 @@ def end(workers: Workers, running: RunningTask) -> None:
     # do, some may be restarted for it.
     again = () if running.was_stalled else heal(workers)
     if lost := sorted({*running.deaths, *again}):
-        running.fate, running.fated = healing_text(workers, lost), tuple(lost)
+        running.fate = healing_text(workers, lost)
+        running.fated = tuple(lost) if workers.on_failure == "heal" else workers.everyone
     running.restart = _restart_text(workers, running)
     running.lacking = _lacking_text(workers, running)
     running.let_go()

@@ -225,6 +225,26 @@ def test_restart_all(world: World, others: str) -> None:
     world.execute(SUM)
 
 
+def test_restart_all_with_one_that_had_finished(world: World) -> None:
+    """Rank 3 has run the cell when it dies; the error of rank 1 tells of all that were restarted."""
+    world.session.on_failure = "restart-all"
+    pids = world.pids
+    running = world.submit(
+        world.task(
+            "import os, threading, time\n"
+            "if rank == 3: threading.Timer(0.2, os.kill, (os.getpid(), 9)).start()\n"
+            "elif rank == 1:\n"
+            f"    while os.path.exists('/proc/{pids[3]}'): time.sleep(0.01)\n"
+            "    os.kill(os.getpid(), 9)\n"
+            "else: dist.barrier()\n"
+        )
+    )
+    assert isinstance(ends(world, running), WorkerDied)
+    with pytest.raises(WorkerDied):
+        world.session.check(running)
+    assert world.session.take_replaced() == {}
+
+
 def test_stop_policy(world: World) -> None:
     """All workers end with a death; a start gives new ones."""
     world.session.on_failure = "stop"
