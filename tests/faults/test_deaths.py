@@ -226,7 +226,7 @@ def test_restart_all(world: World, others: str) -> None:
 
 
 def test_restart_all_with_one_that_had_finished(world: World) -> None:
-    """Rank 3 has run the cell when it dies; the error of rank 1 tells of all that were restarted."""
+    """Rank 3 has run the cell when it dies; what rank 1 raises tells of all ranks."""
     world.session.on_failure = "restart-all"
     pids = world.pids
     running = world.submit(

@@ -57,7 +57,7 @@ def known(ident: int) -> tuple[Call, ...]:
 
 def in_memory(layout: CallLayout) -> tuple[Call, ...]:
     """The calls as they are read from this process's memory."""
-    with open("/proc/self/mem", "rb", 0) as memory, suppress(Torn):
+    with open("/proc/self/mem", "rb", 0) as memory, suppress(Torn, OSError):
         return calls_in(memory.fileno(), layout)
     return ()
 
