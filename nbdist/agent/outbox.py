@@ -22,6 +22,7 @@ from nbdist.output.events import (
     Update,
     size_of,
 )
+from nbdist.system.proc import trim_memory
 from nbdist.wire.messages import Outputs
 
 # --- what is kept -----------------------------------------------------------------------------
@@ -220,6 +221,7 @@ class Outbox:
         self._waiting = Backlog()
         self._running: set[int] = set()
         self._under_way = 0
+        self._was_full = False
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
@@ -242,10 +244,13 @@ class Outbox:
         self._schedule(0.0 if at_once else BATCH_SECONDS)
 
     def acknowledge(self) -> None:
-        """Note that the notebook has taken in one batch."""
+        """Note that the notebook has taken in one batch; after a flood give memory back."""
         self._under_way -= 1
         if self._waiting:
             self._schedule(0.0)
+        elif self._was_full and not self._under_way:
+            self._was_full = False
+            trim_memory()
 
     def _schedule(self, delay: float) -> None:
         if self._under_way >= BATCHES_UNDER_WAY:
@@ -265,6 +270,7 @@ class Outbox:
             self._under_way += 1
             self._send(Outputs(folded(items)))
             if self._waiting:
+                self._was_full = True
                 self._schedule(0.0)
 
 

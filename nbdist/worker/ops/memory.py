@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import sys
 import traceback
@@ -10,6 +9,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from nbdist.system.proc import trim_memory
 from nbdist.wire.ops import Cleaned
 from nbdist.worker.compat import accelerator
 from nbdist.worker.holdings import LAST_VALUE, last_errors
@@ -41,8 +41,7 @@ def clean(context: Context) -> Cleaned:
     _forget_shown(shell)
     gc.collect()
     accelerator.release_cached()
-    with suppress(AttributeError):  # a C library without it
-        ctypes.CDLL(None).malloc_trim(0)
+    trim_memory()
     return Cleaned(*zip(before, _memory(), strict=True))
 
 
