@@ -120,6 +120,25 @@ def test_a_worker_that_cannot_start(runtime: Path, python: str, timeout: float, 
     run("spawn", runtime, test)
 
 
+@pytest.mark.world
+def test_a_start_that_is_called_off(runtime: Path) -> None:
+    """It says nothing: what called it off does."""
+    (runtime / "waits").write_text(f"#!{sys.executable}\nimport time; time.sleep(1000)")
+    (runtime / "waits").chmod(0o700)
+
+    async def test(source: Source) -> None:
+        start = worker_start(runtime)
+        start = replace(start, world=replace(start.world, python=str(runtime / "waits")))
+        worker = Worker(start, None, lambda *_: None)
+        dies = asyncio.get_running_loop().create_future()
+        with CallOff(runtime / "over", [dies]) as call_off:
+            dies.set_result(-9)
+            assert await call_off.start(worker, Spawner(source.children), SOON) == ""
+        await worker.stop(0.0)
+
+    run("spawn", runtime, test)
+
+
 Test = Callable[[StoreWindow], Awaitable[None]]
 
 
