@@ -19,14 +19,13 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from nbdist.errors import NoRuntimeFolder
 
 MARKER = ".nbdist"
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
-LONGEST_MARKER = 1024
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # A pipe in a file's place must not keep us waiting for its other end.
@@ -71,28 +70,27 @@ def claim(folder: Path, what: str) -> int:
     """
     flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW
     marker = open_private(folder / MARKER, flags)
-    _hold(marker)
+    _lock(marker, fcntl.LOCK_SH)
     os.write(marker, _text(what, os.stat(folder).st_ino))
     return marker
 
 
-def join(folder: Path, what: str) -> int | None:
-    """Hold a folder that `claim` has marked; None for one that is not ours, or is going."""
-    with suppress(OSError, Untrusted), _opened(folder) as at:
-        marker = _proof(at, what)
-        if marker is not None and _hold(marker):
-            return marker
+def join(folder: Path, what: str, lock: int = fcntl.LOCK_SH) -> int | None:
+    """Hold a folder that `claim` has marked; None for one that is not ours, or is going.
+
+    With LOCK_EX alone: None too for one in use, or where there are no locks.
+    """
+    with suppress(OSError), _opened(folder) as at:
+        return _held(at, what, lock)
     return None
 
 
-def _hold(marker: int) -> bool:
+def _lock(marker: int, lock: int) -> bool:
     try:
-        fcntl.flock(marker, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(marker)
-        return False
-    except OSError:
-        pass  # a file system without locks: there nothing is removed either
+        fcntl.flock(marker, lock | fcntl.LOCK_NB)
+    except OSError as error:
+        # On a file system without locks nothing is removed: there it needs none.
+        return lock == fcntl.LOCK_SH and not isinstance(error, BlockingIOError)
     return True
 
 
@@ -114,27 +112,17 @@ def state_folder() -> str:
 # --- removing ---------------------------------------------------------------------------
 
 
-def is_ours(folder: Path, what: str) -> bool:
-    """Say whether it has the marker that `claim` wrote into this very folder."""
-    with suppress(OSError, Untrusted), _opened(folder) as at:
-        marker = _proof(at, what)
-        if marker is not None:
-            os.close(marker)
-            return True
-    return False
+def is_ours(folder: Path, what: str, lock: int = fcntl.LOCK_SH) -> bool:
+    """Return True if it has the marker that `claim` wrote into this very folder."""
+    marker = join(folder, what, lock)
+    if marker is not None:
+        os.close(marker)
+    return marker is not None
 
 
 def is_abandoned(folder: Path, what: str) -> bool:
-    """Say whether it is one of ours that no process uses any more."""
-    with suppress(OSError, Untrusted), _opened(folder) as at:
-        marker = _proof(at, what)
-        if marker is not None:
-            try:
-                fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-            finally:
-                os.close(marker)
-    return False
+    """Return True if it is one of ours that no process uses any more."""
+    return is_ours(folder, what, fcntl.LOCK_EX)
 
 
 def remove(
@@ -143,21 +131,25 @@ def remove(
     """Remove a folder of ours that is not in use and holds nothing else; say whether it went.
 
     `contents` match the paths in it, relative to it, those of folders with a slash at their
-    end; None for whatever is there.  What does not match, a symbolic link or another user's
-    file keeps all as it is.  It gets the name `aside` before, where half of it must not be
-    taken for the whole.
+    end; None for whatever is there.  What does not match, a symbolic link, another user's
+    file or a folder in which others can write keeps all as it is.  It gets the name `aside`
+    before, where half of it must not be taken for the whole.
     """
-    with suppress(OSError, Untrusted), _opened(folder) as at:
-        marker = _proof(at, what)
+    with suppress(OSError), _opened(folder) as at:
+        marker = _held(at, what, fcntl.LOCK_EX)
         if marker is None:
             return False
         try:
-            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if contents is not None and not _holds_only(at, contents):
+            # The folder that was proved, whatever has its name now; below it names hold still.
+            here = Path(f"/proc/self/fd/{at}")
+            # Of what is ours the marker is last: a removal that is cut off can be taken up again.
+            found = sorted(here.rglob("*"), reverse=True)
+            if not all(_is_known(each, str(each.relative_to(here)), contents) for each in found):
                 return False
             if aside is not None:
                 folder.rename(aside)
-            _empty(at)
+            for each in found:
+                (os.rmdir if stat.S_ISDIR(each.lstat().st_mode) else os.unlink)(each)
             os.rmdir(aside or folder)
             return True
         finally:
@@ -165,115 +157,74 @@ def remove(
     return False
 
 
-def _proof(at: int, what: str) -> int | None:
-    """Return the marker of an open folder, None where it has none of ours."""
-    try:
-        marker = os.open(MARKER, os.O_RDWR | _FILE, dir_fd=at)
-    except OSError:
-        return None
+def _held(at: int, what: str, lock: int) -> int | None:
+    """Return the locked marker of an open folder, None where it has none of ours; or OSError."""
+    marker = os.open(MARKER, os.O_RDWR | _FILE, dir_fd=at)
     found, folder = os.fstat(marker), os.fstat(at)
-    ours = stat.S_ISREG(found.st_mode) and found.st_uid == folder.st_uid == os.geteuid()
-    if ours and os.read(marker, LONGEST_MARKER) == _text(what, folder.st_ino):
+    is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and _is_closed(folder)
+    if is_ours and os.read(marker, 1024) == _text(what, folder.st_ino) and _lock(marker, lock):
         return marker
     os.close(marker)
     return None
 
 
-def _holds_only(at: int, contents: re.Pattern[str]) -> bool:
-    for root, folders, files, fd in os.fwalk(".", dir_fd=at, onerror=_raise):
-        for name in (*folders, *files):
-            path = os.path.normpath(f"{root}/{name}")
-            found = os.stat(name, dir_fd=fd, follow_symlinks=False)
-            kind = stat.S_IFMT(found.st_mode)
-            if found.st_uid != os.geteuid() or kind not in (stat.S_IFREG, stat.S_IFDIR):
-                return False
-            slash = "/" if kind == stat.S_IFDIR else ""
-            if path != MARKER and not contents.fullmatch(path + slash):
-                return False
-    return True
+def _is_known(path: Path, name: str, contents: re.Pattern[str] | None) -> bool:
+    found = path.lstat()
+    if stat.S_ISDIR(found.st_mode):
+        name, is_own = f"{name}/", _is_closed(found)
+    else:
+        is_file = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+        is_own = is_file or contents is None
+    return is_own and (contents is None or name == MARKER or bool(contents.fullmatch(name)))
 
 
-def _empty(at: int) -> None:
-    """Empty it, the marker last: what is broken off can be taken up again."""
-    for root, folders, files, fd in os.fwalk(".", topdown=False, dir_fd=at, onerror=_raise):
-        for name in files:
-            if root != "." or name != MARKER:
-                os.unlink(name, dir_fd=fd)
-        for name in folders:
-            try:
-                os.rmdir(name, dir_fd=fd)
-            except NotADirectoryError:  # a link to one
-                os.unlink(name, dir_fd=fd)
-    os.unlink(MARKER, dir_fd=at)
-
-
-def _raise(error: OSError) -> None:
-    raise error
+def _is_closed(folder: os.stat_result) -> bool:
+    """Return True for a folder that this user can list and change, and no other user change."""
+    return folder.st_uid == os.geteuid() and folder.st_mode & 0o722 == stat.S_IRWXU
 
 
 # --- reading ----------------------------------------------------------------------------
 
 
-@contextmanager
-def trusted_folder(folder: Path) -> Iterator[int]:
-    """Open a folder that, as the one it is in, only this user can have filled.
+def open_trusted(path: Path) -> int:
+    """Open a plain file that, as the two folders it is in, only this user can have written.
 
-    Neither is looked for behind a symbolic link.  Raises Untrusted, and OSError.
+    None of them is looked for behind a symbolic link.  Raises Untrusted, and OSError.
     """
-    with _opened(folder.parent) as above:
-        _check(above, folder.parent)
-        with _opened(folder, above) as at:
-            _check(at, folder)
-            yield at
+    with ExitStack() as opened:
+        at = None
+        for folder in (path.parent.parent, path.parent):
+            at = _open_own(folder, at, _FOLDER)
+            opened.callback(os.close, at)
+        return _open_own(path, at, _FILE)
 
 
-def open_trusted(path: Path, at: int) -> int:
-    """Open a plain file there that only this user can have written.
-
-    `path` is its whole path, for messages.  Raises Untrusted, and OSError.
-    """
-    try:
-        fd = os.open(path.name, os.O_RDONLY | _FILE, dir_fd=at)
-    except OSError:
-        _refuse_link(path.name, at, path)
-        raise
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise Untrusted(f"{path} is no plain file")
-        _check(fd, path)
-    except BaseException:
+def _open_own(path: Path, above: int | None, flags: int) -> int:
+    """Raise where others can write: an access list that allows it shows in the group's bits."""
+    name = path if above is None else path.name
+    if stat.S_ISLNK(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
+        raise Untrusted(f"{path} is a symbolic link")
+    fd = os.open(name, flags, dir_fd=above)
+    found, why = os.fstat(fd), ""
+    if flags == _FILE and not stat.S_ISREG(found.st_mode):
+        why = f"{path} is no plain file"
+    elif found.st_uid != os.geteuid():
+        why = f"{path} belongs to {_user(found.st_uid)}"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        why = f"others can write to {path} (mode {stat.S_IMODE(found.st_mode):04o})"
+    if why:
         os.close(fd)
-        raise
+        raise Untrusted(why)
     return fd
 
 
 @contextmanager
-def _opened(folder: Path, above: int | None = None) -> Iterator[int]:
-    name = folder if above is None else folder.name
-    try:
-        fd = os.open(name, _FOLDER, dir_fd=above)
-    except OSError:
-        _refuse_link(name, above, folder)
-        raise
+def _opened(folder: Path) -> Iterator[int]:
+    fd = os.open(folder, _FOLDER)
     try:
         yield fd
     finally:
         os.close(fd)
-
-
-def _refuse_link(name: str | Path, at: int | None, path: Path) -> None:
-    with suppress(OSError):
-        if stat.S_ISLNK(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
-            raise Untrusted(f"{path} is a symbolic link")
-
-
-def _check(fd: int, path: Path) -> None:
-    """Raise where others can write: an access list that allows it shows in the group's bits."""
-    found = os.fstat(fd)
-    if found.st_uid != os.geteuid():
-        raise Untrusted(f"{path} belongs to {_user(found.st_uid)}")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise Untrusted(f"others can write to {path} (mode {stat.S_IMODE(found.st_mode):04o})")
 
 
 def _user(number: int) -> str:
@@ -349,9 +300,11 @@ class JoinedFolder:
 
 def _make_folder() -> Path:
     problems = {}
-    # In all of them: the session that left one may have had another environment.
-    for parent in places():
-        drop_dead_folders(parent)
+    # In all of them: the session that left one may have had another environment.  Others begin
+    # with this name that are users' data, or a running world's from which a cleaner of /tmp took
+    # files: these have no marker of ours, or it is held.
+    for folder in (each for parent in places() for each in parent.glob(PREFIX + "*")):
+        remove(folder, runtime(folder), None)
     for parent in places():
         try:
             return _make_folder_in(parent)
@@ -375,29 +328,14 @@ def _make_folder_in(parent: Path) -> Path:
     if longest > SOCKET_PATH_LIMIT or not str(parent).isprintable():
         raise OSError("its path is too long for a socket's, or has signs that it cannot have")
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    tried = folder / LONGEST_NAME
     try:
-        _try_out(folder)
+        tried.write_bytes(bytes(ROOM))
+        tried.unlink()
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(os.fsencode(tried))
+        tried.unlink()
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return folder
-
-
-def _try_out(folder: Path) -> None:
-    """Raise OSError where there is no room for a world's files, or for no sockets."""
-    tried = folder / LONGEST_NAME
-    tried.write_bytes(bytes(ROOM))
-    tried.unlink()
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind(os.fsencode(tried))
-    tried.unlink()
-
-
-def drop_dead_folders(parent: Path) -> None:
-    """Remove folders whose notebook and agent were killed before they could.
-
-    Others begin with this name that are users' data, or a running world's from which a
-    cleaner of /tmp took files: these have no marker of ours, or it is held.
-    """
-    for folder in parent.glob(PREFIX + "*"):
-        remove(folder, runtime(folder), None)

@@ -219,7 +219,8 @@ class SnapshotStore:
         try:
             folders.make_private(self.root)
             for other in _folders(self.root):
-                _remove_leftovers(other)
+                for left in other.glob(f"{UNFINISHED}*"):
+                    folders.remove(left, _what(other.name), CONTENTS)
             with suppress(FileExistsError):
                 (self.root / name).mkdir(mode=folders.PRIVATE_FOLDER)
             with _locked(self.root / name), self._part(name) as folder:
@@ -245,8 +246,8 @@ class SnapshotStore:
         folder.mkdir(mode=folders.PRIVATE_FOLDER)
         held = folders.claim(folder, _what(name))
         try:
-            with folders.trusted_folder(folder):
-                yield folder
+            os.close(folders.open_trusted(folder / folders.MARKER))
+            yield folder
         finally:
             os.close(held)
             folders.remove(folder, _what(name), CONTENTS)
@@ -328,11 +329,6 @@ def _remove(snapshot: Snapshot) -> bool:
     return folders.remove(snapshot.folder, _what(snapshot.name), CONTENTS, aside=going)
 
 
-def _remove_leftovers(folder: Path) -> None:
-    for left in folder.glob(f"{UNFINISHED}*"):
-        folders.remove(left, _what(folder.name), CONTENTS)
-
-
 def _what(name: str) -> str:
     return f"snapshot {name}"
 
@@ -355,22 +351,20 @@ def _stamped(folder: Path) -> list[Path]:
 def _read(name: str, folder: Path) -> Snapshot:
     """Return a snapshot as its manifest has it, compared with the files' sizes."""
     try:
-        with folders.trusted_folder(folder) as at:
-            fd = folders.open_trusted(folder / MANIFEST, at)
-            with os.fdopen(fd, "rb") as file:
-                manifest = json.load(file)
-            if manifest["format"] != FORMAT:
-                problem = f"nbdist {manifest['nbdist']} wrote it in another format"
-                return Snapshot(name, folder.name, folder, problem=problem)
-            parts = {
-                int(rank): Part(tuple(p["names"]), tuple(p["also"]), p["size"], p["digest"])
-                for rank, p in manifest["ranks"].items()
-            }
-            meshes = tuple(Mesh.read(mesh) for mesh in manifest["meshes"])
-            versions = {k: str(v) for k, v in manifest.get("versions", {}).items()}
-            found = (manifest["time"], parts, manifest["left_out"], versions, meshes)
-            owner = manifest.get("owner", "")
-            problems = [_problem_of(folder / f"rank{r}.frames", p, at) for r, p in parts.items()]
+        with os.fdopen(folders.open_trusted(folder / MANIFEST), "rb") as file:
+            manifest = json.load(file)
+        if manifest["format"] != FORMAT:
+            problem = f"nbdist {manifest['nbdist']} wrote it in another format"
+            return Snapshot(name, folder.name, folder, problem=problem)
+        parts = {
+            int(rank): Part(tuple(p["names"]), tuple(p["also"]), p["size"], p["digest"])
+            for rank, p in manifest["ranks"].items()
+        }
+        meshes = tuple(Mesh.read(mesh) for mesh in manifest["meshes"])
+        versions = {k: str(v) for k, v in manifest.get("versions", {}).items()}
+        found = (manifest["time"], parts, manifest["left_out"], versions, meshes)
+        owner = manifest.get("owner", "")
+        problems = [_problem_of(folder / f"rank{r}.frames", p) for r, p in parts.items()]
     except folders.Untrusted as error:
         return Snapshot(name, folder.name, folder, distrust=str(error))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -379,9 +373,9 @@ def _read(name: str, folder: Path) -> Snapshot:
     return Snapshot(name, folder.name, folder, *found, owner=owner, problem=problem)
 
 
-def _problem_of(path: Path, part: Part, at: int) -> str:
+def _problem_of(path: Path, part: Part) -> str:
     try:
-        file = folders.open_trusted(path, at)
+        file = folders.open_trusted(path)
     except OSError:
         return f"{path.name} is missing"
     try:

@@ -9,10 +9,7 @@ import contextlib
 import os
 import re
 import shutil
-import signal
 import stat
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +23,7 @@ from nbdist.notebook.commands.logs import last_lines
 from nbdist.system.folders import MARKER, RuntimeFolder
 from nbdist.world.snapshot_store import KEPT, Snapshot
 from nbdist.world.world import World
-from tests.waiting import SOON, wait_until
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.shared_world, pytest.mark.own_agent]
 
@@ -246,22 +243,18 @@ def test_a_pipe_in_a_files_place(world: World, taken: Snapshot, what: str) -> No
 
 
 def test_the_ranks_look_themselves(world: World, taken: Snapshot) -> None:
-    """A file that changes hands after the notebook has looked is not read by its rank."""
-    file, part = taken.folder / "rank0.frames", taken.parts[0]
-    file.chmod(0o602)
-    parts = dict.fromkeys(range(2), (0, part.size, part.digest))
-    said = world.call("snapshot.load", folder=str(taken.folder), parts=parts)
-    assert [each.distrust for each in said] == [f"others can write to {file} (mode 0602)"] * 2
+    """A file that changes hands after the notebook has looked is not read by its rank.
 
-
-def test_they_look_at_another_ranks_file_too(world: World, taken: Snapshot) -> None:
-    """Nor is one from which shards are to come."""
-    file, part = taken.folder / "rank1.frames", taken.parts[0]
-    file.chmod(0o602)
-    parts = dict.fromkeys(range(2), (0, part.size, part.digest))
-    files = [(rank, part.size, part.digest) for rank, part in taken.parts.items()]
-    said = world.call("snapshot.load", folder=str(taken.folder), parts=parts, everyones=files)
-    assert [each.distrust for each in said] == [f"others can write to {file} (mode 0602)"] * 2
+    Nor is another rank's from which shards are to come.
+    """
+    part = taken.parts[0]
+    own = dict.fromkeys(range(2), (0, part.size, part.digest))
+    every = [(rank, part.size, part.digest) for rank, part in taken.parts.items()]
+    for rank, everyones in ((1, every), (0, [])):
+        file = taken.folder / f"rank{rank}.frames"
+        file.chmod(0o602)
+        said = world.call("snapshot.load", folder=str(taken.folder), parts=own, everyones=everyones)
+        assert [each.distrust for each in said] == [f"others can write to {file} (mode 0602)"] * 2
 
 
 def test_a_folder_where_others_can_write(world: World, tmp_path: Path) -> None:
@@ -340,38 +333,3 @@ def test_an_empty_or_a_missing_folder_costs_nothing(cleaned: World) -> None:
     cleaned.restart()
     cleaned.execute("dist.barrier()")
     assert folder.stat().st_mode & 0o777 == 0o700
-
-
-KILLED = """
-import os, signal
-from nbdist.system.folders import RuntimeFolder
-
-folder = RuntimeFolder()
-print(folder.path, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_only_what_dead_worlds_left_is_removed(parent: Path) -> None:
-    """A killed notebook's folder goes; data of that name, copies and renamed folders stay."""
-    before = {*parent.iterdir()}
-    data = parent / "nbdist-mydata"
-    data.mkdir()
-    for name in ("lock", "results.csv"):
-        (data / name).write_text("mine")
-    command = [sys.executable, "-c", KILLED]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SOON)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    left = Path(done.stdout.decode().strip())
-    assert left.is_dir()
-    copy, linked = parent / "nbdist-copy", parent / "nbdist-linked"
-    copy.mkdir()
-    for file in left.iterdir():
-        if file.is_file():
-            shutil.copy(file, copy)
-    linked.symlink_to(data)
-    for folder in (data, copy, left):
-        age(folder)
-    RuntimeFolder().close()
-    assert {*parent.iterdir()} - before == {data, copy, linked}
-    assert (data / "results.csv").read_text() == "mine"

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -103,6 +104,34 @@ def test_what_is_not_known_keeps_it_whole(ours: Path, pattern: str):
     assert not aside.exists()
 
 
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o500])
+@pytest.mark.parametrize("folder", [".", "sub"])
+def test_where_others_can_write_it_stays_whole(ours: Path, folder: str, mode: int):
+    """Names could change their meaning while it is removed; nor is what cannot be listed known."""
+    for contents in (ALL, None):
+        (ours / folder).chmod(mode)
+        assert not folders.remove(ours, "a test", contents)
+        assert (ours / "file").exists()
+    (ours / folder).chmod(0o755)
+    assert folders.remove(ours, "a test", ALL)
+
+
+def test_what_takes_its_place_meanwhile_stays(ours: Path, tmp_path: Path):
+    """Only the folder that was proved is emptied, wherever it is by then."""
+
+    class Moving:
+        def fullmatch(self, name: str) -> bool:
+            if not (tmp_path / "away").exists():
+                shutil.copytree(ours, tmp_path / "mine")
+                ours.rename(tmp_path / "away")
+                (tmp_path / "mine").rename(ours)
+            return bool(name)
+
+    assert not folders.remove(ours, "a test", cast(re.Pattern[str], Moving()))
+    assert {each.name for each in ours.iterdir()} == {MARKER, "file", "sub"}
+    assert not [*(tmp_path / "away").iterdir()]
+
+
 def test_links_are_removed_not_followed(ours: Path, tmp_path: Path):
     """What a link leads to stays."""
     (tmp_path / "mine").mkdir()
@@ -134,16 +163,15 @@ def test_folders_are_private_on_the_way(tmp_path: Path):
 def test_what_is_trusted_can_be_read(ours: Path):
     """A plain file in private folders, and an error where there is none."""
     ours.parent.chmod(0o700)
-    with folders.trusted_folder(ours) as at:
-        os.close(folders.open_trusted(ours / "file", at))
-        with pytest.raises(FileNotFoundError):
-            folders.open_trusted(ours / "nowhere", at)
-        with pytest.raises(Untrusted, match="sub is no plain file"):
-            folders.open_trusted(ours / "sub", at)
-        for mode in (0o620, 0o602):
-            (ours / "file").chmod(mode)
-            with pytest.raises(Untrusted, match=f"others can write to .*mode {mode:04o}"):
-                folders.open_trusted(ours / "file", at)
+    os.close(folders.open_trusted(ours / "file"))
+    with pytest.raises(FileNotFoundError):
+        folders.open_trusted(ours / "nowhere")
+    with pytest.raises(Untrusted, match="sub is no plain file"):
+        folders.open_trusted(ours / "sub")
+    for mode in (0o620, 0o602):
+        (ours / "file").chmod(mode)
+        with pytest.raises(Untrusted, match=f"others can write to .*mode {mode:04o}"):
+            folders.open_trusted(ours / "file")
 
 
 # --- folders of worlds' sockets ---------------------------------------------------------------
@@ -162,8 +190,9 @@ def test_what_a_killed_agent_left_goes_and_nothing_else(parent: Path) -> None:
     held, cleaned, killed, moved = (RuntimeFolder() for _ in range(4))
     left = killed.path
     (cleaned.path / MARKER).unlink()
-    copy, data = parent / "nbdist-copy", parent / "nbdist-data"
+    copy, data, link = (parent / f"nbdist-{name}" for name in ("copy", "data", "link"))
     shutil.copytree(left, copy)
+    link.symlink_to(data)
     renamed = moved.path.rename(parent / "nbdist-mine")
     for each in (killed, moved):  # as the kernel does at a process's end
         os.close(each._claim)
@@ -172,10 +201,11 @@ def test_what_a_killed_agent_left_goes_and_nothing_else(parent: Path) -> None:
     for folder in (held.path, cleaned.path, left, renamed, copy, data):
         os.utime(folder, (1, 1))
     new = RuntimeFolder()
-    assert {*parent.iterdir()} == {held.path, cleaned.path, renamed, copy, data, new.path}
+    assert {*parent.iterdir()} == {held.path, cleaned.path, renamed, copy, data, link, new.path}
     for each in (held, cleaned, new):
         each.close()
-    assert {*parent.iterdir()} == {renamed, copy, data}
+    assert {*parent.iterdir()} == {renamed, copy, data, link}
+    assert (data / "lock").exists()
 
 
 def test_what_was_left_elsewhere_goes_too(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
