@@ -179,8 +179,10 @@ class BadRanks(UsageError):
     def __init__(self, text: str, world_size: int, why: str) -> None:
         self.text = text
         self.world_size = world_size
+        there = f"are ranks {format_ranks(range(world_size))}"
         super().__init__(
-            f"`{text}` selects no ranks: {why}. {_there_are(world_size)}; "
+            f"`{text}` selects no ranks: {why}. "
+            f"There {'is only rank 0' if world_size == 1 else there}; "
             "select with `0`, `0,2-3`, `1:3`, `::2`, `-1` or `all`."
         )
 
@@ -408,9 +410,12 @@ class WorkerError(NbdistError):
         `who` names the rank, with its host where there are several.
         """
         self._keep(rank, host, pid, errors)
-        who = who or f"rank {rank}"
         name = "" if cause[0] == type(self).__name__ else cause[0]  # it is shown before the line
-        super().__init__(f"{_failed(self.errors, ran)} {_raised(who, seconds, (name, cause[1]))}")
+        said = ": ".join(filter(None, [name, one_line(cause[1])]))
+        super().__init__(
+            f"{len(errors)} of {count(ran, 'rank')} failed ({format_ranks(errors)}); "
+            f"first: {who or f'rank {rank}'} after {seconds:.1f} s: {said}"
+        )
 
     def show(self, *lines: str) -> None:
         """Have Python and IPython show these lines under the error."""
@@ -568,22 +573,6 @@ class Interrupted(KeyboardInterrupt):
 
 def _gigabytes(size: int) -> str:
     return f"{size / 1e9:.2f} GB"
-
-
-def _failed(errors: Mapping[int, RankFailure], ran: int) -> str:
-    return f"{len(errors)} of {count(ran, 'rank')} failed ({format_ranks(errors)});"
-
-
-def _raised(who: str, seconds: float, cause: tuple[str, str]) -> str:
-    name, message = cause[0], one_line(cause[1])
-    said = ": ".join(filter(None, [name, message]))
-    return f"first: {who} after {seconds:.1f} s: {said}"
-
-
-def _there_are(world_size: int) -> str:
-    if world_size == 1:
-        return "There is only rank 0"
-    return f"There are ranks {format_ranks(range(world_size))}"
 
 
 def _are_running(number: int) -> str:
