@@ -177,7 +177,8 @@ class RunFolder:
             for folder in (*reversed(self.path.parents), self.path):
                 if folder.is_relative_to(root) and folder != root:
                     self._enter(folder)
-        drop_old_runs(root)
+        with suppress(OSError):  # also where the disk is full
+            drop_old_runs(root)
 
     def __repr__(self) -> str:
         return f"<RunFolder {self.path}>"
@@ -220,10 +221,11 @@ def drop_old_runs(root: Path) -> None:
     """Keep the newest runs of a log folder, so that it does not grow for ever.
 
     Only what nbdist made is removed, no agent uses, and nothing else was put into.
+    Raises OSError where another agent removes the same: then the next start does it.
     """
     ours = [*_ours_in(root)]
-    runs = sorted((folder for folder in ours if any(folder.glob("attempt_*"))), key=_age)
-    newest = {*runs[-RUNS_KEPT:]}
+    runs = [folder for folder in ours if any(folder.glob("attempt_*"))]
+    newest = {*sorted(runs, key=lambda run: run.stat().st_mtime)[-RUNS_KEPT:]}
     for folder in reversed(ours):  # what lies in another folder of ours comes first
         if folder not in newest:
             folders.remove(folder, _what(folder), RUN)
@@ -231,19 +233,11 @@ def drop_old_runs(root: Path) -> None:
 
 def _ours_in(folder: Path) -> Iterator[Path]:
     """Yield runs, and the folders of runs with a name such as `exp/run`."""
-    with suppress(OSError):
-        for each in folder.iterdir():
-            if folders.is_ours(each, _what(each)):
-                yield each
-                yield from _ours_in(each)
+    for each in folder.iterdir():
+        if folders.is_ours(each, _what(each)):
+            yield each
+            yield from _ours_in(each)
 
 
 def _what(folder: Path) -> str:
     return f"logs of {folder.name}"
-
-
-def _age(run: Path) -> float:
-    try:
-        return run.stat().st_mtime
-    except FileNotFoundError:  # another notebook has removed it
-        return 0.0
