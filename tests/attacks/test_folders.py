@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import stat
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.agent.worker_logs import RUN, RUNS_KEPT
-from nbdist.errors import UsageError, WorkerDied
+from nbdist.errors import NoRuntimeFolder, ScaleError, UsageError, WorkerDied
 from nbdist.notebook.commands.logs import last_lines
 from nbdist.system.folders import MARKER, RuntimeFolder
 from nbdist.world.snapshot_store import KEPT, Snapshot
@@ -201,12 +202,6 @@ def link(path: Path) -> None:
     path.symlink_to(away)
 
 
-def pipe(path: Path) -> None:
-    """Whoever opens it waits for a writer."""
-    path.unlink()
-    os.mkfifo(path, 0o600)
-
-
 ATTACKS: list[tuple[Callable[[Path], None], str]] = [
     (chown, f"belongs to user {SOMEBODY}"),
     (
@@ -237,7 +232,8 @@ def test_what_others_could_have_written(
 @pytest.mark.parametrize("what", ["manifest.json", "rank1.frames"])
 def test_a_pipe_in_a_files_place(world: World, taken: Snapshot, what: str) -> None:
     """Nobody waits for somebody who writes into it."""
-    pipe(taken.folder / what)
+    (taken.folder / what).unlink()
+    os.mkfifo(taken.folder / what, 0o600)
     with pytest.raises(UsageError, match=f"{re.escape(what)} is no plain file"):
         world.restore(name="a")
 
@@ -291,12 +287,6 @@ def runtime_of(cleaned: World) -> Path:
     return Path(cleaned.session._link.agents[0].command.split()[-2])
 
 
-def age(folder: Path) -> None:
-    """As if nobody had touched it for long."""
-    for each in (*folder.rglob("*"), folder):
-        os.utime(each, (LONG_AGO, LONG_AGO), follow_symlinks=False)
-
-
 def test_a_living_worlds_folder_stays(cleaned: World) -> None:
     """Another world starts and leaves it alone, also where a cleaner took all plain files."""
     cleaned.execute("x = 10 + rank")
@@ -305,7 +295,8 @@ def test_a_living_worlds_folder_stays(cleaned: World) -> None:
         for file in folder.iterdir():
             if take and file.is_file():
                 file.unlink()
-        age(folder)
+        for each in (*folder.rglob("*"), folder):
+            os.utime(each, (LONG_AGO, LONG_AGO), follow_symlinks=False)
         RuntimeFolder().close()
         assert folder.is_dir()
     cleaned.execute("dist.barrier(); x += 1")
@@ -333,3 +324,53 @@ def test_an_empty_or_a_missing_folder_costs_nothing(cleaned: World) -> None:
     cleaned.restart()
     cleaned.execute("dist.barrier()")
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file system with room for little, where worlds have their folders; needs root."""
+    with tempfile.TemporaryDirectory(prefix="nbt-", dir="/tmp") as folder:
+        mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", folder]
+        if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+            pytest.skip("no file system can be mounted here")
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder)
+        subprocess.run(["umount", folder], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """A file in it that leaves no room for another."""
+    found = folder / "big"
+    with contextlib.suppress(OSError), found.open("wb", buffering=0) as file:
+        while file.write(b"x" * 512):
+            pass
+    return found
+
+
+def test_a_full_place(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is passed over; and where nothing else is left, named."""
+    fill(small)
+    for variable in ("XDG_RUNTIME_DIR", "TMPDIR"):
+        monkeypatch.setenv(variable, str(small))
+    made = RuntimeFolder()
+    made.close()
+    assert made.path.parent == Path("/tmp")
+    monkeypatch.setattr("nbdist.system.folders.LAST_PLACES", ())
+    with pytest.raises(NoRuntimeFolder) as found:
+        RuntimeFolder()
+    assert f"({small}: No space left on device)" in str(found.value)
+    assert "\n" not in str(found.value)
+    assert [each.name for each in small.iterdir()] == ["big"]
+
+
+def test_a_place_that_gets_full(small: Path) -> None:
+    """Who cannot start says where there is no room; with room again it can."""
+    with World(1, log_dir="") as world:
+        world.start()
+        file = fill(small)
+        with pytest.raises(ScaleError, match=f"No space left on device in {small}/nbdist-"):
+            world.scale(2)
+        assert world.gather("rank") == [0]
+        file.unlink()
+        world.scale(2)
+        assert world.gather("rank") == [0, 1]

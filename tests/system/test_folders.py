@@ -12,16 +12,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
 import pytest
 
-from nbdist.errors import NoRuntimeFolder, ScaleError
 from nbdist.system import folders
 from nbdist.system.folders import MARKER, RuntimeFolder, Untrusted, places
-from nbdist.world.world import World
 
 ALL = re.compile(".*")
 
@@ -254,53 +251,3 @@ def test_which_place_is_first(parent: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """That of the session goes before that of temporary files."""
     monkeypatch.setenv("TMPDIR", "/tmp/other")
     assert places()[:2] == [parent, Path("/tmp/other")]
-
-
-@pytest.fixture
-def small(parent: Path) -> Iterator[Path]:
-    """A file system with room for little; needs root."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(parent)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
-    yield parent
-    subprocess.run(["umount", str(parent)], check=True)
-
-
-def fill(folder: Path) -> Path:
-    """A file in it that leaves no room for another."""
-    found = folder / "big"
-    with suppress(OSError), found.open("wb", buffering=0) as file:
-        while file.write(b"x" * 512):
-            pass
-    return found
-
-
-@pytest.mark.own_agent
-def test_a_full_place(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is passed over; and where nothing else is left, named."""
-    fill(small)
-    for variable in ("XDG_RUNTIME_DIR", "TMPDIR"):
-        monkeypatch.setenv(variable, str(small))
-    made = RuntimeFolder()
-    made.close()
-    assert made.path.parent == Path("/tmp")
-    monkeypatch.setattr("nbdist.system.folders.LAST_PLACES", ())
-    with pytest.raises(NoRuntimeFolder) as found:
-        RuntimeFolder()
-    assert f"({small}: No space left on device)" in str(found.value)
-    assert "\n" not in str(found.value)
-    assert [each.name for each in small.iterdir()] == ["big"]
-
-
-@pytest.mark.own_agent
-def test_a_place_that_gets_full(small: Path) -> None:
-    """Who cannot start says where there is no room; with room again it can."""
-    with World(1, log_dir="") as world:
-        world.start()
-        file = fill(small)
-        with pytest.raises(ScaleError, match=f"No space left on device in {small}/nbdist-"):
-            world.scale(2)
-        assert world.gather("rank") == [0]
-        file.unlink()
-        world.scale(2)
-        assert world.gather("rank") == [0, 1]
