@@ -29,8 +29,8 @@ LAST_TIMEOUT = 2.0
 BRIEF_SAMPLE_TIMEOUT = 0.04
 SAMPLE_TIMEOUT = 0.4
 
-IDLE_TIMEOUT, BUSY_TIMEOUT, MOST_ASKED = 0.8, 0.35, 2
-"""Seconds for the answer to a question about names, and how many busy ranks are asked in turn."""
+CONSULT_TIMEOUTS = {"idle": 0.8, "busy": 0.35}
+"""Seconds for the answer to a question about names: the notebook waits for 0.9."""
 
 IN_TORCH = "/torch/distributed/"
 CALLS = "/nbdist/worker/ops/call.py"
@@ -62,12 +62,10 @@ async def stack_of(worker: Worker) -> Stack:
 async def consulted(
     workers: Sequence[Worker], question: Question
 ) -> Completions | Description | None:
-    """Return what an idle one of them answers, else a busy one; None where none does in time."""
-    for worker in [each for each in workers if each.state == "idle"][:1]:
-        answer = await worker.ask(question, IDLE_TIMEOUT)
-        return answer if isinstance(answer, Completions | Description) else None
-    for worker in [each for each in workers if each.state == "busy"][:MOST_ASKED]:
-        answer = await worker.ask(question, BUSY_TIMEOUT)
+    """Return what an idle one of them answers, else a busy one; None where neither of two does."""
+    asked = [each for each in workers if each.state in CONSULT_TIMEOUTS]
+    for worker in sorted(asked, key=lambda each: each.state == "busy")[:2]:
+        answer = await worker.ask(question, CONSULT_TIMEOUTS[worker.state])
         if isinstance(answer, Completions | Description):
             return answer
     return None

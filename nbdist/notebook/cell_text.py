@@ -33,7 +33,7 @@ CELL_MAGICS = ("distributed", "rank")
 _FIRST = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\n)*[ \t]*%%(\w+)")
 _POOL = re.compile(r"(?<!\S)--pool(?:\s*=\s*|\s+)(\S+)")
 _RANKS = re.compile(r"(?<!\S)(?:-r|--ranks)(?:\s*=\s*|\s+)(\[[^\]]*\]|\S+)")
-_LINE_MAGIC = re.compile(r"[ \t]*%(\w+)(?=\s)")
+_MAGIC_LINE = re.compile(r"[ \t]*%%?(\w+)(.*)")
 _ATTRIBUTE = re.compile(r"\.\w*$")
 _ROOT = re.compile(r"(?<![\w.)\]}'\"])([^\W\d]\w*)(?:\.\w*)*$")
 
@@ -70,13 +70,10 @@ def cell_magic(code: str) -> MagicLine | None:
     return MagicLine(found[1], rest, found.end())
 
 
-def line_magic(code: str, cursor: int) -> MagicLine | None:
-    """Find the line magic in whose options the cursor is, as far as it is typed."""
-    begin = code.rfind("\n", 0, cursor) + 1
-    found = _LINE_MAGIC.match(code[begin:cursor])
-    if found is None:
-        return None
-    return MagicLine(found[1], code[begin + found.end() : cursor], begin + found.end())
+def magic_at(code: str, cursor: int) -> MagicLine | None:
+    """Find the magic in whose line the cursor is."""
+    found = _MAGIC_LINE.match(code, code.rfind("\n", 0, cursor) + 1)
+    return MagicLine(found[1], found[2], found.start(2)) if found else None
 
 
 def as_comment(code: str) -> str:

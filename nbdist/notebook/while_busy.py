@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from nbdist.notebook.idle import is_in_subshell
-from nbdist.wire.control import Completions
+from nbdist.wire.control import Complete, Completions, Description, Inspect, Question
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 SIGNATURE, HEADER, CONTENT = 0, 1, 4
 """Places in a message of Jupyter's protocol, behind whom it comes from."""
-
-KINDS = ("complete", "inspect")
 
 
 class WhileBusy:
@@ -82,8 +80,8 @@ class WhileBusy:
         answering.daemon = True
         answering.start()
 
-    def _asked(self, message: list[Any]) -> tuple[Any, dict[str, Any], dict[str, Any]] | None:
-        """Read a request that the workers can answer: who asks, its header, its content."""
+    def _asked(self, message: list[Any]) -> tuple[Any, dict[str, Any], Question] | None:
+        """Read a question that the workers can answer: who asks, the request's header, itself."""
         session = self._kernel.session
         try:
             sender, frames = session.feed_identities(message, copy=False)
@@ -94,32 +92,36 @@ class WhileBusy:
             header, content = session.unpack(parts[HEADER]), session.unpack(parts[CONTENT])
         except (ValueError, LookupError):  # none of ours to tell what is wrong with it
             return None
-        kind = header["msg_type"].removesuffix("_request")
-        if kind not in KINDS or header.get("subshell_id"):
+        question: Question
+        match header["msg_type"]:
+            case "complete_request":
+                question = Complete(content["code"], content["cursor_pos"])
+            case "inspect_request":
+                detail = content.get("detail_level", 0)
+                question = Inspect(content["code"], content["cursor_pos"], detail)
+            case _:
+                return None
+        if header.get("subshell_id") or not self._completion.is_ours(question):
             return None
-        is_theirs = self._completion.is_of_workers(content["code"], content["cursor_pos"])
-        return (sender, header, content) if is_theirs else None
+        return sender, header, question
 
     # --- in a thread of its own ---------------------------------------------------------------
 
-    def _answer(self, sender: Any, header: dict[str, Any], content: dict[str, Any]) -> None:
-        code, cursor = content["code"], content["cursor_pos"]
-        nothing = Completions((), cursor, cursor).reply()
-        kind = "complete"
+    def _answer(self, sender: Any, header: dict[str, Any], question: Question) -> None:
+        answer: Completions | Description | None = None
         try:
-            if header["msg_type"] == "complete_request":
-                reply = self._completion.complete(lambda *_: nothing, code, cursor)
-            else:
-                kind, detail = "inspect", content.get("detail_level", 0)
-                nothing = {"status": "ok", "found": False, "data": {}, "metadata": {}}
-                reply = self._completion.inspect(lambda *_: nothing, code, cursor, detail)
-        except RuntimeError:  # a table that the running cell has changed while it was read
-            reply = nothing
+            with suppress(RuntimeError):  # a table that the running cell has changed meanwhile
+                answer = self._completion.answer(question)
         finally:
             self._is_asked.release()
+        nothing: Completions | Description = Description({})
+        if isinstance(question, Complete):
+            nothing = Completions((), question.cursor, question.cursor)
+        reply = (answer or nothing).reply()
+        kind = header["msg_type"].replace("_request", "_reply")
         loop = self._kernel.shell_channel_thread.io_loop
         with suppress(RuntimeError):  # the kernel ends
-            loop.add_callback(self._send, f"{kind}_reply", reply, sender, header)
+            loop.add_callback(self._send, kind, reply, sender, header)
 
     def _send(self, kind: str, reply: dict[str, Any], sender: Any, header: dict[str, Any]) -> None:
         """Send the reply, and the states that say it is complete, and that the cell goes on."""

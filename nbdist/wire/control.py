@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
 from nbdist.seats import Seats
@@ -50,6 +51,19 @@ class Candidate:
     signature: str = ""
 
 
+KINDS = (
+    ("function", (FunctionType, BuiltinFunctionType, MethodDescriptorType)),
+    ("class", (type,)),
+    ("module", (ModuleType,)),
+)
+
+
+def kind_of(value: object) -> str:
+    """Return what jedi would call it."""
+    found = (kind for kind, types in KINDS if issubclass(type(value), types))
+    return next(found, "instance")
+
+
 @dataclass(frozen=True, slots=True)
 class Completions:
     """Each of these can stand in place of the characters from `start` to `end`."""
@@ -57,6 +71,9 @@ class Completions:
     candidates: tuple[Candidate, ...]
     start: int
     end: int
+
+    def __bool__(self) -> bool:
+        return bool(self.candidates)
 
     @classmethod
     def read(cls, reply: Mapping[str, Any]) -> Completions:
@@ -87,10 +104,16 @@ class Completions:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Text by media type, of one rank; empty where there is no such name."""
+    """Text by media type; empty where there is no such name."""
 
     data: Mapping[str, str]
-    rank: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    def reply(self) -> dict[str, Any]:
+        """Write the content of a kernel's reply to a front end."""
+        return {"status": "ok", "found": bool(self), "data": {**self.data}, "metadata": {}}
 
 
 REQUEST, REPLY = "nbdist_request", "nbdist_reply"

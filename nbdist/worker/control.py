@@ -9,7 +9,8 @@ import inspect
 import keyword
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import (
@@ -26,10 +27,19 @@ import torch
 from IPython.utils.tokenutil import token_at_cursor
 
 from nbdist.wire import control
-from nbdist.wire.control import Candidate, Complete, Completions, Description, Inspect, Question
+from nbdist.wire.control import (
+    Candidate,
+    Complete,
+    Completions,
+    Description,
+    Inspect,
+    Question,
+    kind_of,
+)
 from nbdist.worker.compat import ipython
 from nbdist.worker.compat import torch as compat
 from nbdist.worker.compat.ipython import import_jedi
+from nbdist.worker.compat.models import parts_of
 from nbdist.worker.group.gloo import is_of_others
 from nbdist.worker.probe import Probe
 from nbdist.worker.process import die_with_parent, reserve
@@ -157,34 +167,31 @@ To have the fork server read them took 6 MB a worker, and was no faster.
 
 
 class Consulting:
-    """One question at a time gets IPython's answer."""
+    """Answers questions about names; one at a time gets IPython's answer."""
 
     def __init__(self, kernel: WorkerKernel) -> None:
         self._kernel = kernel
         self._full: asyncio.Future[Completions | Description] | None = None
 
     def __repr__(self) -> str:
-        return f"<Consulting, {'asked' if self._is_asked else 'free'}>"
-
-    @property
-    def _is_asked(self) -> bool:
-        return self._full is not None and not self._full.done()
+        is_asked = self._full is not None and not self._full.done()
+        return f"<Consulting, {'asked' if is_asked else 'free'}>"
 
     async def answer(self, question: Question) -> Completions | Description:
         """Answer within `FULL_TIMEOUT`; other requests are served meanwhile."""
-        if not self._kernel.is_at_work and not self._is_asked:
+        shell: Any = self._kernel.shell
+        answer = None
+        if not self._kernel.is_at_work and (self._full is None or self._full.done()):
             loop = asyncio.get_running_loop()
             self._full = loop.run_in_executor(None, self._in_full, question)
             await asyncio.wait([self._full], timeout=FULL_TIMEOUT)
             if self._full.done() and self._full.exception() is None:
-                return self._of_this_rank(self._full.result())
-        shell: Any = self._kernel.shell
-        return self._of_this_rank(look_up(shell.user_ns, question))
-
-    def _of_this_rank(self, answer: Completions | Description) -> Completions | Description:
-        """Say who says it."""
-        if isinstance(answer, Description):
-            return replace(answer, rank=int(self._kernel.ident))
+                answer = self._full.result()
+        answer = look_up(shell.user_ns, question) if answer is None else answer
+        if isinstance(answer, Description) and answer:
+            text = answer.data.get("text/plain", "").rstrip()
+            text = f"{text}\n{'Rank:':<11}{self._kernel.ident}"
+            return Description({**answer.data, "text/plain": text})
         return answer
 
     def _in_full(self, question: Question) -> Completions | Description:
@@ -201,7 +208,7 @@ class Consulting:
                 return Description({kind: text for kind, text in data if isinstance(text, str)})
 
 
-# --- what can be said of names while the main thread is at work -------------------------------
+# --- what can be said of names while the main thread is at work, as no code of users runs -------
 
 
 BEFORE_CURSOR = re.compile(r"(?<![\w.)\]}'\"])((?:[^\W\d]\w*\.)*)(\w*)$")
@@ -217,43 +224,35 @@ LONGEST_DOC = 20_000
 WRITTEN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 """Types, not their subclasses, whose values are written as they are."""
 
-UNKNOWN = type("_Unknown", (), {})()
-"""Stands for what could only be had by running code."""
+PLAIN = (FunctionType, BuiltinFunctionType, MethodDescriptorType, type)
+IN_C = (GetSetDescriptorType, MemberDescriptorType)
+
+UNKNOWN = object()
+"""Stands for what is not there, or could only be had by running code."""
 
 
 def look_up(names: Mapping[str, Any], question: Question) -> Completions | Description:
     """Answer from what is there."""
-    try:
-        match question:
-            case Complete(code, cursor):
-                return complete(names, code[:cursor])
-            case Inspect(code, cursor):
-                return describe(names, token_at_cursor(code, cursor))
-    except RuntimeError:  # the main thread has changed a dict while it was read
-        if isinstance(question, Inspect):
-            return Description({})
-    return Completions((), question.cursor, question.cursor)
+    if isinstance(question, Complete):
+        return complete(names, question.code[: question.cursor])
+    return describe(names, token_at_cursor(question.code, question.cursor))
 
 
 def complete(names: Mapping[str, Any], text: str) -> Completions:
-    """Say what can stand at the end of the text: names, attributes, keys."""
-    end = len(text)
+    """Return what can stand at the end of the text: names, attributes, keys."""
+    found: Mapping[Any, Any] = {}
+    begun, end = "", len(text)
     if key := KEY.search(text):
-        value = find(names, key[1])
-        keys = [*dict.keys(value)] if type(value) is dict else []
-        words = [each for each in keys if type(each) is str and each.startswith(key[2])]
-        return Completions(tuple(map(Candidate, words[:MOST])), end - len(key[2]), end)
-    place = BEFORE_CURSOR.search(text)
-    if place is None:
-        return Completions((), end, end)
-    path, begun = place[1].rstrip("."), place[2]
-    if not path and not begun:
-        return Completions((), end, end)
-    value = find(names, path) if path else UNKNOWN
-    found = attributes(value) if path else {*names, *vars(builtins), *keyword.kwlist}
-    words = sorted(w for w in {*found} if w.startswith(begun) and (begun or w[:1] != "_"))
-    candidates = [Candidate(w, _kind(names, path, value, w)) for w in words[:MOST]]
-    candidates.sort(key=own_first(names, text))
+        value, begun = find(names, key[1]), key[2]
+        found = dict.copy(value) if type(value) is dict else {}
+    elif (place := BEFORE_CURSOR.search(text)) and place[0]:
+        path, begun = place[1].rstrip("."), place[2]
+        built_in = {**dict.fromkeys(keyword.kwlist), **vars(builtins)}
+        found = attributes(find(names, path)) if path else {**built_in, **names}
+    words = [each for each in found if type(each) is str and each.startswith(begun)]
+    words = sorted(each for each in words if begun or each[:1] != "_")[:MOST]
+    kinds = ("keyword" if keyword.iskeyword(each) else kind_of(found[each]) for each in words)
+    candidates = sorted(map(Candidate, words, kinds), key=own_first(names, text))
     return Completions(tuple(candidates), end - len(begun), end)
 
 
@@ -264,10 +263,8 @@ def own_first(names: Mapping[str, Any], text: str) -> Callable[[Candidate], bool
     """
     place = BEFORE_CURSOR.search(text)
     value = find(names, place[1].rstrip(".")) if place is not None and place[1] else UNKNOWN
-    own = {*_own(value)} if value is not UNKNOWN and type(value) is not ModuleType else set()
-    if issubclass(type(value), torch.nn.Module):
-        own = {name for part in _parts(value) for name in part} | (own - {*_own(_EMPTY)})
-    return lambda candidate: candidate.text not in own
+    first = set() if type(value) is ModuleType else own(value).keys() - own(_EMPTY).keys()
+    return lambda candidate: candidate.text not in first
 
 
 _EMPTY = torch.nn.Module()
@@ -276,115 +273,21 @@ _EMPTY = torch.nn.Module()
 
 def describe(names: Mapping[str, Any], path: str) -> Description:
     """Describe what a dotted name stands for; nothing where there is no such name."""
-    value = find(names, path)
+    value, doc = find(names, path), find(names, f"{path}.__doc__")
     if value is UNKNOWN:
         return Description({})
+    signature = ""
+    if type(value) in PLAIN:
+        with suppress(TypeError, ValueError):  # C code has none
+            signature = f"{path.rpartition('.')[2]}{inspect.signature(value)}"
     parts = {
-        "Signature": _signature(path, value),
+        "Signature": signature,
         "Type": type(value).__name__,
         "Value": _value(value),
-        "File": _file(value),
-        "Docstring": _doc(value),
+        "Docstring": inspect.cleandoc(doc)[:LONGEST_DOC] if type(doc) is str else "",
     }
     lines = [f"{name + ':':<11}{text}" for name, text in parts.items() if text]
     return Description({"text/plain": "\n".join(lines)})
-
-
-# --- finding -------------------------------------------------------------------------------------
-
-
-def find(names: Mapping[str, Any], path: str) -> Any:
-    """Find what a dotted name stands for; UNKNOWN where that takes users' code, or is nothing."""
-    first, *rest = path.split(".")
-    value = names[first] if first in names else vars(builtins).get(first, UNKNOWN)
-    for name in rest:
-        value = _attribute(value, name)
-    return value
-
-
-def attributes(value: Any) -> Iterator[str]:
-    """List the attributes of a value, with what its classes have."""
-    if value is UNKNOWN:
-        return
-    yield from _own(value)
-    kind = value if issubclass(type(value), type) else type(value)
-    for each in type.__getattribute__(kind, "__mro__"):
-        yield from [*vars(each)]
-    if issubclass(type(value), torch.nn.Module):
-        for part in _parts(value):
-            yield from part
-
-
-def _attribute(value: Any, name: str) -> Any:
-    if value is UNKNOWN:
-        return UNKNOWN
-    if issubclass(type(value), torch.nn.Module):
-        for part in _parts(value):
-            if name in part:
-                return part[name]
-    try:
-        found = inspect.getattr_static(value, name)
-    except AttributeError:
-        return UNKNOWN
-    if isinstance(found, GetSetDescriptorType | MemberDescriptorType):
-        try:
-            return found.__get__(value, type(value))  # C code
-        except Exception:  # noqa: BLE001 (an empty slot, or an object that is half made)
-            return UNKNOWN
-    if isinstance(found, staticmethod | classmethod):
-        return found.__func__
-    is_plain = isinstance(found, FunctionType | BuiltinFunctionType | MethodDescriptorType | type)
-    return found if is_plain or not hasattr(type(found), "__get__") else UNKNOWN
-
-
-def _own(value: Any) -> list[str]:
-    """List what an object itself holds."""
-    try:
-        held = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return []
-    return [each for each in [*held] if type(each) is str]
-
-
-def _parts(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Give what torch finds as attributes of a module, by its own code; none of one half made.
-
-    Where a module has no parts yet, it would look for them with the class's `__getattr__`.
-    """
-    module = torch.nn.Module
-    if "training" in _own(value):  # the first thing that it has
-        yield dict(module.named_children(value))
-        yield dict(module.named_parameters(value, recurse=False))
-        yield dict(module.named_buffers(value, recurse=False))
-
-
-# --- in words ------------------------------------------------------------------------------------
-
-
-def _kind(names: Mapping[str, Any], path: str, value: Any, name: str) -> str:
-    """Say what jedi would call it: `function`, `class`, `module`, `keyword`, `instance`."""
-    if not path and name not in names:
-        return "keyword" if keyword.iskeyword(name) else "function"
-    found = _attribute(value, name) if path else names.get(name, UNKNOWN)
-    if found is UNKNOWN:
-        return ""
-    for kind, types in (("function", _FUNCTIONS), ("class", (type,)), ("module", (ModuleType,))):
-        if issubclass(type(found), types):
-            return kind
-    return "instance"
-
-
-_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodDescriptorType)
-
-
-def _signature(path: str, value: Any) -> str:
-    kind = type(value)
-    if kind not in (*_FUNCTIONS, type):
-        return ""
-    try:
-        return f"{path.rpartition('.')[2]}{inspect.signature(value)}"
-    except (TypeError, ValueError):  # C code has none
-        return ""
 
 
 def _value(value: Any) -> str:
@@ -398,17 +301,43 @@ def _value(value: Any) -> str:
     return ""
 
 
-def _file(value: Any) -> str:
-    return value.__code__.co_filename if type(value) is FunctionType else ""
+def find(names: Mapping[str, Any], path: str) -> Any:
+    """Find what a dotted name stands for; UNKNOWN where that takes users' code, or is nothing."""
+    first, *rest = path.split(".")
+    value = names.get(first, vars(builtins).get(first, UNKNOWN))
+    for name in rest:
+        value = _read(attributes(value).get(name, UNKNOWN), value)
+    return value
 
 
-def _doc(value: Any) -> str:
-    if type(value) in (FunctionType, BuiltinFunctionType, MethodDescriptorType, type, ModuleType):
-        text = value.__doc__
-    else:
-        text = next(_docs(type(value)), "")
-    return inspect.cleandoc(text)[:LONGEST_DOC] if type(text) is str else ""
+def attributes(value: Any) -> dict[str, Any]:
+    """Return what a value and its classes hold under each name."""
+    if value is UNKNOWN:
+        return {}
+    found: dict[str, Any] = {}
+    kind = value if issubclass(type(value), type) else type(value)
+    for each in reversed(type.__getattribute__(kind, "__mro__")):
+        found |= type.__getattribute__(each, "__dict__").copy()
+    return found | own(value)
 
 
-def _docs(kind: type) -> Iterator[Any]:
-    return (vars(each).get("__doc__") for each in kind.__mro__ if "__doc__" in vars(each))
+def own(value: Any) -> dict[str, Any]:
+    """Return what an object itself holds: of torch's modules their layers too."""
+    try:
+        held: dict[str, Any] = {**object.__getattribute__(value, "__dict__")}
+    except AttributeError:
+        return {}
+    return held | parts_of(held) if issubclass(type(value), torch.nn.Module) else held
+
+
+def _read(found: Any, holder: Any) -> Any:
+    """Return what an attribute stands for that is there; UNKNOWN where users' code tells it."""
+    kind = type(found)
+    if issubclass(kind, IN_C):
+        try:
+            return found.__get__(holder, type(holder))
+        except Exception:  # noqa: BLE001 (an empty slot, or an object that is half made)
+            return UNKNOWN
+    if issubclass(kind, (staticmethod, classmethod)):
+        return found.__func__
+    return found if issubclass(kind, PLAIN) or not hasattr(kind, "__get__") else UNKNOWN

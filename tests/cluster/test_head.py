@@ -6,7 +6,7 @@ import asyncio
 
 from nbdist.cluster.head import Round, first_answer, rows_of
 from nbdist.cluster.node import Node
-from nbdist.wire.control import Complete, Completions
+from nbdist.wire.control import Candidate, Complete, Completions
 from nbdist.wire.messages import Ask, Consult, GetStatus, Locate, Located
 from nbdist.wire.node_messages import NodeDown, NodeFacts, NodeHello
 from nbdist.wire.views import Place, WorkerStatus
@@ -64,7 +64,7 @@ def test_rows_and_answers() -> None:
             node.answered(message.id, (row(rank),), of_part=False)
         assert await rows == (row(2), row(5))
         second.lose("gone")
-        known = Completions((), 0, 0)
+        known = Completions((Candidate("x"),), 0, 0)
         question = Consult((0, 1), Complete("x", 1))
         answer = asyncio.create_task(first_answer({first: (0,), second: (1,)}, question))
         await until_sent(sent, 3)

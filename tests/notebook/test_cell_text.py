@@ -17,7 +17,7 @@ from nbdist.notebook.cell_text import (
     check_source,
     divide,
     in_notebook_lines,
-    line_magic,
+    magic_at,
     root_at,
     transform_first_lines,
     without_comment,
@@ -62,14 +62,14 @@ def test_as_python() -> None:
     [
         ("x = 1\n%dist_gather lo", ("dist_gather", " lo")),
         ("%dist_gather ", ("dist_gather", " ")),
-        ("%dist_gather", None),
+        ("# why\n%%distributed -n 2", ("distributed", " -n 2")),
         ("x %dist_gather a", None),
-        ("%%distributed ", None),
+        ("%%distributed -n 2\nx", None),
     ],
 )
 def test_the_magic_of_a_line(code: str, wanted: tuple[str, str] | None) -> None:
-    """Once its name has been typed in full."""
-    magic = line_magic(code, len(code))
+    """That with the cursor."""
+    magic = magic_at(code, len(code))
     assert (magic and (magic.name, magic.text)) == wanted
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from nbdist.notebook.command import find_commands
-from nbdist.notebook.completion import Choices, spot_in, workers_cell
-from nbdist.notebook.options import Argument, arguments_of
+from nbdist.notebook.completion import choices, workers_cell
 from nbdist.notebook.pool import Pools
 from nbdist.output.ansi import strip
 from nbdist.output.events import Done
@@ -119,28 +118,6 @@ def test_the_lines_of_magics(two: Notebook) -> None:
     assert found == "1"
 
 
-def test_while_all_ranks_are_at_work(two: Notebook, tmp_path: Path) -> None:
-    """Without running users' code; IPython's own answer is back when they are free."""
-    gate = tmp_path / "gate"
-    two.run("%%distributed\nimport pathlib, threading, time")
-    two.run(
-        "import threading\n"
-        "from nbdist.notebook import extension\n"
-        "((pools, *_),) = extension._loaded.values()\n"
-        "world = pools.default.world\n"
-        f"task = world.task('while not pathlib.Path({str(gate)!r}).exists(): time.sleep(0.01)')\n"
-        "running = world.submit(task)"
-    )
-    try:
-        offers(two, "%%distributed\nnet.enc", "encoder")
-        offers(two, "%%distributed\nbatch['im", "images")
-        tells(two, "%%distributed\ntrain_for(", "train_for(net, steps=3)")
-    finally:
-        gate.touch()
-        two.run("for _ in world.follow(running): pass")
-    has(two, "%%distributed\nnn.Linear(1, 1).wei", "weight")  # jedi has much to read at first
-
-
 def test_without_workers_and_without_nbdist(two: Notebook) -> None:
     """The notebook's kernel answers as ever."""
     two.run("%dist_shutdown")
@@ -150,26 +127,18 @@ def test_without_workers_and_without_nbdist(two: Notebook) -> None:
     assert "here_only" in complete(two, "here")
 
 
-@pytest.mark.parametrize(
-    ("code", "is_theirs"),
-    [
-        ("%%distributed -n 4\nx", True),
-        ("%%rank 0\nx", True),
-        ("%%time\nx", False),
-        ("x", False),
-        ("%%distributed -n", False),
-    ],
-)
-def test_whose_the_cell_is(code: str, is_theirs: bool) -> None:  # noqa: FBT001
+def test_whose_the_cell_is() -> None:
     """The workers', below the line of their magic."""
-    assert (workers_cell(code, len(code)) is not None) == is_theirs
+    cells = ["%%distributed -n 4\nx", "%%rank 0\nx", "%%time\nx", "x", "%%distributed -n"]
+    found = [workers_cell(code, len(code)) is not None for code in cells]
+    assert found == [True, True, False, False, False]
 
 
-COMMANDS = {each.name: each.run for each in find_commands()}
+COMMANDS = {each.name: each for each in find_commands()}
 
 
 @pytest.fixture
-def choices(pools: Pools) -> Choices:
+def with_two(pools: Pools) -> Pools:
     """Of a notebook that has `here` and `data`; `loss` and `model` are on its two workers."""
     pools.shell.user_ns |= {"here": 1, "data": 2, "_oh": {}}
     pools.shell.user_ns_hidden = {"_oh": {}}
@@ -179,14 +148,14 @@ def choices(pools: Pools) -> Choices:
         done = Done("ok", 0.0, frozenset({"loss", "model", "np"}), {"np": "numpy"})
         world.session.names.finished(rank, done, {})
     world.session.state = State.READY
-    return Choices(pools)
+    return pools
 
 
-def texts(choices: Choices, line: str) -> list[str]:
+def texts(pools: Pools, line: str) -> list[str]:
     name, space, text = line.partition(" ")
-    found = choices.complete(name, COMMANDS[name], space + text, None)
-    assert found.end == len(space + text)
-    return [each.text for each in found.candidates]
+    found, begun = choices(pools, COMMANDS[name], space + text, None)
+    assert text.endswith(begun)
+    return [each.text for each in found]
 
 
 @pytest.mark.parametrize(
@@ -211,57 +180,31 @@ def texts(choices: Choices, line: str) -> list[str]:
         ("dist_sync model --from ", ["0", "1"]),
         ("dist_restart --keep loss,", ["model"]),
         ("dist_auto o", ["on", "off"]),
+        ("dist_auto on ", ["--pool"]),
         ("dist_shutdown x", []),
     ],
 )
-def test_what_can_stand_there(choices: Choices, line: str, wanted: list[str]) -> None:
+def test_what_can_stand_there(with_two: Pools, line: str, wanted: list[str]) -> None:
     """Options, their values, names of whoever has them."""
-    assert texts(choices, line) == wanted
+    assert texts(with_two, line) == wanted
 
 
-def test_all_options(choices: Choices) -> None:
+def test_all_options(with_two: Pools) -> None:
     """With their help, those that have been given left out; also where nothing has been typed."""
-    found = choices.complete("distributed", COMMANDS["distributed"], " -n 2 --", None)
-    flags = {each.text: each for each in found.candidates}
-    assert "-n" not in flags
+    found, _ = choices(with_two, COMMANDS["distributed"], " -n 2 --", None)
+    flags = {each.text: each for each in found}
+    assert next(iter(flags)) == "--ranks"  # as in the help
+    assert not {"-n", "--auto"} & {*flags}  # which nobody types
     assert flags["--backend"].type == "option"
     assert "gloo" in flags["--backend"].signature
-    assert "--auto" not in flags  # which nobody types
-    assert {"--backend", "--ranks", "-n"} <= {*texts(choices, "distributed ")}
+    assert {"--backend", "--ranks", "-n"} <= {*texts(with_two, "distributed ")}
 
 
-def test_common_options_come_first(choices: Choices) -> None:
-    """Those of the cell before those that describe workers, in one order for all magics."""
-    usual = ["--ranks", "--out", "--no-wait", "--timeout", "--setup"]
-    assert texts(choices, "distributed --")[: len(usual)] == usual
-    assert texts(choices, "dist_restart --")[:2] == ["--ranks", "--keep"]
-
-
-def test_snapshots(
-    choices: Choices, pools: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those that there are; none where they cannot be read."""
-    pools.default.world = None
+def test_without_workers(pools: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are no variables of theirs; nor snapshots, also where they cannot be read."""
     monkeypatch.setenv("NBDIST_SNAPSHOT_DIR", str(tmp_path / "there"))
-    assert texts(choices, "dist_restore --name ") == []
-    assert texts(choices, "dist_restore ") == []
+    assert texts(pools, "dist_gather ") == []
+    assert texts(pools, "distributed -r ") == ["all"]
+    assert texts(pools, "dist_restore --name ") == []
     (tmp_path / "there").write_text("no folder")
-    assert texts(choices, "dist_restore ") == []
-
-
-def test_without_workers(pools: Pools) -> None:
-    """There are no variables of theirs."""
-    choices = Choices(pools)
-    assert texts(choices, "dist_gather ") == []
-    assert texts(choices, "distributed -r ") == ["all"]
-
-
-def test_an_argument_that_takes_one_value() -> None:
-    """What comes after it is for the next one, and for none where there is none."""
-    file, names = Argument((), "file", ""), Argument((), "names", "", takes_many=True)
-    assert [spot_in((file, names), text).wanted for text in (" ", " a ", " a b ")] == [
-        file,
-        names,
-        names,
-    ]
-    assert spot_in(arguments_of(COMMANDS["dist_scale"]), " 4 ").wanted is None
+    assert texts(pools, "dist_restore ") == []

@@ -84,6 +84,7 @@ def test_an_idle_one_is_asked_first(world: World, tmp_path: Path) -> None:
         told = ask(world, Inspect("mine", 4), 0)
         assert isinstance(told, Description)
         assert told.data["text/plain"].splitlines()[:2] == ["Type:      int", "Value:     0"]
+        assert told.data["text/plain"].endswith("\nRank:      0")
     finally:
         gate.touch()
         world.session.wait(running)
@@ -97,7 +98,7 @@ def test_users_code_that_takes_long(world: World, tmp_path: Path) -> None:
     try:
         told = ask(world, Inspect("slow", 4), 0)  # IPython waits for its `repr`
         assert isinstance(told, Description)
-        assert told.data["text/plain"] == "Type:      Slow"
+        assert told.data["text/plain"] == "Type:      Slow\nRank:      0"
         assert "quick" in texts(world, "slow.qu", 0)
         assert [*world.execute("rank + 1", fetch=("rank",))] == [0, 1]
     finally:

@@ -1,4 +1,4 @@
-"""Every private name of torch's DDP and FSDP2, each behind a small function in our own words.
+"""Every private name of torch's modules, DDP and FSDP2, each behind a function in our own words.
 
 Runs in workers; see `nbdist.worker.compat.torch`.
 """
@@ -13,6 +13,12 @@ from torch.distributed import ProcessGroup
 
 COMPOSED = "__composable_api_state_key"
 """Under names that begin so a module has what `fully_shard` and the like have put on it."""
+
+
+def parts_of(held: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the layers, parameters and buffers of a module, by what its `__dict__` holds."""
+    tables = [held.get(name, {}) for name in ("_parameters", "_buffers", "_modules")]
+    return {name: part for table in tables for name, part in {**table}.items()}
 
 
 # --- DDP --------------------------------------------------------------------------------------
