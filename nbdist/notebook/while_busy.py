@@ -7,7 +7,6 @@ thread's place.  With ipykernel 6 there is no such thread: they wait.
 
 from __future__ import annotations
 
-import hmac
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -19,10 +18,6 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbdist.notebook.completion import Completion
-
-
-SIGNATURE, HEADER, CONTENT = 0, 1, 4
-"""Places in a message of Jupyter's protocol, behind whom it comes from."""
 
 
 class WhileBusy:
@@ -85,12 +80,9 @@ class WhileBusy:
         session = self._kernel.session
         try:
             sender, frames = session.feed_identities(message, copy=False)
-            parts = [bytes(frame.bytes) for frame in frames[: CONTENT + 1]]
-            signature = session.sign(parts[HEADER:])
-            if session.auth and not hmac.compare_digest(signature, parts[SIGNATURE]):
-                return None
-            header, content = session.unpack(parts[HEADER]), session.unpack(parts[CONTENT])
-        except (ValueError, LookupError):  # none of ours to tell what is wrong with it
+            request = session.deserialize(frames, content=False, copy=False)  # checks who signed
+            header, content = request["header"], session.unpack(request["content"])
+        except (ValueError, TypeError, LookupError):  # ipykernel tells what is wrong with it
             return None
         question: Question
         match header["msg_type"]:

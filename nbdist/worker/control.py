@@ -158,7 +158,7 @@ def check_room_for_threads() -> None:
 # --- answers questions about names on the control thread's loop, whatever the main thread does ---
 
 
-FULL_TIMEOUT = 0.6
+FULL_TIMEOUT = 0.5
 """Seconds for IPython's answer: the front end waits for one second.
 
 A rank's first one takes as long, while jedi reads libraries; what is known meanwhile is told.
