@@ -8,24 +8,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from difflib import get_close_matches
 from inspect import Signature
 from typing import Any, Concatenate, Literal, ParamSpec, TypedDict, TypeVar, Unpack, get_args
 
 from nbdist.errors import UnknownArgument, UsageError
-from nbdist.hosts import (
-    FOR_SOME,
-    check_room,
-    check_taken,
-    launcher_for,
-    launcher_here,
-    newer,
-    parse_hosts,
-    read_hosts,
-)
 from nbdist.hosts import LOCAL as LOCAL
+from nbdist.hosts import Host, check_room, launcher_for, parse_hosts, read_hosts
 from nbdist.readers import (
     number_of_seconds,
     read_address,
@@ -38,7 +30,7 @@ from nbdist.readers import (
     read_wrap,
     whole_number,
 )
-from nbdist.topology import parse_backend, parse_layout, parse_workers
+from nbdist.topology import WorkerCount, parse_backend, parse_layout, parse_workers
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -71,13 +63,18 @@ def read_policy(text: str) -> OnFailure:
 # --- the options ------------------------------------------------------------------------------
 
 
+ELSEWHERE = ("ssh", "slurm", "join", "ray")
+"""nbdist's own launchers of other machines; those of others take all options."""
+
+
 @dataclass(frozen=True)
 class Option:
     """How a field of `WorldConfig` is typed at a magic, and what it is.
 
     `flag` is "" for what only Python can say; `read` makes the field's value of text, or of
     what Python gives, and raises UsageError where it cannot be.  What is `at_once` a running
-    world can be given too; all else only new workers have.
+    world can be given too; all else only new workers have.  nbdist's own `launchers` are
+    those that take it, () for all.
     """
 
     flag: str
@@ -85,11 +82,17 @@ class Option:
     read: Callable[[Any], Any] = str
     metavar: str = ""
     at_once: bool = False
+    launchers: Collection[str] = ()
 
     @property
     def usage(self) -> str:
         """The flag, and what stands after it."""
         return f"{self.flag} {self.metavar}".rstrip()
+
+    def is_for(self, launcher: str) -> bool:
+        """Return True if a launcher of this name has a use for it."""
+        is_other = launcher not in (LOCAL, *ELSEWHERE)
+        return is_other or not self.launchers or launcher in self.launchers
 
     def again(self, value: Any) -> str:
         """Write the option as it would be typed: `--name run`; of an environment no secrets."""
@@ -189,6 +192,10 @@ class WorldConfig:
         "--wrap", "command prefix for each worker: 'nice -n 5', 'apptainer exec img'",
         read_wrap, metavar="COMMAND",
     ))
+    fork: bool = field(default=True, metadata=_as(
+        "--no-fork", "start each worker as a new interpreter instead of forking it from one that"
+        " has imported torch", bool,
+    ))
     cpus: int | None = field(default=None, metadata=_as(
         "--cpus", "cores for each worker: as many threads, unless OMP_NUM_THREADS is set",
         whole_number("--cpus", "a number of cores for each worker, such as 4", most=9999),
@@ -203,31 +210,31 @@ class WorldConfig:
     ))
     hosts: str | None = field(default=None, metadata=_as(
         "--hosts", "machines reached by ssh, and the number of workers on each: a:4,user@b:2"
-        "", read_hosts, metavar="HOSTS",
+        "", read_hosts, metavar="HOSTS", launchers=("ssh",),
     ))
     salloc: str | None = field(default=None, metadata=_as(
         "--salloc", "options of Slurm's salloc, to request an allocation: '-p gpu "
             "--gpus-per-node=4'"
-        "", read_salloc, metavar="OPTIONS",
+        "", read_salloc, metavar="OPTIONS", launchers=("slurm",),
     ))
     memory: str | None = field(default=None, metadata=_as(
         "--memory", "memory per worker to request from Slurm or Ray: 16G", read_memory,
-        metavar="SIZE",
+        metavar="SIZE", launchers=("slurm", "ray"),
     ))
     copy_env: str | None = field(default=None, metadata=_as(
         "--copy-env", "environment variables of the notebook to copy to other machines: "
             "'HF_*,WANDB_*'"
-        "", read_patterns, metavar="NAMES",
+        "", read_patterns, metavar="NAMES", launchers=ELSEWHERE,
     ))
     address: str | None = field(default=None, metadata=_as(
         "--address", "address or network interface of this machine for the other machines",
-        read_address, metavar="ADDRESS",
+        read_address, metavar="ADDRESS", launchers=ELSEWHERE,
     ))
     link_timeout: int | None = field(default=None, metadata=_as(
         "--link-timeout",
         "seconds without a sign of life after which another machine counts as lost (10)",
         whole_number("--link-timeout", "a number of seconds from 2 on, such as 30", 2, 9999),
-        metavar="SECONDS",
+        metavar="SECONDS", launchers=ELSEWHERE,
     ))
     detach: bool = field(default=False, metadata=_as(
         "--detach", "keep the workers when the notebook's kernel ends; %dist_attach finds them",
@@ -240,15 +247,11 @@ class WorldConfig:
     ))
     rdzv_backend: str | None = field(default=None, metadata=_as(
         "--rdzv-backend", "torch's rendezvous backend: c10d, static, etcd-v2"
-        "", metavar="NAME",
+        "", metavar="NAME", launchers=ELSEWHERE,
     ))
     rdzv_endpoint: str | None = field(default=None, metadata=_as(
         "--rdzv-endpoint", "address of the rendezvous backend: HOST:PORT", read_endpoint,
-        metavar="ENDPOINT",
-    ))
-    fork: bool = field(default=True, metadata=_as(
-        "--no-fork", "start each worker as a new interpreter instead of forking it from one that"
-        " has imported torch", bool,
+        metavar="ENDPOINT", launchers=ELSEWHERE,
     ))
     on_failure: OnFailure = field(default="heal", metadata=_as(
         "--on-failure", "what to do when a worker dies: heal (default) restarts it and the "
@@ -295,14 +298,22 @@ class WorldConfig:
 
     def _check_machines(self) -> None:
         """Raise UsageError where launcher, hosts and layout contradict one another."""
-        said = {name: OPTIONS[name].again(self.__dict__[name]) for name in OPTIONS
-                if name in FOR_SOME and self.__dict__[name]}  # fmt: skip
-        check_taken(self.launched_by, said)
+        launcher, given = self.launched_by, vars(self)
+        for name, option in OPTIONS.items():
+            if given[name] and not option.is_for(launcher):
+                said = option.again(given[name])
+                by = " or ".join(f"`--launcher {each}`" for each in option.launchers)
+                raise UsageError(f"`{said}`: it is for {by}, and not for `--launcher {launcher}`.")
+        if launcher == "ssh" and not self.hosts:
+            raise UsageError("`--launcher ssh`: on which machines? Such as `--hosts a:4,b:4`.")
+        rdzv = [name for name in ("rdzv_backend", "rdzv_endpoint") if given[name]]
+        if len(rdzv) == 1:
+            both = "it takes both, `--rdzv-backend etcd-v2 --rdzv-endpoint HOST:2379`"
+            raise UsageError(f"`{OPTIONS[rdzv[0]].again(given[rdzv[0]])}`: {both}.")
         if self.hosts:
             layout = parse_layout(self.layout) if self.layout else None
             typed = f"-j {self.layout}" if self.layout else f"-n {self.n}"
-            workers = self.n if isinstance(self.n, int) else None
-            check_room(typed, workers, layout, parse_hosts(self.hosts))
+            check_room(typed, self.workers, layout, self.named_hosts)
 
     def __repr__(self) -> str:
         usual = WorldConfig().__dict__
@@ -319,7 +330,7 @@ class WorldConfig:
     @property
     def launched_by(self) -> str:
         """The launcher that was named, that the options are for, or that of this place."""
-        return self.launcher or launcher_for(self.__dict__, launcher_here(os.environ))
+        return self.launcher or launcher_for(vars(self), os.environ)
 
     @property
     def machines(self) -> tuple[object, ...]:
@@ -327,6 +338,39 @@ class WorldConfig:
         if self.launched_by == LOCAL:
             return (LOCAL,)
         return tuple(getattr(self, name) for name, option in OPTIONS.items() if not option.at_once)
+
+    @property
+    def named_hosts(self) -> tuple[Host, ...]:
+        """The machines of `--hosts`."""
+        return parse_hosts(self.hosts) if self.hosts else ()
+
+    @property
+    def min_nodes(self) -> int:
+        """How many nodes are enough to start with."""
+        layout = parse_layout(self.layout) if self.layout else None
+        return (layout.least or layout.nodes) if layout else len(self.named_hosts) or 1
+
+    @property
+    def max_nodes(self) -> int | None:
+        """How many nodes can have ranks; None for all that there are."""
+        return parse_layout(self.layout).nodes if self.layout else len(self.named_hosts) or None
+
+    @property
+    def per_node(self) -> WorkerCount:
+        """How many workers each node is to have, one node after the other filled."""
+        if self.layout:
+            return parse_layout(self.layout).per_node
+        return "auto" if isinstance(self.n, int) else parse_workers(self.n)
+
+    @property
+    def workers(self) -> int | None:
+        """How many there are to be in all; None where the nodes decide."""
+        return self.n if isinstance(self.n, int) else None
+
+    @property
+    def wrapper(self) -> tuple[str, ...]:
+        """The words of `--wrap`."""
+        return tuple(shlex.split(self.wrap or ""))
 
     @property
     def patience(self) -> Patience:
@@ -338,7 +382,7 @@ class WorldConfig:
 
         Of `n` and `layout` the newer holds, and of a launcher and what others take.
         """
-        new: dict[str, Any] = {**newer(changes, vars(self), launcher_here(os.environ)), **changes}
+        new: dict[str, Any] = {**self._taken_back_by(changes), **changes}
         if n is not None:
             new["n"] = n
         if "layout" in new or "n" in new:
@@ -346,6 +390,16 @@ class WorldConfig:
         if "env" in new:
             new["env"] = {**self.env, **read_environ(new["env"])}
         return replace(self, **new)
+
+    def _taken_back_by(self, changes: Mapping[str, object]) -> dict[str, None]:
+        """Return what contradicts these changes: options of other launchers, or the launcher."""
+        said = {name for name, each in OPTIONS.items() if each.launchers and changes.get(name)}
+        is_taken = all(OPTIONS[name].is_for(self.launched_by) for name in said)
+        if "launcher" not in changes and is_taken:
+            return {}
+        launcher = str(changes.get("launcher") or launcher_for(changes, os.environ))
+        old = {name for name, each in OPTIONS.items() if not each.is_for(launcher)}
+        return dict.fromkeys({"launcher", *old} - said)
 
     def of_size(self, size: int) -> WorldConfig:
         """Make another of so many workers, seated by the layout as far as it has room for them."""

@@ -14,16 +14,7 @@ import pytest
 from nbdist import World
 from nbdist.config import OPTIONS, Changes, Patience, WorldConfig
 from nbdist.errors import UsageError
-from nbdist.hosts import (
-    FOR_SOME,
-    TAKES,
-    check_room,
-    check_taken,
-    launcher_for,
-    launcher_here,
-    newer,
-    parse_hosts,
-)
+from nbdist.hosts import check_room, launcher_for, parse_hosts
 from nbdist.readers import (
     read_address,
     read_endpoint,
@@ -67,6 +58,7 @@ README = Path(__file__).parent.parent / "README.md"
         ({"link_timeout": 30}, "`--link-timeout 30`: it is for `--launcher ssh`"),
         ({"hosts": "a", "launcher": "local"}, "`--hosts a`: it is for `--launcher ssh`, and not"),
         ({"launcher": "ssh"}, "`--launcher ssh`: on which machines?"),
+        ({"launcher": "join", "rdzv_backend": "c10d"}, "`--rdzv-backend c10d`: it takes both"),
         ({"layout": "5:2x4"}, "`-j 5:2x4`: 5 nodes are more than 2. Use `-j 4`"),
         ({"layout": "2x4", "hosts": "a"}, "`-j 2x4 --hosts a`: 2 nodes, but 1 host."),
         ({"n": 7, "hosts": "a:4,b:2"}, "`-n 7 --hosts a:4,b:2`: the hosts have room for 6 w"),
@@ -119,6 +111,7 @@ def test_of_launchers_and_their_options_the_newer_holds() -> None:
     assert ssh.but(hosts="b:4", n=3) == WorldConfig(3, hosts="b:4", copy_env="A")
     assert ssh.but(salloc="-p x") == WorldConfig(2, salloc="-p x", copy_env="A")
     assert here.but(launcher="local").but(hosts="a") == WorldConfig(2, hosts="a")
+    assert WorldConfig(launcher="ssh", hosts="a").but(name="x", hosts="b").launcher == "ssh"
     with pytest.raises(UsageError, match="`--hosts b`: it is for `--launcher ssh`, and not for"):
         ssh.but(hosts="b", launcher="slurm")
 
@@ -182,8 +175,8 @@ def test_each_option_is_read() -> None:
     """One that nothing reads does not belong there."""
     package = README.parent / "nbdist"
     source = "\n".join(path.read_text() for path in package.rglob("*.py"))
-    in_properties = {"hang_timeout", "free", "launcher"}
-    unread = {name for name in OPTIONS if not re.search(rf"\bconfig\.{name}\b", source)}
+    in_properties = {"hang_timeout", "free", "launcher", "hosts"}
+    unread = {name for name in OPTIONS if not re.search(rf"\b(config|wanted)\.{name}\b", source)}
     assert unread == in_properties
     assert WorldConfig(hang_timeout=3, free=False).patience == Patience(3.0, aborts=False)
     found = [WorldConfig(), WorldConfig(hosts="a"), WorldConfig(salloc="-p x")]
@@ -249,14 +242,29 @@ def test_what_is_none_is_told_in_one_line(
     assert "\n" not in str(found.value)
 
 
-def test_all_are_options() -> None:
-    """What launchers take is what a world can be told."""
-    assert OPTIONS.keys() > FOR_SOME
+@pytest.mark.parametrize(
+    ("asked", "nodes", "per_node", "workers"),
+    [
+        ({"hosts": "a,b:4"}, (2, 2), "auto", None),
+        ({"layout": "1:2x4", "launcher": "slurm"}, (1, 2), 4, None),
+        ({"layout": "2x4", "launcher": "slurm"}, (2, 2), 4, None),
+        ({"n": 6, "hosts": "a:4,b:2"}, (2, 2), "auto", 6),
+        ({"n": 3, "layout": "2x2", "hosts": "a:4,b:2"}, (2, 2), 2, 3),
+        ({"n": "gpu", "launcher": "slurm"}, (1, None), "gpu", None),
+    ],
+)
+def test_nodes_of_other_machines(
+    asked: dict[str, Any], nodes: object, per_node: object, workers: object
+) -> None:
+    """How many, and how many workers on each, or in all."""
+    config = WorldConfig(**asked)
+    assert ((config.min_nodes, config.max_nodes), config.per_node) == (nodes, per_node)
+    assert config.workers == workers
 
 
 def test_the_launcher_that_is_meant() -> None:
     """By the options that only one takes."""
-    found = [launcher_for({"n": 4}), launcher_for({"hosts": "a"}), launcher_for({"salloc": "-N 2"})]
+    found = [launcher_for(said, {}) for said in ({"n": 4}, {"hosts": "a"}, {"salloc": "-N 2"})]
     assert found == ["local", "ssh", "slurm"]
 
 
@@ -275,40 +283,29 @@ def test_the_launcher_that_is_meant() -> None:
 )
 def test_the_launcher_of_a_place(environ: dict[str, str], launcher: str) -> None:
     """Slurm's in an allocation, unless that is this machine alone."""
-    assert launcher_here(environ) == launcher
-    assert launcher_for({}, launcher) == launcher
-    assert launcher_for({"hosts": "a"}, launcher) == "ssh"
+    assert launcher_for({}, environ) == launcher
+    assert launcher_for({"hosts": "a"}, environ) == "ssh"
 
 
-@pytest.mark.parametrize("launcher", [*TAKES, "of-a-package"])
-@pytest.mark.parametrize("name", sorted(FOR_SOME))
-def test_each_launcher_takes_its_own(launcher: str, name: str) -> None:
-    """What it has no use for is refused with the launcher that has; others' take all."""
-    said = {name: OPTIONS[name].usage, "hosts": "--hosts a"} if launcher == "ssh" else {}
-    said |= {name: OPTIONS[name].usage}
-    if name.startswith("rdzv"):
-        said |= {"rdzv_backend": "--rdzv-backend x", "rdzv_endpoint": "--rdzv-endpoint x:1"}
-    if launcher == "of-a-package" or name in TAKES[launcher]:
-        check_taken(launcher, said)
-        return
-    with pytest.raises(UsageError, match=f"`, and not for `--launcher {launcher}`.$") as found:
-        check_taken(launcher, said)
-    assert all(f"--launcher {each}`" in str(found.value) for each in TAKES if name in TAKES[each])
-
-
-def test_a_rendezvous_is_backend_and_endpoint() -> None:
-    """One without the other is none."""
-    with pytest.raises(UsageError, match="`--rdzv-backend c10d`: it takes both"):
-        check_taken("join", {"rdzv_backend": "--rdzv-backend c10d"})
-
-
-def test_of_what_was_said_the_newer_holds() -> None:
-    """Nothing else changes with what the launcher takes."""
-    assert newer({"name": "x"}, {"launcher": "ssh", "hosts": "a"}) == {}
-    assert newer({"hosts": "b"}, {"launcher": "ssh", "hosts": "a"}) == {}
-    assert newer({"hosts": "b"}, {"launcher": None, "salloc": "-N 2"})["salloc"] is None
-    assert newer({"launcher": "join"}, {"hosts": "a"})["hosts"] is None
-    assert "copy_env" not in newer({"launcher": "join"}, {"copy_env": "A"})
+@pytest.mark.parametrize(
+    ("launcher", "takes"),
+    [("local", 0), ("ssh", 6), ("slurm", 7), ("join", 5), ("ray", 6), ("of-a-package", 8)],
+)
+def test_each_launcher_takes_its_own(launcher: str, takes: int) -> None:
+    """What it has no use for is refused with the launchers that have; others' take all."""
+    said = {
+        **{"hosts": "a", "salloc": "-p x", "memory": "1G", "copy_env": "A", "address": "eth0"},
+        **{"link_timeout": 9, "rdzv_backend": "x", "rdzv_endpoint": "x:1"},
+    }
+    assert said.keys() == {name for name, each in OPTIONS.items() if each.launchers}
+    taken = {name: value for name, value in said.items() if OPTIONS[name].is_for(launcher)}
+    assert len(taken) == takes
+    assert WorldConfig(launcher=launcher, **taken).launched_by == launcher  # type: ignore[arg-type]
+    for name in said.keys() - taken:
+        with pytest.raises(UsageError, match=f"`, and not for `--launcher {launcher}`.$") as found:
+            WorldConfig(launcher=launcher, **taken, **{name: said[name]})  # type: ignore[arg-type]
+        by = " or ".join(f"`--launcher {each}`" for each in OPTIONS[name].launchers)
+        assert f"{OPTIONS[name].again(said[name])}`: it is for {by}, and" in str(found.value)
 
 
 @pytest.mark.parametrize(

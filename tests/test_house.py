@@ -36,7 +36,7 @@ FLOORS = {
     "system": {"words", "errors"},
     "output": {"words", "errors"},
     "values": {"words", "errors", "system"},
-    "wire": (BETWEEN - {"wire"}) | {"topology", "seats", "hosts", "output.events"},
+    "wire": (BETWEEN - {"wire"}) | {"topology", "seats", "hosts", "config", "output.events"},
     "world": OPTIONS | BETWEEN | {"plugins", "seats", "output"},
     "agent": BETWEEN | {"topology", "seats", "output.events"},
     # The head's process does all that an agent does but for having workers.

@@ -39,7 +39,7 @@ from nbdist.wire.messages import (
     WorldStarted,
 )
 from nbdist.wire.node_messages import processes
-from nbdist.wire.spec import Wanted, WorldSpec
+from nbdist.wire.spec import WorldSpec
 
 TEXT_OF_ALL = 256 << 20
 """Characters of all ranks' text that are kept; of one rank's at most `TEXT_OF_ONE`."""
@@ -68,7 +68,6 @@ class Record:
         self.is_whole = True
         self._logs: Mapping[int, str] = {}
         self._hosts: Mapping[int, str] = {}
-        self._wanted: Wanted | None = None
         self._came: dict[str, None] = {}
         self._lacks: tuple[str, ...] = ()
         self._dead: dict[int, Died] = {}
@@ -190,9 +189,9 @@ class Record:
 
     def _take_change(self, request: Request, reply: Reply) -> None:
         match request, reply:
-            case StartWorld(spec, wanted), WorldStarted():
+            case StartWorld(spec), WorldStarted():
                 self._end_world()
-                self.spec, self._wanted = reply.spec or spec, wanted
+                self.spec = reply.spec or spec
                 self.pids, self._logs, self._lacks = reply.pids, reply.logs, reply.lacks
                 self._hosts = reply.hosts
                 self.began = time.time()
@@ -236,7 +235,6 @@ class Record:
             memory=self.memory,
             spec=self.spec,
             pids=self.pids,
-            wanted=self._wanted,
             logs=self._logs,
             hosts=self._hosts,
             came=tuple(self._came),

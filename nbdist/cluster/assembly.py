@@ -27,6 +27,7 @@ from nbdist.cluster.placement import (
     without,
 )
 from nbdist.cluster.transfer import BulkTransfers
+from nbdist.config import WorldConfig
 from nbdist.output.events import Clear, Died, Display, Failure, Text, Update
 from nbdist.wire.code_tree import Digest, parts
 from nbdist.wire.messages import (
@@ -46,7 +47,7 @@ from nbdist.wire.messages import (
     Up,
 )
 from nbdist.wire.node_messages import NodeUp
-from nbdist.wire.spec import TorchStore, Wanted, WorldSpec
+from nbdist.wire.spec import TorchStore, WorldSpec
 from nbdist.wire.store import HostedStore
 
 
@@ -72,7 +73,7 @@ class Assembly:
         self._take, self._lose, self._tell = take, lose, tell
         self._pool: NodePool | None = None
         self._who: tuple[object, ...] = ()
-        self._wanted: Wanted | None = None
+        self._wanted: WorldConfig | None = None
         self._forming: Forming | None = None
         self._code = KeptCode()
         self._node_of: dict[int, int] = {}
@@ -129,7 +130,7 @@ class Assembly:
             return error.failure
         except NoSeats as error:
             await self.dismiss()
-            return StartFailure(None, request.wanted.launcher, "", str(error), ())
+            return StartFailure(None, request.wanted.launched_by, "", str(error), ())
         if self._forming is None:
             self._forming = Forming(pool.nodes, lambda spec, rank: spec.seats[rank].node)
         if request.wanted.rdzv_backend and request.wanted.rdzv_endpoint:
@@ -158,12 +159,12 @@ class Assembly:
         if pool is not None:
             await pool.close()
 
-    async def _gather(self, wanted: Wanted) -> NodePool:
+    async def _gather(self, wanted: WorldConfig) -> NodePool:
         """Have agents on the machines that are wanted; those that are there may be enough."""
         pool = self._pool
-        if pool is None or not pool.will_do(wanted) or _who(wanted) != self._who:
+        if pool is None or not pool.will_do(wanted) or wanted.machines != self._who:
             await self.dismiss()
-            self._who = _who(wanted)
+            self._who = wanted.machines
             pool = self._pool = NodePool(
                 self._runtime, self._take, self._lose, self._admit, self._tell
             )
@@ -216,7 +217,7 @@ class Assembly:
         back = pool.word_way_back(wanted)
         return replace(healed, spec=forming.spec, hosts=self._hosts, way_back=back)
 
-    async def _heal(self, forming: Forming, pool: NodePool, wanted: Wanted) -> Healed:
+    async def _heal(self, forming: Forming, pool: NodePool, wanted: WorldConfig) -> Healed:
         """Have a group of all ranks that can be; also where nodes are lost meanwhile."""
         assert forming.spec is not None
         for _ in range(len(pool.nodes)):  # more may come meanwhile
@@ -239,7 +240,7 @@ class Assembly:
         return healed
 
     async def _scale(
-        self, request: Scale, forming: Forming, pool: NodePool, wanted: Wanted
+        self, request: Scale, forming: Forming, pool: NodePool, wanted: WorldConfig
     ) -> Healed:
         assert forming.spec is not None
         try:
@@ -249,10 +250,10 @@ class Assembly:
         except (NoSeats, CannotStart) as error:
             return Healed(*forming.whereabouts(), forming.spec.seats, not_scaled=str(error))
         # Machines that come later do not make it another one.
-        self._wanted = replace(wanted, workers=spec.world_size)
+        self._wanted = wanted.of_size(spec.world_size)
         return await self._scale_to(forming, led_by_first(spec, pool.there), request.keep)
 
-    async def _grow(self, forming: Forming, pool: NodePool, wanted: Wanted) -> Healed:
+    async def _grow(self, forming: Forming, pool: NodePool, wanted: WorldConfig) -> Healed:
         """Take in machines that have come since, between cells."""
         assert forming.spec is not None
         everyone = range(forming.spec.world_size)
@@ -279,26 +280,10 @@ class Assembly:
             self._tell(Came(node.name))
 
 
-def _torch_store(wanted: Wanted) -> TorchStore:
+def _torch_store(wanted: WorldConfig) -> TorchStore:
     """Name a new place in the user's own rendezvous."""
     name = f"nbdist-{wanted.name}-{secrets.token_hex(8)}"
     return TorchStore(str(wanted.rdzv_backend), str(wanted.rdzv_endpoint), name)
-
-
-def _who(wanted: Wanted) -> tuple[object, ...]:
-    """Say what decides which machines there are, and what runs there."""
-    return (
-        wanted.launcher,
-        wanted.hosts,
-        wanted.min_nodes,
-        wanted.max_nodes,
-        wanted.python,
-        wanted.salloc,
-        wanted.wrap,
-        wanted.fork,
-        wanted.address,
-        wanted.link_timeout,
-    )
 
 
 CODE_TIMEOUT = 60.0

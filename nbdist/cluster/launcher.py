@@ -18,9 +18,9 @@ from typing import Protocol, cast
 
 from nbdist import __version__, plugins
 from nbdist.cluster.ticket import Ticket, drop_dead_join_keys, place_of, write_join_key
+from nbdist.config import WorldConfig
 from nbdist.system.processes import MODULE, Child
 from nbdist.system.processes import agent_command as agent_command  # launchers find all here
-from nbdist.wire.spec import Wanted
 
 ARRIVE_TIMEOUT = 60.0
 """Seconds for an agent that was started to come: Python starts there, perhaps over a network."""
@@ -84,7 +84,7 @@ class Launched:
 class Launcher(Protocol):
     """Starts agents; made anew for each world."""
 
-    def launch(self, wanted: Wanted, ticket: Ticket, folder: Path) -> Launched:
+    def launch(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
         """Start one agent on each machine; raises LaunchError, or OSError, where none can be.
 
         `folder` is for files of its own, such as the logs of what it runs: it lasts as long as
@@ -154,26 +154,27 @@ As many as the link timeout where that is longer: a machine that is waited for k
 class SshLauncher:
     """`--launcher ssh`."""
 
-    def launch(self, wanted: Wanted, ticket: Ticket, folder: Path) -> Launched:
+    def launch(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
         """Start an agent on each host."""
+        hosts = wanted.named_hosts
 
         def start(number: int) -> AgentCommand:
-            host = wanted.hosts[number]
+            host = hosts[number]
             command = ssh_command(host.destination, number, wanted)
             return AgentCommand(host.address, command, ticket, folder)
 
-        names = [host.address for host in wanted.hosts]
+        names = [host.address for host in hosts]
         return Launched([start(n) for n in range(len(names))], len(names), names, again=start)
 
 
-def ssh_command(host: str, number: int, wanted: Wanted) -> list[str]:
+def ssh_command(host: str, number: int, wanted: WorldConfig) -> list[str]:
     """Return the command that starts an agent there."""
     options = {
         "BatchMode": "yes",
         "ConnectTimeout": str(CONNECT_TIMEOUT),
-        "ServerAliveInterval": str(max(ALIVE_EVERY, round(wanted.link_timeout))),
+        "ServerAliveInterval": str(max(ALIVE_EVERY, wanted.link_timeout or 0)),
     }
-    remote = shlex.join([*wanted.wrap, *agent_command(wanted.python, number)])
+    remote = shlex.join([*wanted.wrapper, *agent_command(wanted.python, number)])
     return [
         *("ssh", "-T"),
         *(part for name, value in options.items() for part in ("-o", f"{name}={value}")),
@@ -228,7 +229,7 @@ class JoinKey:
 class JoinLauncher:
     """`--launcher join`."""
 
-    def launch(self, wanted: Wanted, ticket: Ticket, folder: Path) -> Launched:
+    def launch(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
         """Wait for as many machines as there shall be at least."""
         drop_dead_join_keys()
         key = JoinKey(ticket)

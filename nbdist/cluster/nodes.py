@@ -14,9 +14,10 @@ from nbdist.cluster.launcher import AgentProcess, Launched, LaunchError, find_la
 from nbdist.cluster.node import Node, NodeLost
 from nbdist.cluster.placement import mismatch, room_of, targets, unreachable
 from nbdist.cluster.server import NodeServer, addresses, listened_at
+from nbdist.config import WorldConfig
 from nbdist.wire.messages import Leave, Silent, StartFailure
 from nbdist.wire.node_messages import NodeHello, NodeUp, Reach
-from nbdist.wire.spec import Wanted, versions_here
+from nbdist.wire.spec import LINK_TIMEOUT, versions_here
 from nbdist.words import count, word_exit
 
 log = logging.getLogger("nbdist.cluster")
@@ -83,18 +84,18 @@ class NodePool:
         """The nodes that are not lost, in order."""
         return [self.nodes[number] for number in sorted(self.nodes) if not self.nodes[number].lost]
 
-    def will_do(self, wanted: Wanted) -> bool:
+    def will_do(self, wanted: WorldConfig) -> bool:
         """Say whether a restart can have these nodes: enough of them, and no more to be had."""
         enough = len(self.there) >= wanted.min_nodes
         return enough and not (self._is_final and self._is_short(wanted))
 
-    def word_way_back(self, wanted: Wanted) -> str:
+    def word_way_back(self, wanted: WorldConfig) -> str:
         """Say what has missing nodes come; "" for none, and where they do by themselves."""
         if not self._is_short(wanted):
             return ""
         if self._is_final:
             return (
-                f"With `--launcher {wanted.launcher}` machines come at the start alone: "
+                f"With `--launcher {wanted.launched_by}` machines come at the start alone: "
                 "`%dist_restart` asks for all again, with new workers."
             )
         invitation = self._launched.invitation
@@ -105,24 +106,25 @@ class NodePool:
         """Whether no further node can come, nor one that was lost."""
         return self._launched.again is None and not self._launched.invitation
 
-    def _is_short(self, wanted: Wanted) -> bool:
+    def _is_short(self, wanted: WorldConfig) -> bool:
         """Say whether there are fewer nodes than there could be, or have been."""
         # An allocation of fewer than could be is not given up for another one.
         most = None if wanted.salloc else wanted.max_nodes
         return len(self.there) < (most or len(self.nodes))
 
-    async def fill(self, wanted: Wanted, report: Callable[[str], None]) -> None:
+    async def fill(self, wanted: WorldConfig, report: Callable[[str], None]) -> None:
         """Have agents started, and wait until they have come; raises CannotStart.
 
         `report` is called with what is to be said of those that have come.
         """
         try:
-            self.server.open(*listened_at(wanted.address), link_timeout=wanted.link_timeout)
+            seconds = wanted.link_timeout or LINK_TIMEOUT
+            self.server.open(*listened_at(wanted.address), link_timeout=seconds)
             ticket = self.server.ticket(addresses(wanted.address), fork=wanted.fork)
-            launcher = find_launcher(wanted.launcher)
+            launcher = find_launcher(wanted.launched_by)
             self._launched = await asyncio.to_thread(launcher.launch, wanted, ticket, self._folder)
         except (OSError, LaunchError) as error:
-            raise _cannot(wanted.launcher, str(error)) from None
+            raise _cannot(wanted.launched_by, str(error)) from None
         for process in self._launched.processes:
             self._watch(process)
         await self._until_all_came(wanted, report)
@@ -162,7 +164,7 @@ class NodePool:
 
     # --- coming ---------------------------------------------------------------------------
 
-    async def _until_all_came(self, wanted: Wanted, report: Callable[[str], None]) -> None:
+    async def _until_all_came(self, wanted: WorldConfig, report: Callable[[str], None]) -> None:
         launched = self._launched
         # Without a number of nodes all that there are were asked for.
         least = wanted.min_nodes if wanted.max_nodes and wanted.min_nodes < launched.nodes else 0
@@ -182,7 +184,7 @@ class NodePool:
                     break
         report(awaited.text(room))
 
-    def _room(self, wanted: Wanted) -> dict[str, int]:
+    def _room(self, wanted: WorldConfig) -> dict[str, int]:
         """Say for how many workers each that has come has room, by its name."""
         room = room_of(wanted, self.there)
         names = [node.name for node in self.there]

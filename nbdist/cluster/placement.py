@@ -9,10 +9,11 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from nbdist import __version__, topology
+from nbdist.config import WorldConfig
 from nbdist.errors import BadTopology
 from nbdist.seats import Position, reseat, shrink
 from nbdist.wire.node_messages import NodeHello, Target
-from nbdist.wire.spec import Versions, Wanted, WorldSpec, difference
+from nbdist.wire.spec import Versions, WorldSpec, difference
 from nbdist.words import count
 
 if TYPE_CHECKING:
@@ -23,12 +24,13 @@ class NoSeats(ValueError):
     """There are not enough of them; the message says how many there are where."""
 
 
-def room_of(wanted: Wanted, nodes: Sequence[Node]) -> dict[int, int]:
+def room_of(wanted: WorldConfig, nodes: Sequence[Node]) -> dict[int, int]:
     """Say for how many workers each node has room."""
-    return {node.number: _room(wanted, node) for node in nodes}
+    slots = dict(enumerate(host.slots for host in wanted.named_hosts))
+    return {node.number: slots.get(node.number) or _room(wanted, node) for node in nodes}
 
 
-def _gpus(wanted: Wanted, node: Node) -> tuple[str, ...]:
+def _gpus(wanted: WorldConfig, node: Node) -> tuple[str, ...]:
     """List its GPUs that are to be used; raises NoSeats where one of them is not there."""
     try:
         gpus = node.facts.gpus
@@ -42,14 +44,11 @@ def _has_cuda(node: Node) -> bool:
     return not node.facts.torch.endswith("+cpu")
 
 
-def _room(wanted: Wanted, node: Node) -> int:
-    slots = wanted.hosts[node.number].slots if node.number < len(wanted.hosts) else None
-    if slots is not None:
-        return slots
+def _room(wanted: WorldConfig, node: Node) -> int:
     return topology.resolve(wanted.per_node, len(_gpus(wanted, node)), node.facts.cores)
 
 
-def seated(spec: WorldSpec, wanted: Wanted, nodes: Sequence[Node]) -> WorldSpec:
+def seated(spec: WorldSpec, wanted: WorldConfig, nodes: Sequence[Node]) -> WorldSpec:
     """Seat the ranks of a new world on the nodes that have come; raises NoSeats."""
     room = room_of(wanted, nodes)
     # A host may have room for more than it is to have: ranks of lost ones find it there.
@@ -70,12 +69,12 @@ def seated(spec: WorldSpec, wanted: Wanted, nodes: Sequence[Node]) -> WorldSpec:
     seats = tuple(free[:size])
     if topology.uses_nccl(backend or ""):
         _check_nccl(wanted, nodes, Counter(seat.node for seat in seats), shared=spec.share_gpus)
-    spec = replace(spec, world_size=size, seats=seats, backend=backend, environ=wanted.environ)
+    spec = replace(spec, world_size=size, seats=seats, backend=backend)
     return led_by_first(spec, nodes)
 
 
 def _check_nccl(
-    wanted: Wanted, nodes: Sequence[Node], ranks: Mapping[int, int], *, shared: bool
+    wanted: WorldConfig, nodes: Sequence[Node], ranks: Mapping[int, int], *, shared: bool
 ) -> None:
     """Raise NoSeats where a node has no GPU for each of its ranks, or a torch without nccl."""
     for node in nodes:
@@ -94,7 +93,7 @@ def led_by_first(spec: WorldSpec, nodes: Sequence[Node]) -> WorldSpec:
 
 
 def without(
-    spec: WorldSpec, wanted: Wanted, nodes: Sequence[Node]
+    spec: WorldSpec, wanted: WorldConfig, nodes: Sequence[Node]
 ) -> tuple[WorldSpec, tuple[int, ...]]:
     """Seat the ranks of lost nodes on those that are there, or leave them out: also who stays.
 
@@ -114,7 +113,7 @@ def without(
     return led_by_first(replace(spec, world_size=len(keep), seats=seats), nodes), keep
 
 
-def full_size(wanted: Wanted, nodes: Sequence[Node]) -> int:
+def full_size(wanted: WorldConfig, nodes: Sequence[Node]) -> int:
     """Count the ranks that a world is to have, as far as these nodes have room for them."""
     room = room_of(wanted, nodes)
     most = wanted.per_node if isinstance(wanted.per_node, int) else max(room.values())

@@ -23,8 +23,8 @@ from typing import IO, Any
 from nbdist import topology
 from nbdist.cluster.launcher import KILL_TIMEOUT, Launched, agent_command
 from nbdist.cluster.ticket import Ticket
+from nbdist.config import WorldConfig
 from nbdist.system.processes import MODULE
-from nbdist.wire.spec import Wanted
 from nbdist.words import count
 
 PLACED_TIMEOUT = 60.0
@@ -45,7 +45,7 @@ LAST_BYTES = 4096
 class Order:
     """What the driver is to do; with secrets, as it has the ticket."""
 
-    wanted: Wanted
+    wanted: WorldConfig
     ticket: bytes = field(repr=False)
 
 
@@ -87,7 +87,7 @@ Said = Placed | Refused | Ended
 class RayLauncher:
     """`--launcher ray`."""
 
-    def launch(self, wanted: Wanted, ticket: Ticket, folder: Path) -> Launched:
+    def launch(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
         """Have Ray place an actor on each node; raises OSError with what keeps it from that."""
         if importlib.util.find_spec("ray") is None:
             raise OSError(f"Ray is not installed here: {sys.executable} -m pip install nbdist[ray]")
@@ -209,10 +209,10 @@ class Driver:
 class RayAgent:
     """An agent that is the child of an actor; `host` is the node that Ray chose."""
 
-    def __init__(self, driver: Driver, number: int, host: str, wanted: Wanted) -> None:
+    def __init__(self, driver: Driver, number: int, host: str, wanted: WorldConfig) -> None:
         self.host = host
         self.number = number
-        command = " ".join([*wanted.wrap, *agent_command(wanted.python, number)])
+        command = " ".join([*wanted.wrapper, *agent_command(wanted.python, number)])
         self.command = f"ray actor {actor_name(wanted, number)}: {command}"
         self._driver = driver
         self._ended: Ended | None = None
@@ -264,7 +264,7 @@ class RayAgent:
             os.close(self._writer)
 
 
-def actor_name(wanted: Wanted, number: int) -> str:
+def actor_name(wanted: WorldConfig, number: int) -> str:
     """Name the actor of a node, as Ray's dashboard lists it."""
     return f"nbdist:{wanted.name}/{number}"
 
@@ -308,7 +308,7 @@ class NoRoom(ValueError):
     """The cluster has not what is asked for; the message names what, and what there is."""
 
 
-def bundles_of(wanted: Wanted, nodes: Sequence[RayNode]) -> list[Bundle]:
+def bundles_of(wanted: WorldConfig, nodes: Sequence[RayNode]) -> list[Bundle]:
     """Say what to ask of each of as many nodes as are wanted and there are; raises NoRoom."""
     one = _for_worker(wanted, nodes)
     if isinstance(wanted.per_node, int):
@@ -336,7 +336,7 @@ def word_bundle(bundle: Bundle) -> str:
     return ", ".join(words) or "no CPU"
 
 
-def _for_worker(wanted: Wanted, nodes: Sequence[RayNode]) -> Bundle:
+def _for_worker(wanted: WorldConfig, nodes: Sequence[RayNode]) -> Bundle:
     has_gpus = any(node.resources.get(GPU) for node in nodes) and wanted.backend != "gloo"
     return {
         CPU: wanted.cpus or 1,
@@ -349,7 +349,7 @@ def _bytes_of(memory: str) -> int:
     return int(memory[:-1]) * _BYTES[memory[-1]]
 
 
-def _room(node: RayNode, one: Bundle, wanted: Wanted) -> int:
+def _room(node: RayNode, one: Bundle, wanted: WorldConfig) -> int:
     """Say how many workers a node is asked to have where that was left open."""
     room = int(min(node.resources.get(name, 0) // much for name, much in one.items()))
     if GPU in one or wanted.per_node == "cpu" or not room:

@@ -47,7 +47,7 @@ from nbdist.cluster.ray import (
     read_message,
     word_bundle,
 )
-from nbdist.wire.spec import Wanted
+from nbdist.config import WorldConfig
 from nbdist.words import count
 
 REACH_TIMEOUT = 5.0
@@ -213,7 +213,7 @@ class Reserved:
     bundle: Bundle
 
 
-def place(wanted: Wanted) -> tuple[list[Reserved], list[str]]:
+def place(wanted: WorldConfig) -> tuple[list[Reserved], list[str]]:
     """Reserve a bundle on each node; returns them and the nodes' names, in the order of these."""
     import ray
     from ray.util.placement_group import placement_group, placement_group_table
@@ -252,7 +252,7 @@ def start(order: Order, places: Sequence[Reserved]) -> list[tuple[Any, Any]]:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     wanted = order.wanted
-    guess = sys.executable if wanted.python in ("", sys.executable) else ""
+    guess = sys.executable if wanted.python in (None, sys.executable) else ""
     started = []
     for number, place in enumerate(places):
         bundle = place.bundle
@@ -268,7 +268,7 @@ def start(order: Order, places: Sequence[Reserved]) -> list[tuple[Any, Any]]:
             )
             .remote()
         )
-        command = [*wanted.wrap, *agent_command(wanted.python, number)]
+        command = [*wanted.wrapper, *agent_command(wanted.python, number)]
         started.append((actor, actor.run.remote(command, guess, order.ticket)))
     return started
 

@@ -25,8 +25,8 @@ from typing import ClassVar
 from nbdist.cluster.allocation import CANCEL_TIMEOUT, GRANTED, cancel, run, step_environ
 from nbdist.cluster.launcher import AgentCommand, Launched, LaunchError, agent_command
 from nbdist.cluster.ticket import Ticket
+from nbdist.config import WorldConfig
 from nbdist.system.processes import LEFT, MODULE, left_behind
-from nbdist.wire.spec import Wanted
 from nbdist.words import count
 
 ASK_TIMEOUT = 10.0
@@ -58,7 +58,6 @@ IN_ALLOCATION = (
     'srun --jobid="$SLURM_JOB_ID" --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES"'
 )
 
-_SIZE = re.compile(r"([0-9]{1,9})([KMGT]?)", re.IGNORECASE)
 _SPAN = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 _SAID = re.compile(r"(?:salloc|srun): (?:(?:error|fatal): )?(.+)")
 _REASON = re.compile(r"(?:salloc|srun): (error|fatal|unrecognized|invalid|option)")
@@ -84,7 +83,7 @@ class Job:
 class SlurmLauncher:
     """`--launcher slurm`."""
 
-    def launch(self, wanted: Wanted, ticket: Ticket, folder: Path) -> Launched:
+    def launch(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
         """Start an agent on each node of the allocation, or of a new one."""
         needed = ("salloc", "srun") if wanted.salloc else ("scontrol", "srun")
         if missing := [name for name in needed if shutil.which(name) is None]:
@@ -139,7 +138,7 @@ class Allocation(SlurmCommand):
     left: ClassVar[list[str]] = []
     """The jobs of this head that may still be there."""
 
-    def __init__(self, wanted: Wanted, ticket: Ticket, folder: Path) -> None:
+    def __init__(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> None:
         command = salloc_command(wanted)
         owner = [sys.executable, *MODULE, "nbdist.cluster.allocation"]
         super().__init__([*owner, *command], ticket, folder, None, f"`--salloc {wanted.salloc}`")
@@ -165,7 +164,7 @@ def end_left() -> None:
 # --- commands -----------------------------------------------------------------------------
 
 
-def srun_command(job: str, nodes: int, wanted: Wanted) -> list[str]:
+def srun_command(job: str, nodes: int, wanted: WorldConfig) -> list[str]:
     """Return the command that starts an agent on each of so many nodes of an allocation."""
     number = f"{nodes}"
     return [
@@ -175,7 +174,7 @@ def srun_command(job: str, nodes: int, wanted: Wanted) -> list[str]:
     ]
 
 
-def salloc_command(wanted: Wanted) -> list[str]:
+def salloc_command(wanted: WorldConfig) -> list[str]:
     """Return the command that waits for an allocation, and starts its agents.
 
     The user's own options come last, and so win, but for the number of nodes.
@@ -192,7 +191,7 @@ def salloc_command(wanted: Wanted) -> list[str]:
     ]
 
 
-def _step_options(wanted: Wanted) -> list[str]:
+def _step_options(wanted: WorldConfig) -> list[str]:
     """Return what makes a step of one task on each node, which has all that the job has there.
 
     It shares that with other steps, outlives the death of single agents, and is bound to no core.
@@ -205,11 +204,11 @@ def _step_options(wanted: Wanted) -> list[str]:
     ]
 
 
-def _agents(wanted: Wanted) -> list[str]:
-    return ["sh", "-c", NUMBERED, "sh", *wanted.wrap, *agent_command(wanted.python)]
+def _agents(wanted: WorldConfig) -> list[str]:
+    return ["sh", "-c", NUMBERED, "sh", *wanted.wrapper, *agent_command(wanted.python)]
 
 
-def _resources(wanted: Wanted) -> list[str]:
+def _resources(wanted: WorldConfig) -> list[str]:
     """Return what `--cpus` and `--memory`, which are for each worker, mean to salloc."""
     per_node, options = wanted.per_node, []
     least, most = nodes_asked(wanted)
@@ -227,23 +226,16 @@ def _resources(wanted: Wanted) -> list[str]:
     return options
 
 
-def _memory(wanted: Wanted) -> str:
+def _memory(wanted: WorldConfig) -> str:
     """Return the memory of all workers of a node, "" where it is not known or not said."""
-    if wanted.memory is None:
+    per_node = wanted.per_node
+    if wanted.memory is None or not isinstance(per_node, int):
         return ""
-    found = _SIZE.fullmatch(wanted.memory.strip().removesuffix("B").removesuffix("i"))
-    if found is None:
-        raise LaunchError(f"`--memory {wanted.memory}`: a size such as 16G or 500M")
-    if not isinstance(wanted.per_node, int):
-        return ""
-    return f"{int(found[1]) * wanted.per_node}{found[2].upper() or 'M'}"
+    return f"{int(wanted.memory[:-1]) * per_node}{wanted.memory[-1]}"
 
 
 def _split(text: str) -> list[str]:
-    try:
-        options = shlex.split(text)
-    except ValueError as error:
-        raise LaunchError(f"`--salloc {text}`: {error}") from None
+    options = shlex.split(text)
     if "--no-shell" in options:
         raise LaunchError(f"`--salloc {text}`: with --no-shell it would outlive the world")
     clusters = [word for word in options if word.startswith(("-M", "--clusters"))]
@@ -255,7 +247,7 @@ def _split(text: str) -> list[str]:
     return options
 
 
-def nodes_asked(wanted: Wanted) -> tuple[int, int]:
+def nodes_asked(wanted: WorldConfig) -> tuple[int, int]:
     """Return how many nodes a new allocation has, at least and at most: by `-j`, or salloc's -N."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("-N", "--nodes", default="")
@@ -304,7 +296,7 @@ def read_job(number: str, text: str) -> Job:
     return Job(number, found.get("JobState", ""), int(nodes), found.get("NodeList", ""))
 
 
-def nodes_of(job: Job, wanted: Wanted) -> int:
+def nodes_of(job: Job, wanted: WorldConfig) -> int:
     """Return on how many nodes of an allocation there are agents; LaunchError for too few."""
     if job.nodes < wanted.min_nodes:
         raise LaunchError(

@@ -34,25 +34,23 @@ FLAG = re.compile(r"\s*(--?[A-Za-z][\w-]*)(=\S+)?(?=\s|$)")
 VALUE = re.compile(r"""\s+(\[[^\]]*\]|"[^"]*"|'[^']*'|\S+)""")
 
 GROUPS = {
-    "which workers": ("n", "layout", "gpus", "share_gpus", "cpus", "backend", "name"),
-    "how they are started": ("env", "env_file", "debug", "python", "wrap", "fork"),
-    "on which machines": (
-        *("launcher", "hosts", "salloc", "memory", "copy_env", "address", "link_timeout"),
-        *("detach", "sync_code", "rdzv_backend", "rdzv_endpoint"),
-    ),
-    "when something goes wrong": ("on_failure", "hang_timeout", "free"),
+    "n": "which workers",
+    "env": "how they are started",
+    "launcher": "on which machines",
+    "on_failure": "when something goes wrong",
 }
-"""The options of a world as the help of a magic has them; `--pool` is every magic's own."""
+"""The groups of a world's options in the help of a magic, each by its first one."""
 
 Magic = Callable[..., Any]
 
 
 def world_options(magic: Magic) -> Magic:
     """Add all that `WorldConfig` has flags for, as `%dist_init` and `%%distributed` have it."""
-    for title, names in reversed(GROUPS.items()):
-        for name in reversed(names):
-            magic = _add(name, OPTIONS[name])(magic)
-        magic = argument_group(title)(magic)
+    for name, option in reversed([*OPTIONS.items()]):
+        if option.flag and name != "pool":  # which every magic has
+            magic = _add(name, option)(magic)
+        if name in GROUPS:
+            magic = argument_group(GROUPS[name])(magic)
     return magic
 
 

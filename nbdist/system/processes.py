@@ -22,7 +22,7 @@ MODULE = ("-P", "-m")
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 
-def agent_command(python: str, number: int = -1) -> list[str]:
+def agent_command(python: str | None, number: int = -1) -> list[str]:
     """Return the command that runs an agent; `number` is the node's, where one is known."""
     node = [] if number < 0 else ["--node", str(number)]
     return [python or sys.executable, *MODULE, "nbdist.agent", "--ticket", *node]

@@ -11,16 +11,19 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbdist.output.events import Died, Output
 from nbdist.seats import Seats
 from nbdist.values.payload import SegmentRef
 from nbdist.wire.code_tree import CodeFile, CodePart, Digest, Landmark
 from nbdist.wire.control import Completions, Description, Question
-from nbdist.wire.spec import Wanted, WorldSpec
+from nbdist.wire.spec import WorldSpec
 from nbdist.wire.views import LogPiece, Place, Stack, Usage, WorkerStatus
 from nbdist.wire.work import InputReply, Task
+
+if TYPE_CHECKING:
+    from nbdist.config import WorldConfig
 
 # --- calls to an agent, each answered by exactly one `Answer` ------------------------------
 
@@ -29,11 +32,11 @@ from nbdist.wire.work import InputReply, Task
 class StartWorld:
     """Start all workers of `spec` and form their group; answered by `WorldStarted`.
 
-    A head needs to know what is `wanted` of other machines.
+    A head needs the options too, with what the notebook has chosen (`wanted_elsewhere`).
     """
 
     spec: WorldSpec
-    wanted: Wanted | None = None
+    wanted: WorldConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +340,6 @@ class Attached:
 
     memory: Remember
     spec: WorldSpec | None
-    wanted: Wanted | None
     pids: Mapping[int, int]
     logs: Mapping[int, str]
     hosts: Mapping[int, str]

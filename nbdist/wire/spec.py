@@ -1,6 +1,6 @@
 """What a world is to be, what its ranks have in common, and what each worker process starts with.
 
-Made by the notebook (`WorldSpec`, `Wanted`) and by each agent (`WorkerStart`); a worker gets its
+Made by the notebook (`WorldSpec`) and by each agent (`WorkerStart`); a worker gets its
 spec and its start before its first import of user code.
 
 The names and meanings of the environment variables that torchrun gives its workers are
@@ -63,10 +63,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nbdist.errors import UsageError
-from nbdist.hosts import Host
 from nbdist.seats import Seat, Seats, gpus_of, ranks_on, seat_of
 from nbdist.system.processes import MODULE
-from nbdist.topology import WorkerCount, is_slice, uses_nccl
+from nbdist.topology import is_slice, uses_nccl
 
 # --- versions of interpreters -----------------------------------------------------------------
 
@@ -132,7 +131,8 @@ class TorchStore:
 class WorldSpec:
     """What every rank of a world has in common.
 
-    `environ` is the notebook's whole environment; `threads` is how many each rank may
+    `environ` is the notebook's whole environment, on other machines what was asked for: with
+    secrets; `threads` is how many each rank may
     use for one operation; `backend` is None for no process group; `use_fork_server` forks
     the workers from a process that has torch imported, else each is spawned, with `wrap`
     before its command.  `seats` has where each rank sits, () on one node, and `room` for how
@@ -151,7 +151,7 @@ class WorldSpec:
 
     world_size: int
     backend: str | None
-    environ: Mapping[str, str]
+    environ: Mapping[str, str] = field(repr=False)
     cwd: str
     sys_path: tuple[str, ...]
     threads: int
@@ -278,42 +278,6 @@ LINK_TIMEOUT = 10.0
 TCP sends what was lost again after 0.2, 0.6, 1.4, 3.0 and 6.2 s: a cable that is out for a second
 may be silent for nearly three.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """How many nodes and workers there shall be, and what a launcher needs to start agents.
-
-    From `min_nodes` to `max_nodes` nodes, with None all that there are, have `per_node` workers
-    each; with `workers` there are so many in all, one node after the other filled.  `backend`
-    is None for what fits the nodes' GPUs.  `environ` is what goes along to each node, with
-    secrets: it is in no text.
-    """
-
-    launcher: str
-    hosts: tuple[Host, ...] = ()
-    min_nodes: int = 1
-    max_nodes: int | None = None
-    per_node: WorkerCount = "auto"
-    workers: int | None = None
-    backend: str | None = None
-    environ: Mapping[str, str] = field(default_factory=dict, repr=False)
-    name: str = "world"
-    pool: str = "default"
-    cwd: str = "/"
-    python: str = ""
-    wrap: tuple[str, ...] = ()
-    fork: bool = True
-    gpus: str | None = None
-    cpus: int | None = None
-    memory: str | None = None
-    salloc: str | None = None
-    address: str | None = None
-    link_timeout: float = LINK_TIMEOUT
-    rdzv_backend: str | None = None
-    rdzv_endpoint: str | None = None
-    detach: bool = False
-    sync_code: bool = False
 
 
 # --- environment variables --------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import sys
 import time
@@ -21,14 +20,11 @@ from pathlib import Path
 from nbdist import topology
 from nbdist.config import DEFAULT_POOL, LOCAL, WorldConfig
 from nbdist.errors import BadTopology, UsageError
-from nbdist.hosts import parse_hosts
 from nbdist.seats import Position, Seats, seat_more
 from nbdist.system import folders
 from nbdist.system.limits import memory_limits
 from nbdist.wire.spec import (
-    LINK_TIMEOUT,
     NBDIST_DECIDES,
-    Wanted,
     WorldSpec,
     check_nvls,
     versions_here,
@@ -156,71 +152,59 @@ def make_spec(
     here = here or Here.now()
     topology.check_class(config.backend or "", versions_here()["torch"])
     given = given_environ(config)
-    environ = {**here.environ, **given}
-    if config.launched_by != LOCAL:
-        return _spec_elsewhere(config, run, here, given)
-    visible = topology.visible_gpus(environ)
-    gpus = visible if config.gpus is None else topology.parse_gpus(config.gpus, visible)
-    layout = layout_of(config, len(gpus), here.cores)
-    backend = config.backend or topology.default_backend(len(gpus))
-    python = find_python(config.python or environ.get("PYTHON_EXEC"), environ) or here.python
-    wrap, is_foreign = shlex.split(config.wrap or ""), python != here.python
-    is_read_at_start = any(map(READ_AT_START.fullmatch, given))
-    spec = WorldSpec(
-        world_size=size_of(config) or layout.world_size,
-        backend=None if backend == "none" else backend,
-        environ=environ,
-        cwd=here.cwd,
-        sys_path=path_for(here, given.get("PYTHONPATH", ""), is_foreign=is_foreign),
-        threads=1,
-        python=python,
-        gpus=gpus,
-        name=config.name or run or run_name(config.pool),
-        pool=config.pool,
-        log_dir=default_log_dir() if config.log_dir is None else config.log_dir,
-        log_limit=log_limit(here.environ),
-        use_fork_server=config.fork and not (wrap or is_foreign or is_read_at_start),
-        room=(layout.per_node,) * layout.nodes if layout.nodes > 1 else (),
-        wrap=tuple(wrap),
-        versions=versions_here() if wrap or is_foreign else {},
-        own_path=is_foreign,
-        share_gpus=config.share_gpus,
-        argv=_argv(here.argv),
-        sync_code=config.sync_code,
-    )
-    spec, warning = scaled(spec, config, spec.world_size, here.cores)
-    return spec, backend, warning
-
-
-def _spec_elsewhere(
-    config: WorldConfig, run: str, here: Here, given: Mapping[str, str]
-) -> tuple[WorldSpec, str, str]:
-    """Work out what is known of a world on other machines before they have come.
-
-    Its size, seats, backend and environment follow then, and each node's own GPUs and cores.
-    """
+    first, is_here = given.get("PYTHONPATH", ""), config.launched_by == LOCAL
+    if not is_here:  # other machines have an environment of their own
+        given = {**copied(config.copy_env or "", here.environ), **given}
+    environ = {**here.environ, **given} if is_here else given
+    python = find_python(config, environ) or here.python if is_here else ""
+    is_foreign = python != here.python
+    is_other = is_here and (is_foreign or bool(config.wrap))
+    can_fork = not (is_other or any(map(READ_AT_START.fullmatch, given)))
     backend = config.backend or "gloo"
     spec = WorldSpec(
         world_size=size_of(config) or 1,
         backend=None if backend == "none" else backend,
-        environ={},
+        environ=environ,
         cwd=here.cwd,
-        sys_path=path_for(here, given.get("PYTHONPATH", ""), is_foreign=True),
+        sys_path=path_for(here, first, is_foreign=is_foreign),
         threads=config.cpus or 0,
-        python="",
+        python=python,
         name=config.name or run or run_name(config.pool),
         pool=config.pool,
-        log_dir=_log_dir_elsewhere() if config.log_dir is None else config.log_dir,
+        log_dir=default_log_dir(is_here=is_here) if config.log_dir is None else config.log_dir,
         log_limit=log_limit(here.environ),
-        use_fork_server=config.fork and not any(map(READ_AT_START.fullmatch, given)),
-        own_path=True,
+        use_fork_server=config.fork and can_fork,
+        wrap=config.wrapper if is_here else (),  # elsewhere agents are wrapped
+        versions=versions_here() if is_other else {},
+        own_path=is_foreign,
         share_gpus=config.share_gpus,
         gpus_asked=config.gpus or "",
         argv=_argv(here.argv),
         sync_code=config.sync_code,
     )
+    if is_here:
+        return _on_this_machine(spec, config, here)
+    # The size, seats and backend follow when machines have come, and each one's GPUs and cores.
     with_gpus = config.backend or topology.GPU_BACKEND
     return spec, backend, check_nvls(with_gpus, given, shared=config.share_gpus)
+
+
+def _on_this_machine(
+    spec: WorldSpec, config: WorldConfig, here: Here
+) -> tuple[WorldSpec, str, str]:
+    """Add what its GPUs and cores decide; the rest as `make_spec`."""
+    visible = topology.visible_gpus(spec.environ)
+    gpus = visible if config.gpus is None else topology.parse_gpus(config.gpus, visible)
+    layout = layout_of(config, len(gpus), here.cores)
+    backend = config.backend or topology.default_backend(len(gpus))
+    spec = replace(
+        spec,
+        backend=None if backend == "none" else backend,
+        gpus=gpus,
+        room=(layout.per_node,) * layout.nodes if layout.nodes > 1 else (),
+    )
+    spec, warning = scaled(spec, config, size_of(config) or layout.world_size, here.cores)
+    return spec, backend, warning
 
 
 def scaled(
@@ -270,40 +254,13 @@ def _seats_of(spec: WorldSpec, keep: Sequence[int] | None) -> Seats:
     return tuple(spec.seats[rank] if spec.seats else Position(0, rank) for rank in keep)
 
 
-def make_wanted(config: WorldConfig, run: str = "", here: Here | None = None) -> Wanted:
-    """Work out what a launcher of other machines needs; UsageError for what cannot be."""
-    here = here or Here.now()
-    layout = None if config.layout is None else topology.parse_layout(config.layout)
-    workers = topology.parse_workers(str(config.n))
-    hosts = parse_hosts(config.hosts) if config.hosts else ()
-    per_node: topology.WorkerCount = "auto" if isinstance(workers, int) else workers
-    environ = {**copied(config.copy_env or "", here.environ), **given_environ(config)}
-    return Wanted(
-        launcher=config.launched_by,
-        hosts=hosts,
-        min_nodes=(layout.least or layout.nodes) if layout else len(hosts) or 1,
-        max_nodes=layout.nodes if layout else len(hosts) or None,
-        per_node=layout.per_node if layout else per_node,
-        workers=workers if isinstance(workers, int) else None,
-        backend=config.backend,
-        environ=environ,
-        name=config.name or run or run_name(config.pool),
-        pool=config.pool,
-        cwd=here.cwd,
-        python=config.python or here.python,  # a path on the other machines
-        wrap=tuple(shlex.split(config.wrap or "")),
-        fork=config.fork and not any(map(READ_AT_START.fullmatch, environ)),
-        gpus=config.gpus,
-        cpus=config.cpus,
-        memory=config.memory,
-        salloc=config.salloc,
-        address=config.address,
-        link_timeout=config.link_timeout or LINK_TIMEOUT,
-        rdzv_backend=config.rdzv_backend,
-        rdzv_endpoint=config.rdzv_endpoint,
-        detach=config.detach,
-        sync_code=config.sync_code,
-    )
+def wanted_elsewhere(config: WorldConfig, spec: WorldSpec) -> WorldConfig | None:
+    """Return the options for a launcher, with what was chosen here; None for this machine."""
+    if (launcher := config.launched_by) == LOCAL:
+        return None
+    python = config.python or sys.executable  # a path on the other machines
+    fork = spec.use_fork_server
+    return replace(config, launcher=launcher, name=spec.name, python=python, fork=fork)
 
 
 def given_environ(config: WorldConfig) -> dict[str, str]:
@@ -325,9 +282,8 @@ def layout_of(config: WorldConfig, gpus: int, cores: int) -> topology.Layout:
 
 def size_of(config: WorldConfig) -> int | None:
     """Read how many workers are asked for; None where that depends on the machines."""
-    if isinstance(config.n, int):
-        return config.n
-    return topology.parse_layout(config.layout).world_size if config.layout else None
+    size = topology.parse_layout(config.layout).world_size if config.layout else None
+    return config.workers or size
 
 
 def copied(patterns: str, environ: Mapping[str, str]) -> dict[str, str]:
@@ -340,8 +296,9 @@ def copied(patterns: str, environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def find_python(text: str | None, environ: Mapping[str, str]) -> str:
+def find_python(config: WorldConfig, environ: Mapping[str, str]) -> str:
     """Find the interpreter that is asked for; "" where none is."""
+    text = config.python or environ.get("PYTHON_EXEC")
     if not text:
         return ""
     found = shutil.which(os.path.expanduser(text), path=environ.get("PATH"))
@@ -362,17 +319,16 @@ def run_name(pool: str) -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{of}"
 
 
-def default_log_dir() -> str:
-    """Choose `$NBDIST_LOG_DIR` (empty for no log files), else the user's state folder."""
+def default_log_dir(*, is_here: bool = True) -> str:
+    """Choose `$NBDIST_LOG_DIR` (empty for no log files), else the user's state folder.
+
+    On other machines that is below the home folder there, which may be another.
+    """
     if "NBDIST_LOG_DIR" in os.environ:
         return os.environ["NBDIST_LOG_DIR"]
-    return folders.state_folder()
-
-
-def _log_dir_elsewhere() -> str:
-    """Choose the same for machines where the user's home folder may be another."""
-    given = "NBDIST_LOG_DIR" in os.environ or os.environ.get("XDG_STATE_HOME")
-    return default_log_dir() if given else f"{HOME_STATE}/nbdist"
+    if is_here or os.environ.get("XDG_STATE_HOME"):
+        return folders.state_folder()
+    return f"{HOME_STATE}/nbdist"
 
 
 def log_limit(environ: Mapping[str, str]) -> int:

@@ -45,6 +45,7 @@ from nbdist.world.names import NameTable, Shipped
 from nbdist.world.past import Past
 from nbdist.world.running import RunningTask
 from nbdist.world.sent import NOBODY
+from nbdist.world.spec import wanted_elsewhere
 from nbdist.world.states import Event, State
 from nbdist.world.world_state import Standing
 
@@ -197,8 +198,8 @@ class Workers(Standing):
             self.remember()
             if self.code is not None:
                 yield from self.code.bringing(self._link.calling, anew=True)
-            timeout = CALL_TIMEOUT if self.wanted is None else COMING_TIMEOUT
-            request = StartWorld(self.spec, self.wanted)
+            request = StartWorld(self.spec, wanted_elsewhere(self.config, self.spec))
+            timeout = CALL_TIMEOUT if request.wanted is None else COMING_TIMEOUT
             started = yield from self._link.calling(request, timeout)
         except BaseException:  # Stop too: whatever has been started is ended
             self._call_off_start()

@@ -23,7 +23,7 @@ from nbdist.errors import AgentLost, UsageError, WorldNotStarted
 from nbdist.output.events import Died
 from nbdist.wire.messages import Attached, Healed, Remember
 from nbdist.wire.node_messages import processes
-from nbdist.wire.spec import NBDIST_SETS, Wanted, WorldSpec
+from nbdist.wire.spec import NBDIST_SETS, WorldSpec
 from nbdist.wire.work import Surroundings
 from nbdist.words import count
 from nbdist.world.code_sync import CodeSync
@@ -38,7 +38,6 @@ from nbdist.world.spec import (
     copied,
     given_environ,
     make_spec,
-    make_wanted,
     path_for,
     scaled,
 )
@@ -201,7 +200,7 @@ class Standing:
         if there is None or there.spec is None:
             self.configure(config)
         else:
-            self._take_spec(config, there.spec, there.wanted)
+            self._take_spec(config, there.spec)
             self.backend, self.warning = there.spec.backend or "none", ""
 
     # --- what there is --------------------------------------------------------------------
@@ -231,7 +230,7 @@ class Standing:
     def resolve(self, n: int | str) -> int:
         """Say how many workers `n` means here."""
         workers = topology.parse_workers(str(n))
-        if self.wanted is not None and not isinstance(workers, int):
+        if self.config.launched_by != LOCAL and not isinstance(workers, int):
             return self.size  # other machines have been asked
         return topology.resolve(workers, len(self.spec.gpus), topology.usable_cores())
 
@@ -275,12 +274,10 @@ class Standing:
     def configure(self, config: WorldConfig) -> None:
         """Work out the spec of the workers; UsageError for what cannot be."""
         spec, self.backend, self.warning = make_spec(config, self.name)
-        is_here = config.launched_by == LOCAL
-        self._take_spec(config, spec, None if is_here else make_wanted(config, spec.name))
+        self._take_spec(config, spec)
 
-    def _take_spec(self, config: WorldConfig, spec: WorldSpec, wanted: Wanted | None) -> None:
+    def _take_spec(self, config: WorldConfig, spec: WorldSpec) -> None:
         self.spec: WorldSpec = spec
-        self.wanted = wanted
         self.size, self.name = spec.world_size, spec.name
         self.config = config
         self.folder = Path(spec.cwd)
@@ -299,7 +296,9 @@ class Standing:
         if self._link is None or not self._link.is_up or not may_be:
             return
         how = vars(patience or self.config.patience)
-        memory = Remember(dict(vars(self.config)), dict(how), self.setup.kept)
+        # Where another notebook is, another launcher may be the usual one.
+        options = {**vars(self.config), "launcher": self.config.launched_by}
+        memory = Remember(options, dict(how), self.setup.kept)
         if memory != self._remembered:
             self._remembered = memory
             self._link.remember(memory)

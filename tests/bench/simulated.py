@@ -20,6 +20,7 @@ from nbdist.agent.outbox import Outbox
 from nbdist.cluster.client import Coming, HeadEnd, find_way, read_ticket
 from nbdist.cluster.launcher import AgentCommand, Launched
 from nbdist.cluster.ticket import Ticket
+from nbdist.config import WorldConfig
 from nbdist.output.events import Done, Failure, Output, Text
 from nbdist.wire.control import HeldGroups
 from nbdist.wire.messages import (
@@ -46,7 +47,6 @@ from nbdist.wire.node_messages import (
     PartReply,
     StartPart,
 )
-from nbdist.wire.spec import Wanted
 from nbdist.wire.views import Place, WorkerStatus
 from nbdist.wire.work import Source, Task, unpack
 
@@ -69,7 +69,7 @@ def install(folder: Path) -> None:
 class SimulatedLauncher:
     """`--launcher simulated`: as many machines as the layout says."""
 
-    def launch(self, wanted: Wanted, ticket: Ticket, folder: Path) -> Launched:
+    def launch(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
         """Start them, some in each process."""
         nodes = wanted.max_nodes or 1
         starts = sorted({nodes * each // PROCESSES for each in range(PROCESSES + 1)})

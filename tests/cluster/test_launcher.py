@@ -26,8 +26,8 @@ from nbdist.cluster.launcher import (
     why_refused,
 )
 from nbdist.cluster.ticket import SUFFIX, KeyPair, Ticket, read_key_file
+from nbdist.config import WorldConfig
 from nbdist.hosts import parse_hosts
-from nbdist.wire.spec import Wanted
 from nbdist.world.world import World
 from tests.cluster.launchers import install
 from tests.waiting import SOON, wait_until
@@ -102,7 +102,7 @@ def test_a_launcher_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_command() -> None:
     """OpenSSH decides how the host is reached, nothing is asked, and no secret is in it."""
     host = parse_hosts("root@b:2")[0]
-    wanted = Wanted(launcher="ssh", python="/venv/bin/python", wrap=("nice", "-n", "5"))
+    wanted = WorldConfig(hosts="b", python="/venv/bin/python", wrap="nice -n 5")
     command = ssh_command(host.destination, 1, wanted)
     assert command[:2] == ["ssh", "-T"]
     assert "BatchMode=yes" in command
@@ -113,13 +113,13 @@ def test_the_command() -> None:
 
 def test_the_interpreter_is_the_notebooks_by_default() -> None:
     """Clusters have one path for it on all nodes."""
-    assert f"exec {sys.executable} " in ssh_command("b", 0, Wanted(launcher="ssh"))[-1]
+    assert f"exec {sys.executable} " in ssh_command("b", 0, WorldConfig(hosts="b"))[-1]
 
 
-@pytest.mark.parametrize(("link_timeout", "seconds"), [(10.0, 15), (60.0, 60)])
-def test_ssh_waits_as_long_as_the_link(link_timeout: float, seconds: int) -> None:
+@pytest.mark.parametrize(("link_timeout", "seconds"), [(None, 15), (60, 60)])
+def test_ssh_waits_as_long_as_the_link(link_timeout: int | None, seconds: int) -> None:
     """Three times that: a machine that is waited for does not lose its agent with ssh."""
-    command = ssh_command("b", 0, Wanted(launcher="ssh", link_timeout=link_timeout))
+    command = ssh_command("b", 0, WorldConfig(hosts="b", link_timeout=link_timeout))
     assert f"ServerAliveInterval={seconds}" in command
 
 

@@ -19,10 +19,10 @@ from nbdist.cluster.placement import (
     targets,
     without,
 )
-from nbdist.hosts import parse_hosts
+from nbdist.config import WorldConfig
 from nbdist.topology import GPU_BACKEND
 from nbdist.wire.node_messages import NodeFacts, NodeHello
-from nbdist.wire.spec import Wanted, WorldSpec, versions_here
+from nbdist.wire.spec import WorldSpec, versions_here
 
 
 @dataclass
@@ -42,22 +42,22 @@ def machine(number: int, gpus: int = 0, cores: int = 2) -> Machine:
 SPEC = WorldSpec(1, "gloo", {"SECRET": "x"}, "/", (), 1, "")
 
 
-def wanted(**fields: Any) -> Wanted:
+def wanted(**fields: Any) -> WorldConfig:
     """What is wanted of them."""
-    return Wanted(launcher="ssh", **fields)
+    return WorldConfig(launcher="ssh" if "hosts" in fields else "join", **fields)
 
 
 @pytest.mark.parametrize(
     ("fields", "nodes", "seats"),
     [
-        ({"per_node": 2}, [machine(0), machine(1)], [(0, 0), (0, 1), (1, 0), (1, 1)]),
-        ({"hosts": parse_hosts("a:1,b:2")}, [machine(0), machine(1)], [(0, 0), (1, 0), (1, 1)]),
+        ({"layout": "2x2"}, [machine(0), machine(1)], [(0, 0), (0, 1), (1, 0), (1, 1)]),
+        ({"hosts": "a:1,b:2"}, [machine(0), machine(1)], [(0, 0), (1, 0), (1, 1)]),
         ({}, [machine(0, gpus=1), machine(1, cores=1)], [(0, 0), (1, 0)]),
-        ({"per_node": 2, "workers": 3}, [machine(0), machine(1)], [(0, 0), (0, 1), (1, 0)]),
-        ({"per_node": 1}, [machine(2), machine(0)], [(0, 0), (2, 0)]),
+        ({"layout": "2x2", "n": 3}, [machine(0), machine(1)], [(0, 0), (0, 1), (1, 0)]),
+        ({"layout": "2x1"}, [machine(2), machine(0)], [(0, 0), (2, 0)]),
         # A host more than nodes, and room for more than there are to be, are in reserve.
         (
-            {"per_node": 1, "max_nodes": 2, "hosts": parse_hosts("a:2,b,c")},
+            {"layout": "2x1", "hosts": "a:2,b,c"},
             [machine(0), machine(1), machine(2)],
             [(0, 0), (1, 0)],
         ),
@@ -71,7 +71,7 @@ def test_who_sits_where(
     spec = seated(SPEC, wanted(**fields), nodes)
     assert [tuple(seat) for seat in spec.seats] == seats
     assert spec.world_size == len(seats)
-    assert (spec.master_addr, spec.environ) == ("10.0.0.1", {})
+    assert spec.master_addr == "10.0.0.1"
 
 
 def test_the_backend_is_that_of_all_nodes() -> None:
@@ -95,25 +95,25 @@ def test_nccl_where_it_cannot_be(gpus: int, torch: str, told: str) -> None:
     there = machine(0, gpus)
     there.facts = replace(there.facts, versions={"torch": torch})
     with pytest.raises(NoSeats) as found:
-        seated(replace(SPEC, backend="nccl"), wanted(per_node=2, backend="nccl"), [there])
+        seated(replace(SPEC, backend="nccl"), wanted(layout="1x2", backend="nccl"), [there])
     assert str(found.value) == told
     if gpus != 1:
-        assert seated(SPEC, wanted(per_node=2), [there]).backend == "gloo"
+        assert seated(SPEC, wanted(layout="1x2"), [there]).backend == "gloo"
     if gpus == 1:
         shared = replace(SPEC, backend="nccl", share_gpus=True)
-        assert seated(shared, wanted(per_node=2, backend="nccl"), [there]).world_size == 2
+        assert seated(shared, wanted(layout="1x2", backend="nccl"), [there]).world_size == 2
 
 
 def test_too_many_workers() -> None:
     """What there is room for is said, node by node."""
     with pytest.raises(NoSeats, match="5 workers asked for, but room for 4: n0 has 2, n1 has 2"):
-        seated(SPEC, wanted(per_node=2, workers=5), [machine(0), machine(1)])
+        seated(SPEC, wanted(n=5), [machine(0), machine(1)])
 
 
 def test_more_and_fewer() -> None:
     """New ranks take free seats, the others keep theirs."""
     nodes = [machine(0), machine(1)]
-    asked = wanted(per_node=2, workers=3)
+    asked = wanted(layout="2x2", n=3)
     spec = seated(SPEC, asked, nodes)
     room = room_of(asked, nodes)
     assert resized(spec, 4, (0, 1, 2), room).seats == (*spec.seats, (1, 1))
@@ -147,8 +147,8 @@ def test_who_stays_where_machines_are_lost(
     hosts: str, there: tuple[int, ...], keep: tuple[int, ...], seats: list[tuple[int, int]]
 ) -> None:
     """All ranks where there is room; MASTER_ADDR is the machine of rank 0, whichever that is."""
-    asked = wanted(hosts=parse_hosts(hosts), per_node=2, max_nodes=2)
-    nodes = [machine(number) for number in range(len(asked.hosts))]
+    asked = wanted(hosts=hosts, layout="2x2")
+    nodes = [machine(number) for number in range(len(asked.named_hosts))]
     spec = seated(SPEC, asked, nodes)
     spec, stay = without(spec, asked, [nodes[number] for number in there])
     assert stay == keep
@@ -160,11 +160,11 @@ def test_who_stays_where_machines_are_lost(
 @pytest.mark.parametrize(
     ("fields", "there", "size"),
     [
-        ({"per_node": 2, "max_nodes": 2}, 1, 2),
-        ({"per_node": 2, "max_nodes": 2}, 3, 4),
-        ({"per_node": 2, "workers": 3}, 2, 3),
-        ({"per_node": 2, "workers": 3}, 1, 2),
-        ({"hosts": parse_hosts("a:1,b:2")}, 2, 3),
+        ({"layout": "2x2"}, 1, 2),
+        ({"layout": "2x2"}, 3, 4),
+        ({"layout": "2x2", "n": 3}, 2, 3),
+        ({"layout": "2x2", "n": 3}, 1, 2),
+        ({"hosts": "a:1,b:2"}, 2, 3),
     ],
 )
 def test_how_many_there_are_to_be(fields: Mapping[str, Any], there: int, size: int) -> None:

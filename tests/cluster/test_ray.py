@@ -20,10 +20,10 @@ from nbdist.cluster.ray import (
     word_bundle,
 )
 from nbdist.cluster.ticket import KeyPair, Ticket
-from nbdist.wire.spec import Wanted
+from nbdist.config import WorldConfig
 
 TICKET = Ticket(("127.0.0.1",), 1, "x" * 40, KeyPair.new())
-WANTED = Wanted(launcher="ray", min_nodes=2, max_nodes=2, per_node=1, environ={"KEY": "secret"})
+WANTED = WorldConfig(launcher="ray", layout="2x1", env={"KEY": "secret"})
 
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -64,28 +64,28 @@ BIG = RayNode("big", {"CPU": 16, "memory": 64 * GIB})
 CARDS = RayNode("cards", {"CPU": 16, "GPU": 4, "memory": 64 * GIB})
 
 
-def wanted(**options: object) -> Wanted:
-    return Wanted(launcher="ray", **options)  # type: ignore[arg-type]
+def wanted(**options: object) -> WorldConfig:
+    return WorldConfig(launcher="ray", **options)  # type: ignore[arg-type]
 
 
 def test_as_many_on_each_node() -> None:
     """A CPU for each worker, or as many as it is to have, and its memory."""
-    two = wanted(min_nodes=2, max_nodes=2, per_node=2)
+    two = wanted(layout="2x2")
     assert bundles_of(two, [SMALL, BIG]) == [{"CPU": 2}, {"CPU": 2}]
-    more = wanted(min_nodes=1, max_nodes=1, per_node=2, cpus=4, memory="3G")
+    more = wanted(layout="1x2", cpus=4, memory="3G")
     assert bundles_of(more, [SMALL, BIG]) == [{"CPU": 8, "memory": 6 * GIB}]
 
 
 def test_a_gpu_each_where_there_are_some() -> None:
     """Unless the backend has no use for them."""
-    one = {"min_nodes": 1, "max_nodes": 1, "per_node": 4}
+    one = {"layout": "1x4"}
     assert bundles_of(wanted(**one), [BIG, CARDS]) == [{"CPU": 4, "GPU": 4}]
     assert bundles_of(wanted(**one, backend="gloo"), [BIG, CARDS]) == [{"CPU": 4}]
 
 
 def test_at_least_and_at_most() -> None:
     """As many nodes as there are, between both."""
-    some = wanted(min_nodes=1, max_nodes=3, per_node=4)
+    some = wanted(layout="1:3x4")
     assert len(bundles_of(some, [SMALL, BIG, BIG])) == 2
     assert len(bundles_of(some, [BIG] * 5)) == 3
 
@@ -93,28 +93,28 @@ def test_at_least_and_at_most() -> None:
 def test_so_many_in_all() -> None:
     """On as few nodes as have room for them, the biggest first."""
     nodes = [SMALL, CARDS, CARDS]
-    assert bundles_of(wanted(workers=5), nodes) == [{"CPU": 4, "GPU": 4}, {"CPU": 1, "GPU": 1}]
-    assert bundles_of(wanted(workers=5), [SMALL, BIG]) == [{"CPU": 4}, {"CPU": 1}]
+    assert bundles_of(wanted(n=5), nodes) == [{"CPU": 4, "GPU": 4}, {"CPU": 1, "GPU": 1}]
+    assert bundles_of(wanted(n=5), [SMALL, BIG]) == [{"CPU": 4}, {"CPU": 1}]
 
 
 def test_what_there_is() -> None:
     """Without a number, of all nodes: their GPUs, else a few CPUs, or all."""
     assert bundles_of(wanted(), [SMALL, BIG]) == [{"CPU": 4}, {"CPU": 2}]
-    assert bundles_of(wanted(per_node="cpu"), [SMALL, BIG]) == [{"CPU": 16}, {"CPU": 2}]
-    assert bundles_of(wanted(per_node="gpu"), [CARDS]) == [{"CPU": 4, "GPU": 4}]
+    assert bundles_of(wanted(n="cpu"), [SMALL, BIG]) == [{"CPU": 16}, {"CPU": 2}]
+    assert bundles_of(wanted(n="gpu"), [CARDS]) == [{"CPU": 4, "GPU": 4}]
 
 
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
         (
-            {"min_nodes": 2, "max_nodes": 2, "per_node": 4},
+            {"layout": "2x4"},
             "2 nodes with 4 CPU each: the cluster has 2 nodes: small has 2 CPU, 4.0 GiB of memory; "
             "big has 16 CPU, 64.0 GiB of memory",
         ),
-        ({"workers": 99}, "99 workers with 1 CPU each: the cluster has 2 nodes: small has"),
-        ({"per_node": "gpu"}, "1 worker with 1 CPU, 1 GPU each: the cluster has 2 nodes: small"),
-        ({"workers": 1, "memory": "1T"}, "with 1 CPU, 1024.0 GiB of memory each: the cluster has"),
+        ({"n": 99}, "99 workers with 1 CPU each: the cluster has 2 nodes: small has"),
+        ({"n": "gpu"}, "1 worker with 1 CPU, 1 GPU each: the cluster has 2 nodes: small"),
+        ({"n": 1, "memory": "1T"}, "with 1 CPU, 1024.0 GiB of memory each: the cluster has"),
     ],
 )
 def test_too_little(asked: dict[str, object], said: str) -> None:
@@ -127,7 +127,7 @@ def test_too_little(asked: dict[str, object], said: str) -> None:
 def test_too_little_of_many_nodes() -> None:
     """Not all are told."""
     with pytest.raises(NoRoom, match=r"the cluster has 50 nodes: .*; and 44 more$"):
-        bundles_of(wanted(min_nodes=51, max_nodes=51, per_node=1), [SMALL] * 50)
+        bundles_of(wanted(layout="51x1"), [SMALL] * 50)
 
 
 def test_a_node_that_has_nothing() -> None:

@@ -16,8 +16,8 @@ import zmq
 
 from nbdist.cluster.ray import RayLauncher
 from nbdist.cluster.ticket import KeyPair, Ticket, listen_with
+from nbdist.config import WorldConfig
 from nbdist.errors import StartError
-from nbdist.wire.spec import Wanted
 from nbdist.world.world import World
 from tests.hosts.launched import OnRay, lives
 from tests.hosts.network import Host, Network
@@ -30,10 +30,9 @@ pytestmark = pytest.mark.shared_world
 TICKET = Ticket(("127.0.0.1",), 1, "x" * 40, KeyPair.new(), fork=False)
 
 
-def wanted(per_node: int = 1) -> Wanted:
+def wanted(per_node: int = 1) -> WorldConfig:
     """So many workers on each of two nodes."""
-    python = sys.executable
-    return Wanted(launcher="ray", min_nodes=2, max_nodes=2, per_node=per_node, python=python)
+    return WorldConfig(launcher="ray", layout=f"2x{per_node}", python=sys.executable)
 
 
 def refused(folder: Path, per_node: int = 1) -> str:

@@ -16,7 +16,6 @@ from nbdist.errors import UsageError, WorldSizeMismatch
 from nbdist.notebook.command import find_commands
 from nbdist.notebook.commands.cells import distributed
 from nbdist.notebook.options import (
-    GROUPS,
     MAGICS,
     SAME,
     Argument,
@@ -90,12 +89,6 @@ def test_all_options() -> None:
     only_in_python = {name for name, option in OPTIONS.items() if not option.flag}
     all_given = given(said).keys() | given(elsewhere).keys()
     assert all_given == OPTIONS.keys() - only_in_python - {"pool"}
-
-
-def test_all_options_are_in_a_group() -> None:
-    """Of the help, each in one; but for the pool, which is every magic's own."""
-    grouped = [name for names in GROUPS.values() for name in names]
-    assert sorted([*grouped, "pool"]) == sorted(n for n, each in OPTIONS.items() if each.flag)
 
 
 def test_what_others_call_it() -> None:

@@ -15,7 +15,14 @@ from nbdist.errors import BadTopology, NotEnoughGpus, UsageError
 from nbdist.seats import Position, fill
 from nbdist.wire.spec import NBDIST_SETS, WorldSpec, torchrun_variables
 from nbdist.world import spec
-from nbdist.world.spec import Here, make_spec, make_wanted, parse_line, read_env_file, scaled
+from nbdist.world.spec import (
+    Here,
+    make_spec,
+    parse_line,
+    read_env_file,
+    scaled,
+    wanted_elsewhere,
+)
 from nbdist.world.states import Machines
 
 
@@ -233,24 +240,14 @@ def test_simulated_nodes_are_scaled_as_they_were() -> None:
     assert make_spec(WorldConfig(3, layout="2x2"), "run", HERE)[0].seats == fill((2, 2), 3)
 
 
-@pytest.mark.parametrize(
-    ("asked", "nodes", "per_node", "workers"),
-    [
-        ({"hosts": "a,b:4"}, (2, 2), "auto", None),
-        ({"layout": "1:2x4", "launcher": "slurm"}, (1, 2), 4, None),
-        ({"layout": "2x4", "launcher": "slurm"}, (2, 2), 4, None),
-        ({"n": 6, "hosts": "a:4,b:2"}, (2, 2), "auto", 6),
-        ({"n": 3, "layout": "2x2", "hosts": "a:4,b:2"}, (2, 2), 2, 3),
-        ({"n": "gpu", "launcher": "slurm"}, (1, None), "gpu", None),
-    ],
-)
-def test_nodes_of_other_machines(
-    asked: dict[str, object], nodes: object, per_node: object, workers: object
-) -> None:
-    """How many, and how many workers on each, or in all."""
-    wanted = make_wanted(WorldConfig(**asked), "run", HERE)  # type: ignore[arg-type]
-    assert ((wanted.min_nodes, wanted.max_nodes), wanted.per_node) == (nodes, per_node)
-    assert (wanted.workers, wanted.name) == (workers, "run")
+def test_what_a_launcher_is_told() -> None:
+    """The options, with what was chosen here; nothing of a world on this machine."""
+    config = WorldConfig(salloc="-p x", copy_env="LD_*")
+    here = replace(HERE, environ={"LD_LIBRARY_PATH": "/x"})
+    wanted = wanted_elsewhere(config, make_spec(config, "run", here)[0])
+    chosen = {"launcher": "slurm", "name": "run", "python": sys.executable, "fork": False}
+    assert wanted == replace(config, **chosen)  # type: ignore[arg-type]
+    assert wanted_elsewhere(WorldConfig(2), spec_of(n=2)) is None
 
 
 def test_which_environment_goes_along() -> None:
@@ -258,8 +255,12 @@ def test_which_environment_goes_along() -> None:
     environ = {"HF_HOME": "/hf", "HF_TOKEN": "x", "SECRET": "y", "RANK": "0", "LANG": "C"}
     here = replace(HERE, environ=environ)
     config = WorldConfig(1, hosts="a", copy_env="HF_*, LANG,RA*", env={"A": "1", "LANG": "de"})
-    wanted = make_wanted(config, "run", here)
-    assert wanted.environ == {"HF_HOME": "/hf", "HF_TOKEN": "x", "A": "1", "LANG": "de"}
+    assert make_spec(config, "run", here)[0].environ == {
+        "HF_HOME": "/hf",
+        "HF_TOKEN": "x",
+        "A": "1",
+        "LANG": "de",
+    }
 
 
 def test_a_world_elsewhere_is_not_judged_by_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +269,6 @@ def test_a_world_elsewhere_is_not_judged_by_this_machine(monkeypatch: pytest.Mon
     config = WorldConfig(hosts="a:4,b:2", gpus="0,1", env={"LD_LIBRARY_PATH": "/x"})
     spec, _, said = make_spec(config, "run", HERE)
     assert (spec.gpus, spec.gpus_asked, spec.use_fork_server, said) == ((), "0,1", False, "")
-    assert not make_wanted(config, "run", HERE).fork
     there = replace(spec, backend="nccl", seats=fill((4, 2)), world_size=6)
     assert scaled(there, config, 5) == (replace(there, world_size=5), "")
     with pytest.raises(UsageError, match="`-n 7 --hosts a:4,b:2`: the hosts have room for 6 w"):

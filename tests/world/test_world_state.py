@@ -26,17 +26,9 @@ def test_before_the_start() -> None:
     assert (there.state, there.size, there.layout) == (State.STOPPED, 4, "2x2")
     assert (there.everyone, there.has_group, there.is_idle) == ((0, 1, 2, 3), True, True)
     assert there.resolve("3") == 3
-    assert there.wanted is None
     with pytest.raises(WorldNotStarted):
         _ = there.link
     assert not Standing(WorldConfig(1, backend="none", log_dir="")).has_group
-
-
-def test_on_other_machines_they_decide() -> None:
-    """What is wanted of them is known, and how many there will be only then."""
-    there = Standing(WorldConfig(hosts="a:1,b:1", log_dir=""))
-    assert there.wanted is not None
-    assert [host.address for host in there.wanted.hosts] == ["a", "b"]
 
 
 def test_ranks_that_have_other_numbers_now() -> None:
