@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from difflib import get_close_matches
 from inspect import Signature
-from typing import Any, Concatenate, Literal, ParamSpec, TypedDict, TypeVar, Unpack, get_args
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast, get_args
 
 from nbdist.errors import UnknownArgument, UsageError
 from nbdist.hosts import LOCAL as LOCAL
@@ -377,7 +377,7 @@ class WorldConfig:
         """What holds for its cells."""
         return Patience(self.hang_timeout, self.free)
 
-    def but(self, n: int | str | None = None, **changes: Unpack[Changes]) -> WorldConfig:
+    def but(self, n: int | str | None = None, **changes: Any) -> WorldConfig:
         """Make another that differs in these; `env` grows.
 
         Of `n` and `layout` the newer holds, and of a launcher and what others take.
@@ -407,40 +407,6 @@ class WorldConfig:
         if size > room:
             return self.but(n=size)
         return replace(self, n="auto" if size == room else size)
-
-
-class Changes(TypedDict, total=False):
-    """What a world can be given anew besides its size: all other fields of `WorldConfig`."""
-
-    layout: str | None
-    backend: str | None
-    gpus: str | None
-    share_gpus: bool
-    name: str | None
-    pool: str
-    env: Mapping[str, str]
-    env_file: str | None
-    debug: bool
-    python: str | None
-    wrap: str | None
-    cpus: int | None
-    launcher: str | None
-    hosts: str | None
-    salloc: str | None
-    memory: str | None
-    copy_env: str | None
-    address: str | None
-    link_timeout: int | None
-    detach: bool
-    sync_code: bool
-    rdzv_backend: str | None
-    rdzv_endpoint: str | None
-    fork: bool
-    on_failure: OnFailure
-    hang_timeout: float
-    free: bool
-    log_dir: str | None
-    show: bool
 
 
 OPTIONS: Mapping[str, Option] = {each.name: each.metadata["option"] for each in fields(WorldConfig)}
@@ -477,6 +443,20 @@ def takes_options(
         return taking
 
     return decorate
+
+
+@dataclass(frozen=True, eq=False)
+class Changes(WorldConfig):
+    """The arguments of a restart, for type checkers alone."""
+
+    keep: Sequence[str] = ()
+
+
+def takes_changes(
+    changes: Callable[P, WorldConfig],
+) -> Callable[[Callable[Concatenate[S, ...], None]], Callable[Concatenate[S, P], None]]:
+    """Have type checkers and editors show what `changes` is made of as a method's parameters."""
+    return lambda method: cast(Any, method)
 
 
 def _arguments() -> str:

@@ -7,12 +7,12 @@ import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 
 from nbdist import World
-from nbdist.config import OPTIONS, Changes, Patience, WorldConfig
+from nbdist.config import OPTIONS, Patience, WorldConfig
 from nbdist.errors import UsageError
 from nbdist.hosts import check_room, launcher_for, parse_hosts
 from nbdist.readers import (
@@ -122,13 +122,6 @@ def test_what_agents_are_started_anew_for() -> None:
     assert WorldConfig(2).machines != WorldConfig(2, hosts="a").machines
     assert WorldConfig(hosts="a").machines != WorldConfig(hosts="a,b").machines
     assert WorldConfig(hosts="a").machines == WorldConfig(hosts="a", free=False).machines
-
-
-def test_all_that_can_be_changed_is_typed() -> None:
-    """As the fields are, each of them."""
-    known = {field.name for field in fields(WorldConfig)}
-    hints = {name: kind for name, kind in get_type_hints(WorldConfig).items() if name in known}
-    assert {"n": int | str, **get_type_hints(Changes)} == hints
 
 
 def test_its_text_has_what_was_said_and_no_secrets() -> None:

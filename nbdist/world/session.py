@@ -14,10 +14,10 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any
 
 from nbdist import topology
-from nbdist.config import Changes, Patience
+from nbdist.config import Patience
 from nbdist.errors import AgentLost, BadRanks, Interrupted, StartError, UsageError, WorldNotStarted
 from nbdist.readers import read_restarts
 from nbdist.values.payload import open_payload, pack_frames
@@ -249,9 +249,7 @@ class Session(Workers):
         recovery.heal(self)
         recovery.grow(self)
 
-    def restart(
-        self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Unpack[Changes]
-    ) -> None:
+    def restart(self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Any) -> None:
         """End all workers and start new ones, out of every state; with what `keep` names."""
         kept = self.take(keep, self.everyone)
         # The notebook's environment, path and folder may have changed meanwhile.

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar, Unpack
+from typing import Any, ParamSpec, TypeVar
 
-from nbdist.config import Changes, Patience, WorldConfig, takes_options
+from nbdist.config import Changes, Patience, WorldConfig, takes_changes, takes_options
 from nbdist.values.payload import Payload, pack_names
 from nbdist.wire.messages import GetStacks, GetStatus
 from nbdist.wire.ops import Cleaned
@@ -106,12 +106,8 @@ class World:
         """
         self.session.start()
 
-    def restart(
-        self,
-        n: int | str | None = None,
-        keep: Sequence[str] = (),
-        **changes: Unpack[Changes],
-    ) -> None:
+    @takes_changes(Changes)
+    def restart(self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Any) -> None:
         """End all workers and start new ones, out of every state; variables are lost.
 
         But for those named in `keep`, which each rank has to be ready to give away; CUDA
