@@ -295,13 +295,15 @@ class Standing:
         may_be = self.config.detach or self._remembered.options.get("detach")
         if self._link is None or not self._link.is_up or not may_be:
             return
-        how = vars(patience or self.config.patience)
-        # Where another notebook is, another launcher may be the usual one.
-        options = {**vars(self.config), "launcher": self.config.launched_by}
-        memory = Remember(options, dict(how), self.setup.kept)
+        memory = self.memory(patience or self.config.patience)
         if memory != self._remembered:
             self._remembered = memory
             self._link.remember(memory)
+
+    def memory(self, patience: Patience) -> Remember:
+        """Return what another notebook has to know, where another launcher may be the usual one."""
+        options = {**vars(self.config), "launcher": self.config.launched_by}
+        return Remember(options, dict(vars(patience)), self.setup.kept)
 
     def take_healed(self, healed: Healed) -> None:
         """Take in what the agent says of the workers there are now, more or fewer."""

@@ -31,6 +31,15 @@ def test_before_the_start() -> None:
     assert not Standing(WorldConfig(1, backend="none", log_dir="")).has_group
 
 
+def test_what_another_notebook_has_to_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By which launcher the machines came, also where this process is in no allocation."""
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    there = Standing(WorldConfig(2, log_dir=""))
+    memory = there.memory(there.config.patience)
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert WorldConfig(**memory.options).launched_by == "slurm"
+
+
 def test_ranks_that_have_other_numbers_now() -> None:
     """By node and process it is known who became whom, once for whoever asks."""
     there = Standing(WorldConfig(layout="2x1", log_dir=""))
