@@ -23,12 +23,7 @@ from nbdist.errors import BadTopology, UsageError
 from nbdist.seats import Position, Seats, seat_more
 from nbdist.system import folders
 from nbdist.system.limits import memory_limits
-from nbdist.wire.spec import (
-    NBDIST_DECIDES,
-    WorldSpec,
-    check_nvls,
-    versions_here,
-)
+from nbdist.wire.spec import NBDIST_DECIDES, WorldSpec, check_nvls, versions_here
 from nbdist.words import one_line, size_text
 
 _LINE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(.*)")

@@ -15,14 +15,7 @@ from nbdist.errors import BadTopology, NotEnoughGpus, UsageError
 from nbdist.seats import Position, fill
 from nbdist.wire.spec import NBDIST_SETS, WorldSpec, torchrun_variables
 from nbdist.world import spec
-from nbdist.world.spec import (
-    Here,
-    make_spec,
-    parse_line,
-    read_env_file,
-    scaled,
-    wanted_elsewhere,
-)
+from nbdist.world.spec import Here, make_spec, parse_line, read_env_file, scaled, wanted_elsewhere
 from nbdist.world.states import Machines
 
 
