@@ -230,10 +230,8 @@ class Agent:
             case Kill(ranks, why):
                 for worker in self._workers.alive(ranks):
                     worker.kill(why)
-            case GetCode() as get:
-                return await asyncio.to_thread(self._workers.code.look, get)
-            case PutCode() as put:
-                return await asyncio.to_thread(self._workers.code.take, put)
+            case GetCode() | PutCode():
+                return await asyncio.to_thread(self._workers.code.take, request)
         return None
 
     async def _ask_head(self, operation: Operation) -> StoreReply:

@@ -1,6 +1,7 @@
 """The notebook's folder as this node was sent it: unpacked, and kept as the notebook has it.
 
-For worlds with `--sync-code`, in the agent.
+For worlds with `--sync-code`, in the agent.  It is one folder as long as the agent lives, since
+workers work in it and import from it: files in it are replaced, each whole.
 """
 
 from __future__ import annotations
@@ -9,17 +10,19 @@ import logging
 import os
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from nbdist.system import folders
 from nbdist.wire.code_tree import (
     MANIFEST,
+    NEW_FILE,
+    OWN_NAMES,
     CodeFile,
-    Digest,
-    digest_of,
-    moved,
+    landmark,
+    moved_path,
     refusal_of,
 )
 from nbdist.wire.messages import CodeHeld, GetCode, PutCode
@@ -44,46 +47,42 @@ class CodeFolder:
         self.path: Path | None = None
         self._claim = -1
         self._is_shared = False
-        self._files: dict[str, CodeFile] = {}
-        self._contents: dict[Digest, bytes] = {}
+        self._files: Mapping[str, CodeFile] = {}
+        self._wanted: Mapping[str, CodeFile] = {}
+        self._new: dict[str, CodeFile] = {}
+        self._contents: dict[CodeFile, bytes] = {}
         self._host = socket.gethostname()
 
     def __repr__(self) -> str:
         return f"<CodeFolder {self.path}, {len(self._files)} files>"
 
-    def look(self, get: GetCode) -> CodeHeld:
-        """Say what is missing of the notebook's files; a shared folder needs no other."""
-        marks = get.landmarks
-        self._is_shared = bool(marks) and all(mark.is_here for mark in marks)
-        if self._is_shared:
-            return CodeHeld(self._host, is_shared=True)
-        self._contents.clear()
-        self._files = {path: file for path, file in self._files.items() if self._has(path, file)}
-        held = {file.digest for file in self._files.values()}
-        wanted = dict.fromkeys(file.digest for file in get.files.values())
-        return CodeHeld(self._host, tuple(each for each in wanted if each not in held))
+    def take(self, request: GetCode | PutCode) -> CodeHeld:
+        """Take in which files there are, or what was missing; return what is missing still.
 
-    def take(self, put: PutCode) -> CodeHeld:
-        """Take in what was missing; after the last part the files are as the notebook's are."""
+        Where nothing is, the files are as the notebook's are.  A shared folder needs no other.
+        """
+        match request:
+            case GetCode(marks, files):
+                self._is_shared = bool(marks) and all(landmark(p) == marks[p] for p in marks)
+                self._wanted, self._contents = files, {}
+                # What is there is read each time: user code may have changed it.
+                self._new = {p: f for p, f in files.items() if not self._has(p, f)}
+            case PutCode(contents):
+                self._contents |= contents
         if self._is_shared:
             return CodeHeld(self._host, is_shared=True)
-        self._contents |= put.part.contents
-        if put.part.files is None:
-            return CodeHeld(self._host)
-        try:
-            lacks = self._write(put.part.files)
-        except OSError as error:
-            where = error.filename or self.path or tempfile.gettempdir()
-            return CodeHeld(self._host, problem=f"{where}: {error.strerror or error}")
-        finally:
-            self._contents.clear()
-        return CodeHeld(self._host, lacks)
+        missing = dict.fromkeys(f for f in self._new.values() if f not in self._contents)
+        return CodeHeld(self._host, tuple(missing)) if missing else self._write_all()
 
     def moved(self, spec: WorldSpec) -> WorldSpec:
-        """Have workers find their code here, and work here, instead of in the notebook's folder."""
+        """Have workers find their code here, and work here, instead of in the notebook's folder.
+
+        What of their path lies below that folder is here too.
+        """
         if self.path is None or self._is_shared:
             return spec
-        return moved(spec, spec.cwd, str(self.path))
+        path = (moved_path(entry, spec.cwd, str(self.path)) for entry in spec.sys_path)
+        return replace(spec, cwd=str(self.path), sys_path=tuple(path))
 
     def close(self) -> None:
         """Remove what was sent, and all if there is nothing else."""
@@ -96,25 +95,21 @@ class CodeFolder:
 
     # --- files ----------------------------------------------------------------------------
 
-    def _write(self, files: Mapping[str, CodeFile]) -> tuple[Digest, ...]:
-        """Make the folder hold these and no others that were sent; what is still missing."""
-        folder = self._opened()
-        for path in files:
-            if why := refusal_of(path):
-                raise OSError(f"{path!r} was refused: {why}")
-        new = {path: file for path, file in files.items() if self._files.get(path) != file}
-        contents = {**self._contents, **dict(self._held(new))}
-        if lacks := [file.digest for file in new.values() if file.digest not in contents]:
-            return tuple(dict.fromkeys(lacks))
-        _note(folder, {**self._files, **files})
-        for path in [path for path in self._files if path not in files]:
-            del self._files[path]
-            _unlink(folder, path)
-        for path, file in new.items():
-            _replace(folder, path, contents[file.digest], is_program=file.is_program)
-            self._files[path] = file
-        _note(folder, files)
-        return ()
+    def _has(self, path: str, file: CodeFile) -> bool:
+        with suppress(OSError):
+            return path in self._files and CodeFile.read(f"{self.path}/{path}")[0] == file
+        return False
+
+    def _write_all(self) -> CodeHeld:
+        """Make the folder hold what is wanted; nothing is missing for that."""
+        try:
+            self._write(self._opened())
+        except OSError as error:
+            where = error.filename or self.path or tempfile.gettempdir()
+            return CodeHeld(self._host, problem=f"{where}: {error.strerror or error}")
+        finally:
+            self._contents = {}
+        return CodeHeld(self._host)
 
     def _opened(self) -> Path:
         if self.path is None:
@@ -124,45 +119,35 @@ class CodeFolder:
             self._claim = folders.claim(self.path, _what(self.path))
         return self.path
 
-    def _has(self, path: str, file: CodeFile) -> bool:
-        """Say whether a file is as it was written: user code may have changed it."""
-        assert self.path is not None
-        with suppress(OSError):
-            return digest_of((self.path / path).read_bytes()) == file.digest
-        return False
-
-    def _held(self, new: Mapping[str, CodeFile]) -> Iterator[tuple[Digest, bytes]]:
-        """Read what new files have in common with those that are there."""
-        wanted = {file.digest for file in new.values()} - self._contents.keys()
-        for path, file in self._files.items():
-            if file.digest in wanted and self.path is not None:
-                yield file.digest, (self.path / path).read_bytes()
+    def _write(self, folder: Path) -> None:
+        for path in self._wanted:
+            if why := refusal_of(path):
+                raise OSError(f"{path!r} was refused: {why}")
+        for path in self._files.keys() - self._wanted.keys():
+            _unlink(folder, path)
+        # Before they are there: what a killed agent has left is told by it.
+        _replace(folder, MANIFEST, b"\0".join(map(os.fsencode, self._wanted)))
+        self._files = self._wanted
+        for path, file in self._new.items():
+            _replace(folder, path, self._contents[file], is_program=file.is_program)
 
 
 def remove(folder: Path) -> list[str]:
     """Remove what was sent to a folder, and it too if nothing else is there; name what is."""
     with suppress(OSError):
         for path in (folder / MANIFEST).read_bytes().split(b"\0"):
-            if path and not refusal_of(os.fsdecode(path)):
+            if not refusal_of(os.fsdecode(path)):
                 _unlink(folder, os.fsdecode(path))
-    left = []
-    for root, subfolders, files in os.walk(folder, topdown=False):
-        if os.path.basename(root) == MADE_BY_PYTHON:
-            for name in files:
-                os.unlink(os.path.join(root, name))
-        else:
-            left += [os.path.relpath(os.path.join(root, name), folder) for name in files]
-        for name in subfolders:
-            with suppress(OSError):  # it holds something, or is a link
-                os.rmdir(os.path.join(root, name))
-    left = [path for path in left if path not in (MANIFEST, folders.MARKER)]
+    there = (Path(root, name) for root, _, names in os.walk(folder) for name in names)
+    found = [path.relative_to(folder) for path in there]
+    left = [str(path) for path in found if MADE_BY_PYTHON not in path.parts]
+    left = sorted(path for path in left if path not in OWN_NAMES)
     if not left:
         folders.remove(folder, _what(folder), None)
-        return []
-    # From now on it is the user's.
-    for name in (MANIFEST, folders.MARKER):
-        (folder / name).unlink(missing_ok=True)
-    return sorted(left)
+    else:  # from now on it is the user's
+        for name in OWN_NAMES:
+            (folder / name).unlink(missing_ok=True)
+    return left
 
 
 def drop_dead(parent: Path) -> None:
@@ -176,47 +161,39 @@ def _what(folder: Path) -> str:
     return f"code of a notebook in {folder.name}"
 
 
-def _note(folder: Path, files: Mapping[str, CodeFile]) -> None:
-    """Write down which files are ours, before they are there and as long as they are."""
-    text = b"\0".join(map(os.fsencode, files))
-    _replace(folder, MANIFEST, text, is_program=False)
+def _is_below(folder: Path, file: Path) -> bool:
+    """Return False where a link that user code has made leads out of the folder."""
+    return file.parent.resolve() == folder.resolve() / file.parent.relative_to(folder)
 
 
-def _replace(folder: Path, path: str, content: bytes, *, is_program: bool) -> None:
-    """Write a file whole, or not at all; never through a link, nor out of the folder."""
-    file = folder / path
-    folders.make_private(file.parent)
-    if file.parent.resolve() != folder.resolve() / Path(path).parent:
+def _replace(folder: Path, path: str, content: bytes, *, is_program: bool = False) -> None:
+    """Write a file whole, or not at all: a worker may be reading it."""
+    file, new = folder / path, folder / NEW_FILE
+    if not _is_below(folder, file):
         raise OSError(f"{path!r} was refused: it leads out of the folder")
-    fd, new = tempfile.mkstemp(prefix=PREFIX, dir=file.parent)
+    folders.make_private(file.parent)
     try:
-        with open(fd, "wb") as opened:
-            opened.write(content)
-        os.chmod(new, PROGRAM_MODE if is_program else WRITTEN_MODE)
-        os.replace(new, file)
-    except BaseException:
-        os.unlink(new)
-        raise
+        new.write_bytes(content)
+        new.chmod(PROGRAM_MODE if is_program else WRITTEN_MODE)
+        new.replace(file)
+    finally:
+        new.unlink(missing_ok=True)
     _drop_compiled(file)
 
 
 def _unlink(folder: Path, path: str) -> None:
     """Remove a file that was sent, and the folders that are empty then."""
     file = folder / path
-    if file.parent.resolve() != folder.resolve() / Path(path).parent:
+    if not _is_below(folder, file):
         return
     with suppress(OSError):
         file.unlink()
     _drop_compiled(file)
-    for above in file.parents:
-        if above == folder:
-            return
-        with suppress(OSError):
-            (above / MADE_BY_PYTHON).rmdir()
-        try:
+    with suppress(OSError):  # up to the first that holds something else
+        for above in file.parents:
+            if (above / MADE_BY_PYTHON).is_dir():
+                (above / MADE_BY_PYTHON).rmdir()
             above.rmdir()
-        except OSError:
-            return
 
 
 def _drop_compiled(file: Path) -> None:

@@ -29,7 +29,7 @@ from nbdist.cluster.placement import (
 from nbdist.cluster.transfer import BulkTransfers
 from nbdist.config import WorldConfig
 from nbdist.output.events import Clear, Died, Display, Failure, Text, Update
-from nbdist.wire.code_tree import Digest, parts
+from nbdist.wire.code_tree import CodeFile, part_of
 from nbdist.wire.messages import (
     Came,
     CodeHeld,
@@ -186,11 +186,8 @@ class Assembly:
 
     async def take_code(self, request: GetCode | PutCode) -> Reply:
         """Take in what the notebook's files are now, and bring it to all nodes."""
-        match request:
-            case GetCode():
-                return await self._code.look(request, self.there)
-            case PutCode():
-                return await self._code.take(request, self.there)
+        self._code.take(request)
+        return await self._code.bring(self.there)
 
     async def _bring_code(self) -> None:
         """Have the notebook's folder on all nodes, also those that have come since; CannotStart."""
@@ -295,56 +292,51 @@ class KeptCode:
 
     def __init__(self) -> None:
         self._get: GetCode | None = None
-        self._contents: dict[Digest, bytes] = {}
+        self._contents: dict[CodeFile, bytes] = {}
         self._sharing: weakref.WeakKeyDictionary[Node, bool] = weakref.WeakKeyDictionary()
 
     def __repr__(self) -> str:
         files = len(self._get.files) if self._get else 0
         return f"<KeptCode {files} files, on {len(self._sharing)} nodes>"
 
-    async def look(self, get: GetCode, nodes: Iterable[Node]) -> CodeHeld:
-        """Say what is missing here of the notebook's files; where nothing is, nodes get them."""
-        self._get = get
-        self._sharing.clear()
-        wanted = dict.fromkeys(file.digest for file in get.files.values())
-        self._contents = {d: c for d, c in self._contents.items() if d in wanted}
-        lacks = tuple(digest for digest in wanted if digest not in self._contents)
-        return CodeHeld("", lacks) if lacks else await self.bring(nodes)
-
-    async def take(self, put: PutCode, nodes: Iterable[Node]) -> CodeHeld:
-        """Take in what was missing; after the last part, nodes get it."""
-        self._contents |= put.part.contents
-        if put.part.files is None or self._get is None:
-            return CodeHeld("")
-        wanted = {file.digest for file in put.part.files.values()}
-        if lacks := tuple(wanted - self._contents.keys()):
-            return CodeHeld("", lacks)
-        return await self.bring(nodes)
+    def take(self, request: GetCode | PutCode) -> None:
+        """Take in which files there are, or what was missing."""
+        match request:
+            case GetCode(files=files):
+                wanted = {*files.values()}
+                # New ones: what brings the files as they were may still do so.
+                self._get, self._sharing = request, weakref.WeakKeyDictionary()
+                self._contents = {f: c for f, c in self._contents.items() if f in wanted}
+            case PutCode(contents):
+                self._contents |= contents
 
     async def bring(self, nodes: Iterable[Node]) -> CodeHeld:
-        """Bring the files to those nodes that do not have them yet; the first problem, if any."""
+        """Bring the files to those nodes that do not have them yet; the first problem, if any.
+
+        Nothing is brought as long as anything is missing here.
+        """
         if (get := self._get) is None:
             return CodeHeld("")
-        there = [*nodes]
-        new = [node for node in there if node not in self._sharing]
-        for held in await asyncio.gather(*(self._bring_to(node, get) for node in new)):
+        if missing := {*get.files.values()} - self._contents.keys():
+            return CodeHeld("", tuple(missing))
+        there, sharing = [*nodes], self._sharing
+        new = (self._bring_to(node, get) for node in there if node not in sharing)
+        for held in await asyncio.gather(*new):
             if held.problem:
                 return held
-        return CodeHeld("", is_shared=bool(there) and all(self._sharing[node] for node in there))
+        return CodeHeld("", is_shared=bool(there) and all(map(sharing.get, there)))
 
     async def _bring_to(self, node: Node, get: GetCode) -> CodeHeld:
+        contents, sharing = self._contents, self._sharing
         try:
             held: CodeHeld = await node.ask(get, CODE_TIMEOUT)
-            if not held.is_shared:
-                contents = ((digest, self._contents[digest]) for digest in held.lacks)
-                for part in parts(get.files, contents):
-                    held = await node.ask(PutCode(part), CODE_TIMEOUT)
-                    if held.problem:
-                        return replace(held, host=node.name)
+            while part := part_of(held.lacks, contents.get):
+                held = await node.ask(PutCode(part), CODE_TIMEOUT)
         except NodeLost as lost:
-            return CodeHeld(node.name, problem=str(lost))
-        self._sharing[node] = held.is_shared
-        return CodeHeld(node.name)
+            held = CodeHeld(node.name, problem=str(lost))
+        if not (held.problem or held.lacks):
+            sharing[node] = held.is_shared
+        return replace(held, host=node.name)
 
 
 def in_time_of_head(outputs: Outputs, offset_ns: int) -> Outputs:

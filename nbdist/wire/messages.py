@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist.output.events import Died, Output
 from nbdist.seats import Seats
 from nbdist.values.payload import SegmentRef
-from nbdist.wire.code_tree import CodeFile, CodePart, Digest, Landmark
+from nbdist.wire.code_tree import CodeFile
 from nbdist.wire.control import Completions, Description, Question
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.views import LogPiece, Place, Stack, Usage, WorkerStatus
@@ -116,17 +116,20 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class GetCode:
-    """Say which of these files of the notebook's folder are missing; answered by `CodeHeld`."""
+    """Make the node's folder hold these files, by their paths; answered by `CodeHeld`.
 
-    landmarks: tuple[Landmark, ...]
+    By the `landmarks` the node tells whether it shares the notebook's folder.
+    """
+
+    landmarks: Mapping[str, tuple[int, int]]
     files: Mapping[str, CodeFile]
 
 
 @dataclass(frozen=True, slots=True)
 class PutCode:
-    """Take in what was missing; answered by `CodeHeld`."""
+    """Take in some of what was missing; answered by `CodeHeld`."""
 
-    part: CodePart
+    contents: Mapping[CodeFile, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,13 +203,13 @@ class Healed:
 
 @dataclass(frozen=True, slots=True)
 class CodeHeld:
-    """What a node has of the notebook's folder: all but what has these digests.
+    """What a node lacks of the notebook's files; it has written them where it lacks nothing.
 
     Where it is the very same folder there (`is_shared`) nothing has to be sent.
     """
 
     host: str
-    lacks: tuple[Digest, ...] = ()
+    lacks: tuple[CodeFile, ...] = ()
     is_shared: bool = False
     problem: str = ""
 

@@ -1,7 +1,7 @@
 """Keeps the notebook's folder the same on all nodes that do not share it: `--sync-code`.
 
 Runs in the notebook, on the session's thread, before each cell: `CodeListing` knows which files
-go to other machines and which of them have changed, `CodeSync` sends these.  What has not
+are sent to other machines and which of them have changed, `CodeSync` sends these.  What has not
 changed costs one look at each file and folder.
 """
 
@@ -13,24 +13,28 @@ import stat
 import subprocess
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from fnmatch import translate
 from pathlib import Path
 from typing import Protocol
 
 from nbdist.errors import CodeNotSent
-from nbdist.wire.code_tree import OWN_NAMES, CodeFile, Digest, Landmark, digest_of, parts
+from nbdist.wire.code_tree import OWN_NAMES, CodeFile, landmark, part_of
 from nbdist.wire.messages import CodeHeld, GetCode, PutCode, Reply, Request, Starting
 from nbdist.words import count, size_text
 
 IGNORE_FILE = ".nbdistignore"
 
+
+def _any_of(*patterns: str) -> re.Pattern[str]:
+    return re.compile("|".join(map(translate, patterns)))
+
+
 LARGEST = 1 << 20
-"""Bytes of a file that goes along without being asked for."""
+"""Bytes of a file that is sent without being asked for."""
 MOST_BYTES = 64 << 20
-"""Of all that go along."""
+"""Of all of these."""
 MOST_FILES = 5000
 MOST_LOOKED_AT = 50_000
 """Files and folders below the notebook's: with more it is hardly a folder of code."""
@@ -38,7 +42,7 @@ FULL_FOLDER = 500
 """Files in one folder, apart from Python's, from which on they are taken for data."""
 
 GIT_TIMEOUT = 5.0
-"""Seconds for git to say what it ignores; without an answer all goes along that is small."""
+"""Seconds for git to say what it ignores; without an answer all is sent that is small."""
 GIT = ("git", "--no-pager", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
 GIT_ENVIRON = {"GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none"}
 """Git runs no program that the folder's own configuration names, and fetches nothing: the folder
@@ -50,297 +54,232 @@ FRESH = 2 * 10**9
 NAMED = 3
 """How many files are named of those that stay here."""
 
-QUIET_FOLDERS = (
-    *(".git", ".hg", ".svn", "__pycache__", ".ipynb_checkpoints", ".*_cache", "node_modules"),
-    *(".venv", ".tox", ".nox", ".eggs", "*.egg-info", ".idea", ".vscode"),
+QUIET = _any_of(
+    *(".git/", ".hg/", ".svn/", "__pycache__/", ".ipynb_checkpoints/", ".*_cache/"),
+    *("node_modules/", ".venv/", ".tox/", ".nox/", ".eggs/", "*.egg-info/", ".idea/", ".vscode/"),
+    *("*.py[co]", "*.ipynb", "*.sw[op]", ".~*", "*~", ".DS_Store", *OWN_NAMES),
 )
-QUIET_FILES = ("*.py[co]", "*.ipynb", "*.sw[op]", ".~*", "*~", ".DS_Store", *OWN_NAMES)
-"""Stay here, as nobody misses them there."""
-HEAVY_FOLDERS = ("checkpoints", "lightning_logs", "wandb", "mlruns")
-HEAVY_FILES = ("*.pt", "*.pth", "*.ckpt", "*.safetensors", "*.gguf")
+"""Stay here, as nobody misses them there; folders end with a slash."""
+HEAVY = _any_of(
+    *("checkpoints/", "lightning_logs/", "wandb/", "mlruns/"),
+    *("*.pt", "*.pth", "*.ckpt", "*.safetensors", "*.gguf"),
+)
 """Stay here, which is said."""
+ENVIRONMENT = ("pyvenv.cfg", "conda-meta")
+"""What a folder has that venv, virtualenv or conda has made."""
+
+Stamp = tuple[int, int, int, int]
+"""What differs of a file or a folder once it has changed."""
+
+_Found = tuple[str, os.stat_result, bool]
+"""A file by its path, what there is of it, and whether it is asked for."""
 
 
-@dataclass(frozen=True, slots=True)
 class Rule:
-    """A line of `.nbdistignore`: what it matches stays here, or, after `!`, goes along."""
+    """A line of `.nbdistignore`: what it matches stays here, or, after `!`, is sent.
 
-    text: str
-    pattern: re.Pattern[str]
-    sends: bool
-    only_folders: bool
-    is_path: bool
+    Lines are as .gitignore has them; `*` is any number of any signs.
+    """
 
-    @classmethod
-    def read(cls, line: str) -> Rule | None:
-        """Read a line as .gitignore has them; `*` is any number of any signs."""
-        text = line.strip()
-        if not text or text.startswith("#"):
-            return None
-        sends, bare = text.startswith("!"), text.removeprefix("!")
-        only_folders, bare = bare.endswith("/"), bare.rstrip("/")
-        is_path, bare = "/" in bare, bare.lstrip("/")
-        return cls(bare, re.compile(translate(bare)), sends, only_folders, is_path)
+    def __init__(self, line: str) -> None:
+        self.sends = line.startswith("!")
+        text = line.removeprefix("!")
+        self._is_path = "/" in text.rstrip("/")
+        self.text = text.strip("/")
+        slash = "/" if text.endswith("/") else "/?"
+        self._pattern = re.compile(translate(self.text).removesuffix(r"\Z") + slash)
 
-    def matches(self, path: str, *, is_folder: bool) -> bool:
-        """Say whether it is about this path, below the notebook's folder."""
-        if self.sends and "/" in path and self.matches(path.rpartition("/")[0], is_folder=True):
+    def matches(self, path: str) -> bool:
+        """Return True if it is about this path, below the notebook's folder."""
+        above, name = _split(path)
+        if self.sends and above and self.matches(above):
             return True
-        if self.only_folders and not is_folder:
-            return False
-        return bool(self.pattern.match(path if self.is_path else path.rpartition("/")[2]))
+        return bool(self._pattern.fullmatch(path if self._is_path else name))
 
 
-@dataclass(frozen=True)
-class LeftOut:
-    """Files that stay here: the size of each by its path; a folder's ends with a slash."""
+def _split(path: str) -> tuple[str, str]:
+    """Split a path into the folder above and the name; that of a folder ends with a slash."""
+    at = path.rfind("/", 0, -1) + 1
+    return path[:at], path[at:]
 
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    is_cut_short: bool = False
 
-    def __str__(self) -> str:
-        """Say in a sentence which stay here, and how they would go along; "" for none."""
-        if self.is_cut_short:
+class CodeListing:
+    """The code in a folder: `files` are those that are sent, by their paths in it.
+
+    `left_out` has the sizes of those that stay here.  The paths of folders end with a slash.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: dict[str, CodeFile] = {}
+        self.left_out: dict[str, int] = {}
+        self._is_cut_short = False
+        self._root = f"{folder}/"
+        self._stamps: dict[str, Stamp | None] = {}  # None where another change may not show
+
+    def __repr__(self) -> str:
+        return f"<CodeListing of {self.folder}, {count(len(self.files), 'file')}>"
+
+    def look(self) -> bool:
+        """Look again; return True if any file differs from the last time.  Raises OSError."""
+        before = self.files
+        if not self._is_as_it_was():
+            self._list()
+        return self.files != before
+
+    def why_not(self, path: str) -> str:
+        """Say what keeps a file that lies in the folder here; "" for one that is sent."""
+        if path in self.files:
+            return ""
+        if path in self.left_out:
+            return f"it has {size_text(self.left_out[path])}"
+        return "git or nbdist ignores it"
+
+    def note(self) -> str:
+        """Say in a sentence which files stay here, and how they would be sent; "" for none."""
+        sizes = self.left_out
+        if self._is_cut_short:
             return (
                 f"`--sync-code` has looked at the first {MOST_LOOKED_AT:,} files below the "
                 f"notebook's folder: {IGNORE_FILE} there can leave out the folders with the rest."
             )
-        if not self.sizes:
+        if not sizes:
             return ""
-        largest = sorted(self.sizes, key=lambda path: (-self.sizes[path], path))
-        named = [f"{path} ({size_text(self.sizes[path])})" for path in largest[:NAMED]]
-        if more := len(largest) - NAMED:
-            named += [f"{count(more, 'other')}"] if more > 0 else []
+        largest = sorted(sizes, key=lambda path: (-sizes[path], path))
+        named = [f"{path} ({size_text(sizes[path])})" for path in largest[:NAMED]]
+        if largest[NAMED:]:
+            named.append(count(len(largest) - NAMED, "other"))
         listed = ", ".join(named[:-1]) + (" and " if named[1:] else "") + named[-1]
         return (
             f"`--sync-code` leaves out {listed}: checkpoints, data, and what is larger than "
             f"{size_text(LARGEST)}. `!{largest[0]}` in {IGNORE_FILE} sends it."
         )
 
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A file as it was at the last look; `stamp` is None where another change may not show."""
-
-    stamp: tuple[int, int, int, int] | None
-    file: CodeFile
-
-
-@dataclass(slots=True)
-class _Found:
-    """A file that is to go along; `is_asked_for`: it is whatever its size."""
-
-    stat: os.stat_result
-    is_asked_for: bool
-
-
-class CodeListing:
-    """The code in a folder: `files` are those that go along, by their paths in it.
-
-    `left_out` says which do not.  Up to date after `look`.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.files: dict[str, CodeFile] = {}
-        self.left_out = LeftOut()
-        self._root = f"{folder}/"
-        self._seen: dict[str, _Seen] = {}
-        self._folders: dict[str, int] = {}
-
-    def __repr__(self) -> str:
-        return f"<CodeListing of {self.folder}, {count(len(self.files), 'file')}>"
-
-    def look(self) -> bool:
-        """Look again; say whether anything differs from the last time.  Raises OSError."""
-        before = self.files
-        changed = self._changed()
-        if changed is None or any(path.endswith((".gitignore", IGNORE_FILE)) for path in changed):
-            self._list()
-        else:
-            self.files = {**before, **{path: self._digested(path) for path in changed}}
-        return self.files != before
-
-    def read(self, path: str) -> bytes | None:
-        """Read a file; None where it cannot be read any more."""
-        try:
-            return self._read(path)
-        except OSError:
-            return None
-
-    def why_not(self, path: str) -> str:
-        """Say what keeps a file that lies in the folder here; "" for one that goes along."""
-        if path in self.files:
-            return ""
-        if path in self.left_out.sizes:
-            return f"it has {size_text(self.left_out.sizes[path])}"
-        return "git or nbdist ignores it"
-
-    # --- what has changed -----------------------------------------------------------------
-
-    def _changed(self) -> list[str] | None:
-        """Name the files that may have changed; None where there may be others."""
-        root, look = self._root, os.stat
-        changed = []
-        try:
-            for path, modified in self._folders.items():
-                if look(root + path).st_mtime_ns != modified:
-                    return None
-            for path, seen in self._seen.items():
-                if _stamp(look(root + path)) != seen.stamp:
-                    changed.append(path)
-        except OSError:
-            return None
-        return changed if self._folders else None
-
-    def _digested(self, path: str, found: os.stat_result | None = None) -> CodeFile:
-        """Read a file that is not as it was; "" for what cannot be read any more."""
-        now = found or os.stat(self._root + path)
-        stamp = _stamp(now)
-        seen = self._seen.get(path)
-        if seen is None or seen.stamp is None or seen.stamp != stamp:
-            file = CodeFile(digest_of(self._read(path)), bool(now.st_mode & stat.S_IXUSR))
-            is_fresh = abs(time.time_ns() - now.st_mtime_ns) < FRESH
-            self._seen[path] = seen = _Seen(None if is_fresh else stamp, file)
-        return seen.file
-
-    def _read(self, path: str) -> bytes:
-        with open(self._root + path, "rb") as file:
-            return file.read()
-
     # --- what there is --------------------------------------------------------------------
 
+    def _is_as_it_was(self) -> bool:
+        root, look = self._root, os.stat
+        with suppress(OSError):
+            now = (_stamp(look(root + path)) == stamp for path, stamp in self._stamps.items())
+            return bool(self._stamps) and all(now)
+        return False
+
     def _list(self) -> None:
-        """Look for what there is, and choose."""
-        walk = _Walk(self.folder)
+        """Look for what there is, choose, and read what has changed."""
+        self.left_out = {}
         files: dict[str, CodeFile] = {}
-        left_out, room = walk.left_out, MOST_BYTES
+        stamps: dict[str, Stamp | None] = {}
+        room = MOST_BYTES
         # Code first, and what is small: where there is no room for all, data stays here.
-        for path, found in sorted(walk.files.items(), key=_by_use):
-            size = found.stat.st_size
-            fits = size <= LARGEST and size <= room and len(files) < MOST_FILES
-            if not (fits or found.is_asked_for):
-                left_out[path] = size
-                continue
-            try:
-                files[path] = self._digested(path, found.stat)
-                room -= size
-            except OSError:
-                left_out[path] = size
-        self._folders = walk.folders
-        self._seen = {path: self._seen[path] for path in files}
-        self.files, self.left_out = files, LeftOut(left_out, walk.is_cut_short)
+        for path, found, is_asked_for in sorted(self._walk(stamps), key=_by_use):
+            size = found.st_size
+            if is_asked_for or (size <= min(LARGEST, room) and len(files) < MOST_FILES):
+                with suppress(OSError):
+                    is_known = self._stamps.get(path) == _stamp(found)
+                    file = self.files[path] if is_known else CodeFile.read(self._root + path)[0]
+                    files[path], stamps[path] = file, _lasting_stamp(found)
+                    room -= 0 if is_asked_for else size
+                    continue
+            self.left_out[path] = size
+        self.files, self._stamps = files, stamps
 
+    def _walk(self, stamps: dict[str, Stamp | None]) -> Iterator[_Found]:
+        """Yield the files that may be sent, and add the folders that they lie in to `stamps`.
 
-class _Walk:
-    """A walk through the folder: the files that may go along, and the folders they lie in.
-
-    The folder itself comes first, and then those in it: what is cut short is far away.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self.files: dict[str, _Found] = {}
-        self.folders: dict[str, int] = {}
-        self.left_out: dict[str, int] = {}
-        self.is_cut_short = False
-        self._root = f"{root}/"
-        self._rules = _rules_in(root)
-        self._ignored = _ignored_by_git(root)
-        waiting, looked_at = deque([""]), 0
+        The folder's own come first, then those in its folders: what is cut short is far away.
+        """
+        rules, ignored = _rules_in(self.folder), _ignored_by_git(self.folder)
+        waiting, looked_at = deque([("", os.stat(self._root))]), 0
         while waiting:
-            path = waiting.popleft()
-            entries = self._entries(path)
+            folder, found = waiting.popleft()
+            stamps[folder] = _lasting_stamp(found)
+            entries = self._entries(folder)
             looked_at += len(entries)
-            if looked_at > MOST_LOOKED_AT:
-                self.is_cut_short = True
+            self._is_cut_short = looked_at > MOST_LOOKED_AT
+            if self._is_cut_short:
                 return
-            waiting += self._take(path, entries)
+            data = sum(not each.name.endswith(".py") and each.is_file() for each in entries)
+            if data > FULL_FOLDER:
+                self.left_out[folder or "./"] = 0
+            for each in entries:
+                is_folder = each.is_dir(follow_symlinks=False)
+                path = f"{folder}{each.name}/" if is_folder else f"{folder}{each.name}"
+                is_data = data > FULL_FOLDER and not path.endswith(("/", ".py"))
+                is_wanted = _asks_for(rules, path)
+                with suppress(OSError):  # of a link that leads nowhere
+                    # Data is not looked at one by one: there may be much, on a slow disk.
+                    if is_wanted or (
+                        is_wanted is None
+                        and not (path in ignored or self._stays(path, each) or is_data)
+                    ):
+                        found = each.stat()
+                        if is_folder:
+                            waiting.append((path, found))
+                        elif stat.S_ISREG(found.st_mode):
+                            yield path, found, bool(is_wanted)
 
-    def _entries(self, path: str) -> list[os.DirEntry[str]]:
-        """List a folder; one that cannot be read has nothing."""
+    def _entries(self, folder: str) -> list[os.DirEntry[str]]:
+        """List what is in a folder; one that cannot be read has nothing."""
         try:
-            self.folders[path] = os.stat(self._root + path).st_mtime_ns
-            with os.scandir(self._root + path) as found:
+            with os.scandir(self._root + folder) as found:
                 return [*found]
         except OSError:
-            if not path:
+            if not folder:
                 raise
             return []
 
-    def _take(self, path: str, entries: list[os.DirEntry[str]]) -> Iterator[str]:
-        """Take a folder's files, and yield the folders in it that are to be looked into."""
-        others = [each for each in entries if not each.name.endswith(".py")]
-        is_full = len(others) > FULL_FOLDER and sum(each.is_file() for each in others) > FULL_FOLDER
-        if is_full:
-            self.left_out[path or "./"] = 0
-        for each in entries:
-            name = path + each.name
-            is_folder = each.is_dir(follow_symlinks=False)
-            wanted = self._wanted(name, each.name, is_folder=is_folder)
-            if is_folder:
-                if wanted or (wanted is None and not _is_environment(each.path)):
-                    yield f"{name}/"
-            elif wanted or (wanted is None and (not is_full or name.endswith(".py"))):
-                self._take_file(name, each, is_asked_for=bool(wanted))
-
-    def _take_file(self, name: str, entry: os.DirEntry[str], *, is_asked_for: bool) -> None:
-        try:
-            found = entry.stat()  # of a link, where it leads to
-        except OSError:
-            return
-        if stat.S_ISREG(found.st_mode):
-            self.files[name] = _Found(found, is_asked_for)
-
-    def _wanted(self, path: str, name: str, *, is_folder: bool) -> bool | None:
-        """Say whether it was asked for (True) or is to stay here (False); None where nothing is."""
-        for rule in reversed(self._rules):
-            if rule.matches(path, is_folder=is_folder):
-                return rule.sends
-            if is_folder and rule.sends and rule.text.startswith(f"{path}/"):
-                return True
-        if path in self._ignored or (QUIET_FOLDER if is_folder else QUIET_FILE).match(name):
-            return False
-        if (HEAVY_FOLDER if is_folder else HEAVY_FILE).match(name):
-            self._leave_out(path, is_folder=is_folder)
-            return False
-        return None
-
-    def _leave_out(self, path: str, *, is_folder: bool) -> None:
-        if is_folder:
-            self.left_out[f"{path}/"] = 0
-            return
-        with suppress(OSError):
-            self.left_out[path] = os.stat(self._root + path).st_size
+    def _stays(self, path: str, entry: os.DirEntry[str]) -> bool:
+        """Return True for what no machine needs elsewhere; what may be missed is noted."""
+        _, name = _split(path)
+        is_folder = path.endswith("/")
+        if HEAVY.match(name):
+            self.left_out[path] = 0 if is_folder else entry.stat().st_size
+            return True
+        return bool(QUIET.match(name)) or (
+            is_folder and any(os.path.exists(f"{entry.path}/{made}") for made in ENVIRONMENT)
+        )
 
 
-def _stamp(found: os.stat_result) -> tuple[int, int, int, int]:
+def _stamp(found: os.stat_result) -> Stamp:
     return found.st_mtime_ns, found.st_size, found.st_ctime_ns, found.st_ino
 
 
-def _by_use(item: tuple[str, _Found]) -> tuple[bool, bool, int, str]:
-    path, found = item
-    return not found.is_asked_for, not path.endswith(".py"), found.stat.st_size, path
+def _lasting_stamp(found: os.stat_result) -> Stamp | None:
+    """Return None where a second change may not show in the stamp."""
+    is_fresh = abs(time.time_ns() - found.st_mtime_ns) < FRESH
+    return None if is_fresh else _stamp(found)
 
 
-def _is_environment(path: str) -> bool:
-    """Say whether it is a folder that venv, virtualenv or conda has made."""
-    return any(os.path.exists(f"{path}/{name}") for name in ("pyvenv.cfg", "conda-meta"))
+def _by_use(item: _Found) -> tuple[bool, bool, int, str]:
+    path, found, is_asked_for = item
+    return not is_asked_for, not path.endswith(".py"), found.st_size, path
 
 
 def _rules_in(root: Path) -> list[Rule]:
-    """Read `.nbdistignore`, if there is one; the later of two lines wins."""
+    """Read `.nbdistignore`, if there is one; the later of two lines wins, so it comes first."""
     try:
         text = (root / IGNORE_FILE).read_text("utf-8", "replace")
     except OSError:
         return []
-    return [rule for line in text.splitlines() if (rule := Rule.read(line))]
+    lines = reversed([line.strip() for line in text.splitlines()])
+    return [Rule(line) for line in lines if line and not line.startswith("#")]
+
+
+def _asks_for(rules: Sequence[Rule], path: str) -> bool | None:
+    """Return True for what `.nbdistignore` sends, False for what stays; None: it has no line."""
+    for rule in rules:
+        if rule.matches(path):
+            return rule.sends
+        if rule.sends and path.endswith("/") and rule.text.startswith(path):  # what is in it
+            return True
+    return None
 
 
 def _ignored_by_git(root: Path) -> frozenset[str]:
     """Ask git what it ignores; nothing where there is no git, or no repository.
 
     What is left are the files of `git ls-files -co --exclude-standard`; this way round it also
-    says which folders need no look.
+    names the folders that need no look, for which new files are looked for in all others.
     """
     command = [*GIT, "ls-files", "-oi", "--exclude-standard", "--directory", "-z"]
     environ = {**os.environ, **GIT_ENVIRON}
@@ -350,15 +289,8 @@ def _ignored_by_git(root: Path) -> frozenset[str]:
         )
     except (OSError, subprocess.SubprocessError):
         return frozenset()
-    return frozenset(os.fsdecode(path).rstrip("/") for path in git.stdout.split(b"\0") if path)
+    return frozenset(map(os.fsdecode, git.stdout.split(b"\0")))
 
-
-def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(translate, patterns)))
-
-
-QUIET_FOLDER, QUIET_FILE = _any_of(QUIET_FOLDERS), _any_of(QUIET_FILES)
-HEAVY_FOLDER, HEAVY_FILE = _any_of(HEAVY_FOLDERS), _any_of(HEAVY_FILES)
 
 TRIES = 3
 """As many times as files may change while they are being sent."""
@@ -393,7 +325,7 @@ class CodeSync:
 
     def take_note(self) -> str:
         """Return what is to be said of files that stay here, where it is new; else ""."""
-        said = "" if self.is_shared else str(self.listing.left_out)
+        said = "" if self.is_shared else self.listing.note()
         before, self._told = self._told, said
         return said if said != before else ""
 
@@ -414,37 +346,31 @@ class CodeSync:
         raise CodeNotSent("", "files in it keep changing")
 
     def _bring(self, asks: Asks) -> Generator[Starting, None, bool]:
-        """Bring the files as they were at the last look; say whether they still were."""
-        files = self.listing.files
+        """Bring the files as they were at the last look; return whether they still were."""
+        files, self._sent = self.listing.files, None
         held = yield from asks(GetCode(self._landmarks(), files))
         assert isinstance(held, CodeHeld)
-        self._sent = None
+        paths = {file: f"{self.listing.folder}/{path}" for path, file in files.items()}
+
+        def read(file: CodeFile) -> bytes | None:
+            with suppress(OSError):
+                found, content = CodeFile.read(paths[file])
+                return content if found == file else None
+            return None
+
+        while part := part_of(held.lacks, read):
+            held = yield from asks(PutCode(part))
+            assert isinstance(held, CodeHeld)
         if held.problem:
             raise CodeNotSent(held.host, held.problem)
-        if held.lacks or not held.is_shared:
-            contents = self._contents(held.lacks)
-            for part in parts(files, contents):
-                held = yield from asks(PutCode(part))
-                assert isinstance(held, CodeHeld)
-                if held.problem:
-                    raise CodeNotSent(held.host, held.problem)
         if held.lacks:
             return False
         self.is_shared, self._sent = held.is_shared, files
         return True
 
-    def _landmarks(self) -> tuple[Landmark, ...]:
+    def _landmarks(self) -> dict[str, tuple[int, int]]:
         """Choose files that have not changed for long: other machines may be slow to see that."""
-        found = []
-        for path in [*self.listing.files][:LANDMARKS_LOOKED_AT]:
-            with suppress(OSError):
-                found.append(Landmark.of(str(self.listing.folder / path)))
-        return tuple(sorted(found, key=lambda mark: mark.changed)[:LANDMARKS])
-
-    def _contents(self, wanted: Iterable[Digest]) -> Iterator[tuple[Digest, bytes]]:
-        """Read these files; one that has changed meanwhile is left out."""
-        paths = {file.digest: path for path, file in self.listing.files.items()}
-        for digest in wanted:
-            content = self.listing.read(paths[digest])
-            if content is not None and digest_of(content) == digest:
-                yield digest, content
+        paths = [f"{self.listing.folder}/{path}" for path in self.listing.files]
+        found = {p: mark for p in paths[:LANDMARKS_LOOKED_AT] if (mark := landmark(p))}
+        oldest = sorted(found, key=lambda path: found[path][1])[:LANDMARKS]
+        return {path: found[path] for path in oldest}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from nbdist.cluster.node import NodeLost
 from nbdist.config import Patience
 from nbdist.errors import ScaleError, WorkerDied, WorkerError
 from nbdist.output.events import Died, Done, Failure, Text
-from nbdist.wire.code_tree import CodeFile, CodePart, Landmark, digest_of
+from nbdist.wire.code_tree import CodeFile, digest_of, landmark
 from nbdist.wire.messages import CodeHeld, GetCode, Outputs, PutCode, Received, Request
 from nbdist.world.world import World
 
@@ -161,25 +162,22 @@ class Direct:
     def __init__(self, name: str) -> None:
         self.name = name
         self.code = CodeFolder()
-        self.sent: list[CodePart] = []
+        self.sent: list[bytes] = []
         self.is_lost = False
 
     async def ask(self, request: Request, timeout: float) -> CodeHeld:
         if self.is_lost:
             raise NodeLost(f"{self.name} is lost")
         if isinstance(request, PutCode):
-            self.sent.append(request.part)
-            return self.code.take(request)
-        assert isinstance(request, GetCode)
-        return self.code.look(request)
+            self.sent += request.contents.values()
+        return self.code.take(request)
 
     @property
     def files(self) -> dict[str, str]:
         """What is there."""
         path = self.code.path
         assert path is not None
-        found = (each for each in path.rglob("*") if not each.name.startswith(".nbdist"))
-        return {str(each.relative_to(path)): each.read_text() for each in found if each.is_file()}
+        return {each.name: each.read_text() for each in path.glob("*.py")}
 
 
 @pytest.fixture(autouse=True)
@@ -189,19 +187,19 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def bring(kept: KeptCode, nodes: list[Direct], marks: tuple[Landmark, ...] = (), **files: str):
-    """What the notebook does with `a="1"` in `a.py`."""
-    texts = {f"{name}.py": text.encode() for name, text in files.items()}
-    tree = {path: CodeFile(digest_of(text)) for path, text in texts.items()}
-    get = GetCode(marks, tree)
+def bring(
+    kept: KeptCode, nodes: list[Direct], marks: Mapping[str, object] = {}, **texts: bytes
+) -> CodeHeld:
+    """What the notebook does with `a=b"1"` in `a.py`."""
+    contents = {CodeFile(digest_of(text)): text for text in texts.values()}
+    files = {f"{name}.py": file for name, file in zip(texts, contents, strict=True)}
 
     async def both() -> CodeHeld:
-        held = await kept.look(get, nodes)
-        if not held.lacks:
-            return held
-        contents = {digest_of(text): text for text in texts.values()}
-        wanted = {digest: contents[digest] for digest in held.lacks}
-        return await kept.take(PutCode(CodePart(wanted, tree)), nodes)
+        kept.take(GetCode(marks, files))
+        held = await kept.bring(nodes)
+        if held.lacks:
+            kept.take(PutCode({file: contents[file] for file in held.lacks}))
+        return await kept.bring(nodes)
 
     return asyncio.run(both())
 
@@ -209,24 +207,23 @@ def bring(kept: KeptCode, nodes: list[Direct], marks: tuple[Landmark, ...] = (),
 def test_each_node_gets_what_it_lacks() -> None:
     """Those that are there at once, others when they come; what is known is not asked for again."""
     kept, first, late = KeptCode(), Direct("a"), Direct("b")
-    assert bring(kept, [], a="1", b="2") == CodeHeld("")
+    assert bring(kept, [], a=b"1", b=b"2") == CodeHeld("")
     assert asyncio.run(kept.bring([first])) == CodeHeld("")
     assert first.files == {"a.py": "1", "b.py": "2"}
-    bring(kept, [first], a="1", c="3")
-    assert {*first.sent[-1].contents} == {digest_of(b"3")}
+    bring(kept, [first], a=b"1", c=b"3")
     assert asyncio.run(kept.bring([first, late])) == CodeHeld("")
     assert late.files == first.files == {"a.py": "1", "c.py": "3"}
-    assert len(first.sent) == 2
+    assert (sorted(first.sent), sorted(late.sent)) == ([b"1", b"2", b"3"], [b"1", b"3"])
     for node in (first, late):
         node.code.close()
 
 
 def test_nodes_that_share_the_folder_are_sent_nothing(parent: Path) -> None:
     """Where all do, that is said."""
-    (parent / "a.py").write_text("1")
-    marks = (Landmark.of(str(parent / "a.py")),)
+    path = str(parent / "a.py")
+    Path(path).write_text("1")
     kept, nodes = KeptCode(), [Direct("a"), Direct("b")]
-    assert bring(kept, nodes, marks, a="1").is_shared
+    assert bring(kept, nodes, {path: landmark(path)}, a=b"1").is_shared
     assert [node.sent for node in nodes] == [[], []]
 
 
@@ -235,7 +232,7 @@ def test_problems_are_told_with_the_host(parent: Path, monkeypatch: pytest.Monke
     kept, node = KeptCode(), Direct("b")
     with monkeypatch.context() as patched:
         patched.setattr(tempfile, "tempdir", str(parent / "gone"))
-        held = bring(kept, [node], a="1")
+        held = bring(kept, [node], a=b"1")
     assert held.host == "b"
     assert held.problem.startswith(str(parent / "gone"))
     node.is_lost = True

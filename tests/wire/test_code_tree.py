@@ -8,29 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.wire.code_tree import PART, CodeFile, Landmark, digest_of, moved, parts, refusal_of
-from nbdist.wire.spec import WorldSpec
+from nbdist.wire.code_tree import PART, CodeFile, landmark, part_of, refusal_of
 
 
-def spec(cwd: str, *path: str) -> WorldSpec:
-    """A world's, as far as folders go."""
-    return WorldSpec(1, None, {}, cwd, path, 1, "python")
-
-
-def test_parts_are_small_and_the_files_come_last() -> None:
-    """No message is much larger than what one file needs."""
-    contents = [(digest_of(bytes([n])), bytes(PART // 2)) for n in range(5)]
-    files = {"a.py": CodeFile(contents[0][0])}
-    found = [*parts(files, contents)]
-    assert [len(part.contents) for part in found] == [2, 2, 1]
-    assert [part.files for part in found] == [None, None, files]
-    assert {d: c for part in found for d, c in part.contents.items()} == dict(contents)
-
-
-def test_files_are_known_where_nothing_is_missing() -> None:
-    """One part, which says what there is to be."""
-    (part,) = parts({}, [])
-    assert (part.contents, part.files) == ({}, {})
+def test_a_message_has_only_so_much() -> None:
+    """No message is much larger than what one file needs; what cannot be read is left out."""
+    files = [CodeFile(bytes([n])) for n in range(5)]
+    contents = dict.fromkeys(files[1:], bytes(PART // 2))
+    part = part_of(files, contents.get)
+    assert [*part] == files[1:3]
+    assert [*part_of(files[3:], contents.get)] == files[3:]
+    assert part_of(files[:1], contents.get) == {}
 
 
 @pytest.mark.parametrize("path", ["mine.py", "a/b/c.py", "a b/ü.txt", "...", ".hidden/x"])
@@ -52,18 +40,9 @@ def test_a_landmark_is_the_very_same_file(tmp_path: Path) -> None:
     file, copy = tmp_path / "a.py", tmp_path / "b.py"
     file.write_text("x = 1")
     shutil.copy2(file, copy)
-    mark = Landmark.of(str(file))
-    assert mark.is_here
-    assert not Landmark(str(copy), mark.inode, mark.changed).is_here
+    mark = landmark(str(file))
+    assert mark == landmark(str(file)) != landmark(str(copy))
     file.unlink()
-    assert not mark.is_here
+    assert landmark(str(file)) is None
     os.replace(copy, file)
-    assert not mark.is_here
-
-
-def test_workers_are_moved_with_what_lies_below() -> None:
-    """The rest of the path stays, also what only begins with the same signs."""
-    before = spec("/home/me/nb", "", "/home/me/nb", "/home/me/nb/src", "/home/me/nb2", "/usr/lib")
-    after = moved(before, "/home/me/nb", "/tmp/c")
-    assert after.cwd == "/tmp/c"
-    assert after.sys_path == ("", "/tmp/c", "/tmp/c/src", "/home/me/nb2", "/usr/lib")
+    assert landmark(str(file)) not in (mark, None)

@@ -14,8 +14,8 @@ import pytest
 
 from nbdist.agent.code_folder import CodeFolder
 from nbdist.system.folders import RuntimeFolder
-from nbdist.wire.code_tree import CodeFile, CodePart, digest_of
-from nbdist.wire.messages import PutCode
+from nbdist.wire.code_tree import CodeFile
+from nbdist.wire.messages import GetCode, PutCode
 from nbdist.world.agents import AgentProcess
 from tests.waiting import SOON, wait_until
 
@@ -66,8 +66,9 @@ def test_an_agent_that_hangs_is_killed(
     """
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    code, file = CodeFolder(), CodeFile(digest_of(b"x = 1"), is_program=False)
-    code.take(PutCode(CodePart({file.digest: b"x = 1"}, {"a.py": file})))
+    code, file = CodeFolder(), CodeFile(b"digest")
+    code.take(GetCode({}, {"a.py": file}))
+    code.take(PutCode({file: b"x = 1"}))
     os.close(code._claim)  # as the kernel does at a process's end
     agent = AgentProcess(runtime.path, fork_server=True)
     guard = psutil.Process(agent.pid)

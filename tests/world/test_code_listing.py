@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.wire.code_tree import digest_of
+from nbdist.wire.code_tree import CodeFile, digest_of
+from nbdist.world import code_sync
 from nbdist.world.code_sync import FULL_FOLDER, LARGEST, CodeListing
 
 pytestmark = pytest.mark.world
@@ -51,32 +52,28 @@ def test_code_goes_along_and_the_rest_stays(tmp_path: Path) -> None:
         *("mine.py", "pkg/__init__.py", "pkg/deep/part.py", "config", "venv/pyvenv"),
     }
     assert listing.files["mine.py"].digest == digest_of(b"x = 1")
-    assert {*listing.left_out.sizes} == {"big", "model.pt", "checkpoints/"}
-    said = str(listing.left_out)
+    assert {*listing.left_out} == {"big", "model.pt", "checkpoints/"}
+    said = listing.note()
     assert said.startswith("`--sync-code` leaves out big (1 MiB), model.pt (5 B) and checkpoints/")
     assert said.endswith("`!big` in .nbdistignore sends it.")
 
 
-def test_a_program_stays_one(tmp_path: Path) -> None:
-    """What can be executed here can be there."""
-    write(tmp_path, {"run": "#!/bin/sh", "data": "x"})
-    (tmp_path / "run").chmod(0o755)
-    files = listed(tmp_path).files
-    assert (files["run"].is_program, files["data"].is_program) == (True, False)
-
-
 def test_a_linked_file_is_as_any_other(tmp_path: Path) -> None:
-    """It travels as what it leads to."""
-    outside = tmp_path / "outside.py"
-    outside.write_text("z = 3")
-    folder = tmp_path / "nb"
-    folder.mkdir()
-    (folder / "lib.py").symlink_to(outside)
-    assert listed(folder).files["lib.py"].digest == digest_of(b"z = 3")
+    """It is sent as what it leads to; a program stays one."""
+    write(tmp_path, {"outside": "#!/bin/sh", "nb/data": "x"})
+    (tmp_path / "outside").chmod(0o755)
+    (tmp_path / "nb" / "run").symlink_to(tmp_path / "outside")
+    files = listed(tmp_path / "nb").files
+    assert files["run"] == CodeFile(digest_of(b"#!/bin/sh"), is_program=True)
+    assert not files["data"].is_program
 
 
-def test_the_ignore_file_has_the_last_word(tmp_path: Path) -> None:
-    """The later of two lines; a folder that is asked for comes with all that is in it."""
+def test_the_ignore_file_has_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The later of two lines; a folder that is asked for comes with all that is in it.
+
+    What is asked for takes no room from the rest.
+    """
+    monkeypatch.setattr(code_sync, "MOST_BYTES", LARGEST)
     write(
         tmp_path, {"a.py": "1", "b.py": "2", "secret/key": "3", "weights/big": bytes(LARGEST + 1)}
     )
@@ -144,15 +141,17 @@ def test_what_git_ignores_stays(tmp_path: Path, git: Callable[..., str]) -> None
     assert "local.py" in listing.files
 
 
-def test_a_folder_full_of_data_stays(tmp_path: Path) -> None:
-    """But for its modules."""
+def test_a_folder_full_of_data_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for its modules; with more still the rest is not looked at, which is said."""
     (tmp_path / "data").mkdir()
     for number in range(FULL_FOLDER + 1):
         (tmp_path / "data" / f"{number}.jpg").touch()
     write(tmp_path, {"data/load.py": "1"})
     listing = listed(tmp_path)
     assert {*listing.files} == {"data/load.py"}
-    assert "data/" in listing.left_out.sizes
+    assert "data/" in listing.left_out
+    monkeypatch.setattr(code_sync, "MOST_LOOKED_AT", FULL_FOLDER)
+    assert "has looked at the first 500 files below" in listed(tmp_path).note()
 
 
 def test_changes_are_found(tmp_path: Path) -> None:
@@ -183,15 +182,7 @@ def test_two_changes_in_one_moment(tmp_path: Path) -> None:
     write(tmp_path, {"old.py": "x = 1"})
     (tmp_path / "new.py").write_text("x = 1")
     listing = listed(tmp_path)
-    assert listing._changed() == ["new.py"]
+    assert listing._stamps["new.py"] is None
     os.utime(tmp_path / "new.py", ns=(LONG_AGO, LONG_AGO))
     assert not listing.look()
-    assert listing._changed() == []
-
-
-def test_what_cannot_be_read_stays(tmp_path: Path) -> None:
-    """A folder without its contents, and one that is gone."""
-    listing = listed(tmp_path)
-    tmp_path.rmdir()
-    with pytest.raises(FileNotFoundError):
-        listing.look()
+    assert None not in (listing._stamps["new.py"], listing._stamps["old.py"])

@@ -7,14 +7,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from nbdist.agent.code_folder import CodeFolder
 from nbdist.errors import CodeNotSent, WorkerError
-from nbdist.wire.messages import GetStatus
-from nbdist.world.code_sync import CodeSync
+from nbdist.wire.messages import GetCode, GetStatus, PutCode
+from nbdist.words import size_text
+from nbdist.world.code_sync import TRIES, CodeSync
 from nbdist.world.link import Link
 from nbdist.world.world import World
 
@@ -86,13 +90,6 @@ def test_code_follows_the_notebook(link: Link, folder: Path) -> None:
     assert not Path(where[0]).exists()
 
 
-def test_without_it_workers_do_not_have_the_code(link: Link) -> None:
-    """What the other tests' machine is."""
-    refused = pytest.raises(WorkerError, match="No module named 'mine'")
-    with elsewhere(link, 1) as world, refused:
-        world.execute("import mine")
-
-
 def test_a_folder_that_is_shared_is_not_sent(folder: Path) -> None:
     """Workers on this machine work in it; edited modules are imported anew there too."""
     with World(1, log_dir="", sync_code=True) as world:
@@ -104,26 +101,60 @@ def test_a_folder_that_is_shared_is_not_sent(folder: Path) -> None:
         assert world.gather("mine.answer()") == [22]
 
 
-def test_what_stays_is_said_once(folder: Path, link: Link) -> None:
+@pytest.fixture
+def node(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[CodeFolder]:
+    """What an agent elsewhere does with the files, without the agent."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("node")))
+    node = CodeFolder()
+    yield node
+    node.close()
+
+
+def bring(code: CodeSync, node: CodeFolder, changes: Iterable[str] = ()) -> None:
+    """Bring the files there; `mine.py` becomes each of `changes` while it is being sent."""
+    waiting = iter(changes)
+
+    def asks(request: GetCode | PutCode) -> Iterator[None]:
+        if isinstance(request, GetCode):
+            request = replace(request, landmarks={})
+            for text in islice(waiting, 1):
+                (code.listing.folder / "mine.py").write_text(text)
+        return node.take(request)
+        yield
+
+    list(code.bringing(asks))
+
+
+def test_what_stays_is_said_once(folder: Path, node: CodeFolder) -> None:
     """And again when it is something else."""
-    (folder / "model.pt").write_bytes(bytes(2000))
-    with elsewhere(link, 1, sync_code=True) as world:
-        code = world.session.code
-        assert code is not None
-        assert code.take_note().startswith("`--sync-code` leaves out model.pt (1.95 KiB): ")
-        assert world.gather("1") == [1]
-        assert code.take_note() == ""
-        (folder / "other.pt").write_bytes(bytes(9000))
-        assert world.gather("1") == [1]
-        assert code.take_note().startswith("`--sync-code` leaves out other.pt (8.79 KiB) and model")
-
-
-def test_a_folder_that_is_gone(folder: Path) -> None:
-    """One line with its name."""
     code = CodeSync(folder)
+    for name, size in (("model.pt", 2000), ("other.pt", 9000)):
+        (folder / name).write_bytes(bytes(size))
+        bring(code, node)
+        said = f"`--sync-code` leaves out {name} ({size_text(size)})"
+        assert code.take_note().startswith(said)
+        bring(code, node)
+        assert code.take_note() == ""
+
+
+def test_files_that_change_while_they_are_sent(folder: Path, node: CodeFolder) -> None:
+    """They are sent as they are then; those that change again and again are not."""
+    code = CodeSync(folder)
+    bring(code, node, ["x = 1", "x = 2"])
+    assert node.path
+    assert (node.path / "mine.py").read_text() == "x = 2"
+    (folder / "mine.py").write_text("")
+    with pytest.raises(CodeNotSent, match="keep changing"):
+        bring(code, node, map(str, range(TRIES)))
+
+
+def test_a_folder_that_is_gone(folder: Path, node: CodeFolder) -> None:
+    """One line with its name."""
     shutil.rmtree(folder)
     with pytest.raises(CodeNotSent, match=f"folder: {folder}: No such file or directory"):
-        next(code.bringing(lambda request: iter(())))  # type: ignore[arg-type, return-value]
+        bring(CodeSync(folder), node)
 
 
 @pytest.fixture
