@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from nbdist.agent.forming import Forming
 from nbdist.agent.inspect import UsageWatch, consulted, stack_of, status_of
-from nbdist.agent.listener import Window, seen_here
+from nbdist.agent.listener import Listener, with_ranks
 from nbdist.agent.notebook_link import Serving, Tether, run
 from nbdist.agent.outbox import Outbox
 from nbdist.agent.processes import Children, Forker
@@ -23,7 +23,7 @@ from nbdist.agent.worker_group import PartCalls, WorkerGroup
 from nbdist.agent.worker_logs import read_logs
 from nbdist.system.proc import MemoryGauge
 from nbdist.wire import control
-from nbdist.wire.door import WorldSeen
+from nbdist.wire.door import WorldInfo
 from nbdist.wire.messages import (
     Abort,
     Aborted,
@@ -70,10 +70,6 @@ BIND_TIMEOUT = 60.0
 
 class LinkEnd(Protocol):
     """The link to who an agent works for: a notebook, or the head of several agents."""
-
-    @property
-    def notebook_pid(self) -> int:
-        """The notebook's process, 0 where it is not of this machine."""
 
     @property
     def problem(self) -> str:
@@ -130,14 +126,16 @@ class Agent:
         self._part = PartCalls(self._workers, address)
         self._forming = Forming({0: self._workers})
         self._usage = UsageWatch(self._gauge, self._send)
-        self._window = Window(runtime, self._seen)
         self._stopping = Stopping(self._abort_all, lambda places: self._send(Aborted(places)))
-        leave = self._serving.leave
+        leave, tether = self._serving.leave, None
+        self._end: LinkEnd
         if coming:
-            self._head = HeadEnd(coming, self._workers.port, self._receive, leave, guard)
-        self._end: LinkEnd = self._head or Tether(
-            runtime, notebook_pid, guard, self._receive, leave
-        )
+            self._end = self._head = HeadEnd(
+                coming, self._workers.port, self._receive, leave, guard
+            )
+        else:
+            self._end = tether = Tether(runtime, notebook_pid, guard, self._receive, leave)
+        self._listener = Listener(runtime, self._look, tether)
 
     def __repr__(self) -> str:
         return f"<Agent {os.getpid()} ranks {sorted(self._workers.all)} {self._outbox}>"
@@ -148,14 +146,13 @@ class Agent:
         self._children.attach()
         if self._forker:
             self._forker.attach(self._bind_workers)
-        await self._window.open()
+        await self._listener.open()
         if self._store:
             await self._store.open()
         await self._end.open()
         try:
             await self._serving.until_left()
         finally:
-            await self._window.close()
             # First: it may be importing, and this process learns of its own children at once.
             if self._forker:
                 self._forker.close()
@@ -167,6 +164,7 @@ class Agent:
             if self._returns:
                 self._returns.close()
             await self._end.close()
+            await self._listener.close()
             self._children.close()
 
     @property
@@ -255,10 +253,10 @@ class Agent:
         workers = tuple(self._workers.all.values())
         self._send(Answer(number, await status_of(workers, self._gauge, self._usage)))
 
-    async def _seen(self) -> WorldSeen:
+    async def _look(self, info: WorldInfo) -> WorldInfo:
         workers, fresh = tuple(self._workers.all.values()), self._usage.fresh_seconds
         rows = await status_of(workers, self._gauge, self._usage, fresh)
-        return seen_here(self._end.notebook_pid, self._workers.spec, rows)
+        return with_ranks(info, self._workers.spec, rows)
 
     async def _report_stacks(self, number: int, ranks: Sequence[int]) -> None:
         asked = [self._workers.all[rank] for rank in ranks if rank in self._workers.all]

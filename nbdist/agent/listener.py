@@ -1,8 +1,8 @@
-"""Sockets in the runtime folder at which other processes of the user are answered: door and window.
+"""The socket in the runtime folder at which other processes of the user are answered.
 
-Only those of the same user are.  At the door of a world a notebook asks for it, and others ask
-whose it is.  Through the agent's window others look at the workers, and can do nothing else;
-however many there are, the workers are asked once.
+Only those of the same user are.  They ask what the world is, look at its ranks, and a notebook asks
+for the world.  However many look, the workers are asked once; and those of one kind, or that say
+nothing, take no place from the others.
 """
 
 from __future__ import annotations
@@ -12,26 +12,24 @@ import logging
 import os
 import socket
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
+from nbdist import __version__
 from nbdist.wire.door import (
     DOOR,
-    LONGEST_LINE,
-    LOOK,
-    WINDOW,
-    Admitted,
+    LONGEST_QUESTION,
+    Accepted,
     Attach,
-    Held,
+    Describe,
+    Look,
     Refused,
     Said,
-    Who,
-    WorldSeen,
+    WorldInfo,
     from_line,
-    to_answer,
     to_line,
     user_at,
 )
@@ -42,29 +40,72 @@ from nbdist.wire.views import WorkerStatus
 log = logging.getLogger("nbdist.agent")
 
 MOST_CALLING = 16
-"""Connections at a time; each has a descriptor."""
+"""Connections at a time of one kind; each has a descriptor."""
+
+LINE_TIMEOUT = 10.0
+"""Seconds for a question to come, and for an answer to be taken in."""
+
+FRESH = 0.4
+"""Seconds for which a look at the ranks is shown again."""
+
+NOTEBOOK_NAME = "JPY_SESSION_NAME"
+"""Jupyter's server says here which notebook a kernel is for."""
 
 
-class Listener(ABC):
-    """Has each connection answered that this user makes; `limit` bytes are a line at most."""
+class Owner(Protocol):
+    """What knows a world, and gives it to a notebook."""
 
-    def __init__(self, path: Path, limit: int) -> None:
-        self._path = path
-        self._limit = limit
+    def describe(self) -> WorldInfo:
+        """Return what is known without asking the ranks."""
+
+    async def admit(self, wanted: Attach) -> Accepted | Refused:
+        """Give the world to a notebook, where nobody has it."""
+
+    def let_go_by(self, pid: int) -> None:
+        """Note that the connection of a notebook that was accepted has ended."""
+
+
+def with_ranks(
+    info: WorldInfo, spec: WorldSpec | None, ranks: tuple[WorkerStatus, ...]
+) -> WorldInfo:
+    """Add what `Look` asks for; `spec` is None before the first start."""
+    notebook = os.environ.get(NOTEBOOK_NAME, "")
+    info = replace(info, notebook_name=notebook, at=time.monotonic())
+    if spec is None:
+        return info
+    backend = spec.backend or "none"
+    return replace(info, pool=spec.pool, name=spec.name, backend=backend, ranks=ranks)
+
+
+class Listener:
+    """Answers each connection that this user makes.
+
+    `look` adds the ranks to what is known of the world; an agent that is a part of one has no
+    `owner`, and can only be looked at.
+    """
+
+    def __init__(
+        self,
+        runtime: Path,
+        look: Callable[[WorldInfo], Awaitable[WorldInfo]],
+        owner: Owner | None,
+    ) -> None:
+        self._path = runtime / DOOR
+        self._look, self._owner = look, owner
         self._server: asyncio.Server | None = None
-        self._calling: set[asyncio.Task[None]] = set()
+        self._calling: dict[asyncio.Task[None], type[Said] | None] = {}
+        self._seen: WorldInfo | None = None
+        self._seen_at = float("-inf")
+        self._lock = asyncio.Lock()
 
     def __repr__(self) -> str:
-        return f"<Listener {self._path}, {len(self)} call>"
-
-    def __len__(self) -> int:
-        return len(self._calling)
+        return f"<Listener {self._path}, {len(self._calling)} call>"
 
     async def open(self) -> None:
         """Answer from now on; where there can be no socket, the world does without."""
         try:
             self._server = await asyncio.start_unix_server(
-                self._serve, self._path, limit=self._limit
+                self._serve, self._path, limit=LONGEST_QUESTION
             )
         except OSError as error:
             log.warning("%s cannot be opened: %s", self._path, error)
@@ -78,131 +119,69 @@ class Listener(ABC):
             task.cancel()
         await asyncio.gather(*calling, return_exceptions=True)
 
-    @abstractmethod
-    async def answer_to(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer a connection until it is over.
-
-        What BadFrame, OSError, ValueError and TimeoutError end is not worth a word.
-        """
-
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        is_user = user_at(writer.get_extra_info("socket")) == os.geteuid()
         try:
-            if is_user and len(self._calling) < MOST_CALLING:
-                self._calling.add(task)
-                # What does not ask as it should, or does not listen, is sent away.
-                with suppress(OSError, ValueError, TimeoutError, BadFrame):
-                    await self.answer_to(reader, writer)
+            if user_at(writer.get_extra_info("socket")) == os.geteuid():
+                # What does not ask as it should, or does not listen, is sent away.  To asyncio's
+                # streams a task that was cancelled is a fault, and a fault ends the agent.
+                with suppress(OSError, ValueError, BadFrame, asyncio.CancelledError):
+                    await self._answer(task, reader, writer)
         except Exception:
             # A fault of ours, of which the world is not to die: who asks learns no more.
             log.exception("%r cannot answer", self)
         finally:
-            self._calling.discard(task)
+            self._calling.pop(task, None)
             writer.transport.abort()
 
-
-# --- the door ---------------------------------------------------------------------------------
-
-
-QUESTION_TIMEOUT = 10.0
-"""Seconds for a question to come."""
-
-Admit = Callable[[Attach], Awaitable[Admitted | Refused]]
-
-
-class Door(Listener):
-    """Answers on a socket in the runtime folder, which only this user can open.
-
-    `who` says whose the world is, `admit` gives it to a notebook, and `gone` is called when
-    the connection of the one that was admitted last has ended.
-    """
-
-    def __init__(
-        self, runtime: Path, who: Callable[[], Held], admit: Admit, gone: Callable[[int], None]
+    async def _answer(
+        self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        super().__init__(runtime / DOOR, LONGEST_LINE)
-        self._who, self._admit, self._gone = who, admit, gone
-
-    def __repr__(self) -> str:
-        return f"<Door {self._path}, {len(self)} ask>"
-
-    async def answer_to(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one question; a notebook that was admitted stays on the line."""
-        async with asyncio.timeout(QUESTION_TIMEOUT):
-            asked = from_line(await reader.readline())
-        answer: Said
-        match asked:
-            case Who():
-                answer = self._who()
-            case Attach():
-                answer = await self._admit(asked)
-            case _:
-                return
+        """Answer one question; a notebook that was accepted stays on the line."""
+        silent = self._of_kind(None)
+        if len(silent) >= MOST_CALLING:
+            silent[0].cancel()
+            del self._calling[silent[0]]
+        self._calling[task] = None
+        async with asyncio.timeout(LINE_TIMEOUT):
+            question = from_line(await reader.readline())
+        if len(self._of_kind(type(question))) >= MOST_CALLING:
+            return
+        self._calling[task] = type(question)
+        answer = await self._answer_to(question)
+        if answer is None:
+            return
+        writer.transport.set_write_buffer_limits(0)  # to wait until all of it is on its way
         writer.write(to_line(answer))
-        await writer.drain()
-        if isinstance(asked, Attach) and isinstance(answer, Admitted):
+        async with asyncio.timeout(LINE_TIMEOUT):
+            await writer.drain()
+        if self._owner and isinstance(question, Attach) and isinstance(answer, Accepted):
             try:
-                while await reader.read(LONGEST_LINE):
+                while await reader.read(LONGEST_QUESTION):
                     pass
             finally:
-                self._gone(asked.pid)
+                self._owner.let_go_by(question.pid)
 
+    async def _answer_to(self, question: Said) -> Said | None:
+        match question:
+            case Describe():
+                return self._describe()
+            case Look():
+                async with self._lock:
+                    if time.monotonic() - self._seen_at > FRESH:
+                        self._seen = await self._look(self._describe())
+                        self._seen_at = time.monotonic()
+                    return self._seen
+            case Attach() if self._owner:
+                return await self._owner.admit(question)
+        return None
 
-# --- the window -------------------------------------------------------------------------------
+    def _describe(self) -> WorldInfo:
+        if self._owner is None:
+            return WorldInfo(__version__, socket.gethostname())
+        return self._owner.describe()
 
-
-PATIENCE = 60.0
-"""Seconds that one may be open without a question, or an answer be taken in."""
-
-FRESH = 0.4
-"""Seconds for which an answer is given again."""
-
-LONGEST_QUESTION = 64
-
-
-NOTEBOOK_NAME = "JPY_SESSION_NAME"
-"""Jupyter's server says here which notebook a kernel is for."""
-
-
-def seen_here(
-    notebook_pid: int, spec: WorldSpec | None, workers: tuple[WorkerStatus, ...]
-) -> WorldSeen:
-    """Describe a world whose notebook is on this machine; `spec` is None before its start."""
-    notebook = os.environ.get(NOTEBOOK_NAME, "")
-    seen = WorldSeen(socket.gethostname(), notebook_pid, notebook, time.monotonic())
-    if spec is None:
-        return seen
-    backend = spec.backend or "none"
-    return replace(seen, pool=spec.pool, name=spec.name, backend=backend, workers=workers)
-
-
-class Window(Listener):
-    """Answers on a socket in the runtime folder, which only this user can open."""
-
-    def __init__(self, runtime: Path, look: Callable[[], Awaitable[WorldSeen]]) -> None:
-        super().__init__(runtime / WINDOW, LONGEST_QUESTION)
-        self._look = look
-        self._answer = b""
-        self._answered_at = float("-inf")
-        self._lock = asyncio.Lock()
-
-    def __repr__(self) -> str:
-        return f"<Window {self._path}, {len(self)} look>"
-
-    async def answer_to(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one question after the other."""
-        while True:
-            async with asyncio.timeout(PATIENCE):
-                if await reader.readline() != LOOK:
-                    return
-                writer.write(await self._seen())
-                await writer.drain()
-
-    async def _seen(self) -> bytes:
-        async with self._lock:
-            if time.monotonic() - self._answered_at > FRESH:
-                self._answer = to_answer(await self._look())
-                self._answered_at = time.monotonic()
-            return self._answer
+    def _of_kind(self, kind: type[Said] | None) -> list[asyncio.Task[None]]:
+        """Return those that have asked this, or nothing yet; the first one first."""
+        return [task for task, asked in self._calling.items() if asked is kind]

@@ -1,7 +1,7 @@
 """What ties a process to the notebook that it serves: messages, the notebook's end, the next one.
 
 A world that is to be detached outlives its notebook: its tether then has nobody at the other
-end, what comes up is kept (`Record`), and a notebook that asks at the door gets all of it.  Any
+end, what comes up is kept (`Record`), and a notebook that asks (`Listener`) gets all of it.  Any
 other world ends with its notebook.  For whoever serves a notebook: the agent of a world on one
 machine, or the head of several agents.  Calls are answered one at a time, much else beside.
 """
@@ -27,14 +27,13 @@ import zmq
 from zmq.eventloop.zmqstream import ZMQStream
 
 from nbdist import __version__
-from nbdist.agent.listener import Door
 from nbdist.agent.record import Record
 from nbdist.agent.startup import Guard, end_descendants
 from nbdist.output.events import Died
 from nbdist.system import folders
 from nbdist.system.prctl import adopt_orphans
 from nbdist.values.shared_memory import Segment, SegmentGone, SegmentRef
-from nbdist.wire.door import SOCKET, Admitted, Attach, Held, Refused
+from nbdist.wire.door import SOCKET, Accepted, Attach, Refused, WorldInfo
 from nbdist.wire.messages import (
     Abort,
     Answer,
@@ -109,7 +108,7 @@ class NotebookEnd:
 log = logging.getLogger("nbdist.agent")
 
 CHANGE_TIMEOUT, CHANGE_STEP = 20.0, 0.05
-"""Seconds that a notebook waits at the door while workers start or heal, and between looks."""
+"""Seconds that a notebook waits while workers start or heal, and between looks."""
 
 LAST_WORDS = 0.1
 """Seconds for what a notebook has said just before its end."""
@@ -142,7 +141,6 @@ class Tether:
         self._hand_on, self._leave = receive, leave
         self._has_machines = has_machines
         self._record = Record()
-        self._door = Door(runtime, self._who, self._admit, self._let_go_by)
         self._end: NotebookEnd | None = NotebookEnd(runtime, self._receive)
         self.notebook_pid = notebook_pid
         self._ends: list[int] = []
@@ -164,7 +162,6 @@ class Tether:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._leave)
         loop.add_signal_handler(signal.SIGINT, lambda: None)
-        await self._door.open()
         assert self._end is not None
         self._end.say_hello()
         self._watch(sys.stdin.fileno())
@@ -193,7 +190,6 @@ class Tether:
     async def close(self) -> None:
         """End the link; what was sent has a moment to arrive."""
         end, self._end = self._end, None  # nobody is lost any more
-        await self._door.close()
         self._unwatch()
         if end is not None:
             end.close()
@@ -291,7 +287,8 @@ class Tether:
             self._hand_on(let_go)
         self._live = self._replayed = 0
 
-    def _let_go_by(self, pid: int) -> None:
+    def let_go_by(self, pid: int) -> None:
+        """Note that the connection of a notebook has ended that had the world, or has it."""
         if pid == self.notebook_pid:
             self._lose()
 
@@ -313,16 +310,17 @@ class Tether:
             ends.register(end, select.POLLIN)
         return bool(self._ends) and not ends.poll(0)
 
-    # --- at the door -----------------------------------------------------------------------
+    # --- for `Listener` -----------------------------------------------------------------------
 
     @property
     def _last(self) -> int:
         """The process that ends last of all that is the world's."""
         return self._guard.pid if self._guard else os.getpid()
 
-    def _who(self) -> Held:
+    def describe(self) -> WorldInfo:
+        """Return what is known without asking the ranks."""
         record, spec = self._record, self._record.spec
-        return Held(
+        return WorldInfo(
             version=__version__,
             host=socket.gethostname(),
             pool=spec.pool if spec else "",
@@ -338,11 +336,11 @@ class Tether:
             versions=versions_here(),
         )
 
-    async def _admit(self, wanted: Attach) -> Admitted | Refused:
+    async def admit(self, wanted: Attach) -> Accepted | Refused:
         """Give the world to a notebook, where nobody has it."""
         deadline = time.monotonic() + CHANGE_TIMEOUT
         while True:
-            held = self._who()
+            held = self.describe()
             if wanted.version != __version__:
                 return Refused(f"it is of nbdist {__version__}, and this is {wanted.version}")
             if held.notebook:
@@ -355,7 +353,7 @@ class Tether:
         if not SOCKET.fullmatch(wanted.socket):
             return Refused("that is no notebook's socket")
         self._give_to(wanted)
-        return Admitted(os.getpid(), self._last)
+        return Accepted(os.getpid(), self._last)
 
     def _give_to(self, notebook: Attach) -> None:
         self.notebook_pid = notebook.pid

@@ -107,9 +107,6 @@ class HeadEnd:
     `problem` says why the link has ended before the head did, "" where nothing was wrong.
     """
 
-    notebook_pid = 0
-    """None of this machine."""
-
     def __init__(
         self,
         coming: Coming,

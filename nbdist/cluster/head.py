@@ -12,14 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nbdist.agent.listener import Window, seen_here
+from nbdist.agent.listener import Listener, with_ranks
 from nbdist.agent.notebook_link import Serving, Tether
 from nbdist.agent.startup import Guard
 from nbdist.cluster.assembly import Assembly, in_time_of_head, last_words
 from nbdist.cluster.node import Node, NodeLost
 from nbdist.cluster.transfer import BulkTransfers
 from nbdist.output.events import Died, Done
-from nbdist.wire.door import WorldSeen
+from nbdist.wire.door import WorldInfo
 from nbdist.wire.messages import (
     Abort,
     Aborted,
@@ -90,7 +90,7 @@ class Head:
             *(runtime, notebook_pid, guard, self._receive, leave),
             has_machines=lambda: self._assembly.there,
         )
-        self._window = Window(runtime, self._seen)
+        self._listener = Listener(runtime, self._look, self._notebook)
 
     def __repr__(self) -> str:
         return f"<Head {os.getpid()} {self._assembly}>"
@@ -98,14 +98,14 @@ class Head:
     async def serve(self) -> None:
         """Work until the notebook leaves or ends, then leave nothing behind."""
         asyncio.get_running_loop().set_exception_handler(self._serving.fail)
-        await self._window.open()
+        await self._listener.open()
         await self._notebook.open()
         try:
             await self._serving.until_left()
         finally:
-            await self._window.close()
             await self._assembly.dismiss()
             await self._notebook.close()
+            await self._listener.close()
 
     def _send(self, message: Up) -> None:
         self._notebook.send(message)
@@ -184,10 +184,10 @@ class Head:
     async def _report_rows(self, number: int, request: GetStatus | GetStacks | GetLogs) -> None:
         self._notebook.send(Answer(number, await rows_of(self._assembly.there, request)))
 
-    async def _seen(self) -> WorldSeen:
+    async def _look(self, info: WorldInfo) -> WorldInfo:
         spec = self._assembly.spec
         rows = () if spec is None else await rows_of(self._assembly.there, GetStatus())
-        return seen_here(self._notebook.notebook_pid, spec, rows)
+        return with_ranks(info, spec, rows)
 
     async def _report_answer(self, number: int, consult: Consult) -> None:
         answer = await first_answer(self._assembly.nodes(consult.ranks), consult)

@@ -19,7 +19,7 @@ from nbdist import __version__
 from nbdist.errors import UsageError
 from nbdist.notebook.command import find_commands
 from nbdist.readers import read_memory
-from nbdist.terminal.worlds import CpuMeter, Worlds, as_lines, kill_world, show_top, show_worlds
+from nbdist.terminal.worlds import as_lines, kill_world, looks, show_top, show_worlds
 from nbdist.topology import parse_layout
 
 BETWEEN_LOOKS = 0.5
@@ -80,14 +80,10 @@ def _k8s(options: argparse.Namespace) -> int:
 
 def show_status() -> int:
     """Print all worlds once; 1 where there is none."""
-    worlds, meter = Worlds(), CpuMeter()
-    try:
-        for seen in worlds.seen():
-            meter.read(seen)
+    with looks() as look:
+        look()
         time.sleep(BETWEEN_LOOKS)
-        found = [(seen, meter.read(seen)) for seen in worlds.seen()]
-    finally:
-        worlds.close()
+        found = look()
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     sys.stdout.write("".join(f"{line}\n" for line in as_lines(found, width)))
     return 0 if found else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import select
@@ -12,123 +13,16 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
 
 from nbdist.errors import UsageError
 from nbdist.output.ansi import strip
-from nbdist.wire.door import LOOK, MOST_BYTES, WINDOW, WorldSeen, connect_to, seen_from
-from nbdist.wire.frames import BadFrame, FrameCutter
+from nbdist.wire.door import Look, WorldInfo
 from nbdist.wire.views import Usage
 from nbdist.words import aligned, count
-from nbdist.world.agents import Found, runtime_folders, worlds
+from nbdist.world.agents import Found, Worlds, worlds
 from nbdist.world.result import rows, usage_text
-
-ANSWER_TIMEOUT = 3.0
-READ_SIZE = 1 << 18
-
-
-class Look:
-    """A connection to one world's window."""
-
-    def __init__(self, folder: Path) -> None:
-        self._socket = connect_to(folder / WINDOW, ANSWER_TIMEOUT)
-        self._cutter = FrameCutter(MOST_BYTES)
-        self._is_asked = False
-        self.is_prompt = True
-        """Whether it answered in time when it was last asked."""
-
-    def __repr__(self) -> str:
-        return f"<Look {self._cutter}>"
-
-    def fileno(self) -> int:
-        """Return what can be read as soon as there is an answer."""
-        return self._socket.fileno()
-
-    def ask(self) -> None:
-        """Ask for it, unless it still owes an answer; raises OSError where the world has ended."""
-        if not self._is_asked:
-            self._socket.sendall(LOOK)
-            self._is_asked = True
-
-    def take(self) -> WorldSeen | None:
-        """Read the answer, None while it is not whole; raises as `ask` does, BadFrame for none."""
-        data = self._socket.recv(READ_SIZE)
-        if not data:
-            raise ConnectionResetError("it has closed the connection")
-        for frame in self._cutter.feed(data):
-            self._is_asked, self.is_prompt = False, True
-            return seen_from(frame)
-        return None
-
-    def close(self) -> None:
-        """End the connection."""
-        self._socket.close()
-
-
-class Worlds:
-    """All worlds that there are now: those that have ended go, new ones come."""
-
-    def __init__(self) -> None:
-        self._looks: dict[Path, Look] = {}
-
-    def __repr__(self) -> str:
-        silent = [str(folder) for folder, look in self._looks.items() if not look.is_prompt]
-        return f"<Worlds {sorted(map(str, self._looks))}, silent {silent}>"
-
-    def seen(self) -> list[WorldSeen]:
-        """Look at each of them, in the order of their notebooks.
-
-        One that is silent, since its agent is stopped, is waited for once, for `ANSWER_TIMEOUT`
-        together with all others, and comes back as soon as it answers.
-        """
-        folders = runtime_folders(WINDOW)
-        for folder in self._looks.keys() - {*folders}:
-            self._drop(folder)
-        for folder in folders:
-            self._ask(folder)
-        return sorted(self._answers(), key=lambda seen: (seen.notebook_pid, seen.pool))
-
-    def close(self) -> None:
-        """End all connections."""
-        for folder in [*self._looks]:
-            self._drop(folder)
-
-    def _ask(self, folder: Path) -> None:
-        try:
-            if folder not in self._looks:
-                self._looks[folder] = Look(folder)
-            self._looks[folder].ask()
-        except OSError:  # it has ended, or is about to
-            self._drop(folder)
-
-    def _answers(self) -> Iterator[WorldSeen]:
-        silent = {look.fileno(): (look, folder) for folder, look in self._looks.items()}
-        deadline = time.monotonic() + ANSWER_TIMEOUT
-        while silent:
-            is_worth_it = any(look.is_prompt for look, _ in silent.values())
-            longest = max(0.0, deadline - time.monotonic()) if is_worth_it else 0.0
-            if not (ready := select.select([*silent], [], [], longest)[0]):
-                break
-            for number in ready:
-                look, folder = silent[number]
-                try:
-                    seen = look.take()
-                except (OSError, BadFrame):
-                    self._drop(folder)
-                    del silent[number]
-                    continue
-                if seen is not None:
-                    del silent[number]
-                    yield seen
-        for look, _ in silent.values():
-            look.is_prompt = False
-
-    def _drop(self, folder: Path) -> None:
-        if (look := self._looks.pop(folder, None)) is not None:
-            look.close()
-
 
 # --- `nbdist ps` and `nbdist kill` ------------------------------------------------------------
 
@@ -157,7 +51,7 @@ def show_worlds() -> int:
 
 def row_of(found: Found) -> tuple[str, ...]:
     """Write what is said of one world, as `HEADINGS`."""
-    held = found.held
+    held = found.info
     notebook = f"detached since {_clock(held.since)}" if found.is_detached else str(held.notebook)
     cell = held.cell[: LONGEST["cell"]]
     state = (held.name, held.pool, str(held.workers), held.state, cell, _clock(held.began))
@@ -178,7 +72,7 @@ def kill_world(name: str) -> int:
             f"Use the number of its process: {processes}."
         )
     (found,) = called
-    is_over = end(found.agent, found.held.guard)
+    is_over = end(found.agent, found.info.guard)
     said = "ended" if is_over else "does not end"
     sys.stdout.write(f"{found.name} {said}\n")
     return 0 if is_over else 1
@@ -235,10 +129,10 @@ class CpuMeter:
     def __repr__(self) -> str:
         return f"<CpuMeter of {len(self._before)} processes>"
 
-    def read(self, seen: WorldSeen) -> dict[int, float]:
+    def read(self, seen: WorldInfo) -> dict[int, float]:
         """Return it by rank; nothing of processes that are seen for the first time."""
         found = {}
-        for worker in seen.workers:
+        for worker in seen.ranks:
             key, now = (seen.host, worker.pid), (seen.at, worker.cpu_seconds)
             at, seconds = self._before.setdefault(key, now)
             if now[0] > at:
@@ -247,29 +141,47 @@ class CpuMeter:
         return found
 
 
-def title(seen: WorldSeen) -> str:
+LOOK_TIMEOUT = 3.0
+
+Picture = Sequence[tuple[WorldInfo, Mapping[int, float]]]
+"""Worlds, and the processor time of each one's ranks."""
+
+
+@contextmanager
+def looks() -> Iterator[Callable[[], Picture]]:
+    """Look at all worlds again and again, in the order of their notebooks."""
+    meter = CpuMeter()
+    with closing(Worlds(Look(), LOOK_TIMEOUT)) as worlds:
+
+        def look() -> Picture:
+            found = [each.info for each in worlds.found()]
+            found.sort(key=lambda info: (info.notebook, info.pool))
+            return [(info, meter.read(info)) for info in found]
+
+        yield look
+
+
+def title(seen: WorldInfo) -> str:
     """Say which world it is: `4 workers · gloo · train.ipynb (pid 123) · cell 7`."""
-    cells = sorted({each.cell for each in seen.workers if each.cell is not None})
-    notebook = os.path.basename(seen.notebook)
-    used = [Usage(each.memory, each.gpu) for each in seen.workers]
+    cells = sorted({each.cell for each in seen.ranks if each.cell is not None})
+    notebook = os.path.basename(seen.notebook_name)
+    used = [Usage(each.memory, each.gpu) for each in seen.ranks]
     parts = [
         f"pool {seen.pool}" if seen.pool not in ("", "default") else "",
-        count(len(seen.workers), "worker") if seen.workers else "no workers yet",
+        count(len(seen.ranks), "worker") if seen.ranks else "no workers yet",
         seen.backend,
         "" if MADE_UP.fullmatch(seen.name) else seen.name,
-        f"{notebook} (pid {seen.notebook_pid})"
-        if notebook
-        else f"notebook pid {seen.notebook_pid}",
+        f"{notebook} (pid {seen.notebook})" if notebook else f"notebook pid {seen.notebook}",
         f"cell {', '.join(map(str, cells))}" if cells else "",
         usage_text(used),
     ]
     return " · ".join(filter(None, map(printable, parts)))
 
 
-def table(seen: WorldSeen, cpu: Mapping[int, float]) -> list[tuple[str, ...]]:
+def table(seen: WorldInfo, cpu: Mapping[int, float]) -> list[tuple[str, ...]]:
     """Lay out headings, and a row per rank."""
-    lines = {each.rank: printable(each.last_line).strip() for each in seen.workers}
-    found = rows(seen.workers, cpu, lines)
+    lines = {each.rank: printable(each.last_line).strip() for each in seen.ranks}
+    found = rows(seen.ranks, cpu, lines)
     return [tuple(map(printable, row)) for row in found]
 
 
@@ -278,7 +190,7 @@ def printable(text: str) -> str:
     return "".join(sign if sign.isprintable() else " " for sign in strip(text))
 
 
-def as_lines(found: Sequence[tuple[WorldSeen, Mapping[int, float]]], width: int) -> Iterator[str]:
+def as_lines(found: Picture, width: int) -> Iterator[str]:
     """Write all worlds, no line longer than that."""
     if not found:
         yield NONE[:width]
@@ -292,7 +204,6 @@ def as_lines(found: Sequence[tuple[WorldSeen, Mapping[int, float]]], width: int)
 # --- draws what runs again and again ----------------------------------------------------------
 
 
-Picture = Sequence[tuple[WorldSeen, Mapping[int, float]]]
 Draw = Callable[[Picture], None]
 
 STATE_STYLES = {"idle": "green", "busy": "blue", "dead": "red", "starting": "yellow"}
@@ -306,23 +217,16 @@ ON, OFF = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 """Another screen without a cursor, and back."""
 
 
-def show_top(every: float, looks: int = 0) -> None:
-    """Draw all worlds every `every` seconds, until `q` or Ctrl-C, or `looks` times."""
-    worlds, meter = Worlds(), CpuMeter()
+def show_top(every: float, times: int = 0) -> None:
+    """Draw all worlds every `every` seconds, until `q` or Ctrl-C, or `times` times."""
     try:
-        with _drawing() as draw, _keys_at_once():
-            number = 0
-            while True:
-                draw([(seen, meter.read(seen)) for seen in worlds.seen()])
-                number += 1
-                if number == looks:
-                    return
-                if quits_within(every):
+        with looks() as look, _drawing() as draw, _keys_at_once():
+            for number in itertools.count(1):
+                draw(look())
+                if number == times or quits_within(every):
                     return
     except KeyboardInterrupt:
         return
-    finally:
-        worlds.close()
 
 
 @contextmanager

@@ -1,50 +1,54 @@
-"""What other processes of the user ask of a world: whose it is, to take it over, how it is.
+"""What other processes of the user ask of a world: what it is, how its ranks are, to take it over.
 
-Its door and its window are sockets in the runtime folder, at which an agent (or the head of many)
-answers.  At the door lines of JSON with plain values are said, which other versions of nbdist can
-read too.  At the window there is one question, of `nbdist top` and `nbdist status`, one kind of
-answer, and nothing that could change anything.  Each side makes nothing of the other's bytes but
-what stands here.
+An agent (or the head of many) answers at one socket in the runtime folder: one question a
+connection, one answer, each a line of JSON with plain values, which other versions of nbdist can
+read too.  Each side makes nothing of the other's bytes but what stands here.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
 import socket
 import struct
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from nbdist.wire.frames import BadFrame, fits, framed, object_from
+from nbdist.wire.frames import BadFrame, built, fits
 from nbdist.wire.spec import Versions
 from nbdist.wire.views import WorkerStatus
 
-# --- the door ---------------------------------------------------------------------------------
-
-
-DOOR = "door.sock"
+DOOR = "world.sock"
 """The socket's name in the runtime folder."""
 
 SOCKET = re.compile(r"notebook-[0-9]{1,10}\.sock")
 """What the socket of a notebook may be called that takes a world over."""
 
-LONGEST_LINE = 1 << 16
+LONGEST_QUESTION = 1 << 16
+
+MOST_BYTES = 16 << 20
+"""Of an answer: 1,024 ranks have about one."""
+
+_CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(frozen=True, slots=True)
-class Who:
-    """Whose world is it, and what is it doing?  Answered by `Held`."""
+class Describe:
+    """What is the world, and what is it doing?  Answered by `WorldInfo`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The same, and what is each of its ranks doing?  Answered by `WorldInfo`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attach:
     """A notebook of this version wants the world, and has bound this socket in the folder.
 
-    Answered by `Admitted` or `Refused`; it has the world for as long as the connection lasts.
+    Answered by `Accepted` or `Refused`; it has the world for as long as the connection lasts.
     """
 
     version: str
@@ -53,33 +57,41 @@ class Attach:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class WorldInfo:
     """A world: `notebook` has it, a process, 0 where none does, since `since` on the clock.
 
     `cell` is what it runs, a line, "" for nothing; `began` when that was sent, or the world
-    was started.  Before the first start there are no `workers` and no `name`.  `guard` is the
-    process that ends last, once nothing is left of the world.  `versions` are those of the
-    interpreter that the world was started with.
+    was started.  Before the first start there are no `workers` and no `name`, and never for an
+    agent that is a part of a world.  `guard` is the process that ends last, once nothing is
+    left of the world.  `versions` are those of the interpreter that the world was started with.
+
+    The last four answer `Look` alone.  `at` is the agent's monotonic clock, in seconds, by which
+    `cpu_seconds` of two answers can be compared; `notebook_name` is what Jupyter calls the
+    notebook, "" where it does not say.
     """
 
     version: str
     host: str
-    pool: str
-    name: str
-    workers: int
-    state: str
-    cell: str
-    began: float
-    notebook: int
-    since: float
-    detach: bool
-    guard: int
+    pool: str = ""
+    name: str = ""
+    workers: int = 0
+    state: str = ""
+    cell: str = ""
+    began: float = 0.0
+    notebook: int = 0
+    since: float = 0.0
+    detach: bool = False
+    guard: int = 0
     versions: Versions = field(default_factory=dict)
+    notebook_name: str = ""
+    backend: str = ""
+    at: float = 0.0
+    ranks: tuple[WorkerStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
-    """The world is this notebook's; `guard` as in `Held`."""
+class Accepted:
+    """The world is this notebook's; `guard` as in `WorldInfo`."""
 
     agent: int
     guard: int
@@ -92,72 +104,33 @@ class Refused:
     why: str
 
 
-Said = Who | Attach | Held | Admitted | Refused
+Said = Describe | Look | Attach | WorldInfo | Accepted | Refused
 
-_KINDS: dict[str, Any] = {each.__name__: each for each in (Who, Attach, Held, Admitted, Refused)}
+_KINDS: dict[str, Any] = {each.__name__: each for each in get_args(Said)}
 
 
 def to_line(said: Said) -> bytes:
     """Write it as one line."""
-    return json.dumps({type(said).__name__: asdict(said)}).encode() + b"\n"
+    return json.dumps({type(said).__name__: said}, default=_fields_of).encode() + b"\n"
 
 
 def from_line(line: bytes) -> Said:
     """Read what was said; raises BadFrame."""
     try:
         ((name, values),) = json.loads(line).items()
-        # Another version may say more.
-        known = {each.name for each in fields(_KINDS[name])}
-        said: Said = _KINDS[name](**{key: values[key] for key in known & values.keys()})
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        said: Said = built(values, _KINDS[name])
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise BadFrame(f"{type(error).__name__}: {error}"[:200]) from error
-    if not fits(said, type(said)):
+    if not fits(said, _KINDS[name]):
         raise BadFrame(f"it is no {name}")
     return said
 
 
-# --- the window -------------------------------------------------------------------------------
+def _fields_of(said: Any) -> dict[str, Any]:
+    return {each.name: getattr(said, each.name) for each in fields(said)}
 
 
-WINDOW = "window.sock"
-"""The socket's name in the runtime folder."""
-
-LOOK = b"look\n"
-"""The question; any other ends the connection."""
-
-MOST_BYTES = 16 << 20
-"""Of an answer: 1,024 ranks have less than one."""
-
-_CREDENTIALS = struct.Struct("3i")
-
-
-@dataclass(frozen=True, slots=True)
-class WorldSeen:
-    """A world and its workers, none before the first start.
-
-    `at` is the agent's monotonic clock, in seconds, by which `cpu_seconds` of two answers can be
-    compared; `notebook` is what Jupyter calls the notebook, "" where it does not say.
-    """
-
-    host: str
-    notebook_pid: int
-    notebook: str
-    at: float
-    pool: str = ""
-    name: str = ""
-    backend: str = ""
-    workers: tuple[WorkerStatus, ...] = ()
-
-
-def to_answer(seen: WorldSeen) -> bytes:
-    """Pack it as one frame of a stream."""
-    return framed(pickle.dumps(seen, protocol=5))
-
-
-def seen_from(frame: bytes) -> WorldSeen:
-    """Return what an agent has answered; raises BadFrame."""
-    seen: WorldSeen = object_from(frame, WorldSeen)
-    return seen
+# --- who is there -----------------------------------------------------------------------------
 
 
 def connect_to(path: Path, timeout: float) -> socket.socket:

@@ -122,6 +122,23 @@ def _parts_check(origin: type, inner: tuple[Any, ...]) -> Check:
     return lambda value: all(map(checks[0], value))
 
 
+def built(value: Any, kind: Any) -> Any:
+    """Return what JSON says of such a value: lists as tuples, mappings as dataclasses.
+
+    Fields that are not known are left out: another version may say more.  Raises TypeError where
+    some are missing; whether all have their types, `fits` says.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):  # or None
+        return built(value, inner[0])
+    if isinstance(value, dict) and isinstance(kind, type) and is_dataclass(kind):
+        known = {name: each for name, each in _hints(kind).items() if name in value}
+        return kind(**{name: built(value[name], each) for name, each in known.items()})
+    if isinstance(value, list) and origin is tuple:
+        return tuple(built(each, inner[0]) for each in value)
+    return value
+
+
 # --- frames of a stream ------------------------------------------------------------------
 
 

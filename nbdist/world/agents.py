@@ -2,7 +2,7 @@
 
 A link leads to this machine's agent, or to the head of agents on several: an `AgentProcess`
 that is started for it, or an `AttachedAgent` that another process has started.  `worlds` finds
-those of this user on this machine, and asks at their doors whose they are.
+those of this user on this machine, and asks them whose they are.
 
 Launchers of other machines are entry points (`nbdist.plugins`), nbdist's own in `nbdist.cluster`.
 All run in the head's process.
@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,11 +33,12 @@ from nbdist.system.prctl import children_of
 from nbdist.system.processes import MODULE, Child, last_lines_of, safe_environ
 from nbdist.wire.door import (
     DOOR,
-    LONGEST_LINE,
-    Admitted,
-    Held,
+    MOST_BYTES,
+    Accepted,
+    Describe,
+    Look,
     Said,
-    Who,
+    WorldInfo,
     connect_to,
     from_line,
     process_at,
@@ -98,6 +99,8 @@ AGENTS = (AGENT.encode(), HEAD.encode())
 MOST_LISTED = 6
 """Worlds that an error names."""
 
+READ_SIZE = 1 << 18
+
 
 @dataclass(frozen=True)
 class Found:
@@ -105,83 +108,111 @@ class Found:
 
     folder: Path
     agent: int
-    held: Held
+    info: WorldInfo
 
     @property
     def name(self) -> str:
         """What it is called, in messages too: its name, and its pool where that has one."""
-        pool = "" if self.held.pool == DEFAULT_POOL else f" (pool {self.held.pool})"
-        return f"`{self.held.name}`{pool}"
+        pool = "" if self.info.pool == DEFAULT_POOL else f" (pool {self.info.pool})"
+        return f"`{self.info.name}`{pool}"
 
     @property
     def is_detached(self) -> bool:
         """Whether no notebook has it."""
-        return not self.held.notebook
+        return not self.info.notebook
 
     def is_called(self, name: str) -> bool:
         """Say whether this is its name, its pool's, or the number of its process."""
-        return name in (self.held.name, self.held.pool, str(self.agent))
+        return name in (self.info.name, self.info.pool, str(self.agent))
 
 
 class Asking:
-    """A connection to a world's door; raises OSError where there is none that is this user's."""
+    """A question to a world, and its answer; raises OSError where none is there for this user."""
 
-    def __init__(self, folder: Path, timeout: float = ANSWER_TIMEOUT) -> None:
+    def __init__(self, folder: Path, question: Said, timeout: float = ANSWER_TIMEOUT) -> None:
         self._socket = connect_to(folder / DOOR, timeout)
         self.process = process_at(self._socket)
+        self._said = bytearray()
+        self.is_late = False
+        """Whether it has been waited for once."""
+        try:
+            self._socket.sendall(to_line(question))
+        except OSError:
+            self.close()
+            raise
 
     def __repr__(self) -> str:
         return f"<Asking process {self.process}>"
 
-    def ask(self, question: Said) -> Said:
-        """Ask, and return the answer; raises OSError, and BadFrame for what is none."""
-        self.put(question)
-        return self.answer()
+    def answer(self, timeout: float) -> Said:
+        """Wait for the answer; raises OSError, and BadFrame for what is none.
 
-    def put(self, question: Said) -> None:
-        """Ask; raises OSError."""
-        self._socket.sendall(to_line(question))
-
-    def answer(self, timeout: float | None = None) -> Said:
-        """Wait for the answer, with a time of its own if need be; raises as `ask` does."""
-        if timeout is not None:
-            self._socket.settimeout(max(0.0, timeout))
-        line = b""
-        while not line.endswith(b"\n"):
-            data = self._socket.recv(LONGEST_LINE)
-            if not data or len(line) > LONGEST_LINE:
+        TimeoutError or BlockingIOError where it is late: it can be waited for again.
+        """
+        deadline, self.is_late = time.monotonic() + timeout, True
+        while not self._said.endswith(b"\n"):
+            self._socket.settimeout(max(0.0, deadline - time.monotonic()))
+            data = self._socket.recv(READ_SIZE)
+            if not data or len(self._said) > MOST_BYTES:
                 raise ConnectionResetError("it has closed the connection")
-            line += data
-        return from_line(line)
+            self._said += data
+        return from_line(bytes(self._said))
 
     def close(self) -> None:
         """End the connection."""
         self._socket.close()
 
 
+class Worlds:
+    """All worlds of this user that there are now: those that have ended go, new ones come."""
+
+    def __init__(self, question: Describe | Look, timeout: float) -> None:
+        self._question, self._timeout = question, timeout
+        self._asked: dict[Path, Asking] = {}
+
+    def __repr__(self) -> str:
+        return f"<Worlds, silent {[*map(str, self._asked)]}>"
+
+    def found(self) -> list[Found]:
+        """Ask each of them.
+
+        All are asked before the first answer is waited for: together they have the time.  One
+        that does not answer, since its agent is stopped, is waited for once, and comes back as
+        soon as it does.
+        """
+        folders = runtime_folders()
+        for folder in self._asked.keys() - {*folders}:
+            self._asked.pop(folder).close()
+        for folder in folders:
+            with suppress(OSError):  # it has ended
+                if folder not in self._asked:
+                    self._asked[folder] = Asking(folder, self._question, self._timeout)
+        return [*self._answers(time.monotonic() + self._timeout)]
+
+    def _answers(self, deadline: float) -> Iterator[Found]:
+        for folder, asking in [*self._asked.items()]:
+            try:
+                left = 0.0 if asking.is_late else deadline - time.monotonic()
+                info = asking.answer(left)
+                if isinstance(info, WorldInfo):
+                    yield Found(folder, asking.process, info)
+            except (TimeoutError, BlockingIOError):
+                continue
+            except (OSError, BadFrame):  # it has ended, or is about to
+                pass
+            self._asked.pop(folder).close()
+
+    def close(self) -> None:
+        """End all connections."""
+        for asking in self._asked.values():
+            asking.close()
+
+
 def worlds() -> list[Found]:
-    """Find all that have workers, in the order of their names.
-
-    All are asked before the first answer is waited for: together they have `ANSWER_TIMEOUT`,
-    however many of them do not answer.
-    """
-    found, deadline = [], time.monotonic() + ANSWER_TIMEOUT
-    with ExitStack() as stack:
-        asked = [*_ask_all(stack)]
-        for folder, asking in asked:
-            with suppress(OSError, BadFrame):  # it has ended, or is about to
-                held = asking.answer(deadline - time.monotonic())
-                if isinstance(held, Held) and held.name and held.workers:
-                    found.append(Found(folder, asking.process, held))
-    return sorted(found, key=lambda each: (each.held.name, each.agent))
-
-
-def _ask_all(stack: ExitStack) -> Iterator[tuple[Path, Asking]]:
-    for folder in runtime_folders(DOOR):
-        with suppress(OSError):  # it has ended
-            asking = stack.enter_context(closing(Asking(folder)))
-            asking.put(Who())
-            yield folder, asking
+    """Find all that have workers, in the order of their names."""
+    with closing(Worlds(Describe(), ANSWER_TIMEOUT)) as asked:
+        found = [each for each in asked.found() if each.info.name and each.info.workers]
+    return sorted(found, key=lambda each: (each.info.name, each.agent))
 
 
 def to_attach(found: Sequence[Found], name: str | None) -> Found:
@@ -211,7 +242,7 @@ def to_attach(found: Sequence[Found], name: str | None) -> Found:
 
 
 def _checked(found: Found, asked: str) -> Found:
-    held = found.held
+    held = found.info
     if held.version != __version__:
         raise UsageError(
             f"{asked}: world {found.name} runs nbdist {held.version}, and this is {__version__}. "
@@ -239,16 +270,15 @@ def _listed(found: Sequence[Found]) -> str:
 # --- where they are ---------------------------------------------------------------------
 
 
-def runtime_folders(socket_name: str) -> list[Path]:
-    """Find those of worlds that have this socket; none that another user could have put there."""
-    candidates = {*_in_places(), *_of_agents()}
-    return sorted(folder for folder in candidates if _is_of_user(folder, socket_name))
+def runtime_folders() -> list[Path]:
+    """Find those of worlds; none that another user could have put there."""
+    return sorted(folder for folder in {*_in_places(), *_of_agents()} if _is_of_user(folder))
 
 
-def _is_of_user(folder: Path, socket_name: str) -> bool:
+def _is_of_user(folder: Path) -> bool:
     with suppress(OSError):
         folders.check_private(folder)
-        return (folder / socket_name).is_socket()
+        return (folder / DOOR).is_socket()
     return False
 
 
@@ -273,8 +303,8 @@ def _of_agents() -> Iterator[Path]:
 class AttachedAgent:
     """An agent that another process has started: it is this one's while a connection lasts."""
 
-    def __init__(self, found: Found, asking: Asking, admitted: Admitted) -> None:
-        self.host = found.held.host
+    def __init__(self, found: Found, asking: Asking, admitted: Accepted) -> None:
+        self.host = found.info.host
         self.pid = admitted.agent
         self.command = f"the agent of world {found.name}"
         self._asking = asking

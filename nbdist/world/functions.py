@@ -15,7 +15,7 @@ from nbdist import __version__
 from nbdist.config import WorldConfig
 from nbdist.errors import NbdistError, UsageError
 from nbdist.system.folders import JoinedFolder
-from nbdist.wire.door import Admitted, Attach, Refused
+from nbdist.wire.door import Accepted, Attach, Refused
 from nbdist.wire.frames import BadFrame
 from nbdist.world.agents import Asking, AttachedAgent, Found, to_attach, worlds
 from nbdist.world.link import Link
@@ -130,7 +130,7 @@ def _link_to(found: Found) -> tuple[Link, AttachedAgent]:
         folder = JoinedFolder(found.folder)
         link = Link(folder=folder)
         try:
-            return link, _admitted(found, folder.socket)
+            return link, _accepted(found, folder.socket)
         except BaseException:
             link.detach()
             raise
@@ -138,11 +138,11 @@ def _link_to(found: Found) -> tuple[Link, AttachedAgent]:
         raise UsageError(f"World {found.name} cannot be attached to: {error}.") from None
 
 
-def _admitted(found: Found, socket: str) -> AttachedAgent:
-    asking = Asking(found.folder, ADMIT_TIMEOUT)
+def _accepted(found: Found, socket: str) -> AttachedAgent:
+    asking = Asking(found.folder, Attach(__version__, os.getpid(), socket))
     try:
-        answer = asking.ask(Attach(__version__, os.getpid(), socket))
-        if not isinstance(answer, Admitted):
+        answer = asking.answer(ADMIT_TIMEOUT)
+        if not isinstance(answer, Accepted):
             why = answer.why if isinstance(answer, Refused) else "its agent says something else"
             raise UsageError(f"World {found.name} cannot be attached to: {why}.")
         return AttachedAgent(found, asking, answer)

@@ -1,321 +1,240 @@
-"""Tests of `nbdist.agent.listener`: connections are answered, bounded, and ended.
-
-Who is answered at the door, and when a notebook has let go; who may look through the window, how
-often, and that nobody can do more.
-"""
+"""Tests of `nbdist.agent.listener`: who is answered, when ranks are asked, who waits."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterator
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
-from nbdist.agent.listener import FRESH, MOST_CALLING, Door, Listener, Window
+from nbdist.agent import listener
+from nbdist.agent.listener import FRESH, MOST_CALLING, Listener
 from nbdist.wire.door import (
     DOOR,
-    LOOK,
-    WINDOW,
-    Admitted,
+    Accepted,
     Attach,
-    Held,
+    Describe,
+    Look,
     Refused,
     Said,
-    Who,
-    WorldSeen,
+    WorldInfo,
     from_line,
-    seen_from,
     to_line,
 )
-from nbdist.wire.frames import BadFrame, FrameCutter
-from tests.waiting import until
+from nbdist.wire.views import WorkerStatus
+from tests.waiting import SOON, until
+
+INFO = WorldInfo("1.0", "vm", "default", "exp", 2, "busy", "x = 1", 1.5, 0, 2.5, guard=7)
+ATTACH = Attach("1.0", 5, "notebook-5.sock")
+RANK = WorkerStatus(0, 1, "here", "idle", 0.0, 0, "cpu")
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-class Echo(Listener):
-    """Says what it is told."""
+class Lab:
+    """A listener, what it was asked, and the connections to it."""
 
-    async def answer_to(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while line := await reader.readline():
-            if line == b"bad\n":
-                raise BadFrame
-            if line == b"fault\n":
-                raise KeyError(17)
-            writer.write(line)
-            await writer.drain()
-
-
-def test_connections(runtime: Path) -> None:
-    """Each is answered until it is bad, or we are; none is left, and the loop learns of nothing."""
-
-    async def test() -> None:
-        faults: list[object] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
-        listener = Echo(runtime / "echo.sock", 100)
-        await listener.open()
-        ends = [await asyncio.open_unix_connection(runtime / "echo.sock") for _ in range(2)]
-        for reader, writer in ends:
-            writer.write(b"hello\n")
-            assert await reader.readline() == b"hello\n"
-        assert "2 call" in repr(listener)
-        (reader, writer), (other, last) = ends
-        writer.write(b"bad\n")
-        assert await reader.read() == b""
-        await until(lambda: len(listener) == 1)
-        last.write(b"still\n")
-        assert await other.readline() == b"still\n"
-        third, asks = await asyncio.open_unix_connection(runtime / "echo.sock")
-        asks.write(b"fault\n")
-        assert await third.read() == b""
-        asks.close()
-        assert faults == []
-        await listener.close()
-        assert await other.read() == b""
-        for _, writer in ends:
-            writer.close()
-
-    asyncio.run(test())
-
-
-def test_where_there_can_be_no_socket(runtime: Path) -> None:
-    """The rest of the world goes on."""
-
-    async def test() -> None:
-        listener = Echo(runtime / "missing" / "x.sock", 100)
-        await listener.open()
-        await listener.close()
-
-    asyncio.run(test())
-
-
-HELD = Held("1.0", "vm", "default", "exp", 2, "busy", "x = 1", 1.5, 0, 2.5, detach=True, guard=7)
-
-
-class DoorLab:
-    """A door, and what has come through it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / DOOR
+    def __init__(self, runtime: Path) -> None:
+        self.path = runtime / DOOR
+        self.looks = 0
         self.gone: list[int] = []
-        self.door = Door(folder, lambda: HELD, self._admit, self.gone.append)
+        self.is_open = asyncio.Event()
+        self.is_open.set()
+        self.ranks: tuple[WorkerStatus, ...] = ()
+        self.listener = Listener(runtime, self._look, self)
+        self._ends: list[asyncio.StreamWriter] = []
 
-    async def _admit(self, wanted: Attach) -> Admitted | Refused:
-        return Admitted(1, 2) if wanted.version == "1.0" else Refused("no")
+    def describe(self) -> WorldInfo:
+        return INFO
 
-    async def ask(self, said: bytes) -> tuple[Said | None, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_unix_connection(self.path)
-        writer.write(said)
-        async with asyncio.timeout(20):
+    async def admit(self, wanted: Attach) -> Accepted | Refused:
+        if wanted.pid == 17:
+            raise KeyError(17)
+        return Accepted(1, 2) if wanted.version == "1.0" else Refused("no")
+
+    def let_go_by(self, pid: int) -> None:
+        self.gone.append(pid)
+
+    async def _look(self, info: WorldInfo) -> WorldInfo:
+        self.looks += 1
+        await self.is_open.wait()
+        return replace(info, at=float(self.looks), ranks=self.ranks)
+
+    async def connect(self, said: Said | bytes = b"") -> Streams:
+        """One more, that asks this."""
+        reader, writer = await asyncio.open_unix_connection(self.path, limit=1 << 24)
+        self._ends.append(writer)
+        writer.write(said if isinstance(said, bytes) else to_line(said))
+        return reader, writer
+
+    async def ask(self, said: Said | bytes) -> Said | None:
+        """The answer, None where there is none."""
+        reader, _ = await self.connect(said)
+        line = b""
+        with suppress(ConnectionResetError):
             line = await reader.readline()
-        return (from_line(line) if line else None), writer
+        return from_line(line) if line else None
 
     def run(self, test: Callable[[], Awaitable[None]]) -> None:
         async def whole() -> None:
-            await self.door.open()
+            faults: list[object] = []
+            asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
+            await self.listener.open()
             try:
-                await test()
+                async with asyncio.timeout(SOON):
+                    await test()
             finally:
-                await self.door.close()
+                await self.listener.close()
+                for end in self._ends:
+                    end.close()
+            assert faults == []
 
         asyncio.run(whole())
 
 
-def test_who(runtime: Path) -> None:
-    """Anybody of this user may ask whose it is."""
-    lab = DoorLab(runtime)
+@pytest.fixture
+def lab(runtime: Path) -> Lab:
+    return Lab(runtime)
+
+
+def test_all_who_look_see_the_same(lab: Lab) -> None:
+    """However many do at a time, the ranks are asked once; and again later; never for the rest."""
 
     async def test() -> None:
-        answer, writer = await lab.ask(to_line(Who()))
-        assert answer == HELD
-        writer.close()
+        seen = await asyncio.gather(*(lab.ask(Look()) for _ in range(5)))
+        assert seen == [replace(INFO, at=1.0)] * 5
+        await asyncio.sleep(FRESH + 0.1)
+        assert await lab.ask(Look()) == replace(INFO, at=2.0)
+        assert await lab.ask(Describe()) == INFO
+        assert lab.looks == 2
 
     lab.run(test)
     assert lab.gone == []
 
 
-def test_a_notebook_that_is_admitted(runtime: Path) -> None:
+def test_a_notebook_that_is_accepted(lab: Lab) -> None:
     """Has the world until its connection ends; one that is refused never had it."""
-    lab = DoorLab(runtime)
 
     async def test() -> None:
-        answer, writer = await lab.ask(to_line(Attach("1.0", 5, "notebook-5.sock")))
-        assert answer == Admitted(1, 2)
-        refused, other = await lab.ask(to_line(Attach("2.0", 6, "notebook-6.sock")))
-        assert refused == Refused("no")
-        other.close()
-        assert "1 ask" in repr(lab.door)
+        reader, writer = await lab.connect(ATTACH)
+        assert from_line(await reader.readline()) == Accepted(1, 2)
+        assert await lab.ask(replace(ATTACH, version="2.0", pid=6)) == Refused("no")
+        await until(lambda: "1 call" in repr(lab.listener))
         assert lab.gone == []
         writer.close()
         await until(lambda: lab.gone == [5])
 
     lab.run(test)
-    assert lab.gone == [5]
 
 
-@pytest.mark.parametrize("said", [b"hello\n", to_line(Refused("me")), b"x" * (1 << 17) + b"\n"])
-def test_what_is_no_question(runtime: Path, said: bytes) -> None:
-    """Ends the connection, and the next one is answered."""
-    lab = DoorLab(runtime)
+@pytest.mark.parametrize(
+    "said",
+    [
+        *(b"\n", b"hello\n", b"\x80\x04N.\n", b"[" * 50_000 + b"\n", b"x" * (1 << 17) + b"\n"),
+        *(Refused("me"), replace(ATTACH, pid=17)),
+    ],
+    ids=["nothing", "text", "pickle", "deep", "long", "an answer", "a fault of ours"],
+)
+def test_what_is_no_question(lab: Lab, said: Said | bytes) -> None:
+    """Ends the connection, and nothing else: the loop learns of nothing, the next is answered."""
 
     async def test() -> None:
-        try:
-            answer, writer = await lab.ask(said)
-        except OSError:
-            pass
-        else:
-            assert answer is None
-            writer.close()
-        answer, writer = await lab.ask(to_line(Who()))
-        assert answer == HELD
-        writer.close()
+        assert await lab.ask(said) is None
+        assert await lab.ask(Describe()) == INFO
+        assert "0 call" in repr(lab.listener)
 
     lab.run(test)
 
 
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+def test_no_kind_takes_the_place_of_another(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the silent, of which the first go, nor those who look at ranks that do not answer."""
+    monkeypatch.setattr(listener, "LINE_TIMEOUT", SOON)
+
+    async def test() -> None:
+        lab.is_open.clear()
+        looking = [asyncio.create_task(lab.ask(Look())) for _ in range(MOST_CALLING)]
+        await until(lambda: f"{MOST_CALLING} call" in repr(lab.listener))
+        silent = [await lab.connect() for _ in range(20 * MOST_CALLING)]
+        assert await silent[0][0].read() == b""
+        assert f"{2 * MOST_CALLING} call" in repr(lab.listener)
+        assert await lab.ask(Look()) is None
+        assert await lab.ask(Describe()) == INFO
+        assert await lab.ask(ATTACH) == Accepted(1, 2)
+        lab.is_open.set()
+        assert await asyncio.gather(*looking) == [replace(INFO, at=1.0)] * MOST_CALLING
+        silent[-1][1].write(to_line(Describe()))
+        assert from_line(await silent[-1][0].readline()) == INFO
+
+    lab.run(test)
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A short path: it holds a socket."""
-    with TemporaryDirectory(prefix="nbt-w-", dir="/tmp") as found:
-        yield Path(found)
+def test_a_long_answer(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comes whole; what does not take it in is not waited for."""
+    monkeypatch.setattr(listener, "FRESH", -1.0)
+
+    async def test() -> None:
+        for length in range(200_000, 800_000, 12_000):
+            lab.ranks = (replace(RANK, last_line="x" * length),)
+            info = await lab.ask(Look())
+            assert isinstance(info, WorldInfo)
+            assert info.ranks == lab.ranks
+        monkeypatch.setattr(listener, "LINE_TIMEOUT", 0.2)
+        with socket.socket(socket.AF_UNIX) as deaf:
+            deaf.connect(str(lab.path))
+            deaf.sendall(to_line(Look()))
+            await until(lambda: "1 call" in repr(lab.listener))
+            await until(lambda: "0 call" in repr(lab.listener))
+
+    lab.run(test)
 
 
-class WindowLab:
-    """A window, and what has looked through it."""
+def test_a_part_of_a_world(runtime: Path) -> None:
+    """It can be looked at and not be had."""
+    lab = Lab(runtime)
+    lab.listener = Listener(runtime, lab._look, None)
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / WINDOW
-        self.looks = 0
-        self.window = Window(folder, self._look)
+    async def test() -> None:
+        for question in (Describe(), Look()):
+            info = await lab.ask(question)
+            assert isinstance(info, WorldInfo)
+            assert (info.name, info.workers) == ("", 0)
+        assert await lab.ask(ATTACH) is None
 
-    async def _look(self) -> WorldSeen:
-        self.looks += 1
-        return WorldSeen("here", 1, "", float(self.looks))
-
-    async def connect(self) -> Streams:
-        return await asyncio.open_unix_connection(self.path)
-
-    def run(self, test: Callable[[WindowLab], Awaitable[None]]) -> None:
-        async def whole() -> None:
-            await self.window.open()
-            try:
-                async with asyncio.timeout(20):
-                    await test(self)
-            finally:
-                await self.window.close()
-
-        asyncio.run(whole())
-
-
-async def look(streams: Streams) -> WorldSeen:
-    """Ask once."""
-    reader, writer = streams
-    writer.write(LOOK)
-    cutter = FrameCutter()
-    while data := await reader.read(65536):
-        for frame in cutter.feed(data):
-            return seen_from(frame)
-    raise ConnectionResetError
-
-
-async def is_sent_away(streams: Streams) -> bool:
-    """Whether the other side ends the connection without an answer."""
-    reader, writer = streams
-    try:
-        return await reader.read() == b""
-    except ConnectionResetError:
-        return True
-    finally:
-        writer.close()
-
-
-def test_all_who_look_see_the_same(folder: Path) -> None:
-    """However many do at a time, the workers are asked once; and again later."""
-
-    async def test(lab: WindowLab) -> None:
-        streams = [await lab.connect() for _ in range(5)]
-        seen = await asyncio.gather(*map(look, streams))
-        assert [each.at for each in seen] == [1.0] * 5
-        await asyncio.sleep(FRESH + 0.1)
-        assert (await look(streams[0])).at == 2.0
-        for _, writer in streams:
-            writer.close()
-
-    WindowLab(folder).run(test)
-
-
-@pytest.mark.parametrize(
-    "said", [b"\n", b"stop\n", LOOK * 3 + b"x\n", b"x" * 100_000, b"\x80\x04N.\n"]
-)
-def test_what_asks_otherwise_is_sent_away(folder: Path, said: bytes) -> None:
-    """Whatever it sends; others go on looking."""
-
-    async def test(lab: WindowLab) -> None:
-        good, (reader, writer) = await lab.connect(), await lab.connect()
-        writer.write(said)
-        answered = 0
-        while data := await reader.read(65536):
-            answered += len(data)
-        assert (answered > 0) == said.startswith(LOOK)
-        writer.close()
-        assert (await look(good)).host == "here"
-        good[1].close()
-
-    WindowLab(folder).run(test)
-
-
-def test_who_comes_when_there_are_many(folder: Path) -> None:
-    """Is sent away at once, and has a place when another leaves."""
-
-    async def test(lab: WindowLab) -> None:
-        many = [await lab.connect() for _ in range(MOST_CALLING)]
-        await asyncio.gather(*map(look, many))
-        assert await is_sent_away(await lab.connect())
-        many.pop()[1].close()
-        while True:
-            try:
-                (streams := await lab.connect())[1].write(LOOK)
-                await look(streams)
-                break
-            except ConnectionResetError:
-                streams[1].close()
-        for _, writer in (*many, streams):
-            writer.close()
-
-    WindowLab(folder).run(test)
+    lab.run(test)
 
 
 @pytest.mark.world
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root to be somebody else")
-def test_another_user_sees_nothing(folder: Path) -> None:
+def test_another_user_sees_nothing(lab: Lab) -> None:
     """Not even where the folder has been opened for all."""
 
-    async def test(lab: WindowLab) -> None:
-        for path in (folder, lab.path):
+    async def test() -> None:
+        for path in (lab.path.parent, lab.path):
             os.chmod(path, 0o777)
         script = (
             "import os, socket, sys\n"
             "os.setuid(65534)\n"
             "s = socket.socket(socket.AF_UNIX); s.settimeout(10); s.connect(sys.argv[1])\n"
-            "try:\n    s.sendall(b'look\\n'); print(s.recv(100))\n"
+            "try:\n    s.sendall(sys.argv[2].encode()); print(s.recv(100))\n"
             "except OSError: print(b'')\n"
         )
         process = await asyncio.create_subprocess_exec(
-            *("python3", "-S", "-c", script, str(lab.path)), stdout=asyncio.subprocess.PIPE
+            *("python3", "-S", "-c", script, str(lab.path), to_line(Look()).decode()),
+            stdout=asyncio.subprocess.PIPE,
         )
         said, _ = await process.communicate()
         assert said.strip() == b"b''"
         assert lab.looks == 0
 
-    WindowLab(folder).run(test)
+    lab.run(test)
 
 
 def test_where_no_socket_can_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A line in the log, and nothing else."""
-    lab = WindowLab(tmp_path / ("x" * 120))
-    lab.run(lambda lab: asyncio.sleep(0))
+    Lab(tmp_path / ("x" * 120)).run(lambda: asyncio.sleep(0))
     assert "cannot be opened" in caplog.text

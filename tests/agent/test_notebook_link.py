@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -19,7 +20,7 @@ import zmq
 from nbdist import __version__
 from nbdist.agent.notebook_link import NOTEBOOK_SOCKET, NotebookEnd, Serving
 from nbdist.output.events import Done, Text
-from nbdist.wire.door import DOOR, Admitted, Attach, Held, Refused, Said, Who, from_line, to_line
+from nbdist.wire.door import Accepted, Attach, Describe, Refused, Said, WorldInfo
 from nbdist.wire.messages import (
     Answer,
     Ask,
@@ -38,6 +39,7 @@ from nbdist.wire.messages import (
     to_bytes,
     up_from,
 )
+from nbdist.world.agents import Asking
 from tests.agent.test_agent import Notebook, close_stdin, end_notebook
 from tests.waiting import SOON, wait_until
 
@@ -77,33 +79,21 @@ def test_messages_go_both_ways(runtime: Path) -> None:
     assert came == [Ask(1, GetStatus()), Received()]
 
 
-class Caller:
-    """Somebody at the door of an agent."""
-
-    def __init__(self, notebook: Notebook) -> None:
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(SOON)
-        self._socket.connect(str(notebook.runtime / DOOR))
-
-    def ask(self, said: Said) -> Said:
-        self._socket.sendall(to_line(said))
-        return from_line(self._socket.makefile("rb").readline())
-
-    def close(self) -> None:
-        self._socket.close()
+NAME = "notebook-1.sock"
+NEXT = Attach(__version__, 1, NAME)
 
 
-@pytest.fixture
-def call() -> Iterator[Callable[[Notebook], Caller]]:
-    made: list[Caller] = []
+def ask(notebook: Notebook, question: Said) -> Said:
+    """Ask its agent, as another process."""
+    with closing(Asking(notebook.runtime, question)) as asking:
+        return asking.answer(SOON)
 
-    def one(notebook: Notebook) -> Caller:
-        made.append(Caller(notebook))
-        return made[-1]
 
-    yield one
-    for caller in made:
-        caller.close()
+def state_of(notebook: Notebook) -> tuple[str, int]:
+    """What its world does, and which notebook has it."""
+    info = ask(notebook, Describe())
+    assert isinstance(info, WorldInfo)
+    return info.state, info.notebook
 
 
 @pytest.fixture
@@ -116,52 +106,44 @@ def notebook() -> Iterator[Notebook]:
     made.close()
 
 
-def holder(caller: Caller) -> int:
-    held = caller.ask(Who())
-    assert isinstance(held, Held)
-    return held.notebook
-
-
 @pytest.mark.own_agent
-def test_the_next_notebook_gets_all(notebook: Notebook, call: Callable[[Notebook], Caller]) -> None:
+def test_the_next_notebook_gets_all(notebook: Notebook) -> None:
     """What a cell has said since it began, though nobody was there; then what it says next.
 
     Other versions are refused in a sentence, and so is whoever comes while one is there.
     """
     wrong = Refused(f"it is of nbdist {__version__}, and this is 0.0")
-    assert call(notebook).ask(Attach("0.0", 1, "notebook-1.sock")) == wrong
+    assert ask(notebook, Attach("0.0", 1, NAME)) == wrong
     whose = Refused(f"the notebook of process {notebook.life.pid} uses it")
-    assert call(notebook).ask(Attach(__version__, 1, "notebook-1.sock")) == whose
+    assert ask(notebook, NEXT) == whose
     slow = "print('before', rank)\nimport time\nwhile not stop: time.sleep(0.01)\nprint('after')"
     notebook.run("stop = False")
     notebook.send_task("slow", slow)
     while len({rank for rank, name, _ in notebook.outputs if name == "slow"}) < 2:
         notebook.take_one()
     close_stdin(notebook)
-    wait_until(lambda: holder(call(notebook)) == 0, "the notebook is gone")
+    wait_until(lambda: state_of(notebook)[1] == 0, "the notebook is gone")
     end_notebook(notebook)
     workers = [*notebook.workers]
     # The same socket will do: whoever attaches has bound it.
-    first, second = call(notebook), call(notebook)
-    name = "notebook-1.sock"
-    notebook.bind(name)
-    assert isinstance(first.ask(Attach(__version__, 1, name)), Admitted)
-    refused = second.ask(Attach(__version__, 2, name))
-    assert refused == Refused("the notebook of process 1 uses it")
-    assert isinstance(notebook.receive_anew(), Hello)
-    _, there = notebook.receive()
-    assert isinstance(there, Attached)
-    assert there.run is not None
-    assert there.run.id == "slow"
-    assert there.bound[0].keys() >= {"stop"}
-    _, again = notebook.receive()
-    assert isinstance(again, Outputs)
-    for rank in (0, 1):
-        said = [o.text for on, _, o in again.items if on == rank and isinstance(o, Text)]
-        assert "".join(said) == f"before {rank}\n"
-    notebook.send(Received())
-    first.close()
-    wait_until(lambda: holder(call(notebook)) == 0, "it has let go")
+    notebook.bind(NAME)
+    with closing(Asking(notebook.runtime, NEXT)) as asking:
+        assert isinstance(asking.answer(SOON), Accepted)
+        refused = ask(notebook, Attach(__version__, 2, NAME))
+        assert refused == Refused("the notebook of process 1 uses it")
+        assert isinstance(notebook.receive_anew(), Hello)
+        _, there = notebook.receive()
+        assert isinstance(there, Attached)
+        assert there.run is not None
+        assert there.run.id == "slow"
+        assert there.bound[0].keys() >= {"stop"}
+        _, again = notebook.receive()
+        assert isinstance(again, Outputs)
+        for rank in (0, 1):
+            said = [o.text for on, _, o in again.items if on == rank and isinstance(o, Text)]
+            assert "".join(said) == f"before {rank}\n"
+        notebook.send(Received())
+    wait_until(lambda: state_of(notebook)[1] == 0, "it has let go")
     # Nor does the guard end an agent that stays.
     with pytest.raises(subprocess.TimeoutExpired):
         notebook.agent.wait(0.5)
@@ -191,7 +173,7 @@ def test_a_world_without_workers(notebook: Notebook) -> None:
 
 
 @pytest.mark.own_agent
-def test_a_cell_that_ends_meanwhile(notebook: Notebook, call: Callable[[Notebook], Caller]) -> None:
+def test_a_cell_that_ends_meanwhile(notebook: Notebook) -> None:
     """Its end is there for the next notebook."""
     gate = notebook.runtime / "gate"
     notebook.send_task(
@@ -199,26 +181,20 @@ def test_a_cell_that_ends_meanwhile(notebook: Notebook, call: Callable[[Notebook
         f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
         "print('done')",
     )
-    wait_until(lambda: held_state(call(notebook))[0] == "busy", "it runs")
+    wait_until(lambda: state_of(notebook)[0] == "busy", "it runs")
     end_notebook(notebook)
     gate.touch()
-    wait_until(lambda: held_state(call(notebook)) == ("ready", 0), "it is done")
-    notebook.bind("notebook-1.sock")
-    caller = call(notebook)
-    assert isinstance(caller.ask(Attach(__version__, 1, "notebook-1.sock")), Admitted)
-    notebook.receive_anew()
-    _, there = notebook.receive()
-    assert isinstance(there, Attached)
-    assert there.ended.keys() == {0, 1}
-    _, again = notebook.receive()
-    assert isinstance(again, Outputs)
-    assert sum(isinstance(output, Done) for _, _, output in again.items) == 2
-
-
-def held_state(caller: Caller) -> tuple[str, int]:
-    held = caller.ask(Who())
-    assert isinstance(held, Held)
-    return held.state, held.notebook
+    wait_until(lambda: state_of(notebook) == ("ready", 0), "it is done")
+    notebook.bind(NAME)
+    with closing(Asking(notebook.runtime, NEXT)) as asking:
+        assert isinstance(asking.answer(SOON), Accepted)
+        notebook.receive_anew()
+        _, there = notebook.receive()
+        assert isinstance(there, Attached)
+        assert there.ended.keys() == {0, 1}
+        _, again = notebook.receive()
+        assert isinstance(again, Outputs)
+        assert sum(isinstance(output, Done) for _, _, output in again.items) == 2
 
 
 def test_calls_wait_for_one_another_and_other_things_do_not() -> None:

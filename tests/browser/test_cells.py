@@ -376,5 +376,5 @@ def test_restart_in_mid_cell(lab: Lab) -> None:
         notebook.start(4)
         notebook.wait_for(4, "workers ended")
     finally:
-        if any(each.held.name == NAME for each in worlds()):
+        if any(each.info.name == NAME for each in worlds()):
             kill_world(NAME)

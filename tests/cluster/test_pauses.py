@@ -167,7 +167,7 @@ def test_a_detached_head_without_machines(launchers: None) -> None:
         assert notebook.stdout is not None
         assert notebook.stdout.readline() == b"up\n"
         notebook.kill()
-    (found,) = (each for each in worlds() if each.held.name == NAME)
+    (found,) = (each for each in worlds() if each.info.name == NAME)
     head = psutil.Process(found.agent)
     for agent in agents(head.pid).values():
         agent.kill()

@@ -220,7 +220,7 @@ def other_notebook(launched: Launched, gate: str, **options: object) -> Iterator
 
 def named(name: str) -> list[Found]:
     """The worlds of this machine that have this name."""
-    return [each for each in worlds() if each.held.name == name]
+    return [each for each in worlds() if each.info.name == name]
 
 
 @contextmanager

@@ -122,7 +122,7 @@ FIRST = f"%%distributed --hosts node1:1,node2:1 --detach --name {NAME}\n"
 
 
 def found() -> list[Found]:
-    return [each for each in worlds() if each.held.name == NAME]
+    return [each for each in worlds() if each.info.name == NAME]
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def test_in_a_terminal(world: World, has_rich: bool) -> None:  # noqa: FBT001
 
 def test_into_a_file(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     """Whole lines one after the other, without codes."""
-    show_top(0.5, looks=2)
+    show_top(0.5, times=2)
     text = capsys.readouterr().out
     assert text.count("1 worker · gloo") >= 2
     assert text.count(f" {world.pids[0]} ") == 2

@@ -17,21 +17,19 @@ from nbdist import __version__
 from nbdist.terminal.console import main
 from nbdist.terminal.worlds import (
     HEADINGS,
+    LOOK_TIMEOUT,
     NONE,
     CpuMeter,
-    Look,
-    Worlds,
     as_lines,
     printable,
     row_of,
     table,
     title,
 )
-from nbdist.wire.door import WINDOW, Held, WorldSeen
-from nbdist.wire.frames import framed
+from nbdist.wire.door import DOOR, Look, WorldInfo
 from nbdist.wire.views import Place, WorkerStatus
 from nbdist.world import agents
-from nbdist.world.agents import Found, runtime_folders
+from nbdist.world.agents import Found, Worlds, runtime_folders
 from nbdist.world.world import World
 from tests.waiting import wait_until
 from tests.worlds import NewWorld
@@ -47,14 +45,15 @@ def world(new_world: NewWorld) -> Iterator[World]:
 
 @pytest.fixture
 def worlds() -> Iterator[Worlds]:
-    found = Worlds()
+    found = Worlds(Look(), LOOK_TIMEOUT)
     yield found
     found.close()
 
 
-def ours(worlds: Worlds) -> list[WorldSeen]:
+def ours(worlds: Worlds) -> list[WorldInfo]:
     """Those of this process: other tests, and whoever else works here, have worlds too."""
-    return [each for each in worlds.seen() if each.notebook_pid == os.getpid()]
+    infos = [each.info for each in worlds.found()]
+    return [each for each in infos if each.notebook == os.getpid()]
 
 
 def test_while_a_cell_runs(world: World, worlds: Worlds, tmp_path: Path) -> None:
@@ -70,18 +69,16 @@ def test_while_a_cell_runs(world: World, worlds: Worlds, tmp_path: Path) -> None
             (seen,) = ours(worlds)
             # Somebody else's look, whose answer is given again, may have been before it started.
             # A line comes in several pieces, at any time.
-            lines = [each.last_line for each in seen.workers]
-            if lines == ["loss 0", "loss 1"] and all(
-                w.place and w.place.line for w in seen.workers
-            ):
+            lines = [each.last_line for each in seen.ranks]
+            if lines == ["loss 0", "loss 1"] and all(w.place and w.place.line for w in seen.ranks):
                 break
     finally:
         gate.touch()
         world.session.wait(running)
     assert (seen.backend, seen.name, seen.pool) == ("gloo", "exp", "default")
-    assert [each.pid for each in seen.workers] == [*world.pids.values()]
-    assert [each.cell for each in seen.workers] == [5, 5]
-    assert all(each.memory > 2**20 and each.cpu_seconds > 0 for each in seen.workers)
+    assert [each.pid for each in seen.ranks] == [*world.pids.values()]
+    assert [each.cell for each in seen.ranks] == [5, 5]
+    assert all(each.memory > 2**20 and each.cpu_seconds > 0 for each in seen.ranks)
     (later,) = ours(worlds)
     assert later.at >= seen.at
 
@@ -92,11 +89,11 @@ def test_found_without_the_notebooks_environment(
     """By the agent's process, where folders lie elsewhere."""
     assert world.pids
     here = Path(os.environ["XDG_RUNTIME_DIR"])
-    known = [folder for folder in runtime_folders(WINDOW) if folder.parent == here]
+    known = [folder for folder in runtime_folders() if folder.parent == here]
     for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
         monkeypatch.setenv(name, "/nonexistent")
     assert known
-    assert [folder for folder in runtime_folders(WINDOW) if folder.parent == here] == known
+    assert [folder for folder in runtime_folders() if folder.parent == here] == known
 
 
 @pytest.fixture
@@ -105,25 +102,25 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = Path(os.environ["XDG_RUNTIME_DIR"]) / "nbdist-other"
     folder.mkdir(mode=0o700)
     yield folder
-    (folder / WINDOW).unlink(missing_ok=True)
+    (folder / DOOR).unlink(missing_ok=True)
     folder.rmdir()
 
 
 def test_folders_that_others_can_open(place: Path) -> None:
     """Are not looked at: anybody could have put a socket there."""
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(place / WINDOW))
-        assert place in runtime_folders(WINDOW)
+        server.bind(str(place / DOOR))
+        assert place in runtime_folders()
         place.chmod(0o755)
-        assert place not in runtime_folders(WINDOW)
+        assert place not in runtime_folders()
     place.chmod(0o700)
 
 
-@pytest.mark.parametrize("said", [b"", b"garbage", framed(b"x"), (1 << 60).to_bytes(8, "big")])
+@pytest.mark.parametrize("said", [b"", b"garbage", b"{}\n", b'{"Refused": {"why": ""}}\n'])
 def test_what_is_no_world(place: Path, worlds: Worlds, said: bytes) -> None:
     """Whatever a socket says there, it is none, and others are seen."""
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(place / WINDOW))
+        server.bind(str(place / DOOR))
         server.listen()
         server.settimeout(20)
 
@@ -135,7 +132,7 @@ def test_what_is_no_world(place: Path, worlds: Worlds, said: bytes) -> None:
 
         answering = threading.Thread(target=answer)
         answering.start()
-        assert str(place) not in repr([each.host for each in worlds.seen()])
+        assert place not in [each.folder for each in worlds.found()]
         answering.join()
     assert str(place) not in repr(worlds)
 
@@ -143,7 +140,7 @@ def test_what_is_no_world(place: Path, worlds: Worlds, said: bytes) -> None:
 def test_a_world_that_is_silent(place: Path, world: World, worlds: Worlds) -> None:
     """Is waited for once; no later look at the others waits for it, and it may still answer."""
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(place / WINDOW))
+        server.bind(str(place / DOOR))
         server.listen()
         assert ours(worlds)
         assert f"'{place}'" in repr(worlds).partition("silent")[2]
@@ -161,20 +158,12 @@ def test_a_world_that_has_ended(worlds: Worlds) -> None:
     assert "none" not in [each.backend for each in ours(worlds)]
 
 
-def test_no_window(tmp_path: Path) -> None:
-    """What cannot be connected to raises, with nothing left open."""
-    with pytest.raises(FileNotFoundError):
-        Look(tmp_path)
-
-
 def test_a_row() -> None:
     """Of a world that no notebook has, and of one that has begun on another day."""
     cell = "for step in range(10_000_000): train(model, step)"
     now = time.time()
-    held = Held(
-        __version__, "vm", "default", "exp", 8, "busy", cell, now, 0, now, detach=True, guard=5
-    )
-    row = dict(zip(HEADINGS, row_of(Found(Path("/x"), 6, held)), strict=True))
+    info = WorldInfo(__version__, "vm", "default", "exp", 8, "busy", cell, now, 0, now, guard=5)
+    row = dict(zip(HEADINGS, row_of(Found(Path("/x"), 6, info)), strict=True))
     clock = time.strftime("%H:%M", time.localtime(now))
     assert row["cell"] == cell[:40]
     assert (row["since"], row["notebook"], row["process"]) == (
@@ -182,9 +171,7 @@ def test_a_row() -> None:
         f"detached since {clock}",
         "6",
     )
-    old = Held(
-        __version__, "vm", "default", "exp", 8, "ready", "", 0.0, 7, now, detach=False, guard=5
-    )
+    old = replace(info, cell="", began=0.0, notebook=7)
     row = dict(zip(HEADINGS, row_of(Found(Path("/x"), 6, old)), strict=True))
     assert row["notebook"] == "7"
     assert row["since"].split()[1] in ("Jan", "Dec")
@@ -200,7 +187,7 @@ def test_a_world_is_listed_and_ended(capsys: pytest.CaptureFixture[str]) -> None
         assert main(["ps"]) == 0
         lines = capsys.readouterr().out.splitlines()
         (line,) = (line for line in lines if line.startswith(f"{victim} "))
-        (agent,) = (each.agent for each in agents.worlds() if each.held.name == victim)
+        (agent,) = (each.agent for each in agents.worlds() if each.info.name == victim)
         assert line.split()[1:4] == ["default", "1", "ready"]
         assert line.split()[-2:] == [str(os.getpid()), str(agent)]
         assert main(["kill", victim]) == 0
@@ -218,14 +205,21 @@ BUSY = WorkerStatus(
     last_line="loss \x1b[31m0.5\x1b[0m\x1b]0;pwned\x07",
 )
 IDLE = WorkerStatus(1, 101, "here", "idle", 0.0, 100 * MIB, "cpu", cpu_seconds=5.0)
-SEEN = WorldSeen("here", 42, "/home/me/train.ipynb", 10.0, "default", "exp", "gloo", (BUSY, IDLE))
+SEEN = WorldInfo(
+    *(__version__, "here", "default", "exp"),
+    notebook=42,
+    notebook_name="/home/me/train.ipynb",
+    backend="gloo",
+    at=10.0,
+    ranks=(BUSY, IDLE),
+)
 
 
 def test_title():
     """Which notebook, which cell, and what all use; names that say nothing are left out."""
     said = "2 workers · gloo · exp · train.ipynb (pid 42) · cell 7 · cpu 100-200 MiB"
     assert title(SEEN) == said
-    other = replace(SEEN, pool="eval", name="20261122-095518-5413", notebook="", workers=())
+    other = replace(SEEN, pool="eval", name="20261122-095518-5413", notebook_name="", ranks=())
     assert title(other) == "pool eval · no workers yet · gloo · notebook pid 42"
 
 
@@ -260,8 +254,8 @@ def test_processor_time():
     """Per cent of a core between two looks; a new process under an old number starts at nothing."""
     meter = CpuMeter()
     assert meter.read(SEEN) == {}
-    later = replace(SEEN, at=12.0, workers=(replace(BUSY, cpu_seconds=3.0), IDLE))
+    later = replace(SEEN, at=12.0, ranks=(replace(BUSY, cpu_seconds=3.0), IDLE))
     assert meter.read(later) == {0: 100.0, 1: 0.0}
     assert meter.read(later) == {}
-    anew = replace(SEEN, at=13.0, workers=(replace(BUSY, cpu_seconds=0.5),))
+    anew = replace(SEEN, at=13.0, ranks=(replace(BUSY, cpu_seconds=0.5),))
     assert meter.read(anew) == {0: 0.0}

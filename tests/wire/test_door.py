@@ -1,46 +1,49 @@
-"""Tests of `nbdist.wire.door`: what is said at a world's door, and seen through its window.
-
-And what is not taken for it, and who is there.
-"""
+"""Tests of `nbdist.wire.door`: what is asked of a world and answered, and who is there."""
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
 import socket
 from pathlib import Path
 
 import pytest
 
 from nbdist.wire.door import (
-    MOST_BYTES,
     SOCKET,
-    Admitted,
+    Accepted,
     Attach,
-    Held,
+    Describe,
+    Look,
     Refused,
     Said,
-    Who,
-    WorldSeen,
+    WorldInfo,
     connect_to,
     from_line,
-    seen_from,
-    to_answer,
     to_line,
     user_at,
 )
-from nbdist.wire.frames import BadFrame, FrameCutter
-from nbdist.wire.views import Collective, Gpu, Place, WorkerStatus
+from nbdist.wire.frames import BadFrame
+from nbdist.wire.views import Begun, Collective, Gpu, Place, WorkerStatus
 
-HELD = Held("1.0", "vm", "default", "exp", 2, "busy", "x = 1", 1.5, 0, 2.5, detach=True, guard=7)
+WORKER = WorkerStatus(
+    *(0, 100, "here", "busy", 1.5, 2**20, "cuda:0"),
+    Place(3, counts={"0": 7}, stalled=(("a:1", "b:2"),), begun=(Begun("0", 4, "barrier"),)),
+    *("x = 1", Collective("barrier", 4, is_done=True), Gpu(1, 2, 3), 0.5, 7),
+    "loss\x1b[2J\udc80",
+)
+INFO = WorldInfo(
+    *("1.0", "vm", "default", "exp", 2, "busy", "x = 1", 1.5, 0, 2.5, True, 7, {"torch": "2"}),
+    *("a.ipynb", "gloo", 1.25, (WORKER, WorkerStatus(1, 2, "", "idle", 0.0, 0, ""))),
+)
 
 
 @pytest.mark.parametrize(
-    "said", [Who(), Attach("1.0", 12, "notebook-12.sock"), HELD, Admitted(3, 4), Refused("no")]
+    "said",
+    [Describe(), Look(), Attach("1.0", 12, "notebook-12.sock"), INFO, Accepted(3, 4), Refused("")],
 )
 def test_what_is_said_is_read_again(said: Said) -> None:
-    """As one line each."""
+    """As one line each, with all that is known of a worker."""
     line = to_line(said)
     assert line.endswith(b"\n")
     assert b"\n" not in line[:-1]
@@ -59,12 +62,15 @@ def test_other_versions_may_say_more() -> None:
         b"hello\n",
         b"[]",
         b"{}",
-        b'{"Who": {}, "Admitted": {}}',
+        b'{"Look": {}, "Accepted": {}}',
         b'{"System": {"command": "ls"}}',
-        b'{"Admitted": {"agent": "1", "guard": 2}}',
+        b'{"Accepted": {"agent": "1", "guard": 2}}',
         b'{"Refused": {}}',
         b'{"Refused": []}',
+        b'{"WorldInfo": {"version": "", "host": "", "ranks": [{"rank": 0}]}}',
+        b'{"WorldInfo": {"version": "", "host": "", "ranks": [7]}}',
         b"\xff\xfe",
+        b"[" * 100_000,
     ],
 )
 def test_what_is_none_of_it(line: bytes) -> None:
@@ -80,37 +86,6 @@ def test_what_is_none_of_it(line: bytes) -> None:
 def test_names_of_sockets(name: str, is_one: bool) -> None:  # noqa: FBT001
     """Stay in the folder."""
     assert bool(SOCKET.fullmatch(name)) is is_one
-
-
-WORKER = WorkerStatus(
-    *(0, 100, "here", "busy", 1.5, 2**20, "cuda:0", Place(line=3), "x = 1"),
-    *(Collective("barrier", 4, is_done=True), Gpu(1, 2, 3), 0.5, 7, "loss\x1b[2J"),
-)
-
-
-def test_an_answer_arrives_as_it_was():
-    """With all that is known of a worker."""
-    seen = WorldSeen("here", 5, "a.ipynb", 1.25, "default", "run", "gloo", (WORKER,))
-    (frame,) = FrameCutter(MOST_BYTES).feed(to_answer(seen))
-    assert seen_from(frame) == seen
-
-
-class Runs:
-    """Runs something where it is unpickled."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.kill, (os.getpid(), 9)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"garbage", pickle.dumps(Runs()), pickle.dumps(WORKER), pickle.dumps("look")],
-    ids=["nothing", "garbage", "runs", "worker", "look"],
-)
-def test_other_bytes_are_refused(data: bytes) -> None:
-    """And nothing of them runs."""
-    with pytest.raises(BadFrame):
-        seen_from(data)
 
 
 def test_who_is_there():

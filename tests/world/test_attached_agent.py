@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from nbdist import __version__
-from nbdist.wire.door import Admitted, Held
+from nbdist.wire.door import Accepted, WorldInfo
 from nbdist.world.agents import AttachedAgent, Found
 
 pytestmark = pytest.mark.own_agent
 
-HELD = Held(__version__, "vm", "default", "exp", 2, "ready", "", 0, 0, 0, detach=True, guard=1)
+INFO = WorldInfo(__version__, "vm", "default", "exp")
 GUARDED = "sleep 1000 & echo $!; wait $!; %s"
 
 
 class Line:
-    """Stands for the connection to the door, which ends with the agent's hold."""
+    """Stands for the connection to the agent, which ends with the agent's hold."""
 
     is_closed = False
 
@@ -46,8 +46,8 @@ def test_its_end(guard: subprocess.Popen[str], tmp_path: Path) -> None:
     assert guard.stdout is not None
     pid, line = int(guard.stdout.readline()), Line()
     (tmp_path / "agent.log").write_text("one\ntwo\n")
-    found = Found(tmp_path, pid, HELD)
-    agent = AttachedAgent(found, line, Admitted(pid, guard.pid))  # type: ignore[arg-type]
+    found = Found(tmp_path, pid, INFO)
+    agent = AttachedAgent(found, line, Accepted(pid, guard.pid))  # type: ignore[arg-type]
     assert (agent.host, agent.pid, agent.exit_code()) == ("vm", pid, None)
     assert agent.last_lines() == ["one", "two"]
     assert select.select([agent.fileno()], [], [], 0)[0] == []
@@ -59,6 +59,6 @@ def test_its_end(guard: subprocess.Popen[str], tmp_path: Path) -> None:
     assert agent.last_lines() == ["one", "two"]
     agent.close()
     assert line.is_closed
-    agent = AttachedAgent(found, line, Admitted(os.getpid(), os.getpid()))  # type: ignore[arg-type]
+    agent = AttachedAgent(found, line, Accepted(os.getpid(), os.getpid()))  # type: ignore[arg-type]
     assert agent.last_lines() == []
     agent.close()

@@ -48,7 +48,7 @@ class Script:
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n"
         if "submit" in line:  # the link's thread sends it
-            wait_until(lambda: here()[0].held.state != "ready", "the task has been sent")
+            wait_until(lambda: here()[0].info.state != "ready", "the task has been sent")
 
     def kill(self) -> None:
         self.process.kill()
@@ -63,7 +63,7 @@ class Script:
 
 
 def here() -> list[Found]:
-    return [each for each in worlds() if each.held.name == NAME]
+    return [each for each in worlds() if each.info.name == NAME]
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_a_task_that_fails_meanwhile(begin: Callable[[str], Script]) -> None:
     """Raises where it is caught up with, as long as it took; a rank that died is replaced."""
     source = "time.sleep(0.4)\\nif rank: raise ValueError('bad')\\nimport os; os._exit(3)"
     begin(f'world.submit(world.task("{source}"))').kill()
-    wait_until(lambda: here()[0].held.state == "broken", "the task has ended")
+    wait_until(lambda: here()[0].info.state == "broken", "the task has ended")
     with attach(NAME) as world:
         with pytest.raises(WorkerError) as error:
             world.catch_up()
@@ -153,7 +153,7 @@ def test_a_rank_that_dies_meanwhile(begin: Callable[..., Script]) -> None:
     """Those that wait for it are freed though nobody is there; then it is replaced."""
     source = "import os\\nif rank: time.sleep(0.5); os._exit(3)\\ndist.barrier()"
     begin(f'world.submit(world.task("{source}"))', "gloo").kill()
-    wait_until(lambda: here()[0].held.state == "broken", "all ranks have ended the task")
+    wait_until(lambda: here()[0].info.state == "broken", "all ranks have ended the task")
     with attach(NAME) as world:
         with pytest.raises(WorkerDied, match=r"rank 1 .* exited with code 3"):
             world.catch_up()

@@ -16,7 +16,7 @@ import pytest
 from nbdist import __version__
 from nbdist.errors import UsageError
 from nbdist.system.folders import PREFIX
-from nbdist.wire.door import DOOR, Held
+from nbdist.wire.door import DOOR, Describe, WorldInfo
 from nbdist.wire.spec import Versions, versions_here
 from nbdist.world import agents
 from nbdist.world.agents import Asking, Found, runtime_folders, to_attach, worlds
@@ -35,7 +35,7 @@ def world(new_world: NewWorld) -> Iterator[World]:
 
 def ours(name: str) -> list[Found]:
     """Those of this process: other tests have worlds too."""
-    return [each for each in worlds() if each.held.notebook == os.getpid() and each.is_called(name)]
+    return [each for each in worlds() if each.info.notebook == os.getpid() and each.is_called(name)]
 
 
 @contextmanager
@@ -51,16 +51,16 @@ def silent_door() -> Iterator[Path]:
 def test_a_world_that_runs(world: World) -> None:
     """Is found with its name, its pool, what it does, and who has it."""
     (found,) = ours("exp")
-    assert (found.held.pool, found.held.workers, found.held.state) == ("trainer", 1, "ready")
-    assert (found.held.version, found.held.versions) == (__version__, versions_here())
-    assert not found.held.detach
+    assert (found.info.pool, found.info.workers, found.info.state) == ("trainer", 1, "ready")
+    assert (found.info.version, found.info.versions) == (__version__, versions_here())
+    assert not found.info.detach
     assert found.name == "`exp` (pool trainer)"
     assert ours("trainer") == ours(str(found.agent)) == [found]
     running = world.submit(world.task("# a comment\n\nimport time\nwhile True: time.sleep(0.01)"))
-    wait_until(lambda: [each.held.cell for each in ours("exp")] == ["# a comment"], "it runs")
+    wait_until(lambda: [each.info.cell for each in ours("exp")] == ["# a comment"], "it runs")
     world.interrupt()
     world.session.wait(running)
-    assert [each.held.state for each in ours("exp")] == ["ready"]
+    assert [each.info.state for each in ours("exp")] == ["ready"]
 
 
 def test_doors_that_do_not_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_doors_that_do_not_answer(world: World, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(agents, "ANSWER_TIMEOUT", timeout)
     with ExitStack() as stack:
         silent = {stack.enter_context(silent_door()) for _ in range(3)}
-        assert silent < {*runtime_folders(DOOR)}
+        assert silent < {*runtime_folders()}
         begun = time.monotonic()
         assert len(ours("exp")) == 1
         assert timeout <= time.monotonic() - begun < 2 * timeout
@@ -77,9 +77,9 @@ def test_doors_that_do_not_answer(world: World, monkeypatch: pytest.MonkeyPatch)
 
 def test_no_door(tmp_path: Path) -> None:
     """What cannot be connected to raises, with nothing left open."""
-    assert tmp_path not in runtime_folders(DOOR)
+    assert tmp_path not in runtime_folders()
     with pytest.raises(FileNotFoundError):
-        Asking(tmp_path)
+        Asking(tmp_path, Describe())
 
 
 def found(
@@ -92,10 +92,17 @@ def found(
     version: str = __version__,
     versions: Versions | None = None,
 ) -> Found:
-    held = Held(
-        version, "vm", pool, name, 2, "ready", "", 0, notebook, 0, detach, 1, versions or {}
+    info = WorldInfo(
+        version,
+        "vm",
+        pool,
+        name,
+        workers=2,
+        notebook=notebook,
+        detach=detach,
+        versions=versions or {},
     )
-    return Found(Path("/x"), agent, held)
+    return Found(Path("/x"), agent, info)
 
 
 @pytest.mark.parametrize(

@@ -167,11 +167,11 @@ def dist_attach(line: Line) -> str | None:
     everything else are as before.
     """
     pool, options = line.options.pool, line.options
-    known = [each for each in worlds() if pool in (None, each.held.pool)]
+    known = [each for each in worlds() if pool in (None, each.info.pool)]
     found = to_attach(known, options.name)
-    line.pool = line.pool_of(found.held.pool)
+    line.pool = line.pool_of(found.info.pool)
     if line.pool.has_workers:
-        said = "" if found.held.pool == DEFAULT_POOL else f" --pool {found.held.pool}"
+        said = "" if found.info.pool == DEFAULT_POOL else f" --pool {found.info.pool}"
         raise UsageError(
             f"`%dist_attach`: this notebook already has workers in the place of those of "
             f"{found.name}."
@@ -188,10 +188,10 @@ def dist_attach(line: Line) -> str | None:
 
 
 def _title(found: Found) -> str:
-    if not found.held.since or not found.is_detached:
-        return f"attached to {found.held.name}"
-    ago = seconds_text(max(0.0, time.time() - found.held.since))
-    return f"attached to {found.held.name}, {ago} without a notebook"
+    if not found.info.since or not found.is_detached:
+        return f"attached to {found.info.name}"
+    ago = seconds_text(max(0.0, time.time() - found.info.since))
+    return f"attached to {found.info.name}, {ago} without a notebook"
 
 
 def _steps(line: Line) -> Steps:

@@ -38,7 +38,7 @@ STEPS = ["step 0 0.0", "step 1 2.0", "step 2 4.0"]
 
 
 def named(name: str) -> list[Found]:
-    return [each for each in worlds() if each.held.name == name]
+    return [each for each in worlds() if each.info.name == name]
 
 
 @pytest.fixture
