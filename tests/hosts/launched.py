@@ -231,7 +231,7 @@ def inherited(launched: Launched, network: Network) -> Iterator[World]:
     """
     name, gate = f"left-{launched}-{os.getpid()}", network.folder / f"gate-{launched}"
     with other_notebook(launched, str(gate), name=name, detach=True):
-        wait_until(lambda: named(name)[0].held.state == "busy", "it runs")
+        wait_until(lambda: named(name)[0].info.state == "busy", "it runs")
     wait_until(lambda: named(name)[0].is_detached, "its notebook is gone")
     with nbdist.attach(name) as world:
         gate.touch()

@@ -154,7 +154,7 @@ def test_killed_in_mid_cell(
     line = "import socket\nwhere = socket.gethostname()"
     assert first.run(f"{FIRST}GATE = {str(gate)!r}\n{line}").errors == []
     first.client.execute(LOOP)
-    wait_until(lambda: found()[0].held.state == "busy", "it runs")
+    wait_until(lambda: found()[0].info.state == "busy", "it runs")
     os.kill(first.process.pid, signal.SIGKILL)
     wait_until(lambda: found()[0].is_detached, "its notebook is gone")
 

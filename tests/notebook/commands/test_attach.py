@@ -55,7 +55,7 @@ def begin(notebook: Notebook, name: str, gate: Path) -> None:
     first = f"%%distributed -n 2 --detach --name {name}\nGATE = {str(gate)!r}\nx = rank"
     assert notebook.run(first).errors == []
     notebook.client.execute(LOOP)
-    wait_until(lambda: named(name)[0].held.state == "busy", "it runs")
+    wait_until(lambda: named(name)[0].info.state == "busy", "it runs")
 
 
 def kill(notebook: Notebook, name: str) -> None:
