@@ -20,10 +20,10 @@ from nbdist.agent.startup import ForkServerProcess, Guard
 from nbdist.agent.stopping import Stopping
 from nbdist.agent.worker import Emit, Worker
 from nbdist.agent.worker_group import PartCalls, WorkerGroup
-from nbdist.agent.worker_logs import read_logs
 from nbdist.system.proc import MemoryGauge
 from nbdist.wire import control
 from nbdist.wire.door import WorldInfo
+from nbdist.wire.logs import GetLogs, read_logs
 from nbdist.wire.messages import (
     Abort,
     Aborted,
@@ -32,7 +32,6 @@ from nbdist.wire.messages import (
     Consult,
     Enter,
     GetCode,
-    GetLogs,
     GetStacks,
     GetStatus,
     Heal,

@@ -8,21 +8,13 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from nbdist.output.events import StreamName
 from nbdist.system import folders
-from nbdist.wire.messages import GetLogs
-from nbdist.wire.views import (
-    LogPiece,
-    attempts_beside,
-    earlier_file,
-    file_of,
-    moved_line,
-    renumbered_line,
-)
+from nbdist.wire.logs import earlier_file, moved_line, renumbered_line
 
 log = logging.getLogger("nbdist.agent")
 
@@ -134,35 +126,6 @@ class _File:
     def close(self) -> None:
         with suppress(OSError):  # a network's file system can say here that it failed before
             os.close(self._fd)
-
-
-def read_logs(folders_of: Mapping[int, Path | None], get: GetLogs) -> tuple[LogPiece, ...]:
-    """Read the pieces that are asked for, of ranks with these folders."""
-    ranks = [rank for rank in get.ranks if rank in folders_of]
-    return tuple(
-        _piece(rank, folders_of[rank], stream, get) for rank in ranks for stream in get.streams
-    )
-
-
-def _piece(rank: int, folder: Path | None, stream: str, get: GetLogs) -> LogPiece:
-    if folder is None:
-        return LogPiece(rank, stream, "", 0, b"", has_earlier=False, attempts=())
-    file = file_of(folder, stream, get.attempt)
-    has_earlier = earlier_file(file).exists()
-    start, data = _before(earlier_file(file) if get.earlier else file, get.end, get.most)
-    return LogPiece(rank, stream, str(file), start, data, has_earlier, attempts_beside(folder))
-
-
-def _before(file: Path, end: int | None, most: int) -> tuple[int, bytes]:
-    """Read what stands before `end`, and say where it begins; nothing of a missing file."""
-    try:
-        with file.open("rb") as opened:
-            size = opened.seek(0, os.SEEK_END)
-            end = size if end is None else min(end, size)
-            start = opened.seek(max(0, end - most))
-            return start, opened.read(end - start)
-    except OSError:
-        return 0, b""
 
 
 class RunFolder:

@@ -20,6 +20,7 @@ from nbdist.cluster.node import Node, NodeLost
 from nbdist.cluster.transfer import BulkTransfers
 from nbdist.output.events import Died, Done
 from nbdist.wire.door import WorldInfo
+from nbdist.wire.logs import GetLogs
 from nbdist.wire.messages import (
     Abort,
     Aborted,
@@ -29,7 +30,6 @@ from nbdist.wire.messages import (
     Down,
     Enter,
     GetCode,
-    GetLogs,
     GetRefused,
     GetStacks,
     GetStatus,

@@ -18,8 +18,9 @@ from nbdist.seats import Seats
 from nbdist.values.payload import SegmentRef
 from nbdist.wire.code_tree import CodeFile
 from nbdist.wire.control import Completions, Description, Question
+from nbdist.wire.logs import GetLogs, LogTail
 from nbdist.wire.spec import WorldSpec
-from nbdist.wire.views import LogPiece, Place, Stack, Usage, WorkerStatus
+from nbdist.wire.views import Place, Stack, Usage, WorkerStatus
 from nbdist.wire.work import InputReply, Task
 
 if TYPE_CHECKING:
@@ -72,22 +73,6 @@ class Consult:
 
     ranks: tuple[int, ...]
     question: Question
-
-
-@dataclass(frozen=True, slots=True)
-class GetLogs:
-    """Read at most so many bytes before `end` (None: the last) of the log files of these ranks.
-
-    `attempt` is None for the files that are written now; with `earlier` of those that have what
-    was said before.  Answered by a tuple of `LogPiece`.
-    """
-
-    ranks: tuple[int, ...]
-    streams: tuple[str, ...]
-    most: int
-    end: int | None = None
-    attempt: int | None = None
-    earlier: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +206,7 @@ Reply = (
     | CodeHeld
     | tuple[WorkerStatus, ...]
     | tuple[Stack, ...]
-    | tuple[LogPiece, ...]
+    | tuple[LogTail, ...]
     | Completions
     | Description
     | int

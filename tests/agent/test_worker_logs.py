@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.agent.worker_logs import RUNS_KEPT, RunFolder, WorkerLog, drop_old_runs
-from nbdist.notebook.commands.logs import last_lines
+from nbdist.wire.logs import last_lines
 
 
 def test_streams_have_files_of_their_own(tmp_path: Path):
@@ -96,7 +96,7 @@ def test_the_newest_lines_are_kept(tmp_path: Path):
     files = [tmp_path / "stdout.log", tmp_path / "stdout.log.1"]
     assert all(file.stat().st_size < 51_500 for file in files)
     assert (tmp_path / "stderr.log").stat().st_size == 0
-    *kept, first = last_lines(files[0], 9999)[::-1]
+    *kept, first = last_lines(files[0], 9999)[0][::-1]
     assert kept == lines[::-1][: len(kept)]
     assert sum(map(len, kept)) > 50_000
     assert first == (

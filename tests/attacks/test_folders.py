@@ -20,8 +20,8 @@ import pytest
 
 from nbdist.agent.worker_logs import RUN, RUNS_KEPT
 from nbdist.errors import NoRuntimeFolder, ScaleError, UsageError, WorkerDied
-from nbdist.notebook.commands.logs import last_lines
 from nbdist.system.folders import MARKER, RuntimeFolder
+from nbdist.wire.logs import last_lines
 from nbdist.world.snapshot_store import KEPT, Snapshot
 from nbdist.world.world import World
 from tests.waiting import wait_until
@@ -145,7 +145,7 @@ def test_logs_are_limited(world: World) -> None:
     files = [folder / "stdout.log", folder / "stdout.log.1"]
     assert sum(file.stat().st_size for file in files) < 1.3 * (1 << 20)
     assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
-    *lines, first = last_lines(files[0], 100_000)[::-1]
+    *lines, first = last_lines(files[0], 100_000)[0][::-1]
     assert "NBDIST_LOG_LIMIT allows 1 MiB" in first
     numbers = [int(line.split()[1]) for line in lines]
     assert numbers == [*range(39_999, 39_999 - len(numbers), -1)]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from nbdist.errors import WorkerError
-from nbdist.notebook.commands.logs import last_lines_there
-from nbdist.wire.messages import GetLogs
+from nbdist.notebook.commands.logs import last_lines
+from nbdist.wire.logs import GetLogs
 from nbdist.world.world import World
 from tests.hosts.network import Host
 from tests.hosts.sshd import Sshd
@@ -112,11 +112,8 @@ def test_logs_of_all_hosts_are_read(world: World) -> None:
     """Each host has its own files; what they hold is asked for through the link."""
     world.execute("for i in range(3000): print('line', i, 'of', rank)")
     get = GetLogs((0, 1), ("stdout",), 100)
-    pieces = world.session.ask(get)
-    assert [piece.data.splitlines()[-1] for piece in pieces] == [
-        b"line 2999 of 0",
-        b"line 2999 of 1",
-    ]
-    assert ["/node1/" in pieces[0].file, "/node2/" in pieces[1].file] == [True, True]
-    found = last_lines_there(pieces[1], get, world.session.ask, 5000, re.compile("line [0-4] of"))
-    assert found == [f"line {number} of 1" for number in range(5)]
+    tails = world.session.ask(get)
+    assert [tail.lines[-1] for tail in tails] == ["line 2999 of 0", "line 2999 of 1"]
+    assert ["/node1/" in tails[0].file, "/node2/" in tails[1].file] == [True, True]
+    found = last_lines(tails[1], get, world.session.ask, re.compile("line [0-4] of"))
+    assert found == tuple(f"line {number} of 1" for number in range(5))

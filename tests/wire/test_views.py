@@ -1,22 +1,10 @@
-"""Tests of `nbdist.wire.views`: a rank's place and stack, where its calls are, its log files."""
+"""Tests of `nbdist.wire.views`: a rank's place and stack, and where its calls are."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from nbdist.wire.views import (
-    LARGEST,
-    MOVED,
-    CallLayout,
-    Collective,
-    Place,
-    StackFrame,
-    earlier_file,
-    moved_line,
-    renumbered_line,
-)
+from nbdist.wire.views import LARGEST, CallLayout, Collective, Place, StackFrame
 
 
 @pytest.mark.parametrize(
@@ -81,20 +69,3 @@ def test_any_other_line_is_refused(line: bytes) -> None:
     """A cell can have written into the file, or Python is one that is not known."""
     with pytest.raises(ValueError, match=r"int\(\)|unpack|offsets|digits"):
         CallLayout.read(line)
-
-
-def test_a_file_goes_on_in_another() -> None:
-    """The first line of the new one names it, and how to have more."""
-    earlier = earlier_file(Path("/logs/0/stdout.log"))
-    assert earlier == Path("/logs/0/stdout.log.1")
-    line = moved_line(earlier, 200 << 20)
-    assert line.startswith(f"{MOVED}stdout.log.1, ")
-    assert line.endswith("NBDIST_LOG_LIMIT allows 200 MiB]\n")
-
-
-def test_what_was_another_rank() -> None:
-    """The line names the rank, and where that wrote to."""
-    line = renumbered_line(Path("/logs/attempt_0/3/stdout.log"), 3)
-    assert (
-        line == "[nbdist: this was rank 3 until now, and wrote to /logs/attempt_0/3/stdout.log]\n"
-    )

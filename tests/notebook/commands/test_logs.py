@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from nbdist.agent.worker_logs import WorkerLog, read_logs
-from nbdist.notebook.commands.logs import BLOCK, LONGEST, last_lines, last_lines_there
-from nbdist.wire.messages import GetLogs
-from nbdist.wire.views import LogPiece
+from nbdist.agent.worker_logs import WorkerLog
+from nbdist.notebook.commands.logs import last_lines
+from nbdist.wire import logs
+from nbdist.wire.logs import (
+    BLOCK,
+    LONGEST,
+    MOVED,
+    PAGE,
+    GetLogs,
+    LogTail,
+    earlier_file,
+    moved_line,
+    read_logs,
+    renumbered_line,
+)
 from tests.notebook.front_end import Notebook
 
 pytestmark = pytest.mark.shared_world
@@ -116,19 +128,18 @@ def test_records_reach_handlers_in_the_notebook(notebook: Notebook) -> None:
     notebook.run("logging.getLogger('nbdist').handlers.clear()")
 
 
-def far_lines(
-    folder: Path, most: int, pattern: re.Pattern[str] | None = None, first: int = 20
-) -> tuple[list[str], int]:
-    """What is read of a rank's files through an agent, and how often that was asked."""
-    asked: list[GetLogs] = []
+@pytest.fixture(params=[PAGE, 1000])
+def _pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is read at once, or a thousand bytes at a time."""
+    monkeypatch.setattr(logs, "PAGE", request.param)
 
-    def ask(get: GetLogs) -> tuple[LogPiece, ...]:
-        asked.append(get)
-        return read_logs({3: folder}, get)
 
-    get = GetLogs((3,), ("stdout",), first)
-    (piece,) = read_logs({3: folder}, get)
-    return last_lines_there(piece, get, ask, most, pattern), len(asked)
+def lines_of(folder: Path, most: int, pattern: str | None = None) -> list[str]:
+    """What is read of a rank's file."""
+    ask = partial(read_logs, {3: folder})
+    get = GetLogs((3,), ("stdout",), most)
+    (tail,) = ask(get)
+    return [*last_lines(tail, get, ask, None if pattern is None else re.compile(pattern))]
 
 
 @pytest.mark.parametrize(
@@ -147,30 +158,31 @@ def test_last_lines(tmp_path: Path, text: str, lines: list[str]) -> None:
     """Lines as they were seen, whatever the end of the file."""
     file = tmp_path / "stdout.log"
     file.write_text(text, newline="")
-    assert last_lines(file, 9) == far_lines(tmp_path, 9)[0] == lines
-    assert last_lines(file, 1) == lines[-1:]
+    assert lines_of(tmp_path, 9) == lines
+    assert lines_of(tmp_path, 1) == lines[-1:]
 
 
+@pytest.mark.usefixtures("_pages")
 def test_last_lines_of_a_big_file(tmp_path: Path) -> None:
-    """Lines that lie across blocks are whole; endless ones are cut."""
+    """Lines that lie across blocks and pages are whole; endless ones are cut."""
     file = tmp_path / "stdout.log"
     numbers = [f"line {number} " + "x" * (number % 97) for number in range(9000)]
     file.write_text("\n".join(numbers) + "\n")
     assert file.stat().st_size > 3 * BLOCK
-    assert last_lines(file, 10_000) == numbers
-    assert far_lines(tmp_path, 10_000) == (numbers, 1)
-    assert far_lines(tmp_path, 2, first=400) == (numbers[-2:], 0)
-    assert last_lines(file, 3, re.compile(r"line \d00 ")) == [
-        line for line in numbers if re.search(r"line [789]00 ", line)
-    ]
-    file.write_text("y" * 5 * BLOCK + "end\nz")
-    long, short = last_lines(file, 9)
-    assert short == "z"
+    assert lines_of(tmp_path, 10_000) == numbers
+    assert lines_of(tmp_path, 2) == numbers[-2:]
+    found = [line for line in numbers if re.search(r"line [789]00 ", line)]
+    assert lines_of(tmp_path, 3, r"line \d00 ") == found
+    assert lines_of(tmp_path, 3, "line 7 ") == ["line 7 " + "x" * 7]
+    file.write_text("first\n" + "y" * 5 * BLOCK + "end\nz")
+    first, long, short = lines_of(tmp_path, 9)
+    assert (first, short) == ("first", "z")
     assert LONGEST <= len(long) <= LONGEST + BLOCK
     assert long.endswith("end")
-    assert last_lines(tmp_path / "nowhere", 9) == far_lines(tmp_path / "nowhere", 9)[0] == []
+    assert lines_of(tmp_path / "nowhere", 9) == []
 
 
+@pytest.mark.usefixtures("_pages")
 def test_lines_that_were_moved(tmp_path: Path) -> None:
     """What the file before has comes first, without the line that points to it."""
     log = WorkerLog(tmp_path, limit=4000)
@@ -179,6 +191,33 @@ def test_lines_that_were_moved(tmp_path: Path) -> None:
         log.write("stdout", f"{line}\n")
     log.close()
     assert (tmp_path / "stdout.log.1").exists()
-    assert last_lines(tmp_path / "stdout.log", 250) == far_lines(tmp_path, 250)[0] == numbers[50:]
-    pattern = re.compile("line 7.$")
-    assert far_lines(tmp_path, 5, pattern)[0] == [f"line {number}" for number in range(75, 80)]
+    assert lines_of(tmp_path, 250) == numbers[50:]
+    assert lines_of(tmp_path, 5, "line 7.$") == numbers[75:80]
+
+
+def test_how_much_is_read_at_once(tmp_path: Path) -> None:
+    """A part, however many lines are asked for; none of ranks and attempts without files."""
+    (tmp_path / "stdout.log").write_text(f"{'x' * 1000}\n" * 3000)
+    ask = partial(read_logs, {3: tmp_path, 4: None})
+    here, none = ask(GetLogs((3, 4, 5), ("stdout",), 5000))
+    assert PAGE < sum(map(len, here.lines)) < PAGE + 2000
+    assert none == LogTail(4, "stdout")
+    (other,) = ask(GetLogs((3,), ("stdout",), 50, attempt=7))
+    assert (other.lines, other.start) == ((), 0)
+
+
+def test_a_file_goes_on_in_another() -> None:
+    """The first line of the new one names it, and how to have more."""
+    earlier = earlier_file(Path("/logs/0/stdout.log"))
+    assert earlier == Path("/logs/0/stdout.log.1")
+    line = moved_line(earlier, 200 << 20)
+    assert line.startswith(f"{MOVED}stdout.log.1, ")
+    assert line.endswith("NBDIST_LOG_LIMIT allows 200 MiB]\n")
+
+
+def test_what_was_another_rank() -> None:
+    """The line names the rank, and where that wrote to."""
+    line = renumbered_line(Path("/logs/attempt_0/3/stdout.log"), 3)
+    assert (
+        line == "[nbdist: this was rank 3 until now, and wrote to /logs/attempt_0/3/stdout.log]\n"
+    )
