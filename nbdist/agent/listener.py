@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from nbdist import __version__
+from nbdist.agent.notebook_link import Tether
 from nbdist.wire.door import (
     DOOR,
     LONGEST_QUESTION,
@@ -26,7 +26,6 @@ from nbdist.wire.door import (
     Attach,
     Describe,
     Look,
-    Refused,
     Said,
     WorldInfo,
     from_line,
@@ -52,19 +51,6 @@ NOTEBOOK_NAME = "JPY_SESSION_NAME"
 """Jupyter's server says here which notebook a kernel is for."""
 
 
-class Owner(Protocol):
-    """What knows a world, and gives it to a notebook."""
-
-    def describe(self) -> WorldInfo:
-        """Return what is known without asking the ranks."""
-
-    async def admit(self, wanted: Attach) -> Accepted | Refused:
-        """Give the world to a notebook, where nobody has it."""
-
-    def let_go_by(self, pid: int) -> None:
-        """Note that the connection of a notebook that was accepted has ended."""
-
-
 def with_ranks(
     info: WorldInfo, spec: WorldSpec | None, ranks: tuple[WorkerStatus, ...]
 ) -> WorldInfo:
@@ -81,17 +67,17 @@ class Listener:
     """Answers each connection that this user makes.
 
     `look` adds the ranks to what is known of the world; an agent that is a part of one has no
-    `owner`, and can only be looked at.
+    `tether`, and can only be looked at.
     """
 
     def __init__(
         self,
         runtime: Path,
         look: Callable[[WorldInfo], Awaitable[WorldInfo]],
-        owner: Owner | None,
+        tether: Tether | None,
     ) -> None:
         self._path = runtime / DOOR
-        self._look, self._owner = look, owner
+        self._look, self._tether = look, tether
         self._server: asyncio.Server | None = None
         self._calling: dict[asyncio.Task[None], type[Said] | None] = {}
         self._seen: WorldInfo | None = None
@@ -156,12 +142,12 @@ class Listener:
         writer.write(to_line(answer))
         async with asyncio.timeout(LINE_TIMEOUT):
             await writer.drain()
-        if self._owner and isinstance(question, Attach) and isinstance(answer, Accepted):
+        if self._tether and isinstance(question, Attach) and isinstance(answer, Accepted):
             try:
                 while await reader.read(LONGEST_QUESTION):
                     pass
             finally:
-                self._owner.let_go_by(question.pid)
+                self._tether.let_go_by(question.pid)
 
     async def _answer_to(self, question: Said) -> Said | None:
         match question:
@@ -173,14 +159,14 @@ class Listener:
                         self._seen = await self._look(self._describe())
                         self._seen_at = time.monotonic()
                     return self._seen
-            case Attach() if self._owner:
-                return await self._owner.admit(question)
+            case Attach() if self._tether:
+                return await self._tether.admit(question)
         return None
 
     def _describe(self) -> WorldInfo:
-        if self._owner is None:
+        if self._tether is None:
             return WorldInfo(__version__, socket.gethostname())
-        return self._owner.describe()
+        return self._tether.describe()
 
     def _of_kind(self, kind: type[Said] | None) -> list[asyncio.Task[None]]:
         """Return those that have asked this, or nothing yet; the first one first."""

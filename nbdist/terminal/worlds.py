@@ -32,7 +32,7 @@ KILL_TIMEOUT = 10.0
 
 HEADINGS = ("name", "pool", "ranks", "state", "cell", "since", "notebook", "process")
 
-LONGEST = {"cell": 40}
+LONGEST_CELL = 40
 
 
 def show_worlds() -> int:
@@ -41,20 +41,17 @@ def show_worlds() -> int:
     if not found:
         sys.stdout.write("none of your worlds is running on this machine\n")
         return 1
-    rows = [HEADINGS, *(row_of(each) for each in found)]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(HEADINGS))]
-    for row in rows:
-        cells = (text.ljust(width) for text, width in zip(row, widths, strict=True))
-        sys.stdout.write("  ".join(cells).rstrip() + "\n")
+    lines = aligned([HEADINGS, *map(row_of, found)])
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0
 
 
 def row_of(found: Found) -> tuple[str, ...]:
     """Write what is said of one world, as `HEADINGS`."""
-    held = found.info
-    notebook = f"detached since {_clock(held.since)}" if found.is_detached else str(held.notebook)
-    cell = held.cell[: LONGEST["cell"]]
-    state = (held.name, held.pool, str(held.workers), held.state, cell, _clock(held.began))
+    info = found.info
+    notebook = f"detached since {_clock(info.since)}" if found.is_detached else str(info.notebook)
+    cell = info.cell[:LONGEST_CELL]
+    state = (info.name, info.pool, str(info.workers), info.state, cell, _clock(info.began))
     return (*state, notebook, str(found.agent))
 
 

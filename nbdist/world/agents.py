@@ -242,21 +242,21 @@ def to_attach(found: Sequence[Found], name: str | None) -> Found:
 
 
 def _checked(found: Found, asked: str) -> Found:
-    held = found.info
-    if held.version != __version__:
+    info = found.info
+    if info.version != __version__:
         raise UsageError(
-            f"{asked}: world {found.name} runs nbdist {held.version}, and this is {__version__}. "
-            f"`nbdist kill {held.name}` in a terminal ends it."
+            f"{asked}: world {found.name} runs nbdist {info.version}, and this is {__version__}. "
+            f"`nbdist kill {info.name}` in a terminal ends it."
         )
-    if differs := difference(held.versions, versions_here()):
+    if differs := difference(info.versions, versions_here()):
         raise UsageError(
             f"{asked}: world {found.name} runs {differs.what} {differs.there}, and this notebook "
             f"{differs.here}: {differs.why}. Attach from an environment like the world's."
         )
-    if held.notebook:
-        whose = f"the notebook of process {held.notebook} still uses it"
-        remedy = "`%unload_ext nbdist` there releases it" if held.detach else "It ends with that"
-        if held.notebook == os.getpid():
+    if info.notebook:
+        whose = f"the notebook of process {info.notebook} still uses it"
+        remedy = "`%unload_ext nbdist` there releases it" if info.detach else "It ends with that"
+        if info.notebook == os.getpid():
             whose, remedy = "this notebook uses it", "Its cells run there"
         raise UsageError(f"{asked}: world {found.name} cannot be attached to: {whose}. {remedy}.")
     return found

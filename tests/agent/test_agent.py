@@ -105,6 +105,12 @@ class Notebook:
         identity, frame = self._socket.recv_multipart()
         return identity, up_from(frame)
 
+    def receive_next(self) -> Up:
+        """The next message of the connection that is there now; others may have something left."""
+        while (said := self.receive())[0] != self._identity:
+            pass
+        return said[1]
+
     def take_one(self) -> Answer | None:
         """The next message; outputs are kept and acknowledged."""
         _, message = self.receive()

@@ -132,12 +132,12 @@ def test_the_next_notebook_gets_all(notebook: Notebook) -> None:
         refused = ask(notebook, Attach(__version__, 2, NAME))
         assert refused == Refused("the notebook of process 1 uses it")
         assert isinstance(notebook.receive_anew(), Hello)
-        _, there = notebook.receive()
+        there = notebook.receive_next()
         assert isinstance(there, Attached)
         assert there.run is not None
         assert there.run.id == "slow"
         assert there.bound[0].keys() >= {"stop"}
-        _, again = notebook.receive()
+        again = notebook.receive_next()
         assert isinstance(again, Outputs)
         for rank in (0, 1):
             said = [o.text for on, _, o in again.items if on == rank and isinstance(o, Text)]
@@ -189,10 +189,10 @@ def test_a_cell_that_ends_meanwhile(notebook: Notebook) -> None:
     with closing(Asking(notebook.runtime, NEXT)) as asking:
         assert isinstance(asking.answer(SOON), Accepted)
         notebook.receive_anew()
-        _, there = notebook.receive()
+        there = notebook.receive_next()
         assert isinstance(there, Attached)
         assert there.ended.keys() == {0, 1}
-        _, again = notebook.receive()
+        again = notebook.receive_next()
         assert isinstance(again, Outputs)
         assert sum(isinstance(output, Done) for _, _, output in again.items) == 2
 
