@@ -71,6 +71,33 @@ class Source:
         return process
 
 
+class Bench:
+    """A fork server for all tests of a module, on a loop that runs while one of them does."""
+
+    def __init__(self, runtime: Path) -> None:
+        self.runtime = runtime
+        self._runner = asyncio.Runner()
+        self._source = self._runner.run(self._make())
+
+    async def _make(self) -> Source:
+        return Source("fork", self.runtime)
+
+    def run(self, test: Callable[[Source], Awaitable[None]]) -> None:
+        """With what workers come from."""
+
+        async def main() -> None:
+            await test(self._source)
+
+        self._runner.run(main())
+
+    def close(self) -> None:
+        async def end() -> None:
+            self._source.close()
+
+        self._runner.run(end())
+        self._runner.close()
+
+
 def run(kind: str, runtime: Path, test: Callable[[Source], Awaitable[None]]) -> None:
     faults: list[dict[str, object]] = []  # in callbacks, by which an agent would end
 

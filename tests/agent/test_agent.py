@@ -17,22 +17,19 @@ import pytest
 import zmq
 
 from nbdist import __version__
-from nbdist.output.events import Died, Done, Failure, Text
+from nbdist.output.events import Died, Done
 from nbdist.wire.messages import (
     Answer,
     Ask,
     Down,
     GetStatus,
     Hello,
-    Interrupt,
     Leave,
     Outputs,
     Received,
     Request,
     Run,
-    StartFailure,
     StartWorld,
-    StopWorld,
     Up,
     WorldStarted,
     to_bytes,
@@ -41,8 +38,6 @@ from nbdist.wire.messages import (
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.work import Source, Task
 from tests.waiting import SOON, wait_until
-
-both_sources = pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
 
 pytestmark = pytest.mark.own_agent
 
@@ -82,12 +77,6 @@ class Notebook:
 
     def send(self, message: Down) -> None:
         self._socket.send_multipart([self._identity, to_bytes(message)])
-
-    @property
-    def workers(self) -> list[psutil.Process]:
-        """All that the agent has started."""
-        (agent,) = psutil.Process(self.agent.pid).children()
-        return agent.children(recursive=True)
 
     def bind(self, name: str) -> None:
         """Wait for an agent at another socket too."""
@@ -175,21 +164,6 @@ def make() -> Iterator[Callable[..., Notebook]]:
         notebook.close()
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Notebook]:
-    notebook = Notebook(fork=True)
-    yield notebook
-    notebook.close()
-
-
-@pytest.fixture
-def notebook(shared: Notebook) -> Iterator[Notebook]:
-    """One whose agent all tests have that do not end it, without workers."""
-    shared.outputs.clear()
-    yield shared
-    shared.call(StopWorld(0.0))
-
-
 def close_stdin(notebook: Notebook) -> None:
     assert notebook.agent.stdin is not None
     notebook.agent.stdin.close()
@@ -208,7 +182,6 @@ def leave(notebook: Notebook) -> None:
     notebook.send(Leave())
 
 
-ENDS = [close_stdin, end_notebook, terminate, leave]
 BUSY = "import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\nprint(1)\nwhile 1: 0"
 
 
@@ -255,7 +228,7 @@ def test_end(
     assert not notebook.runtime.exists()
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", [terminate, leave])
 def test_end_while_starting(make: Callable[..., Notebook], end: Callable[[Notebook], None]) -> None:
     """An agent that is told to end while its fork server still imports ends at once."""
     notebook = make()
@@ -265,81 +238,12 @@ def test_end_while_starting(make: Callable[..., Notebook], end: Callable[[Notebo
     assert not notebook.runtime.exists()
 
 
-def test_stop_button_does_not_reach_the_agent(notebook: Notebook) -> None:
-    """SIGINT to the agent changes nothing."""
+def test_a_stop_button_and_private_sockets(make: Callable[..., Notebook]) -> None:
+    """SIGINT ends no agent; its folder is this user's alone, and nothing listens on TCP."""
+    notebook = make()
     notebook.start()
     notebook.agent.send_signal(signal.SIGINT)
     assert [row.state for row in notebook.call(GetStatus())] == ["idle", "idle"]
-
-
-@both_sources
-def test_cell_and_interrupt(notebook: Notebook, fork: bool) -> None:  # noqa: FBT001
-    """Cells run on all ranks; an interrupt is answered while a cell runs, and ends it."""
-    notebook.start(notebook.spec(fork=fork))
-    said = notebook.run("print('rank', rank)")
-    for rank in (0, 1):
-        # A line may come in pieces.
-        pieces = [o.text for on, o in said if on == rank and isinstance(o, Text)]
-        assert "".join(pieces) == f"rank {rank}\n"
-    source = "print('runs')\nimport time\ntime.sleep(600)"
-    notebook.send_task("slow", source)
-    while len([o for _, name, o in notebook.outputs if name == "slow"]) < 2:
-        notebook.take_one()
-    assert [row.state for row in notebook.call(GetStatus())] == ["busy", "busy"]
-    notebook.send(Interrupt((0, 1)))
-    while sum(name == "slow" and isinstance(o, Done) for _, name, o in notebook.outputs) < 2:
-        notebook.take_one()
-    names = {o.name for _, name, o in notebook.outputs if name == "slow" and type(o) is Failure}
-    assert names == {"KeyboardInterrupt"}
-
-
-def test_stop_and_start_again(notebook: Notebook) -> None:
-    """The agent outlives its workers, and starts new ones, with a folder kept tidy."""
-    first = notebook.start(notebook.spec("gloo"))
-    notebook.call(StopWorld(1.0))
-    assert notebook.call(GetStatus()) == ()
-    assert not any(map(psutil.pid_exists, first.pids.values()))
-    second = notebook.start(notebook.spec("gloo"))
-    assert set(first.pids.values()).isdisjoint(second.pids.values())
-    assert [o for _, o in notebook.run("dist.barrier()") if isinstance(o, Failure)] == []
-
-
-@both_sources
-def test_start_that_fails(notebook: Notebook, fork: bool) -> None:  # noqa: FBT001
-    """A failed start says which rank and why, leaves no worker, and the next one can work."""
-    failure = notebook.start(notebook.spec("gloo", fork=fork, GLOO_SOCKET_IFNAME="nowhere0"))
-    assert isinstance(failure, StartFailure)
-    assert failure.reason == "it exited with code 1"
-    assert "nowhere0" in failure.last_lines[-1]
-    assert notebook.call(GetStatus()) == ()
-    assert isinstance(notebook.start(notebook.spec("gloo")), WorldStarted)
-
-
-def test_last_words_come_before_the_death(notebook: Notebook) -> None:
-    """All that a rank wrote before it died comes before the news of its death."""
-    notebook.start()
-    said = notebook.run("import os\nprint('x' * 1_000_000)\nos.write(2, b'bye')\nos._exit(7)")
-    for rank in (0, 1):
-        mine = [output for who, output in said if who == rank]
-        assert sum(len(o.text) for o in mine if isinstance(o, Text)) == 1_000_001 + 3
-        assert isinstance(mine[-1], Died)
-        assert mine[-1].exit_code == 7
-
-
-def test_cell_for_a_rank_that_has_died(notebook: Notebook) -> None:
-    """A cell that was sent before the notebook had heard of a death ends there all the same."""
-    started = notebook.start()
-    os.kill(started.pids[1], signal.SIGKILL)
-    while not any(isinstance(output, Died) for _, _, output in notebook.outputs):
-        notebook.take_one()
-    said = notebook.run("print(rank)")
-    assert [type(output) for rank, output in said if rank == 1] == [Died]
-    assert any(isinstance(output, Done) for rank, output in said if rank == 0)
-
-
-def test_folder_of_sockets_is_private(notebook: Notebook) -> None:
-    """Nobody else can open the folder, and nothing listens on TCP before there is a group."""
-    notebook.start()
     assert notebook.runtime.stat().st_mode & 0o777 == 0o700
     agent = psutil.Process(notebook.agent.pid)
     for process in (agent, *agent.children(recursive=True)):

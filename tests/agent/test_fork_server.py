@@ -76,31 +76,30 @@ def agent(runtime: Path) -> Iterator[Agent]:
         agent.close()
 
 
-def test_requests_that_come_at_once(agent: Agent) -> None:
-    """Each gets a worker with its own descriptors, and with none of the others'."""
+def test_requests_and_the_end(agent: Agent) -> None:
+    """Each worker has its own descriptors, and none of the others', also where all come at once.
+
+    It has a session of its own.  Once the agent has closed its end it ends, its workers too, and
+    the folder is gone.
+    """
+    assert os.getsid(agent.process.pid) == agent.process.pid
     assert agent.receive() == Imported()
     agent.process.suspend()  # so that all of them are there when it reads
     outputs = [agent.ask(number) for number in range(3)]
     agent.process.resume()
-    forked = sorted((agent.receive() for _ in outputs), key=lambda each: each.number)
-    assert [type(each) for each in forked] == [Forked] * 3
-    for each, output in zip(forked, outputs, strict=True):
+    *forked, last = sorted((agent.receive() for _ in outputs), key=lambda each: each.number)
+    assert {*map(type, forked)} == {Forked}
+    for each in forked:
         assert os.getsid(each.pid) == each.pid
         os.kill(each.pid, signal.SIGKILL)
         assert agent.receive() == WorkerExited(each.number, each.pid, -signal.SIGKILL)
-        while os.read(output, 1 << 16):  # its end is here: no other worker has that pipe
-            pass
-        os.close(output)
-
-
-def test_the_agent_closes_its_end(agent: Agent) -> None:
-    """The fork server ends, its workers and what they started with it, and the folder is gone."""
-    assert agent.receive() == Imported()
-    output = agent.ask(0)
-    worker = psutil.Process(agent.receive().pid)
+        while os.read(outputs[each.number], 1 << 16):
+            pass  # its end is here: no other worker has that pipe
+    worker = psutil.Process(last.pid)
     agent.leave()
     agent.process.wait(SOON)
     assert not worker.is_running()
     assert not agent.runtime.exists()
     agent.runtime.mkdir()  # for the one that has made it
-    os.close(output)
+    for output in outputs:
+        os.close(output)

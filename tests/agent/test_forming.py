@@ -1,21 +1,22 @@
 """Tests of `nbdist.agent.forming`: what the parts of a world are asked for, and when.
 
-The parts here have no processes: they say what they are asked, and answer as they are told.
+The parts here have no processes; that they answer as others do is proved in `test_parts`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
 
 from nbdist.agent.forming import HEAL_TRIES, Forming, groups_to_keep
 from nbdist.wire.control import HeldGroups
-from nbdist.wire.messages import Healed, StartFailure, WorldStarted
-from nbdist.wire.node_messages import Formed, Groups, Held, Plan
+from nbdist.wire.messages import StartFailure, WorldStarted
+from nbdist.wire.node_messages import Groups
 from nbdist.wire.spec import WorldSpec
+from tests.agent.parts import FakePart
 
 
 def spec_of(size: int) -> WorldSpec:
@@ -23,84 +24,11 @@ def spec_of(size: int) -> WorldSpec:
     return WorldSpec(size, "gloo", {}, "/", (), 1, "python")
 
 
-class PaperPart:
-    """Answers as a part does whose ranks are never a process."""
-
-    def __init__(self, node: int) -> None:
-        self.asked: list[str] = []
-        self.alive: dict[int, HeldGroups | None] = {}
-        self.node = node
-        self.lack = self.problem = self.fails = ""
-        self.waits = False
-        self._off = asyncio.Event()
-
-    async def start_part(
-        self, spec: WorldSpec, ranks: Sequence[int], attempt: int
-    ) -> WorldStarted | StartFailure:
-        """Start, or fail where it is to; at once or when it is called off."""
-        self.asked.append(f"start {[*ranks]}")
-        if self.waits:
-            await self._off.wait()
-            self.fails = "called off"
-        if self.fails:
-            return StartFailure(ranks[0], f"node{self.node}", "", self.fails, ())
-        self._have(spec, ranks)
-        return WorldStarted(self._pids, dict.fromkeys(ranks, ""), ("no nccl",))
-
-    async def held(self) -> Held:
-        """Say who lives."""
-        return Held(dict(self.alive))
-
-    async def prepare(self, spec: WorldSpec, ranks: Sequence[int]) -> str:
-        """Have it prepared, or lack something."""
-        self.asked.append(f"prepare {[*ranks]}")
-        return self.lack
-
-    async def form(self, plan: Plan, ranks: Sequence[int]) -> Formed:
-        """Form it, or have a problem; at once or when it is called off."""
-        kept = None if plan.groups is None else sorted(plan.groups)
-        self.asked.append(f"form {plan.generation} of {[*ranks]} with {kept}")
-        if self.waits:
-            await self._off.wait()
-        problem = "called off" if self.waits else self.problem
-        if not problem:
-            self._have(plan.spec, ranks)
-        return Formed(self._pids, dict.fromkeys(self.alive, ""), tuple(self.alive), problem)
-
-    async def call_off(self, generation: int) -> None:
-        """Let go who waits."""
-        self.asked.append(f"call off {generation}")
-        self._off.set()
-
-    async def end(self, ranks: Sequence[int], grace: float) -> None:
-        """Have these no more."""
-        self.asked.append(f"end {[*ranks]}")
-        for rank in ranks:
-            self.alive.pop(rank, None)
-
-    async def renumber(self, became: Mapping[int, int]) -> None:
-        """Call them so."""
-        self.asked.append(f"renumber {dict(became)}")
-        self.alive = {became[rank]: held for rank, held in self.alive.items()}
-
-    def _have(self, spec: WorldSpec, ranks: Sequence[int]) -> None:
-        self.alive = {rank: HeldGroups(rank, spec.world_size, {}) for rank in ranks}
-
-    @property
-    def _pids(self) -> dict[int, int]:
-        return {rank: 100 * self.node + rank for rank in self.alive}
-
-    def take_asked(self) -> list[str]:
-        """Return what it has been asked since this was last looked at."""
-        asked, self.asked = self.asked, []
-        return asked
-
-
 class TwoParts:
     """Two nodes: ranks 0 and 2 on one, 1 and 3 on the other."""
 
     def __init__(self) -> None:
-        self.one, self.other = PaperPart(0), PaperPart(1)
+        self.one, self.other = FakePart(0), FakePart(1)
         self.forming = Forming({0: self.one, 1: self.other}, lambda _, rank: rank % 2)
 
     async def start(self, size: int = 4) -> WorldStarted | StartFailure:
@@ -140,11 +68,10 @@ def test_a_start_on_two_nodes() -> None:
         world = TwoParts()
         started = await world.forming.start(spec_of(4))
         assert started == WorldStarted(
-            {0: 0, 1: 101, 2: 2, 3: 103}, dict.fromkeys(range(4), ""), ("no nccl",)
+            {0: 1, 1: 101, 2: 2, 3: 102}, dict.fromkeys(range(4), ""), ("no nccl",)
         )
         assert world.one.asked == ["start [0, 2]"]
         assert world.other.asked == ["start [1, 3]"]
-        assert repr(world.forming) == "<Forming 4 ranks on 2 nodes, generation 1>"
 
     run(test())
 
@@ -169,12 +96,29 @@ def test_a_rank_is_replaced_where_it_was() -> None:
     async def test() -> None:
         world = TwoParts()
         await world.start()
-        del world.one.alive[2]
+        world.one.die(2)
         world.other.alive[3] = HeldGroups(3, 4, {"pair": (2, 3)})
         healed = await world.forming.heal()
-        assert (healed.problem, [*healed.pids]) == ("", [0, 1, 2, 3])
+        assert (healed.problem, dict(healed.pids)) == ("", {0: 1, 1: 101, 2: 3, 3: 102})
         assert world.one.asked == ["prepare [2]", "form 2 of [0, 2] with ['pair']"]
         assert world.other.asked == ["form 2 of [1, 3] with ['pair']"]
+
+    run(test())
+
+
+@pytest.mark.parametrize("again", [1, HEAL_TRIES - 1])
+def test_more_die_while_the_others_form_the_group(again: int) -> None:
+    """Each is replaced too, in another generation, wherever it was; the others stay."""
+
+    async def test() -> None:
+        world = TwoParts()
+        await world.start()
+        world.one.die(0)
+        world.other.problems = ["rank 3 died"] * again
+        healed = await world.forming.heal()
+        assert (healed.problem, [*healed.pids]) == ("", [0, 1, 2, 3])
+        assert world.forming.generation == 2 + again
+        assert (healed.pids[1], healed.pids[2], healed.pids[3]) == (101, 2, 102 + again)
 
     run(test())
 
@@ -185,10 +129,13 @@ def test_forming_is_called_off_everywhere() -> None:
     async def test() -> None:
         world = TwoParts()
         await world.start()
-        world.one.waits, world.other.problem = True, "rank 1 could not start"
-        healed = await world.forming.heal()
-        assert healed.problem == "rank 1 could not start"
-        assert world.one.asked == ["form 2 of [0, 2] with []", "call off 2"]
+        world.one.waits, world.other.lack = True, "rank 1 could not start"
+        world.other.die(1)
+        assert (await world.forming.heal()).problem == "rank 1 could not start"
+        assert world.one.asked == []  # before anybody waits
+        world.other.lack, world.other.problems = "", ["rank 1 died"] * HEAL_TRIES
+        assert (await world.forming.heal()).problem == "rank 1 died"
+        assert world.one.asked[:2] == ["form 2 of [0, 2] with []", "call off 2"]
 
     run(test())
 
@@ -199,12 +146,11 @@ def test_ranks_that_die_again_and_again() -> None:
     async def test() -> None:
         world = TwoParts()
         await world.start()
-        world.other.problem = "it died again"
-        del world.other.alive[3]
+        world.other.problems = ["it died again"] * 99
         assert (await world.forming.heal()).problem == "it died again"
         assert world.forming.generation == 1 + HEAL_TRIES
-        world.other.alive[3] = None
-        await world.forming.heal()
+        world.other.problems, world.other.stays = ["they do not meet"], True
+        assert (await world.forming.heal()).problem == "they do not meet"
         assert world.forming.generation == 2 + HEAL_TRIES
 
     run(test())
@@ -232,16 +178,15 @@ def test_more_ranks_and_fewer() -> None:
     run(test())
 
 
-@pytest.mark.parametrize("lack", ["lack", "problem"])
-def test_more_ranks_than_can_be(lack: str) -> None:
+@pytest.mark.parametrize("what", [{"lack": "no room"}, {"problems": ["no room"] * HEAL_TRIES}])
+def test_more_ranks_than_can_be(what: dict[str, Any]) -> None:
     """There are as many as before, and it is said why not more."""
 
     async def test() -> None:
         world = TwoParts()
         await world.start(2)
-        setattr(world.other, lack, "no room")
+        vars(world.other).update(what)
         kept = await world.forming.scale(spec_of(4), (0, 1))
-        assert isinstance(kept, Healed)
         assert (kept.not_scaled, [*kept.pids]) == ("no room", [0, 1])
 
     run(test())

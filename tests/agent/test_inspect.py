@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -32,14 +31,9 @@ WAIT = "os.read(gate, 1)"
 """The same without the GIL."""
 
 
-on_both = pytest.mark.parametrize("started", ["fork", "spawn"], indirect=True)
-
-
-@pytest.fixture(scope="module", params=["fork"])
-def started(request: pytest.FixtureRequest, new_world: NewWorld) -> Iterator[World]:
-    """A world for all tests of the module; fewer ranks where each imports torch anew."""
-    is_forked = request.param == "fork"
-    with new_world(4) if is_forked else World(2, fork=False, log_dir="") as world:
+@pytest.fixture(scope="module")
+def started(new_world: NewWorld) -> Iterator[World]:
+    with new_world(4) as world:
         yield world
 
 
@@ -118,11 +112,8 @@ def reads_a_pipe(pid: int) -> bool:
 
 
 def stacks(world: World) -> dict[int, Stack]:
-    """By rank; how long they took is printed."""
-    asked = time.monotonic()
-    found = {stack.rank: stack for stack in world.stacks()}
-    sys.stdout.write(f"stacks after {time.monotonic() - asked:.3f} s\n")
-    return found
+    """By rank."""
+    return {stack.rank: stack for stack in world.stacks()}
 
 
 def calls(stack: Stack) -> list[tuple[str, int, str]]:
@@ -131,18 +122,12 @@ def calls(stack: Stack) -> list[tuple[str, int, str]]:
 
 
 def statuses(world: World) -> dict[int, WorkerStatus]:
-    """By rank; how long they took is printed."""
-    asked = time.monotonic()
-    found = {row.rank: row for row in world.status()}
-    sys.stdout.write(f"status after {time.monotonic() - asked:.3f} s\n")
-    return found
+    """By rank."""
+    return {row.rank: row for row in world.status()}
 
 
-# --- status -----------------------------------------------------------------------------
-
-
-def test_status_of_idle_ranks(world: World) -> None:
-    """An idle rank is nowhere in a cell; its last collective is done."""
+def test_idle_ranks(world: World) -> None:
+    """An idle rank is nowhere in a cell, and has no stack; its last collective is done."""
     world.execute("t = torch.ones(1)\ndist.all_reduce(t)\ndist.barrier()\ndist.all_reduce(t)")
     until_recorded(world, world.pids)
     first = {rank: row.collective for rank, row in statuses(world).items()}
@@ -158,17 +143,20 @@ def test_status_of_idle_ranks(world: World) -> None:
         assert row.collective is not None
         assert before is not None
         assert str(row.collective) == f"broadcast #{before.number + 1}"
+    for stack in stacks(world).values():
+        assert (stack.state, stack.frames, stack.problem) == ("idle", (), "")
+        assert stack.pid == world.pids[stack.rank]
 
 
-def test_status_in_a_collective(world: World, gate: Gate) -> None:
-    """Who waits in which collective, and where who does not wait is."""
+def test_a_collective(world: World, gate: Gate) -> None:
+    """Who waits in which collective, with torch's calls but none of nbdist's; where others are."""
     world.execute("dist.all_reduce(torch.ones(1))")
     source = f"{gate.cell}if rank == 1:\n    {WAIT}\ndist.barrier()"
     with busy(world, source, lambda pid: pid != world.pids[1] or reads_a_pipe(pid)):
         until(world, lambda: all(s.rank == 1 or s.place.operation for s in world.stacks()))
         until(world, lambda: all(row.collective for row in world.status()))  # slow ones have none
         until_recorded(world, [1])
-        found = statuses(world)
+        found, shown = statuses(world), stacks(world)
         late = found.pop(1)
         assert late.place == Place(line=4)
         assert late.code.strip() == WAIT
@@ -180,23 +168,18 @@ def test_status_in_a_collective(world: World, gate: Gate) -> None:
             assert row.collective is not None
             assert (row.collective.name, row.collective.is_done) == ("barrier", False)
             assert row.collective.number == late.collective.number + 1
+        assert calls(shown.pop(1)) == [("Cell In[5]", 4, "<module>")]
+        for stack in shown.values():
+            assert (stack.place.operation, stack.place.line) == ("barrier", 5)
+            assert stack.frames[0].code == "dist.barrier()"
+            assert calls(stack)[-1][::2] == ("distributed_c10d.py", "barrier")
+            assert stack.frames[-1].code == "work.wait()"
+            assert not any("nbdist" in frame.file for frame in stack.frames)
         gate.open()
 
 
-def test_status_of_a_rank_that_holds_the_gil(world: World, gate: Gate) -> None:
-    """It is told from its stack which line it is in; the others answer as ever."""
-    source = f"{gate.cell}if rank == 1:\n    {HOLD}"
-    others = [rank for rank in range(world.size) if rank != 1]
-    with busy(world, source, lambda pid: pid != world.pids[1] or reads_a_pipe(pid)):
-        until(world, lambda: {stack.state for stack in world.stacks(others)} == {"idle"})
-        found = statuses(world)
-        assert found.pop(1).place == Place(line=4, holds_gil=True)
-        assert [row.place for row in found.values()] == [None] * len(others)
-        gate.open()
-
-
-def test_status_of_a_stopped_process(world: World) -> None:
-    """It is told at once, though the rank is idle."""
+def test_a_stopped_process(world: World) -> None:
+    """It is told at once, though the rank is idle; who waits for it is told why."""
     os.kill(world.pids[1], signal.SIGSTOP)
     try:
         until(world, lambda: thread_state(world.pids[1]) == "T")
@@ -204,17 +187,10 @@ def test_status_of_a_stopped_process(world: World) -> None:
         assert row.place == Place(is_stopped=True)
         assert row.state == "idle"
         assert row.memory > 1 << 20
-    finally:
-        os.kill(world.pids[1], signal.SIGCONT)
-    world.execute("dist.barrier()")
-
-
-def test_a_running_cell_with_a_stopped_process(world: World) -> None:
-    """Who waits for a stopped rank is told why, as the cell runs."""
-    others = "rank 0 waits" if world.size == 2 else "ranks 0,2-3 wait"
-    said = f"{others} in barrier, line 1 · rank 1 is stopped by a signal"
-    os.kill(world.pids[1], signal.SIGSTOP)
-    try:
+        found = stacks(world)
+        assert found.pop(1).place.is_stopped
+        assert {stack.state for stack in found.values()} == {"idle"}
+        said = "ranks 0,2-3 wait in barrier, line 1 · rank 1 is stopped by a signal"
         running = world.submit(world.task("dist.barrier()"))
         until(world, lambda: not next(world.follow(running)) and running.waits == said)
     finally:
@@ -236,19 +212,6 @@ def test_last_collective_of_a_group_that_was_formed_anew(world: World) -> None:
 # --- stacks -----------------------------------------------------------------------------
 
 
-@on_both
-def test_idle(world: World) -> None:
-    """A rank that runs no cell is idle, and that is all there is to say."""
-    for stack in stacks(world).values():
-        assert (stack.state, stack.frames, stack.problem) == ("idle", (), "")
-        assert stack.pid == world.pids[stack.rank]
-
-
-def test_some_ranks(world: World) -> None:
-    """Only those that are asked for."""
-    assert [stack.rank for stack in world.stacks([1])] == [1]
-
-
 def test_python_code(world: World, gate: Gate) -> None:
     """Calls from the cell in, also into another cell's function, with lines and their source."""
     world.execute("def wait(gate):\n    import os\n    os.read(gate, 1)")
@@ -265,7 +228,6 @@ def test_python_code(world: World, gate: Gate) -> None:
     assert [line.text for line in r.transcript[0].tail(9)] == ["before", "after"]
 
 
-@on_both
 def test_a_loop(world: World, tmp_path: Path) -> None:
     """A rank that computes in Python answers too."""
     stop = tmp_path / "stop"
@@ -276,22 +238,6 @@ def test_a_loop(world: World, tmp_path: Path) -> None:
             assert stack.frames[0].file == "Cell In[5]"
             assert stack.place.line in (2, 3)
         stop.touch()
-
-
-def test_a_collective(world: World, gate: Gate) -> None:
-    """Who waits in it shows that, and torch's calls, but nothing of nbdist's."""
-    source = f"{gate.cell}if rank == 1:\n    {WAIT}\ndist.barrier()"
-    with busy(world, source, lambda pid: pid != world.pids[1] or reads_a_pipe(pid)):
-        until(world, lambda: all(s.rank == 1 or s.place.operation for s in world.stacks()))
-        found = stacks(world)
-        assert calls(found.pop(1)) == [("Cell In[5]", 4, "<module>")]
-        for stack in found.values():
-            assert (stack.place.operation, stack.place.line) == ("barrier", 5)
-            assert stack.frames[0].code == "dist.barrier()"
-            assert calls(stack)[-1][::2] == ("distributed_c10d.py", "barrier")
-            assert stack.frames[-1].code == "work.wait()"
-            assert not any("nbdist" in frame.file for frame in stack.frames)
-        gate.open()
 
 
 def test_an_await(world: World, gate: Gate) -> None:
@@ -312,18 +258,20 @@ def test_an_await(world: World, gate: Gate) -> None:
         gate.open(world.size)
 
 
-@on_both
 def test_code_that_holds_the_gil(world: World, gate: Gate) -> None:
-    """A rank whose threads cannot run shows its stack too, and says why it is slow to."""
-    with busy(world, f"{gate.cell}def hold():\n    {HOLD}\nhold()", reads_a_pipe):
-        for stack in stacks(world).values():
-            assert stack.place.holds_gil
-            assert stack.place.line == 5
-            assert calls(stack) == [("Cell In[5]", 5, "<module>"), ("Cell In[5]", 4, "hold")]
-            assert stack.frames[1].code == HOLD
-        again = stacks(world)  # not one after the other in the same file
-        assert [len(stack.frames) for stack in again.values()] == [2] * world.size
-        gate.open(world.size)
+    """A rank whose threads cannot run shows its stack too; the others answer as ever."""
+    source = f"{gate.cell}def hold():\n    {HOLD}\nif rank == 1: hold()"
+    with busy(world, source, lambda pid: pid != world.pids[1] or reads_a_pipe(pid)):
+        until(world, lambda: {stack.state for stack in world.stacks([0, 2, 3])} == {"idle"})
+        found = statuses(world)
+        assert found.pop(1).place == Place(line=5, holds_gil=True)
+        assert [row.place for row in found.values()] == [None] * 3
+        stack = stacks(world)[1]
+        assert stack.place.holds_gil
+        assert calls(stack) == [("Cell In[5]", 5, "<module>"), ("Cell In[5]", 4, "hold")]
+        assert stack.frames[1].code == HOLD
+        assert len(stacks(world)[1].frames) == 2  # not one after the other in the same file
+        gate.open()
 
 
 def test_c_code_is_not_woken_up(world: World) -> None:
@@ -347,19 +295,6 @@ def test_computing_with_the_gil(world: World) -> None:
         world.interrupt()  # which it sees now and then
 
 
-def test_a_stopped_process(world: World) -> None:
-    """A rank that SIGSTOP has stopped says so at once, and the others answer."""
-    os.kill(world.pids[1], signal.SIGSTOP)
-    try:
-        until(world, lambda: thread_state(world.pids[1]) == "T")
-        found = stacks(world)
-        assert found.pop(1).place.is_stopped
-        assert {stack.state for stack in found.values()} == {"idle"}
-    finally:
-        os.kill(world.pids[1], signal.SIGCONT)
-    world.execute("dist.barrier()")
-
-
 def test_a_rank_whose_stack_cannot_be_read(world: World, gate: Gate) -> None:
     """It does not answer, and says so."""
     world.execute(
@@ -374,9 +309,10 @@ def test_a_rank_whose_stack_cannot_be_read(world: World, gate: Gate) -> None:
         gate.open(world.size)
     assert running.error() is None
     world.restart()
+    files = Path(os.environ["XDG_RUNTIME_DIR"]).glob("nbdist-*/*.stack")
+    assert len(list(files)) == world.size  # one a worker, however often they were restarted
 
 
-@on_both
 def test_the_users_own_signals(world: World, gate: Gate) -> None:
     """They are the user's: no stack comes from them, no handler is called."""
     world.execute(
@@ -389,13 +325,6 @@ def test_the_users_own_signals(world: World, gate: Gate) -> None:
         assert all(stack.frames for stack in stacks(world).values())
         gate.open(world.size)
     assert world.gather("got") == [[]] * world.size
-
-
-def test_files_of_stacks_go_with_their_workers(world: World) -> None:
-    """One file a worker, however often its workers were restarted."""
-    world.restart()
-    files = Path(os.environ["XDG_RUNTIME_DIR"]).glob("nbdist-*/*.stack")
-    assert len(list(files)) == world.size
 
 
 class Replaced:

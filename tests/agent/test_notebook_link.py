@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -19,7 +18,7 @@ import zmq
 
 from nbdist import __version__
 from nbdist.agent.notebook_link import NOTEBOOK_SOCKET, NotebookEnd, Serving
-from nbdist.output.events import Done, Text
+from nbdist.output.events import Text
 from nbdist.wire.door import Accepted, Attach, Describe, Refused, Said, WorldInfo
 from nbdist.wire.messages import (
     Answer,
@@ -124,7 +123,6 @@ def test_the_next_notebook_gets_all(notebook: Notebook) -> None:
     close_stdin(notebook)
     wait_until(lambda: state_of(notebook)[1] == 0, "the notebook is gone")
     end_notebook(notebook)
-    workers = [*notebook.workers]
     # The same socket will do: whoever attaches has bound it.
     notebook.bind(NAME)
     with closing(Asking(notebook.runtime, NEXT)) as asking:
@@ -143,11 +141,6 @@ def test_the_next_notebook_gets_all(notebook: Notebook) -> None:
             said = [o.text for on, _, o in again.items if on == rank and isinstance(o, Text)]
             assert "".join(said) == f"before {rank}\n"
         notebook.send(Received())
-    wait_until(lambda: state_of(notebook)[1] == 0, "it has let go")
-    # Nor does the guard end an agent that stays.
-    with pytest.raises(subprocess.TimeoutExpired):
-        notebook.agent.wait(0.5)
-    assert all(worker.is_running() for worker in workers)
     notebook.agent.terminate()
     assert notebook.agent.wait(SOON) == 0
 
@@ -170,31 +163,6 @@ def test_a_world_without_workers(notebook: Notebook) -> None:
     notebook.call(StopWorld(0.0))
     end_notebook(notebook)
     assert notebook.agent.wait(SOON) == 0
-
-
-@pytest.mark.own_agent
-def test_a_cell_that_ends_meanwhile(notebook: Notebook) -> None:
-    """Its end is there for the next notebook."""
-    gate = notebook.runtime / "gate"
-    notebook.send_task(
-        "gated",
-        f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
-        "print('done')",
-    )
-    wait_until(lambda: state_of(notebook)[0] == "busy", "it runs")
-    end_notebook(notebook)
-    gate.touch()
-    wait_until(lambda: state_of(notebook) == ("ready", 0), "it is done")
-    notebook.bind(NAME)
-    with closing(Asking(notebook.runtime, NEXT)) as asking:
-        assert isinstance(asking.answer(SOON), Accepted)
-        notebook.receive_anew()
-        there = notebook.receive_next()
-        assert isinstance(there, Attached)
-        assert there.ended.keys() == {0, 1}
-        again = notebook.receive_next()
-        assert isinstance(again, Outputs)
-        assert sum(isinstance(output, Done) for _, _, output in again.items) == 2
 
 
 def test_calls_wait_for_one_another_and_other_things_do_not() -> None:

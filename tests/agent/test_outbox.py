@@ -14,8 +14,6 @@ import pytest
 from nbdist.agent.outbox import (
     BATCH_SECONDS,
     BATCHES_UNDER_WAY,
-    SHOWN_KEPT,
-    TEXT_KEPT,
     Backlog,
     Outbox,
 )
@@ -212,24 +210,6 @@ class Notebook:
         """Until that many batches have come."""
         await until(lambda: len(self.batches) >= number)
 
-    async def fill(self) -> None:
-        """Have as many batches under way as may be."""
-        for number in range(BATCHES_UNDER_WAY):
-            self.say(f"{number}\n")
-            await self.wait_for(number + 1)
-
-    async def read_all(self) -> None:
-        """Acknowledge until nothing more comes."""
-        acknowledged = 0
-        while acknowledged < len(self.batches):
-            self.outbox.acknowledge()
-            acknowledged += 1
-            await until(
-                lambda so_far=acknowledged: (
-                    "<Outbox 0 items" in repr(self.outbox) or len(self.batches) > so_far
-                )
-            )
-
 
 def another(text: str) -> str:
     """Give an equal text that is another object, as each rank's messages have their own."""
@@ -253,29 +233,6 @@ def test_outputs_are_batched():
         await notebook.wait_for(1)
         assert notebook.items() == [
             (0, "cell", Text("stdout", "".join(f"{number}\n" for number in range(100))))
-        ]
-
-    run(test)
-
-
-def test_order_of_each_rank_is_kept():
-    """Streams, displays and ranks are never put together across one another."""
-
-    async def test(notebook: Notebook) -> None:
-        notebook.say("a")
-        notebook.say("b", stream="stderr")
-        notebook.say("c", rank=1)
-        notebook.outbox.add(0, "cell", Display({"text/plain": "1"}, {}))
-        notebook.say("d")
-        notebook.outbox.add(0, "other cell", Text("stdout", "e"))
-        await notebook.wait_for(1)
-        assert notebook.items() == [
-            (0, "cell", Text("stdout", "a")),
-            (0, "cell", Text("stderr", "b")),
-            (1, "cell", Text("stdout", "c")),
-            (0, "cell", Display({"text/plain": "1"}, {})),
-            (0, "cell", Text("stdout", "d")),
-            (0, "other cell", Text("stdout", "e")),
         ]
 
     run(test)
@@ -311,23 +268,13 @@ def test_ends_of_all_ranks_leave_together():
     run(test)
 
 
-def test_end_of_one_rank_is_told_while_others_run():
-    """It waits for a batch's time, not for the others."""
-
-    async def test(notebook: Notebook) -> None:
-        notebook.outbox.begin(range(2))
-        notebook.outbox.add(1, "cell", Done("ok", 0.1))
-        await notebook.wait_for(1)
-        assert notebook.items() == [(1, "cell", Done("ok", 0.1))]
-
-    run(test)
-
-
 def test_slow_notebook_gets_no_more_than_it_takes():
     """Only some batches may be under way; the next leaves with an acknowledgement."""
 
     async def test(notebook: Notebook) -> None:
-        await notebook.fill()
+        for number in range(BATCHES_UNDER_WAY):
+            notebook.say(f"{number}\n")
+            await notebook.wait_for(number + 1)
         notebook.say("waits")
         notebook.outbox.add(0, "cell", Done("ok", 0.1))
         await asyncio.sleep(3 * BATCH_SECONDS)  # that nothing happens has no other proof
@@ -337,69 +284,6 @@ def test_slow_notebook_gets_no_more_than_it_takes():
         await notebook.wait_for(BATCHES_UNDER_WAY + 1)
         assert notebook.text().endswith("waits")
         assert isinstance(notebook.items()[-1][2], Done)
-
-    run(test)
-
-
-def test_too_much_for_a_slow_notebook_is_skipped():
-    """Of more text than is kept, the older is left out and counted; no character is lost."""
-
-    async def test(notebook: Notebook) -> None:
-        await notebook.fill()
-        line = "x" * 999 + "\n"
-        lines = 3 * TEXT_KEPT // len(line)
-        for _ in range(lines):
-            notebook.say(line)
-        notebook.say("end")
-        notebook.say("of another rank", rank=1)
-        await notebook.read_all()
-        skipped = [output for _, _, output in notebook.items() if isinstance(output, Skipped)]
-        assert skipped
-        shown = len(notebook.text()) - 2 * BATCHES_UNDER_WAY
-        assert shown < TEXT_KEPT + len(line)
-        assert sum(each.characters for each in skipped) + shown == lines * len(line) + len("end")
-        newlines = notebook.text().count("\n") - BATCHES_UNDER_WAY
-        assert sum(each.lines for each in skipped) + newlines == lines
-        assert notebook.text().endswith("end")
-        assert notebook.text(rank=1) == "of another rank"
-
-    run(test)
-
-
-def test_too_many_displays_for_a_slow_notebook_are_left_out():
-    """The older ones, which are counted in their place; the end of the cell comes."""
-
-    async def test(notebook: Notebook) -> None:
-        await notebook.fill()
-        page, number = "<p>" * 300_000, 3 * SHOWN_KEPT // 900_000
-        for _ in range(number):
-            notebook.outbox.add(0, "cell", Display({"text/html": page}, {}))
-        notebook.outbox.add(0, "cell", Done("ok", 0.1))
-        await notebook.read_all()
-        skipped = [output for _, _, output in notebook.items() if isinstance(output, Skipped)]
-        shown = sum(isinstance(output, Display) for _, _, output in notebook.items())
-        assert SHOWN_KEPT // 2 < shown * len(page) < SHOWN_KEPT
-        assert shown + sum(each.displays for each in skipped) == number
-        assert isinstance(notebook.items()[-1][2], Done)
-
-    run(test)
-
-
-def test_displays_are_not_skipped_with_text():
-    """Figures and ends stay where they were among skipped text."""
-
-    async def test(notebook: Notebook) -> None:
-        await notebook.fill()
-        for number in range(5):
-            notebook.say("x" * (TEXT_KEPT // 2))
-            notebook.outbox.add(0, "cell", Display({"text/plain": str(number)}, {}))
-        await notebook.read_all()
-        shown = [
-            output.data["text/plain"]
-            for _, _, output in notebook.items()
-            if isinstance(output, Display)
-        ]
-        assert shown == ["0", "1", "2", "3", "4"]
 
     run(test)
 
@@ -421,23 +305,5 @@ def test_what_ranks_show_alike_is_sent_once():
         assert up_from(frame) == batch
         assert [rank for rank, _, _ in batch.items] == [rank for rank in range(8) for _ in range(3)]
         assert notebook.text(3) == f"{lines}3{own}"
-
-    run(test)
-
-
-def test_only_the_last_update_is_sent():
-    """Of several updates of one display that wait together, the last one is sent."""
-
-    async def test(notebook: Notebook) -> None:
-        for number in range(10):
-            notebook.outbox.add(0, "cell", Update({"text/plain": str(number)}, {}, "bar"))
-            notebook.outbox.add(1, "cell", Update({"text/plain": str(number)}, {}, "bar"))
-        notebook.outbox.add(0, "cell", Update({"text/plain": "other"}, {}, "other"))
-        await notebook.wait_for(1)
-        assert notebook.items() == [
-            (0, "cell", Update({"text/plain": "9"}, {}, "bar")),
-            (1, "cell", Update({"text/plain": "9"}, {}, "bar")),
-            (0, "cell", Update({"text/plain": "other"}, {}, "other")),
-        ]
 
     run(test)

@@ -38,10 +38,8 @@ def test_workers_and_their_ends(kind: str, runtime: Path, numbers: list[signal.S
         for rank, number in enumerate(numbers):
             process = await source.worker(rank)
             assert os.getsid(process.pid) == os.getpgid(process.pid) == process.pid
-            assert repr(process) == f"<WorkerProcess {process.pid} running>"
             os.kill(process.pid, number)
             assert await asyncio.wait_for(process.exited, SOON) == -number
-            assert repr(process) == f"<WorkerProcess {process.pid} exited -{number:d}>"
             process.send_signal(signal.SIGTERM)  # to nobody: no error
         assert psutil.pid_exists(last.pid)
         assert not last.exited.done()
@@ -66,30 +64,6 @@ def test_what_it_started_ends_with_it(runtime: Path, tmp_path: Path) -> None:
         child, path = said.read_text().split()
         assert path == "/lib"
         await until(lambda: not psutil.pid_exists(int(child)))
-
-    run("spawn", runtime, test)
-
-
-def test_spawner_without_an_interpreter(runtime: Path) -> None:
-    """An interpreter that is not there is an error that names it."""
-
-    async def test(source: Source) -> None:
-        start = worker_start(runtime)
-        start = replace(start, world=replace(start.world, python="/nowhere/python"))
-        with pytest.raises(ChildProcessError, match="/nowhere/python: No such file"):
-            await source.source.start(start, 1, 2)
-
-    run("spawn", runtime, test)
-
-
-def test_spawner_with_a_program_that_reads_nothing(runtime: Path) -> None:
-    """A program that ends at once is told by its exit code."""
-
-    async def test(source: Source) -> None:
-        start = worker_start(runtime)
-        start = replace(start, world=replace(start.world, python="/bin/false"))
-        process = await source.source.start(start, 1, 2)
-        assert await asyncio.wait_for(process.exited, SOON) == 1
 
     run("spawn", runtime, test)
 
@@ -169,41 +143,27 @@ def fork_server_of(process: WorkerProcess) -> psutil.Process:
 
 
 @pytest.mark.usefixtures("idle_imports")
-def test_fork_server_is_fit_for_forks(runtime: Path) -> None:
-    """The fork server has one thread: a fork of it inherits no lock that nobody will release.
-
-    Also when it has imported all that it imports while it is idle; who asks before gets a
-    worker, however much there is left to import.
-    """
-
-    async def test(source: Source) -> None:
-        assert source.forker is not None
-        fork_server = fork_server_of(await source.worker(0))
-        for rank in (1, 2):
-            await source.worker(rank)
-        assert not source.forker.has_all.is_set()
-        assert fork_server.num_threads() == 1
-        await asyncio.wait_for(source.forker.has_all.wait(), SOON)
-        assert fork_server.num_threads() == 1
-        assert fork_server_of(await source.worker(3)) == fork_server
-        assert source.forker.last_lines() == ()
-
-    run("fork", runtime, test)
-
-
-@pytest.mark.usefixtures("idle_imports")
-def test_what_cannot_be_imported_when_idle(
+def test_fork_server_is_fit_for_forks(
     runtime: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Workers can be had all the same, and the fork server's log says what is wrong with it."""
+    """The fork server has one thread: a fork of it inherits no lock that nobody will release.
+
+    Also when it has imported all that it imports while it is idle, and could not import some of
+    it, which its log says; who asks before gets a worker, however much there is left to import.
+    """
     (tmp_path / "mpmath.py").write_text("raise RuntimeError('broken on purpose')")
     (tmp_path / "sympy.py").write_text("raise ImportError('broken on purpose')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     async def test(source: Source) -> None:
         assert source.forker is not None
+        fork_server = fork_server_of(await source.worker(0))
+        await source.worker(1)
+        assert not source.forker.has_all.is_set()
+        assert fork_server.num_threads() == 1
         await asyncio.wait_for(source.forker.has_all.wait(), SOON)
-        await source.worker()
+        assert fork_server.num_threads() == 1
+        assert fork_server_of(await source.worker(3)) == fork_server
         assert "RuntimeError: broken on purpose" in source.forker.last_lines()
 
     run("fork", runtime, test)

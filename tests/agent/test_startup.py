@@ -6,29 +6,19 @@ cannot come says so in a line.
 
 from __future__ import annotations
 
-import os
-import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from nbdist.agent.startup import (
-    Fork,
-    Forked,
-    Imported,
     end_group,
-    log_file,
-    start_fork_server,
-    to_frame,
 )
 from nbdist.cluster.ticket import KeyPair, Ticket
-from nbdist.wire.frames import FrameCutter
-from tests.agent.sources import worker_start
 from tests.waiting import SOON
 
 AGENT = """
@@ -84,10 +74,6 @@ class Processes:
         with self.guard:
             pass
 
-    def close_stdin(self) -> None:
-        assert self.guard.stdin is not None
-        self.guard.stdin.close()
-
     def end_notebook(self) -> None:
         self.notebook.kill()
         self.notebook.wait()
@@ -103,24 +89,20 @@ def processes(runtime: Path) -> Iterator[Processes]:
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_the_agent_is_killed(processes: Processes, runtime: Path, number: int) -> None:
+def test_the_agent_is_killed(processes: Processes, runtime: Path) -> None:
     """All that it started ends, its folder is removed, and the guard ends as it did."""
-    processes.agent.send_signal(number)
-    assert processes.guard.wait(SOON) == -number
+    processes.agent.send_signal(signal.SIGSEGV)
+    assert processes.guard.wait(SOON) == -signal.SIGSEGV
     assert not processes.orphan.is_running()
     assert not runtime.exists()
     runtime.mkdir()
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("end", [Processes.close_stdin, Processes.end_notebook])
-def test_the_agent_hangs(
-    processes: Processes, runtime: Path, end: Callable[[Processes], None]
-) -> None:
+def test_the_agent_hangs(processes: Processes, runtime: Path) -> None:
     """One that has not ended some seconds after its notebook is killed; nothing is left."""
     processes.agent.suspend()
-    end(processes)
+    processes.end_notebook()
     assert processes.guard.wait(SOON) == -signal.SIGKILL
     assert not processes.orphan.is_running()
     assert not runtime.exists()
@@ -141,10 +123,7 @@ def test_the_agent_is_slow(runtime: Path, graces: int, ends: int) -> None:
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("end", [Processes.close_stdin, Processes.end_notebook])
-def test_the_agent_stays(
-    processes: Processes, runtime: Path, end: Callable[[Processes], None]
-) -> None:
+def test_the_agent_stays(processes: Processes, runtime: Path) -> None:
     """One that has said so outlives its notebook, whatever it does; killed, it leaves nothing."""
     assert processes.guard.stdin is not None
     assert processes.guard.stdout is not None
@@ -153,7 +132,8 @@ def test_the_agent_stays(
     lines = [processes.guard.stdout.readline() for _ in range(2)]
     assert lines == [b"\n", b"stays\n"]
     processes.agent.suspend()
-    end(processes)
+    processes.guard.stdin.close()
+    processes.end_notebook()
     with pytest.raises(subprocess.TimeoutExpired):
         processes.guard.wait(1.0)
     processes.agent.kill()
@@ -189,26 +169,6 @@ def test_a_process_group_is_ended() -> None:
         end_group(shell.pid)
     child.wait(SOON)
     end_group(shell.pid)
-
-
-def test_messages_arrive_as_they_were_sent(runtime: Path) -> None:
-    """Each in a frame of its own."""
-    messages = [Fork(1, worker_start(runtime)), Imported(more=False), Forked(7, 4711)]
-    frames = FrameCutter().feed(b"".join(map(to_frame, messages)))
-    assert [pickle.loads(frame) for frame in frames] == messages
-
-
-@pytest.mark.own_agent
-def test_it_is_started_beside_the_agent(runtime: Path) -> None:
-    """It has a session of its own, and a log, and the start does not wait for its imports."""
-    started = start_fork_server(runtime)
-    try:
-        assert os.getsid(started.popen.pid) == started.popen.pid
-        assert log_file(runtime).read_text() == ""
-    finally:
-        started.popen.kill()
-        started.popen.wait()
-        started.socket.close()
 
 
 BEGIN = """

@@ -5,7 +5,6 @@ NVIDIA's library is read by names as CUDA has them, or is not there.
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from collections.abc import Iterator
@@ -13,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.agent.inspect import GpuGauge, UsageWatch
-from nbdist.system.proc import LARGEST_SHARE, MemoryGauge
+from nbdist.agent.inspect import GpuGauge
 from nbdist.wire.views import Gpu
 from nbdist.world.result import usage_text
 from nbdist.world.world import World
@@ -126,44 +124,3 @@ def test_while_a_cell_runs(world: World, tmp_path: Path) -> None:
     assert 150 << 20 < more < 250 << 20
     assert usage_text(running.usage.values()).startswith("cpu ")
     world.execute("del big")
-
-
-@pytest.mark.shared_world
-def test_no_cell_no_reading() -> None:
-    """The watch ends with the last rank that is busy."""
-    sent: list[object] = []
-
-    async def run() -> str:
-        watch = UsageWatch(MemoryGauge(), sent.append)
-        watching = asyncio.ensure_future(watch.watch(lambda: []))
-        await asyncio.sleep(0)
-        during = repr(watch)
-        await watching
-        watch.close()
-        return during + repr(watch)
-
-    assert asyncio.run(run()) == "<UsageWatch on><UsageWatch off>"
-    assert sent == []
-
-
-@pytest.mark.shared_world
-def test_what_counting_costs_is_bounded(world: World) -> None:
-    """The longer it takes, the seldomer it is done; what is private is known in between."""
-    pids = [*world.pids.values()]
-
-    began = time.thread_time()
-    for pid in pids:
-        Path(f"/proc/{pid}/smaps_rollup").read_text()
-    cost = time.thread_time() - began
-
-    async def run() -> tuple[float, list[int], list[int]]:
-        gauge = MemoryGauge()
-        before = [*(await gauge.read(pids, 10.0)).values()]
-        world.execute("more = torch.ones(100 * 2**20, dtype=torch.uint8)", ranks=[1])
-        after = [*(await gauge.read(pids, 10.0, fresh=3600.0)).values()]
-        return gauge.fresh_seconds, before, after
-
-    fresh, before, after = asyncio.run(run())
-    assert fresh > 0.2 * cost / LARGEST_SHARE
-    assert after[1] - before[1] > 90 << 20
-    assert abs(after[0] - before[0]) < 20 << 20

@@ -6,8 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
-import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,50 +14,15 @@ import pytest
 
 from nbdist.agent.worker import NO_CELL, UNREACHABLE, Worker
 from nbdist.output.events import Died, Done, Failure, InputRequest, Output, Text, Typed
-from nbdist.system.prctl import adopt_orphans
 from nbdist.wire import control
 from nbdist.wire.messages import Run
-from nbdist.wire.views import Place
 from nbdist.wire.work import InputReply, Task
 from nbdist.wire.work import Source as SourceText
-from tests.agent.sources import Source, worker_start
+from tests.agent.sources import Bench, Source, worker_start
 from tests.faults.stops import spinning
 from tests.waiting import SOON, until
 
 GRACE = 30.0
-
-
-class Bench:
-    """A fork server for all tests of the module, on a loop that runs while one of them does."""
-
-    def __init__(self, runtime: Path) -> None:
-        self.runtime = runtime
-        self._ranks = itertools.count()
-        self._runner = asyncio.Runner()
-        self._source = self._runner.run(self._make())
-
-    async def _make(self) -> Source:
-        return Source("fork", self.runtime)
-
-    def run(self, test: Callable[[Watched], Awaitable[None]]) -> None:
-        """With a worker that is ready, which is ended afterwards."""
-
-        async def main() -> None:
-            watched = Watched(self.runtime, next(self._ranks))
-            try:
-                await watched.worker.start(self._source.source)
-                await test(watched)
-            finally:
-                await watched.worker.stop(0.0)
-
-        self._runner.run(main())
-
-    def close(self) -> None:
-        async def end() -> None:
-            self._source.close()
-
-        self._runner.run(end())
-        self._runner.close()
 
 
 class Watched:
@@ -92,14 +56,21 @@ class Watched:
         return next(output for _, output in self.shown if isinstance(output, Died))
 
 
-@pytest.fixture(scope="module")
-def bench() -> Iterator[Bench]:
-    adopt_orphans()  # as an agent does
-    with tempfile.TemporaryDirectory(prefix="nbt-") as folder:
-        bench = Bench(Path(folder))
-        yield bench
-        bench.close()
-    adopt_orphans(adopts=False)
+RANKS = itertools.count()
+
+
+def run(bench: Bench, test: Callable[[Watched], Awaitable[None]]) -> None:
+    """Run it with a worker that is ready, which is ended afterwards."""
+
+    async def main(source: Source) -> None:
+        watched = Watched(bench.runtime, next(RANKS))
+        try:
+            await watched.worker.start(source.source)
+            await test(watched)
+        finally:
+            await watched.worker.stop(0.0)
+
+    bench.run(main)
 
 
 def text_of(outputs: list[Output], stream: str = "stdout") -> str:
@@ -131,7 +102,7 @@ def test_from_start_to_end(bench: Bench) -> None:
         assert (await watched.dies()).exit_code == -signal.SIGKILL
         assert (worker.state, worker.task) == ("dead", None)
 
-    bench.run(test)
+    run(bench, test)
 
 
 def test_before_it_has_a_process(runtime: Path) -> None:
@@ -164,22 +135,7 @@ def test_failures_are_shown_once(bench: Bench) -> None:
         assert isinstance(failure, Failure)
         assert (failure.name, failure.message) == ("KeyError", "'x'")
 
-    bench.run(test)
-
-
-def test_an_interrupt(bench: Bench) -> None:
-    """It is for what runs there, and for what that has started."""
-
-    async def test(watched: Watched) -> None:
-        watched.begin("import subprocess\nprint('begun')\nsubprocess.run(['sleep', '600'])")
-        await until(lambda: watched.shown)
-        watched.worker.interrupt()
-        *_, done = await watched.ends()
-        assert isinstance(done, Done)
-        assert done.status == "error"
-        assert isinstance(await watched.worker.locate(), Place)
-
-    bench.run(test)
+    run(bench, test)
 
 
 def test_an_interrupt_between_two_tasks(bench: Bench) -> None:
@@ -198,7 +154,7 @@ def test_an_interrupt_between_two_tasks(bench: Bench) -> None:
             assert isinstance(done, Done)
             assert done.status == ("error" if is_before else "ok")
 
-    bench.run(test)
+    run(bench, test)
 
 
 def test_what_it_waits_for(bench: Bench) -> None:
@@ -227,7 +183,7 @@ def test_what_it_waits_for(bench: Bench) -> None:
         text = (watched.worker.log.folder / "stdout.log").read_text()
         assert text == "before\nx? ada\nPassword: \n"
 
-    bench.run(test)
+    run(bench, test)
 
 
 def test_nothing_more_is_asked(bench: Bench) -> None:
@@ -254,16 +210,13 @@ def test_nothing_more_is_asked(bench: Bench) -> None:
         await watched.ends("b")
         await until(lambda: NO_CELL in text_of([output for _, output in watched.shown]))
 
-    bench.run(test)
+    run(bench, test)
 
 
 # --- deaths -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("end", "code"),
-    [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", -9), ("os.abort()", -signal.SIGABRT)],
-)
+@pytest.mark.parametrize(("end", "code"), [("os._exit(3)", 3), ("os.abort()", -signal.SIGABRT)])
 def test_a_death_in_a_task(bench: Bench, end: str, code: int) -> None:
     """All that it said comes before; it is known of what came last."""
 
@@ -280,7 +233,7 @@ def test_a_death_in_a_task(bench: Bench, end: str, code: int) -> None:
         if not crash:
             assert [*died.last_lines] == [str(number) for number in range(30, 50)]
 
-    bench.run(test)
+    run(bench, test)
 
 
 def test_a_death_between_tasks(bench: Bench) -> None:
@@ -296,7 +249,7 @@ def test_a_death_between_tasks(bench: Bench) -> None:
         assert await watched.worker.ask(control.Check(), SOON) is None
         assert (await watched.worker.locate()).line == 0
 
-    bench.run(test)
+    run(bench, test)
 
 
 def test_its_end_is_known_first(bench: Bench) -> None:
@@ -313,7 +266,7 @@ def test_its_end_is_known_first(bench: Bench) -> None:
         died = await watched.dies()
         assert watched.shown == [("", Text("stdout", "last words\n")), ("", died)]
 
-    bench.run(test)
+    run(bench, test)
 
 
 def test_a_lost_connection(bench: Bench) -> None:
@@ -327,7 +280,7 @@ def test_a_lost_connection(bench: Bench) -> None:
         )
         assert (await watched.dies()).why == UNREACHABLE
 
-    bench.run(test)
+    run(bench, test)
 
 
 # --- starts and stops ---------------------------------------------------------------------
@@ -365,7 +318,7 @@ def test_a_stop(bench: Bench, tmp_path: Path, busy: bool, grace: float, handler:
         assert entries(bench, watched) == []
         assert not any(isinstance(output, Died) for _, output in watched.shown)
 
-    bench.run(test)
+    run(bench, test)
 
 
 @pytest.mark.world
@@ -377,7 +330,7 @@ import atexit, os, time
 @atexit.register
 def last():
     start = time.process_time()
-    while time.process_time() < start + 0.5:
+    while time.process_time() < start + 0.3:
         pass
     os.mknod({str(end)!r})
 """
@@ -387,10 +340,10 @@ def last():
         watched.begin(source)
         await watched.ends()
         with spinning(3 * cores):
-            await watched.worker.stop(1.0)
+            await watched.worker.stop(0.5)
         assert end.exists()
 
-    bench.run(test)
+    run(bench, test)
 
 
 @pytest.mark.world
@@ -398,10 +351,10 @@ def test_a_worker_that_cannot_start(bench: Bench, tmp_path: Path) -> None:
     """It is said how its process ended; what it wrote is kept for that."""
     start = replace(worker_start(tmp_path), connection_file=str(tmp_path / "none" / "0.json"))
 
-    async def test(_: Watched) -> None:
+    async def test(source: Source) -> None:
         worker = Worker(start, None, lambda *_: None)
         with pytest.raises(OSError, match="none"):
-            await worker.start(bench._source.source)
+            await worker.start(source.source)
         await worker.stop(0.0)
 
     bench.run(test)

@@ -5,35 +5,30 @@ What a node makes of the spec that all share.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 from nbdist import topology
-from nbdist.agent import rendezvous, worker_group
+from nbdist.agent import worker_group
 from nbdist.agent.worker_group import WorkerGroup, interface_of, problem_in, spec_here
 from nbdist.seats import Position
 from nbdist.system import folders
 from nbdist.topology import usable_cores
 from nbdist.wire.control import Answer, Failed, Ok
 from nbdist.wire.messages import StartFailure
-from nbdist.wire.node_messages import Plan
 from nbdist.wire.spec import WorldSpec
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.agent.sources import Source, run, worker_start
 from tests.faults.test_deaths import SUM
-from tests.waiting import until
 
 pytestmark = pytest.mark.shared_world(4)
 
@@ -116,52 +111,6 @@ def test_more_than_can_be(runtime: Path) -> None:
 
 
 @pytest.mark.world
-def test_a_start_that_is_called_off(runtime: Path, program: Program) -> None:
-    """Ranks of another machine will not come: those that wait for them are ended."""
-    spec = replace(worker_start(runtime).world, world_size=2, python=str(program("sleep 600")))
-
-    async def test(source: Source) -> None:
-        group = WorkerGroup(runtime, source.children, None, lambda *_: None, lambda _: None)
-        start = asyncio.ensure_future(group.start_part(spec, (0, 1), 1))
-        try:
-            await until(lambda: len(group.all) == 2)
-            await group.call_off(2)
-            assert not start.done()
-            await group.call_off(1)
-            failure = await asyncio.wait_for(start, 5.0)
-        finally:
-            group.close()
-        assert isinstance(failure, StartFailure)
-        assert failure.reason == "it was killed by SIGKILL"
-        assert group.all == {}
-
-    run("spawn", runtime, test)
-
-
-@pytest.mark.world
-def test_a_silent_survivor_on_one_of_several_machines(
-    runtime: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is ended after a while, so that it is restarted alone, and the world goes on."""
-    monkeypatch.setattr(worker_group, "HEAL_TIMEOUT", 0.1)
-    monkeypatch.setattr(rendezvous, "CALLED_OFF_GRACE", 0.1)
-    spec = replace(worker_start(runtime).world, node=1)
-
-    async def test(source: Source) -> None:
-        group = WorkerGroup(runtime, source.children, None, lambda *_: None, lambda _: None)
-        try:
-            await group.start_part(spec, [0], 1)
-            os.kill(group.all[0].pid, signal.SIGSTOP)
-            formed = await group.form(Plan(spec, 1, 2, 1, (), {}), [0])
-        finally:
-            await group.stop(grace=0.0)
-            group.close()
-        assert (formed.alive, formed.problem) == ((), "a rank did not answer")
-
-    run("spawn", runtime, test)
-
-
-@pytest.mark.world
 def test_a_runtime_folder_that_was_removed(runtime: Path) -> None:
     """It is made again, private and ours; another's of that name is not taken."""
     folder = runtime / "nbdist-gone"
@@ -235,41 +184,12 @@ def end(world: World, rank: int) -> None:
         world.session.receive(0.1)
 
 
-def test_a_survivor_dies_while_the_others_heal(world: World) -> None:
-    """It is replaced too; nobody waits for it."""
-    os.kill(world.pids[0], signal.SIGSTOP)  # so that healing waits for its answer
-    end(world, 1)
-    killer = threading.Timer(1.0, os.kill, (world.pids[0], signal.SIGKILL))
-    killer.start()
-    started = time.monotonic()
-    world.execute(SUM)
-    sys.stdout.write(f"{time.monotonic() - started - 1:.2f} s after the second death\n")
-    killer.join()
-    assert world.session.take_replaced().keys() == {0, 1}
-    assert world.gather("globals().get('kept')") == [None, None, 2, 3]
-
-
 def test_a_survivor_dies_while_it_forms_the_group(world: World) -> None:
     """The others, who wait for it in the store, are called off and form another one."""
     world.execute(
         "import nbdist.worker.group.group as group_module, os, threading, time\n"
         "def slow(*_): time.sleep(1); os._exit(4)\n"
         "if rank == 0: group_module.Group.regroup = slow"
-    )
-    end(world, 1)
-    started = time.monotonic()
-    world.execute(SUM)
-    sys.stdout.write(f"{time.monotonic() - started - 1:.2f} s after the second death\n")
-    assert world.session.take_replaced().keys() == {0, 1}
-    assert world.gather("globals().get('kept')") == [None, None, 2, 3]
-
-
-def test_a_survivor_that_cannot_form_the_group(world: World) -> None:
-    """Whatever it raises it is restarted alone, and the others do not wait for it."""
-    world.execute(
-        "import nbdist.worker.group.group as group_module\n"
-        "def fail(*_): raise MemoryError\n"
-        "if rank == 0: group_module.Group.regroup = fail"
     )
     end(world, 1)
     world.execute(SUM)
@@ -302,41 +222,6 @@ def test_a_survivor_that_fails_once_all_have_its_address(world: World) -> None:
     assert world.gather("globals().get('kept')") == kept
 
 
-def test_a_new_rank_dies_before_it_is_ready(world: World) -> None:
-    """Another one takes its place."""
-    before = set(world.pids.values())
-    fork_server = psutil.Process(world.pids[0]).parent()
-    assert fork_server is not None
-    killed: list[int] = []
-
-    def kill_the_first() -> None:
-        deadline = time.monotonic() + 10
-        while not killed and time.monotonic() < deadline:
-            for child in fork_server.children():
-                if child.pid not in before:
-                    child.kill()
-                    killed.append(child.pid)
-                    break
-
-    killer = threading.Thread(target=kill_the_first)
-    killer.start()
-    end(world, 1)
-    started = time.monotonic()
-    world.execute(SUM)
-    sys.stdout.write(f"{time.monotonic() - started:.2f} s\n")
-    killer.join()
-    assert len(killed) == 1
-    assert world.pids[1] not in killed
-    assert world.gather("globals().get('kept')") == [0, None, 2, 3]
-
-
-def test_ranks_stay_in_order(world: World) -> None:
-    """Also of a world in which one was replaced: what is said of all has its row in its place."""
-    end(world, 1)
-    world.session.heal()
-    assert [row.rank for row in world.status()] == [0, 1, 2, 3]
-
-
 SEATS = (Position(0, 0), Position(1, 0), Position(1, 1))
 
 
@@ -353,11 +238,8 @@ def test_the_environment_is_the_nodes_own(tmp_path: Path) -> None:
     assert (here.python, here.interface, here.gpus) == (sys.executable, "eth0", ())
     assert (here.cwd, here.threads) == (str(tmp_path), max(1, usable_cores() // 2))
     assert spec_here(spec(str(tmp_path), threads=7), {}, "eth0").threads == 7
-
-
-def test_a_folder_that_there_is_not() -> None:
-    """Its ranks are at home then."""
     assert spec_here(spec("/nowhere/at/all"), {}, "eth0").cwd == str(Path.home())
+    assert (interface_of("127.0.0.1"), interface_of("203.0.113.7")) == ("lo", "")
 
 
 def test_gpus_that_were_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,9 +249,3 @@ def test_gpus_that_were_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert spec_here(asked, {}, "eth0").gpus == ("1", "3")
     assert spec_here(asked, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, "eth0").gpus == ("1", "3")
     assert spec_here(replace(asked, gpus_asked=""), {}, "eth0").gpus == ("0", "1", "2", "3")
-
-
-def test_the_interface_of_an_address() -> None:
-    """Gloo wants its name."""
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("203.0.113.7") == ""

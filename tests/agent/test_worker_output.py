@@ -77,11 +77,6 @@ def test_reads_end_anywhere(cut: int):
     assert fed(STREAM[:cut], STREAM[cut:], messages=(1, 2, 3)) == EXPECTED
 
 
-def test_bytes_come_one_by_one():
-    """Not even when every read is one byte."""
-    assert fed(*(bytes([byte]) for byte in STREAM), messages=(1, 2, 3)) == EXPECTED
-
-
 def test_text_is_not_held_back():
     """Text that ends like the start of another escape sequence comes out at once."""
     assert fed(b"prompt> ") == [Text("stdout", "prompt> ")]
@@ -198,24 +193,6 @@ def test_cut_off_characters_end_with_their_cell():
     assert merger.take_cut_off() == []
     merger.receive_stdout(b"next", now=0.0)
     assert merger.take(now=0.0) == [Text("stdout", "next")]
-
-
-def test_ready():
-    """The worker says once that it is ready, and the mark is no output."""
-    merger: Merger[str] = Merger(TOKEN)
-    merger.receive_stdout(b"noise", now=0.0)
-    assert not merger.ready
-    merger.receive_stdout(mark(TOKEN, "ready"), now=0.0)
-    assert merger.ready
-    assert merger.take(now=0.0) == [Text("stdout", "noise")]
-
-
-def test_repr_tells_what_is_waited_for():
-    """`repr` counts what is queued and what came early."""
-    merger: Merger[str] = Merger(TOKEN)
-    merger.receive_stdout(mark(TOKEN, 1), now=0.0)
-    merger.receive_message(2, "<2>", now=0.0)
-    assert repr(merger) == "<Merger 1 queued, 1 messages early>"
 
 
 # --- pipes --------------------------------------------------------------------------------

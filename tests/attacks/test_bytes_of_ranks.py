@@ -52,7 +52,6 @@ def said(running: RunningTask, rank: int) -> str:
 
 AWAY = {
     "redirected": "log = os.open('{log}', os.O_WRONLY | os.O_CREAT); os.dup2(log, {fd})",
-    "redirected to nowhere": "os.dup2(os.open(os.devnull, os.O_WRONLY), {fd})",
     "closed": "os.close({fd})",
     "closed and taken": "os.close({fd}); taken = open('{log}', 'w')",
     "non-blocking": "os.set_blocking({fd}, False); print('x' * 2_000_000)",
@@ -60,7 +59,7 @@ AWAY = {
 }
 
 
-@pytest.mark.parametrize(("away", "fd"), [*zip(AWAY, [1, 2] * 3, strict=True)])
+@pytest.mark.parametrize(("away", "fd"), [*zip(AWAY, [1, 2, 1, 2, 1], strict=True)])
 def test_output_that_goes_elsewhere(
     world: World, away: str, fd: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -129,11 +128,9 @@ GARBAGE = {
         "code = b\"cposix\\nsystem\\n(S'kill $PPID'\\ntR.\"; "
         "os.write(fd, len(code).to_bytes(8, 'big') + code)"
     ),
-    "a pickle of something else": "os.write(fd, (4).to_bytes(8, 'big') + b'\\x80\\x05N.')",
     "a huge frame": "os.write(fd, b'\\x7f' * 8 + bytes(100_000))",
     "half a frame": "os.write(fd, (1000).to_bytes(8, 'big') + b'half'); os.close(fd)",
     "the end": "os.close(fd)",
-    "eight bytes": "os.write(fd, b'\\x01' * 8)",
     "another file": "os.dup2(null, fd)",
 }
 """What is done to each descriptor of a worker's own."""
@@ -167,7 +164,6 @@ def test_garbage_on_own_descriptors(world: World, garbage: str) -> None:
 DUMPS = {
     "a number": "b'Fatal Python error: x\\nStack (most recent call first):\\n'"
     " + b'  File \"x\", line ' + b'9' * 5000 + b' in y\\n'",
-    "bytes": "bytes(range(256)) * 100",
     "much": "b'x' * 50_000_000",
 }
 
@@ -227,47 +223,47 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("published", PUBLISHED)
-def test_odd_messages(started: World, published: str) -> None:
+def test_odd_messages(started: World) -> None:
     """The cell ends as it would have without, no process ends, and what else is shown is there."""
     started.execute("kept = rank")
-    body = "\n".join(f"    {line}" for line in (PREPARE + PUBLISHED[published]).splitlines())
     pids = dict(started.pids)
-    running = started.submit(started.task(f"if rank == 1:\n{body}\ndisplay('shown')"))
-    started.session.wait(running)
-    assert running.error() is None
-    assert "'shown'" in [shown.plain for shown in running.transcript[1].displays]
+    for name, published in PUBLISHED.items():
+        body = "\n".join(f"    {line}" for line in (PREPARE + published).splitlines())
+        running = ran(started, f"if rank == 1:\n{body}\ndisplay('shown')")
+        assert running.error() is None, name
+        assert "'shown'" in [shown.plain for shown in running.transcript[1].displays], name
     assert started.gather("kept") == [0, 1]
     assert started.pids == pids
 
 
 ANSWERS = (
-    *("{'error': 5}", "{}", "{'line': 'x', 'odd': 1}", "[]", "None"),
-    "{}, buffers=[b'']",
+    *("{'error': 5}", "[]"),
     "{}, buffers=[b'garbage']",
     "{}, buffers=[pickle.dumps(Place(line='x'))]",
     "{}, buffers=[b'\\x80\\x02cnbdist.wire.views\\nPlace\\n)\\x81.']",
-    "{}, buffers=[pickle.dumps(Place)]",
     "{}, buffers=[pickle.dumps(Traced(Place(), [1]))]",
     '{}, buffers=[b"cos\\nkill\\n(I%d\\nI9\\ntR." % os.getppid()]',
 )
 
 
-@pytest.mark.parametrize("answer", ANSWERS)
-def test_odd_answers_of_the_control_thread(started: World, answer: str) -> None:
+def test_odd_answers_of_the_control_thread(started: World) -> None:
     """Whoever asks where ranks are learns of the others; the cell goes on."""
     started.execute(
         PREPARE + "import os, pickle\nfrom nbdist.wire.control import Traced\n"
-        "from nbdist.wire.views import Place\nbefore = kernel.control_handlers['nbdist_request']\n"
-        "def odd(stream, ident, request):\n"
-        f"    session.send(stream, 'nbdist_reply', content={answer}, parent=request, ident=ident)\n"
-        "    stream.send_multipart([ident, b'garbage'])\n"
-        "if rank == 1: kernel.control_handlers['nbdist_request'] = odd"
+        "from nbdist.wire.views import Place\nbefore = kernel.control_handlers['nbdist_request']"
     )
-    running = started.submit(started.task("import time; time.sleep(0.5)"))
-    rows, stacks = started.status(), started.stacks()
-    assert [row.rank for row in rows] == [stack.rank for stack in stacks] == [0, 1]
-    started.session.wait(running)
-    assert running.error() is None
+    for answer in ANSWERS:
+        started.execute(
+            "def odd(stream, ident, request):\n"
+            f"    session.send(stream, 'nbdist_reply', content={answer}, parent=request,"
+            " ident=ident)\n"
+            "    stream.send_multipart([ident, b'garbage'])\n"
+            "if rank == 1: kernel.control_handlers['nbdist_request'] = odd"
+        )
+        running = started.submit(started.task("import time; time.sleep(0.1)"))
+        rows, stacks = started.status(), started.stacks()
+        assert [row.rank for row in rows] == [stack.rank for stack in stacks] == [0, 1], answer
+        started.session.wait(running)
+        assert running.error() is None, answer
     started.execute("kernel.control_handlers['nbdist_request'] = before")
     assert started.state is State.READY

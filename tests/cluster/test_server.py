@@ -8,31 +8,30 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
-from nbdist.cluster.server import HEARD, NodeServer, Refusals, addresses, listened_at
-from nbdist.cluster.ticket import KeyPair, Ticket, come_with, endpoint, listen_with
+from nbdist.cluster.server import NodeServer, Refusals, addresses, listened_at
+from nbdist.cluster.ticket import KeyPair, Ticket, come_with, endpoint
 from nbdist.wire.messages import Leave, Spare, Starting, down_from
 from nbdist.wire.node_messages import NodeHello, NodeUp, node_bytes
 from nbdist.wire.transfer import Kind, Numbered
-from tests.waiting import SOON
+from tests.waiting import SOON, until
 
 PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
-def connect(ticket: Ticket, identity: bytes = b"") -> zmq.Socket[bytes]:
-    """A socket of an agent that has this ticket."""
+def connect(ticket: Ticket, identity: bytes = b"", *, again: bool = True) -> zmq.Socket[bytes]:
+    """A socket of an agent that has this ticket, and may connect again by itself."""
     link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     link.linger = 0
+    if not again:
+        link.reconnect_ivl = -1
     if identity:
         link.routing_id = identity
     come_with(link, ticket)
@@ -48,25 +47,54 @@ async def next_message(link: zmq.Socket[bytes]) -> bytes:
             return message[0]
 
 
-async def until(is_so: Callable[[], object]) -> None:
-    """Wait for something that the server notices."""
-    async with asyncio.timeout(SOON):
-        while not is_so():  # noqa: ASYNC110 (there is no event where a thread of libzmq acts)
-            await asyncio.sleep(0.01)
+class Opened:
+    """A server that listens, and what comes in: messages, and who is lost or missed."""
+
+    def __init__(self) -> None:
+        self.said: list[NodeUp] = []
+        self.who: list[bytes] = []
+        self.lost: list[bytes] = []
+        self.missed: list[set[bytes]] = []
+        self.server = NodeServer(self._take, self.lost.append, self._miss)
+
+    def _take(self, identity: bytes, message: NodeUp) -> None:
+        self.who.append(identity)
+        self.said.append(message)
+
+    def _miss(self, identities: Collection[bytes]) -> None:
+        self.missed.append({*identities})
+
+    @property
+    def ticket(self) -> Ticket:
+        return self.server.ticket(("127.0.0.1",), fork=False)
+
+
+def with_server(
+    test: Callable[[Opened], Awaitable[None]], *addresses: str, link_timeout: float = 30.0
+) -> None:
+    async def main() -> None:
+        opened = Opened()
+        opened.server.open(*addresses, link_timeout=link_timeout)
+        try:
+            await test(opened)
+        finally:
+            await opened.server.close()
+
+    asyncio.run(main())
 
 
 def test_nobody_comes_but_where_it_listens() -> None:
-    """At one address, or two, on the same port."""
+    """At one address, or two, on the same port, which is among those that every user can have."""
 
-    async def open_one() -> list[bool]:
-        server = NodeServer(lambda _, __: None, lambda _: None, print)
-        server.open("127.0.0.1", "127.0.0.3")
-        try:
-            return [reaches(f"127.0.0.{number}", server.port) for number in (1, 2, 3)]
-        finally:
-            await server.close()
+    first, last = map(int, PORTS.read_text().split())
 
-    assert asyncio.run(open_one()) == [True, False, True]
+    async def test(opened: Opened) -> None:
+        port = opened.server.port
+        found = [reaches(f"127.0.0.{number}", port) for number in (1, 2, 3)]
+        assert found == [True, False, True]
+        assert first <= port <= last
+
+    with_server(test, "127.0.0.1", "127.0.0.3")
 
 
 def reaches(address: str, port: int) -> bool:
@@ -78,131 +106,77 @@ def reaches(address: str, port: int) -> bool:
     return True
 
 
-def test_the_kernel_chooses_the_port() -> None:
-    """Among those that every user can have."""
-
-    async def open_one() -> int:
-        server = NodeServer(lambda _, __: None, lambda _: None, print)
-        server.open()
-        try:
-            return server.port
-        finally:
-            await server.close()
-
-    first, last = map(int, PORTS.read_text().split())
-    assert first <= asyncio.run(open_one()) <= last
-
-
-def test_one_gate_after_another() -> None:
-    """Agents come in at each: nothing that is left of one before stands in the way."""
-
-    async def come_once() -> None:
-        said: list[NodeUp] = []
-        server = NodeServer(lambda _, message: said.append(message), lambda _: None, print)
-        server.open()
-        with connect(server.ticket(("127.0.0.1",), fork=True)) as link:
-            try:
-                link.send_multipart(Numbered().message([node_bytes(Starting(3))]))
-                await until(lambda: said)
-            finally:
-                await server.close()
-
-    async def come_and_come() -> None:
-        for _ in range(4):
-            await come_once()
-
-    asyncio.run(come_and_come())
-
-
 def test_agents_come_and_go() -> None:
     """What one sends arrives, it gets what is sent to it, and its end is noticed."""
 
-    async def come_and_go() -> None:
-        said: list[tuple[bytes, NodeUp]] = []
-        lost: list[bytes] = []
-        server = NodeServer(
-            lambda identity, message: said.append((identity, message)), lost.append, print
-        )
-        server.open()
-        link = connect(server.ticket(("127.0.0.1",), fork=True))
-        try:
+    async def test(opened: Opened) -> None:
+        with connect(opened.ticket) as link:
             link.send_multipart(Numbered().message([node_bytes(Starting(3))]))
-            await until(lambda: said)
-            identity, message = said[0]
-            assert message == Starting(3)
-            server.send(identity, Leave())
+            await until(lambda: opened.said)
+            assert opened.said == [Starting(3)]
+            opened.server.send(opened.who[0], Leave())
             assert down_from(await next_message(link)) == Leave()
-            assert (lost, server.refused) == ([], 0)
-            link.send_multipart([Numbered().sign(Kind.ENDED), identity])
-            await until(lambda: lost)
-            assert lost == [identity]
-        finally:
-            link.close()
-            await server.close()
+            assert (opened.lost, opened.server.refused) == ([], 0)
+            link.send_multipart([Numbered().sign(Kind.ENDED), opened.who[0]])
+            await until(lambda: opened.lost)
+            assert opened.lost == opened.who
 
-    asyncio.run(come_and_go())
+    with_server(test)
+    with_server(test)  # nothing that is left of one before stands in the way
 
 
 def test_an_agent_that_connects_again() -> None:
     """Each gets once what the other has said meanwhile; one that was given up is told so."""
 
-    async def come_again() -> None:
-        said: list[NodeUp] = []
-        lost: list[bytes] = []
-        server = NodeServer(lambda _, message: said.append(message), lost.append, print)
-        server.open()
-        ticket, talk = server.ticket(("127.0.0.1",), fork=True), Numbered()
+    async def test(opened: Opened) -> None:
+        ticket, talk = opened.ticket, Numbered()
         with connect(ticket, b"agent") as first:
             first.send_multipart(talk.message([node_bytes(Starting(0))]))
-            await until(lambda: said)
-        try:
-            for rank in (1, 2):
-                server.send(b"agent", Spare((rank,)))
-            talk.message([node_bytes(Starting(1))])  # of which nothing arrives
-            with connect(ticket, b"agent") as link:
-                link.send_multipart([talk.sign(Kind.AGAIN)])
-                for frames in [*talk.again()] * 2:
-                    link.send_multipart(frames)
-                assert [await next_message(link) for _ in range(2)] == [
-                    node_bytes(Spare((rank,))) for rank in (1, 2)
-                ]
-                await until(lambda: len(said) > 1)
-                assert (said, lost) == ([Starting(0), Starting(1)], [])
-            talk.take(bytes(Numbered().message([])[0]))
-            with connect(ticket, b"another") as link:
-                link.send_multipart([talk.sign(Kind.AGAIN)])
-                assert await asyncio.to_thread(link.poll, SOON * 1000)
-                assert link.recv().startswith(Kind.ENDED.value)
-        finally:
-            await server.close()
+            await until(lambda: opened.said)
+        for rank in (1, 2):
+            opened.server.send(b"agent", Spare((rank,)))
+        talk.message([node_bytes(Starting(1))])  # of which nothing arrives
+        with connect(ticket, b"agent") as link:
+            link.send_multipart([talk.sign(Kind.AGAIN)])
+            for frames in [*talk.again()] * 2:
+                link.send_multipart(frames)
+            assert [await next_message(link) for _ in range(2)] == [
+                node_bytes(Spare((rank,))) for rank in (1, 2)
+            ]
+            await until(lambda: len(opened.said) > 1)
+            assert (opened.said, opened.lost) == ([Starting(0), Starting(1)], [])
+        talk.take(bytes(Numbered().message([])[0]))
+        with connect(ticket, b"another") as link:
+            link.send_multipart([talk.sign(Kind.AGAIN)])
+            assert await asyncio.to_thread(link.poll, SOON * 1000)
+            assert link.recv().startswith(Kind.ENDED.value)
 
-    asyncio.run(come_again())
+    with_server(test)
 
 
 def test_strangers_are_refused_and_counted() -> None:
-    """One without the world's keys, and one that speaks no ZeroMQ: nothing of theirs arrives."""
+    """Each once: without the world's keys, and what speaks no ZeroMQ; not who says nothing.
 
-    async def come() -> None:
-        said: list[NodeUp] = []
-        server = NodeServer(lambda _, message: said.append(message), lambda _: None, print)
-        server.open()
-        ticket = server.ticket(("127.0.0.1",), fork=True)
-        links = [
-            connect(replace(ticket, keys=KeyPair.new())),
-            connect(replace(ticket, server_key=KeyPair.new().public)),
-        ]
-        try:
-            for link in links:
+    Nothing of theirs arrives.
+    """
+
+    async def test(opened: Opened) -> None:
+        ticket, server = opened.ticket, opened.server
+        with socket.create_connection(("127.0.0.1", ticket.port)):
+            pass
+        own, theirs = KeyPair.new(), KeyPair.new().public
+        for number, wrong in enumerate(
+            (replace(ticket, keys=own), replace(ticket, server_key=theirs)), 1
+        ):
+            with connect(wrong, again=False) as link:
                 link.send_multipart(Numbered().message([node_bytes(Starting(1))]))
-            await until(lambda: server.refused >= len(links))
-            assert said == []
-            assert "2 refused" in repr(server) or server.refused > 2
-        finally:
-            for link in links:
-                link.close()
-            await server.close()
+                await until(lambda number=number: server.refused == number)
+        with socket.create_connection(("127.0.0.1", ticket.port)) as other:
+            other.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+            await until(lambda: server.refused == 3)
+        assert opened.said == []
 
-    asyncio.run(come())
+    with_server(test)
 
 
 AGENT = """
@@ -224,33 +198,30 @@ while True: link.recv()
 def test_an_agent_that_falls_silent() -> None:
     """It is missed until it is there again, and lost where that takes too long."""
 
-    async def fall_silent() -> None:
-        said: list[bytes] = []
-        missed: list[set[bytes]] = []
-        lost: list[bytes] = []
-        server = NodeServer(lambda identity, _: said.append(identity), lost.append, missed.append)
-        server.open(link_timeout=2.0)
-        assert agent.stdin is not None
-        try:
-            agent.stdin.write(server.ticket(("127.0.0.1",), fork=True).to_line())
-            agent.stdin.flush()
-            await until(lambda: said)
-            agent.send_signal(signal.SIGSTOP)
-            await until(lambda: missed)
-            agent.send_signal(signal.SIGCONT)
-            await until(lambda: not missed[-1])
-            assert (missed[0], lost) == ({*said}, [])
-            agent.send_signal(signal.SIGSTOP)
-            await until(lambda: lost)
-            assert lost == said
-        finally:
-            await server.close()
+    async def test(opened: Opened) -> None:
+        start(agent, opened.ticket)
+        await until(lambda: opened.said)
+        agent.send_signal(signal.SIGSTOP)
+        await until(lambda: opened.missed)
+        agent.send_signal(signal.SIGCONT)
+        await until(lambda: not opened.missed[-1])
+        assert (opened.missed[0], opened.lost) == ({*opened.who}, [])
+        agent.send_signal(signal.SIGSTOP)
+        await until(lambda: opened.lost)
+        assert opened.lost == opened.who
 
     with subprocess.Popen([sys.executable, "-c", AGENT], stdin=subprocess.PIPE) as agent:
         try:
-            asyncio.run(fall_silent())
+            with_server(test, link_timeout=2.0)
         finally:
             agent.kill()
+
+
+def start(agent: subprocess.Popen[bytes], ticket: Ticket) -> None:
+    """Give it its ticket."""
+    assert agent.stdin is not None
+    agent.stdin.write(ticket.to_line())
+    agent.stdin.flush()
 
 
 @pytest.mark.world
@@ -258,100 +229,17 @@ def test_an_agent_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Its guard says so: a connection that is lost may come back."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
-    async def be_killed() -> None:
-        said: list[NodeUp] = []
-        lost: list[bytes] = []
-        server = NodeServer(lambda _, message: said.append(message), lost.append, print)
-        server.open(link_timeout=3600)
-        assert guard.stdin is not None
-        try:
-            guard.stdin.write(server.ticket(("127.0.0.1",), fork=False).to_line())
-            guard.stdin.flush()
-            await until(lambda: said)
-            assert isinstance(said[0], NodeHello)
-            os.kill(said[0].pid, signal.SIGKILL)
-            await until(lambda: lost)
-        finally:
-            await server.close()
+    async def test(opened: Opened) -> None:
+        start(guard, opened.ticket)
+        await until(lambda: opened.said)
+        (hello,) = opened.said
+        assert isinstance(hello, NodeHello)
+        os.kill(hello.pid, signal.SIGKILL)
+        await until(lambda: opened.lost)
 
     command = [sys.executable, "-P", "-m", "nbdist.agent", "--ticket"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as guard:
-        asyncio.run(be_killed())
-
-
-class Door:
-    """A socket that lets in whoever has its key, and what is counted at it."""
-
-    def __init__(self) -> None:
-        self.keys = KeyPair.new()
-        self.refusals = Refusals()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.linger = 0
-        listen_with(self._socket, self.keys)
-        self._monitor: Any = self._socket.get_monitor_socket(HEARD)
-        self.port = self._socket.bind_to_random_port("tcp://127.0.0.1", min_port=0)
-
-    def hear(self, last: int) -> int:
-        """Take in all events up to this one; how many were refused by then."""
-        deadline = time.monotonic() + SOON
-        while time.monotonic() < deadline:
-            if self._monitor.poll(100):
-                event = parse_monitor_message(self._monitor.recv_multipart())
-                self.refusals.take(event["event"], event["value"])
-                if event["event"] == last:
-                    return self.refusals.count
-        raise AssertionError("it did not happen")
-
-    def comer(self, server: str = "") -> zmq.Socket[bytes]:
-        """Somebody who connects, with a key of the server's, or none."""
-        comer = self._context.socket(zmq.DEALER)
-        comer.linger, comer.reconnect_ivl = 0, -1
-        if server:
-            own = KeyPair.new()
-            comer.curve_serverkey = server.encode()
-            comer.curve_publickey = own.public.encode()
-            comer.curve_secretkey = own.secret.encode()
-        comer.connect(f"tcp://127.0.0.1:{self.port}")
-        return comer
-
-    def close(self) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._context.destroy(0)
-
-
-@pytest.fixture
-def door() -> Iterator[Door]:
-    door = Door()
-    yield door
-    door.close()
-
-
-def test_one_with_the_key(door: Door) -> None:
-    """It is not counted, neither when it comes nor when it goes."""
-    comer = door.comer(door.keys.public)
-    assert door.hear(zmq.EVENT_HANDSHAKE_SUCCEEDED) == 0
-    comer.close()
-    assert door.hear(zmq.EVENT_DISCONNECTED) == 0
-
-
-@pytest.mark.parametrize("key", ["", KeyPair.new().public], ids=["none", "another"])
-def test_one_without_it(door: Door, key: str) -> None:
-    """It is counted once."""
-    with door.comer(key):
-        assert door.hear(zmq.EVENT_DISCONNECTED) == 1
-    assert repr(door.refusals) == "<Refusals 1>"
-
-
-def test_one_that_says_something_else(door: Door) -> None:
-    """It is counted; one that says nothing is not, though both just end."""
-    with socket.create_connection(("127.0.0.1", door.port)) as other:
-        other.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
-        assert door.hear(zmq.EVENT_DISCONNECTED) == 1
-    with socket.create_connection(("127.0.0.1", door.port)):
-        pass
-    assert door.hear(zmq.EVENT_DISCONNECTED) == 1
+        with_server(test, link_timeout=3600)
 
 
 def test_the_log_cannot_be_filled() -> None:

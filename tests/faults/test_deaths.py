@@ -9,7 +9,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.config import Patience
 from nbdist.errors import AgentLost, NbdistError, RanksReleased, UsageError, WorkerDied, WorkerError
 from nbdist.output.events import Died
 from nbdist.system.folders import RuntimeFolder
@@ -67,8 +65,6 @@ def death(world: World, source: str) -> tuple[Died, list[str]]:
     ("end", "number", "name"),
     [
         ("os.kill(os.getpid(), signal.SIGSEGV)", signal.SIGSEGV, "Segmentation fault"),
-        ("os.abort()", signal.SIGABRT, "Aborted"),
-        ("os.kill(os.getpid(), signal.SIGBUS)", signal.SIGBUS, "Bus error"),
         ("os.kill(os.getpid(), signal.SIGFPE)", signal.SIGFPE, "Floating point exception"),
     ],
 )
@@ -97,13 +93,6 @@ def test_crash_in_a_library(logged: World) -> None:
     assert lines[1:3] == ["  Cell In[5], line 2", "    if rank: ctypes.string_at(0)"]
     assert lines[3].startswith("  ctypes/__init__.py, line ")
     assert len(lines) == 5
-
-
-def test_no_crash(logged: World) -> None:
-    """A process that exits, or is killed, has no stack to tell."""
-    assert death(logged, "import os\nprint('bye')\nif rank: os._exit(3)")[1] == ["bye"]
-    end = "import os, signal\nif rank: os.kill(os.getpid(), signal.SIGKILL)"
-    assert death(logged, end)[1] == []
 
 
 def test_crash_of_a_spawned_worker(tmp_path: Path) -> None:
@@ -198,21 +187,19 @@ def world(started: World) -> World:
 
 
 def ends(world: World, running: RunningTask) -> NbdistError | None:
-    """Wait for the end of a cell; how long that took is printed."""
+    """Wait for the end of a cell."""
     world.session.wait(running)
-    sys.stdout.write(f"{running.age:.2f} s from the start to idle\n")
     return running.error()
 
 
 # --- what a death leads to ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("others", ["dist.barrier()", "time.sleep(600)"])
-def test_restart_all(world: World, others: str) -> None:
+def test_restart_all(world: World) -> None:
     """All workers are new after a death, as with torchrun; those that lived end at once."""
     world.session.on_failure = "restart-all"
     before = dict(world.pids)
-    running = world.submit(world.task(DIES + others))
+    running = world.submit(world.task(DIES + "time.sleep(600)"))
     error = ends(world, running)
     assert isinstance(error, WorkerDied)
     assert error.rank == 1
@@ -246,9 +233,13 @@ def test_restart_all_with_one_that_had_finished(world: World) -> None:
 
 
 def test_stop_policy(world: World) -> None:
-    """All workers end with a death; a start gives new ones."""
+    """All workers end with a death, not with an exception; a start gives new ones."""
     world.session.on_failure = "stop"
     before = dict(world.pids)
+    error = ends(world, world.submit(world.task("if rank == 1: raise ValueError\ndist.barrier()")))
+    assert isinstance(error, WorkerError)
+    assert not isinstance(error, WorkerDied)
+    assert world.gather("kept") == [0, 1, 2, 3]
     error = ends(world, world.submit(world.task(DIES + "dist.barrier()")))
     assert isinstance(error, WorkerDied)
     assert "All workers were ended (`--on-failure stop`)" in str(error)
@@ -256,15 +247,6 @@ def test_stop_policy(world: World) -> None:
     assert not any(os.path.exists(f"/proc/{pid}") for pid in before.values())
     world.start()
     world.execute(SUM)
-
-
-def test_policies_concern_deaths_alone(world: World) -> None:
-    """An exception ends nothing but the cell, whatever the policy is."""
-    world.session.on_failure = "stop"
-    error = ends(world, world.submit(world.task("if rank == 1: raise ValueError\ndist.barrier()")))
-    assert isinstance(error, WorkerError)
-    assert not isinstance(error, WorkerDied)
-    assert world.gather("kept") == [0, 1, 2, 3]
 
 
 def test_survivors_are_freed_whoever_they_wait_for(world: World) -> None:
@@ -353,14 +335,12 @@ def held(thread: int) -> Iterator[None]:
 # --- some ranks anew ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [(2,), (0, 3), (0, 1, 2, 3)])
+@pytest.mark.parametrize("ranks", [(0, 3), (0, 1, 2, 3)])
 def test_replace(world: World, ranks: tuple[int, ...]) -> None:
     """These ranks are new, and lack what was bound on them; the others keep all."""
     world.execute("net = rank")
     before = dict(world.pids)
-    started = time.monotonic()
     world.replace(ranks)
-    sys.stdout.write(f"{time.monotonic() - started:.2f} s\n")
     assert {rank for rank in before if before[rank] != world.pids[rank]} == set(ranks)
     kept = [None if rank in ranks else rank for rank in range(4)]
     assert world.gather("globals().get('kept')") == kept
@@ -377,24 +357,6 @@ def test_replace_while_a_cell_runs(world: World) -> None:
 
 
 # --- waits ----------------------------------------------------------------------------------
-
-
-def test_hang_timeout(world: World, tmp_path: Path) -> None:
-    """It says when waits are told; then is when they are."""
-    told: dict[float, float] = {}
-    for seconds in (0.5, 30.0):
-        sign = tmp_path / f"{seconds}"
-        wait = f"if rank == 1:\n    while not os.path.exists({str(sign)!r}): time.sleep(0.05)"
-        source = f"import os, time\n{wait}\ndist.barrier()"
-        running = world.submit(world.task(source), Patience(hang_timeout=seconds))
-        for _ in world.follow(running):
-            if running.waits:
-                told.setdefault(seconds, running.age)
-            if running.age > 2.5 and (seconds in told or seconds == 30.0):
-                sign.touch()
-        assert running.error() is None
-    assert told.keys() == {0.5}
-    sys.stdout.write(f"told after {told[0.5]:.2f} s\n")
 
 
 def test_what_a_failed_cell_has_begun_is_ended(world: World) -> None:
@@ -419,7 +381,10 @@ def test_what_a_failed_cell_has_begun_is_ended(world: World) -> None:
 
 
 def test_keep(world: World) -> None:
-    """Named variables are carried over, each rank's own, big ones too; nothing else is."""
+    """Named variables are carried over, each rank's own, big ones too; nothing else is.
+
+    What cannot be kept is told, and nothing is ended.
+    """
     world.execute("big = torch.full((100_000,), float(rank)); both = [big, big]; other = 1")
     world.restart(keep=["big", "both"])
     assert world.gather("big.sum().item()") == [rank * 100_000.0 for rank in range(4)]
@@ -428,14 +393,9 @@ def test_keep(world: World) -> None:
     world.replace([2], keep=["big"])
     assert world.gather("big[0].item()") == [0.0, 1.0, 2.0, 3.0]
     assert world.session.names.lacking([2]) == "both"
-
-
-@pytest.mark.parametrize("keep", ["nowhere", "lock"])
-def test_keep_what_cannot_be_kept(world: World, keep: str) -> None:
-    """It is told, and nothing is ended."""
     world.execute("import threading; lock = threading.Lock()")
     before = dict(world.pids)
-    with pytest.raises(NbdistError, match=keep):
-        world.restart(keep=[keep])
+    for keep in ("nowhere", "lock"):
+        with pytest.raises(NbdistError, match=keep):
+            world.restart(keep=[keep])
     assert world.pids == before
-    assert world.gather("kept") == [0, 1, 2, 3]

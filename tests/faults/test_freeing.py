@@ -6,13 +6,10 @@ They learn why, and all goes on: also where ranks wait for one another for what 
 from __future__ import annotations
 
 import re
-import sys
-import time
 from collections.abc import Iterator
 
 import pytest
 
-from nbdist.config import Patience
 from nbdist.errors import RanksReleased, WorkerDied, WorkerError
 from nbdist.world.running import RunningTask
 from nbdist.world.states import State
@@ -28,13 +25,16 @@ pytestmark = pytest.mark.shared_world
 BIG = {name: COLLECTIVES[name] for name in ("all_reduce", "all_gather")} | BIG_ONLY
 """What other ranks have begun to send one another by then, and more than sockets take."""
 
-ANY = {"recv from any": "dist.recv(t)"}  # gloo's alone
-
+KINDS = (
+    *("all_reduce", "broadcast", "all_gather", "reduce_scatter", "recv", "batch_isend_irecv"),
+    *("async", "mesh", "DDP", "FSDP2 backward", "DTensor", "barrier", "all_gather_object"),
+)
 CASES = [
-    *((source, 256) for source in (SMALL | ANY).values()),
+    *((SMALL[name], 256) for name in KINDS),
+    ("dist.recv(t)", 256),  # from any rank: gloo's alone
     *((source, 5_000_000) for source in BIG.values()),
 ]
-NAMES = [*SMALL, *ANY, *(f"{name} of 20 MB" for name in BIG)]
+NAMES = [*KINDS, "recv from any", *(f"{name} of 20 MB" for name in BIG)]
 
 MODEL_WORKS = """
 t = torch.full((1,), float(rank))
@@ -81,12 +81,9 @@ def world(started: World) -> World:
 
 
 def fails(world: World, source: str) -> tuple[RunningTask, WorkerError]:
-    """Run a cell that has to fail; how long it took is printed."""
+    """Run a cell that has to fail."""
     running = world.submit(world.task(source))
-    started = time.monotonic()
     world.session.wait(running)
-    seconds = time.monotonic() - started
-    sys.stdout.write(f"{seconds:.2f} s from the start to idle\n")
     error = running.error()
     assert isinstance(error, WorkerError)
     assert not running.unfinished
@@ -157,7 +154,6 @@ assert t.item() == sum(range(world_size)), t
 
 MEETINGS = {
     "new_group": "dist.new_group()",
-    "new_subgroups": "dist.new_subgroups(world_size)",
     "init_device_mesh": "init_device_mesh(device.type, (2, world_size // 2))",
 }
 
@@ -169,15 +165,6 @@ def test_one_rank_raises_before_a_group_is_made(world: World, function: str) -> 
     _, error = fails(world, f"if rank == 1: raise ValueError('bad')\n{MEETINGS[function]}")
     assert f"ValueError: bad. Ranks 0,2-3 were waiting in {function} (line 2) and " in str(error)
     assert world.pids == before
-    world.execute(ALL_MEET)
-    goes_on(world)
-
-
-def test_a_skipped_new_group(world: World) -> None:
-    """The cell says who waits in the store for whom."""
-    _, error = fails(world, "if rank != 1:\n    dist.new_group()")
-    assert isinstance(error, RanksReleased)
-    assert str(error).startswith("ranks 0,2-3 wait in new_group, line 2; rank 1 finished the cell")
     world.execute(ALL_MEET)
     goes_on(world)
 
@@ -203,7 +190,7 @@ def test_slow_is_not_stuck(world: World) -> None:
 DEAF = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
 
 
-@pytest.mark.parametrize("waits", ["dist.barrier()", "dist.new_group()", f"{DEAF}dist.new_group()"])
+@pytest.mark.parametrize("waits", ["dist.barrier()", f"{DEAF}dist.new_group()"])
 def test_stop(world: World, waits: str) -> None:
     """It ends a wait, in the store too, also of code that ignores SIGINT; nobody loses anything."""
     before = dict(world.pids)
@@ -238,7 +225,6 @@ def test_who_waits_for_whom_is_told(world: World) -> None:
     for _ in world.follow(running):
         if running.waits == said:
             break
-    sys.stdout.write(f"told after {running.age:.2f} s\n")
     world.interrupt()
     world.session.wait(running)
     goes_on(world)
@@ -258,7 +244,6 @@ def test_long_transfers_are_not_stuck(world: World) -> None:
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL", 0),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV", 1),
-        ("os._exit(3)", "exited with code 3", 0),
     ],
 )
 def test_a_rank_dies_in_a_collective(world: World, end: str, told: str, dying: int) -> None:
@@ -284,14 +269,6 @@ def test_a_rank_dies_in_a_collective(world: World, end: str, told: str, dying: i
     )
 
 
-def test_a_second_death_before_the_first_is_healed(world: World) -> None:
-    """Both are replaced."""
-    _, error = fails(world, "import os\nif rank < 2: os._exit(rank + 1)\ndist.barrier()")
-    assert isinstance(error, WorkerDied)
-    assert world.gather("rank") == [*range(world.size)]
-    world.execute("dist.barrier()")
-
-
 @pytest.fixture
 def many(started: World) -> World:
     """Eight ranks in its place."""
@@ -299,17 +276,6 @@ def many(started: World) -> World:
         started.restart(8)
         started.execute(SET_UP)
     return started
-
-
-def test_one_rank_of_many_raises(many: World) -> None:
-    """As with few: that one exception, who waited in what, and all goes on."""
-    _, error = fails(
-        many,
-        "t = torch.ones(5_000_000)\nif rank == 1:\n    raise ValueError('bad')\ndist.all_reduce(t)",
-    )
-    assert error.errors.keys() == {1}
-    assert f"ValueError: bad. Ranks 0,2-{many.size - 1} were waiting in " in str(error)
-    goes_on(many)
 
 
 def test_two_of_many_die(many: World) -> None:
@@ -344,7 +310,6 @@ def runs(world: World, source: str, stop_after: float = SOON) -> RunningTask:
         if running.age > stop_after and not stopped:
             stopped = True
             world.interrupt()
-    sys.stdout.write(f"{running.age:.2f} s: {running.error()}\n")
     assert stopped == (stop_after < SOON), "not freed by itself"
     return running
 
@@ -367,8 +332,7 @@ RECEIVES = {
 
 @pytest.mark.parametrize(
     ("name", "others"),
-    [("recv", "time.sleep(600)"), ("a thread", "time.sleep(600)")]
-    + [(name, "pass") for name in RECEIVES],
+    [("a thread", "time.sleep(600)"), ("recv", "pass"), ("irecv", "pass"), ("a tag", "pass")],
 )
 def test_a_message_from_any_rank_that_never_comes(world: World, name: str, others: str) -> None:
     """Who waits for it is freed, by Stop, or by itself where all others have finished."""
@@ -389,19 +353,10 @@ NEVER_MEET = {
         "rank 0 is in all_reduce (line 3), {others} in barrier (line 5): these calls do not "
         "match and would wait forever",
     ),
-    "one ahead": (
-        "if rank == 0:\n    dist.all_reduce(t, async_op=True)\ndist.barrier()",
-        "these calls do not match and would wait forever; the first that differ: rank 0 "
-        "all_reduce, {others} barrier",
-    ),
     "groups": (
         "if rank == 0:\n    dist.all_reduce(t, group=evens)\nelse:\n    dist.all_reduce(t)",
         "rank 0 is in all_reduce (line 3), {others} in all_reduce (line 5): all ranks wait for "
         "each",
-    ),
-    "receive and collective": (
-        "if rank == 0:\n    dist.recv(t, 1)\nelse:\n    dist.barrier()",
-        "rank 0 is in recv (line 3), {others} in barrier (line 5): all ranks wait for each other",
     ),
     "all receive": (
         "dist.recv(t, (rank + 1) % world_size)",
@@ -426,21 +381,6 @@ def test_ranks_that_never_meet(world: World, name: str) -> None:
     all_go_on(world, before)
 
 
-def test_told_only(world: World) -> None:
-    """With --no-free nobody is freed, and Stop takes nothing from anybody."""
-    before = dict(world.pids)
-    source = "if rank == 0:\n    dist.all_reduce(torch.ones(2))\nelse:\n    dist.barrier()"
-    running = world.submit(world.task(source), Patience(hang_timeout=0.5, aborts=False))
-    told = " · these calls do not match and would wait forever"
-    for _ in world.follow(running):
-        if running.age > 3.0 and "in barrier" in running.waits and running.waits.endswith(told):
-            break
-    assert not running.aborted
-    world.interrupt()
-    world.session.wait(running)
-    all_go_on(world, before)
-
-
 MEET_IN_THE_END = {
     "a rank that holds the GIL": "if rank == 1: sum(range(80_000_000))\ndist.barrier()",
     "a stopped rank": "import os, signal, subprocess\nif rank == 1:\n"
@@ -454,10 +394,6 @@ MEET_IN_THE_END = {
     "def send():\n    time.sleep(3); dist.send(torch.ones(2), (rank + 1) % world_size)\n"
     "thread = threading.Thread(target=send); thread.start()\n"
     "dist.recv(t, (rank - 1) % world_size); thread.join()",
-    "something else": "work = dist.all_reduce(t, async_op=True) if rank == 0 else None\n"
-    "import threading; threading.Event().wait(3) if rank == 0 else dist.recv(t, 0)\n"
-    "if rank == 0: [dist.send(torch.ones(2), other) for other in range(1, world_size)]\n"
-    "work.wait() if rank == 0 else dist.all_reduce(t)",
     "many small ones": "for _ in range(1000): dist.all_reduce(t)",
     "a child": "import subprocess\nif rank == 1: subprocess.run(['sleep', '2.5'])\ndist.barrier()",
 }

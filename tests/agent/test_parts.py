@@ -1,0 +1,205 @@
+"""What `nbdist.agent.forming` asks of each part: the same of workers here, elsewhere, and a fake.
+
+The fake is that of the tests of forming, which need no process where it keeps this contract.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+
+from nbdist.agent import rendezvous, worker_group
+from nbdist.agent.forming import Part
+from nbdist.agent.rendezvous import StoreWindow
+from nbdist.agent.worker_group import PartCalls, WorkerGroup
+from nbdist.cluster.node import Node
+from nbdist.seats import Position
+from nbdist.wire.control import HeldGroups
+from nbdist.wire.messages import StartFailure, WorldStarted
+from nbdist.wire.node_messages import Held, NodeAsk, NodeDown, NodeFacts, NodeHello, Plan
+from nbdist.wire.spec import WorldSpec
+from nbdist.wire.store import HostedStore
+from tests.agent.parts import FakePart
+from tests.agent.sources import Bench, Source, worker_start
+from tests.waiting import SOON, until
+
+pytestmark = pytest.mark.own_agent
+
+
+@dataclass
+class Tried:
+    """A part, how one of its ranks dies, and how it comes that no rank can form a group."""
+
+    part: Part
+    kill: Callable[[int], Awaitable[None]]
+    fail: Callable[[WorldSpec], WorldSpec]
+    wait: Callable[[], None] = lambda: None
+
+
+Test = Callable[[Tried, WorldSpec], Awaitable[None]]
+Run = Callable[[Test], None]
+
+
+def fake() -> Tried:
+    part = FakePart()
+
+    async def kill(rank: int) -> None:
+        part.die(rank)
+
+    def fail(spec: WorldSpec) -> WorldSpec:
+        part.fails = "it exited with code 1"
+        return spec
+
+    return Tried(part, kill, fail, lambda: setattr(part, "waits", True))
+
+
+def linked(group: WorkerGroup) -> Node:
+    """The head's end of a link to an agent that has these workers."""
+    calls, tasks = PartCalls(group, "127.0.0.1"), set[asyncio.Task[None]]()
+
+    async def answer(asked: NodeAsk) -> None:
+        node.answered(asked.id, await calls.answer(asked.request), of_part=True)
+
+    def send(message: NodeDown) -> None:
+        assert isinstance(message, NodeAsk)
+        tasks.add(asyncio.ensure_future(answer(message)))
+
+    facts = NodeFacts("a", 0, "127.0.0.1", 1, 2, (), "", {})
+    node = Node(0, socket.gethostname(), NodeHello("", 0, facts), send)
+    return node
+
+
+@asynccontextmanager
+async def real(bench: Bench, source: Source, kind: str) -> AsyncIterator[Tried]:
+    is_far = kind == "elsewhere"
+    store = StoreWindow(bench.runtime, HostedStore().ask) if is_far else None
+    group = WorkerGroup(
+        bench.runtime, source.children, source.forker, lambda *_: None, lambda _: None, store
+    )
+
+    async def kill(rank: int) -> None:
+        os.kill(group.all[rank].pid, signal.SIGKILL)
+        await until(lambda: not group.alive([rank]))
+
+    def fail(spec: WorldSpec) -> WorldSpec:
+        return replace(spec, environ={**spec.environ, "GLOO_SOCKET_IFNAME": "nowhere0"})
+
+    try:
+        yield Tried(linked(group) if is_far else group, kill, fail)
+    finally:
+        await group.stop(0.0)
+        group.close()
+        if store is not None:
+            await store.close()
+
+
+@pytest.fixture(params=["fake", "here", "elsewhere"])
+def run(request: pytest.FixtureRequest, bench: Bench) -> Run:
+    """Runs a test with a part of this kind, and a world of two ranks on it."""
+
+    def run(test: Test) -> None:
+        async def main(source: Source) -> None:
+            spec = replace(
+                worker_start(bench.runtime).world,
+                world_size=2,
+                backend="gloo",
+                seats=(Position(0, 0), Position(0, 1)),
+            )
+            async with real(bench, source, request.param) as tried, asyncio.timeout(SOON):
+                await test(tried, spec)
+
+        async def without() -> None:
+            await test(fake(), WorldSpec(2, "gloo", {}, "/", (), 1, "python"))
+
+        if request.param == "fake":
+            asyncio.run(without())
+        else:
+            bench.run(main)
+
+    return run
+
+
+def test_its_ranks(run: Run) -> None:
+    """They start, and are replaced, called by other numbers and ended; those that live stay."""
+
+    async def test(tried: Tried, spec: WorldSpec) -> None:
+        part = tried.part
+        started = await part.start_part(spec, (0, 1), 1)
+        assert isinstance(started, WorldStarted)
+        assert (started.pids.keys(), started.logs) == ({0, 1}, {0: "", 1: ""})
+        held = [HeldGroups(rank, 2, {}) for rank in (0, 1)]
+        assert await part.held() == Held(dict(enumerate(held)))
+        await tried.kill(1)
+        assert await part.held() == Held({0: held[0]})
+        assert await part.prepare(spec, (1,)) == ""
+        formed = await part.form(Plan(spec, 1, 2, 1, (1,), {}), (0, 1))
+        assert (formed.problem, sorted(formed.alive)) == ("", [0, 1])
+        assert formed.pids[0] == started.pids[0]
+        assert formed.pids[1] != started.pids[1]
+        assert await part.held() == Held(dict(enumerate(held)))
+        await part.end((0,), 0.0)
+        await part.end((0,), 0.0)  # which it has no more
+        await part.renumber({1: 0})
+        fewer = replace(spec, world_size=1, seats=spec.seats[:1])
+        alone = await part.form(Plan(fewer, 1, 3, 3, (), None), (0,))
+        assert (alone.problem, alone.alive, dict(alone.pids)) == ("", (0,), {0: formed.pids[1]})
+        assert await part.held() == Held({0: HeldGroups(0, 1, {})})
+        await part.end((0,), 0.0)
+        assert await part.held() == Held({})
+
+    run(test)
+
+
+def test_a_start_that_fails(run: Run) -> None:
+    """It is said of which rank, and why; none of them lives on."""
+
+    async def test(tried: Tried, spec: WorldSpec) -> None:
+        failed = await tried.part.start_part(tried.fail(spec), (0, 1), 1)
+        assert isinstance(failed, StartFailure)
+        assert (failed.rank in (0, 1), failed.reason) == (True, "it exited with code 1")
+        assert await tried.part.held() == Held({})
+
+    run(test)
+
+
+def test_ranks_of_other_parts_that_do_not_come(run: Run) -> None:
+    """Those that wait for them are ended where that is called off, for this generation alone."""
+
+    async def test(tried: Tried, spec: WorldSpec) -> None:
+        tried.wait()
+        start = asyncio.ensure_future(tried.part.start_part(spec, (0,), 1))
+        await asyncio.sleep(0.1)
+        await tried.part.call_off(2)
+        await asyncio.sleep(0.1)
+        assert not start.done()
+        await tried.part.call_off(1)
+        failed = await start
+        assert isinstance(failed, StartFailure)
+        assert failed.reason == "it was killed by SIGKILL"
+        assert await tried.part.held() == Held({})
+
+    run(test)
+
+
+def test_a_silent_survivor(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ended after a while, so that it is restarted alone, and the world goes on."""
+    monkeypatch.setattr(worker_group, "HEAL_TIMEOUT", 0.1)
+    monkeypatch.setattr(rendezvous, "CALLED_OFF_GRACE", 0.1)
+    spec = worker_start(bench.runtime).world
+
+    async def test(source: Source) -> None:
+        async with real(bench, source, "here") as tried:
+            started = await tried.part.start_part(spec, (0,), 1)
+            assert isinstance(started, WorldStarted)
+            os.kill(started.pids[0], signal.SIGSTOP)
+            formed = await tried.part.form(Plan(spec, 1, 2, 1, (), {}), (0,))
+        assert (formed.alive, formed.problem) == ((), "a rank did not answer")
+
+    bench.run(test)
