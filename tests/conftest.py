@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import compileall
+import inspect
 import io
 import os
 import shutil
@@ -10,7 +12,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 
@@ -29,6 +31,7 @@ from tests.tiers import (  # noqa: F401 (pytest's hooks)
     pytest_xdist_make_scheduler,
 )
 from tests.traces import MARK, Traces, complain
+from tests.waiting import SOON
 from tests.worlds import IDLE_IMPORTS, NewWorld, SharedAgent
 
 # What lasts as long as the run once a test has asked for it; a module whose fixtures ask for it
@@ -67,6 +70,26 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         sys.dont_write_bytecode = before
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine: by the `runner` that its fixtures use, or one of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = pyfuncitem.funcargs
+    arguments = {name: given[name] for name in pyfuncitem._fixtureinfo.argnames}
+    runner = given.get("runner")
+    with asyncio.Runner() if runner is None else nullcontext(runner) as found:
+        found.run(asyncio.wait_for(pyfuncitem.obj(**arguments), SOON))
+    return True
+
+
+@pytest.fixture
+def runner() -> Iterator[asyncio.Runner]:
+    """The loop of a test and of its fixtures."""
+    with asyncio.Runner() as runner:
+        yield runner
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,22 +1,31 @@
-"""A fork server of their own for the tests of a module, as an agent has one."""
+"""What workers come from, as an agent has it."""
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from nbdist.system.prctl import adopt_orphans
-from tests.agent.sources import Bench
+from tests.agent.sources import Bench, Source
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
-    adopt_orphans()  # as an agent does
-    with tempfile.TemporaryDirectory(prefix="nbt-") as folder:
-        bench = Bench(Path(folder))
+    """A fork server for all tests of a module."""
+    with tempfile.TemporaryDirectory(prefix="nbt-") as folder, asyncio.Runner() as runner:
+        bench = Bench("fork", Path(folder), runner)
         yield bench
         bench.close()
-    adopt_orphans(adopts=False)
+
+
+@pytest.fixture
+def source(
+    request: pytest.FixtureRequest, runtime: Path, runner: asyncio.Runner
+) -> Iterator[Source]:
+    """A spawner, or of another kind, for the test alone."""
+    bench = Bench(getattr(request, "param", "spawn"), runtime, runner)
+    yield bench.source
+    bench.close()

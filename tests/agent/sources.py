@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from jupyter_client.connect import write_connection_file
@@ -72,46 +71,24 @@ class Source:
 
 
 class Bench:
-    """A fork server for all tests of a module, on a loop that runs while one of them does."""
+    """What workers come from, on a loop that runs while a test does."""
 
-    def __init__(self, runtime: Path) -> None:
-        self.runtime = runtime
-        self._runner = asyncio.Runner()
-        self._source = self._runner.run(self._make())
+    def __init__(self, kind: str, runtime: Path, runner: asyncio.Runner) -> None:
+        self.runtime, self.runner = runtime, runner
+        self._kind = kind
+        self._faults: list[dict[str, object]] = []  # in callbacks, by which an agent would end
+        adopt_orphans()  # as an agent does
+        self.source = runner.run(self._make())
 
     async def _make(self) -> Source:
-        return Source("fork", self.runtime)
-
-    def run(self, test: Callable[[Source], Awaitable[None]]) -> None:
-        """With what workers come from."""
-
-        async def main() -> None:
-            await test(self._source)
-
-        self._runner.run(main())
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, fault: self._faults.append(fault))
+        return Source(self._kind, self.runtime)
 
     def close(self) -> None:
         async def end() -> None:
-            self._source.close()
+            self.source.close()
 
-        self._runner.run(end())
-        self._runner.close()
-
-
-def run(kind: str, runtime: Path, test: Callable[[Source], Awaitable[None]]) -> None:
-    faults: list[dict[str, object]] = []  # in callbacks, by which an agent would end
-
-    async def main() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
-        source = Source(kind, runtime)
-        try:
-            await test(source)
-        finally:
-            source.close()
-
-    adopt_orphans()  # as an agent does
-    try:
-        asyncio.run(main())
-    finally:
+        self.runner.run(end())
         adopt_orphans(adopts=False)
-    assert faults == []
+        assert self._faults == []

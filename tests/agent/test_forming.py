@@ -5,8 +5,6 @@ The parts here have no processes; that they answer as others do is proved in `te
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -38,9 +36,9 @@ class TwoParts:
         return started
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    """Run it, with a bound."""
-    asyncio.run(asyncio.wait_for(test, 10.0))
+@pytest.fixture
+def world() -> TwoParts:
+    return TwoParts()
 
 
 @pytest.mark.parametrize(
@@ -61,132 +59,90 @@ def test_groups_are_kept_where_all_have_a_world_of_that_size(
     assert groups_to_keep({**said, 2: None}, 3) == kept
 
 
-def test_a_start_on_two_nodes() -> None:
+async def test_a_start_on_two_nodes(world: TwoParts) -> None:
     """Each starts its own ranks, at once; what both lack is said once."""
-
-    async def test() -> None:
-        world = TwoParts()
-        started = await world.forming.start(spec_of(4))
-        assert started == WorldStarted(
-            {0: 1, 1: 101, 2: 2, 3: 102}, dict.fromkeys(range(4), ""), ("no nccl",)
-        )
-        assert world.one.asked == ["start [0, 2]"]
-        assert world.other.asked == ["start [1, 3]"]
-
-    run(test())
+    started = await world.forming.start(spec_of(4))
+    assert started == WorldStarted(
+        {0: 1, 1: 101, 2: 2, 3: 102}, dict.fromkeys(range(4), ""), ("no nccl",)
+    )
+    assert world.one.asked == ["start [0, 2]"]
+    assert world.other.asked == ["start [1, 3]"]
 
 
-def test_a_start_that_fails_on_one_node() -> None:
+async def test_a_start_that_fails_on_one_node(world: TwoParts) -> None:
     """The other is called off, whose ranks wait; the failure that was first is the one."""
-
-    async def test() -> None:
-        world = TwoParts()
-        world.one.waits, world.other.fails = True, "no such file"
-        failed = await world.forming.start(spec_of(4))
-        assert isinstance(failed, StartFailure)
-        assert (failed.rank, failed.host, failed.reason) == (1, "node1", "no such file")
-        assert world.one.asked == ["start [0, 2]", "call off 1", "end [0, 2]"]
-
-    run(test())
+    world.one.waits, world.other.fails = True, "no such file"
+    failed = await world.forming.start(spec_of(4))
+    assert isinstance(failed, StartFailure)
+    assert (failed.rank, failed.host, failed.reason) == (1, "node1", "no such file")
+    assert world.one.asked == ["start [0, 2]", "call off 1", "end [0, 2]"]
 
 
-def test_a_rank_is_replaced_where_it_was() -> None:
+async def test_a_rank_is_replaced_where_it_was(world: TwoParts) -> None:
     """What can start it is there before anybody waits; all form the group, with what they hold."""
-
-    async def test() -> None:
-        world = TwoParts()
-        await world.start()
-        world.one.die(2)
-        world.other.alive[3] = HeldGroups(3, 4, {"pair": (2, 3)})
-        healed = await world.forming.heal()
-        assert (healed.problem, dict(healed.pids)) == ("", {0: 1, 1: 101, 2: 3, 3: 102})
-        assert world.one.asked == ["prepare [2]", "form 2 of [0, 2] with ['pair']"]
-        assert world.other.asked == ["form 2 of [1, 3] with ['pair']"]
-
-    run(test())
+    await world.start()
+    world.one.die(2)
+    world.other.alive[3] = HeldGroups(3, 4, {"pair": (2, 3)})
+    healed = await world.forming.heal()
+    assert (healed.problem, dict(healed.pids)) == ("", {0: 1, 1: 101, 2: 3, 3: 102})
+    assert world.one.asked == ["prepare [2]", "form 2 of [0, 2] with ['pair']"]
+    assert world.other.asked == ["form 2 of [1, 3] with ['pair']"]
 
 
 @pytest.mark.parametrize("again", [1, HEAL_TRIES - 1])
-def test_more_die_while_the_others_form_the_group(again: int) -> None:
+async def test_more_die_while_the_others_form_the_group(world: TwoParts, again: int) -> None:
     """Each is replaced too, in another generation, wherever it was; the others stay."""
-
-    async def test() -> None:
-        world = TwoParts()
-        await world.start()
-        world.one.die(0)
-        world.other.problems = ["rank 3 died"] * again
-        healed = await world.forming.heal()
-        assert (healed.problem, [*healed.pids]) == ("", [0, 1, 2, 3])
-        assert world.forming.generation == 2 + again
-        assert (healed.pids[1], healed.pids[2], healed.pids[3]) == (101, 2, 102 + again)
-
-    run(test())
+    await world.start()
+    world.one.die(0)
+    world.other.problems = ["rank 3 died"] * again
+    healed = await world.forming.heal()
+    assert (healed.problem, [*healed.pids]) == ("", [0, 1, 2, 3])
+    assert world.forming.generation == 2 + again
+    assert (healed.pids[1], healed.pids[2], healed.pids[3]) == (101, 2, 102 + again)
 
 
-def test_forming_is_called_off_everywhere() -> None:
+async def test_forming_is_called_off_everywhere(world: TwoParts) -> None:
     """The problem of who could not come is the one, not what follows from it."""
-
-    async def test() -> None:
-        world = TwoParts()
-        await world.start()
-        world.one.waits, world.other.lack = True, "rank 1 could not start"
-        world.other.die(1)
-        assert (await world.forming.heal()).problem == "rank 1 could not start"
-        assert world.one.asked == []  # before anybody waits
-        world.other.lack, world.other.problems = "", ["rank 1 died"] * HEAL_TRIES
-        assert (await world.forming.heal()).problem == "rank 1 died"
-        assert world.one.asked[:2] == ["form 2 of [0, 2] with []", "call off 2"]
-
-    run(test())
+    await world.start()
+    world.one.waits, world.other.lack = True, "rank 1 could not start"
+    world.other.die(1)
+    assert (await world.forming.heal()).problem == "rank 1 could not start"
+    assert world.one.asked == []  # before anybody waits
+    world.other.lack, world.other.problems = "", ["rank 1 died"] * HEAL_TRIES
+    assert (await world.forming.heal()).problem == "rank 1 died"
+    assert world.one.asked[:2] == ["form 2 of [0, 2] with []", "call off 2"]
 
 
-def test_ranks_that_die_again_and_again() -> None:
+async def test_ranks_that_die_again_and_again(world: TwoParts) -> None:
     """It is tried so often, each time as another generation; not where all live and do not meet."""
-
-    async def test() -> None:
-        world = TwoParts()
-        await world.start()
-        world.other.problems = ["it died again"] * 99
-        assert (await world.forming.heal()).problem == "it died again"
-        assert world.forming.generation == 1 + HEAL_TRIES
-        world.other.problems, world.other.stays = ["they do not meet"], True
-        assert (await world.forming.heal()).problem == "they do not meet"
-        assert world.forming.generation == 2 + HEAL_TRIES
-
-    run(test())
+    await world.start()
+    world.other.problems = ["it died again"] * 99
+    assert (await world.forming.heal()).problem == "it died again"
+    assert world.forming.generation == 1 + HEAL_TRIES
+    world.other.problems, world.other.stays = ["they do not meet"], True
+    assert (await world.forming.heal()).problem == "they do not meet"
+    assert world.forming.generation == 2 + HEAL_TRIES
 
 
-def test_more_ranks_and_fewer() -> None:
+async def test_more_ranks_and_fewer(world: TwoParts) -> None:
     """No group of another size is kept; a rank that leaves is asked to, where it is."""
-
-    async def test() -> None:
-        world = TwoParts()
-        await world.start(2)
-        grown = await world.forming.scale(spec_of(3), (0, 1))
-        assert (grown.not_scaled, [*grown.pids]) == ("", [0, 1, 2])
-        assert world.one.take_asked() == [
-            *("prepare [2]", "prepare [2]", "form 2 of [0, 2] with None")
-        ]
-        assert world.other.take_asked() == ["form 2 of [1] with None"]
-        shrunk = await world.forming.scale(spec_of(1), (0,))
-        assert [*shrunk.pids] == [0]
-        assert world.one.asked == ["end [2]", "form 3 of [0] with None"]
-        assert world.other.asked == ["end [1]"]
-        await world.forming.stop(1.0)
-        assert world.one.alive == {}
-
-    run(test())
+    await world.start(2)
+    grown = await world.forming.scale(spec_of(3), (0, 1))
+    assert (grown.not_scaled, [*grown.pids]) == ("", [0, 1, 2])
+    assert world.one.take_asked() == [*("prepare [2]", "prepare [2]", "form 2 of [0, 2] with None")]
+    assert world.other.take_asked() == ["form 2 of [1] with None"]
+    shrunk = await world.forming.scale(spec_of(1), (0,))
+    assert [*shrunk.pids] == [0]
+    assert world.one.asked == ["end [2]", "form 3 of [0] with None"]
+    assert world.other.asked == ["end [1]"]
+    await world.forming.stop(1.0)
+    assert world.one.alive == {}
 
 
 @pytest.mark.parametrize("what", [{"lack": "no room"}, {"problems": ["no room"] * HEAL_TRIES}])
-def test_more_ranks_than_can_be(what: dict[str, Any]) -> None:
+async def test_more_ranks_than_can_be(world: TwoParts, what: dict[str, Any]) -> None:
     """There are as many as before, and it is said why not more."""
-
-    async def test() -> None:
-        world = TwoParts()
-        await world.start(2)
-        vars(world.other).update(what)
-        kept = await world.forming.scale(spec_of(4), (0, 1))
-        assert (kept.not_scaled, [*kept.pids]) == ("no room", [0, 1])
-
-    run(test())
+    await world.start(2)
+    vars(world.other).update(what)
+    kept = await world.forming.scale(spec_of(4), (0, 1))
+    assert (kept.not_scaled, [*kept.pids]) == ("no room", [0, 1])

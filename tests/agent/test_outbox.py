@@ -6,8 +6,6 @@ What is kept in order, and what makes room.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import pytest
 
@@ -188,7 +186,7 @@ def test_what_was_taken_makes_room() -> None:
     assert filled(backlog, *figures[3:]) == figures[3:]
 
 
-class Notebook:
+class Reader:
     """The other end: collects batches, and acknowledges when it is told to."""
 
     def __init__(self) -> None:
@@ -216,94 +214,72 @@ def another(text: str) -> str:
     return text.encode().decode()
 
 
-def run(test: Callable[[Notebook], Coroutine[Any, Any, None]]) -> None:
-    async def main() -> None:
-        await test(Notebook())
-
-    asyncio.run(main())
+@pytest.fixture
+def notebook() -> Reader:
+    return Reader()
 
 
-def test_outputs_are_batched():
+async def test_outputs_are_batched(notebook: Reader) -> None:
     """What is said within a moment leaves together, text of one rank as one piece."""
-
-    async def test(notebook: Notebook) -> None:
-        for number in range(100):
-            notebook.say(f"{number}\n")
-        assert notebook.batches == []
-        await notebook.wait_for(1)
-        assert notebook.items() == [
-            (0, "cell", Text("stdout", "".join(f"{number}\n" for number in range(100))))
-        ]
-
-    run(test)
+    for number in range(100):
+        notebook.say(f"{number}\n")
+    assert notebook.batches == []
+    await notebook.wait_for(1)
+    assert notebook.items() == [
+        (0, "cell", Text("stdout", "".join(f"{number}\n" for number in range(100))))
+    ]
 
 
 @pytest.mark.parametrize("last", [Done("ok", 0.1), Failure("ValueError", "", (), 1)])
-def test_ends_and_failures_do_not_wait(last: Output):
+async def test_ends_and_failures_do_not_wait(last: Output, notebook: Reader) -> None:
     """The end of a cell leaves at once, with what came before it."""
+    notebook.say("last words")
+    notebook.outbox.add(0, "cell", last)
+    for _ in range(3):  # turns of the loop, no time
+        await asyncio.sleep(0)
+    assert [output for _, _, output in notebook.items()] == [Text("stdout", "last words"), last]
 
-    async def test(notebook: Notebook) -> None:
-        notebook.say("last words")
-        notebook.outbox.add(0, "cell", last)
+
+async def test_ends_of_all_ranks_leave_together(notebook: Reader) -> None:
+    """While others still run a rank's end can wait; the last one takes them all along."""
+    notebook.outbox.begin(range(3))
+    for rank in range(3):
+        assert notebook.batches == []
+        notebook.outbox.add(rank, "cell", Done("ok", 0.1))
         for _ in range(3):  # turns of the loop, no time
             await asyncio.sleep(0)
-        assert [output for _, _, output in notebook.items()] == [Text("stdout", "last words"), last]
-
-    run(test)
-
-
-def test_ends_of_all_ranks_leave_together():
-    """While others still run a rank's end can wait; the last one takes them all along."""
-
-    async def test(notebook: Notebook) -> None:
-        notebook.outbox.begin(range(3))
-        for rank in range(3):
-            assert notebook.batches == []
-            notebook.outbox.add(rank, "cell", Done("ok", 0.1))
-            for _ in range(3):  # turns of the loop, no time
-                await asyncio.sleep(0)
-        (batch,) = notebook.batches
-        assert [rank for rank, _, _ in batch.items] == [0, 1, 2]
-
-    run(test)
+    (batch,) = notebook.batches
+    assert [rank for rank, _, _ in batch.items] == [0, 1, 2]
 
 
-def test_slow_notebook_gets_no_more_than_it_takes():
+async def test_slow_notebook_gets_no_more_than_it_takes(notebook: Reader) -> None:
     """Only some batches may be under way; the next leaves with an acknowledgement."""
-
-    async def test(notebook: Notebook) -> None:
-        for number in range(BATCHES_UNDER_WAY):
-            notebook.say(f"{number}\n")
-            await notebook.wait_for(number + 1)
-        notebook.say("waits")
-        notebook.outbox.add(0, "cell", Done("ok", 0.1))
-        await asyncio.sleep(3 * BATCH_SECONDS)  # that nothing happens has no other proof
-        assert len(notebook.batches) == BATCHES_UNDER_WAY
-        assert repr(notebook.outbox) == f"<Outbox 2 items, {BATCHES_UNDER_WAY} batches under way>"
-        notebook.outbox.acknowledge()
-        await notebook.wait_for(BATCHES_UNDER_WAY + 1)
-        assert notebook.text().endswith("waits")
-        assert isinstance(notebook.items()[-1][2], Done)
-
-    run(test)
+    for number in range(BATCHES_UNDER_WAY):
+        notebook.say(f"{number}\n")
+        await notebook.wait_for(number + 1)
+    notebook.say("waits")
+    notebook.outbox.add(0, "cell", Done("ok", 0.1))
+    await asyncio.sleep(3 * BATCH_SECONDS)  # that nothing happens has no other proof
+    assert len(notebook.batches) == BATCHES_UNDER_WAY
+    assert repr(notebook.outbox) == f"<Outbox 2 items, {BATCHES_UNDER_WAY} batches under way>"
+    notebook.outbox.acknowledge()
+    await notebook.wait_for(BATCHES_UNDER_WAY + 1)
+    assert notebook.text().endswith("waits")
+    assert isinstance(notebook.items()[-1][2], Done)
 
 
-def test_what_ranks_show_alike_is_sent_once():
+async def test_what_ranks_show_alike_is_sent_once(notebook: Reader) -> None:
     """Equal lines and figures of eight ranks take the room of one rank's; others take theirs."""
     lines, figure, own = "loss 0.1\n" * 1000, "iVBORw0K" * 10000, "0123456789" * 1000
-
-    async def test(notebook: Notebook) -> None:
-        for rank in range(8):
-            notebook.say(another(lines), rank)
-            notebook.outbox.add(rank, "cell", Display({"image/png": another(figure)}, {}))
-            notebook.say(f"{rank}{own}", rank, "stderr")
-        await notebook.wait_for(1)
-        (batch,) = notebook.batches
-        frame = to_bytes(batch)
-        once = len(lines) + len(figure)
-        assert once + 8 * len(own) < len(frame) < 1.1 * (once + 8 * len(own))
-        assert up_from(frame) == batch
-        assert [rank for rank, _, _ in batch.items] == [rank for rank in range(8) for _ in range(3)]
-        assert notebook.text(3) == f"{lines}3{own}"
-
-    run(test)
+    for rank in range(8):
+        notebook.say(another(lines), rank)
+        notebook.outbox.add(rank, "cell", Display({"image/png": another(figure)}, {}))
+        notebook.say(f"{rank}{own}", rank, "stderr")
+    await notebook.wait_for(1)
+    (batch,) = notebook.batches
+    frame = to_bytes(batch)
+    once = len(lines) + len(figure)
+    assert once + 8 * len(own) < len(frame) < 1.1 * (once + 8 * len(own))
+    assert up_from(frame) == batch
+    assert [rank for rank, _, _ in batch.items] == [rank for rank in range(8) for _ in range(3)]
+    assert notebook.text(3) == f"{lines}3{own}"

@@ -9,8 +9,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -27,8 +26,8 @@ from nbdist.wire.node_messages import Held, NodeAsk, NodeDown, NodeFacts, NodeHe
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.store import HostedStore
 from tests.agent.parts import FakePart
-from tests.agent.sources import Bench, Source, worker_start
-from tests.waiting import SOON, until
+from tests.agent.sources import Bench, worker_start
+from tests.waiting import until
 
 pytestmark = pytest.mark.own_agent
 
@@ -41,10 +40,6 @@ class Tried:
     kill: Callable[[int], Awaitable[None]]
     fail: Callable[[WorldSpec], WorldSpec]
     wait: Callable[[], None] = lambda: None
-
-
-Test = Callable[[Tried, WorldSpec], Awaitable[None]]
-Run = Callable[[Test], None]
 
 
 def fake() -> Tried:
@@ -76,13 +71,31 @@ def linked(group: WorkerGroup) -> Node:
     return node
 
 
-@asynccontextmanager
-async def real(bench: Bench, source: Source, kind: str) -> AsyncIterator[Tried]:
-    is_far = kind == "elsewhere"
-    store = StoreWindow(bench.runtime, HostedStore().ask) if is_far else None
-    group = WorkerGroup(
-        bench.runtime, source.children, source.forker, lambda *_: None, lambda _: None, store
-    )
+@pytest.fixture
+def runner(bench: Bench) -> asyncio.Runner:
+    return bench.runner
+
+
+@pytest.fixture
+def spec(bench: Bench) -> WorldSpec:
+    """A world of two ranks on one machine."""
+    seats = (Position(0, 0), Position(0, 1))
+    spec = worker_start(bench.runtime).world
+    return replace(spec, world_size=2, backend="gloo", seats=seats)
+
+
+@pytest.fixture(params=["fake", "here", "elsewhere"])
+def tried(request: pytest.FixtureRequest, bench: Bench, runner: asyncio.Runner) -> Iterator[Tried]:
+    """A part of each kind."""
+    if request.param == "fake":
+        yield fake()
+        return
+    is_far, runtime, source = request.param == "elsewhere", bench.runtime, bench.source
+    store = StoreWindow(runtime, HostedStore().ask) if is_far else None
+
+    async def make() -> WorkerGroup:
+        say = (lambda *_: None), (lambda _: None)
+        return WorkerGroup(runtime, source.children, source.forker, *say, store)
 
     async def kill(rank: int) -> None:
         os.kill(group.all[rank].pid, signal.SIGKILL)
@@ -91,115 +104,77 @@ async def real(bench: Bench, source: Source, kind: str) -> AsyncIterator[Tried]:
     def fail(spec: WorldSpec) -> WorldSpec:
         return replace(spec, environ={**spec.environ, "GLOO_SOCKET_IFNAME": "nowhere0"})
 
-    try:
-        yield Tried(linked(group) if is_far else group, kill, fail)
-    finally:
+    async def end() -> None:
         await group.stop(0.0)
         group.close()
         if store is not None:
             await store.close()
 
-
-@pytest.fixture(params=["fake", "here", "elsewhere"])
-def run(request: pytest.FixtureRequest, bench: Bench) -> Run:
-    """Runs a test with a part of this kind, and a world of two ranks on it."""
-
-    def run(test: Test) -> None:
-        async def main(source: Source) -> None:
-            spec = replace(
-                worker_start(bench.runtime).world,
-                world_size=2,
-                backend="gloo",
-                seats=(Position(0, 0), Position(0, 1)),
-            )
-            async with real(bench, source, request.param) as tried, asyncio.timeout(SOON):
-                await test(tried, spec)
-
-        async def without() -> None:
-            await test(fake(), WorldSpec(2, "gloo", {}, "/", (), 1, "python"))
-
-        if request.param == "fake":
-            asyncio.run(without())
-        else:
-            bench.run(main)
-
-    return run
+    group = runner.run(make())
+    yield Tried(linked(group) if is_far else group, kill, fail)
+    runner.run(end())
 
 
-def test_its_ranks(run: Run) -> None:
+async def test_its_ranks(tried: Tried, spec: WorldSpec) -> None:
     """They start, and are replaced, called by other numbers and ended; those that live stay."""
-
-    async def test(tried: Tried, spec: WorldSpec) -> None:
-        part = tried.part
-        started = await part.start_part(spec, (0, 1), 1)
-        assert isinstance(started, WorldStarted)
-        assert (started.pids.keys(), started.logs) == ({0, 1}, {0: "", 1: ""})
-        held = [HeldGroups(rank, 2, {}) for rank in (0, 1)]
-        assert await part.held() == Held(dict(enumerate(held)))
-        await tried.kill(1)
-        assert await part.held() == Held({0: held[0]})
-        assert await part.prepare(spec, (1,)) == ""
-        formed = await part.form(Plan(spec, 1, 2, 1, (1,), {}), (0, 1))
-        assert (formed.problem, sorted(formed.alive)) == ("", [0, 1])
-        assert formed.pids[0] == started.pids[0]
-        assert formed.pids[1] != started.pids[1]
-        assert await part.held() == Held(dict(enumerate(held)))
-        await part.end((0,), 0.0)
-        await part.end((0,), 0.0)  # which it has no more
-        await part.renumber({1: 0})
-        fewer = replace(spec, world_size=1, seats=spec.seats[:1])
-        alone = await part.form(Plan(fewer, 1, 3, 3, (), None), (0,))
-        assert (alone.problem, alone.alive, dict(alone.pids)) == ("", (0,), {0: formed.pids[1]})
-        assert await part.held() == Held({0: HeldGroups(0, 1, {})})
-        await part.end((0,), 0.0)
-        assert await part.held() == Held({})
-
-    run(test)
+    part = tried.part
+    started = await part.start_part(spec, (0, 1), 1)
+    assert isinstance(started, WorldStarted)
+    assert (started.pids.keys(), started.logs) == ({0, 1}, {0: "", 1: ""})
+    held = [HeldGroups(rank, 2, {}) for rank in (0, 1)]
+    assert await part.held() == Held(dict(enumerate(held)))
+    await tried.kill(1)
+    assert await part.held() == Held({0: held[0]})
+    assert await part.prepare(spec, (1,)) == ""
+    formed = await part.form(Plan(spec, 1, 2, 1, (1,), {}), (0, 1))
+    assert (formed.problem, sorted(formed.alive)) == ("", [0, 1])
+    assert formed.pids[0] == started.pids[0]
+    assert formed.pids[1] != started.pids[1]
+    assert await part.held() == Held(dict(enumerate(held)))
+    await part.end((0,), 0.0)
+    await part.end((0,), 0.0)  # which it has no more
+    await part.renumber({1: 0})
+    fewer = replace(spec, world_size=1, seats=spec.seats[:1])
+    alone = await part.form(Plan(fewer, 1, 3, 3, (), None), (0,))
+    assert (alone.problem, alone.alive, dict(alone.pids)) == ("", (0,), {0: formed.pids[1]})
+    assert await part.held() == Held({0: HeldGroups(0, 1, {})})
+    await part.end((0,), 0.0)
+    assert await part.held() == Held({})
 
 
-def test_a_start_that_fails(run: Run) -> None:
+async def test_a_start_that_fails(tried: Tried, spec: WorldSpec) -> None:
     """It is said of which rank, and why; none of them lives on."""
-
-    async def test(tried: Tried, spec: WorldSpec) -> None:
-        failed = await tried.part.start_part(tried.fail(spec), (0, 1), 1)
-        assert isinstance(failed, StartFailure)
-        assert (failed.rank in (0, 1), failed.reason) == (True, "it exited with code 1")
-        assert await tried.part.held() == Held({})
-
-    run(test)
+    failed = await tried.part.start_part(tried.fail(spec), (0, 1), 1)
+    assert isinstance(failed, StartFailure)
+    assert (failed.rank in (0, 1), failed.reason) == (True, "it exited with code 1")
+    assert await tried.part.held() == Held({})
 
 
-def test_ranks_of_other_parts_that_do_not_come(run: Run) -> None:
+async def test_ranks_of_other_parts_that_do_not_come(tried: Tried, spec: WorldSpec) -> None:
     """Those that wait for them are ended where that is called off, for this generation alone."""
-
-    async def test(tried: Tried, spec: WorldSpec) -> None:
-        tried.wait()
-        start = asyncio.ensure_future(tried.part.start_part(spec, (0,), 1))
-        await asyncio.sleep(0.1)
-        await tried.part.call_off(2)
-        await asyncio.sleep(0.1)
-        assert not start.done()
-        await tried.part.call_off(1)
-        failed = await start
-        assert isinstance(failed, StartFailure)
-        assert failed.reason == "it was killed by SIGKILL"
-        assert await tried.part.held() == Held({})
-
-    run(test)
+    tried.wait()
+    start = asyncio.ensure_future(tried.part.start_part(spec, (0,), 1))
+    await asyncio.sleep(0.1)
+    await tried.part.call_off(2)
+    await asyncio.sleep(0.1)
+    assert not start.done()
+    await tried.part.call_off(1)
+    failed = await start
+    assert isinstance(failed, StartFailure)
+    assert failed.reason == "it was killed by SIGKILL"
+    assert await tried.part.held() == Held({})
 
 
-def test_a_silent_survivor(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tried", ["here"], indirect=True)
+async def test_a_silent_survivor(
+    tried: Tried, spec: WorldSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is ended after a while, so that it is restarted alone, and the world goes on."""
     monkeypatch.setattr(worker_group, "HEAL_TIMEOUT", 0.1)
     monkeypatch.setattr(rendezvous, "CALLED_OFF_GRACE", 0.1)
-    spec = worker_start(bench.runtime).world
-
-    async def test(source: Source) -> None:
-        async with real(bench, source, "here") as tried:
-            started = await tried.part.start_part(spec, (0,), 1)
-            assert isinstance(started, WorldStarted)
-            os.kill(started.pids[0], signal.SIGSTOP)
-            formed = await tried.part.form(Plan(spec, 1, 2, 1, (), {}), (0,))
-        assert (formed.alive, formed.problem) == ((), "a rank did not answer")
-
-    bench.run(test)
+    alone = replace(spec, world_size=1, seats=spec.seats[:1])
+    started = await tried.part.start_part(alone, (0,), 1)
+    assert isinstance(started, WorldStarted)
+    os.kill(started.pids[0], signal.SIGSTOP)
+    formed = await tried.part.form(Plan(alone, 1, 2, 1, (), {}), (0,))
+    assert (formed.alive, formed.problem) == ((), "a rank did not answer")

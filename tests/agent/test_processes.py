@@ -15,125 +15,117 @@ import psutil
 import pytest
 
 from nbdist.agent.processes import WorkerProcess
-from tests.agent.sources import Source, run, worker_start
+from tests.agent.sources import Source, worker_start
 from tests.waiting import SOON, until
 
 pytestmark = pytest.mark.own_agent
 
+forked = pytest.mark.parametrize("source", ["fork"], indirect=True)
+
+
+@pytest.fixture
+def broken(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of these names cannot be imported: they raise this."""
+    for name, error in request.param.items():
+        (tmp_path / f"{name}.py").write_text(f"raise {error}('broken on purpose')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
 
 @pytest.mark.parametrize(
-    ("kind", "numbers"),
+    ("source", "numbers"),
     [("fork", [signal.SIGKILL, signal.SIGSEGV]), ("spawn", [signal.SIGSEGV])],
+    indirect=["source"],
 )
-def test_workers_and_their_ends(kind: str, runtime: Path, numbers: list[signal.Signals]) -> None:
+async def test_workers_and_their_ends(source: Source, numbers: list[signal.Signals]) -> None:
     """Each leads its own session, where the notebook's Stop does not reach it.
 
     The exit code of one that was killed is the negative signal, which is nothing to the
     others; closing the source leaves none.
     """
-    pids = []
-
-    async def test(source: Source) -> None:
-        last = await source.worker(len(numbers))
-        for rank, number in enumerate(numbers):
-            process = await source.worker(rank)
-            assert os.getsid(process.pid) == os.getpgid(process.pid) == process.pid
-            os.kill(process.pid, number)
-            assert await asyncio.wait_for(process.exited, SOON) == -number
-            process.send_signal(signal.SIGTERM)  # to nobody: no error
-        assert psutil.pid_exists(last.pid)
-        assert not last.exited.done()
-        pids.append(last.pid)
-
-    run(kind, runtime, test)
-    asyncio.run(until(lambda: not any(map(psutil.pid_exists, pids))))
+    last = await source.worker(len(numbers))
+    for rank, number in enumerate(numbers):
+        process = await source.worker(rank)
+        assert os.getsid(process.pid) == os.getpgid(process.pid) == process.pid
+        os.kill(process.pid, number)
+        assert await asyncio.wait_for(process.exited, SOON) == -number
+        process.send_signal(signal.SIGTERM)  # to nobody: no error
+    assert psutil.pid_exists(last.pid)
+    assert not last.exited.done()
+    source.close()
+    await until(lambda: not psutil.pid_exists(last.pid))
 
 
-def test_what_it_started_ends_with_it(runtime: Path, tmp_path: Path) -> None:
+async def test_what_it_started_ends_with_it(runtime: Path, tmp_path: Path, source: Source) -> None:
     """Also where it ends by itself, in order; and it looks for no modules in its folder."""
     program, said = tmp_path / "program", tmp_path / "said"
     program.write_text(f"#!/bin/sh\nsleep 600 &\necho $! $PYTHONPATH > {said}\n")
     program.chmod(0o755)
-
-    async def test(source: Source) -> None:
-        start = worker_start(runtime)
-        environ = {**start.world.environ, "PYTHONPATH": f"/lib:{tmp_path}"}
-        spec = replace(start.world, python=str(program), cwd=str(tmp_path), environ=environ)
-        process = await source.source.start(replace(start, world=spec), 1, 2)
-        assert await asyncio.wait_for(process.exited, SOON) == 0
-        child, path = said.read_text().split()
-        assert path == "/lib"
-        await until(lambda: not psutil.pid_exists(int(child)))
-
-    run("spawn", runtime, test)
+    start = worker_start(runtime)
+    environ = {**start.world.environ, "PYTHONPATH": f"/lib:{tmp_path}"}
+    spec = replace(start.world, python=str(program), cwd=str(tmp_path), environ=environ)
+    process = await source.source.start(replace(start, world=spec), 1, 2)
+    assert await asyncio.wait_for(process.exited, SOON) == 0
+    child, path = said.read_text().split()
+    assert path == "/lib"
+    await until(lambda: not psutil.pid_exists(int(child)))
 
 
-def test_fork_server_that_is_killed(runtime: Path) -> None:
+@forked
+async def test_fork_server_that_is_killed(source: Source) -> None:
     """Its workers live on, their ends are told, and the next one comes from a new fork server.
 
     Also where a worker dies with it, told with its signal or as one that was killed, and where
     it is killed while it forks: whoever asked gets a worker all the same.
     """
-
-    async def test(source: Source) -> None:
-        first, second = await source.worker(0), await source.worker(1)
-        fork_server = fork_server_of(first)
-        fork_server.kill()
-        await until(lambda: fork_server_of(first) == psutil.Process())
-        third = await source.worker(2)
-        another = fork_server_of(third)
-        assert another not in (fork_server, psutil.Process())
-        os.kill(second.pid, signal.SIGSEGV)
-        assert await asyncio.wait_for(second.exited, SOON) == -signal.SIGSEGV
-        assert not psutil.pid_exists(fork_server.pid)
-        os.kill(third.pid, signal.SIGSEGV)
-        another.kill()
-        code = await asyncio.wait_for(third.exited, SOON)
-        assert code in (-signal.SIGSEGV, -signal.SIGKILL)
-        last = fork_server_of(await source.worker(3))
-        last.suspend()
-        asked = asyncio.ensure_future(source.worker(4))
-        for _ in range(10):  # rounds of the loop, in which it asks
-            await asyncio.sleep(0)
-        last.kill()
-        assert fork_server_of(await asked) not in (last, another)
-        assert not first.exited.done()
-
-    run("fork", runtime, test)
+    first, second = await source.worker(0), await source.worker(1)
+    fork_server = fork_server_of(first)
+    fork_server.kill()
+    await until(lambda: fork_server_of(first) == psutil.Process())
+    third = await source.worker(2)
+    another = fork_server_of(third)
+    assert another not in (fork_server, psutil.Process())
+    os.kill(second.pid, signal.SIGSEGV)
+    assert await asyncio.wait_for(second.exited, SOON) == -signal.SIGSEGV
+    assert not psutil.pid_exists(fork_server.pid)
+    os.kill(third.pid, signal.SIGSEGV)
+    another.kill()
+    code = await asyncio.wait_for(third.exited, SOON)
+    assert code in (-signal.SIGSEGV, -signal.SIGKILL)
+    last = fork_server_of(await source.worker(3))
+    last.suspend()
+    asked = asyncio.ensure_future(source.worker(4))
+    for _ in range(10):  # rounds of the loop, in which it asks
+        await asyncio.sleep(0)
+    last.kill()
+    assert fork_server_of(await asked) not in (last, another)
+    assert not first.exited.done()
 
 
-def test_fork_server_that_hangs(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@forked
+async def test_fork_server_that_hangs(monkeypatch: pytest.MonkeyPatch, source: Source) -> None:
     """It is killed after a while; what was asked of it comes from another, its workers stay."""
-
-    async def test(source: Source) -> None:
-        first = await source.worker(0)
-        fork_server = fork_server_of(first)
-        fork_server.suspend()
-        monkeypatch.setattr("nbdist.agent.processes.FORK_TIMEOUT", 0.2)
-        asked = asyncio.ensure_future(source.worker(1))
-        await until(lambda: fork_server_of(first) != fork_server, "it is killed")
-        monkeypatch.undo()  # the next one has its time
-        assert fork_server_of(await asked) != fork_server
-        assert not fork_server.is_running()
-        assert not first.exited.done()
-
-    run("fork", runtime, test)
+    first = await source.worker(0)
+    fork_server = fork_server_of(first)
+    fork_server.suspend()
+    monkeypatch.setattr("nbdist.agent.processes.FORK_TIMEOUT", 0.2)
+    asked = asyncio.ensure_future(source.worker(1))
+    await until(lambda: fork_server_of(first) != fork_server, "it is killed")
+    monkeypatch.undo()  # the next one has its time
+    assert fork_server_of(await asked) != fork_server
+    assert not fork_server.is_running()
+    assert not first.exited.done()
 
 
-def test_fork_server_that_cannot_import_torch(
-    runtime: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@forked
+@pytest.mark.parametrize("broken", [{"torch": "ImportError"}], indirect=True)
+async def test_fork_server_that_cannot_import_torch(
+    runtime: Path, broken: None, source: Source
 ) -> None:
     """Whoever wants a worker of it gets an error, and its last lines say why."""
-    (tmp_path / "torch.py").write_text("raise ImportError('broken on purpose')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-    async def test(source: Source) -> None:
-        with pytest.raises(ChildProcessError, match="fork server has ended"):
-            await source.source.start(worker_start(runtime), 1, 2)
-        assert source.forker is not None
-        assert source.forker.last_lines()[-1] == "ImportError: broken on purpose"
-
-    run("fork", runtime, test)
+    with pytest.raises(ChildProcessError, match="fork server has ended"):
+        await source.source.start(worker_start(runtime), 1, 2)
+    assert source.forker is not None
+    assert source.forker.last_lines()[-1] == "ImportError: broken on purpose"
 
 
 def fork_server_of(process: WorkerProcess) -> psutil.Process:
@@ -142,28 +134,24 @@ def fork_server_of(process: WorkerProcess) -> psutil.Process:
     return fork_server
 
 
-@pytest.mark.usefixtures("idle_imports")
-def test_fork_server_is_fit_for_forks(
-    runtime: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@forked
+@pytest.mark.parametrize(
+    "broken", [{"mpmath": "RuntimeError", "sympy": "ImportError"}], indirect=True
+)
+async def test_fork_server_is_fit_for_forks(
+    idle_imports: None, broken: None, source: Source
 ) -> None:
     """The fork server has one thread: a fork of it inherits no lock that nobody will release.
 
     Also when it has imported all that it imports while it is idle, and could not import some of
     it, which its log says; who asks before gets a worker, however much there is left to import.
     """
-    (tmp_path / "mpmath.py").write_text("raise RuntimeError('broken on purpose')")
-    (tmp_path / "sympy.py").write_text("raise ImportError('broken on purpose')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-    async def test(source: Source) -> None:
-        assert source.forker is not None
-        fork_server = fork_server_of(await source.worker(0))
-        await source.worker(1)
-        assert not source.forker.has_all.is_set()
-        assert fork_server.num_threads() == 1
-        await asyncio.wait_for(source.forker.has_all.wait(), SOON)
-        assert fork_server.num_threads() == 1
-        assert fork_server_of(await source.worker(3)) == fork_server
-        assert "RuntimeError: broken on purpose" in source.forker.last_lines()
-
-    run("fork", runtime, test)
+    assert source.forker is not None
+    fork_server = fork_server_of(await source.worker(0))
+    await source.worker(1)
+    assert not source.forker.has_all.is_set()
+    assert fork_server.num_threads() == 1
+    await asyncio.wait_for(source.forker.has_all.wait(), SOON)
+    assert fork_server.num_threads() == 1
+    assert fork_server_of(await source.worker(3)) == fork_server
+    assert "RuntimeError: broken on purpose" in source.forker.last_lines()

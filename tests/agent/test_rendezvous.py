@@ -12,7 +12,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from nbdist.agent.processes import Spawner, WorkerProcess
-from nbdist.agent.rendezvous import AskStore, CallOff, HeldPort, StoreWindow
+from nbdist.agent.rendezvous import CallOff, HeldPort, StoreWindow
 from nbdist.agent.worker import Worker
 from nbdist.wire.frames import FrameCutter, framed
 from nbdist.wire.store import (
@@ -39,7 +39,7 @@ from nbdist.wire.store import (
     to_frame,
 )
 from nbdist.wire.work import mark
-from tests.agent.sources import TOKEN, Source, run, worker_start
+from tests.agent.sources import TOKEN, Source, worker_start
 from tests.waiting import SOON, until
 
 
@@ -57,33 +57,26 @@ def test_a_held_port_is_for_user_code(address: str, family: socket.AddressFamily
         for _ in range(2):
             with socket.create_server((address, port.number), family=family):
                 pass
-        assert repr(port) == f"<HeldPort {port.number}>"
     finally:
         port.close()
 
 
 @pytest.mark.world
-def test_a_worker_that_lived_dies(runtime: Path) -> None:
+async def test_a_worker_that_lived_dies(runtime: Path, source: Source) -> None:
     """Those that wait are told by the file; a death after all have met is nothing to it."""
-
-    async def test(source: Source) -> None:
-        with subprocess.Popen(["sleep", "1000"], start_new_session=True) as child:  # noqa: ASYNC220
-            process = WorkerProcess(child.pid)
-            source.children.expect(child.pid, process.set_exited)
-            with CallOff(runtime / "over", [process.exited]) as call_off:
-                assert repr(call_off) == "<CallOff over open>"
-                process.kill()
-                await until((runtime / "over").exists)
-            assert repr(call_off) == "<CallOff over called off>"
-            child.returncode = await process.exited
-        late = asyncio.get_running_loop().create_future()
-        with CallOff(runtime / "late", [late]):
-            pass
-        late.set_result(-9)
-        await asyncio.sleep(0)
-        assert not (runtime / "late").exists()
-
-    run("spawn", runtime, test)
+    with subprocess.Popen(["sleep", "1000"], start_new_session=True) as child:  # noqa: ASYNC220
+        process = WorkerProcess(child.pid)
+        source.children.expect(child.pid, process.set_exited)
+        with CallOff(runtime / "over", [process.exited]):
+            process.kill()
+            await until((runtime / "over").exists)
+        child.returncode = await process.exited
+    late = asyncio.get_running_loop().create_future()
+    with CallOff(runtime / "late", [late]):
+        pass
+    late.set_result(-9)
+    await asyncio.sleep(0)
+    assert not (runtime / "late").exists()
 
 
 READY = f"""#!{sys.executable}
@@ -100,46 +93,37 @@ print({mark(TOKEN, "ready").decode()!r}, flush=True)
         ("./ready", SOON, "rank 0 could not start: it cannot be reached: "),
     ],
 )
-def test_a_worker_that_cannot_start(runtime: Path, python: str, timeout: float, why: str) -> None:
+async def test_a_worker_that_cannot_start(
+    runtime: Path, python: str, timeout: float, why: str, source: Source
+) -> None:
     """It is killed where it has a process, it is said why, and the others are told."""
     (runtime / "ready").write_text(READY + "import time; time.sleep(1000)")
     (runtime / "ready").chmod(0o700)
-
-    async def test(source: Source) -> None:
-        start = worker_start(runtime)
-        command = str(runtime / python)
-        start = replace(start, world=replace(start.world, python=command))
-        worker = Worker(start, None, lambda *_: None)
-        with CallOff(runtime / "over", []) as call_off:
-            found = await call_off.start(worker, Spawner(source.children), timeout)
-        assert found.startswith(why)
-        assert (runtime / "over").exists()
-        await worker.stop(0.0)
-        assert worker.state == "dead"
-
-    run("spawn", runtime, test)
+    start = worker_start(runtime)
+    command = str(runtime / python)
+    start = replace(start, world=replace(start.world, python=command))
+    worker = Worker(start, None, lambda *_: None)
+    with CallOff(runtime / "over", []) as call_off:
+        found = await call_off.start(worker, Spawner(source.children), timeout)
+    assert found.startswith(why)
+    assert (runtime / "over").exists()
+    await worker.stop(0.0)
+    assert worker.state == "dead"
 
 
 @pytest.mark.world
-def test_a_start_that_is_called_off(runtime: Path) -> None:
+async def test_a_start_that_is_called_off(runtime: Path, source: Source) -> None:
     """It says nothing: what called it off does."""
     (runtime / "waits").write_text(f"#!{sys.executable}\nimport time; time.sleep(1000)")
     (runtime / "waits").chmod(0o700)
-
-    async def test(source: Source) -> None:
-        start = worker_start(runtime)
-        start = replace(start, world=replace(start.world, python=str(runtime / "waits")))
-        worker = Worker(start, None, lambda *_: None)
-        dies = asyncio.get_running_loop().create_future()
-        with CallOff(runtime / "over", [dies]) as call_off:
-            dies.set_result(-9)
-            assert await call_off.start(worker, Spawner(source.children), SOON) == ""
-        await worker.stop(0.0)
-
-    run("spawn", runtime, test)
-
-
-Test = Callable[[StoreWindow], Awaitable[None]]
+    start = worker_start(runtime)
+    start = replace(start, world=replace(start.world, python=str(runtime / "waits")))
+    worker = Worker(start, None, lambda *_: None)
+    dies = asyncio.get_running_loop().create_future()
+    with CallOff(runtime / "over", [dies]) as call_off:
+        dies.set_result(-9)
+        assert await call_off.start(worker, Spawner(source.children), SOON) == ""
+    await worker.stop(0.0)
 
 
 class Asking:
@@ -172,37 +156,42 @@ class Asking:
             return True
 
 
-def with_window(runtime: Path, test: Test, ask: AskStore | None = None) -> None:
-    async def main() -> None:
-        window = StoreWindow(runtime, ask or HostedStore().ask)
-        await window.open()
-        try:
-            async with asyncio.timeout(SOON):
-                await test(window)
-        finally:
-            for asking in Asking.opened:
-                asking.writer.close()
-            Asking.opened.clear()
-            await window.close()
-        assert not window.path.exists()
-        assert repr(window).endswith(" 0 connections>")
-
-    asyncio.run(main())
+class LostStore(HostedStore):
+    async def ask(self, operation: Operation) -> Answer:
+        raise ConnectionError("the head has gone")
 
 
-def test_operations_of_several(runtime: Path) -> None:
+@pytest.fixture
+def store(request: pytest.FixtureRequest) -> HostedStore:
+    return getattr(request, "param", HostedStore)()
+
+
+@pytest.fixture
+def window(runtime: Path, runner: asyncio.Runner, store: HostedStore) -> Iterator[StoreWindow]:
+    window = StoreWindow(runtime, store.ask)
+
+    async def close() -> None:
+        for asking in Asking.opened:
+            asking.writer.close()
+        Asking.opened.clear()
+        await window.close()
+
+    runner.run(window.open())
+    yield window
+    runner.run(close())
+    assert not window.path.exists()
+    assert repr(window).endswith(" 0 connections>")
+
+
+async def test_operations_of_several(window: StoreWindow) -> None:
     """One waits while others ask; only this user can open the socket."""
-
-    async def test(window: StoreWindow) -> None:
-        assert stat.S_IMODE(window.path.stat().st_mode) == 0o600
-        one, other = await Asking.at(window), await Asking.at(window)
-        waiting = asyncio.create_task(one.ask(Get(("key",), 10.0)))
-        assert await other.ask(Add("count", 2)) == 2
-        assert await other.ask(Set({"key": b"value"})) is None
-        assert await waiting == (b"value",)
-        assert repr(window).endswith("store.sock, 2 connections>")
-
-    with_window(runtime, test)
+    assert stat.S_IMODE(window.path.stat().st_mode) == 0o600
+    one, other = await Asking.at(window), await Asking.at(window)
+    waiting = asyncio.create_task(one.ask(Get(("key",), 10.0)))
+    assert await other.ask(Add("count", 2)) == 2
+    assert await other.ask(Set({"key": b"value"})) is None
+    assert await waiting == (b"value",)
+    assert repr(window).endswith("store.sock, 2 connections>")
 
 
 @pytest.mark.parametrize(
@@ -217,87 +206,64 @@ def test_operations_of_several(runtime: Path) -> None:
     ],
     ids=["HTTP", "garbage", "function", "endless wait", "two at once", "length"],
 )
-def test_what_is_no_operation(runtime: Path, garbage: bytes) -> None:
+async def test_what_is_no_operation(garbage: bytes, window: StoreWindow) -> None:
     """It ends its connection; another one goes on."""
-
-    async def test(window: StoreWindow) -> None:
-        other, one = await Asking.at(window), await Asking.at(window)
-        await other.ask(Set({"key": b"value"}))
-        one.writer.write(garbage)
-        assert await one.is_ended()
-        assert await other.ask(Get(("key",), 1.0)) == (b"value",)
-        assert repr(window).endswith(" 1 connections>")
-
-    with_window(runtime, test)
+    other, one = await Asking.at(window), await Asking.at(window)
+    await other.ask(Set({"key": b"value"}))
+    one.writer.write(garbage)
+    assert await one.is_ended()
+    assert await other.ask(Get(("key",), 1.0)) == (b"value",)
+    assert repr(window).endswith(" 1 connections>")
 
 
-def test_a_socket_that_was_removed(runtime: Path) -> None:
+async def test_a_socket_that_was_removed(window: StoreWindow) -> None:
     """It is there again once it is opened again; who was connected goes on."""
-
-    async def test(window: StoreWindow) -> None:
-        one = await Asking.at(window)
-        assert await one.ask(Add("count", 1)) == 1
-        window.path.unlink()
-        await window.open()
-        other = await Asking.at(window)
-        assert [await each.ask(Add("count", 1)) for each in (one, other)] == [2, 3]
-        before = window.path.stat().st_ino
-        await window.open()
-        assert window.path.stat().st_ino == before
-
-    with_window(runtime, test)
+    one = await Asking.at(window)
+    assert await one.ask(Add("count", 1)) == 1
+    window.path.unlink()
+    await window.open()
+    other = await Asking.at(window)
+    assert [await each.ask(Add("count", 1)) for each in (one, other)] == [2, 3]
+    before = window.path.stat().st_ino
+    await window.open()
+    assert window.path.stat().st_ino == before
 
 
-def test_one_that_goes_while_it_waits(runtime: Path) -> None:
+async def test_one_that_goes_while_it_waits(window: StoreWindow, store: HostedStore) -> None:
     """Nobody waits for it any more."""
-    store = HostedStore()
-
-    async def test(window: StoreWindow) -> None:
-        one = await Asking.at(window)
-        one.writer.write(to_frame(Wait(("key",), 10.0)))
-        await until(lambda: "1 wait" in repr(store))
-        one.writer.close()
-        await until(lambda: "0 wait" in repr(store))
-        assert repr(window).endswith(" 0 connections>")
-
-    with_window(runtime, test, store.ask)
+    one = await Asking.at(window)
+    one.writer.write(to_frame(Wait(("key",), 10.0)))
+    await until(lambda: "1 wait" in repr(store))
+    one.writer.close()
+    await until(lambda: "0 wait" in repr(store))
+    assert repr(window).endswith(" 0 connections>")
 
 
-def test_a_store_that_is_lost(runtime: Path) -> None:
+@pytest.mark.parametrize("store", [LostStore], indirect=True)
+async def test_a_store_that_is_lost(window: StoreWindow) -> None:
     """The connection ends by which it was asked."""
-
-    async def ask(_: Operation) -> Answer:
-        raise ConnectionError("the head has gone")
-
-    async def test(window: StoreWindow) -> None:
-        one = await Asking.at(window)
-        one.writer.write(to_frame(Count()))
-        assert await one.is_ended()
-
-    with_window(runtime, test, ask)
+    one = await Asking.at(window)
+    one.writer.write(to_frame(Count()))
+    assert await one.is_ended()
 
 
-def test_values_that_are_too_large(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_values_that_are_too_large(
+    monkeypatch: pytest.MonkeyPatch, window: StoreWindow
+) -> None:
     """It is said, since the one who asks could not read them."""
     monkeypatch.setattr("nbdist.agent.rendezvous.MOST_BYTES", 1 << 20)
-
-    async def test(window: StoreWindow) -> None:
-        one = await Asking.at(window)
-        await one.ask(Set({"key": bytes(600_000)}))
-        await one.ask(Append("key", bytes(600_000)))
-        assert await one.ask(Get(("key",), 1.0)) == Refused("these values have more than 1 MiB")
-
-    with_window(runtime, test)
+    one = await Asking.at(window)
+    await one.ask(Set({"key": bytes(600_000)}))
+    await one.ask(Append("key", bytes(600_000)))
+    assert await one.ask(Get(("key",), 1.0)) == Refused("these values have more than 1 MiB")
 
 
-def test_more_than_there_is_room_for(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_than_there_is_room_for(
+    monkeypatch: pytest.MonkeyPatch, window: StoreWindow
+) -> None:
     """They are sent away; those that were there go on."""
     monkeypatch.setattr("nbdist.agent.rendezvous.MOST_ASKING", 1)
-
-    async def test(window: StoreWindow) -> None:
-        one = await Asking.at(window)
-        assert await one.ask(Count()) == 0
-        assert await (await Asking.at(window)).is_ended()
-        assert await one.ask(Count()) == 0
-
-    with_window(runtime, test)
+    one = await Asking.at(window)
+    assert await one.ask(Count()) == 0
+    assert await (await Asking.at(window)).is_ended()
+    assert await one.ask(Count()) == 0

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from nbdist.wire import control
 from nbdist.wire.messages import Run
 from nbdist.wire.work import InputReply, Task
 from nbdist.wire.work import Source as SourceText
-from tests.agent.sources import Bench, Source, worker_start
+from tests.agent.sources import Bench, worker_start
 from tests.faults.stops import spinning
 from tests.waiting import SOON, until
 
@@ -59,18 +59,23 @@ class Watched:
 RANKS = itertools.count()
 
 
-def run(bench: Bench, test: Callable[[Watched], Awaitable[None]]) -> None:
-    """Run it with a worker that is ready, which is ended afterwards."""
+@pytest.fixture
+def runner(bench: Bench) -> asyncio.Runner:
+    return bench.runner
 
-    async def main(source: Source) -> None:
+
+@pytest.fixture
+def watched(bench: Bench, runner: asyncio.Runner) -> Iterator[Watched]:
+    """A worker that is ready, which is ended afterwards."""
+
+    async def start() -> Watched:
         watched = Watched(bench.runtime, next(RANKS))
-        try:
-            await watched.worker.start(source.source)
-            await test(watched)
-        finally:
-            await watched.worker.stop(0.0)
+        await watched.worker.start(bench.source.source)
+        return watched
 
-    bench.run(main)
+    watched = runner.run(start())
+    yield watched
+    runner.run(watched.worker.stop(0.0))
 
 
 def text_of(outputs: list[Output], stream: str = "stdout") -> str:
@@ -81,112 +86,93 @@ def text_of(outputs: list[Output], stream: str = "stdout") -> str:
 
 
 @pytest.mark.world
-def test_from_start_to_end(bench: Bench) -> None:
+async def test_from_start_to_end(watched: Watched) -> None:
     """What it is doing is seen at any time; each task ends with `Done`."""
-
-    async def test(watched: Watched) -> None:
-        worker = watched.worker
-        assert (worker.state, worker.task, worker.status().busy_seconds) == ("idle", None, 0.0)
-        watched.begin("print('hello')\nx = 5")
-        assert worker.state == "busy"
-        assert worker.task is not None
-        assert worker.task.source == "print('hello')\nx = 5"
-        assert worker.status().busy_seconds > 0
-        *before, done = await watched.ends()
-        assert text_of(before) == "hello\n"
-        assert isinstance(done, Done)
-        assert (done.status, done.bound) == ("ok", {"x"})
-        assert repr(worker) == f"<Worker {worker.rank} idle {worker.process!r}>"
-        assert worker.status().pid == worker.pid
-        worker.kill()
-        assert (await watched.dies()).exit_code == -signal.SIGKILL
-        assert (worker.state, worker.task) == ("dead", None)
-
-    run(bench, test)
+    worker = watched.worker
+    assert (worker.state, worker.task, worker.status().busy_seconds) == ("idle", None, 0.0)
+    watched.begin("print('hello')\nx = 5")
+    assert worker.state == "busy"
+    assert worker.task is not None
+    assert worker.task.source == "print('hello')\nx = 5"
+    assert worker.status().busy_seconds > 0
+    *before, done = await watched.ends()
+    assert text_of(before) == "hello\n"
+    assert isinstance(done, Done)
+    assert (done.status, done.bound) == ("ok", {"x"})
+    assert repr(worker) == f"<Worker {worker.rank} idle {worker.process!r}>"
+    assert worker.status().pid == worker.pid
+    worker.kill()
+    assert (await watched.dies()).exit_code == -signal.SIGKILL
+    assert (worker.state, worker.task) == ("dead", None)
 
 
-def test_before_it_has_a_process(runtime: Path) -> None:
+async def test_before_it_has_a_process(runtime: Path) -> None:
     """It is starting, there is nothing to ask, and nothing to end."""
-
-    async def test() -> None:
-        worker = Watched(runtime, 0).worker
-        assert (worker.state, worker.pid, worker.status().state) == ("starting", 0, "starting")
-        assert await worker.ask(control.Check(), SOON) is None
-        worker.interrupt()
-        worker.kill()
-        worker.output.close_write_ends()  # as a start does
-        await worker.stop(GRACE)
-
-    asyncio.run(test())
+    worker = Watched(runtime, 0).worker
+    assert (worker.state, worker.pid, worker.status().state) == ("starting", 0, "starting")
+    assert await worker.ask(control.Check(), SOON) is None
+    worker.interrupt()
+    worker.kill()
+    worker.output.close_write_ends()  # as a start does
+    await worker.stop(GRACE)
 
 
-def test_failures_are_shown_once(bench: Bench) -> None:
+async def test_failures_are_shown_once(watched: Watched) -> None:
     """As the kernel shows them, or as what ended the task where no message has told of it."""
-
-    async def test(watched: Watched) -> None:
-        drawn = "def draw(*_, **__): pass\nget_ipython().set_custom_exc((KeyError,), draw)"
-        watched.begin(f"{drawn}\n1 / 0")
-        failure, done = await watched.ends()
-        assert isinstance(failure, Failure)
-        assert isinstance(done, Done)
-        assert (failure.name, done.status, done.failure) == ("ZeroDivisionError", "error", None)
-        watched.begin("{}['x']", "b")
-        failure, done = await watched.ends("b")
-        assert isinstance(failure, Failure)
-        assert (failure.name, failure.message) == ("KeyError", "'x'")
-
-    run(bench, test)
+    drawn = "def draw(*_, **__): pass\nget_ipython().set_custom_exc((KeyError,), draw)"
+    watched.begin(f"{drawn}\n1 / 0")
+    failure, done = await watched.ends()
+    assert isinstance(failure, Failure)
+    assert isinstance(done, Done)
+    assert (failure.name, done.status, done.failure) == ("ZeroDivisionError", "error", None)
+    watched.begin("{}['x']", "b")
+    failure, done = await watched.ends("b")
+    assert isinstance(failure, Failure)
+    assert (failure.name, failure.message) == ("KeyError", "'x'")
 
 
-def test_an_interrupt_between_two_tasks(bench: Bench) -> None:
+async def test_an_interrupt_between_two_tasks(watched: Watched) -> None:
     """It is for the task before it, whenever the worker gets to run, and not for the one after."""
-
-    async def test(watched: Watched) -> None:
-        for name, is_before in (("a", True), ("b", False)):
-            os.kill(watched.worker.pid, signal.SIGSTOP)
-            if is_before:
-                watched.begin("x = 1", name)
-            watched.worker.interrupt()
-            if not is_before:
-                watched.begin("x = 1", name)
-            os.kill(watched.worker.pid, signal.SIGCONT)
-            *_, done = await watched.ends(name)
-            assert isinstance(done, Done)
-            assert done.status == ("error" if is_before else "ok")
-
-    run(bench, test)
+    for name, is_before in (("a", True), ("b", False)):
+        os.kill(watched.worker.pid, signal.SIGSTOP)
+        if is_before:
+            watched.begin("x = 1", name)
+        watched.worker.interrupt()
+        if not is_before:
+            watched.begin("x = 1", name)
+        os.kill(watched.worker.pid, signal.SIGCONT)
+        *_, done = await watched.ends(name)
+        assert isinstance(done, Done)
+        assert done.status == ("error" if is_before else "ok")
 
 
-def test_what_it_waits_for(bench: Bench) -> None:
+async def test_what_it_waits_for(watched: Watched) -> None:
     """It is passed on in order with what it prints; what was typed is in the log, no password."""
 
-    async def test(watched: Watched) -> None:
-        def asked() -> list[InputRequest]:
-            return [each for _, each in watched.shown if isinstance(each, InputRequest)]
+    def asked() -> list[InputRequest]:
+        return [each for _, each in watched.shown if isinstance(each, InputRequest)]
 
-        watched.begin("print('before')\nx = input('x? ')\nimport getpass\ny = getpass.getpass()")
-        await until(asked)
-        *said, last = [output for _, output in watched.shown]
-        assert last == asked()[0]
-        # A pipe may be read in the middle of what print() writes.
-        assert "".join(each.text for each in said if isinstance(each, Text)) == "before\n"
-        assert watched.worker.asks
-        assert (await watched.worker.locate()).asks
-        watched.worker.enter(InputReply(asked()[0].number, "ada"))
-        await until(lambda: len(asked()) == 2)
-        watched.worker.enter(InputReply(asked()[1].number, "secret"))
-        watched.worker.enter(InputReply(asked()[1].number, "again"))  # nothing waits for that
-        outputs = await watched.ends()
-        assert [output.text for output in outputs if isinstance(output, Typed)] == ["ada", ""]
-        assert [request.secret for request in asked()] == [False, True]
-        assert watched.worker.log.folder is not None
-        text = (watched.worker.log.folder / "stdout.log").read_text()
-        assert text == "before\nx? ada\nPassword: \n"
-
-    run(bench, test)
+    watched.begin("print('before')\nx = input('x? ')\nimport getpass\ny = getpass.getpass()")
+    await until(asked)
+    *said, last = [output for _, output in watched.shown]
+    assert last == asked()[0]
+    # A pipe may be read in the middle of what print() writes.
+    assert "".join(each.text for each in said if isinstance(each, Text)) == "before\n"
+    assert watched.worker.asks
+    assert (await watched.worker.locate()).asks
+    watched.worker.enter(InputReply(asked()[0].number, "ada"))
+    await until(lambda: len(asked()) == 2)
+    watched.worker.enter(InputReply(asked()[1].number, "secret"))
+    watched.worker.enter(InputReply(asked()[1].number, "again"))  # nothing waits for that
+    outputs = await watched.ends()
+    assert [output.text for output in outputs if isinstance(output, Typed)] == ["ada", ""]
+    assert [request.secret for request in asked()] == [False, True]
+    assert watched.worker.log.folder is not None
+    text = (watched.worker.log.folder / "stdout.log").read_text()
+    assert text == "before\nx? ada\nPassword: \n"
 
 
-def test_nothing_more_is_asked(bench: Bench) -> None:
+async def test_nothing_more_is_asked(watched: Watched) -> None:
     """After Stop a task has come to the end of all input; of none somebody can type for it."""
     catches = (
         "import threading; outlives = threading.Event()\n"
@@ -198,89 +184,69 @@ def test_nothing_more_is_asked(bench: Bench) -> None:
         "def late():\n outlives.wait()\n try: input()\n except Exception as error: print(error)\n"
         "threading.Thread(target=late).start()\nprint(said)"
     )
-
-    async def test(watched: Watched) -> None:
-        watched.begin(catches)
-        await until(lambda: len([e for _, e in watched.shown if isinstance(e, InputRequest)]) == 2)
-        watched.worker.interrupt()
-        said = text_of(await watched.ends())
-        assert "beside\n" in said
-        assert "['KeyboardInterrupt', 'EOFError']\n" in said
-        watched.begin("outlives.set()", "b")
-        await watched.ends("b")
-        await until(lambda: NO_CELL in text_of([output for _, output in watched.shown]))
-
-    run(bench, test)
+    watched.begin(catches)
+    await until(lambda: len([e for _, e in watched.shown if isinstance(e, InputRequest)]) == 2)
+    watched.worker.interrupt()
+    said = text_of(await watched.ends())
+    assert "beside\n" in said
+    assert "['KeyboardInterrupt', 'EOFError']\n" in said
+    watched.begin("outlives.set()", "b")
+    await watched.ends("b")
+    await until(lambda: NO_CELL in text_of([output for _, output in watched.shown]))
 
 
 # --- deaths -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("end", "code"), [("os._exit(3)", 3), ("os.abort()", -signal.SIGABRT)])
-def test_a_death_in_a_task(bench: Bench, end: str, code: int) -> None:
+async def test_a_death_in_a_task(end: str, code: int, watched: Watched) -> None:
     """All that it said comes before; it is known of what came last."""
-
-    async def test(watched: Watched) -> None:
-        numbers = "".join(f"{number}\n" for number in range(50))
-        watched.begin(f"import os\nprint({numbers!r}, end='')\ndef end(): {end}\nend()")
-        *before, died = await watched.ends()
-        assert isinstance(died, Died)
-        assert (died.exit_code, died.pid, died.why) == (code, watched.worker.pid, "")
-        assert text_of(before) == numbers
-        assert died.last_lines == watched.worker.output.last_lines
-        crash = text_of(before, "stderr")
-        assert ("line 3" in crash) == (code == -signal.SIGABRT)
-        if not crash:
-            assert [*died.last_lines] == [str(number) for number in range(30, 50)]
-
-    run(bench, test)
+    numbers = "".join(f"{number}\n" for number in range(50))
+    watched.begin(f"import os\nprint({numbers!r}, end='')\ndef end(): {end}\nend()")
+    *before, died = await watched.ends()
+    assert isinstance(died, Died)
+    assert (died.exit_code, died.pid, died.why) == (code, watched.worker.pid, "")
+    assert text_of(before) == numbers
+    assert died.last_lines == watched.worker.output.last_lines
+    crash = text_of(before, "stderr")
+    assert ("line 3" in crash) == (code == -signal.SIGABRT)
+    if not crash:
+        assert [*died.last_lines] == [str(number) for number in range(30, 50)]
 
 
-def test_a_death_between_tasks(bench: Bench) -> None:
+async def test_a_death_between_tasks(watched: Watched) -> None:
     """It belongs to none; what was sent before it was known ends with it too."""
-
-    async def test(watched: Watched) -> None:
-        watched.worker.kill("it is in the way")
-        died = await watched.dies()
-        assert watched.shown == [("", died)]
-        assert died.why == "it is in the way"
-        watched.begin("1")
-        assert await watched.ends() == [died]
-        assert await watched.worker.ask(control.Check(), SOON) is None
-        assert (await watched.worker.locate()).line == 0
-
-    run(bench, test)
+    watched.worker.kill("it is in the way")
+    died = await watched.dies()
+    assert watched.shown == [("", died)]
+    assert died.why == "it is in the way"
+    watched.begin("1")
+    assert await watched.ends() == [died]
+    assert await watched.worker.ask(control.Check(), SOON) is None
+    assert (await watched.worker.locate()).line == 0
 
 
-def test_its_end_is_known_first(bench: Bench) -> None:
+async def test_its_end_is_known_first(watched: Watched) -> None:
     """What it had said by then comes before its death all the same."""
-
-    async def test(watched: Watched) -> None:
-        process = watched.worker.process
-        assert process is not None
-        pipe = os.open(f"/proc/{process.pid}/fd/1", os.O_WRONLY)
-        os.write(pipe, b"last words\n")
-        os.close(pipe)
-        process.kill()
-        process.set_exited(-signal.SIGKILL)
-        died = await watched.dies()
-        assert watched.shown == [("", Text("stdout", "last words\n")), ("", died)]
-
-    run(bench, test)
+    process = watched.worker.process
+    assert process is not None
+    pipe = os.open(f"/proc/{process.pid}/fd/1", os.O_WRONLY)
+    os.write(pipe, b"last words\n")
+    os.close(pipe)
+    process.kill()
+    process.set_exited(-signal.SIGKILL)
+    died = await watched.dies()
+    assert watched.shown == [("", Text("stdout", "last words\n")), ("", died)]
 
 
-def test_a_lost_connection(bench: Bench) -> None:
+async def test_a_lost_connection(watched: Watched) -> None:
     """A worker that can be given no more tasks is ended, with the reason."""
-
-    async def test(watched: Watched) -> None:
-        watched.begin(
-            "import gc\nfrom nbdist.worker.tasks import Tasks\n"
-            "(tasks,) = [each for each in gc.get_objects() if type(each) is Tasks]\n"
-            "tasks._agent.shutdown(2)\nimport time; time.sleep(600)"
-        )
-        assert (await watched.dies()).why == UNREACHABLE
-
-    run(bench, test)
+    watched.begin(
+        "import gc\nfrom nbdist.worker.tasks import Tasks\n"
+        "(tasks,) = [each for each in gc.get_objects() if type(each) is Tasks]\n"
+        "tasks._agent.shutdown(2)\nimport time; time.sleep(600)"
+    )
+    assert (await watched.dies()).why == UNREACHABLE
 
 
 # --- starts and stops ---------------------------------------------------------------------
@@ -300,29 +266,27 @@ def entries(bench: Bench, watched: Watched) -> list[str]:
         (False, 0.5, "time.sleep"),
     ],
 )
-def test_a_stop(bench: Bench, tmp_path: Path, busy: bool, grace: float, handler: str) -> None:  # noqa: FBT001
+async def test_a_stop(
+    bench: Bench, tmp_path: Path, watched: Watched, *, busy: bool, grace: float, handler: str
+) -> None:
     """An idle one may run its exit handlers, for as long as it has; nothing is left of any."""
-
-    async def test(watched: Watched) -> None:
-        given = "600" if handler == "time.sleep" else repr(str(tmp_path / "end"))
-        watched.begin(f"import atexit, os, time\n_ = atexit.register({handler}, {given})")
-        await watched.ends()
-        if busy:
-            watched.begin("time.sleep(600)", "b")
-        assert entries(bench, watched)
-        async with asyncio.timeout(GRACE / 2):  # a busy one is not waited for
-            await watched.worker.stop(grace)
-        assert watched.worker.process is not None
-        assert watched.worker.process.exited.done()
-        assert (tmp_path / "end").exists() == (handler == "os.mknod")
-        assert entries(bench, watched) == []
-        assert not any(isinstance(output, Died) for _, output in watched.shown)
-
-    run(bench, test)
+    given = "600" if handler == "time.sleep" else repr(str(tmp_path / "end"))
+    watched.begin(f"import atexit, os, time\n_ = atexit.register({handler}, {given})")
+    await watched.ends()
+    if busy:
+        watched.begin("time.sleep(600)", "b")
+    assert entries(bench, watched)
+    async with asyncio.timeout(GRACE / 2):  # a busy one is not waited for
+        await watched.worker.stop(grace)
+    assert watched.worker.process is not None
+    assert watched.worker.process.exited.done()
+    assert (tmp_path / "end").exists() == (handler == "os.mknod")
+    assert entries(bench, watched) == []
+    assert not any(isinstance(output, Died) for _, output in watched.shown)
 
 
 @pytest.mark.world
-def test_a_stop_of_one_that_is_slow(bench: Bench, tmp_path: Path) -> None:
+async def test_a_stop_of_one_that_is_slow(tmp_path: Path, watched: Watched) -> None:
     """Seconds in which other programs have the processors are not its grace's."""
     end = tmp_path / "end"
     source = f"""
@@ -335,27 +299,20 @@ def last():
     os.mknod({str(end)!r})
 """
     cores = len(os.sched_getaffinity(0))
-
-    async def test(watched: Watched) -> None:
-        watched.begin(source)
-        await watched.ends()
-        with spinning(3 * cores):
-            await watched.worker.stop(0.5)
-        assert end.exists()
-
-    run(bench, test)
+    watched.begin(source)
+    await watched.ends()
+    with spinning(3 * cores):
+        await watched.worker.stop(0.5)
+    assert end.exists()
 
 
 @pytest.mark.world
-def test_a_worker_that_cannot_start(bench: Bench, tmp_path: Path) -> None:
+async def test_a_worker_that_cannot_start(bench: Bench, tmp_path: Path) -> None:
     """It is said how its process ended; what it wrote is kept for that."""
     start = replace(worker_start(tmp_path), connection_file=str(tmp_path / "none" / "0.json"))
 
-    async def test(source: Source) -> None:
-        worker = Worker(start, None, lambda *_: None)
-        with pytest.raises(OSError, match="none"):
-            await worker.start(source.source)
-        await worker.stop(0.0)
-
-    bench.run(test)
+    worker = Worker(start, None, lambda *_: None)
+    with pytest.raises(OSError, match="none"):
+        await worker.start(bench.source.source)
+    await worker.stop(0.0)
     assert os.listdir(tmp_path) == []

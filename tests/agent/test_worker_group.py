@@ -5,6 +5,7 @@ What a node makes of the spec that all share.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -27,7 +28,7 @@ from nbdist.wire.messages import StartFailure
 from nbdist.wire.spec import WorldSpec
 from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.agent.sources import Source, run, worker_start
+from tests.agent.sources import Source, worker_start
 from tests.faults.test_deaths import SUM
 
 pytestmark = pytest.mark.shared_world(4)
@@ -38,27 +39,21 @@ Program = Callable[[str], Path]
 # --- starts that fail -----------------------------------------------------------------------
 
 
-def started_with(runtime: Path, program: Path | str, size: int = 3) -> tuple[StartFailure, float]:
-    """What a start says whose workers run this program, and the seconds that it took."""
-    found: list[StartFailure] = []
-    began = time.monotonic()
-
-    async def test(source: Source) -> None:
-        group = WorkerGroup(runtime, source.children, None, lambda *_: None, lambda _: None)
-        spec = worker_start(runtime).world
-        spec = replace(spec, world_size=size, python=str(program))
-        try:
-            failure = await group.start_part(spec, range(size), 1)
-        finally:
-            group.close()
-        assert isinstance(failure, StartFailure)
-        assert (group.all, group.all_alive()) == ({}, [])
-        assert failure.command == f"{program} -P -m nbdist.worker"
-        assert failure.host == socket.gethostname()
-        found.append(failure)
-
-    run("spawn", runtime, test)
-    return found[0], time.monotonic() - began
+async def started_with(
+    source: Source, runtime: Path, program: Path | str, size: int = 3
+) -> StartFailure:
+    """What a start says whose workers run this program."""
+    group = WorkerGroup(runtime, source.children, None, lambda *_: None, lambda _: None)
+    spec = replace(worker_start(runtime).world, world_size=size, python=str(program))
+    try:
+        failure = await group.start_part(spec, range(size), 1)
+    finally:
+        group.close()
+    assert isinstance(failure, StartFailure)
+    assert (group.all, group.all_alive()) == ({}, [])
+    assert failure.command == f"{program} -P -m nbdist.worker"
+    assert failure.host == socket.gethostname()
+    return failure
 
 
 @pytest.fixture
@@ -75,66 +70,57 @@ def program(tmp_path: Path) -> Program:
 
 
 @pytest.mark.world
-def test_one_rank_cannot_start(runtime: Path, program: Program) -> None:
+async def test_one_rank_cannot_start(source: Source, runtime: Path, program: Program) -> None:
     """It is said which, why, and what it wrote last; the others are ended at once."""
-    found, seconds = started_with(
-        runtime, program("[ $RANK = 1 ] || exec sleep 600\necho last words; exit 3")
-    )
+    ends = program("[ $RANK = 1 ] || exec sleep 600\necho last words; exit 3")
+    async with asyncio.timeout(5.0):
+        found = await started_with(source, runtime, ends)
     assert (found.rank, found.reason) == (1, "it exited with code 3")
     assert found.last_lines == ("last words",)
-    assert seconds < 5.0
 
 
 @pytest.mark.world
-def test_ranks_that_are_never_ready(
-    runtime: Path, program: Program, monkeypatch: pytest.MonkeyPatch
+async def test_ranks_that_are_never_ready(
+    source: Source, runtime: Path, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are not waited for longer than a start may take."""
     monkeypatch.setattr(worker_group, "START_TIMEOUT", 1.0)
-    found, _ = started_with(runtime, program("echo starting; exec sleep 600"))
+    found = await started_with(source, runtime, program("echo starting; exec sleep 600"))
     assert (found.rank, found.reason) == (0, "it was not ready after 1 s")
     assert found.last_lines == ("starting",)
 
 
-def test_no_program(runtime: Path) -> None:
-    """The operating system's word for it is the reason."""
-    found, _ = started_with(runtime, "/nowhere/python")
+async def test_what_is_known_before(source: Source, runtime: Path) -> None:
+    """More than there can be is said before anything starts; of no program the system's word."""
+    found = await started_with(source, runtime, "python", size=10**7)
+    assert "10000000 workers take" in found.reason.replace(",", "")
+    assert os.listdir(runtime) == []
+    found = await started_with(source, runtime, "/nowhere/python")
     assert "/nowhere/python" in found.reason
     assert "No such file or directory" in found.reason
 
 
-def test_more_than_can_be(runtime: Path) -> None:
-    """It is said before anything is started."""
-    found, _ = started_with(runtime, "python", size=10**7)
-    assert "10000000 workers take" in found.reason.replace(",", "")
-    assert list(runtime.iterdir()) == []
-
-
 @pytest.mark.world
-def test_a_runtime_folder_that_was_removed(runtime: Path) -> None:
+async def test_a_runtime_folder_that_was_removed(source: Source, runtime: Path) -> None:
     """It is made again, private and ours; another's of that name is not taken."""
     folder = runtime / "nbdist-gone"
-    started_with(folder, "/bin/false")
-    assert folder.stat().st_mode & 0o777 == 0o700
+    await started_with(source, folder, "/bin/false")
+    assert os.stat(folder).st_mode & 0o777 == 0o700
     assert folders.is_ours(folder, folders.runtime(folder))
     folder.chmod(0o755)
     with pytest.raises(PermissionError, match="only this user can open"):
-        started_with(folder, "/bin/false")
+        await started_with(source, folder, "/bin/false")
 
 
 @pytest.mark.world
-def test_other_numbers(runtime: Path, tmp_path: Path) -> None:
+async def test_other_numbers(source: Source, runtime: Path, tmp_path: Path) -> None:
     """What ranks write from then on is apart from what others wrote under these numbers."""
     spec = replace(worker_start(runtime).world, python="/bin/false", log_dir=str(tmp_path))
-
-    async def test(source: Source) -> None:
-        group = WorkerGroup(runtime, source.children, None, lambda *_: None, lambda _: None)
-        await group.start_part(spec, [0], 1)
-        await group.renumber({})
-        group.close()
-
-    run("spawn", runtime, test)
-    assert sorted(each.name for each in tmp_path.rglob("attempt_*")) == ["attempt_0", "attempt_1"]
+    group = WorkerGroup(runtime, source.children, None, lambda *_: None, lambda _: None)
+    await group.start_part(spec, [0], 1)
+    await group.renumber({})
+    group.close()
+    assert {each.name for each in tmp_path.rglob("attempt_*")} == {"attempt_0", "attempt_1"}
 
 
 # --- what is decided --------------------------------------------------------------------------

@@ -51,26 +51,22 @@ def test_a_round_ends_with_the_last_node() -> None:
     assert asked.drop(second) is None
 
 
-def test_rows_and_answers() -> None:
+async def test_rows_and_answers() -> None:
     """Rows come in the ranks' order, those of lost nodes are missing; one answer is enough."""
-
-    async def put() -> None:
-        (first, second), sent = nodes()
-        rows = asyncio.create_task(rows_of([first, second], GetStatus()))
-        await until_sent(sent, 2)
-        for number, message in sent:
-            assert isinstance(message, Ask)
-            node, rank = (first, 5) if number == 0 else (second, 2)
-            node.answered(message.id, (row(rank),), of_part=False)
-        assert await rows == (row(2), row(5))
-        second.lose("gone")
-        known = Completions((Candidate("x"),), 0, 0)
-        question = Consult((0, 1), Complete("x", 1))
-        answer = asyncio.create_task(first_answer({first: (0,), second: (1,)}, question))
-        await until_sent(sent, 3)
-        message = sent[-1][1]
+    (first, second), sent = nodes()
+    rows = asyncio.create_task(rows_of([first, second], GetStatus()))
+    await until_sent(sent, 2)
+    for number, message in sent:
         assert isinstance(message, Ask)
-        first.answered(message.id, known, of_part=False)
-        assert await answer == known
-
-    asyncio.run(put())
+        node, rank = (first, 5) if number == 0 else (second, 2)
+        node.answered(message.id, (row(rank),), of_part=False)
+    assert await rows == (row(2), row(5))
+    second.lose("gone")
+    known = Completions((Candidate("x"),), 0, 0)
+    question = Consult((0, 1), Complete("x", 1))
+    answer = asyncio.create_task(first_answer({first: (0,), second: (1,)}, question))
+    await until_sent(sent, 3)
+    message = sent[-1][1]
+    assert isinstance(message, Ask)
+    first.answered(message.id, known, of_part=False)
+    assert await answer == known

@@ -34,62 +34,50 @@ def node() -> tuple[Node, list[NodeDown]]:
     return Node(1, "b", NodeHello("0.1.0", 7, FACTS), sent.append), sent
 
 
-def test_answers_by_their_numbers() -> None:
+async def test_answers_by_their_numbers() -> None:
     """What a notebook asks and what only a head asks have numbers of their own."""
-
-    async def ask() -> None:
-        there, sent = node()
-        both = asyncio.gather(there.ask(GetStatus(), 5), there.ask_part(CallOff(1), 5))
-        await asyncio.sleep(0)
-        assert [type(each) for each in sent] == [Ask, NodeAsk]
-        there.answered(2, None, of_part=True)
-        there.answered(1, (), of_part=False)
-        there.answered(9, "of nobody", of_part=True)
-        assert await both == [(), None]
-        with pytest.raises(NodeLost, match="b did not answer within 0 s"):
-            await there.ask(GetStatus(), 0.01)
-
-    asyncio.run(ask())
+    there, sent = node()
+    both = asyncio.gather(there.ask(GetStatus(), 5), there.ask_part(CallOff(1), 5))
+    await asyncio.sleep(0)
+    assert [type(each) for each in sent] == [Ask, NodeAsk]
+    there.answered(2, None, of_part=True)
+    there.answered(1, (), of_part=False)
+    there.answered(9, "of nobody", of_part=True)
+    assert await both == [(), None]
+    with pytest.raises(NodeLost, match="b did not answer within 0 s"):
+        await there.ask(GetStatus(), 0.01)
 
 
-def test_a_clock_that_is_wrong() -> None:
+async def test_a_clock_that_is_wrong() -> None:
     """How far it is ahead is known to some milliseconds."""
-
-    async def read() -> None:
-        there, sent = node()
-        reading = asyncio.create_task(there.set_clock())
-        while not reading.done():
-            await asyncio.sleep(0)
-            while sent:
-                message = sent.pop()
-                assert isinstance(message, NodeAsk)
-                assert message.request == GetClock()
-                there.answered(message.id, time.time_ns() + HOUR, of_part=True)
-        assert abs(there.offset_ns - HOUR) < 10**9
-
-    asyncio.run(read())
-
-
-def test_one_that_is_lost() -> None:
-    """What waits for it ends, and as a part of the world it has a problem, and no ranks."""
-
-    async def lose() -> None:
-        there, sent = node()
-        waiting = asyncio.create_task(there.start_part(SPEC, (0,), 1))
+    there, sent = node()
+    reading = asyncio.create_task(there.set_clock())
+    while not reading.done():
         await asyncio.sleep(0)
-        there.lose("the connection to b was lost")
-        there.lose("again")
-        failed = await waiting
-        assert isinstance(failed, StartFailure)
-        assert (failed.host, failed.reason) == ("b", "the connection to b was lost")
-        before = len(sent)
-        plan = Plan(SPEC, 1, 2, 1, (), {})
-        assert await there.held() == Held({})
-        assert await there.form(plan, (0,)) == Formed({}, {}, (), there.lost)
-        assert await there.prepare(SPEC, (0,)) == there.lost
-        await there.call_off(2)
-        await there.end((0,), 0.0)
-        assert len(sent) == before
-        assert repr(there) == "<Node 1 b lost: the connection to b was lost>"
+        while sent:
+            message = sent.pop()
+            assert isinstance(message, NodeAsk)
+            assert message.request == GetClock()
+            there.answered(message.id, time.time_ns() + HOUR, of_part=True)
+    assert abs(there.offset_ns - HOUR) < 10**9
 
-    asyncio.run(lose())
+
+async def test_one_that_is_lost() -> None:
+    """What waits for it ends, and as a part of the world it has a problem, and no ranks."""
+    there, sent = node()
+    waiting = asyncio.create_task(there.start_part(SPEC, (0,), 1))
+    await asyncio.sleep(0)
+    there.lose("the connection to b was lost")
+    there.lose("again")
+    failed = await waiting
+    assert isinstance(failed, StartFailure)
+    assert (failed.host, failed.reason) == ("b", "the connection to b was lost")
+    before = len(sent)
+    plan = Plan(SPEC, 1, 2, 1, (), {})
+    assert await there.held() == Held({})
+    assert await there.form(plan, (0,)) == Formed({}, {}, (), there.lost)
+    assert await there.prepare(SPEC, (0,)) == there.lost
+    await there.call_off(2)
+    await there.end((0,), 0.0)
+    assert len(sent) == before
+    assert repr(there) == "<Node 1 b lost: the connection to b was lost>"

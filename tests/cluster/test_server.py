@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +22,6 @@ from nbdist.wire.messages import Leave, Spare, Starting, down_from
 from nbdist.wire.node_messages import NodeHello, NodeUp, node_bytes
 from nbdist.wire.transfer import Kind, Numbered
 from tests.waiting import SOON, until
-
-PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def connect(ticket: Ticket, identity: bytes = b"", *, again: bool = True) -> zmq.Socket[bytes]:
@@ -69,32 +67,31 @@ class Opened:
         return self.server.ticket(("127.0.0.1",), fork=False)
 
 
-def with_server(
-    test: Callable[[Opened], Awaitable[None]], *addresses: str, link_timeout: float = 30.0
-) -> None:
-    async def main() -> None:
+@pytest.fixture
+def opened(request: pytest.FixtureRequest, runner: asyncio.Runner) -> Iterator[Opened]:
+    """One that listens at all addresses, and loses those that are silent for 30 seconds."""
+    addresses, seconds = getattr(request, "param", ((), 30.0))
+
+    async def make() -> Opened:
         opened = Opened()
-        opened.server.open(*addresses, link_timeout=link_timeout)
-        try:
-            await test(opened)
-        finally:
-            await opened.server.close()
+        opened.server.open(*addresses, link_timeout=seconds)
+        return opened
 
-    asyncio.run(main())
+    opened = runner.run(make())
+    yield opened
+    runner.run(opened.server.close())
 
 
-def test_nobody_comes_but_where_it_listens() -> None:
+FIRST, LAST = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+
+
+@pytest.mark.parametrize("opened", [(("127.0.0.1", "127.0.0.3"), 30.0)], indirect=True)
+async def test_nobody_comes_but_where_it_listens(opened: Opened) -> None:
     """At one address, or two, on the same port, which is among those that every user can have."""
-
-    first, last = map(int, PORTS.read_text().split())
-
-    async def test(opened: Opened) -> None:
-        port = opened.server.port
-        found = [reaches(f"127.0.0.{number}", port) for number in (1, 2, 3)]
-        assert found == [True, False, True]
-        assert first <= port <= last
-
-    with_server(test, "127.0.0.1", "127.0.0.3")
+    port = opened.server.port
+    found = [reaches(f"127.0.0.{number}", port) for number in (1, 2, 3)]
+    assert found == [True, False, True]
+    assert FIRST <= port <= LAST
 
 
 def reaches(address: str, port: int) -> bool:
@@ -106,77 +103,68 @@ def reaches(address: str, port: int) -> bool:
     return True
 
 
-def test_agents_come_and_go() -> None:
-    """What one sends arrives, it gets what is sent to it, and its end is noticed."""
+@pytest.mark.parametrize("opened", [((), 30.0)] * 2, indirect=True, ids=["once", "and again"])
+async def test_agents_come_and_go(opened: Opened) -> None:
+    """What one sends arrives, it gets what is sent to it, and its end is noticed.
 
-    async def test(opened: Opened) -> None:
-        with connect(opened.ticket) as link:
-            link.send_multipart(Numbered().message([node_bytes(Starting(3))]))
-            await until(lambda: opened.said)
-            assert opened.said == [Starting(3)]
-            opened.server.send(opened.who[0], Leave())
-            assert down_from(await next_message(link)) == Leave()
-            assert (opened.lost, opened.server.refused) == ([], 0)
-            link.send_multipart([Numbered().sign(Kind.ENDED), opened.who[0]])
-            await until(lambda: opened.lost)
-            assert opened.lost == opened.who
-
-    with_server(test)
-    with_server(test)  # nothing that is left of one before stands in the way
+    Nothing that is left of one server stands in the way of another.
+    """
+    with connect(opened.ticket) as link:
+        link.send_multipart(Numbered().message([node_bytes(Starting(3))]))
+        await until(lambda: opened.said)
+        assert opened.said == [Starting(3)]
+        opened.server.send(opened.who[0], Leave())
+        assert down_from(await next_message(link)) == Leave()
+        assert (opened.lost, opened.server.refused) == ([], 0)
+        link.send_multipart([Numbered().sign(Kind.ENDED), opened.who[0]])
+        await until(lambda: opened.lost)
+        assert opened.lost == opened.who
 
 
-def test_an_agent_that_connects_again() -> None:
+async def test_an_agent_that_connects_again(opened: Opened) -> None:
     """Each gets once what the other has said meanwhile; one that was given up is told so."""
-
-    async def test(opened: Opened) -> None:
-        ticket, talk = opened.ticket, Numbered()
-        with connect(ticket, b"agent") as first:
-            first.send_multipart(talk.message([node_bytes(Starting(0))]))
-            await until(lambda: opened.said)
-        for rank in (1, 2):
-            opened.server.send(b"agent", Spare((rank,)))
-        talk.message([node_bytes(Starting(1))])  # of which nothing arrives
-        with connect(ticket, b"agent") as link:
-            link.send_multipart([talk.sign(Kind.AGAIN)])
-            for frames in [*talk.again()] * 2:
-                link.send_multipart(frames)
-            assert [await next_message(link) for _ in range(2)] == [
-                node_bytes(Spare((rank,))) for rank in (1, 2)
-            ]
-            await until(lambda: len(opened.said) > 1)
-            assert (opened.said, opened.lost) == ([Starting(0), Starting(1)], [])
-        talk.take(bytes(Numbered().message([])[0]))
-        with connect(ticket, b"another") as link:
-            link.send_multipart([talk.sign(Kind.AGAIN)])
-            assert await asyncio.to_thread(link.poll, SOON * 1000)
-            assert link.recv().startswith(Kind.ENDED.value)
-
-    with_server(test)
+    ticket, talk = opened.ticket, Numbered()
+    with connect(ticket, b"agent") as first:
+        first.send_multipart(talk.message([node_bytes(Starting(0))]))
+        await until(lambda: opened.said)
+    for rank in (1, 2):
+        opened.server.send(b"agent", Spare((rank,)))
+    talk.message([node_bytes(Starting(1))])  # of which nothing arrives
+    with connect(ticket, b"agent") as link:
+        link.send_multipart([talk.sign(Kind.AGAIN)])
+        for frames in [*talk.again()] * 2:
+            link.send_multipart(frames)
+        assert [await next_message(link) for _ in range(2)] == [
+            node_bytes(Spare((rank,))) for rank in (1, 2)
+        ]
+        await until(lambda: len(opened.said) > 1)
+        assert (opened.said, opened.lost) == ([Starting(0), Starting(1)], [])
+    talk.take(bytes(Numbered().message([])[0]))
+    with connect(ticket, b"another") as link:
+        link.send_multipart([talk.sign(Kind.AGAIN)])
+        assert await asyncio.to_thread(link.poll, SOON * 1000)
+        assert link.recv().startswith(Kind.ENDED.value)
 
 
-def test_strangers_are_refused_and_counted() -> None:
+async def test_strangers_are_refused_and_counted(opened: Opened) -> None:
     """Each once: without the world's keys, and what speaks no ZeroMQ; not who says nothing.
 
     Nothing of theirs arrives.
     """
-
-    async def test(opened: Opened) -> None:
-        ticket, server = opened.ticket, opened.server
-        with socket.create_connection(("127.0.0.1", ticket.port)):
-            pass
-        own, theirs = KeyPair.new(), KeyPair.new().public
-        for number, wrong in enumerate(
-            (replace(ticket, keys=own), replace(ticket, server_key=theirs)), 1
-        ):
-            with connect(wrong, again=False) as link:
-                link.send_multipart(Numbered().message([node_bytes(Starting(1))]))
-                await until(lambda number=number: server.refused == number)
-        with socket.create_connection(("127.0.0.1", ticket.port)) as other:
-            other.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
-            await until(lambda: server.refused == 3)
-        assert opened.said == []
-
-    with_server(test)
+    ticket, server = opened.ticket, opened.server
+    with socket.create_connection(("127.0.0.1", ticket.port)):
+        pass
+    own, theirs = KeyPair.new(), KeyPair.new().public
+    for number, wrong in enumerate(
+        (replace(ticket, keys=own), replace(ticket, server_key=theirs)), 1
+    ):
+        with connect(wrong, again=False) as link:
+            link.send_multipart(Numbered().message([node_bytes(Starting(1))]))
+            await until(lambda number=number: server.refused == number)
+    with socket.create_connection(("127.0.0.1", ticket.port)) as other:
+        other.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+        await until(lambda: server.refused == 3)
+    assert opened.said == []
 
 
 AGENT = """
@@ -194,52 +182,44 @@ while True: link.recv()
 """
 
 
+@pytest.fixture
+def agent(request: pytest.FixtureRequest, opened: Opened) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that runs this, with a ticket of the server's."""
+    command = [sys.executable, "-P", *request.param]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as agent:
+        assert agent.stdin is not None
+        agent.stdin.write(opened.ticket.to_line())
+        agent.stdin.flush()
+        yield agent
+        agent.kill()
+
+
 @pytest.mark.world
-def test_an_agent_that_falls_silent() -> None:
+@pytest.mark.parametrize("opened", [((), 2.0)], indirect=True)
+@pytest.mark.parametrize("agent", [["-c", AGENT]], indirect=True, ids=[""])
+async def test_an_agent_that_falls_silent(opened: Opened, agent: subprocess.Popen[bytes]) -> None:
     """It is missed until it is there again, and lost where that takes too long."""
-
-    async def test(opened: Opened) -> None:
-        start(agent, opened.ticket)
-        await until(lambda: opened.said)
-        agent.send_signal(signal.SIGSTOP)
-        await until(lambda: opened.missed)
-        agent.send_signal(signal.SIGCONT)
-        await until(lambda: not opened.missed[-1])
-        assert (opened.missed[0], opened.lost) == ({*opened.who}, [])
-        agent.send_signal(signal.SIGSTOP)
-        await until(lambda: opened.lost)
-        assert opened.lost == opened.who
-
-    with subprocess.Popen([sys.executable, "-c", AGENT], stdin=subprocess.PIPE) as agent:
-        try:
-            with_server(test, link_timeout=2.0)
-        finally:
-            agent.kill()
-
-
-def start(agent: subprocess.Popen[bytes], ticket: Ticket) -> None:
-    """Give it its ticket."""
-    assert agent.stdin is not None
-    agent.stdin.write(ticket.to_line())
-    agent.stdin.flush()
+    await until(lambda: opened.said)
+    agent.send_signal(signal.SIGSTOP)
+    await until(lambda: opened.missed)
+    agent.send_signal(signal.SIGCONT)
+    await until(lambda: not opened.missed[-1])
+    assert (opened.missed[0], opened.lost) == ({*opened.who}, [])
+    agent.send_signal(signal.SIGSTOP)
+    await until(lambda: opened.lost)
+    assert opened.lost == opened.who
 
 
 @pytest.mark.world
-def test_an_agent_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("opened", [((), 3600.0)], indirect=True)
+@pytest.mark.parametrize("agent", [["-m", "nbdist.agent", "--ticket"]], indirect=True, ids=[""])
+async def test_an_agent_that_is_killed(opened: Opened, agent: subprocess.Popen[bytes]) -> None:
     """Its guard says so: a connection that is lost may come back."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-
-    async def test(opened: Opened) -> None:
-        start(guard, opened.ticket)
-        await until(lambda: opened.said)
-        (hello,) = opened.said
-        assert isinstance(hello, NodeHello)
-        os.kill(hello.pid, signal.SIGKILL)
-        await until(lambda: opened.lost)
-
-    command = [sys.executable, "-P", "-m", "nbdist.agent", "--ticket"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as guard:
-        with_server(test, link_timeout=3600)
+    await until(lambda: opened.said)
+    (hello,) = opened.said
+    assert isinstance(hello, NodeHello)
+    os.kill(hello.pid, signal.SIGKILL)
+    await until(lambda: opened.lost)
 
 
 def test_the_log_cannot_be_filled() -> None:
