@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -40,42 +41,36 @@ from nbdist.wire.messages import (
 )
 from nbdist.world.agents import Asking
 from tests.agent.test_agent import Notebook, close_stdin, end_notebook
-from tests.waiting import SOON, wait_until
+from tests.waiting import SOON, until, wait_until
 
 
-def test_messages_go_both_ways(runtime: Path) -> None:
+@pytest.fixture
+def far_end(runtime: Path) -> Iterator[zmq.Socket[bytes]]:
+    """Where a notebook listens."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as far_end:
+        far_end.rcvtimeo = SOON * 1000
+        far_end.bind(f"ipc://{runtime}/{NOTEBOOK_SOCKET}")
+        yield far_end
+
+
+async def test_messages_go_both_ways(runtime: Path, far_end: zmq.Socket[bytes]) -> None:
     """The hello is first; what the notebook sends is handed on, in its order."""
     came: list[Down] = []
-
-    async def serve() -> None:
-        both = asyncio.Event()
-
-        def receive(message: Down) -> None:
-            came.append(message)
-            if len(came) == 2:
-                both.set()
-
-        end = NotebookEnd(runtime, receive)
-        assert repr(end) == "<NotebookEnd open>"
-        try:
-            end.say_hello()
-            identity, frame = await asyncio.to_thread(notebook.recv_multipart)
-            assert up_from(frame) == Hello(__version__, os.getpid(), socket.gethostname())
-            for message in (Ask(1, GetStatus()), Received()):
-                notebook.send_multipart([identity, to_bytes(message)])
-            async with asyncio.timeout(SOON):
-                await both.wait()
-            end.send(Answer(1, None))
-            _, frame = await asyncio.to_thread(notebook.recv_multipart)
-            assert up_from(frame) == Answer(1, None)
-        finally:
-            end.close()
-
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as notebook:
-        notebook.rcvtimeo = SOON * 1000
-        notebook.bind(f"ipc://{runtime}/{NOTEBOOK_SOCKET}")
-        asyncio.run(serve())
-    assert came == [Ask(1, GetStatus()), Received()]
+    sent: list[Down] = [Ask(1, GetStatus()), Received()]
+    end = NotebookEnd(runtime, came.append)
+    try:
+        end.say_hello()
+        identity, frame = await asyncio.to_thread(far_end.recv_multipart)
+        assert up_from(frame) == Hello(__version__, os.getpid(), socket.gethostname())
+        for message in sent:
+            far_end.send_multipart([identity, to_bytes(message)])
+        await until(lambda: len(came) == 2)
+        end.send(Answer(1, None))
+        _, frame = await asyncio.to_thread(far_end.recv_multipart)
+        assert up_from(frame) == Answer(1, None)
+    finally:
+        end.close()
+    assert came == sent
 
 
 NAME = "notebook-1.sock"
@@ -123,6 +118,8 @@ def test_the_next_notebook_gets_all(notebook: Notebook) -> None:
     close_stdin(notebook)
     wait_until(lambda: state_of(notebook)[1] == 0, "the notebook is gone")
     end_notebook(notebook)
+    with pytest.raises(subprocess.TimeoutExpired):  # the guard ends no agent that stays
+        notebook.agent.wait(0.5)
     # The same socket will do: whoever attaches has bound it.
     notebook.bind(NAME)
     with closing(Asking(notebook.runtime, NEXT)) as asking:
@@ -165,46 +162,39 @@ def test_a_world_without_workers(notebook: Notebook) -> None:
     assert notebook.agent.wait(SOON) == 0
 
 
-def test_calls_wait_for_one_another_and_other_things_do_not() -> None:
+async def test_calls_wait_for_one_another_and_other_things_do_not() -> None:
     """Each is answered under its number; what is under way when it leaves is cancelled."""
     answers: list[Answer] = []
     said: list[str] = []
+    released = asyncio.Event()
 
-    async def serve() -> None:
-        released = asyncio.Event()
+    async def answer(request: Request) -> Reply:
+        if isinstance(request, Kill):
+            await released.wait()
+        return ()
 
-        async def answer(request: Request) -> Reply:
-            if isinstance(request, Kill):
-                await released.wait()
-            return ()
+    async def beside() -> None:
+        said.append("beside")
+        assert answers == []
+        released.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            said.append("cancelled")
 
-        async def beside() -> None:
-            said.append("beside")
-            assert answers == []
-            released.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                said.append("cancelled")
+    def send(answer: Answer) -> None:
+        answers.append(answer)
+        if len(answers) == 2:
+            serving.leave()
 
-        def send(answer: Answer) -> None:
-            answers.append(answer)
-            if len(answers) == 2:
-                serving.leave()
-
-        serving = Serving(answer, send)
-        serving.call(Ask(1, Kill((0,))))
-        serving.call(Ask(2, GetStatus()))
-        assert repr(serving) == "<Serving serves, 2 calls wait>"
-        working = asyncio.create_task(serving.until_left())
-        await asyncio.sleep(0)
-        serving.do(beside())
-        async with asyncio.timeout(20):
-            await working
-        assert repr(serving) == "<Serving leaves, 0 calls wait>"
-        serving.do(beside())  # it is closed, not begun
-
-    asyncio.run(serve())
+    serving = Serving(answer, send)
+    serving.call(Ask(1, Kill((0,))))
+    serving.call(Ask(2, GetStatus()))
+    working = asyncio.create_task(serving.until_left())
+    await asyncio.sleep(0)
+    serving.do(beside())
+    await working
+    serving.do(beside())  # it is closed, not begun
     assert answers == [Answer(1, ()), Answer(2, ())]
     assert said == ["beside", "cancelled"]
 
@@ -217,23 +207,19 @@ def test_calls_wait_for_one_another_and_other_things_do_not() -> None:
     ],
     ids=["a task", "a callback"],
 )
-def test_a_fault_of_ours(fail: Callable[[Serving], object]) -> None:
+async def test_a_fault_of_ours(fail: Callable[[Serving], object]) -> None:
     """It ends all, and is raised: the process exits with its line as the last of the log."""
 
-    async def serve() -> None:
-        async def answer(_: Request) -> Reply:
-            return ()
+    async def answer(_: Request) -> Reply:
+        return ()
 
-        serving = Serving(answer, lambda _: None)
-        asyncio.get_running_loop().set_exception_handler(serving.fail)
-        working = asyncio.create_task(serving.until_left())
-        await asyncio.sleep(0)
-        fail(serving)
-        async with asyncio.timeout(20):
-            await working
-
+    serving = Serving(answer, lambda _: None)
+    asyncio.get_running_loop().set_exception_handler(serving.fail)
+    working = asyncio.create_task(serving.until_left())
+    await asyncio.sleep(0)
+    fail(serving)
     with pytest.raises(KeyError, match="17"):
-        asyncio.run(serve())
+        await working
 
 
 async def _raise() -> None:

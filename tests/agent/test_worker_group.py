@@ -120,7 +120,8 @@ async def test_other_numbers(source: Source, runtime: Path, tmp_path: Path) -> N
     await group.start_part(spec, [0], 1)
     await group.renumber({})
     group.close()
-    assert {each.name for each in tmp_path.rglob("attempt_*")} == {"attempt_0", "attempt_1"}
+    found = {folder.rpartition("/")[2] for folder, *_ in os.walk(tmp_path)}
+    assert {"attempt_0", "attempt_1"} <= found
 
 
 # --- what is decided --------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 from pathlib import Path
@@ -199,58 +198,45 @@ def test_cut_off_characters_end_with_their_cell():
 
 
 @pytest.mark.world
-def test_all_that_a_process_writes() -> None:
+async def test_all_that_a_process_writes() -> None:
     """It arrives in order, and at its end nothing more."""
-
-    async def main() -> bytes:
-        found: list[bytes] = []
-        pipe = OutputPipe(found.append)
-        command = ["sh", "-c", "yes hello | head -n 100000; echo bye"]
-        with subprocess.Popen(command, stdout=pipe.write_end):  # noqa: ASYNC220 (it is the writer)
-            os.close(pipe.write_end)
-            await until(lambda: b"bye" in found[-1] if found else False)
-        assert not pipe.read()
-        pipe.close()
-        return b"".join(found)
-
-    assert asyncio.run(main()) == b"hello\n" * 100_000 + b"bye\n"
+    found: list[bytes] = []
+    pipe = OutputPipe(found.append)
+    command = ["sh", "-c", "yes hello | head -n 100000; echo bye"]
+    with subprocess.Popen(command, stdout=pipe.write_end):  # noqa: ASYNC220 (it is the writer)
+        os.close(pipe.write_end)
+        await until(lambda: b"bye" in found[-1] if found else False)
+    assert not pipe.read()
+    pipe.close()
+    assert b"".join(found) == b"hello\n" * 100_000 + b"bye\n"
 
 
 @pytest.mark.world
-def test_what_is_there_when_a_process_has_ended() -> None:
+async def test_what_is_there_when_a_process_has_ended() -> None:
     """It is read at once, without waiting for the loop; what comes after the close is lost."""
-
-    async def main() -> list[bytes]:
-        found: list[bytes] = []
-        pipe = OutputPipe(found.append)
-        subprocess.run(["echo", "last words"], stdout=pipe.write_end, check=True)  # noqa: ASYNC221
-        pipe.drain()
-        pipe.close()
-        pipe.close()
-        assert not pipe.read()
-        os.close(pipe.write_end)
-        return found
-
-    assert asyncio.run(main()) == [b"last words\n"]
+    found: list[bytes] = []
+    pipe = OutputPipe(found.append)
+    subprocess.run(["echo", "last words"], stdout=pipe.write_end, check=True)  # noqa: ASYNC221
+    pipe.drain()
+    pipe.close()
+    pipe.close()
+    assert not pipe.read()
+    os.close(pipe.write_end)
+    assert found == [b"last words\n"]
 
 
-def test_what_a_worker_says_is_handed_on_in_order(tmp_path: Path) -> None:
+async def test_what_a_worker_says_is_handed_on_in_order(tmp_path: Path) -> None:
     """Its text is in the log file by then; half a character ends with its cell."""
     found: list[Output | Finished] = []
     end = Finished(2, "task", Done("ok", 0.1))
-
-    async def main() -> WorkerOutput:
-        output = WorkerOutput(TOKEN, WorkerLog(tmp_path), found.append)
-        stdout, stderr = output.write_ends
-        output.receive(1, Clear(wait=False))
-        os.write(stdout, mark(TOKEN, "up") + b"a" + mark(TOKEN, 1) + b"b\xe2" + mark(TOKEN, 2))
-        os.write(stderr, b"e")
-        output.place(end)
-        output.close_write_ends()
-        output.close()
-        return output
-
-    output = asyncio.run(main())
+    output = WorkerOutput(TOKEN, WorkerLog(tmp_path), found.append)
+    stdout, stderr = output.write_ends
+    output.receive(1, Clear(wait=False))
+    os.write(stdout, mark(TOKEN, "up") + b"a" + mark(TOKEN, 1) + b"b\xe2" + mark(TOKEN, 2))
+    os.write(stderr, b"e")
+    output.place(end)
+    output.close_write_ends()
+    output.close()
     cut_off = Text("stdout", "\ufffd")
     text = [Text("stdout", "b"), Text("stderr", "e"), cut_off]
     assert found == [Text("stdout", "a"), Clear(wait=False), *text, end]
@@ -259,21 +245,17 @@ def test_what_a_worker_says_is_handed_on_in_order(tmp_path: Path) -> None:
     assert (tmp_path / "stdout.log").read_text() == "ab\ufffd"
 
 
-def test_the_last_line(tmp_path: Path) -> None:
+async def test_the_last_line(tmp_path: Path) -> None:
     """Whole, however it was read; of a bar its last state; nothing of empty lines."""
     bar, long = ("\r10%|#", "\r20%|##"), "x" * 100_000
-
-    async def main() -> list[str]:
-        output = WorkerOutput(TOKEN, WorkerLog(tmp_path), lambda item: None)
-        seen = [output.last_line]
-        for texts in (("first\n", "lo", "ss", " 0.5\n", "\n \n"), bar, ("\n", long)):
-            for text in texts:
-                output.pass_on(Text("stdout", text))
-            seen.append(output.last_line)
-        output.close_write_ends()
-        output.close()
-        return seen
-
-    *seen, last = asyncio.run(main())
+    output = WorkerOutput(TOKEN, WorkerLog(tmp_path), lambda item: None)
+    seen = [output.last_line]
+    for texts in (("first\n", "lo", "ss", " 0.5\n", "\n \n"), bar, ("\n", long)):
+        for text in texts:
+            output.pass_on(Text("stdout", text))
+        seen.append(output.last_line)
+    output.close_write_ends()
+    output.close()
+    *seen, last = seen
     assert seen == ["", "loss 0.5", "20%|##"]
     assert 0 < len(last) < len(long)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from nbdist.config import Patience
-from nbdist.errors import RanksNotStopped, WorkerDied
+from nbdist.errors import WorkerDied
 from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.world import World
@@ -63,20 +63,6 @@ def test_in_the_first_collective_on_busy_cores(world: World, name: str) -> None:
     with spinning(4):
         *_, lost = stop_in(world, FIRST[name])
     assert lost == ()
-
-
-def test_code_that_stops_early_and_goes_on(world: World) -> None:
-    """Who catches KeyboardInterrupt and goes on is not killed; the next cell waits for it."""
-    running = begin(
-        world,
-        "import time\ntry:\n    print('trains\\n')\n    while True: time.sleep(0.01)\n"
-        "except KeyboardInterrupt:\n    pass\n"
-        "for step in range(60): time.sleep(0.1)\nresult = step",
-    )
-    stop(world, running)
-    assert isinstance(running.error(), RanksNotStopped)
-    assert "ranks 0-2 are in line 7: for step in range(60)" in str(running.error())
-    assert world.gather("(kept, result)") == [(rank, 59) for rank in range(world.size)]
 
 
 def test_code_that_cleans_up(world: World) -> None:

@@ -30,6 +30,10 @@ class Machine:
     number: int
     facts: NodeFacts
 
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
 
 def machine(number: int, gpus: int = 0, cores: int = 2) -> Machine:
     """A node with so many of both."""
@@ -213,33 +217,16 @@ def test_a_notebook_without_torch() -> None:
     assert all(versions_here().values())
 
 
-@dataclass
-class Reached:
-    """A node as far as the way there goes."""
-
-    number: int
-    name: str
-    facts: NodeFacts
-
-
-def machines(count: int) -> list[Reached]:
-    """So many, each at an address of its own."""
-    return [
-        Reached(n, f"n{n}", replace(FACTS, address=f"10.0.0.{n}", port=5000 + n))
-        for n in range(count)
-    ]
-
-
 def test_all_ways_are_tried() -> None:
     """From each to each, but of many not more than a share, which are others for each."""
-    few = targets(machines(3))
+    few = targets([machine(number) for number in range(3)])
     assert [[each.name for each in few[n]] for n in range(3)] == [
         ["n1", "n2"],
         ["n2", "n0"],
         ["n0", "n1"],
     ]
-    assert (few[0][0].address, few[0][0].port) == ("10.0.0.1", 5001)
-    many = targets(machines(40))
+    assert (few[0][0].address, few[0][0].port) == ("10.0.0.2", 4001)
+    many = targets([machine(number) for number in range(40)])
     assert {len(each) for each in many.values()} == {REACHED}
     assert {each.name for tried in many.values() for each in tried} == {f"n{n}" for n in range(40)}
-    assert targets(machines(1)) == {0: ()}
+    assert targets([machine(0)]) == {0: ()}

@@ -5,7 +5,6 @@ The guard in `tests/conftest.py` does the counting, after each test.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -121,94 +120,60 @@ def notebook() -> Iterator[Notebook]:
         notebook.close()
 
 
-def kill_kernel(notebook: Notebook) -> None:
-    notebook.process.kill()
-
-
-def kill_agent(notebook: Notebook) -> None:
-    notebook.agent.kill()
-
-
-def stop_agent(notebook: Notebook) -> None:
-    notebook.agent.send_signal(signal.SIGTERM)
-
-
-def kill_fork_server(notebook: Notebook) -> None:
-    notebook.fork_server.kill()
-
-
-def kill_guard(notebook: Notebook) -> None:
-    notebook.guard.kill()
-
-
-def kill(workers: list[psutil.Process]) -> None:
-    for worker in workers:
+def kill(*processes: psutil.Process) -> None:
+    for process in processes:
         with suppress(psutil.NoSuchProcess):
-            worker.kill()
+            process.kill()
 
 
-def kill_one_worker(notebook: Notebook) -> None:
-    kill(notebook.workers[-1:])  # none, where they are just being started
-
-
-def kill_all_workers(notebook: Notebook) -> None:
-    kill(notebook.workers)
-
-
-def kill_kernel_and_agent(notebook: Notebook) -> None:
-    agent = notebook.agent
-    notebook.process.kill()
-    agent.kill()
-
-
-def restart_kernel(notebook: Notebook) -> None:
-    notebook.manager.restart_kernel(now=False)
-
-
-def shut_down_kernel(notebook: Notebook) -> None:
-    notebook.manager.shutdown_kernel(now=False)
+DEATHS: dict[str, Callable[[Notebook], object]] = {
+    "kernel": lambda notebook: notebook.process.kill(),
+    "kernel and agent": lambda notebook: kill(notebook.process, notebook.agent),
+    "restarted": lambda notebook: notebook.manager.restart_kernel(now=False),
+    "shut down": lambda notebook: notebook.manager.shutdown_kernel(now=False),
+    "agent": lambda notebook: notebook.agent.kill(),
+    "agent, by SIGTERM": lambda notebook: notebook.agent.send_signal(signal.SIGTERM),
+    "fork server": lambda notebook: notebook.fork_server.kill(),
+    "guard": lambda notebook: notebook.guard.kill(),
+    "a worker": lambda notebook: kill(*notebook.workers[-1:]),  # none, where they just start
+    "workers": lambda notebook: kill(*notebook.workers),
+}
 
 
 @pytest.mark.parametrize(
-    ("death", "moment", "first"),
+    ("deaths", "moment"),
     [
-        (kill_kernel, "idle", None),
-        (kill_kernel, "in a loop", kill_fork_server),
-        (kill_kernel, "while starting", kill_fork_server),
-        (kill_kernel, "while healing", None),
-        (kill_kernel_and_agent, "in a collective", kill_fork_server),
-        (restart_kernel, "in a cell", None),
-        (restart_kernel, "while healing", kill_fork_server),
-        (shut_down_kernel, "in a collective", None),
+        (["kernel"], "idle"),
+        (["fork server", "kernel"], "in a loop"),
+        (["fork server", "kernel"], "while starting"),
+        (["kernel"], "while healing"),
+        (["fork server", "kernel and agent"], "in a collective"),
+        (["restarted"], "in a cell"),
+        (["fork server", "restarted"], "while healing"),
+        (["shut down"], "in a collective"),
     ],
 )
-def test_nothing_is_left_of_the_kernel(
-    notebook: Notebook,
-    death: Callable[[Notebook], None],
-    moment: str,
-    first: Callable[[Notebook], None] | None,
-) -> None:
+def test_nothing_is_left_of_the_kernel(notebook: Notebook, deaths: list[str], moment: str) -> None:
     """It dies, also after the fork server: all that hung on it is gone within seconds."""
     notebook.begin(MOMENTS[moment])
-    if first:
-        first(notebook)
-    death(notebook)
+    for death in deaths:
+        DEATHS[death](notebook)
 
 
 def test_nothing_is_left_of_the_agent(notebook: Notebook) -> None:
     """Whoever dies of guard, agent and fork server: the notebook that goes on has nothing left."""
     for deaths, moment in (
-        ((kill_agent,), "while starting"),
-        ((kill_fork_server, kill_agent), "in a cell"),
-        ((kill_agent,), "while healing"),
-        ((stop_agent,), "in a collective"),
-        ((kill_fork_server, stop_agent), "while healing"),
-        ((kill_guard,), "in a loop"),
-        ((kill_fork_server, kill_guard), "in a collective"),
+        (["agent"], "while starting"),
+        (["fork server", "agent"], "in a cell"),
+        (["agent"], "while healing"),
+        (["agent, by SIGTERM"], "in a collective"),
+        (["fork server", "agent, by SIGTERM"], "while healing"),
+        (["guard"], "in a loop"),
+        (["fork server", "guard"], "in a collective"),
     ):
         notebook.begin(MOMENTS[moment])
         for death in deaths:
-            death(notebook)
+            DEATHS[death](notebook)
         notebook.has_nothing(f"after {deaths} {moment}")
         assert not notebook.run("%dist_restart").errors
         notebook.start_workers()
@@ -218,12 +183,12 @@ def test_nothing_is_left_of_the_agent(notebook: Notebook) -> None:
 
 def test_nothing_is_left_of_workers(notebook: Notebook) -> None:
     """Their children end with them, also where the fork server has gone."""
-    for moment, death in itertools.product(MOMENTS, (kill_all_workers, kill_one_worker)):
+    for number, moment in enumerate(MOMENTS):
         notebook.begin(MOMENTS[moment])
         children = {child: child.parent() for child in notebook.find("sleep 1000")}
         if moment == "in a cell":
-            kill_fork_server(notebook)
-        death(notebook)
+            DEATHS["fork server"](notebook)
+        DEATHS[("workers", "a worker")[number % 2]](notebook)
         for child, worker in children.items():
             if worker and not is_alive(worker):
                 wait_until(lambda child=child: not is_alive(child), f"{child} ends {moment}")
