@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -24,7 +24,7 @@ from nbdist.wire.control import HeldGroups
 from nbdist.wire.messages import StartFailure, WorldStarted
 from nbdist.wire.node_messages import Held, NodeAsk, NodeDown, NodeFacts, NodeHello, Plan
 from nbdist.wire.spec import WorldSpec
-from nbdist.wire.store import HostedStore
+from nbdist.wire.store import Answer, HostedStore, Operation
 from tests.agent.parts import FakePart
 from tests.agent.sources import Bench, worker_start
 from tests.waiting import until
@@ -32,14 +32,26 @@ from tests.waiting import until
 pytestmark = pytest.mark.own_agent
 
 
+class CountingStore(HostedStore):
+    asked = 0
+
+    async def ask(self, operation: Operation) -> Answer:
+        self.asked += 1
+        return await super().ask(operation)
+
+
 @dataclass
 class Tried:
-    """A part, how one of its ranks dies, and how it comes that no rank can form a group."""
+    """A part, how one of its ranks dies, and how it comes that no rank can form a group.
+
+    On several machines its ranks ask the store.
+    """
 
     part: Part
     kill: Callable[[int], Awaitable[None]]
     fail: Callable[[WorldSpec], WorldSpec]
     wait: Callable[[], None] = lambda: None
+    store: CountingStore = field(default_factory=CountingStore)
 
 
 def fake() -> Tried:
@@ -91,7 +103,8 @@ def tried(request: pytest.FixtureRequest, bench: Bench, runner: asyncio.Runner) 
         yield fake()
         return
     is_far, runtime, source = request.param == "elsewhere", bench.runtime, bench.source
-    store = StoreWindow(runtime, HostedStore().ask) if is_far else None
+    asked = CountingStore()
+    store = StoreWindow(runtime, asked.ask) if is_far else None
 
     async def make() -> WorkerGroup:
         say = (lambda *_: None), (lambda _: None)
@@ -111,7 +124,7 @@ def tried(request: pytest.FixtureRequest, bench: Bench, runner: asyncio.Runner) 
             await store.close()
 
     group = runner.run(make())
-    yield Tried(linked(group) if is_far else group, kill, fail)
+    yield Tried(linked(group) if is_far else group, kill, fail, store=asked)
     runner.run(end())
 
 
@@ -178,3 +191,13 @@ async def test_a_silent_survivor(
     os.kill(started.pids[0], signal.SIGSTOP)
     formed = await tried.part.form(Plan(alone, 1, 2, 1, (), {}), (0,))
     assert (formed.alive, formed.problem) == ((), "a rank did not answer")
+
+
+@pytest.mark.parametrize("tried", ["elsewhere"], indirect=True)
+async def test_what_a_group_costs(tried: Tried, spec: WorldSpec) -> None:
+    """Two questions for each rank, however many there are: so it takes the way there twice.
+
+    A backend that can be connected anew (from torch 2.14 on) takes two more, and one for all.
+    """
+    await tried.part.start_part(spec, (0, 1), 1)
+    assert tried.store.asked in (2 * 2, 4 * 2 + 1)

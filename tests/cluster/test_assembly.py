@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections import deque
 from collections.abc import Mapping
@@ -16,10 +17,11 @@ from nbdist.agent.code_folder import CodeFolder
 from nbdist.cluster.assembly import KeptCode, in_time_of_head, last_words, shares
 from nbdist.cluster.node import NodeLost
 from nbdist.config import Patience
-from nbdist.errors import ScaleError, WorkerDied, WorkerError
+from nbdist.errors import RanksReleased, ScaleError, WorkerDied, WorkerError
 from nbdist.output.events import Died, Done, Failure, Text
 from nbdist.wire.code_tree import CodeFile, digest_of, landmark
 from nbdist.wire.messages import CodeHeld, GetCode, Outputs, PutCode, Received, Request
+from nbdist.wire.store import SOCKET
 from nbdist.world.world import World
 
 pytestmark = [pytest.mark.shared_world, pytest.mark.own_agent]
@@ -145,6 +147,38 @@ def test_other_sizes(world: World) -> None:
     world.scale(4)
     world.restart()
     assert [row.host for row in world.status()] == ["node0", "node0", "node1", "node1"]
+
+
+def test_a_store_that_only_torch_still_has(world: World) -> None:
+    """It works for as long as torch has it."""
+    world.execute(
+        "import gc\n"
+        "from torch._C._distributed_c10d import PrefixStore\n"
+        "group = get_ipython().kernel.group\n"
+        "kept = PrefixStore('a', group._store_of(0, 'b'))\n"
+        "gc.collect()\n"
+        "kept.set(str(rank), 'x')\n"
+        "value = kept.get(str(rank))"
+    )
+    assert world.gather("value") == [b"x"] * 4
+
+
+def test_a_cleaner_that_takes_the_sockets(world: World) -> None:
+    """A rank that is new finds the store all the same."""
+    sockets = [*Path(os.environ["XDG_RUNTIME_DIR"]).glob(f"nbdist-*/{SOCKET}")]
+    assert len(sockets) == 2
+    for file in sockets:
+        file.unlink()
+    with pytest.raises(WorkerDied):
+        world.execute(DIES)
+    world.execute(SUM)
+
+
+def test_ranks_that_never_meet(world: World) -> None:
+    """One that waits in the store for the others is freed, and where it waits is known."""
+    with pytest.raises(RanksReleased, match="new_group"):
+        world.execute("if rank == 0: dist.new_group([0, 1])")
+    world.execute(SUM)
 
 
 class Direct:
