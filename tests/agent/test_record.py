@@ -66,9 +66,13 @@ class Lab:
         return [(rank, o) for batch in self.record.again() for rank, _, o in batch.items]
 
 
-def test_a_world_that_is_ready() -> None:
+@pytest.fixture
+def lab() -> Lab:
+    return Lab()
+
+
+def test_a_world_that_is_ready(lab: Lab) -> None:
     """Its processes, and the number of the next call: answers to old ones are for nobody."""
-    lab = Lab()
     lab.record.take_down(Ask(7, GetStatus()))
     there = lab.record.attached(0.0)
     assert (there.pids, there.spec, there.run) == (STARTED.pids, spec(), None)
@@ -77,9 +81,8 @@ def test_a_world_that_is_ready() -> None:
     assert lab.record.state == "ready"
 
 
-def test_a_cell_that_runs() -> None:
+def test_a_cell_that_runs(lab: Lab) -> None:
     """All that it has shown so far, also what the notebook before has seen."""
-    lab = Lab()
     lab.run()
     lab.say(0, Text("stdout", "one"))
     lab.record.seen()
@@ -91,9 +94,8 @@ def test_a_cell_that_runs() -> None:
     assert lab.record.state == "busy"
 
 
-def test_a_cell_that_nobody_saw_end() -> None:
+def test_a_cell_that_nobody_saw_end(lab: Lab) -> None:
     """Is there with its end, and when that was."""
-    lab = Lab()
     lab.run()
     for rank in (0, 1):
         lab.say(rank, Done("ok", 1.0, frozenset({"x"})))
@@ -104,9 +106,8 @@ def test_a_cell_that_nobody_saw_end() -> None:
     assert there.forgotten == 0
 
 
-def test_a_cell_that_was_seen_to_its_end() -> None:
+def test_a_cell_that_was_seen_to_its_end(lab: Lab) -> None:
     """Is none that anybody has missed; what it has bound is there."""
-    lab = Lab()
     lab.run()
     for rank in (0, 1):
         lab.say(rank, Done("ok", 1.0, frozenset({"np"}), {"np": "numpy"}))
@@ -119,9 +120,8 @@ def test_a_cell_that_was_seen_to_its_end() -> None:
     assert lab.record.attached(0.0).bound[0] == {}
 
 
-def test_ranks_that_died() -> None:
+def test_ranks_that_died(lab: Lab) -> None:
     """Are dead until they are replaced, and their names gone with them."""
-    lab = Lab()
     lab.run()
     lab.say(0, Done("ok", 1.0, frozenset({"x"})))
     lab.say(1, Died(-9, 1, pid=11))
@@ -137,27 +137,24 @@ def test_ranks_that_died() -> None:
 @pytest.mark.parametrize(
     "news", [Aborted({}), Outputs(((0, "t", Failure("E", "", (), 1, (), "ended")),))]
 )
-def test_collectives_that_were_aborted(news: Any) -> None:
+def test_collectives_that_were_aborted(lab: Lab, news: Any) -> None:
     """The group is to be formed anew, until it has been."""
-    lab = Lab()
     lab.record.take_up(news)
     assert not lab.record.attached(0.0).is_whole
     lab.ask(Heal(), Healed(STARTED.pids, STARTED.logs))
     assert lab.record.attached(0.0).is_whole
 
 
-def test_more_workers() -> None:
+def test_more_workers(lab: Lab) -> None:
     """The spec is that of those that there are."""
-    lab = Lab()
     lab.ask(Scale(spec(3), (0, 1)), Healed({0: 10, 1: 11, 2: 12}, {}))
     assert lab.record.attached(0.0).spec == spec(3)
     lab.ask(Scale(spec(4), (0, 1, 2)), Healed({0: 10, 1: 11, 2: 12}, {}, not_scaled="no room"))
     assert lab.record.attached(0.0).spec == spec(3)
 
 
-def test_machines_that_have_come() -> None:
+def test_machines_that_have_come(lab: Lab) -> None:
     """Are told to the next notebook, until the world has taken them in."""
-    lab = Lab()
     lab.record.take_up(Came("node3"))
     assert lab.record.attached(0.0).came == ("node3",)
     lab.ask(Grow(), Healed({0: 10, 1: 11, 2: 12}, {}, spec=spec(3)))
@@ -165,9 +162,8 @@ def test_machines_that_have_come() -> None:
     assert (there.came, there.spec) == ((), spec(3))
 
 
-def test_what_workers_become() -> None:
+def test_what_workers_become(lab: Lab) -> None:
     """While they start there is a world; once they were stopped, or could not, there is none."""
-    lab = Lab()
     lab.ask(StopWorld(1.0))
     assert not lab.record.has_world
     lab.ask(StartWorld(spec()))
@@ -176,18 +172,16 @@ def test_what_workers_become() -> None:
     assert (lab.record.has_world, lab.record.changes) == (False, False)
 
 
-def test_prompts_that_were_answered() -> None:
+def test_prompts_that_were_answered(lab: Lab) -> None:
     """Are not asked again."""
-    lab = Lab()
     lab.run()
     lab.say(0, InputRequest(1, "? "))
     lab.record.take_down(Enter(0, InputReply(1, "yes")))
     assert lab.said == []
 
 
-def test_values_that_nobody_will_read() -> None:
+def test_values_that_nobody_will_read(lab: Lab) -> None:
     """Are let go of, but for those of a task that the next notebook sees to its end."""
-    lab = Lab()
     lent = Payload(segment=SegmentRef("/proc/1/fd/2#3", (1,)))
     lab.run("gather")
     lab.say(0, Done("ok", 1.0, values=lent), "gather")
@@ -205,9 +199,8 @@ def test_a_world_that_ends_with_its_notebook() -> None:
     assert lab.said == []
 
 
-def test_batches_are_bounded() -> None:
+def test_batches_are_bounded(lab: Lab) -> None:
     """Many outputs come in several."""
-    lab = Lab()
     lab.run()
     for rank in (0, 1, 0, 1):
         lab.say(rank, Display({"image/png": "x" * (5 << 20)}, {}))

@@ -105,12 +105,6 @@ def test_it_is_kept_as_long_as_the_notebook_has_it(
     assert [*downloads.drop()] == []
 
 
-def test_closed_before_it_was_sent(downloads: Downloads, segment: Segment) -> None:
-    """The ranks are to say that it is not there."""
-    segment.close()
-    assert not downloads.add(run("a", segment), (0, 1))
-
-
 def test_closed_while_it_is_sent(downloads: Downloads, nodes: Nodes, segment: Segment) -> None:
     """It arrives, for those who wait for it."""
     task = run("a", segment)
@@ -119,6 +113,12 @@ def test_closed_while_it_is_sent(downloads: Downloads, nodes: Nodes, segment: Se
     assert [*downloads.drop()] == []
     nodes.take_all(0, 1)
     assert downloads.ready() == [task]
+
+
+def test_closed_before_it_was_sent(downloads: Downloads, segment: Segment) -> None:
+    """The ranks are to say that it is not there."""
+    segment.close()
+    assert not downloads.add(run("a", segment), (0, 1))
 
 
 def test_stop_in_the_middle(downloads: Downloads, nodes: Nodes, segment: Segment) -> None:
@@ -213,27 +213,20 @@ def test_what_comes_no_more(returned: Returned, segment: Segment) -> None:
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-Said = list[tuple[int, str, Output]]
-Sent = list[Piece | Dropped]
+class Up:
+    """The way up, all that was passed on, and all that the head gets."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[int, str, Output]] = []
+        self.sent: list[Piece | Dropped] = []
+        self.returns = Uploads(lambda *item: self.said.append(item), self.sent.append)
 
 
 @pytest.fixture
-def said() -> Said:
-    """All that was passed on."""
-    return []
-
-
-@pytest.fixture
-def sent() -> Sent:
-    """All that the head gets."""
-    return []
-
-
-@pytest.fixture
-def returns(said: Said, sent: Sent) -> Iterator[Uploads]:
-    """What is tested."""
-    with closing(Uploads(lambda *item: said.append(item), sent.append)) as returns:
-        yield returns
+def up() -> Iterator[Up]:
+    up = Up()
+    with closing(up.returns):
+        yield up
 
 
 @pytest.fixture
@@ -248,33 +241,31 @@ def ended(brought: Segment) -> Done:
     return Done("ok", 0.1, values=Payload(segment=brought.ref))
 
 
-def test_what_has_no_big_values_goes_by(returns: Uploads, said: Said, sent: Sent) -> None:
+def test_what_has_no_big_values_goes_by(up: Up) -> None:
     """At once, whatever it is."""
     small = Done("ok", 0.1, values=pack_frames([b"small"])[0])
     outputs = [Text("stdout", "x"), small, Done("ok", 0.1)]
     for output in outputs:
-        returns.add(0, "a", output)
-    assert said == [(0, "a", output) for output in outputs]
-    assert sent == []
+        up.returns.add(0, "a", output)
+    assert up.said == [(0, "a", output) for output in outputs]
+    assert up.sent == []
 
 
-def test_the_end_waits_for_its_values(
-    returns: Uploads, said: Said, sent: Sent, brought: Segment
-) -> None:
+def test_the_end_waits_for_its_values(up: Up, brought: Segment) -> None:
     """And what the rank says after it waits too; other ranks do not."""
-    returns.add(0, "a", ended(brought))
-    returns.add(0, "", Text("stdout", "late"))
-    returns.add(1, "a", Done("ok", 0.2))
+    up.returns.add(0, "a", ended(brought))
+    up.returns.add(0, "", Text("stdout", "late"))
+    up.returns.add(1, "a", Done("ok", 0.2))
     none_yet = (0, "a", Moved(0, 5 * PIECE // 2))
-    assert said == [none_yet, (1, "a", Done("ok", 0.2))]
+    assert up.said == [none_yet, (1, "a", Done("ok", 0.2))]
     with closing(Receiving()) as head:
-        while sent:
-            piece = sent.pop(0)
+        while up.sent:
+            piece = up.sent.pop(0)
             assert isinstance(piece, Piece)
             taken = head.take(piece)
             assert taken is not None
-            returns.taken(taken)
-        assert said[2:] == [
+            up.returns.taken(taken)
+        assert up.said[2:] == [
             (0, "a", Moved(PIECE, 5 * PIECE // 2)),
             (0, "a", ended(brought)),
             (0, "", Text("stdout", "late")),
@@ -282,45 +273,45 @@ def test_the_end_waits_for_its_values(
         here = head.ref(brought.ref.path)
         assert here is not None
         assert open_segment(here)[0] == open_segment(brought.ref)[0]
-    assert repr(returns) == "<Uploads of ranks [], <Sending 0 bytes, 0 of 7 under way>>"
+    assert repr(up.returns) == "<Uploads of ranks [], <Sending 0 bytes, 0 of 7 under way>>"
 
 
-def test_values_within_what_an_op_returned(returns: Uploads, sent: Sent, brought: Segment) -> None:
+def test_values_within_what_an_op_returned(up: Up, brought: Segment) -> None:
     """They are found without a look at what it returned."""
     inner = (brought.ref.path, brought.ref)
-    returns.add(0, "a", Done("ok", 0.1, values=Payload((b"pickle",), within=(inner,))))
-    assert isinstance(sent[0], Piece)
-    assert sent[0].ref == brought.ref
+    up.returns.add(0, "a", Done("ok", 0.1, values=Payload((b"pickle",), within=(inner,))))
+    assert isinstance(up.sent[0], Piece)
+    assert up.sent[0].ref == brought.ref
 
 
-def test_stop(returns: Uploads, said: Said, sent: Sent, brought: Segment) -> None:
+def test_stop(up: Up, brought: Segment) -> None:
     """The rank has ended its task then, but brings nothing back."""
-    returns.add(0, "a", ended(brought))
-    assert returns.stop([0, 1]) == (1,)
-    assert sent.pop() == Dropped((brought.ref.path,))
-    _, (_, _, failure), (_, _, done) = said
+    up.returns.add(0, "a", ended(brought))
+    assert up.returns.stop([0, 1]) == (1,)
+    assert up.sent.pop() == Dropped((brought.ref.path,))
+    _, (_, _, failure), (_, _, done) = up.said
     assert isinstance(failure, Failure)
     assert failure.name == "KeyboardInterrupt"
     assert done == Done("error", 0.1)
-    before = len(sent)
-    assert returns.stop([0]) == (0,)
-    returns.taken(Taken(brought.ref.path, PIECE))
-    assert len(sent) == before
+    before = len(up.sent)
+    assert up.returns.stop([0]) == (0,)
+    up.returns.taken(Taken(brought.ref.path, PIECE))
+    assert len(up.sent) == before
 
 
-def test_no_room_for_it(returns: Uploads, said: Said, brought: Segment) -> None:
+def test_no_room_for_it(up: Up, brought: Segment) -> None:
     """The rank has failed, and what it has bound stays known."""
-    returns.add(0, "a", Done("ok", 0.1, frozenset("x"), values=Payload(segment=brought.ref)))
-    returns.taken(Taken(brought.ref.path, 0, "2 MB are free."))
-    _, (_, _, failure), (_, _, done) = said
+    up.returns.add(0, "a", Done("ok", 0.1, frozenset("x"), values=Payload(segment=brought.ref)))
+    up.returns.taken(Taken(brought.ref.path, 0, "2 MB are free."))
+    _, (_, _, failure), (_, _, done) = up.said
     assert isinstance(failure, Failure)
     assert failure.message == "where the notebook is: 2 MB are free."
     assert done == Done("error", 0.1, frozenset("x"))
 
 
-def test_the_value_is_gone(returns: Uploads, said: Said) -> None:
+def test_the_value_is_gone(up: Up) -> None:
     """With its process: that is no value."""
     with to_end(Segment.filling([b"x" * PIECE])) as brought:
         pass
-    returns.add(0, "a", ended(brought))
-    assert [type(output) for _, _, output in said] == [Failure, Done]
+    up.returns.add(0, "a", ended(brought))
+    assert [type(output) for _, _, output in up.said] == [Failure, Done]
