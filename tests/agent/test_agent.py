@@ -191,7 +191,7 @@ BUSY = "import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\nprint
         (close_stdin, True, True),
         (end_notebook, False, False),
         (terminate, True, False),
-        (leave, False, True),
+        (leave, True, True),
     ],
 )
 def test_end(
