@@ -119,26 +119,23 @@ class Notebook:
             pass
         return answer.reply
 
-    def start(self, spec: WorldSpec | None = None) -> Any:
-        return self.call(StartWorld(spec or self.spec()))
+    def start(self) -> Any:
+        return self.call(StartWorld(self.spec(None)))
 
-    def spec(self, backend: str | None = None, *, fork: bool = True, **changes: Any) -> WorldSpec:
-        environ, path = {**os.environ, **changes}, tuple(sys.path)
-        return WorldSpec(
-            2, backend, environ, os.getcwd(), path, 1, sys.executable, use_fork_server=fork
-        )
+    def spec(self, backend: str | None) -> WorldSpec:
+        environ, path = {**os.environ}, tuple(sys.path)
+        return WorldSpec(2, backend, environ, os.getcwd(), path, 1, sys.executable)
 
     def send_task(self, name: str, source: str) -> None:
         """Have both ranks run the source."""
         self.send(Run(name, (0, 1), Task(name, (0, 1), Source(source)).pack()))
 
-    def run(self, source: str) -> list[tuple[int, Any]]:
+    def run(self, source: str) -> None:
         """Run a cell on both ranks, until both are done."""
         self.send_task(source, source)
         ends = (Done, Died)
         while sum(name == source and isinstance(o, ends) for _, name, o in self.outputs) < 2:
             self.take_one()
-        return [(rank, output) for rank, name, output in self.outputs if name == source]
 
     def close(self) -> None:
         for process in (self.agent, self.life):

@@ -21,6 +21,7 @@ import pytest
 from nbdist.errors import AgentLost, NbdistError, RanksReleased, UsageError, WorkerDied, WorkerError
 from nbdist.output.events import Died
 from nbdist.system.folders import RuntimeFolder
+from nbdist.system.limits import control_groups
 from nbdist.system.prctl import children_of
 from nbdist.wire.views import Place
 from nbdist.world.agents import AgentProcess
@@ -115,18 +116,12 @@ def test_crash_of_a_child(logged: World) -> None:
 @pytest.fixture
 def small_group() -> Iterator[Path]:
     """A control group of the test's own with little memory; needs root."""
-    own = [
-        line.split(":", 2)
-        for line in Path("/proc/self/cgroup").read_text().splitlines()
-        if line.split(":")[1] in ("", "memory")
-    ]
-    roots = {"": Path("/sys/fs/cgroup"), "memory": Path("/sys/fs/cgroup/memory")}
-    limits = {"": "memory.max", "memory": "memory.limit_in_bytes"}
-    for _, kind, path in sorted(own, key=lambda line: line[1], reverse=True):
-        group = roots[kind] / path.lstrip("/") / f"nbt-{uuid.uuid4().hex[:8]}"
+    for found in control_groups("memory"):
+        group = found.folder / f"nbt-{uuid.uuid4().hex[:8]}"
+        limit = "memory.max" if found.version == 2 else "memory.limit_in_bytes"
         try:
             group.mkdir()
-            (group / limits[kind]).write_text(str(LIMIT))
+            (group / limit).write_text(str(LIMIT))
         except OSError:
             continue
         yield group
