@@ -22,7 +22,7 @@ from nbdist.world.running import RunningTask
 from nbdist.world.world import World
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.own_agent
+pytestmark = [pytest.mark.own_agent, pytest.mark.shared_world]
 
 LINK_TIMEOUT = 2
 
@@ -49,9 +49,9 @@ input()
 """
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def world(launchers: None) -> Iterator[World]:
-    """A worker on each of two nodes, with a variable."""
+    """A worker on each of two nodes, with a variable, until the last test loses one of them."""
     with World(layout="2x1", **OPTIONS) as world:
         world.execute("import torch.distributed as dist\nkept = rank + 10")
         yield world
@@ -75,28 +75,6 @@ def paused(pid: int) -> Iterator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
-
-
-def test_an_agent_that_is_paused(world: World, tmp_path: Path) -> None:
-    """The running cell says that its machine does not respond, and goes on with it.
-
-    Where the pause is too long the machine is lost, and nothing is left there once it is over.
-    """
-    head, gate = world.session.link.agents[0].pid, tmp_path / "gate"
-    second = agents(head)["1"]
-    silent = f"node1 does not respond and counts as lost after {LINK_TIMEOUT} s"
-    running = world.session.submit(world.session.task(LOOP.format(gate=str(gate))))
-    follow(world, running, lambda: running.unfinished and not running.waits)
-    with paused(second.pid):
-        follow(world, running, lambda: silent in running.waits)
-    follow(world, running, lambda: silent not in running.waits)
-    gate.touch()
-    world.session.wait(running)
-    assert running.error() is None
-    with paused(second.pid), pytest.raises(WorkerDied, match=r"rank 1 on node1 .*was lost"):
-        world.execute("while True: dist.all_reduce(torch.ones(1))")
-    assert world.gather("kept") == [10]
-    wait_until(lambda: "1" not in agents(head), "it has left")
 
 
 PIDFD_GETFD = 438
@@ -155,6 +133,28 @@ def test_a_connection_that_is_lost(world: World, tmp_path: Path) -> None:
     world.execute(SUM)
     assert world.gather("kept") == [10, 11]
     assert world.pids == pids
+
+
+def test_an_agent_that_is_paused(world: World, tmp_path: Path) -> None:
+    """The running cell says that its machine does not respond, and goes on with it.
+
+    Where the pause is too long the machine is lost, and nothing is left there once it is over.
+    """
+    head, gate = world.session.link.agents[0].pid, tmp_path / "gate"
+    second = agents(head)["1"]
+    silent = f"node1 does not respond and counts as lost after {LINK_TIMEOUT} s"
+    running = world.session.submit(world.session.task(LOOP.format(gate=str(gate))))
+    follow(world, running, lambda: running.unfinished and not running.waits)
+    with paused(second.pid):
+        follow(world, running, lambda: silent in running.waits)
+    follow(world, running, lambda: silent not in running.waits)
+    gate.touch()
+    world.session.wait(running)
+    assert running.error() is None
+    with paused(second.pid), pytest.raises(WorkerDied, match=r"rank 1 on node1 .*was lost"):
+        world.execute("while True: dist.all_reduce(torch.ones(1))")
+    assert world.gather("kept") == [10]
+    wait_until(lambda: "1" not in agents(head), "it has left")
 
 
 def test_a_detached_head_without_machines(launchers: None) -> None:
