@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nbdist.output.events import Died, Display, Failure, Output, Skipped, Text
 from nbdist.output.final import final_layout
-from nbdist.output.layout import Block, Hidden, Item, Panel, Row
+from nbdist.output.layout import Block, Hidden, Item, Row
 from nbdist.output.rank_transcript import Shown
 from nbdist.output.screen import Line
 from tests.output.lab import make, out, value
@@ -29,11 +29,6 @@ def ranks(blocks: Iterable[Block]) -> list[tuple[int, ...]]:
 
 def kinds(items: Iterable[Item]) -> list[object]:
     return [len(item) if isinstance(item, list) else item for item in items]
-
-
-def test_silent() -> None:
-    """Nothing to show: who, and how long."""
-    assert final_layout(make(8, lambda rank: [])) == Panel("8 ranks", "1.2 s")
 
 
 def test_values() -> None:

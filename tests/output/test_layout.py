@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nbdist.output.events import Display, Failure, InputRequest, Output, Text
@@ -48,7 +48,6 @@ HIDDEN = st.builds(Hidden, st.integers(1, 9), in_log_only=st.booleans())
 KEPT = st.just([Line("x", stderr=False)])
 
 
-@settings(deadline=None, database=None, derandomize=True)
 @given(st.lists(st.one_of(HIDDEN, KEPT)))
 def test_hidden_neighbours_are_one(items: list[Item]) -> None:
     """No two stand side by side, and none is lost."""
@@ -198,7 +197,6 @@ def test_unlike_most() -> None:
 NUMBERS = st.lists(st.floats(-1e6, 1e6).map(lambda number: round(number, 3) + 0.0), min_size=9)
 
 
-@settings(deadline=None, database=None, derandomize=True)
 @given(NUMBERS)
 def test_the_ends_are_right(numbers: list[float]) -> None:
     """The least and the greatest number, and a rank that has it."""

@@ -51,6 +51,10 @@ def test_text_of_other_kinds() -> None:
     """Where text/plain is the name of a class, there is the source, or what there is."""
     plain = "<IPython.core.display.Markdown object>"
     for data, text in [
+        ({"text/plain": ["a\n", "b"]}, "a\nb"),
+        ({"image/png": "x"}, "<image/png>"),
+        ({"text/plain": ""}, ""),
+        ({}, ""),
         ({"text/markdown": "**b**", "text/plain": plain}, "**b**"),
         ({"text/latex": ["$x", "$"], "text/plain": "x"}, "x"),
         ({"application/json": {"a": [1]}, "text/plain": plain}, '{"a": [1]}'),

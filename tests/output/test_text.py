@@ -44,18 +44,6 @@ def owners(text: str) -> dict[str, list[str]]:
     return found
 
 
-def test_silent_cell() -> None:
-    """A cell that shows nothing is one line."""
-    assert final_text(make(8, lambda rank: [])) == "8 ranks · 1.2 s"
-
-
-def test_values() -> None:
-    """Values have headers too: every line can be attributed."""
-    value = Display({"text/plain": "tensor(1.)"}, {}, is_result=True)
-    text = final_text(make(2, lambda rank: [value]))
-    assert text == "2 ranks · 1.2 s · ✓ 2\n── ranks 0-1 (same) ──\ntensor(1.)"
-
-
 def test_every_line_has_a_header() -> None:
     """Each line stands below the header of its ranks, without colours."""
     said: dict[int, list[Output]] = {
@@ -83,19 +71,6 @@ def test_failures_alone() -> None:
     assert head_text(shown) == "2 ranks · 1.2 s · ✓ 1 · ✗ 1"
 
 
-def test_failures_that_follow() -> None:
-    """The first failure has its traceback, the others a line each."""
-    said: dict[int, list[Output]] = {
-        0: [failure("later", 9)],
-        1: [failure("first", 1)],
-        2: [Died(3, 10)],
-    }
-    found = owners(final_text(make(3, lambda rank: said[rank])))
-    assert found["── rank 0 ✗ ──"] == ["E: later"]
-    assert found["── rank 1 ✗ ──"][-1] == "E: first"
-    assert found["── rank 2 ✗ ──"] == ["the process exited with code 3"]
-
-
 def test_what_is_left_out_is_named() -> None:
     """Lines that are not shown are counted, with the way to them."""
     lines = out("".join(f"{number}\n" for number in range(500)))
@@ -104,25 +79,10 @@ def test_what_is_left_out_is_named() -> None:
     assert text.endswith("\n499\n… 3 lines only in the log: 0.log\nend")
 
 
-def test_live() -> None:
-    """While the cell runs there are the last lines of each group, failed ones first."""
-    steps = out("".join(f"step {number}\n" for number in range(40)))
-    said = {1: [steps, failure("bad")]}
-    transcript = make(4, lambda rank: said.get(rank, [steps]), finished=False)
-    lines = live_text(transcript, 3.0, note="ranks 0,2-3 wait").split("\n")
-    assert lines[:4] == [
-        "4 ranks · 3.0 s · ● 3 · ✗ 1",
-        "ranks 0,2-3 wait",
-        "── rank 1 ✗ ──",
-        "step 28",
-    ]
-    assert lines[15:18] == ["E: bad", "── ranks 0,2-3 (same) ──", "step 28"]
-
-
-@pytest.mark.parametrize("ranks", [4, 64, 1024])
-def test_bounds(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "count"), [(4, 300), (64, 60), (1024, 6)])
+def test_bounds(ranks: int, count: int) -> None:
     """However much was said, the text is bounded; the first and last rank are in it."""
-    lines = "".join(f"step {number} {'x' * 300}\n" for number in range(100))
+    lines = "".join(f"step {number} {'x' * 300}\n" for number in range(count))
     transcript = make(ranks, lambda rank: [out(f"{lines}rank {rank}\n")])
     text = final_text(transcript)
     assert len(text) < MOST_CHARACTERS + 10_000
@@ -147,12 +107,6 @@ def test_live_of_many_ranks() -> None:
         "last 1",
     ]
     assert lines[-2:] == ["last 15", "── and ranks 48-63 ──"]
-
-
-@pytest.fixture(autouse=True)
-def no_tqdm_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep tqdm from starting a thread that would outlive the test."""
-    monkeypatch.setattr(tqdm, "monitor_interval", 0)
 
 
 def test_same_line_of_all_ranks() -> None:
@@ -181,16 +135,7 @@ def test_order_within_a_rank() -> None:
     for rank, text in said.items():
         list(lines.receive(rank, out(text), 0.0))
     shown = list(lines.due(0.2))
-    for rank, text in said.items():
-        mine = [line.partition("] ")[2] for line in shown if names(line, rank)]
-        assert mine == text.splitlines()
     assert shown == ["[1] warning", "[0-2] a", "[0-1] b", "[0-2] c"]
-
-
-def names(line: str, rank: int) -> bool:
-    spans = line[1:].partition("]")[0].split(",")
-    ends = [span.partition("-") for span in spans]
-    return any(int(low) <= rank <= int(high or low) for low, _, high in ends)
 
 
 def test_incomplete_lines() -> None:
@@ -200,14 +145,9 @@ def test_incomplete_lines() -> None:
     assert list(lines.due(5.0)) == []
     assert list(lines.receive(0, out("0.5\nnext"), 6.0)) == ["[0] loss 0.5"]
     assert list(lines.receive(0, Done("ok", 6.0), 7.0)) == ["[0] next"]
-
-
-def test_end_without_done() -> None:
-    """At the end everything comes out, also of ranks that never finished."""
     lines = PlainLines(range(2))
-    list(lines.receive(0, out("a\nb"), 0.0))
-    assert list(lines.finish(0.01)) == ["[0] a", "[0] b"]
-    assert list(lines.finish(0.02)) == []
+    list(lines.receive(0, out("a\nb"), 8.0))
+    assert [list(lines.finish(8.01)) for _ in range(2)] == [["[0] a", "[0] b"], []]
 
 
 def test_colours_stay() -> None:
@@ -292,17 +232,3 @@ def test_what_is_typed() -> None:
     shown += lines.receive(0, Typed("ada"), 0.1)
     shown += lines.finish(0.2)
     assert sorted(shown) == ["[0] a", "[0] who", "[1] b"]
-
-
-def test_nothing_is_lost() -> None:
-    """Every line of a big burst comes out, in order, also when ranks differ."""
-    lines = PlainLines(range(4))
-    shown: list[str] = []
-    for rank in range(4):
-        text = "".join(f"{rank if number % 2 else 'all'} {number}\n" for number in range(20_000))
-        shown += lines.receive(rank, out(text), 0.0)
-    shown += lines.finish(0.1)
-    for rank in range(4):
-        mine = [line for line in shown if names(line, rank)]
-        assert [int(line.split()[-1]) for line in mine] == list(range(20_000))
-    assert len(shown) == 10_000 + 40_000

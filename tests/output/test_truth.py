@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from html import unescape
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbdist.output.ansi import strip
@@ -29,13 +29,7 @@ LINE = st.sampled_from(
 )
 
 
-same_each_time = settings(
-    deadline=None,
-    max_examples=60,
-    database=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+some = settings(max_examples=60)
 
 
 @st.composite
@@ -100,7 +94,7 @@ def in_html(html: str, ranks: int) -> dict[int, list[str]]:
     return found
 
 
-@same_each_time
+@some
 @given(cells())
 def test_every_line(said: Said) -> None:
     """Each line of each rank is in the panel, in its text, and in plain mode."""
@@ -122,7 +116,7 @@ def test_every_line(said: Said) -> None:
     assert printed == expected
 
 
-@same_each_time
+@some
 @given(cells().filter(lambda said: len(said) <= 4))
 def test_live_lines(said: Said) -> None:
     """While the cell runs, the last lines that there is room for are those of each rank."""
@@ -151,7 +145,7 @@ def streams(draw: st.DrawFn) -> tuple[list[str], list[tuple[int, str]]]:
     return texts, chunks
 
 
-@same_each_time
+@some
 @given(streams())
 def test_any_interleaving(written: tuple[list[str], list[tuple[int, str]]]) -> None:
     """However chunks of the ranks come, each rank's text is as if it had come at once, alone."""
@@ -178,7 +172,7 @@ def test_any_interleaving(written: tuple[list[str], list[tuple[int, str]]]) -> N
 BAR = "train: 100%|##########| 5/5 [00:0{}<00:00, {}.5it/s, loss=0.{}]"
 
 
-@same_each_time
+@some
 @given(st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=20))
 def test_bars_stay(numbers: list[tuple[int, int, int]]) -> None:
     """All that the last state of a bar says of itself is in the panel, in both forms."""
@@ -197,7 +191,7 @@ def test_bars_stay(numbers: list[tuple[int, int, int]]) -> None:
     ]
 
 
-@same_each_time
+@some
 @given(st.lists(st.tuples(*[st.integers(0, 9)] * 4), min_size=1, max_size=30))
 def test_bars_among_lines(numbers: list[tuple[int, int, int, int]]) -> None:
     """Where ranks are one group but for their bars, each of these can be had from it."""
@@ -216,7 +210,7 @@ def test_bars_among_lines(numbers: list[tuple[int, int, int, int]]) -> None:
 LOW = st.integers(0, 3)
 
 
-@same_each_time
+@some
 @given(st.lists(st.lists(LOW, min_size=2, max_size=3), min_size=1, max_size=40), LOW)
 def test_folding_hides_no_difference(said: list[list[int]], failed: int) -> None:
     """Two ranks that have said something else are never in one group that is called the same."""

@@ -1,0 +1,15 @@
+"""What all tests of what is shown have."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from tqdm.std import tqdm
+
+settings.load_profile("ci")  # the same examples each time, however slow the machine is
+
+
+@pytest.fixture(autouse=True)
+def no_tqdm_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep tqdm from starting a thread that would outlive the test."""
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
