@@ -11,11 +11,4 @@ from tests.notebook.conftest import (
     typed,
 )
 
-__all__ = [
-    "kernel",
-    "kernels",
-    "pools",
-    "pytest_runtest_setup",
-    "pytest_runtest_teardown",
-    "typed",
-]
+__all__ = ["kernel", "kernels", "pools", "pytest_runtest_setup", "pytest_runtest_teardown", "typed"]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import socket
-import struct
 from collections import deque, namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.errors import WorldNotStarted
 from nbdist.tools import diff_op as module
 from nbdist.tools.diff import MOST_COMPARED, Comparison
 from nbdist.tools.diff_op import (
@@ -53,12 +51,6 @@ if rank == 2:
     with torch.no_grad():
         model[0].weight[3, 4] += 0.5
 """
-
-
-def test_without_workers(typed: Callable[[str], str]):
-    """It says how to start some."""
-    with pytest.raises(WorldNotStarted, match="`%dist_diff` needs workers"):
-        typed("%dist_diff x")
 
 
 @pytest.fixture(scope="module")
@@ -115,19 +107,6 @@ def test_what_cannot_be_compared(three: Notebook, line: str, said: str):
     assert three.run(f"%dist_diff {line}").error.startswith(said)
 
 
-def test_several_ranks_differ_in_several_parts(three: Notebook):
-    """Each distance is that of its own rank."""
-    three.run("%%distributed\nboth = {'a': torch.zeros(2), 'b': torch.zeros(3)}\n"
-              "both['a'] += 8.0 * (rank == 2)\nboth['b'] += rank")  # fmt: skip
-    assert [
-        " ".join(row.split()) for row in three.run("%dist_diff both").text.splitlines()[2:]
-    ] == [
-        "['a'] float32 (2,) ranks 0-1 agree, rank 2 differs by at most 8.0e0 (2 of 2)",
-        "['b'] float32 (3,) compared with rank 0, rank 1 differs by at most 1.0e0 (3 of 3), "
-        "rank 2 differs by at most 2.0e0 (3 of 3)",
-    ]
-
-
 def test_sharded_tensors(three: Notebook):
     """Each rank has another part of them by design; what is replicated is compared."""
     three.run(
@@ -155,14 +134,6 @@ def compared(*parts: Part | None) -> Comparison:
     """A value with one part `w`, as each rank has it."""
     looked = [Looked({"w": each} if each else {"v": part("v")}) for each in parts]
     return Comparison("model", dict(enumerate(looked)))
-
-
-def test_all_agree():
-    """One line."""
-    same = compared(part("a"), part("a"))
-    assert [*same.rows()] == []
-    assert same.to_compare() == {}
-    assert same.head(0) == "model: 1 part, 64 B · ranks 0-1 agree"
 
 
 def test_one_differs():
@@ -218,15 +189,6 @@ def test_what_differs(parts: tuple[Part | None, ...], said: str):
     assert next(text for path, _, text in found.rows() if path == "w") == said
 
 
-def test_many_that_differ():
-    """One number for all of them."""
-    found = compared(*(part(str(rank)) for rank in range(6)))
-    assert found.to_compare() == {0: ([1, 2, 3, 4, 5], ["w"])}
-    found.take({rank: {"w": Distance(rank / 10, rank)} for rank in range(1, 6)})
-    said = "compared with rank 0, ranks 1-5 differ by at most 5.0e-1 (5 of 16)"
-    assert [row[2] for row in found.rows()] == [said]
-
-
 def test_what_is_too_big_is_not_moved():
     """Of the rest the numbers are compared."""
     big = [Part(W, digest, size=MOST_COMPARED, count=9) for digest in "ab"]
@@ -236,47 +198,11 @@ def test_what_is_too_big_is_not_moved():
     assert Comparison("x", looked).to_compare() == {0: ([1], ["small"])}
 
 
-def test_ranks_without_it_and_parts_unseen():
-    """The head says so."""
-    looked = {0: Looked({"w": part("")}), 1: Looked(missing="x"), 2: Looked({"w": part("")})}
-    head = Comparison("x", looked).head(0)
-    assert head == (
-        "x: 1 part, 64 B · ranks 0,2 agree · rank 1 has none"
-        " · 1 part not compared: sharded, or of unknown kind"
-    )
-    assert "one rank alone" in Comparison("x", {0: looked[0]}).head(0)
-
-
 # --- the op: what values are made of, and how far apart two are ---------------------------------
 
 
 def context(**names: Any) -> Context:
     return Context(SimpleNamespace(user_ns=names), Namespace(names), None, task_id="t")
-
-
-def test_parts():
-    """With size and number of elements."""
-    here = context(x={"w": torch.ones(2, 3), "lr": 0.1})
-    parts = diff(here, "x").parts
-    assert [*parts] == ["['w']", "['lr']"]
-    assert (parts["['w']"].size, parts["['w']"].count) == (24, 6)
-    assert [*diff(here, "x['w'][0]").parts] == [""]
-
-
-@pytest.mark.parametrize(
-    ("expression", "said"),
-    [
-        ("nope", Looked(missing="nope")),
-        ("x.y", Looked(problem="AttributeError: 'list' object has no attribute 'y'")),
-        (
-            "[None] * 100_001",
-            Looked(problem="it has more than 100,000 parts: compare one of them"),
-        ),
-    ],
-)
-def test_what_has_no_parts(expression: str, said: Looked):
-    """It is told, and no error of the task's."""
-    assert diff(context(x=[]), expression) == said
 
 
 def test_ranks_compare_without_the_notebook():
@@ -317,7 +243,7 @@ def test_a_change_anywhere(make):
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64],
+    [torch.float32, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64],
 )
 def test_order_and_not_memory(dtype):
     """A view has the digest of its contents, whatever its strides are."""
@@ -356,14 +282,6 @@ def test_distance_of_small_floats(pairs):
     expected = Distance(max(finite, default=0.0), same.count(False), len(apart) - len(finite))
     columns = [torch.tensor([pair[n] for pair in pairs], dtype=torch.float16) for n in (0, 1)]
     assert distance(*columns) == expected
-
-
-def test_other_nans():
-    """Another NaN has other bits, so another digest, and is no difference."""
-    odd = torch.tensor([*struct.pack("f", NAN)[:3], 0xFF], dtype=torch.uint8).view(torch.float32)
-    assert odd.isnan().all()
-    assert digest_of(odd) != digest_of(torch.tensor([NAN]))
-    assert distance(odd, torch.tensor([NAN])) == Distance(0.0, 0)
 
 
 def test_what_is_told_of_plain_values():
@@ -431,6 +349,8 @@ def paths(value: object) -> list[str]:
         (Scheduler(), ["last"]),
         ([0.5] * 31, [f"[{n}]" for n in range(31)]),
         ([0.5] * 32, [""]),
+        ([1] * 31 + [1.0], [f"[{n}]" for n in range(32)]),
+        ([10**30] * 32, [f"[{n}]" for n in range(32)]),
         (np.array([{"a": 1}], dtype=object), ["[0]['a']"]),
         (pd.DataFrame({"a": [1], "b": ["x"]}, index=[7]), ["['a']", "['b'][0]", "index"]),
         (pd.Series([1]), ["", "index"]),
@@ -438,7 +358,7 @@ def paths(value: object) -> list[str]:
     ids=lambda each: type(each).__name__,
 )
 def test_paths(value: object, found: list[str]):
-    """Each leaf is where code would look for it."""
+    """Each leaf is where code would look for it; long lists of numbers of a kind are arrays."""
     assert paths(value) == found
 
 
@@ -455,13 +375,6 @@ def test_modules_and_optimizers():
     assert {"state[0]['exp_avg']", "param_groups[0]['lr']"} <= {*paths(optimizer)}
 
 
-def test_long_lists_are_arrays():
-    """Of numbers of one kind that an array can hold."""
-    assert leaves([1] * 40)[""].dtype == np.int64
-    assert len(leaves([1] * 39 + [1.0])) == 40
-    assert len(leaves([10**30] * 40)) == 40
-
-
 def test_what_holds_itself():
     """It ends there."""
     loop: list[Any] = [1]
@@ -475,3 +388,5 @@ def test_too_many(monkeypatch: pytest.MonkeyPatch):
     assert len(leaves([None] * 3)) == 3
     with pytest.raises(TooManyLeaves):
         leaves([None] * 4)
+    said = "it has more than 3 parts: compare one of them"
+    assert diff(context(x=[None] * 4), "x") == Looked(problem=said)

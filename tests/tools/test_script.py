@@ -23,15 +23,8 @@ from nbdist.config import Patience
 from nbdist.notebook.shipping.free_names import names_used
 from nbdist.notebook.shipping.plan import version_now
 from nbdist.output.events import Display, Done, Failure
-from nbdist.tools.cell_code import (
-    Statements,
-    cell_code,
-    guarded,
-    indented,
-    literal,
-    needed_to_read,
-)
-from nbdist.tools.export import Composer, Script, Setting, title_of
+from nbdist.tools.cell_code import Statements, cell_code, guarded, indented, literal, needed_to_read
+from nbdist.tools.export import Composer, Script, Setting
 from nbdist.values.payload import Identity
 from nbdist.wire.work import Call, Source, Task, Work
 from nbdist.wire.work import Script as ScriptFile
@@ -154,44 +147,12 @@ dist.destroy_process_group()
 
 
 def test_backends() -> None:
-    """The one that was asked for, and none where there was no group."""
+    """The one that was asked for, and none where there was no group; `display` prints."""
     lab = Lab()
-    lab.ran("x = 1")
+    lab.ran("display(1)")
     assert 'dist.init_process_group("mpi")' in lab.script("mpi").text
+    assert "\ndisplay = print\n" in lab.script("mpi").text
     assert "process_group" not in lab.script("none").text
-
-
-def test_a_value_that_changed_between_cells() -> None:
-    """Each cell has what it was sent, also what only its functions use."""
-    lab = Lab(lr=0.1)
-    lab.cells = ["scale = lambda x: x * lr"]
-    exec(lab.cells[0], lab.namespace)
-    lab.namespace["scale"].__module__ = "__main__"
-    lab.ran("a = scale(1)", "lr", "scale", needs={"scale": {"lr"}})
-    lab.namespace["lr"] = 0.01
-    lab.ran("b = scale(1)", "lr")
-    assert lab.body().split("\n") == [
-        "# --- In [1] ---",
-        "lr = 0.1",
-        "scale = lambda x: x * lr",
-        "a = scale(1)",
-        "",
-        "# --- In [2] ---",
-        "lr = 0.01",
-        "b = scale(1)",
-    ]
-
-
-def test_a_name_that_cells_have_bound() -> None:
-    """It is theirs, until the notebook's is sent again."""
-    lab = Lab(x=5)
-    lab.ran("x = broken", "x", made="", fails=True)
-    lab.ran("x = 1", made="x")
-    lab.ran("y = x", made="y")
-    lab.ran("", "x")  # pushed
-    lab.ran("z = x")
-    assert "# --- In [3] ---\ny = x" in lab.body()
-    assert "# --- In [5] ---\nx = 5\nz = x" in lab.body()
 
 
 def test_a_saved_value_that_is_sent_again() -> None:
@@ -212,6 +173,7 @@ def test_classes_of_saved_values() -> None:
     """They are defined before the file is read, with what they need."""
     main = types.ModuleType("__main__")
     exec("class Base: pass\nclass Point(Base): pass", vars(main))
+    main.Tensor = type("Tensor", (torch.Tensor,), {"__module__": "__main__"})
     lab = Lab(Base=main.Base, Point=main.Point, points=[main.Point(), np.ones(2)])
     lab.cells = ["class Base: pass\n", "class Point(Base): pass"]
     before, sys.modules["__main__"] = sys.modules["__main__"], main
@@ -219,6 +181,7 @@ def test_classes_of_saved_values() -> None:
         lab.ran("use(1)")
         lab.ran("use(points)", "points")
         lines = lab.body().split("\n")
+        assert needed_to_read([torch.ones(1).as_subclass(main.Tensor)]) == {"Tensor"}
     finally:
         sys.modules["__main__"] = before
     assert lines[1:3] == ["class Base: pass", "class Point(Base): pass"]
@@ -298,23 +261,6 @@ def test_what_has_changed_since() -> None:
     assert any(each.startswith("`lock` cannot be saved (TypeError: ") for each in script.lost)
     lab.cells = ["lock = threading.Lock()"]
     assert "lock = threading.Lock()" in lab.script().text
-
-
-def test_display_prints() -> None:
-    """There is no notebook."""
-    lab = Lab()
-    lab.ran("display(1)")
-    assert "\ndisplay = print\n" in lab.script().text
-    assert lab.script().lost == ()
-
-
-def test_the_docstring_is_one() -> None:
-    """Whatever is told in it."""
-    lab = Lab()
-    lab.ran("x = 1")
-    lab.ran('%mine """x"""\\n\n')
-    told = ast.get_docstring(ast.parse(lab.script().text)) or ""
-    assert "Not carried over:\n- In [2]: `%mine '''x'''/n`: has no counterpart" in told
 
 
 STEPS = some.lists(
@@ -613,30 +559,3 @@ def test_no_literals() -> None:
     for each in (circle, wide, object(), sys, "x" * 2000, {1: object()}, [1.0, float("nan")]):
         assert literal(each) is None
     assert eval(literal(float("-inf")) or "") == float("-inf")
-
-
-def test_what_a_reader_needs() -> None:
-    """Names of the notebook's own functions and classes, also of tensors."""
-    main = types.ModuleType("__main__")
-    exec("class Point: pass\ndef f(): pass", vars(main))
-    main.Tensor = type("Tensor", (torch.Tensor,), {"__module__": "__main__"})
-    before, sys.modules["__main__"] = sys.modules["__main__"], main
-    try:
-        assert needed_to_read([main.Point(), torch.ones(1), np.ones(1)]) == {"Point"}
-        assert needed_to_read({"f": main.f}) == {"f"}
-        assert needed_to_read([torch.ones(1).as_subclass(main.Tensor)]) == {"Tensor"}
-    finally:
-        sys.modules["__main__"] = before
-    with pytest.raises(TypeError, match="cannot pickle"):
-        needed_to_read(threading.Lock())
-
-
-def test_titles() -> None:
-    """As people know them."""
-    lab = Lab()
-    lab.ran("x")
-    lab.ran(ScriptFile("file", "a.py", ("--x",)))
-    lab.ran(Call("values.bind_pushed"))
-    lab.ran(Call("snapshot.read"), made="x")
-    titles = [title_of(each) for each in lab.past.tasks]
-    assert titles == ["In [1]", "`%dist_run a.py --x`", "`%dist_push`", "`%dist_restore`"]

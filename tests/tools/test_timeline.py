@@ -6,7 +6,7 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.shared_world
 
 
 def test_the_straggler_is_named(kernel: Notebook) -> None:
-    """In the head, in its row, and in the bars."""
+    """In the head, in its row, and in the bars; one rank waits for nobody."""
     kernel.run("%dist_init -n 2")
     assert kernel.run("%dist_timeline").text == "no cell has run on these workers"
     kernel.run(
@@ -42,32 +42,10 @@ def test_the_straggler_is_named(kernel: Notebook) -> None:
     assert bar.count("░") > 30 > late_bar.count("░")
     assert legend.startswith("█ computing  ░ in collectives")
     assert last == "all_reduce x 3 (3 KiB)"
-    html = shown.panel["text/html"]
-    assert "░</span>" in html
-    assert "<style" not in html
-
-
-def test_one_rank_alone(kernel: Notebook) -> None:
-    """It waits for nobody."""
+    assert "░</span>" in shown.panel["text/html"]
     kernel.run("%%distributed\npass")
     head = kernel.run("%dist_timeline -r 0").text.splitlines()[0]
     assert re.fullmatch(r"1 rank · \d+\.\d s · 0 collectives", head)
-
-
-def test_without_workers(typed: Callable[[str], str]) -> None:
-    """There is nothing to ask."""
-    with pytest.raises(Exception, match="needs workers"):
-        typed("%dist_timeline")
-
-
-def test_what_is_not_known_is_said() -> None:
-    """Before torch 2.11, and where there was more than is kept."""
-    old = timeline_of({0: RankTimes(1, 2, (), 0, (), is_recorded=False)})
-    long = timeline_of({0: RankTimes(1, 2, (), 0, (), is_whole=False)})
-    assert old is not None
-    assert long is not None
-    assert "which rank came last is not recorded before torch 2.11" in headline(old)
-    assert "the last 0 collectives" in headline(long)
 
 
 WORK = """\
@@ -113,18 +91,15 @@ def test_a_profile_of_a_cell_that_fails(kernel: Notebook, tmp_path: Path) -> Non
         assert "aten::ones" in {e["name"] for e in events}
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_profiles_that_cannot_be(kernel: Notebook) -> None:
+    """One line, and the cell does not run."""
+    kernel.run("%%distributed\nx = 0")
+    for options, said in (
         ("--profile train.py", "needs a name that ends in .json"),
         ("--profile /nowhere/x.json", "there is no folder /nowhere"),
         ("--no-wait --profile", "not with `--no-wait`"),
-    ],
-)
-def test_profiles_that_cannot_be(kernel: Notebook, options: str, said: str) -> None:
-    """One line, and the cell does not run."""
-    kernel.run("%%distributed\nx = 0")
-    assert said in kernel.run(f"%%distributed {options}\nx = 1").error
+    ):
+        assert said in kernel.run(f"%%distributed {options}\nx = 1").error
     assert "0" in kernel.run("%%distributed\nx").text
 
 
@@ -196,6 +171,12 @@ def test_ranks_that_begin_at_different_times() -> None:
     assert timeline_of({0: RankTimes(0, 0, (), 0, ())}) is None
 
 
+def test_slices() -> None:
+    """The share of waiting in each; nothing where the rank did not run."""
+    timeline = found(r0=times(ends=500, waits=((0, 250),)), r1=times(ends=1000))
+    assert shares(timeline.rows[0], timeline.seconds, 4) == [1.0, 0.0, None, None]
+
+
 def test_operations_and_what_is_known() -> None:
     """By bytes; who cannot tell says so."""
     timeline = found(r0=times(1, 2, name="all_reduce"), r1=RankTimes(START, START, (), 0, (),
@@ -204,13 +185,9 @@ def test_operations_and_what_is_known() -> None:
         ("all_reduce", 2, 8)
     ]
     assert (timeline.is_recorded, timeline.is_whole, timeline.met) == (False, False, 0)
-
-
-def test_slices() -> None:
-    """The share of waiting in each; nothing where the rank did not run."""
-    timeline = found(r0=times(ends=500, waits=((0, 250),)), r1=times(ends=1000))
-    assert shares(timeline.rows[0], timeline.seconds, 4) == [1.0, 0.0, None, None]
-    assert shares(timeline.rows[1], timeline.seconds, 2) == [0.0, 0.0]
+    assert "which rank came last is not recorded before torch 2.11" in headline(timeline)
+    long = found(r0=RankTimes(1, 2, (), 0, (), is_whole=False))
+    assert "the last 0 collectives" in headline(long)
 
 
 MOMENTS = some.lists(some.integers(0, 1000), max_size=6).map(sorted)
@@ -285,11 +262,6 @@ def times_of(world: World) -> dict[int, RankTimes]:
     return dict(enumerate(world.call("timeline")))
 
 
-def test_before_any_cell(world: World) -> None:
-    """There is nothing to tell."""
-    assert timeline_of(times_of(world)) is None
-
-
 def test_waits_and_collectives(world: World) -> None:
     """Of the last cell: what it met in, on both ranks, and how long it waited for the late one."""
     world.execute("dist.barrier()")
@@ -324,13 +296,6 @@ def test_ddp(world: World) -> None:
     assert timeline.rows[0].waiting > 0.2
 
 
-def test_calls_are_timed_as_cells_are(world: World) -> None:
-    """`World.run` too."""
-    world.run(sum, [1, 2])
-    assert all(0 < each.ended_ns - each.began_ns < 1e9 for each in times_of(world).values())
-    assert all(each.met == () for each in times_of(world).values())
-
-
 def test_a_rank_s_events() -> None:
     """Its own process under its rank; a GPU's streams are threads of it, arrows stay inside."""
     events = [
@@ -349,8 +314,3 @@ def test_a_rank_s_events() -> None:
     assert found[-1]["id"] == "2.3"
     names = [each["args"]["name"] for each in found if each["name"].endswith("_name")]
     assert names == ["rank 2", "main", "GPU 1 stream 7"]
-
-
-def test_no_profile(world: World) -> None:
-    """Nothing runs, nothing comes back."""
-    assert [*world.call("timeline.end_profile", origin_ns=0)] == [None, None]
