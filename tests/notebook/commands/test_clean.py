@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -64,25 +61,3 @@ def test_equal_rows_are_one() -> None:
          "GPU held by torch before", "after"),
         ("0", "0 MiB", "0 MiB", "3.0 GiB", "1.0 GiB", "4.0 GiB", "1.0 GiB"),
     ]  # fmt: skip
-
-
-@pytest.mark.own_agent
-def test_a_long_start_is_told(fresh: Callable[..., Notebook], tmp_path: Path) -> None:
-    """While workers start the display says how many are ready."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, time\n"
-        "while os.environ.get('RANK') == '1' and not os.path.exists(os.environ['GATE']):\n"
-        "    time.sleep(0.01)\n"
-    )
-    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    gate = tmp_path / "gate"
-    quickly = "from nbdist.world import workers\nworkers.QUIET_SECONDS = 0.0"
-    env = {"PYTHONPATH": path, "GATE": str(gate), "NBDIST_PRESTART": "0"}
-    notebook = fresh("%load_ext nbdist", quickly, env=env)
-
-    def open_gate(outcome: Outcome) -> None:
-        if outcome.displays and outcome.panel["text/plain"] == "starting 2 workers: 1 ready":
-            gate.touch()
-
-    assert notebook.run("%dist_init -n 2 --no-fork", open_gate).text == "2 workers ready · gloo"
-    assert gate.exists()

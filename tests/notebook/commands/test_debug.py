@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from nbdist.errors import UsageError, WorldNotStarted
+from nbdist.errors import UsageError
 from nbdist.notebook.commands.run import failed_rank
 from nbdist.notebook.pool import Pools
 from nbdist.output.events import Died, Failure
@@ -26,9 +24,3 @@ def test_the_one_that_failed_first(pools: Pools) -> None:
         r"--failed`",
     ):
         failed_rank(pool)
-
-
-def test_without_workers(typed: Callable[[str], str]) -> None:
-    """One line, as of all magics."""
-    with pytest.raises(WorldNotStarted, match="dist_debug"):
-        typed("%dist_debug")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from nbdist.errors import UsageError
-from nbdist.notebook.commands.inspect import owners_text, stacks_html, stacks_text
+from nbdist.notebook.commands.inspect import stacks_html, stacks_text
 from nbdist.notebook.pool import Pools
 from nbdist.notebook.why import Why
 from nbdist.wire.views import Place, Stack, StackFrame
@@ -38,11 +38,6 @@ def test_equal_stacks_are_shown_once() -> None:
         "  Cell In[5], line 3",
         "    time.sleep(600)",
     ]
-
-
-def test_one_rank_that_waits() -> None:
-    """One rank waits, several wait."""
-    assert "── rank 0 · waits in all_reduce, line 7 ──" in stacks_text("", [waiting(0)])
 
 
 def test_what_differs_by_address_is_equal() -> None:
@@ -96,22 +91,12 @@ def test_html_is_safe() -> None:
     assert html.count("<details ") == 3
 
 
-def test_owners():
-    """A line for each of both."""
-    owners = {
-        "model": ("workers", frozenset({0, 1})),
-        "x": ("notebook", frozenset({0})),
-        "a": ("workers", frozenset({1})),
-    }
-    assert owners_text(owners) == "made on the workers: a, model\nsent by the notebook: x"
-    assert owners_text({}) == "made on the workers: none\nsent by the notebook: none"
-
-
 def test_without_workers(typed: Callable[[str], str]):
     """How some are started, and with `-v` that no name is anywhere."""
     shown = typed("%dist_status -v").splitlines()
     assert shown[0].startswith("no workers are running · `%%distributed -n 4`")
     assert shown[1:] == ["made on the workers: none", "sent by the notebook: none"]
+    assert typed("%dist_stack").startswith("no workers are running")
 
 
 def test_again_and_again(fresh: Callable[..., Notebook]):

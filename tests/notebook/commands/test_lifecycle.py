@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from nbdist.errors import UsageError, WorldNotStarted
+from nbdist.errors import UsageError
 from tests.notebook.front_end import Notebook
 
 
@@ -17,25 +17,21 @@ def test_nothing_to_interrupt_or_end(typed: Callable[[str], str]):
     assert typed("%dist_shutdown --pool a") == "no workers were running\n"
 
 
-@pytest.mark.parametrize("keep", ["1a", "a,b.c", "'a b'"])
-def test_what_cannot_be_kept(typed: Callable[[str], str], keep: str):
-    """Names are asked for before anything is ended."""
-    with pytest.raises(UsageError, match="names separated by commas, such as `step,history`"):
-        typed(f"%dist_restart --keep {keep}")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--keep 1a", "names separated by commas, such as `step,history`"),
+        ("--keep a,b.c", "names separated by commas"),
+        ("-r 1 --debug", "the options of workers can only be changed for all of them"),
+    ],
+)
+def test_what_cannot_be(typed: Callable[[str], str], options: str, said: str):
+    """It is told before anything is ended; some ranks share a group with the others."""
+    with pytest.raises(UsageError, match=said):
+        typed(f"%dist_restart {options}")
 
 
-def test_some_ranks_are_started_anew_as_they_are(typed: Callable[[str], str]):
-    """They share a group with the others; and there have to be some."""
-    with pytest.raises(
-        UsageError, match="the options of workers can only be changed for all of them"
-    ):
-        typed("%dist_restart -r 1 --debug")
-    with pytest.raises(WorldNotStarted, match="`%dist_restart` needs workers"):
-        typed("%dist_restart -r 1")
-
-
-@pytest.mark.parametrize("then", ["%dist_restart", "%%distributed -n 3\npass"])
-def test_a_stopped_shutdown_is_completed(fresh: Callable[..., Notebook], then: str):
+def test_a_stopped_shutdown_is_completed(fresh: Callable[..., Notebook]):
     """Workers whose end was being waited for when Stop came are ended by what comes next."""
     notebook = fresh("%load_ext nbdist")
     before = notebook.process.children(recursive=True)
@@ -46,7 +42,7 @@ def test_a_stopped_shutdown_is_completed(fresh: Callable[..., Notebook], then: s
         "get_ipython().run_line_magic('dist_shutdown', '')"
     )
     assert stopped.error.startswith("KeyboardInterrupt: Stopped.")
-    assert notebook.run(then).errors == []
+    assert notebook.run("%%distributed -n 3\npass").errors == []
     assert notebook.run("%dist_status").text.splitlines()[0].endswith(" · gloo · ready")
     assert notebook.run("%dist_shutdown").errors == []
     assert notebook.process.children(recursive=True) == before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 
@@ -66,12 +65,6 @@ def test_what_is_held_unseen():
     assert (
         "4 MiB that only the last traceback and `Out` hold on rank 1: `%dist_memory --free`" in text
     )
-
-
-def test_without_workers(typed: Callable[[str], str]):
-    """It says how to start some."""
-    with pytest.raises(Exception, match="dist_memory"):
-        typed("%dist_memory")
 
 
 @pytest.mark.shared_world
