@@ -16,9 +16,7 @@ ALL = (0, 1)
 # --- what is shipped --------------------------------------------------------------------
 
 CASES = {
-    "a number": ("n = 4", "n + 1", 5),
-    "two names": ("n, m = 4, 5", "n + m", 9),
-    "a list": ("xs = [1, 2]", "sum(xs)", 3),
+    "two names": ("n, xs = 4, [5]", "n + xs[0]", 9),
     "a function that uses a function": (
         "k = 2\ndef g(x): return x * k\ndef f(x): return g(x) + 1",
         "f(5)",
@@ -33,7 +31,6 @@ CASES = {
     "an instance": ("k = 7\nclass A:\n    def m(self): return k\na = A()", "a.m()", 7),
     "a closure": ("def make(n):\n    return lambda x: x + n\nf = make(3)", "f(1)", 4),
     "a lambda in a dict": ("k = 2\nd = {'f': lambda x: x * k}", "d['f'](4)", 8),
-    "recursion": ("def f(n): return 1 if n == 0 else n * f(n - 1)", "f(4)", 24),
     "mutual recursion": (
         "def f(n): return n == 0 or g(n - 1)\ndef g(n): return n != 0 and f(n - 1)",
         "f(6)",
@@ -44,7 +41,6 @@ CASES = {
         "p == P(1), repr(P(2))",
         (True, "P(x=2)"),
     ),
-    "a module": ("import json", "json.dumps([1])", "[1]"),
     "a module under another name": ("import os.path as p", "p.join('a', 'b')", "a/b"),
     "a submodule": ("import xml.dom.minidom", "xml.dom.minidom.__name__", "xml.dom.minidom"),
     "from a module": ("from math import pi, sqrt", "sqrt(4) < pi", True),
@@ -58,7 +54,6 @@ CASES = {
         "w.grad.tolist()",
         [3.0, 3.0],
     ),
-    "a name in a shell line": ("x = 3", "str.format('{x}', x=x)", "3"),
     "a decorator": (
         "def twice(f):\n    return lambda x: f(f(x))",
         "@twice\ndef g(x): return x + 1\ng(1)",
@@ -83,25 +78,6 @@ def test_nothing_goes_that_is_not_used(house: Any) -> None:
     assert plan("x = 1\nprint(x)", house.table, ALL) is None
 
 
-def test_names_that_the_cell_binds_first_are_not_shipped(house: Any) -> None:
-    """A name is needed only where it is read before it is bound."""
-    house.cell("x = 1")
-    assert house.names("x = 2\nx + 1") == set()
-    assert house.names("x += 1") == {"x"}
-
-
-def test_a_shipment_is_not_recorded_by_itself(house: Any) -> None:
-    """As long as nobody says that it was sent, it has to be sent."""
-    house.cell("n = 4")
-    assert [house.names("n"), house.names("n")] == [{"n"}, {"n"}]
-
-
-def test_a_syntax_error_is_found_before_anything_is_sent(house: Any) -> None:
-    """The plan raises what Python would."""
-    with pytest.raises(SyntaxError):
-        plan("x = = 1", house.table, ALL)
-
-
 @pytest.mark.parametrize("name", ["In", "Out", "_", "__", "_i", "_i3", "_12", "__name__", "_dh"])
 def test_ipythons_names_stay_at_home(name: str, house: Any) -> None:
     """Names that IPython keeps for itself are never shipped."""
@@ -122,33 +98,6 @@ def test_hidden_names_stay_at_home_until_the_user_binds_them(house: Any) -> None
 # --- what changed -----------------------------------------------------------------------
 
 
-def test_a_changed_list_goes_again(house: Any) -> None:
-    """A list that was changed in place is sent again, and only then."""
-    house.cell("xs = [1]")
-    assert house.distributed("len(xs)") == 1
-    assert house.names("xs") == set()
-    house.cell("xs.append(2)")
-    assert house.distributed("len(xs)") == 2
-
-
-def test_a_changed_part_goes_again(house: Any) -> None:
-    """Deep inside an object is a change as well."""
-    house.cell("class A: pass\na = A()\na.d = {'x': [1]}")
-    house.distributed("a.d")
-    house.cell("a.d['x'][0] = 2")
-    assert house.distributed("a.d") == {"x": [2]}
-
-
-def test_a_changed_array_goes_again(house: Any) -> None:
-    """Arrays are compared by their contents."""
-    pytest.importorskip("numpy")
-    house.cell("import numpy as np\nbig = np.zeros(1_000_000)")
-    house.distributed("big")
-    assert house.names("big") == set()
-    house.cell("big[777_777] = 1")
-    assert house.distributed("float(big.sum())") == 1
-
-
 def test_a_function_that_was_defined_again_goes_again(house: Any) -> None:
     """Also when the cell uses it through another function only."""
     house.cell("def g(): return 1\ndef f(): return g()")
@@ -166,14 +115,6 @@ def test_a_class_attribute_that_changed_goes_again(house: Any) -> None:
     assert house.distributed("a.x") == 2
 
 
-def test_another_number_goes_again(house: Any) -> None:
-    """Numbers are compared by value and type."""
-    house.cell("n = 1")
-    house.distributed("n")
-    house.cell("n = 1.0")
-    assert house.distributed("type(n).__name__") == "float"
-
-
 def test_a_later_submodule_is_imported_too(house: Any) -> None:
     """The name is there already; what it leads to has grown."""
     sys.modules.pop("xml.sax.saxutils", None)
@@ -186,12 +127,6 @@ def test_a_later_submodule_is_imported_too(house: Any) -> None:
 
 
 # --- shared objects ---------------------------------------------------------------------
-
-
-def test_names_that_share_an_object_go_together(house: Any) -> None:
-    """What is one object here is one object there."""
-    house.cell("params = [1]\nmodel, opt = {'p': params}, [params]")
-    assert house.distributed("opt[0] is model['p']") is True
 
 
 def test_a_shared_object_is_shipped_again_with_all_its_names(house: Any) -> None:

@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nbdist.notebook.shipping.plan import plan
-from nbdist.notebook.shipping.transfer import format_size
 from nbdist.values import payload
 from nbdist.values.shared_memory import to_end
 
@@ -229,10 +228,3 @@ def test_set_up_cells_stand_alone(house: Any):
     assert packing.segment is not None
     assert (packing.payload.others, packing.records["data"].kept) == ((), None)
     packing.segment.close()
-
-
-@pytest.mark.world
-def test_sizes_as_text():
-    """In three digits or less."""
-    sizes = [format_size(size) for size in (5, 5_000, 5_400_000, 1_250_000_000)]
-    assert sizes == ["5 bytes", "5 kB", "5 MB", "1.2 GB"]

@@ -21,12 +21,6 @@ from nbdist.notebook.shipping.versions import (
 from nbdist.values.pickling import pickle
 
 
-@pytest.mark.parametrize("value", [1, 1.5, 1j, True, "x", b"x", None, ..., 2**4095])
-def test_a_value_has_one_version(value: object) -> None:
-    """However often it is asked for."""
-    assert atomic_version(value) == atomic_version(value)
-
-
 def test_equal_values_of_other_types_differ() -> None:
     """`1 == True == 1.0`, and yet `n = True` is to be sent."""
     assert len({atomic_version(value) for value in (1, True, 1.0, 1 + 0j, "1", b"1")}) == 6
@@ -200,7 +194,7 @@ def test_until_the_notebook_binds_the_name_itself() -> None:
     gathered.add(["losses", "n"])
     gathered.bound_in_notebook(["n", "losses", "own"])  # in the cell that has gathered them
     assert [name for name in names if name in gathered] == ["losses", "n"]
-    assert repr(gathered) == "<Gathered ['losses', 'n']>"
+
     gathered.bound_in_notebook(["losses"])  # `if False: losses = []`
     assert "losses" in gathered
     names["alias"] = names["losses"]
