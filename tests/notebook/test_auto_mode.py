@@ -6,16 +6,7 @@ import ast
 
 import pytest
 
-from nbdist.notebook.auto_mode import CELLS_HERE, REASONS, AutoMode, Side, in_one, parts_of
-
-
-def test_on_and_off() -> None:
-    """It is on while it has a pool."""
-    mode = AutoMode()
-    assert (mode.is_on, repr(mode)) == (False, "<AutoMode off>")
-    mode.pool = "default"
-    assert (mode.is_on, repr(mode)) == (True, "<AutoMode on for default>")
-
+from nbdist.notebook.auto_mode import CELLS_HERE, REASONS, Side, in_one, parts_of
 
 SIDE = Side({"lines", "acc", "rank"}.__contains__, {"%ours", "%%ours"}.__contains__)
 

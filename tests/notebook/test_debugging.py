@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -47,14 +46,6 @@ def test_what_was_said_stands_above_the_box(pair: Notebook) -> None:
     assert rest[-2:] == ["── ranks 0-1 (same) ──", "first "]
 
 
-def test_other_outputs_of_a_cell_stay(pair: Notebook) -> None:
-    """Where a cell holds more than one magic, nothing that it has shown is cleared."""
-    cell = "print('mine')\nget_ipython().run_cell_magic('rank', '0', 'input()')"
-    said = pair.run(cell, typed=["x"])
-    assert said.streams == ["mine\n"]
-    assert len(said.displays) == 2  # above what was typed, and below
-
-
 def test_a_line_for_all_that_are_in_the_debugger(pair: Notebook) -> None:
     """`-r all c`; each has bound what was typed for it alone before."""
     cell = "%%distributed\nx = 1\nbreakpoint()\nprint('x is', x)"
@@ -81,19 +72,6 @@ def test_nobody_is_freed_meanwhile(pair: Notebook) -> None:
     assert waits
     assert said.text.splitlines()[-1] == "2.0"
     assert "freed" not in said.text
-
-
-def test_a_cell_that_nobody_waits_for(pair: Notebook) -> None:
-    """It says whom it waits for, and asks once a cell waits for it; its panel stays where it is."""
-    pair.run("%%distributed --no-wait -o job\nname = input('name? ')")
-    said = pair.run("found = job.wait()", typed=["ada", "bob"])
-    assert said.prompts == ["[rank 0] name? ", "[rank 1] name? "]
-    assert said.displays == []
-    assert said.errors == []
-    assert [line for line in body(pair.run("%%distributed\nname")) if "'" in line] == [
-        "'ada'",
-        "'bob'",
-    ]
 
 
 def test_stop_at_a_prompt(pair: Notebook) -> None:
@@ -124,18 +102,6 @@ def test_stop_while_a_step_takes_long(pair: Notebook) -> None:
     assert said.error == "KeyboardInterrupt: Stopped on rank 0. No variables were lost."
     assert len(said.prompts) == 1
     assert "BdbQuit" not in said.panel["text/plain"]
-
-
-def test_leaving_the_debugger_fails_the_rank(pair: Notebook) -> None:
-    """In one line; who waits for it is freed."""
-    said = pair.run("%%distributed\nif rank: breakpoint()\ndist.barrier()", typed=["q"])
-    assert "1 of 2 ranks failed (1)" in said.error
-    assert "BdbQuit: `q` left the debugger and ended the cell on this rank" in said.error
-    assert (
-        "Rank 0 was waiting in barrier (line 3) and was released; no variables were lost."
-        in said.error
-    )
-    assert "bdb.py" not in said.panel["text/plain"]
 
 
 def test_post_mortem(pair: Notebook) -> None:
@@ -172,11 +138,3 @@ def test_the_notebooks_own_errors(pair: Notebook) -> None:
     pair.run("def mine(y):\n    1 / y\nmine(0)")
     said = pair.run("%debug", typed=["p y", "q"])
     assert said.prompts == ["ipdb> "] * 2
-
-
-def test_it_is_undone(fresh: Callable[..., Notebook]) -> None:
-    """The shell's own method is there again."""
-    notebook = fresh("before = get_ipython().debugger", "%load_ext nbdist")
-    assert notebook.value("get_ipython().debugger == before") is False
-    notebook.run("%unload_ext nbdist")
-    assert notebook.value("get_ipython().debugger == before") is True

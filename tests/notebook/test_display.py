@@ -14,12 +14,8 @@ from nbdist.notebook.display import (
     Page,
     PanelDisplay,
     PlainDisplay,
-    Shown,
-    below,
-    block,
     is_of_magic,
     missed,
-    session_of,
     table,
 )
 from nbdist.notebook.figures import NOTHING
@@ -88,17 +84,6 @@ def test_plain_failures(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     PlainDisplay(colours=True).end(transcript, {})
     assert "\x1b[31m-----" in capsys.readouterr().out
-
-
-def test_plain_lines_of_a_cell_that_is_broken_off(capsys: pytest.CaptureFixture[str]) -> None:
-    """The last line says how long it has run, and that no rank has done it."""
-    transcript = Transcript(range(2))
-    transcript.start(time.monotonic() - 700.0)
-    PlainDisplay().end(transcript, {})
-    assert capsys.readouterr().out.startswith("2 ranks · 11 min 40 s\n")
-    transcript.receive(0, Text("stdout", "a\n"), 1.0)
-    PlainDisplay().again(transcript, {})
-    assert capsys.readouterr().out.startswith("2 ranks · 11 min 40 s · ● 2\n")
 
 
 def test_plain_lines_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,21 +200,6 @@ def test_a_table_says_the_same_in_both_forms():
     assert long.count("nowrap") == 1
 
 
-def test_a_head_alone():
-    """Where there are no rows there is no table."""
-    assert table("no workers", []) == Shown(
-        '<div style="font-family:monospace"><b>no workers</b></div>', "no workers"
-    )
-
-
-def test_blocks_below_one_another():
-    """Lines as they are, escaped in HTML only."""
-    one, two = block("a < b"), block("c")
-    assert one.text == "a < b"
-    assert one.html.endswith(">a &lt; b</pre>")
-    assert below([one, two]) == Shown(one.html + two.html, "a < b\nc")
-
-
 def shell_of(session: str) -> Any:
     """As much of a shell as tells who has sent its cell."""
     return SimpleNamespace(get_parent=lambda: {"header": {"session": session}})
@@ -262,13 +232,3 @@ def test_what_was_missed():
     assert shown.text.endswith("epoch 9")
     assert shown.html.count("<details") == 2
     assert "epoch 9" in shown.html
-
-
-def test_where_there_are_no_pages():
-    """A terminal's shell knows no messages, and a message can come from anywhere."""
-    terminal: Any = SimpleNamespace()
-    assert session_of(terminal) == ""
-    page = Page()
-    assert not page.has_missed(terminal, cell(60.0))
-    assert not page.has_missed(shell_of("a"), cell(60.0))
-    assert session_of(SimpleNamespace(get_parent=dict)) == ""  # type: ignore[arg-type]

@@ -61,17 +61,3 @@ def test_unload_leaves_nothing(fresh: Callable[..., Notebook]) -> None:
     notebook.run("%load_ext nbdist")
     assert notebook.run("%unload_ext nbdist").errors == []
     assert notebook.process.children(recursive=True) == []
-
-
-def test_the_agent_is_a_local_one(fresh: Callable[..., Notebook]) -> None:
-    """Workers of another launcher are not started by it; the next local ones are."""
-    notebook = fresh("%load_ext nbdist")
-    error = notebook.run("%dist_init -n 1 --launcher nowhere").error
-    assert "`--launcher nowhere`: available:" in error
-    assert "1 worker ready" in notebook.run("%dist_init -n 1 --backend none").text
-
-
-def test_reload_ext(fresh: Callable[..., Notebook]) -> None:
-    """`%reload_ext` works, and the workers of before are gone."""
-    notebook = fresh("%load_ext nbdist", "%%distributed -n 2\nx = 1", "%reload_ext nbdist")
-    assert "NameError" in notebook.run("%%distributed -n 2\nx").error

@@ -6,26 +6,17 @@ import ast
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
-from types import SimpleNamespace
 from typing import Any
 
 import ipykernel
 import pytest
 
 from nbdist.notebook.display import PanelDisplay, PlainDisplay
-from nbdist.notebook.idle import (
-    MOST_CHARACTERS,
-    PAUSE,
-    Ended,
-    IdleWatch,
-    is_in_subshell,
-    late_texts,
-    refusal,
-)
+from nbdist.notebook.idle import MOST_CHARACTERS, PAUSE, Ended, IdleWatch, late_texts
 from nbdist.output.events import Display, Done, Failure, Skipped, Text, Update
 from nbdist.output.transcript import Transcript
 from tests.notebook.front_end import Notebook
@@ -139,13 +130,6 @@ def test_what_goes_on(link: Any):
     assert len(noticed) <= 5
 
 
-def test_without_a_loop(link: Any):
-    """In a terminal nothing is watched: the next cell looks."""
-    watch = IdleWatch(lambda: pytest.fail("noticed"))
-    watch.follow(link)
-    assert repr(watch) == "<IdleWatch of None>"
-
-
 def out(text: str) -> Text:
     return Text("stdout", text)
 
@@ -194,16 +178,6 @@ def test_updates(cells: Ended, capsys: pytest.CaptureFixture[str]) -> None:
     cells.receive([(0, Update({"text/plain": "new"}, {}, "of 0"))])
     cells.show({})
     assert "── rank 0 ──\nnew" in "\n".join(shown(capsys))
-
-
-def test_once_more(cells: Ended, capsys: pytest.CaptureFixture[str]) -> None:
-    """A cell can be drawn again as it is; one that is not known is not."""
-    transcript = ended(1)
-    cells.add(transcript, PanelDisplay())
-    cells.again(transcript)
-    cells.again(ended(0))
-    cells.show({})
-    assert len(shown(capsys)) == 1
 
 
 def test_not_too_often(cells: Ended, capsys: pytest.CaptureFixture[str]) -> None:
@@ -346,24 +320,3 @@ def test_beside_a_cell(kernel: Notebook, tmp_path: Path) -> None:
     again = kernel.run("%dist_output --all")
     # All that arrived while the others looked is the cell's.
     assert lines in again.text
-
-
-def test_who_is_in_one():
-    """By the header of the message that has sent the cell; a terminal's shell has none."""
-
-    def shell_of(header: dict[str, Any]) -> Any:
-        return SimpleNamespace(get_parent=lambda: {"header": header})
-
-    assert is_in_subshell(shell_of({"subshell_id": "af80"}))
-    assert not is_in_subshell(shell_of({"subshell_id": None}))
-    assert not is_in_subshell(shell_of({}))
-    terminal: Any = SimpleNamespace()
-    assert not is_in_subshell(terminal)
-
-
-def test_refusal(typed: Callable[[str], str]):
-    """Names those that can."""
-    assert str(refusal("%x", ["%b", "%a"])) == (
-        "`%x` cannot run in a subshell, beside other cells; these can run: `%a`, `%b`."
-    )
-    assert typed("%dist_status").startswith("no workers")

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from IPython.core.magic_arguments import argument, magic_arguments
-from traitlets import TraitError
 
 from nbdist import World
 from nbdist.config import OPTIONS
-from nbdist.errors import UsageError, WorldSizeMismatch
+from nbdist.errors import UsageError
 from nbdist.notebook.command import find_commands
 from nbdist.notebook.commands.cells import distributed
 from nbdist.notebook.options import (
-    MAGICS,
     SAME,
-    Argument,
     NbDist,
-    arguments_of,
     at_once,
     check_same,
     flags_of,
@@ -91,13 +85,6 @@ def test_all_options() -> None:
     assert all_given == OPTIONS.keys() - only_in_python - {"pool"}
 
 
-def test_what_others_call_it() -> None:
-    """Their flags are taken for ours; `[0, 2]` are ranks too."""
-    said = options("--nproc_per_node=2 --gpu-ids 0,1 --targets [0, 2]")
-    assert given(said) == {"n": 2, "gpus": "0,1"}
-    assert said.ranks == "[0,2]"
-
-
 @pytest.mark.parametrize("quoted", ["--wrap='nice -n 5'", '--wrap "nice -n 5"'])
 def test_quotes_around_a_value(quoted: str) -> None:
     """Of both kinds, and with `=`; a variable's value may have its own."""
@@ -165,10 +152,7 @@ def test_what_is_so_may_be_said(world: World, line: str) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (
-            "--backend none",
-            "`--backend gloo`, not `--backend none`. `%dist_restart",
-        ),
+        ("--backend none", "`--backend gloo`, not `--backend none`. `%dist_restart"),
         ("-j 2x1", "`-j 1x2`, not `-j 2x1`. `%dist_restart -j 2x1` starts new ones."),
         ("--no-fork", "no `--no-fork`. `%dist_restart --no-fork` starts new ones."),
         ("--debug", "no `--debug`. `%dist_restart --debug` starts new ones."),
@@ -184,19 +168,6 @@ def test_what_is_not_so(world: World, line: str, said: str) -> None:
     with pytest.raises(UsageError) as found:
         check_same(world, options(line))
     assert str(found.value).startswith(f"The running workers have {said}")
-
-
-def test_another_number_of_workers(world: World) -> None:
-    """Has an error of its own, which names three ways out."""
-    with pytest.raises(WorldSizeMismatch, match="`%dist_scale 3` keeps their variables"):
-        check_same(world, options("-n 3"))
-
-
-@pytest.mark.parametrize("decorate", [world_options, pool_option])
-def test_help_of_options(decorate: Callable[..., Any]) -> None:
-    """Percent signs in it are signs."""
-    text = magic_arguments()(decorate(lambda line: None)).parser.format_help()
-    assert "%%" not in text
 
 
 @pytest.mark.parametrize(
@@ -309,13 +280,6 @@ def test_a_magic_that_is_not_there(message: str, said: str) -> None:
     assert hint_on_magic(message, SHOWN) == said
 
 
-def test_what_is_named_is_there() -> None:
-    """The answers name magics that exist, and none of others' is one of ours."""
-    assert not MAGICS.keys() & COMMANDS.keys()
-    named = {word.strip("`") for text in MAGICS.values() for word in text.split() if "`%" in word}
-    assert named <= set(SHOWN)
-
-
 def test_the_options_of_a_magic() -> None:
     """By each of their flags, as the parser knows them."""
     flags = flags_of(COMMANDS["distributed"].run)
@@ -334,36 +298,15 @@ def test_the_options_of_a_magic() -> None:
     assert {each.dest for each in flags.values()} == set(read)
 
 
-def test_arguments_without_a_flag() -> None:
-    """In their order."""
-    (variables,) = (each for each in arguments_of(COMMANDS["dist_snapshot"].run) if not each.flags)
-    (name,) = (each for each in arguments_of(COMMANDS["dist_export"].run) if not each.flags)
-    assert (name.dest, name.takes_many) == ("file", False)
-    assert (variables.dest, variables.takes_many) == ("variables", True)
-    assert arguments_of(lambda line: None) == ()
-    assert isinstance(name, Argument)
-
-
 @pytest.mark.parametrize(
     ("value", "display"), [(None, "auto"), ("plain", "plain"), ("panel", "panel"), ("pink", "auto")]
 )
 def test_display(monkeypatch: pytest.MonkeyPatch, value: str | None, display: str):
-    """NBDIST_DISPLAY chooses; what is no display is no reason to fail."""
+    """NBDIST_DISPLAY chooses; what is no display is no reason to fail; NBDIST_PRESTART=0 is off."""
     monkeypatch.delenv("NBDIST_DISPLAY", raising=False)
-    if value is not None:
-        monkeypatch.setenv("NBDIST_DISPLAY", value)
-    assert NbDist().display == display
-
-
-def test_prestart(monkeypatch: pytest.MonkeyPatch):
-    """NBDIST_PRESTART=0 turns it off."""
     monkeypatch.delenv("NBDIST_PRESTART", raising=False)
     assert NbDist().prestart
+    if value is not None:
+        monkeypatch.setenv("NBDIST_DISPLAY", value)
     monkeypatch.setenv("NBDIST_PRESTART", "0")
-    assert not NbDist().prestart
-
-
-def test_a_wrong_display_is_refused():
-    """`%config NbDist.display = "pink"` says which there are."""
-    with pytest.raises(TraitError, match="panel"):
-        NbDist().display = "pink"
+    assert (NbDist().display, NbDist().prestart) == (display, False)

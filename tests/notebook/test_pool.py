@@ -81,6 +81,20 @@ def test_each_has_variables_of_its_own(pools: Notebook) -> None:
     assert "NameError" in pools.run("%%distributed --pool ps\nmine").error
 
 
+def test_each_waits_for_its_own_alone(pools: Notebook, tmp_path: Path) -> None:
+    """A cell of the other one runs at once; one of this pool after it, with what it has bound."""
+    waits = f"while not os.path.exists({str(tmp_path / 'enough')!r}): time.sleep(0.05)"
+    pools.run(f"%%distributed --pool ps --no-wait -o first\nimport os, time\n{waits}\nlate = 1")
+    other = pools.run("%%distributed --pool trainer\n'late' in globals()")
+    panel = other.displays[0]["transient"]
+    other.updates[:] = [each for each in other.updates if each["transient"] == panel]
+    assert body(other)[-1] == "False"
+    assert pools.value("first.done()") is False
+    (tmp_path / "enough").touch()
+    assert pools.run("%%distributed --pool ps\nassert late == 1").errors == []
+    assert pools.value("first.done()") is True
+
+
 def test_a_failure_in_one_is_no_matter_to_the_other(pools: Notebook) -> None:
     """The dead of one pool are replaced there; the other keeps its processes."""
     pids = pools.run("%%distributed --pool ps\nimport os; os.getpid()").text

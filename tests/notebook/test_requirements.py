@@ -36,20 +36,17 @@ def test_builds_and_previews_are_their_version(found: str, wanted: str, is_right
 
 
 @pytest.mark.own_agent
-@pytest.mark.parametrize(("library", "old"), [("torch", "2.3.1"), ("ipykernel", "7.1.0")])
-def test_an_old_library_is_refused(
-    fresh: Callable[..., Notebook], tmp_path: Path, library: str, old: str
-) -> None:
+def test_an_old_library_is_refused(fresh: Callable[..., Notebook], tmp_path: Path) -> None:
     """`%load_ext` says in one line what is wrong and what to do; nothing is loaded or started."""
-    metadata = tmp_path / f"{library}-{old}.dist-info" / "METADATA"
+    metadata = tmp_path / "torch-2.3.1.dist-info" / "METADATA"
     metadata.parent.mkdir()
-    metadata.write_text(f"Metadata-Version: 2.1\nName: {library}\nVersion: {old}\n")
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.3.1\n")
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     notebook = fresh(env={"PYTHONPATH": path})
     error = notebook.run("%load_ext nbdist").error
     assert error.startswith(
-        f"WrongVersion: nbdist does not run with {library} {old}, so nothing was loaded: "
-        f"`%pip install '{library}>="
+        "WrongVersion: nbdist does not run with torch 2.3.1, so nothing was loaded: "
+        "`%pip install 'torch>="
     )
     assert error.endswith("'`, then restart the kernel.")
     assert notebook.value("'distributed' in get_ipython().magics_manager.magics['cell']") is False

@@ -83,12 +83,6 @@ def test_a_magic_that_is_not_first(shell: Any) -> None:
     assert {"before", "x", "here"} & shell.user_ns.keys() == {"before"}
 
 
-def test_plain_python_below(shell: Any) -> None:
-    """It runs as ever."""
-    assert run(shell, "%load_ext nbdist\nhere = 1\nhere + 1") is None
-    assert (shell.user_ns["here"], [*shell.user_ns["_oh"].values()]) == (1, [2])
-
-
 def example() -> str:
     """The README's first block of code."""
     found = re.search(r"(?m)(?:^    .*\n(?:\n(?=    ))?)+", README.read_text())
@@ -122,10 +116,3 @@ def test_the_readmes_example_in_one_cell(fresh: Fresh) -> None:
     assert "line 6" in (wrong.updates or wrong.displays)[-1]["data"]["text/plain"]
     assert "ZeroDivisionError" in error["evalue"]
     assert notebook.run("x").errors[0]["ename"] == "NameError"
-
-
-def test_the_readmes_example_block_by_block(fresh: Fresh) -> None:
-    """Each block begins with its magic."""
-    blocks = re.split(r"\n(?=%)", example())
-    assert [block.split()[0] for block in blocks] == ["%load_ext", "%%distributed", "%dist_gather"]
-    check(fresh(), blocks)

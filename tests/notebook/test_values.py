@@ -41,13 +41,6 @@ def test_all_at_once(values: LastValues, asked: list[tuple[int, ...]]):
     assert asked == [(1,), (3, 4)]
 
 
-def test_a_rank_that_did_not_run(values: LastValues, asked: list[tuple[int, ...]]):
-    """It is a KeyError, and nobody is asked."""
-    with pytest.raises(KeyError):
-        values[2]
-    assert asked == []
-
-
 def test_elsewhere_it_is_a_mapping(values: LastValues):
     """A pickle has all values."""
     assert pickle.loads(pickle.dumps(values)) == {0: None, 1: 10, 3: 30, 4: 40}

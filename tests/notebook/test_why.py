@@ -25,13 +25,6 @@ def test_both_forms() -> None:
     assert Panel(why.html).lines == lines
 
 
-def test_nothing_more_to_say() -> None:
-    """A title alone has no box."""
-    why = Why("12:00:00 · the agent has ended")
-    assert why.text == why.title
-    assert Panel(why.html).lines == [why.title]
-
-
 @pytest.mark.parametrize(
     ("died", "end"),
     [
