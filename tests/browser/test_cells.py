@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -10,10 +9,7 @@ from typing import TYPE_CHECKING
 import nbformat
 import pytest
 
-from nbdist.terminal.worlds import kill_world
-from nbdist.world.agents import worlds
 from tests.browser.conftest import Lab, Notebook, in_folder
-from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -56,21 +52,6 @@ step(rank + 20)
 dist.barrier()
 print("all are through")"""
 
-FAILED = """%%distributed
-def divide(x):
-    return 1 / x
-
-divide(1 - rank)"""
-
-JOBS = (
-    "%%distributed --no-wait -o job\nimport os, time\nimport matplotlib.pyplot as plt\n"
-    "for step in range(8):\n    print('step', step)\n"
-    "    while step == 5 and not os.path.exists('looked'): time.sleep(0.05)\n"
-    "_ = plt.plot([rank, 1])",
-    "print('a plain cell'); job",
-    "%%distributed --no-wait -o job\nfor step in range(1000):\n"
-    "    print('again', step); time.sleep(0.4)",
-)
 
 USED = (
     "%%distributed\n"
@@ -82,13 +63,6 @@ USED = (
     "print('done', rank)",
     "%%distributed\nprint('the next cell')",
     "%dist_output",
-    "%%distributed\n"
-    "def step():\n"
-    "    batch = torch.ones(2000, 1000)\n"
-    "    return torch.empty(1 << 50)\n"
-    "if rank == 1: step()",
-    "%dist_memory",
-    "%dist_status",
 )
 
 EDIT = """index => {
@@ -227,48 +201,6 @@ def test_input_and_breakpoints(lab: Lab, notebook: Notebook) -> None:
     assert [len(cell.outputs) for cell in saved.cells] == [1, 1]
 
 
-def test_post_mortem_and_stop(notebook: Notebook) -> None:
-    """`%debug` after a failed cell is the rank's; the Stop button ends a cell that waits."""
-    notebook.fill([FAILED, "%debug", "%%rank 0\ninput('for ever? ')"])
-    notebook.run_all()
-    notebook.start(1)
-    enter(notebook, "[rank 1] ipdb>", "p x", "typing-post-mortem")
-    enter(notebook, "[rank 1] ipdb>", "q")
-    _, debugged, _ = notebook.ended()
-    assert "ipdb> p x\n0" in debugged.shown
-    assert "nbdist/" not in debugged.shown
-    notebook.start(2)
-    notebook.page.locator(PROMPT, has_text="[rank 0] for ever?").wait_for()
-    notebook.interrupt()
-    *_, stopped = notebook.ended()
-    assert stopped.errors == ["Interrupted: Stopped on rank 0. No variables were lost."]
-    assert notebook.page.locator(BOX).count() == 0
-    notebook.screenshot("typing-stopped")
-
-
-def test_a_job_is_live_and_stop_stops_it(lab: Lab, notebook: Notebook) -> None:
-    """Its panel is drawn while the notebook is idle; the Stop button then stops the cell."""
-    notebook.fill(JOBS)
-    for number in (0, 1):
-        notebook.start(number)
-        notebook.ended()
-    assert "<Job running · 2 ranks · " in notebook.cells()[1].shown
-    notebook.wait_for(0, "step 5")
-    notebook.screenshot("job-live")
-    assert "step 6" not in notebook.cells()[0].shown
-    (lab.folder / "looked").touch()
-    notebook.wait_for(0, "✓ 2")
-    ended = notebook.cells()
-    assert [cell.images for cell in ended] == [2, 0, 0]
-    assert [cell.errors for cell in ended] == [[]] * 3
-    notebook.start(2)
-    notebook.wait_for(2, "again 1")
-    notebook.ended()
-    notebook.interrupt()
-    notebook.wait_for(2, "Stopped on ranks 0-1. No variables were lost.")
-    notebook.screenshot("job-stopped")
-
-
 def test_a_page_that_is_reloaded_in_mid_cell(lab: Lab, notebook: Notebook) -> None:
     """The panel says what ranks use, and when it ended; the next cell shows what was missed."""
     notebook.fill(USED)
@@ -294,18 +226,6 @@ def test_a_page_that_is_reloaded_in_mid_cell(lab: Lab, notebook: Notebook) -> No
     assert "done 1" in notebook.wait_for(1, "done 0")
     notebook.start(2)
     assert "the next cell" in notebook.wait_for(2, "2 ranks")
-    notebook.start(3)
-    failed = notebook.wait_for(3, "in use")
-    assert re.search(r"rank 1: .+ has .* in use, this rank [\d.]+ MiB", failed)
-    assert "model.weight (2000, 1000) float32" in failed
-    notebook.wait_until_ready()  # a failed cell calls off one that is sent before its end
-    notebook.start(4)
-    memory = notebook.wait_for(4, "by variable")
-    assert "model.weight" in memory
-    assert "batch in step(), line 4" in memory
-    notebook.start(5)
-    assert "idle" in notebook.wait_for(5, "rank")
-    notebook.screenshot("resources-after")
 
 
 def test_notebook_7(notebook: Notebook) -> None:
@@ -329,52 +249,3 @@ def test_notebook_7(notebook: Notebook) -> None:
     assert "I am rank 1 of 2" in ranks
     assert "2.0" in reduced
     assert gathered.count("tensor([2.])") == 2
-
-
-NAME = f"lab-{os.getpid()}"
-
-CELLS = (
-    "%load_ext nbdist",
-    f"%%distributed -n 2 --detach --name {NAME}\n"
-    "import pathlib, time\nfor step in range(30):\n    loss = torch.ones(1) / (step + 1)\n"
-    "    dist.all_reduce(loss)\n    print(f'step {step}: loss {loss.item():.3f}')\n"
-    "    pathlib.Path(f'at {step}').touch()\n"
-    "    while step in (3, 8) and not pathlib.Path(f'after {step}').exists(): time.sleep(0.02)",
-    f"%load_ext nbdist\n%dist_attach {NAME}",
-    "%%distributed\nprint('still here:', step, loss.item() > 0)",
-    "%dist_shutdown",
-)
-
-RESTART = "() => window.jupyterapp.shell.currentWidget.context.sessionContext.restartKernel()"
-
-
-def test_restart_in_mid_cell(lab: Lab) -> None:
-    """The training goes on; below `%dist_attach` stands all of it, and then what comes."""
-    lab.write("detached.ipynb", CELLS)
-    notebook = lab.open("detached.ipynb")
-    try:
-        notebook.start(0)
-        notebook.start(1)
-        notebook.wait_for(1, "step 3")
-        notebook.page.evaluate(RESTART)
-        notebook.wait_until_ready()
-        (lab.folder / "after 3").touch()
-        wait_until((lab.folder / "at 8").exists, "it trains without a notebook")
-        notebook.start(2)
-        notebook.wait_for(2, "attached to")
-        notebook.wait_for(2, "step 8")
-        notebook.screenshot("detached-live")
-        (lab.folder / "after 8").touch()
-        notebook.wait_for(2, "✓ 2")
-        notebook.start(3)
-        notebook.wait_for(3, "still here: 29 True")
-        shown = notebook.cells()
-        assert "step 0: loss 2.000" in shown[2].shown
-        assert "step 29: loss 0.067" in shown[2].shown
-        assert [cell.errors for cell in shown[2:]] == [[]] * 3
-        notebook.screenshot("detached")
-        notebook.start(4)
-        notebook.wait_for(4, "workers ended")
-    finally:
-        if any(each.info.name == NAME for each in worlds()):
-            kill_world(NAME)

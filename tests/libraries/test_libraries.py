@@ -272,31 +272,6 @@ accuracy = metric.compute().item()
     assert in_all(world, "accuracy") == {0.5}
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_a_data_loader_with_workers(world: World, context: str) -> None:
-    """Workers of a DataLoader get a data set whose class a cell has defined."""
-    world.execute(
-        f"""
-from torch.utils.data import Dataset
-from torch.utils.data.distributed import DistributedSampler
-
-class Squares(Dataset):
-    def __len__(self):
-        return 16
-    def __getitem__(self, index):
-        return index * index
-
-squares = Squares()
-with_workers = dict(num_workers=1, multiprocessing_context={context!r}) if rank == 0 else {{}}
-sampler = DistributedSampler(squares, shuffle=False)
-loader = DataLoader(squares, batch_size=4, sampler=sampler, **with_workers)
-seen = sorted(int(value) for batch in loader for value in batch)
-"""
-    )
-    both = world.gather("seen")
-    assert sorted(both[0] + both[1]) == [index * index for index in range(16)]
-
-
 def test_compile(world: World) -> None:
     """`torch.compile` works in a cell, on a model in DDP."""
     world.execute(
@@ -315,26 +290,6 @@ for _ in range(5):
         + SAME
     )
     assert in_all(world, "same and losses[-1] < losses[0]") == {True}
-
-
-def test_fsdp2(world: World) -> None:
-    """`fully_shard` finds the mesh of all ranks by itself."""
-    world.execute(
-        """
-from torch.distributed.fsdp import fully_shard
-model = fully_shard(make_model())
-optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-losses = []
-for _ in range(5):
-    optimizer.zero_grad()
-    loss = nn.functional.cross_entropy(model(inputs[rank::2]), targets[rank::2])
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
-shards = [tuple(p.to_local().shape) for p in model.parameters()]
-"""
-    )
-    assert in_all(world, "shards[0] == (8, 8) and losses[-1] < losses[0]") == {True}
 
 
 def test_deepspeed(world: World) -> None:
@@ -389,34 +344,6 @@ for epoch in tqdm(range(3), desc="epoch", mininterval=0):
     assert "step" not in found.final
 
 
-def test_rich(world: World, tmp_path: Path) -> None:
-    """So are those of `track` and of a `Progress` with two tasks."""
-    pytest.importorskip("rich", reason="rich is not installed")
-    found = drawn(
-        world,
-        tmp_path,
-        """
-from rich.progress import Progress, track
-for step in track(range(10), description="tracking"):
-    if step == 5:
-        until_seen("tracking")
-with Progress() as progress:
-    outer, inner = progress.add_task("outer", total=2), progress.add_task("inner", total=6)
-    for around in range(2):
-        progress.reset(inner)
-        for step in range(6):
-            progress.advance(inner)
-            if (around, step) == (1, 3):
-                until_seen("outer, inner")
-        progress.advance(outer)
-""",
-    )
-    assert (0, 1) in found.ranks
-    assert found.stays("tracking ━")
-    for name in ("tracking", "outer", "inner"):
-        assert re.search(rf"^(rank \d  )?{name} +━+ 100% ", found.final, re.MULTILINE)
-
-
 def test_datasets(world: World, tmp_path: Path) -> None:
     """So is that of `Dataset.map`."""
     pytest.importorskip("datasets", reason="datasets is not installed")
@@ -440,27 +367,3 @@ rows.map(slowly, keep_in_memory=True)
     )
     assert (0, 1) in found.ranks
     assert found.stays("Map: 100%|██████████| 40/40 [")
-
-
-def test_lines_that_are_written_over(world: World, tmp_path: Path) -> None:
-    """So are bars that a program draws itself, as Keras does, and lines that say how far it is."""
-    found = drawn(
-        world,
-        tmp_path,
-        r"""
-for step in range(1, 9):
-    print(f"\r{step}/8 [{'=' * step}>{'.' * (8 - step)}] - ETA: {8 - step}s - loss: 0.4", end="")
-    if step == 4:
-        until_seen("")
-print()
-for step in range(1, 9):
-    print(f"\rstep {step} of 8", end="", flush=True)
-    if step == 4:
-        until_seen("step")
-""",
-    )
-    assert found.names == {"", "step"}
-    assert {row.bar.rest for table in found.tables for row in table.rows} == {"loss: 0.4", ""}
-    assert (
-        "── ranks 0-1 (same) ──\n8/8 [========>] - ETA: 0s - loss: 0.4\nstep 8 of 8" in found.final
-    )

@@ -103,13 +103,6 @@ def test_what_the_suite_said(tmp_path: Path) -> None:
     assert "left behind" in end
 
 
-def test_a_suite_that_did_not_end(tmp_path: Path) -> None:
-    """It leaves no report: nothing was run."""
-    verdicts, notes = read(tmp_path / "report.xml")
-    assert {*verdicts.values()} == {Verdict.NOT_RUN}
-    assert notes == []
-
-
 def test_the_table(tmp_path: Path) -> None:
     """It has the rows of the folder in their order, and below what is to be said of them."""
     versions = {"python": "3.13.0", "torch": "2.11.0", "ipykernel": "6.17.1"}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pexpect
 import pytest
 
-from nbdist.terminal.worlds import OFF, rich_picture, show_top
+from nbdist.terminal.worlds import OFF, rich_picture
 from nbdist.world.world import World
 from tests.terminal.test_worlds import SEEN
 from tests.waiting import SOON
@@ -56,16 +56,6 @@ def test_in_a_terminal(world: World, has_rich: bool) -> None:  # noqa: FBT001
     finally:
         shown.close()
     assert shown.exitstatus == 0
-
-
-def test_into_a_file(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whole lines one after the other, without codes."""
-    show_top(0.5, times=2)
-    text = capsys.readouterr().out
-    assert text.count("1 worker · gloo") >= 2
-    assert text.count(f" {world.pids[0]} ") == 2
-    assert "\x1b" not in text
-    assert os.linesep in text
 
 
 def test_a_narrow_window():
