@@ -57,13 +57,6 @@ def test_identity_keeps_no_value_alive() -> None:
     assert values not in gc.get_referents(identity)
 
 
-def test_identity_of_plain_values() -> None:
-    """By object, as for all; numbers are kept, since they are small."""
-    text = "".join(["a", "b"])
-    assert Identity(text).is_still(text)
-    assert not Identity(text).is_still("".join(["a", "b"]))
-
-
 @pytest.mark.parametrize("make", [lambda: float("0.1"), lambda: [1], lambda: [], lambda: {1: "x"}])
 def test_what_comes_to_the_place_of_another(make: Callable[[], object]) -> None:
     """It is not taken for that, which is kept where it is light."""

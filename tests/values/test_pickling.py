@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import pickle as plain_pickle
 import sys
-import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -15,19 +14,17 @@ import pytest
 
 from nbdist.values.pickling import READ_FROM, join, load, pickle, unpickle, without_cycles
 
+Ship = Callable[..., frozenset[str]]
 
-def test_modules_go_by_name(
-    notebook: Any, worker: Any, ship: Callable[..., frozenset[str]]
-) -> None:
+
+def test_modules_go_by_name(notebook: Any, worker: Any, ship: Ship) -> None:
     """`import x as y` becomes the same import there."""
     notebook.run("import json as j\nimport os.path as p\nimport xml.dom.minidom as m")
     ship("j", "p", "m")
     assert worker.run("j.__name__, m.__name__") == ("json", "xml.dom.minidom")
 
 
-def test_submodules_that_a_function_uses_are_imported(
-    notebook: Any, worker: Any, ship: Callable[..., frozenset[str]]
-) -> None:
+def test_submodules_of_a_function_are_imported(notebook: Any, worker: Any, ship: Ship) -> None:
     """`xml.dom.minidom` works there though only the name `xml` is bound."""
     notebook.run("import xml.sax.saxutils\ndef f(): return xml.sax.saxutils.escape('<')")
     ship("f")
@@ -98,22 +95,13 @@ def test_torch_is_imported_by_neither_side(worker: Any) -> None:
     assert worker.run("import sys\n'torch' in sys.modules") is False
 
 
-def test_builtins_of_the_receiver_are_left_alone(
-    notebook: Any, worker: Any, ship: Callable[..., frozenset[str]]
-) -> None:
+def test_builtins_of_the_receiver_are_left_alone(notebook: Any, worker: Any, ship: Ship) -> None:
     """Making a function changes nothing in the namespace but what is bound."""
     notebook.run("def f(): return len([1])")
     before = worker.run("x = 1\nsorted(globals())")
     ship("f")
     assert worker.run("sorted(globals())") == sorted({*before, "f"})
     assert worker.run("f()") == 1
-
-
-@pytest.mark.parametrize("value", [threading.Lock(), (x for x in ())])
-def test_what_pickle_refuses_is_refused(value: Any, notebook: Any) -> None:
-    """Errors of pickling come as they are."""
-    with pytest.raises(TypeError):
-        pickle(value, notebook.names)
 
 
 @pytest.mark.parametrize(("number", "least"), [(1000, 0), (300_000, 20)])

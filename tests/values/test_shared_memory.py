@@ -65,12 +65,6 @@ def test_the_rest_is_not_wanted() -> None:
         assert len(segment.ref.sizes) == len(FRAMES)
 
 
-def test_a_segment_without_frames_can_be_opened() -> None:
-    """No frames at all are no error."""
-    with to_end(Segment.filling([])) as segment:
-        assert open_segment(segment.ref) == []
-
-
 def test_frames_are_aligned() -> None:
     """Every frame begins where vector instructions like it."""
     import ctypes
@@ -97,23 +91,6 @@ def test_another_process_reads_it() -> None:
         )
         assert shown.stdout == "HELLO hello 120000\n"
         assert bytes(open_segment(segment.ref)[0][:5]) == b"hello", "it wrote to its own copy"
-
-
-def test_who_maps_it_writes_to_a_copy_of_its_own() -> None:
-    """Views are writable, and nobody else sees what is written."""
-    with to_end(Segment.filling([b"abc"])) as segment:
-        (mine,), (other,) = open_segment(segment.ref), open_segment(segment.ref)
-        mine[0:1] = b"X"
-        assert (bytes(mine), bytes(other)) == (b"Xbc", b"abc")
-
-
-def test_views_outlive_the_segment() -> None:
-    """Closing a segment takes nothing from those who have mapped it."""
-    segment = to_end(Segment.filling([b"a" * 100_000]))
-    (view,) = open_segment(segment.ref)
-    segment.close()
-    gc.collect()
-    assert bytes(view) == b"a" * 100_000
 
 
 def test_nobody_can_cut_or_change_what_others_have_mapped() -> None:

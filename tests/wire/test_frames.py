@@ -23,14 +23,6 @@ def test_frames_come_out_whole(size: int) -> None:
     assert [frame for piece in pieces for frame in cutter.feed(piece)] == FRAMES
 
 
-def test_half_a_frame_waits_for_the_rest() -> None:
-    """Nothing comes out before all of it is there; what is left belongs to the next one."""
-    cutter, data = FrameCutter(), framed(b"whole") + framed(b"next")
-    assert list(cutter.feed(data[:12])) == []
-    assert list(cutter.feed(data[12:14])) == [b"whole"]
-    assert list(cutter.feed(data[14:])) == [b"next"]
-
-
 def test_a_frame_that_is_too_long() -> None:
     """It is refused when its length is known, before it has come."""
     cutter = FrameCutter(most=9)

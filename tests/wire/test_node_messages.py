@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 
 from nbdist.seats import Position
 from nbdist.values.shared_memory import SegmentRef
-from nbdist.wire.control import HeldGroups
 from nbdist.wire.node_messages import (
     CallOff,
-    Formed,
-    Held,
     NodeAnswer,
     NodeAsk,
     NodeFacts,
     NodeHello,
-    Plan,
     StoreAnswer,
     StoreAsk,
     node_bytes,
@@ -26,7 +20,6 @@ from nbdist.wire.node_messages import (
     node_up_from,
     processes,
 )
-from nbdist.wire.spec import WorldSpec
 from nbdist.wire.store import Add
 from nbdist.wire.transfer import Piece
 
@@ -55,22 +48,6 @@ def test_bytes_of_a_big_value() -> None:
     assert node_up_from(bytes(frame), memoryview(data)) == piece
     assert node_down_from(bytes(frame), memoryview(data)) == piece
     assert node_frames(NodeAnswer(1, "x")) == [node_bytes(NodeAnswer(1, "x"))]
-
-
-SPEC = WorldSpec(4, "gloo", {}, "/", (), 1, "/venv/bin/python")
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        Held({0: HeldGroups(0, 4, {"pair": (0, 1)}), 1: None}),
-        Plan(SPEC, 1, 3, 2, missing=(2,), groups=None),
-        Formed({0: 17}, {0: "/logs/0"}, (0,), "rank 1 could not start"),
-    ],
-)
-def test_they_can_travel(message: Held | Plan | Formed) -> None:
-    """Between machines they do."""
-    assert pickle.loads(pickle.dumps(message)) == message
 
 
 def test_processes_by_rank() -> None:

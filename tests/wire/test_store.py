@@ -231,18 +231,6 @@ def on_loop(test: Callable[[HostedStore], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def test_many_wait_at_once() -> None:
-    """Each is answered with the values as they come."""
-
-    async def test(store: HostedStore) -> None:
-        waits = [asyncio.create_task(store.ask(Get((str(n),), SOON))) for n in range(100)]
-        await until(lambda: "100 wait" in repr(store))
-        await store.ask(Set({str(n): b"%d" % n for n in range(100)}))
-        assert await asyncio.gather(*waits) == [(b"%d" % n,) for n in range(100)]
-
-    on_loop(test)
-
-
 def test_a_wait_has_an_end() -> None:
     """After its seconds, at once where it has none; one who is cancelled waits no more."""
 

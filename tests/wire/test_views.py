@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.wire.views import LARGEST, CallLayout, Collective, Place, StackFrame
+from nbdist.wire.views import LARGEST, CallLayout, Place, StackFrame
 
 
 @pytest.mark.parametrize(
@@ -40,11 +40,6 @@ def test_calls_as_in_tracebacks(frame: StackFrame, lines: list[str]) -> None:
 def test_whether_a_rank_is_in_what_it_runs(place: Place, *, is_in_code: bool) -> None:
     """Else it says how that has ended."""
     assert place.is_in_code == is_in_code
-
-
-def test_text_of_a_collective() -> None:
-    """Its name and number."""
-    assert str(Collective("all_reduce", 3, is_done=True)) == "all_reduce #3"
 
 
 LAYOUT = CallLayout(1 << 46, 1 << 47, 1 << 45, *range(13))

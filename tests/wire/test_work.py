@@ -17,7 +17,6 @@ from nbdist.wire.work import (
     Source,
     Task,
     cut_off_pattern,
-    failure_in_words,
     mark,
     mark_pattern,
     mark_value,
@@ -77,12 +76,6 @@ def test_memory_that_a_task_refers_to() -> None:
     )
     assert SOURCE.segments == SCRIPT.segments == CALL.segments == ()
     assert REST.moved(here) == REST
-
-
-def test_a_failure_outside_the_cell() -> None:
-    """One line, with no calls."""
-    failure = failure_in_words("VariableError", "`net` cannot be rebuilt")
-    assert failure.traceback == ("VariableError: `net` cannot be rebuilt",)
 
 
 TOKEN = "0123456789abcdef"
