@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.errors import BadTopology, StartError, WorkerError
+from nbdist.errors import StartError, WorkerError
 from nbdist.world.world import World
 from tests.hosts.network import Host, Network
 from tests.hosts.sshd import Sshd
@@ -54,28 +54,6 @@ def test_a_host_that_ssh_does_not_reach(alias: str, why: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"gpus": "0"}, "node1: `--gpus 0`: there is no GPU 0, none is visible"),
-        ({"backend": "nccl"}, "nccl"),
-    ],
-)
-def test_gpus_that_are_not_there(options: dict[str, str], why: str) -> None:
-    """In one line."""
-    with pytest.raises(StartError) as found:
-        new_world("node1:1", **options)
-    assert str(found.value).startswith("the workers could not start: ")
-    assert why in str(found.value)
-    assert "\n" not in str(found.value)
-
-
-def test_a_host_twice() -> None:
-    """It is found before anything is started."""
-    with pytest.raises(BadTopology, match="node1 is listed twice"):
-        new_world("node1:1,node1:1")
-
-
-@pytest.mark.parametrize(
     ("python", "why"),
     [
         ("/no/python", "there is no /no/python there: `--python` names the interpreter, by its"),
@@ -97,15 +75,6 @@ def test_another_torch(hosts: list[Host]) -> None:
     said = refused("node1:1,node2:1", python=python)
     assert said.startswith("the workers could not start: node2 has torch 2.3.1, the notebook ")
     assert "`pip install torch==" in said
-
-
-def test_another_nbdist(hosts: list[Host]) -> None:
-    """Both versions are named; whatever else may differ between them is not met."""
-    python = wrapped(hosts[1], "sitecustomize.py", "import nbdist\nnbdist.__version__ = '9.1'\n")
-    wrapped(hosts[0])
-    said = refused("node1:1,node2:1", python=python)
-    assert said.startswith("the workers could not start: node2 has nbdist 9.1, the notebook ")
-    assert "`pip install nbdist==" in said
 
 
 def wrapped(host: Host, file: str = "", text: str = "", temporary: str = "/tmp") -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nbdist.errors import WorkerDied, WorkerError
+from nbdist.errors import WorkerDied
 from nbdist.values.payload import pack_names
 from nbdist.world.world import World
 from tests.hosts.launched import has_come
@@ -107,14 +107,6 @@ def test_a_big_name(world: World) -> None:
     assert all(torch.equal(each, big) for each in world.gather("big"))
 
 
-def test_parts_of_a_big_value(world: World) -> None:
-    """Each rank gets its own, and gives it back."""
-    world.scatter("part", torch.arange(4 * MIB))
-    world.execute("part += rank")
-    found = world.gather("part", join="cat")
-    assert torch.equal(found, torch.arange(4 * MIB) + torch.arange(4).repeat_interleave(MIB))
-
-
 def test_values_from_host_to_host(world: World) -> None:
     """Copied through the group; and compared by what one rank lends to those of another host."""
     world.execute("import torch\nmine = torch.full((1 << 20,), float(rank))")
@@ -124,13 +116,6 @@ def test_values_from_host_to_host(world: World) -> None:
     world.sync(["mine"], source=3, ranks=range(3))
     world.execute("same = bool((mine == 3).all())")
     assert world.gather("same") == [True] * 4
-
-
-def test_what_a_function_returns(world: World) -> None:
-    """Its argument goes there as a name does."""
-    given = torch.arange(MIB)
-    result = world.run(lambda x: x * 2, given)
-    assert all(torch.equal(result.rank(rank), given * 2) for rank in range(4))
 
 
 def test_how_far_it_is(world: World, hosts_of_module: list[Host]) -> None:
@@ -158,32 +143,6 @@ def test_stop_before_it_is_there(world: World, hosts_of_module: list[Host]) -> N
     hosts_of_module[1].no_limit()
     world.execute("has = 'big' in globals() or 'ran' in globals()")
     assert world.gather("has") == [False] * 4
-
-
-def test_stop_before_it_is_back(world: World, hosts_of_module: list[Host]) -> None:
-    """The value stays with its rank."""
-    world.execute(f"import torch\nmine = torch.ones({SIZE // 4})")
-    hosts_of_module[1].limit(LIMIT)
-    with begun([], press_stop), pytest.raises(KeyboardInterrupt):
-        world.gather("mine", ranks=[2])
-    hosts_of_module[1].no_limit()
-    assert torch.equal(world.gather("mine[:9]", rank=2), torch.ones(9))
-
-
-def test_no_room_on_one_host(world: World, hosts_of_module: list[Host]) -> None:
-    """One line names it and the size; no rank has run anything."""
-    second = hosts_of_module[1]
-    full = "MemTotal: 1048576 kB\nMemAvailable: 40960 kB\nSwapFree: 0 kB\n"
-    second.path("/root/meminfo").write_text(full)
-    # The agents see it: they are in the host's own mount namespace.
-    second.run("mount --bind /root/meminfo /proc/meminfo")
-    try:
-        with pytest.raises(WorkerError, match=r"rank 2 on node2.*: node2: sending 0\.07 GB"):
-            world.execute("ran = True", names={"big": torch.ones(SIZE // 4)})
-    finally:
-        second.run("umount /proc/meminfo")
-    world.execute("ran = 'ran' in globals()")
-    assert world.gather("ran") == [False] * 4
 
 
 def test_a_host_is_lost(world: World, hosts_of_module: list[Host]) -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from tests.hosts.conftest import complain
 from tests.hosts.network import Host, Network, end
-from tests.hosts.sshd import Sshd
 from tests.waiting import wait_until
 
 PORT = 5000
@@ -56,17 +55,6 @@ def connects_from(host: Host, address: str) -> bool:
     return host.run(["python", "-c", lines], check=False).returncode == 0
 
 
-def test_hosts_reach_one_another(hosts: list[Host], network: Network) -> None:
-    """Over IPv4, over IPv6 and by name; this machine reaches them, and they reach it."""
-    with serving(hosts[1]):
-        places = (hosts[1].address, hosts[1].address6, "node2")
-        assert [connects_from(hosts[0], place) for place in places] == [True] * 3
-        assert connects(hosts[1].address)
-        assert connects(hosts[1].address6)
-    with socket.create_server((network.address, PORT)):
-        assert connects_from(hosts[0], network.address)
-
-
 def test_hosts_share_nothing(hosts: list[Host]) -> None:
     """Not their names, loopback, temporary files, shared memory or home folders."""
     first, second, _ = hosts
@@ -105,40 +93,6 @@ def test_a_link_that_loses(hosts: list[Host]) -> None:
             if len(seen) == 2:
                 break
         assert seen == {True, False}
-
-
-def test_blocked_ports(hosts: list[Host], network: Network) -> None:
-    """One port, all that come in, or one of another machine."""
-    with serving(hosts[0]):
-        hosts[0].block_port(PORT)
-        assert not connects(hosts[0].address)
-        assert not connects(hosts[0].address6)
-        hosts[0].mend()
-        connect(hosts[0].address)
-        hosts[0].block_port()
-        assert not connects(hosts[0].address)
-        with socket.create_server((network.address, PORT)):
-            assert connects_from(hosts[0], network.address)
-            hosts[0].block_port_of(network.address, PORT)
-            assert not connects_from(hosts[0], network.address)
-
-
-def test_a_clock_of_its_own(hosts: list[Host]) -> None:
-    """All programs of the host see it; monotonic clocks are as they were."""
-    hosts[0].set_clock(-3600.5)
-    lines = "import time, datetime; print(time.time(), datetime.datetime.now().timestamp())"
-    for seen in hosts[0].run(["python", "-c", lines]).stdout.split():
-        assert -3601 < float(seen) - time.time() < -3590
-    assert abs(float(hosts[1].run("date +%s").stdout) - time.time()) < 10
-    monotonic = float(hosts[0].run(["python", "-c", "import time; print(time.monotonic())"]).stdout)
-    assert abs(monotonic - time.monotonic()) < 10
-
-
-def test_ssh_by_alias(hosts: list[Host], sshd: Sshd) -> None:
-    """From this machine and between hosts, over IPv6, and through one connection for several."""
-    for alias, name in (("node1", "node1"), ("node2-v6", "node2"), ("node3-shared", "node3")):
-        assert sshd.ssh(alias, "hostname").stdout.strip() == name
-    assert hosts[0].run(["ssh", "node2", "hostname"]).stdout == "node2\n"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from nbdist.world.world import World
 from tests.hosts.launched import OnRay, lives
 from tests.hosts.network import Host, Network
 from tests.hosts.ray_cluster import RayCluster
-from tests.hosts.worlds import agent_on, check_whole, lose, new_world
+from tests.hosts.worlds import agent_on, lose, new_world
 from tests.waiting import SOON, wait_until
 
 pytestmark = pytest.mark.shared_world
@@ -149,17 +149,6 @@ def test_what_ray_shows(cluster: RayCluster, world: World) -> None:
     assert world.gather("names") == [[]] * 2
     assert shown() == "['nbdist:on-ray/0', 'nbdist:on-ray/1'] ['nbdist:on-ray']"
     assert [len(cluster.actors(host)) for host in cluster.hosts] == [1, 1]
-
-
-def test_what_the_cluster_has_not(cluster: RayCluster, world: World, tmp_path: Path) -> None:
-    """Is named with what each node has, or with what others use of it."""
-    said = refused(tmp_path, 9)
-    assert "2 nodes with 9 CPU each: the cluster has 3 nodes: " in said
-    assert "node1 has 2 CPU" in said
-    said = refused(tmp_path, 2)
-    assert "of 4 CPU, " in said
-    assert " there is 2 CPU, " in said
-    check_whole(world, 2)
 
 
 def test_nodes_that_there_are_not(world: World) -> None:

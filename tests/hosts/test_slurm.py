@@ -192,12 +192,6 @@ def test_what_slurm_refuses(
     assert "\n" not in str(found.value)
 
 
-def test_too_few_nodes(job: int, hosts: list[Host]) -> None:
-    """In one line."""
-    with pytest.raises(StartError, match=f"allocation {job} has 2 nodes .*, and 3 are asked for"):
-        make_world("3x1").start()
-
-
 def test_no_srun(job: int, hosts: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
     """In one line."""
     with monkeypatch.context() as patch:

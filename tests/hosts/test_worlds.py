@@ -12,15 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.errors import RanksReleased, UsageError, WorkerDied, WorkerError
+from nbdist.errors import UsageError, WorkerError
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.attacks.test_open_files import TAKE_ALL
-from tests.attacks.test_too_much import FILL_UP, displays_that_nobody_takes
+from tests.attacks.test_too_much import displays_that_nobody_takes
 from tests.hosts.launched import (
     KEPT,
-    PLACES,
-    WHERE,
     Launched,
     can_be_scaled,
     has_torchruns_variables,
@@ -83,33 +81,7 @@ def test_a_group_of_the_users_own(world: World) -> None:
     assert [float(each) for each in world.gather("total")] == [4.0] * 4
 
 
-def test_figures(world: World) -> None:
-    """One of each rank comes, whole."""
-    result = world.execute(
-        "import matplotlib.pyplot as plt\nplt.plot([rank, 1])\nplt.show()", ranks=[0, 3]
-    )
-    assert {track.rank for track in result.transcript if track.displays} == {0, 3}
-
-
 # --- what goes wrong ------------------------------------------------------------------------------
-
-
-def test_an_exception_while_the_others_wait(world: World) -> None:
-    """They are freed and keep what they have."""
-    with pytest.raises(WorkerError, match=r"rank 3.*ValueError: bad shard"):
-        world.execute("if rank == 3: raise ValueError('bad shard')\ndist.barrier()")
-    check_whole(world)
-    assert world.gather("kept") == KEPT
-
-
-def test_ranks_that_wait_for_one_that_never_comes(world: World) -> None:
-    """They are freed, and which waited where is said."""
-    with pytest.raises(
-        RanksReleased,
-        match="ranks 0-2 wait in barrier, line 1; rank 3 finished the cell without it",
-    ):
-        world.execute("if rank < 3: dist.barrier()")
-    check_whole(world)
 
 
 def test_stop(world: World) -> None:
@@ -127,22 +99,13 @@ def test_stop(world: World) -> None:
     assert world.gather("kept") == KEPT
 
 
-def test_a_rank_that_is_killed(world: World) -> None:
-    """It is replaced on its host, and the others keep what they have."""
-    with pytest.raises(WorkerDied, match=r"rank 1 on node1 .*SIGKILL"):
-        world.execute("import os\nif rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()")
-    check_whole(world)
-    assert world.gather("globals().get('kept')") == [10, None, 12, 13]
-
-
-@pytest.mark.parametrize("source", [FILL_UP, f"kept = rank\n{TAKE_ALL}"], ids=["-v", "-n"])
-def test_a_rank_at_a_limit_of_its_own(source: str, world: World) -> None:
+def test_a_rank_at_a_limit_of_its_own(world: World) -> None:
     """By `ulimit` it cannot meet the ranks of either host again: it alone is restarted."""
     pids = dict(world.pids)
     few = "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 300))"
     world.execute(f"import resource\n{few}")
     with pytest.raises(WorkerError, match="Rank 1 was restarted and its va"):
-        world.execute(source)
+        world.execute(f"kept = rank\n{TAKE_ALL}")
     check_whole(world)
     assert world.gather("globals().get('kept')") == [0, None, 2, 3]
     assert [rank for rank in pids if world.pids[rank] != pids[rank]] == [1]
@@ -157,16 +120,6 @@ def test_displays_of_another_host(world: World, hosts: list[Host], network: Netw
 def test_scale(world: World) -> None:
     """Fewer, and as many again; not more than there is room for."""
     can_be_scaled(world)
-
-
-def test_restart(world: World) -> None:
-    """All are new, in their places, which a smaller world had not forgotten."""
-    pids = dict(world.pids)
-    world.restart()
-    check_whole(world)
-    assert world.gather(WHERE) == PLACES
-    assert not {*pids.values()} & {*world.pids.values()}
-    assert world.gather("globals().get('kept')") == [None] * 4
 
 
 def test_files_that_hosts_do_not_have(
