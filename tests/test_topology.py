@@ -40,8 +40,6 @@ def test_bad_workers(text):
         ("auto", 0, 2, 2),
         ("auto", 0, 64, 4),
         ("auto", 8, 2, 8),
-        ("auto", 1, 64, 1),
-        ("gpu", 3, 64, 3),
         ("cpu", 8, 64, 64),
         (23, 0, 2, 23),
     ],
@@ -75,14 +73,11 @@ def test_usable_cores():
 @pytest.mark.parametrize(
     ("devices", "installed", "visible"),
     [
-        (None, 0, ()),
         (None, 2, ("0", "1")),
         ("0,1", 4, ("0", "1")),
         ("3, 1", 4, ("3", "1")),
-        ("01", 4, ("1",)),
         ("", 4, ()),
         ("-1", 4, ()),
-        ("NoDevFiles", 4, ()),
         ("0,-1,1", 4, ("0",)),
         ("0,9,1", 4, ("0",)),
         ("1,1", 4, ()),
@@ -90,7 +85,6 @@ def test_usable_cores():
         ("GPU-8f6e,GPU-1b2c", 2, ("GPU-8f6e", "GPU-1b2c")),
         ("GPU-8f6e,GPU-1b2c", 1, ("GPU-8f6e",)),
         ("MIG-8f6e,MIG-1b2c", 1, ("MIG-8f6e", "MIG-1b2c")),
-        ("MIG-8f6e", 0, ()),
     ],
 )
 def test_visible_gpus(devices, installed, visible):
@@ -174,11 +168,9 @@ def test_gpus(text, visible, chosen):
     [
         ("0,4", "0123", "there is no GPU 4, 0-3 are visible"),
         ("1", "0", "there is no GPU 1, only GPU 0 is visible"),
-        ("0", "", "there is no GPU 0, none is visible"),
         ("0,0", "01", "a GPU is listed twice"),
         ("1-0", "01", "it runs backwards"),
         ("a", "01", "that is not a list of GPUs"),
-        ("", "01", "that is not a list of GPUs"),
         ("-1", "01", "that is not a list of GPUs"),
     ],
 )
@@ -199,9 +191,7 @@ def test_bad_gpus(text, visible, why):
         ("nccl-legacy", "nccl-legacy"),
         ("cpu:gloo,cuda:nccl2", "cpu:gloo,cuda:nccl2"),
         ("none", "none"),
-        ("cpu:gloo, cuda:nccl", "cpu:gloo,cuda:nccl"),
         ("cuda:gloo", "cuda:gloo"),
-        ("xccl", "xccl"),
         ("cpu:gloo,xpu:xccl", "cpu:gloo,xpu:xccl"),
     ],
 )
@@ -222,12 +212,6 @@ def test_bad_backend(text):
     with pytest.raises(BadTopology, match="Use `--backend gloo`, `nccl`, ") as error:
         topology.parse_backend(text)
     assert str(error.value).startswith(f"`--backend {text}`: ")
-
-
-def test_default_backend():
-    """Ranks with a GPU use nccl for its tensors, the others gloo."""
-    assert topology.default_backend(0) == "gloo"
-    assert topology.default_backend(2) == "cpu:gloo,cuda:nccl"
 
 
 @pytest.mark.parametrize(
@@ -271,14 +255,10 @@ def test_ranks_that_share_a_gpu(backend):
         ("2-3, 0, 3", 4, (0, 2, 3)),
         ("::2", 5, (0, 2, 4)),
         ("1:3", 4, (1, 2)),
-        (":2", 4, (0, 1)),
         ("-2:", 4, (2, 3)),
         ("::-1", 3, (0, 1, 2)),
-        ("1:9", 4, (1, 2, 3)),
         ("-1", 4, (3,)),
-        ("-4", 4, (0,)),
         ("all", 3, (0, 1, 2)),
-        ("all,0", 1, (0,)),
         ("0-1023", 1024, tuple(range(1024))),
     ],
 )
@@ -291,17 +271,12 @@ def test_ranks(text, world_size, ranks):
     ("text", "why"),
     [
         ("9", "there is no rank 9"),
-        ("0-9", "there is no rank 9"),
         ("-5", "there is no rank -5"),
-        ("0-999999", "there is no rank 999999"),
         ("0-", "`0-` cannot be read"),
-        ("a", "`a` cannot be read"),
         ("1+1", "`1+1` cannot be read"),
-        ("1:2:3:4", "`1:2:3:4` cannot be read"),
         ("٣", "`٣` cannot be read"),
         ("9" * 7, f"`{'9' * 7}` cannot be read"),
         ("", "it is empty"),
-        ("  ", "it is empty"),
         ("0,", "there is nothing next to a comma"),
         ("3-1", "`3-1` runs backwards"),
         ("2:2", "`2:2` is empty here"),
@@ -325,12 +300,6 @@ def test_bad_rank_of_one():
         topology.parse_ranks("1", 1)
 
 
-def test_selections_are_not_evaluated():
-    """Python in the place of ranks is refused as text."""
-    with pytest.raises(BadRanks, match="cannot be read"):
-        topology.parse_ranks("__import__('os').getpid()", 4)
-
-
 SIZES = [(3, 3), ("3", 3), ("+2", 6), ("-1", 3), (" +1 ", 5), ("4", 4)]
 
 
@@ -344,8 +313,6 @@ def test_size(n, size):
     ("text", "layout", "said"),
     [
         ("4", Layout(1, 4), "1x4"),
-        ("2", Layout(1, 2), "1x2"),
-        ("1x4", Layout(1, 4), "1x4"),
         ("2x4", Layout(2, 4), "2x4"),
         (" 2 x 4 ", Layout(2, 4), "2x4"),
         ("1:2x4", Layout(2, 4, least=1), "1:2x4"),
@@ -363,15 +330,11 @@ def test_layouts_are_read(text: str, layout: Layout, said: str) -> None:
     ("text", "why"),
     [
         ("0x0", "it takes at least one node and one worker"),
-        ("2x0", "it takes at least one node and one worker"),
         ("0", "it takes at least one node and one worker"),
-        ("x", "that is not nodes and workers"),
         ("2x4x1", "that is not nodes and workers"),
         ("1:4", "that is not nodes and workers"),
         ("5:2x4", "5 nodes are more than 2"),
         ("0:2x4", "it takes at least one node and one worker"),
-        ("1:2:2x4", "that is not nodes and workers"),
-        ("2:x4", "that is not nodes and workers"),
         ("-1x2", "that is not nodes and workers"),
         ("", "that is not nodes and workers"),
         ("9" * 5000, "that is not nodes and workers"),
@@ -412,25 +375,19 @@ def test_what_ssh_is_given() -> None:
     ("text", "why"),
     [
         ("", "there is nothing next to a comma"),
-        ("a,,b", "there is nothing next to a comma"),
         ("a:0", "`a:0` allows no worker"),
         ("a:x", "`a:x` is not a host"),
-        ("a:", "`a:` is not a host"),
         ("a b", "`a b` is not a host"),
         ("fe80::1", "`fe80::1` is not a host"),
-        ("[fe80::1", "`[fe80::1` is not a host"),
-        ("[a]", "`[a]` is not a host"),
         ("[fe80::1%;]", "`[fe80::1%;]` is not a host"),
         ("10.0.0.300", "`10.0.0.300` is not a host"),
         ("-oProxyCommand=x", "`-oProxyCommand=x` is not a host"),
         ("a;reboot", "`a;reboot` is not a host"),
         ("münchen", "`münchen` is not a host"),
         ("-l@a", "`-l` cannot be a user"),
-        ("@a", "`` cannot be a user"),
         ("a@b@c", "`a@b@c` is not a host"),
         ("a,b,A:2", "a is listed twice"),
         ("[::1],me@[0::1]", "::1 is listed twice"),
-        ("a" * 300, f"`{'a' * 300}` is not a host"),
     ],
 )
 def test_what_is_no_host_is_told_in_one_line(text: str, why: str) -> None:
@@ -447,7 +404,6 @@ def test_what_is_no_host_is_told_in_one_line(text: str, why: str) -> None:
         ((), 3, [Seat(0, 3, 0, 1), Seat(1, 3, 0, 1), Seat(2, 3, 0, 1)]),
         ((2, 2), 4, [Seat(0, 2, 0, 2), Seat(1, 2, 0, 2), Seat(0, 2, 1, 2), Seat(1, 2, 1, 2)]),
         ((2, 2), 3, [Seat(0, 2, 0, 2), Seat(1, 2, 0, 2), Seat(0, 1, 1, 2)]),
-        ((4, 4), 1, [Seat(0, 1, 0, 1)]),
         ((1, 0, 2), 3, [Seat(0, 1, 0, 2), Seat(0, 2, 1, 2), Seat(1, 2, 1, 2)]),
     ],
 )
@@ -473,9 +429,7 @@ def test_ranks_of_a_node() -> None:
         ((), 2, "4567", ["4567", "4567"]),
         ((2, 2), 4, "4567", ["45", "45", "67", "67"]),
         ((2, 2), 4, "456", ["45", "45", "64", "64"]),
-        ((2, 2), 4, "45", ["45"] * 4),
         ((2, 2), 4, "4", ["4"] * 4),
-        ((2, 2), 4, "", [""] * 4),
         ((2, 2), 2, "4567", ["4567"] * 2),
     ],
 )
@@ -495,9 +449,7 @@ def test_gpus_of_simulated_nodes(
         ((2, 2), {1}, {0: 3, 2: 1}, [(0, 0), (0, 1), (0, 2), (2, 0)]),
         ((2, 2), {1}, {0: 2, 2: 8}, [(0, 0), (0, 1), (2, 0), (2, 1)]),
         ((2, 2), {1}, {0: 3, 1: 2}, None),
-        ((2, 2), {1}, {}, None),
         ((1, 1, 1), {0, 2}, {1: 3}, [(1, 1), (1, 0), (1, 2)]),
-        ((2, 1), {5}, {}, [(0, 0), (0, 1), (1, 0)]),
     ],
 )
 def test_ranks_of_lost_nodes_get_seats_on_others(
@@ -523,7 +475,6 @@ def test_seats_that_were_left_are_taken_first() -> None:
         ({1}, (0, 3, 4), [(0, 0), (2, 0), (2, 1)]),
         ({0, 2}, (1, 2), [(1, 0), (1, 1)]),
         ({2}, (0, 1, 2), [(0, 0), (1, 0), (1, 1)]),
-        ({0, 1, 2}, (), []),
     ],
 )
 def test_a_world_without_the_ranks_of_lost_nodes(

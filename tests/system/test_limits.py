@@ -158,6 +158,12 @@ def test_count_of_oom_kills() -> None:
     assert OomKills(2**22 + 1).text(-signal.SIGKILL) == ""
 
 
+def test_a_program_that_cannot_be_run() -> None:
+    """It is no limit that is in the way."""
+    assert word_lack(errno.ENOENT) == "No such file or directory"
+    assert word_lack(errno.ENOMEM) == "no further process can be started: Cannot allocate memory"
+
+
 def test_no_further_process() -> None:
     """The limit is named with its figures, where it can be found, and what to do."""
     found = re.fullmatch(

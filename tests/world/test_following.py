@@ -6,8 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from nbdist.config import Patience
 from nbdist.world import recovery
 from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.waiting import SOON
+from tests.waiting import SOON, once, press_stop
 
 pytestmark = pytest.mark.shared_world
 
@@ -46,27 +46,10 @@ def have_begun(folder: Path) -> bool:
     return len([each for each in folder.iterdir() if each.name.isdigit()]) == N
 
 
-@contextmanager
-def ctrl_c(is_due: Callable[[], bool]) -> Iterator[None]:
-    """Have Ctrl-C come to this thread as soon as it is due."""
-
-    def press() -> None:
-        deadline = time.monotonic() + SOON
-        while not is_due():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    thread = threading.Thread(target=press)
-    thread.start()
-    yield
-    thread.join()
-
-
 def test_a_script_is_stopped(world: World, tmp_path: Path) -> None:
     """Ctrl-C ends it on all ranks, though it could be run again; the next cell runs."""
     (tmp_path / "sleeps.py").write_text(SLEEPS)
-    with ctrl_c(lambda: have_begun(tmp_path)), pytest.raises(KeyboardInterrupt):
+    with once(lambda: have_begun(tmp_path), press_stop), pytest.raises(KeyboardInterrupt):
         world.run_script("sleeps.py", max_restarts=3)
     assert world.gather("kept") == [0, 1]
 
@@ -84,7 +67,7 @@ def test_what_brings_values_to_keep_is_stopped(world: World, tmp_path: Path, whi
     before = dict(world.pids)
     if which == "one":
         (tmp_path / "1").touch()
-    with ctrl_c(lambda: have_begun(tmp_path)), pytest.raises(KeyboardInterrupt):
+    with once(lambda: have_begun(tmp_path), press_stop), pytest.raises(KeyboardInterrupt):
         world.restart(keep=["slow"]) if which == "all" else world.replace([0], keep=["slow"])
     assert world.pids == before
     assert world.gather("kept") == [0, 1]
@@ -144,7 +127,8 @@ def test_a_stop_while_a_rank_is_silent(world: World, monkeypatch: pytest.MonkeyP
         "import nbdist.worker.group.group as group_module, time\n"
         "if rank == 0: group_module.Group.regroup = lambda *_: time.sleep(600)"
     )
-    with ctrl_c(lambda: world.state is State.HEALING), pytest.raises(KeyboardInterrupt):
+    heals = once(lambda: world.state is State.HEALING, press_stop)
+    with heals, pytest.raises(KeyboardInterrupt):
         world.execute("if rank == 1: raise ValueError\ntorch.distributed.barrier()")
     assert world.state is State.BROKEN
     os.kill(world.pids[0], signal.SIGKILL)  # else its agent does so after half a minute
@@ -164,21 +148,6 @@ def test_it_comes_round_at_once_for_who_cannot_wait(world: World) -> None:
             rounds += 1
     assert rounds > 100  # at its own pace it would be five
     assert (running.unfinished, running.error()) == ((), None)
-
-
-def test_a_second_stop_where_nobody_waits(world: World, tmp_path: Path) -> None:
-    """Ranks that catch the first one are stopped by the second, and it goes on until they are."""
-    source = "import time\nfrom pathlib import Path\ntry:\n    Path(str(rank)).touch(); "
-    source += "time.sleep(600)\nexcept KeyboardInterrupt:\n    time.sleep(600)"
-    running = world.submit(world.task(source), Patience(control_timeout=None))
-    pressed = 0.0
-    for _ in world.follow(running):
-        if have_begun(tmp_path) and running.stops < 2 and time.monotonic() > pressed + 1.0:
-            pressed = time.monotonic()
-            running.stops += 1
-    assert (running.stops, running.unfinished) == (2, ())
-    assert "KeyboardInterrupt" in str(running.error())
-    assert world.gather("kept") == [0, 1]
 
 
 @pytest.mark.parametrize("stops", [1, 2])

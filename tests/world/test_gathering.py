@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from nbdist.errors import UsageError
 from nbdist.world.exchange import check_expressions
 from nbdist.world.world import World
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(2)
 
 
 @pytest.fixture(scope="module")
-def world(new_world: NewWorld) -> Iterator[World]:
-    with new_world(2) as started:
-        started.execute("t = torch.full((2,), float(rank)); big = torch.ones(50_000) * rank")
-        started.execute("only = 1", ranks=[0])
-        yield started
+def started(started: World) -> World:
+    started.execute("t = torch.full((2,), float(rank)); big = torch.ones(50_000) * rank")
+    started.execute("only = 1", ranks=[0])
+    return started
 
 
 def test_several_names(world: World) -> None:

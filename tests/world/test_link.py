@@ -25,7 +25,6 @@ pytestmark = pytest.mark.shared_world
 
 SENT: dict[str, list[bytes]] = {
     "garbage": [b"garbage"],
-    "nothing": [b""],
     "many frames": [b"a", b"b", b"c"],
     "a pickle that runs code": [b"cposix\nabort\n(tR."],
     "a hello": [to_bytes(Hello("0", 1, "nowhere"))],
@@ -67,9 +66,7 @@ def test_strangers_are_dropped(world: World, sent: str, caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize(
-    "data",
-    [b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)), b"\xff" * 64],
-    ids=["http", "all bytes", "ones"],
+    "data", [b"GET / HTTP/1.1\r\n\r\n", bytes(range(256))], ids=["http", "all"]
 )
 def test_bytes_of_another_protocol(world: World, data: bytes) -> None:
     """They are nothing to the link."""
@@ -102,7 +99,6 @@ def opened(*strangers: list[bytes]) -> Iterator[Link]:
         yield link
     finally:
         link.close()
-    assert repr(link).startswith(("<Link closed", "<Link lost"))
     link.close()  # once is enough
 
 

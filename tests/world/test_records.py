@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from nbdist.worker.publishing import MOST, plain
+from nbdist.worker.publishing import plain
 from nbdist.world.workers import hand_over
 from nbdist.world.world import World
 from tests.worlds import NewWorld
@@ -104,48 +104,6 @@ def test_nothing_travels_where_nobody_listens(world: World, silent: logging.Logg
     assert told == ["<Records from level None, 0 sent, 0 dropped>"] * 2
     # The worker's own handler of last resort has.
     assert "to nobody" in running.transcript[0].tail(9)[0].text  # type: ignore[union-attr]
-
-
-def test_what_cannot_be_pickled_or_formatted(world: World, kept: Kept) -> None:
-    """Arguments stay in the worker; those that cannot be formatted are told of."""
-    world.execute(
-        "import threading\nlogging.raiseExceptions = False\n"
-        "class Bad:\n    def __str__(self): raise ValueError\n"
-        "logger.info('lock %s', type(threading.Lock()).__name__)\n"
-        "logger.info('bad %s', Bad())\nlogger.info('two %s %s', 1)",
-        ranks=[0],
-    )
-    assert kept.said() == [
-        (0, "lock lock"),
-        (0, "'bad %s' (ValueError while it was formatted)"),
-        (0, "'two %s %s' (TypeError while it was formatted)"),
-    ]
-
-
-def test_users_logging_in_cells_is_as_ever(world: World, kept: Kept) -> None:
-    """`basicConfig` in a cell works, once; the record reaches the notebook besides."""
-    running = world.submit(
-        world.task(
-            "logging.basicConfig(format='mine %(message)s')\nlogger.info('x')\n"
-            "logging.getLogger().handlers.clear()",
-            ranks=(0,),
-        )
-    )
-    world.session.wait(running)
-    assert [line.text for line in running.transcript[0].tail(9)] == ["mine x"]  # type: ignore[union-attr]
-    assert kept.said() == [(0, "x")]
-
-
-def test_a_flood_is_bounded(world: World, kept: Kept) -> None:
-    """Of too many records the first come, and one that says how many did not."""
-    world.execute(
-        "logger.propagate = False\nlogger.addHandler(logging.NullHandler())\n"
-        f"for i in range({MOST} + 5): logger.info(i)\nlogger.propagate = True",
-        ranks=[0],
-    )
-    assert len(kept.records) == MOST + 1
-    assert kept.records[-2].getMessage() == str(MOST - 1)
-    assert kept.records[-1].getMessage().startswith("5 records more were not sent")
 
 
 def test_records_of_threads_that_outlive_the_cell(world: World, kept: Kept) -> None:

@@ -125,13 +125,11 @@ def test_which_is_meant(there: list[Found], name: str | None, agent: int) -> Non
     ("there", "name", "said"),
     [
         ([], None, "`%dist_attach`: none of your worlds on this machine is without a notebook."),
-        ([found(notebook=5)], None, "none of your worlds on this machine is without a notebook."),
         (
             [found(), found("b", agent=8)],
             None,
             "there are `exp` (process 9), `b` (process 8). `%dist_attach NAME` takes one.",
         ),
-        ([], "x", "`%dist_attach x`: none of your worlds on this machine has this name (none)."),
         ([found()], "x", "has this name (there is `exp` (process 9)). `nbdist ps`"),
         (
             [found()] * 9,

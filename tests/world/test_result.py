@@ -119,6 +119,13 @@ def kinds_of(kind: type[BaseException]) -> list[str]:
     return [f"{base.__module__}:{base.__qualname__}" for base in kind.__mro__]
 
 
+class Frozen(KeyError):
+    """Has no attribute set."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(name)
+
+
 class Slotted(Exception):
     """Has an attribute that is in no dictionary, and is false."""
 
@@ -146,7 +153,7 @@ def as_sent(error: Exception) -> WorkerError:
 
 
 @pytest.mark.parametrize(
-    "kind", [KeyError, OSError, MemoryError, UnicodeDecodeError, DivisionByZero, Demanding]
+    "kind", [KeyError, OSError, MemoryError, UnicodeDecodeError, DivisionByZero, Demanding, Frozen]
 )
 def test_both_are_caught(kind: type[Exception]) -> None:
     """It is of both classes, and says and has what ours says and has."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 
 import numpy as np
@@ -14,15 +13,8 @@ import torch
 from nbdist.errors import UsageError, VariableNotSent
 from nbdist.world.exchange import Scatter
 from nbdist.world.world import World
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
-
-
-@pytest.fixture(scope="module")
-def world(new_world: NewWorld) -> Iterator[World]:
-    with new_world(2) as started:
-        yield started
+pytestmark = pytest.mark.shared_world(2)
 
 
 def test_every_kind(world: World) -> None:

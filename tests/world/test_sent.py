@@ -77,7 +77,6 @@ def test_a_line_for_several_debuggers():
         prompts.answers(0, "-r 9 c", size=4)
     said = "ranks 0-1,3 are in the debugger, one at a time · `-r all c` goes to all of them"
     assert prompts.text == said
-    assert repr(prompts) == "<Prompts of ranks 0-1,3>"
 
 
 def test_nobody_asks():
@@ -87,7 +86,6 @@ def test_nobody_asks():
     prompts.drop(2, 1.0)
     assert prompts.next(2.0, unfinished={2}) is None
     assert prompts.text == ""
-    assert repr(prompts) == "<Prompts of no rank>"
 
 
 def test_who_waits_where() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +15,13 @@ import torch
 
 from nbdist import topology
 from nbdist.config import WorldConfig
-from nbdist.errors import BadTopology, StartError, UsageError, WorkerError
+from nbdist.errors import StartError
 from nbdist.output.events import Died, Done
 from nbdist.wire.messages import Healed
-from nbdist.world import workers as workers_module
 from nbdist.world.states import State
 from nbdist.world.workers import Workers
 from nbdist.world.world import World
-from tests.waiting import SOON, wait_until
+from tests.waiting import once, press_stop
 from tests.worlds import NewWorld
 
 both_sources = pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
@@ -50,26 +47,6 @@ def test_shutdown_leaves_nothing(traces_left: Callable[[], list[str]]) -> None:
     del big
     assert [line for line in traces_left() if not line.startswith("process")] == []
     assert world.state is State.STOPPED
-
-
-@pytest.mark.own_agent
-def test_shutdown_in_mid_cell_leaves_nothing(traces_left: Callable[[], list[str]]) -> None:
-    """A world can be ended while its ranks are in a cell that ignores every signal it can.
-
-    Its agent has no fork server.
-    """
-    world = World(2, fork=False, log_dir="")
-    world.start()
-    world.submit(
-        world.task(
-            "import signal, subprocess, time\n"
-            "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):\n"
-            "    signal.signal(number, signal.SIG_IGN)\n"
-            "subprocess.run(['setsid', 'sleep', '600'])"
-        )
-    )
-    world.shutdown()
-    assert [line for line in traces_left() if "sleep" in line] == []
 
 
 @pytest.mark.own_agent
@@ -145,34 +122,12 @@ def test_worker_whose_import_fails(
 
 
 @pytest.mark.own_agent
-def test_interpreter_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent that ends at once fails the start with what it said."""
-    monkeypatch.setenv("PYTHONPATH", "/nowhere")
-    monkeypatch.setenv("PYTHONHOME", "/nowhere")
-    world = World(1, log_dir="")
-    with pytest.raises(StartError, match=r"the agent on .* could not start") as caught:
-        world.start()
-    assert caught.value.rank is None
-    assert caught.value.log_lines
-    assert world.state is State.STOPPED
-
-
-@pytest.mark.own_agent
 def test_start_interrupted(new_children: Callable[[], list[psutil.Process]]) -> None:
     """Stop during a start ends all that was started; the world can be started afterwards."""
     world = World(2, log_dir="")
-    main = threading.main_thread().ident
-    assert main is not None
-
-    def stop_soon() -> None:
-        wait_until(lambda: world.state is State.STARTING and new_children(), "it starts")
-        signal.pthread_kill(main, signal.SIGINT)
-
-    stopper = threading.Thread(target=stop_soon)
-    stopper.start()
-    with pytest.raises(KeyboardInterrupt):
+    starts = once(lambda: world.state is State.STARTING and new_children(), press_stop)
+    with starts, pytest.raises(KeyboardInterrupt):
         world.start()
-    stopper.join()
     assert world.state is State.STOPPED
     assert new_children() == []
     world.start()
@@ -186,74 +141,32 @@ def test_restart_interrupted() -> None:
     with World(1, log_dir="") as world:
         world.execute("import atexit, time; atexit.register(time.sleep, 60)")
         before = dict(world.pids)
-
-        def stop_soon() -> None:
-            wait_until(lambda: world.state is not State.READY, "it restarts")
-            os.kill(os.getpid(), signal.SIGINT)
-
-        stop = threading.Thread(target=stop_soon)
-        stop.start()
-        with pytest.raises(KeyboardInterrupt):
+        restarts = once(lambda: world.state is not State.READY, press_stop)
+        with restarts, pytest.raises(KeyboardInterrupt):
             world.restart()
-        stop.join()
         world.restart()
         assert world.state is State.READY
         assert not psutil.pid_exists(before[0])
         world.execute("assert 'atexit' not in globals()")
 
 
-def test_world_without_a_group(new_world: NewWorld) -> None:
-    """`backend="none"` gives workers without a process group."""
-    with new_world(1, backend="none") as world:
-        assert world.gather("dist.is_initialized()") == [False]
-
-
-def test_world_that_torch_watches_over(
-    monkeypatch: pytest.MonkeyPatch, new_world: NewWorld
-) -> None:
-    """With TORCH_DISTRIBUTED_DEBUG=DETAIL torch makes a second group for each, and all works."""
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    with new_world(2) as world:
-        world.execute("t = torch.ones(1); dist.all_reduce(t); assert t.item() == 2")
-        with pytest.raises(WorkerError, match="ValueError: bad"):
-            world.execute("if rank == 1: raise ValueError('bad')\ndist.all_reduce(t)")
-        world.execute("t = torch.ones(1); dist.all_reduce(t); assert t.item() == 2")
-
-
-def test_world_of_one(new_world: NewWorld) -> None:
-    """A world of one rank has a real group."""
-    with new_world(1) as world:
-        world.execute("t = torch.ones(1)\ndist.all_reduce(t)")
-        assert world.gather("t.item(), dist.get_world_size()") == [(1.0, 1)]
-
-
 def test_local_world_listens_for_gloo_alone(new_world: NewWorld) -> None:
-    """Without a group nothing listens on TCP; gloo's own sockets do, on the loopback device."""
+    """Without a group nothing listens on TCP; gloo's own sockets do, on the loopback device.
+
+    Nor is anything of the environment in a command line, which other users can read.
+    """
     for backend in ("none", "gloo"):
         with new_world(2, backend=backend) as world:
             agent = psutil.Process(world.session.link.agents[0].pid)
+            processes = agent, *agent.children(recursive=True)
+            assert not any("NBDIST_TEST_RUN" in " ".join(each.cmdline()) for each in processes)
             listening = [
                 connection.laddr.ip
-                for process in (agent, *agent.children(recursive=True))
+                for process in processes
                 for connection in connections_of(process)
                 if connection.status == psutil.CONN_LISTEN
             ]
             assert {*listening} == ({"127.0.0.1"} if backend == "gloo" else set())
-
-
-@pytest.mark.own_agent
-def test_an_agent_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restart waits for some seconds; nothing of the agent that was stopped is left."""
-    with World(2, log_dir="") as world:
-        guard = psutil.Process(world.session.link.agents[0].pid)
-        everything = [guard, *guard.children(recursive=True)]
-        guard.children()[0].suspend()
-        with monkeypatch.context() as patience:
-            patience.setattr(workers_module, "STOP_TIMEOUT", 0.5)
-            world.restart()
-        assert world.gather("rank") == [0, 1]
-        psutil.wait_procs(everything, timeout=SOON)
-        assert not any(process.is_running() for process in everything)
 
 
 def connections_of(process: psutil.Process) -> list[Any]:
@@ -271,31 +184,6 @@ def test_who_was_replaced_is_said_once() -> None:
     assert workers.replace_dead({"late"}) == (1,)
     assert (workers.dead, workers.names.lacking([1])) == ({}, "late and x")
     assert [workers.take_replaced(), workers.take_replaced()] == [{1: Died(-9, 0)}, {}]
-
-
-def test_secrets_are_not_in_any_command_line(new_world: NewWorld) -> None:
-    """The environment does not show up where other users can read it."""
-    with new_world(2) as world:
-        agent = psutil.Process(world.session.link.agents[0].pid)
-        for process in (agent, *agent.children(recursive=True)):
-            assert "NBDIST_TEST_RUN" not in " ".join(process.cmdline())
-
-
-@pytest.mark.parametrize("n", [0, -1, "x", "gpu"])
-def test_sizes_that_cannot_be(n: int | str, traces_left: Callable[[], list[str]]) -> None:
-    """A size that cannot be is refused before anything is started."""
-    with pytest.raises(BadTopology):
-        World(n, log_dir="")
-    assert traces_left() == []
-
-
-def test_unknown_launcher(traces_left: Callable[[], list[str]]) -> None:
-    """A launcher that is not there is refused with the names of those that are."""
-    world = World(1, launcher="nowhere", log_dir="")
-    with pytest.raises(UsageError, match=r"available: .*local.*ssh"):
-        world.start()
-    assert world.state is State.STOPPED
-    assert traces_left() == []
 
 
 def test_log_files(new_world: NewWorld, tmp_path: Path) -> None:
