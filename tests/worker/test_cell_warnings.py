@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from nbdist.output.final import final_layout
 from nbdist.output.text import panel_text
 from nbdist.wire.work import Source
 from nbdist.world.world import World
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(2)
 
 WARNS = """# %%distributed
 import warnings
@@ -26,12 +23,6 @@ careless()
 scheduler.step()
 warnings.warn_explicit("from elsewhere", UserWarning, "elsewhere.py", 7)
 """
-
-
-@pytest.fixture(scope="module")
-def world(new_world: NewWorld) -> Iterator[World]:
-    with new_world(2) as world:
-        yield world
 
 
 def shown(world: World, source: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,8 @@ import pytest
 from nbdist.wire.control import Complete, Completions, Description, Inspect, Question
 from nbdist.world.world import World
 from tests.waiting import SOON
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(2)
 
 
 SLOW = """
@@ -26,12 +24,6 @@ class Slow:
         return "slow"
 slow = Slow()
 """
-
-
-@pytest.fixture(scope="module")
-def world(new_world: NewWorld) -> Iterator[World]:
-    with new_world(2) as world:
-        yield world
 
 
 def ask(world: World, question: Question, *ranks: int) -> Completions | Description:

@@ -7,21 +7,18 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import zmq
 from jupyter_client.session import Session
 
 from nbdist.output.events import Failure
 from nbdist.wire import control
-from nbdist.wire.views import Collective, Place
 from nbdist.world.hangs import ABORTED
-from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.waiting import SOON, wait_until
+from tests.waiting import SOON
 from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(2)
 
 
 class Asker:
@@ -64,82 +61,12 @@ def test_without_a_group(new_world: NewWorld) -> None:
             alone.close()
 
 
-@pytest.fixture(scope="module")
-def world(new_world: NewWorld) -> Iterator[World]:
-    with new_world(2) as world:
-        yield world
-
-
 @pytest.fixture
 def rank1(world: World) -> Iterator[Asker]:
     world.execute("pass")
     asker = Asker(1)
     yield asker
     asker.close()
-
-
-def test_where_it_is(world: World, rank1: Asker) -> None:
-    """Nowhere while it is idle; in a cell's line while that runs, with the calls on demand."""
-    assert rank1.ask(control.Locate(briefly=True)) == Place()
-    idle = rank1.ask(control.Locate())
-    assert isinstance(idle, Place)
-    assert (idle.line, idle.operation) == (0, "")
-    nowhere = rank1.ask(control.Trace())
-    assert isinstance(nowhere, control.Traced)
-    assert nowhere.place == Place()
-    running = world.submit(world.task("import time\nprint('begun')\ntime.sleep(60)"))
-    while not running.transcript[1].line_count:
-        world.session.receive(0.05)
-    for briefly in (True, False):
-        place = rank1.ask(control.Locate(briefly))
-        assert isinstance(place, Place)
-        assert place.line == 3
-    traced = rank1.ask(control.Trace())
-    assert isinstance(traced, control.Traced)
-    cells = [frame for frame in traced.frames if frame.is_cell]
-    assert [(frame.line, frame.function) for frame in cells] == [(3, "<module>")]
-    world.interrupt()
-    world.session.wait(running)
-
-
-def test_collectives_and_groups(world: World, rank1: Asker) -> None:
-    """The last one that was begun; which groups there are besides the world's own."""
-    world.restart()
-    fresh = Asker(1)
-    try:
-        assert fresh.ask(control.LastCollective()) == control.Ok()
-        assert fresh.ask(control.ListGroups()) == control.HeldGroups(1, 2, {})
-        world.execute("pair = dist.new_group([0, 1])\ndist.all_reduce(torch.ones(1))")
-        last = fresh.ask(control.LastCollective())
-        assert isinstance(last, Collective)
-        assert (last.name, last.is_done) == ("all_reduce", True)
-        held = fresh.ask(control.ListGroups())
-        assert isinstance(held, control.HeldGroups)
-        assert [*held.members.values()] == [(0, 1)]
-    finally:
-        fresh.close()
-
-
-def test_libraries_have_all(rank1: Asker) -> None:
-    """With the versions that the tests run with."""
-    assert rank1.ask(control.Check()) == control.Lacks(())
-
-
-def test_lent_memory_is_released(world: World, rank1: Asker) -> None:
-    """As soon as what a task has brought back has been read, though no other task comes."""
-    task = world.task("", fetch=("bytes(1 << 20)",))
-    world.session.wait(world.submit(task))
-
-    def is_held() -> bool:
-        return any(map(is_ours, Path(f"/proc/{world.pids[1]}/fd").iterdir()))
-
-    assert is_held()
-    assert rank1.ask(control.LetGo(task.id)) == control.Ok()
-    assert not is_held()
-
-
-def is_ours(fd: Path) -> bool:
-    return fd.exists() and "memfd:nbdist" in os.readlink(fd)
 
 
 @pytest.mark.parametrize("buffers", [[], [b"garbage"]])
@@ -162,20 +89,3 @@ def test_a_collective_is_aborted(world: World, rank1: Asker) -> None:
     world.session.heal()
     assert rank1.ask(control.LastCollective()) == control.Ok()
     world.execute("dist.barrier()")
-
-
-def test_who_is_not_its_parent(world: World, rank1: Asker) -> None:
-    """It is bound to its agent's life: where that has ended before, it ends at once."""
-    parent = psutil.Process(world.pids[1]).ppid()
-    assert rank1.ask(control.Bind(parent)) == control.Ok()
-    dead = psutil.Process(world.pids[1])
-    rank1.send(control.pack(control.Bind(1)))
-    dead.wait(SOON)
-
-    def is_known() -> bool:
-        world.session.receive_waiting()
-        return world.state is State.BROKEN
-
-    wait_until(is_known, "its end is known")
-    world.execute("dist.barrier()")
-    assert world.pids[1] != dead.pid

@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from os import environ
 
 import pytest
 import torch
 
-from nbdist.wire.work import Attempt
 from nbdist.worker.compat import accelerator
 from nbdist.worker.environment import (
     change_environment,
     change_threads,
-    count_restarts,
     share_gpu,
 )
 from nbdist.world.world import World
-from tests.waiting import SOON
 from tests.wire.test_spec import START
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
-
-
-@pytest.fixture(scope="module")
-def world(new_world: NewWorld) -> Iterator[World]:
-    with new_world(2) as world:
-        yield world
-
-
-def test_names_that_are_ready(world: World) -> None:
-    """A cell needs no import for what nearly every one uses."""
-    found = world.gather("rank, world_size, local_rank, str(device), torch.__name__, dist.__name__")
-    assert found == [(rank, 2, rank, "cpu", "torch", "torch.distributed") for rank in (0, 1)]
+pytestmark = pytest.mark.shared_world(2)
 
 
 @pytest.mark.parametrize(
@@ -65,15 +46,6 @@ def test_ranks_on_one_gpu(
     assert [environ.get(name) for name in names[:2]] == given
 
 
-def test_restarts_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torchrun says it to what it runs."""
-    for name in ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"):
-        monkeypatch.setenv(name, "")
-    count_restarts(Attempt(1, 3))
-    found = environ["TORCHELASTIC_RESTART_COUNT"], environ["TORCHELASTIC_MAX_RESTARTS"]
-    assert found == ("1", "3")
-
-
 def test_variables_that_a_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only those change that differ, and are what they were."""
     for name, value in (("NBT_SIZE", "2"), ("NBT_OWN", "mine"), ("NBT_SAME", "set")):
@@ -94,43 +66,6 @@ def test_threads_that_a_user_has_set_stay() -> None:
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(threads)
-
-
-SPAWNS = """
-import multiprocessing
-class Shards:
-    def __len__(self): return rank_of_cell
-    def first(self): return [1, 2, 3]
-rank_of_cell = rank + 1
-shards = Shards()
-with multiprocessing.get_context("spawn").Pool(1) as pool:
-    found = pool.apply(shards.first)
-"""
-
-
-def test_processes_that_cells_spawn_know_their_classes(world: World) -> None:
-    """They have another `__main__`."""
-    world.execute(SPAWNS)
-    assert world.gather("found") == [[1, 2, 3], [1, 2, 3]]
-
-
-BARS = """
-import os, sys
-from nbdist.worker.environment import WorkerShell, draw_bars_as_text
-draw_bars_as_text()
-import tqdm, tqdm.auto, tqdm.autonotebook, tqdm.notebook
-print(tqdm.autonotebook.tqdm is tqdm.std.tqdm, tqdm.notebook.tqdm_notebook is tqdm.std.tqdm)
-print(issubclass(tqdm.auto.tqdm, tqdm.std.tqdm), os.environ["TTY_COMPATIBLE"])
-"""
-
-
-@pytest.mark.world
-def test_bars_are_text() -> None:
-    """Also those that would be widgets in a process that has loaded ipykernel."""
-    pytest.importorskip("tqdm")
-    command = [sys.executable, "-c", BARS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SOON, check=False)
-    assert done.stdout.split() == ["True", "True", "True", "1"], done.stderr
 
 
 SHELL = """

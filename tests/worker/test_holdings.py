@@ -116,16 +116,6 @@ def test_classes_of_the_user_do_no_harm():
     assert search.is_whole
 
 
-def test_the_search_ends():
-    """With what it has found until then."""
-    many = {f"x{number}": [[number]] for number in range(20_000)}
-    search = Search(0.0)
-    first = search.take({"first": torch.zeros(1), **many})
-    assert [each.name for each in first] == ["first"]
-    assert not search.is_whole
-    assert len(repr(search)) < 50
-
-
 def test_what_a_traceback_holds():
     """Locals of the calls that have ended, with their lines; not those of the cell itself."""
 

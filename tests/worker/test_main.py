@@ -136,16 +136,18 @@ def test_variables_of_torch_that_are_set_later(
     assert warm.gather("disabled") == [True, True]
 
 
-def test_variable_that_torch_sets(
+def test_folders_that_are_set_later(
     warm: World, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A notebook that has compiled something still has its workers forked, by its cache."""
-    folder = str(tmp_path_factory.mktemp("cache"))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+    """TMPDIR counts, and torch's cache, which does not keep workers from being forked."""
+    own, cache = (str(tmp_path_factory.mktemp(name)) for name in ("own", "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
+    monkeypatch.setenv("TMPDIR", own)
     warm.restart()
     assert all(_has_all_for_training(warm))
-    warm.execute("from torch._inductor.runtime.cache_dir_utils import cache_dir; at = cache_dir()")
-    assert warm.gather("at") == [folder] * 2
+    warm.execute("import tempfile")
+    warm.execute("from torch._inductor.runtime.cache_dir_utils import cache_dir")
+    assert warm.gather("cache_dir(), tempfile.gettempdir()") == [(cache, own)] * 2
 
 
 def _has_all_for_training(world: World) -> list[bool]:
@@ -169,14 +171,3 @@ step(DistributedDataParallel)
 step(fully_shard)
 new = sorted(set(sys.modules) - before)
 """
-
-
-def test_temporary_folder_of_the_notebook(
-    warm: World, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """A TMPDIR that was set after the fork server had looked for one counts."""
-    folder = str(tmp_path_factory.mktemp("own"))
-    monkeypatch.setenv("TMPDIR", folder)
-    warm.restart()
-    warm.execute("import tempfile; folder = tempfile.gettempdir()")
-    assert warm.gather("folder") == [folder] * 2

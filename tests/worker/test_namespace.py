@@ -134,9 +134,7 @@ def test_what_code_binds(names: dict[str, Any], namespace: Namespace) -> None:
         "del x\nfor _ in range({}): x = Net()",
     ],
 )
-def test_what_is_bound_again_and_again(
-    names: dict[str, Any], namespace: Namespace, code: str
-) -> None:
+def test_what_is_bound_often(names: dict[str, Any], namespace: Namespace, code: str) -> None:
     """It is noticed also where the last object has the place of the one before the code."""
     names["Net"] = type("Net", (), {})
     for times in range(1, 9):
@@ -327,25 +325,14 @@ def context() -> Context:
     return Context(SimpleNamespace(user_ns=names), Namespace(names), None)
 
 
-@pytest.mark.parametrize("name", ["call", "memory", "script", "debug"])
-def test_an_op_that_its_module_is_named_after(name: str) -> None:
-    """Whose function has its name."""
-    found = find_op(name)
-    assert (found.__module__, found.__name__) == (f"nbdist.worker.ops.{name}", name)
-
-
-@pytest.mark.parametrize("name", ["write", "load", "bind", "forget"])
-def test_an_op_of_several_functions(name: str) -> None:
-    """Each is named after its module."""
-    found = find_op(f"snapshot.{name}")
-    assert (found.__module__, found.__name__) == ("nbdist.worker.ops.snapshot", name)
-
-
-@pytest.mark.parametrize("name", ["nowhere", "snapshot", "snapshot.nowhere", ""])
-def test_no_op(name: str) -> None:
-    """A notebook with another nbdist could ask for it."""
-    with pytest.raises((ImportError, AttributeError)):
-        find_op(name)
+def test_ops_by_name() -> None:
+    """Of a module's own name, or several in one; another nbdist may ask for more."""
+    for name, module in (("call", "call"), ("script", "script"), ("write", "snapshot")):
+        found = find_op(name if name == module else f"{module}.{name}")
+        assert (found.__module__, found.__name__) == (f"nbdist.worker.ops.{module}", name)
+    for name in ("nowhere", "snapshot", "snapshot.nowhere", ""):
+        with pytest.raises((ImportError, AttributeError)):
+            find_op(name)
 
 
 class Stubborn(KeyError):
@@ -365,9 +352,3 @@ def test_what_users_code_binds_is_noted(context: Context) -> None:
         raise Stubborn
     context.names["after"] = 1
     assert context.bound == {"a", "b"}
-
-
-def test_what_the_notebook_has_pickled(context: Context) -> None:
-    """It is rebuilt in the worker's `__main__`, or a line says why not."""
-    with pytest.raises(VariableError, match="could not be rebuilt"):
-        context.open(Payload((b"garbage",)))

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from nbdist.worker import process
-from nbdist.worker.process import PLENTY, RESERVE, CellTimes, Interrupts
+from nbdist.worker.process import RESERVE, CellTimes, Interrupts
 from tests.waiting import SOON, wait_until
 
 pytestmark = pytest.mark.world
@@ -44,20 +44,12 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 
 
-def test_some_descriptors_are_kept() -> None:
-    """Cells have fewer than the hard limit allows; what the agent asks has the rest."""
-    hard = 4 * RESERVE
-    kept = [str(hard - RESERVE), str(hard)]
-    assert run(LIMITS.format(soft=hard, hard=hard)) == [*kept, str(hard), str(hard), *kept]
-
-
-def test_few_descriptors_stay_few() -> None:
-    """A soft limit that the user has set holds for cells."""
-    soft, hard = 2 * RESERVE, 4 * RESERVE
-    few = [str(soft), str(hard)]
-    found = run(LIMITS.format(soft=soft, hard=hard))
-    assert found == [*few, str(soft + RESERVE), str(hard), *few]
-    assert soft < PLENTY
+@pytest.mark.parametrize(("soft", "kept"), [(4, 3), (2, 2)])
+def test_some_descriptors_are_kept(soft: int, kept: int) -> None:
+    """Cells have fewer than the hard limit allows, or the user; what the agent asks has more."""
+    hard, asks = 4 * RESERVE, (kept + 1) * RESERVE
+    found = run(LIMITS.format(soft=soft * RESERVE, hard=hard))
+    assert [*map(int, found)] == [kept * RESERVE, hard, asks, hard, kept * RESERVE, hard]
 
 
 # --- its parent -------------------------------------------------------------------------------

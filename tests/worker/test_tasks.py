@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
-import re
 import signal
 import socket
 import threading
@@ -17,16 +15,14 @@ from typing import Any
 import pytest
 
 from nbdist.output.events import Done
-from nbdist.system.proc import is_stopped
 from nbdist.wire.frames import FrameCutter, framed
 from nbdist.wire.work import CatchUp, Finished, InputReply, Source, Task
 from nbdist.worker.process import Interrupts
 from nbdist.worker.tasks import Tasks
 from nbdist.world.world import World
-from tests.waiting import until, wait_until
-from tests.worlds import NewWorld
+from tests.waiting import until
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(2)
 
 
 class Kernel:
@@ -71,7 +67,6 @@ class Agent:
 
 
 Work = Callable[[str], Done]
-Test = Callable[[Agent, Tasks], Awaitable[None]]
 
 
 @pytest.fixture
@@ -224,64 +219,9 @@ def test_catching_up(served: Callable[..., Kernel]) -> None:
     served(done, test)
 
 
-# --- in a worker --------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def world(new_world: NewWorld) -> Iterator[World]:
-    with new_world(2) as world:
-        yield world
-
-
 def test_a_forked_child_that_comes_to_the_end_of_the_cell(world: World) -> None:
     """It ends there: the cell ends once, and the next one runs in the worker itself."""
     forked = "import os\nbefore = os.getpid()\nchild = os.fork()\nif child: os.waitpid(child, 0)"
     for _ in range(3):
         world.execute(forked)
         assert world.gather("os.getpid() == before") == [True, True]
-
-
-def has_sigint_waiting(pid: int) -> bool:
-    """Whether the process will meet it once it goes on."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    (pending,) = re.findall(r"^ShdPnd:\s*(\w+)$", status, re.MULTILINE)
-    return bool(int(pending, 16) >> (signal.SIGINT - 1) & 1)
-
-
-def test_interrupt_before_the_cell_begins(world: World) -> None:
-    """Stop ends a cell that ranks have been sent and have not read, and no more than that."""
-    world.execute("kept = rank")
-    for pid in world.pids.values():
-        os.kill(pid, signal.SIGSTOP)
-    # One that has had no processor since takes the signal of the lower number first.
-    wait_until(lambda: all(map(is_stopped, world.pids.values())), "they are stopped")
-    running = world.submit(world.task("begun = True\nwhile True: pass"))
-    world.interrupt()
-    wait_until(lambda: all(map(has_sigint_waiting, world.pids.values())), "they are interrupted")
-    for pid in world.pids.values():
-        os.kill(pid, signal.SIGCONT)
-    world.session.wait(running)
-    assert {error.name for error in running.transcript.errors.values()} == {"KeyboardInterrupt"}
-    assert world.gather("(kept, 'begun' in globals())") == [(0, False), (1, False)]
-
-
-ONCE_BEFORE_A_CELL = """
-import time
-def once(*_):
-    get_ipython().events.unregister({event!r}, once)
-    open({called!r} + str(rank), "w").close()
-    time.sleep(60)
-get_ipython().events.register({event!r}, once)
-"""
-
-
-@pytest.mark.parametrize("event", ["pre_execute", "pre_run_cell"])
-def test_interrupt_in_what_comes_before_the_cell(world: World, event: str, tmp_path: Path) -> None:
-    """Stop ends the cell, not only a callback such as `%autoreload`'s, that loads modules."""
-    world.execute(ONCE_BEFORE_A_CELL.format(event=event, called=f"{tmp_path}/"))
-    running = world.submit(world.task("begun = True\nwhile True: time.sleep(0.01)"))
-    wait_until(lambda: len(os.listdir(tmp_path)) == 2, "the callbacks run")
-    world.interrupt()
-    world.session.wait(running)
-    assert {error.name for error in running.transcript.errors.values()} == {"KeyboardInterrupt"}
-    assert world.gather("'begun' in globals()") == [False, False]

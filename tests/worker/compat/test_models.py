@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from nbdist.world.world import World
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(2)
 
 DDP = """
 from nbdist.worker.compat import models
@@ -53,12 +50,6 @@ assert models.sharding_of(net[0])[3]["reduce_grads"] is False
 net(torch.ones(1, 4)).sum().backward()
 assert models.why_only_here(net[0]) == "it has gradients that were not reduced yet"
 """
-
-
-@pytest.fixture(scope="module")
-def world(new_world: NewWorld) -> Iterator[World]:
-    with new_world(2) as world:
-        yield world
 
 
 def test_buckets_of_ddp(world: World) -> None:

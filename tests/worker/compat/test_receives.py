@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from nbdist.worker.compat.receives import can_end_receives
 from nbdist.world.world import World
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(4)
 
 ONLY_RECEIVES = """
 from nbdist.worker.compat.receives import end_receive
@@ -24,17 +20,6 @@ never = dist.irecv(t, tag=5)
 assert end_receive(never)
 assert not never.wait()
 """
-
-
-@pytest.fixture(params=[2, 4])
-def world(request: pytest.FixtureRequest, new_world: NewWorld) -> Iterator[World]:
-    with new_world(request.param) as world:
-        yield world
-
-
-def test_this_torch_can_end_them() -> None:
-    """Its library has the method and the class."""
-    assert can_end_receives()
 
 
 def test_only_receives_can_be_ended(world: World) -> None:

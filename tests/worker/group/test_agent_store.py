@@ -120,9 +120,7 @@ def test_what_never_comes(store: AgentStore) -> None:
         PrefixStore("a", store).get("key")
 
 
-def test_a_wait_longer_than_one_operation(
-    store: AgentStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_of_several_operations(store: AgentStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked again, and ends when the key has come."""
     monkeypatch.setattr(stores, "LONGEST_WAIT", 0.02)
     timer = threading.Timer(0.2, store.set, ("key", "value"))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from nbdist.world.world import World
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(2)
 
 SETUP = """
 import pickle
@@ -32,10 +29,9 @@ def equal(some, others):
 
 
 @pytest.fixture(scope="module")
-def world(new_world: NewWorld) -> Iterator[World]:
-    with new_world(2) as world:
-        world.execute(SETUP)
-        yield world
+def started(started: World) -> World:
+    started.execute(SETUP)
+    return started
 
 
 def test_models_that_there_are(world: World) -> None:

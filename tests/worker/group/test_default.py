@@ -41,24 +41,6 @@ assert all(torch.equal(grad, grads[0]) for grad in grads)
 
 CLEANUP = "dist.destroy_process_group()\nassert not dist.is_initialized()\n"
 
-SPAWNED = """
-import torch.distributed as dist
-from torch.distributed import destroy_process_group, init_process_group
-
-def setup(rank, world_size):
-    init_process_group(backend="gloo", init_method="tcp://127.0.0.1:23456",
-                       rank=rank, world_size=world_size)
-
-def cleanup():
-    destroy_process_group()
-
-def main(rank, world_size):
-    setup(rank, world_size)
-    t = torch.ones(1)
-    dist.all_reduce(t)
-    cleanup()
-    return t.item()
-"""
 
 WORKS = """
 t = torch.full((1,), float(rank))
@@ -114,13 +96,6 @@ def test_over_several_cells_twice(world: World) -> None:
     """So does one whose parts are cells, each run again on its own too."""
     for source in (SETUP, SETUP, STEP, STEP, CLEANUP, SETUP, STEP, CLEANUP, STEP):
         world.execute(source)
-
-
-def test_main_of_a_script(world: World) -> None:
-    """A `main(rank, world_size)` with `setup` and `cleanup` of a script is just called."""
-    world.execute(SPAWNED)
-    for _ in range(2):
-        assert world.gather("main(rank, world_size)") == [3.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -198,15 +173,6 @@ def test_functional_collectives(world: World) -> None:
     )
 
 
-def test_functions_stay_torchs(world: World) -> None:
-    """They keep their names and their help, and can be shipped."""
-    expression = "[(f.__module__, f.__name__, bool(f.__doc__)) for f in both]"
-    world.execute("both = dist.init_process_group, dist.destroy_process_group")
-    module = "torch.distributed.distributed_c10d"
-    names = [(module, "init_process_group", True), (module, "destroy_process_group", True)]
-    assert world.gather(expression) == [names] * 3
-
-
 # --- contradictions -------------------------------------------------------------------------
 
 
@@ -239,12 +205,6 @@ def test_either_class_of_nccl_is_nccl() -> None:
     assert lacking("nccl", "cpu:gloo,cuda:nccl-legacy") == set()
     assert lacking("nccl2", "cpu:gloo,cuda:nccl-legacy") == {"nccl2"}
     assert lacking("nccl", "gloo") == {"nccl"}
-
-
-def test_wrong_arguments(world: World) -> None:
-    """They are told as torch tells them."""
-    assert "timedelta" in error_of(world, "dist.init_process_group('gloo', timeout=30)")
-    assert "unexpected keyword" in error_of(world, "dist.init_process_group(sise=3)")
 
 
 # --- a group of one's own ---------------------------------------------------------------------
@@ -316,18 +276,6 @@ def test_a_rank_raises_after_it_was_destroyed(world: World) -> None:
             world.execute("if rank == 1: raise ValueError('bad')\ndist.all_reduce(torch.ones(1))")
         assert world.gather("kept") == [0, 1, 2]
         world.execute(WORKS + ALL_MEET)
-
-
-def test_a_rank_raises_while_it_is_destroyed(world: World) -> None:
-    """A rank that has destroyed it is healed with those that wait in it."""
-    world.execute("sub = dist.new_group()\nkept = rank")
-    with pytest.raises(WorkerError, match="ValueError: bad"):
-        world.execute(
-            "if rank == 1:\n    dist.destroy_process_group()\n    raise ValueError('bad')\n"
-            "dist.all_reduce(torch.ones(1), group=sub)"
-        )
-    world.execute(WORKS + ALL_MEET)
-    assert world.gather("kept") == [0, 1, 2]
 
 
 def test_a_rank_dies_after_it_was_destroyed(world: World) -> None:

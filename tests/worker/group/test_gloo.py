@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from nbdist.errors import NbdistError, RanksReleased, WorkerError
+from nbdist.errors import RanksReleased, WorkerError
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group import gloo, stores
 from nbdist.worker.group.gloo import connections_after
 from nbdist.world.world import World
 from tests.cells import run
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(2)
 
 PAIR = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534]"
 
@@ -38,29 +36,10 @@ model(torch.ones(2, 4)).sum().backward()
 HELD = "(len(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task')))"
 
 
-@pytest.fixture
-def world(new_world: NewWorld) -> Iterator[World]:
-    with new_world(2) as world:
-        yield world
-
-
 def heal(world: World, times: int = 1) -> None:
     for _ in range(times):
         with pytest.raises(WorkerError):
             world.execute(FAILS)
-
-
-def test_what_healing_leaves(world: World) -> None:
-    """No descriptor, and from torch 2.14 on no thread either."""
-    world.execute(SET_UP + WORKS)
-    heal(world)
-    world.execute(WORKS)
-    before = world.gather(HELD)
-    heal(world, times=25)
-    world.execute(WORKS)
-    for (descriptors, threads), (fewer, least) in zip(world.gather(HELD), before, strict=True):
-        assert descriptors <= fewer + 2
-        assert threads <= least or not seam.RENEWS_GLOO
 
 
 def test_the_first_collective_after_healing(world: World) -> None:
@@ -88,20 +67,6 @@ def test_groups_of_several_devices(world: World) -> None:
     world.execute("pair = dist.new_group(backend='cpu:gloo,cuda:gloo')")
     heal(world)
     world.execute("t = torch.ones(1)\ndist.all_reduce(t, group=pair)\nassert t.item() == 2")
-
-
-def test_compared_collectives(world: World) -> None:
-    """With TORCH_DISTRIBUTED_DEBUG=DETAIL too, where torch wraps the backend.
-
-    (With it `DistributedDataParallel(...)` ends torch 2.13 by SIGSEGV, without nbdist too.)
-    """
-    world.restart(debug=True)
-    world.execute("pair = dist.new_group([0, 1])")
-    heal(world, times=2)
-    world.execute("for group in (None, pair):\n    dist.barrier(group=group)")
-    with pytest.raises(NbdistError, match="Detected mismatch"):
-        world.execute("dist.all_reduce(torch.ones(1 + rank))")
-    world.execute("for group in (None, pair):\n    dist.barrier(group=group)")
 
 
 def test_a_backend_of_ones_own(world: World, tmp_path: Path) -> None:
@@ -161,3 +126,16 @@ def test_what_a_cell_catches(world: World) -> None:
 def test_what_is_said_of_connections(message: str, connections: str) -> None:
     """That those to other ranks have ended, or timed out; nothing of a user's own."""
     assert connections_after(message) == connections
+
+
+def test_what_healing_leaves(world: World) -> None:
+    """No descriptor, and from torch 2.14 on no thread either; last, since its model stays."""
+    world.execute(SET_UP + WORKS)
+    heal(world)
+    world.execute(WORKS)
+    before = world.gather(HELD)
+    heal(world, times=10)
+    world.execute(WORKS)
+    for (descriptors, threads), (fewer, least) in zip(world.gather(HELD), before, strict=True):
+        assert descriptors <= fewer + 2
+        assert threads <= least or not seam.RENEWS_GLOO

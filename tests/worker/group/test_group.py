@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from nbdist.errors import WorkerError
 from nbdist.world.world import World
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(2)
 
 SETUP = """
 import threading, time
@@ -37,10 +34,9 @@ def raised(wait, until):
 
 
 @pytest.fixture(scope="module")
-def world(new_world: NewWorld) -> Iterator[World]:
-    with new_world(2) as world:
-        world.execute(SETUP)
-        yield world
+def started(started: World) -> World:
+    started.execute(SETUP)
+    return started
 
 
 def break_off(world: World) -> None:

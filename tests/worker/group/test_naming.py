@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from nbdist.errors import WorkerError
 from nbdist.world.world import World
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(3)
 
 ALL_MEET = """
 t = torch.full((1,), float(rank))
 dist.all_reduce(t, group=dist.new_group())
 assert t.item() == sum(range(world_size)), t
 """
-
-
-@pytest.fixture(scope="module")
-def world(new_world: NewWorld) -> Iterator[World]:
-    with new_world(3) as world:
-        yield world
 
 
 def test_a_rank_that_missed_a_group(world: World) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
-from torch.distributed import DistStoreError
 
 from nbdist.worker.group.stores import AbortableStore
 
@@ -48,24 +47,6 @@ def test_all_that_is_asked_of_a_store(store: AbortableStore) -> None:
     assert asked.delete_key("key")
     assert not asked.check(["key"])
     assert repr(store) == "<AbortableStore at rest>"
-
-
-def test_what_comes_later_is_waited_for(store: AbortableStore) -> None:
-    """A wait ends as soon as it is there."""
-    with waiting(store, "key") as got:
-        assert repr(store) == "<AbortableStore waits for ['a/key']>"
-        store.set("a/key", "value")
-        assert not store.is_waited_in
-        assert got.result(timeout=1.0) == b"value"
-
-
-def test_what_never_comes(store: AbortableStore) -> None:
-    """A wait ends as FileStore's does, after its own time or the store's."""
-    with pytest.raises(DistStoreError, match="wait timeout: a/key"):
-        PrefixStore("a", store).wait(["key"], timedelta(seconds=0.05))
-    store.set_timeout(timedelta(seconds=0.05))
-    with pytest.raises(DistStoreError, match="wait timeout: a/key"):
-        PrefixStore("a", store).get("key")
 
 
 def test_aborted(store: AbortableStore) -> None:

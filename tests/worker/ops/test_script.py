@@ -205,9 +205,6 @@ def test_record_writes_torchs_error_file(world: World, write: Write) -> None:
     world.execute(f"del {variable}")
 
 
-# --- restarts -----------------------------------------------------------------------------
-
-
 # --- executables --------------------------------------------------------------------------
 
 
@@ -264,15 +261,3 @@ def test_stop_ends_executables(world: World, write: Write) -> None:
     assert world.pids == before
     left = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"]]
     assert [line for line in left if "6161" in line or "./deaf.sh" in line] == []
-
-
-def test_python_in_a_child_meets_over_the_environment(world: World, write: Write) -> None:
-    """A script that python runs beside the workers forms a group of its own."""
-    path = write(
-        "child.py",
-        "import torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "t = torch.ones(1) + dist.get_rank(); dist.all_reduce(t); print(t.item())\n"
-        "dist.destroy_process_group()\n",
-    )
-    assert said(execute(world, sys.executable, str(path))) == ["3.0"] * N

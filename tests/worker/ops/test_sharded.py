@@ -64,30 +64,26 @@ OPTIMIZER = "\noptimizer = torch.optim.AdamW(net.parameters(), lr=0.01)"
 
 SHARDED = {
     "as it comes": "fully_shard(net.first); fully_shard(net)",
-    "several together": "fully_shard([net.second, net.first]); fully_shard(net)",
-    "with options": (
+    "several together, with options": (
         "policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)\n"
         "offload = CPUOffloadPolicy(pin_memory=False)\n"
-        "fully_shard(net.first, mp_policy=policy, reshard_after_forward=False)\n"
-        "fully_shard(net.second, offload_policy=offload)\n"
+        "both = {'mp_policy': policy, 'offload_policy': offload, 'reshard_after_forward': False}\n"
+        "fully_shard([net.second, net.first], **both)\n"
         "fully_shard(net, reshard_after_forward=True)\n"
         "if hasattr(net, 'set_force_sum_reduction_for_comms'):\n"
         "    net.set_force_sum_reduction_for_comms(True)\n"
         "getattr(net, 'set_gradient_divide_factor', net.set_reduce_scatter_divide_factor)(3.0)"
     ),
-    "in part": "fully_shard(net, ignored_params={net.second.weight, net.second.bias})",
-    "by columns": (
+    "in part, and replicated": (
+        "mesh = init_device_mesh('cpu', (2, 1), mesh_dim_names=('copies', 'shards'))\n"
+        "fully_shard(net.first, mesh=mesh)\n"
+        "fully_shard(net, mesh=mesh, ignored_params={net.second.weight, net.second.bias})"
+    ),
+    "by columns, over a part of a mesh": (
+        "mesh = init_device_mesh('cpu', (1, 2), mesh_dim_names=('stages', 'shards'))['shards']\n"
         "by = {1: Shard(0), 2: Shard(1)}\n"
         "net.first = torch.nn.Linear(8, 32); net.second = torch.nn.Linear(32, 8)\n"
-        "fully_shard(net, shard_placement_fn=lambda p: by[p.ndim])"
-    ),
-    "and replicated": (
-        "mesh = init_device_mesh('cpu', (2, 1), mesh_dim_names=('copies', 'shards'))\n"
-        "fully_shard(net.first, mesh=mesh); fully_shard(net, mesh=mesh)"
-    ),
-    "over a part of a mesh": (
-        "mesh = init_device_mesh('cpu', (1, 2), mesh_dim_names=('stages', 'shards'))['shards']\n"
-        "fully_shard(net.first, mesh=mesh); fully_shard(net, mesh=mesh)"
+        "fully_shard(net, mesh=mesh, shard_placement_fn=lambda p: by[p.ndim])"
     ),
 }
 
@@ -129,21 +125,9 @@ def test_training_goes_on_bit_by_bit(world: World, how: str) -> None:
     assert world.gather("gathered(net)") == stays
 
 
-def test_before_the_first_step(world: World) -> None:
-    """A model that has not run yet is sharded again too."""
-    world.execute(f"{TRAINING}\nfully_shard(net.first); fully_shard(net){OPTIMIZER}")
-    world.snapshot(name="none")
-    world.execute("losses = train(net, optimizer, range(3))")
-    expected = world.gather("losses")
-    world.restart()
-    world.restore(name="none")
-    world.execute("losses = train(net, optimizer, range(3))")
-    assert world.gather("losses") == expected
-
-
 def test_after_a_rank_was_replaced(world: World) -> None:
     """Where some ranks have restored it before and others have not, all of them can again."""
-    how = SHARDED["and replicated" if REPLICATES else "over a part of a mesh"]
+    how = SHARDED["in part, and replicated" if REPLICATES else "by columns, over a part of a mesh"]
     world.execute(f"{TRAINING}\n{how}{OPTIMIZER}\nlosses = train(net, optimizer, range(3))")
     world.snapshot(["net", "optimizer", "train"], name="three")
     world.restore(name="three")

@@ -89,26 +89,6 @@ def test_definitions_come_with_what_uses_them(world: World) -> None:
     assert world.gather("net.run()", ranks=[2]) == [4]
 
 
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        ("pass", "rank 0 after .* this rank has no `lock`; nothing was copied"),
-        (
-            "import threading; lock = threading.Lock()",
-            "rank 0 after .* `x, lock` cannot be copied: TypeError: .*; nothing was copied",
-        ),
-    ],
-)
-def test_what_cannot_be_copied(world: World, source: str, said: str) -> None:
-    """The source says so, nothing is bound on any rank, and the group is whole."""
-    world.execute(f"x = rank\n{source}")
-    with pytest.raises(WorkerError, match=rf"1 of 3 ranks failed \(0\); first: {said}\n"):
-        copy(world, "x", "lock", source=0, to=(1, 2))
-    assert bound(world) == [frozenset()] * 3
-    assert world.gather("x") == [0, 1, 2]
-    world.execute("dist.barrier()")
-
-
 def test_what_cannot_be_rebuilt(world: World) -> None:
     """Ranks where it cannot say so; no rank has got it, and the group is whole."""
     world.execute(
