@@ -1,30 +1,24 @@
 """`nbdist join HOST:PORT`: the agent of this machine, for a world whose notebook waits there.
 
 It runs until the world ends, and leaves it when it is ended itself.  torchrun, mpirun and srun
-start a command several times on a node, and tell each its number: one of these processes works,
-the others wait and end as it did.  They meet in a file of this machine, which the one that works
-holds locked while it does.
+start a command several times on a node, and tell each its number: the first of these processes
+joins, the others say so and end.
 """
 
 from __future__ import annotations
 
-import fcntl
 import getpass
-import hashlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
@@ -42,7 +36,6 @@ from nbdist.cluster.ticket import (
     ticket_from,
 )
 from nbdist.errors import UsageError
-from nbdist.system import folders
 from nbdist.system.processes import agent_command, safe_environ
 from nbdist.wire.spec import NBDIST_DECIDES
 
@@ -57,7 +50,7 @@ LEAVE_TIMEOUT = 15.0
 
 
 def join(text: str, key_file: str | None = None, node: int | None = None) -> int:
-    """Be the agent of this machine, or wait for the process that is; return an exit code.
+    """Be the agent of this machine until the world ends; return an exit code.
 
     `text` is the place that the notebook shows.  Raises UsageError.
     """
@@ -65,28 +58,15 @@ def join(text: str, key_file: str | None = None, node: int | None = None) -> int
         place = place_from(text)
     except ValueError as why:
         raise UsageError(f"`nbdist join {text}`: {why}.") from None
+    part = part_of(os.environ)
+    if not part.leads:
+        sys.stderr.write("nbdist: one `nbdist join` per node: local rank 0 joins, this one ends\n")
+        return 0
     signal.signal(signal.SIGTERM, _end)
     try:
-        return _take_part(place, key_file, node)
+        return _come(place, key_file, part.node if node is None else node)
     except KeyboardInterrupt:
         return ENDED
-
-
-def _take_part(place: Place, key_file: str | None, node: int | None) -> int:
-    part = part_of(os.environ, str(place))
-    number = part.node if node is None else node
-    if not part.key:
-        return _come(place, key_file, number)
-    with turn_of(part.key) as turn:
-        if not part.leads:
-            return turn.outcome(since=psutil.Process(os.getppid()).create_time())
-        code = 1
-        turn.begin()
-        try:
-            code = _come(place, key_file, number)
-        finally:
-            turn.ended(code)
-        return code
 
 
 def _come(place: Place, key_file: str | None, number: int) -> int:
@@ -184,29 +164,15 @@ def _is_taken(ticket: Ticket) -> bool:
         return bool(heard) and heard["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
-@dataclass(frozen=True, slots=True)
-class Starter:
-    """What numbers processes: the variables of a number on its node, of the node, and of the job.
-
-    The first of the variables that is there counts; those of the job tell it from others.
-    """
-
-    local_rank: tuple[str, ...]
-    node: tuple[str, ...]
-    job: tuple[str, ...]
-
-
 # The one that stands nearest to the process comes first: mpirun and torchrun run in Slurm's jobs.
 STARTERS = (
-    Starter(
-        ("LOCAL_RANK",),
-        ("GROUP_RANK",),
-        ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
-    ),
-    Starter(("OMPI_COMM_WORLD_LOCAL_RANK",), (), ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")),
-    Starter(("MPI_LOCALRANKID", "PALS_LOCAL_RANKID"), (), ("PMI_JOBID", "HYDI_CONTROL_FD")),
-    Starter(("SLURM_LOCALID",), ("SLURM_NODEID",), ("SLURM_JOB_ID", "SLURM_STEP_ID")),
+    ("LOCAL_RANK", "GROUP_RANK"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", ""),
+    ("MPI_LOCALRANKID", ""),
+    ("PALS_LOCAL_RANKID", ""),
+    ("SLURM_LOCALID", "SLURM_NODEID"),
 )
+"""The variables by which each numbers processes on a node, and nodes."""
 
 COMPLETION_INDEX = "JOB_COMPLETION_INDEX"
 """The number of a pod in an Indexed Job of Kubernetes."""
@@ -220,27 +186,20 @@ OF_STARTERS = (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The part of one process: whether it `leads` its node, and which `node` that is, or -1.
-
-    `key` is the same for all processes of the job on this node, and for no other's.
-    """
+    """The part of one process: whether it `leads` its node, and which `node` that is, or -1."""
 
     leads: bool
     node: int
-    key: str
 
 
-def part_of(environ: Mapping[str, str], place: str) -> Part:
-    """Find out which part the process with this environment has in joining that place."""
-    index = _number(environ, (COMPLETION_INDEX,))
-    for starter in STARTERS:
-        local_rank = _number(environ, starter.local_rank)
-        if local_rank < 0:
-            continue
-        node = _number(environ, starter.node)
-        job = [environ.get(name, "") for name in starter.job]
-        return Part(local_rank == 0, node if node >= 0 else index, _key(place, node, job))
-    return Part(leads=True, node=index, key="")
+def part_of(environ: Mapping[str, str]) -> Part:
+    """Return the part of the process with this environment."""
+    index = _number(environ, COMPLETION_INDEX)
+    for local_rank, node in STARTERS:
+        if (number := _number(environ, local_rank)) >= 0:
+            named = _number(environ, node)
+            return Part(number == 0, named if named >= 0 else index)
+    return Part(leads=True, node=index)
 
 
 def without_starters(environ: Mapping[str, str]) -> dict[str, str]:
@@ -258,111 +217,6 @@ def without_starters(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _number(environ: Mapping[str, str], names: tuple[str, ...]) -> int:
-    for name in names:
-        text = environ.get(name, "")
-        if text.isascii() and text.isdigit() and len(text) < 10:
-            return int(text)
-    return -1
-
-
-def _key(place: str, node: int, job: list[str]) -> str:
-    text = "\0".join([place, str(node), *job])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-LEADER_TIMEOUT = 60.0
-"""Seconds for the process that works to begin: each imports Python's modules over a network."""
-
-STEP = 0.1
-
-RUNNING = "running"
-
-
-class Turn:
-    """The file in which processes of the same `key` meet; `ended` is said by the one that works."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def begin(self) -> None:
-        """Be the one that works."""
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
-        self._write(RUNNING)
-
-    def ended(self, code: int) -> None:
-        """Have the others end with this exit code."""
-        self._write(str(code))
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
-
-    def outcome(self, since: float) -> int:
-        """Wait until the one that works has ended; return its exit code, 1 where it was killed.
-
-        What has been written before that time, in seconds since 1970, was an earlier one's.
-        Raises UsageError where none begins.
-        """
-        deadline = time.monotonic() + LEADER_TIMEOUT
-        while not self._has_begun(since):
-            if time.monotonic() > deadline:
-                raise UsageError(
-                    f"no process with local rank 0 connected within {LEADER_TIMEOUT:.0f} s: "
-                    "run the command at least once on each node, alone or with LOCAL_RANK 0."
-                )
-            time.sleep(STEP)
-        fcntl.flock(self._fd, fcntl.LOCK_SH)
-        code = self._read()
-        return int(code) if code.isdigit() else 1
-
-    def _has_begun(self, since: float) -> bool:
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
-        return bool(self._read()) and os.fstat(self._fd).st_mtime >= since
-
-    def _write(self, text: str) -> None:
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, text.encode(), 0)
-
-    def _read(self) -> str:
-        return os.pread(self._fd, 16, 0).decode()
-
-
-@contextmanager
-def turn_of(key: str) -> Iterator[Turn]:
-    """Open the file of this key; what no process uses any more is removed at the end.
-
-    That is the file itself where this was the last, and those of processes that were killed.
-    """
-    folder = Path(tempfile.gettempdir()) / f"nbdist-join-{os.geteuid()}"
-    try:
-        folders.make_private(folder)
-        folders.check_private(folder)
-        fd = _open_used(folder / key)
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be used: {error.strerror or error}.") from None
-    try:
-        yield Turn(fd)
-    finally:
-        os.close(fd)
-        for file in folder.glob("*"):
-            _remove_unused(file)
-        with suppress(OSError):  # others meet there
-            folder.rmdir()
-
-
-def _open_used(file: Path) -> int:
-    """Open it, and hold it: by a lock of the other kind than the one of the process that works."""
-    while True:
-        fd = folders.open_private(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
-        fcntl.lockf(fd, fcntl.LOCK_SH)
-        if os.fstat(fd).st_nlink:
-            return fd
-        os.close(fd)  # another process has removed it in between
-
-
-def _remove_unused(file: Path) -> None:
-    with suppress(OSError), file.open("r+b") as opened:
-        fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        file.unlink()
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1

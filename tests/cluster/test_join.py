@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import io
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import zmq
 
-from nbdist.cluster import join
-from nbdist.cluster.join import Part, part_of, turn_of, without_starters
+from nbdist.cluster.join import part_of, without_starters
 from nbdist.cluster.ticket import KeyPair, Ticket, listen_with, write_join_key
-from nbdist.errors import UsageError
 from nbdist.terminal.console import main
-from tests.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -132,8 +123,8 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path, port: int
     assert told.startswith(f"nbdist: `nbdist join nowhere.invalid:{port}`: ")
 
 
-TORCHRUN = {"GROUP_RANK": "1", "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "29500"}
-SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "2"}
+TORCHRUN = {"GROUP_RANK": "1"}
+SLURM = {"SLURM_NODEID": "2"}
 
 
 @pytest.mark.parametrize(
@@ -155,22 +146,19 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "2"}
 )
 def test_who_leads_a_node(environ: Mapping[str, str], leads: bool, node: int) -> None:  # noqa: FBT001
     """The first there, by whatever stands nearest; without a number it is alone."""
-    part = part_of(environ, "a:1")
+    part = part_of(environ)
     assert (part.leads, part.node) == (leads, node)
 
 
-def test_processes_meet_their_own() -> None:
-    """Those of one job on one node have a key in common, and no others."""
-    first = part_of({**TORCHRUN, "LOCAL_RANK": "0"}, "a:1").key
-    assert part_of({**TORCHRUN, "LOCAL_RANK": "1"}, "a:1").key == first
-    others = [
-        part_of({**TORCHRUN, "LOCAL_RANK": "1"}, "a:2"),
-        part_of({**TORCHRUN, "LOCAL_RANK": "1", "GROUP_RANK": "0"}, "a:1"),
-        part_of({**TORCHRUN, "LOCAL_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "1"}, "a:1"),
-        part_of({**SLURM, "SLURM_LOCALID": "1"}, "a:1"),
-    ]
-    assert len({first, *(part.key for part in others)}) == 5
-    assert part_of({}, "a:1") == Part(leads=True, node=-1, key="")
+def test_one_joins_per_node(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, port: int
+) -> None:
+    """The others say so and have succeeded: torchrun ends all where one has not."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main(["join", f"127.0.0.1:{port}"]) == 0
+    assert capsys.readouterr().err == (
+        "nbdist: one `nbdist join` per node: local rank 0 joins, this one ends\n"
+    )
 
 
 def test_workers_do_not_take_themselves_for_others() -> None:
@@ -184,121 +172,3 @@ def test_workers_do_not_take_themselves_for_others() -> None:
     assert without_starters(environ) == kept
     del environ["TORCHELASTIC_RUN_ID"]
     assert without_starters(environ) == {**kept, "OMP_NUM_THREADS": "1"}
-
-
-WAIT = "import sys; from nbdist.cluster.join import turn_of\n"
-WAIT += "with turn_of(sys.argv[1]) as turn:\n"
-WAIT += "    print(flush=True); sys.exit(turn.outcome(float(sys.argv[2])))"
-WORK = "import sys, time; from nbdist.cluster.join import turn_of\n"
-WORK += "with turn_of(sys.argv[1]) as turn: turn.begin(); print(flush=True); time.sleep(60)"
-
-
-@pytest.fixture
-def process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str, str], subprocess.Popen[str]]:
-    """Starts a process that takes part; the folder in which they meet is the test's own."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(join.tempfile, "tempdir", None)
-
-    def start(code: str, key: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-c", code, key, "0"], stdout=subprocess.PIPE, text=True
-        )
-
-    return start
-
-
-@pytest.mark.world
-def test_who_waits_ends_as_who_works(
-    process: Callable[[str, str], subprocess.Popen[str]], tmp_path: Path
-) -> None:
-    """Also those that came first; the last leaves nothing behind."""
-    key = uuid.uuid4().hex
-    waiting = [process(WAIT, key), process(WAIT, key)]
-    for each in waiting:
-        assert each.stdout is not None
-        each.stdout.readline()
-        each.stdout.close()
-    with turn_of(key) as mine:
-        mine.begin()
-        folder = tmp_path / f"nbdist-join-{os.geteuid()}"
-        assert folder.stat().st_mode & 0o777 == 0o700
-        mine.ended(7)
-    assert [each.wait(20) for each in waiting] == [7, 7]
-    wait_until(lambda: not folder.exists(), "the folder is gone")
-
-
-@pytest.mark.world
-def test_where_who_works_is_killed_the_others_end(
-    process: Callable[[str, str], subprocess.Popen[str]],
-) -> None:
-    """With 1: nobody has said anything."""
-    working = process(WORK, "key")
-    assert working.stdout is not None
-    working.stdout.readline()
-    waiting = process(WAIT, "key")
-    assert waiting.stdout is not None
-    waiting.stdout.readline()
-    waiting.stdout.close()
-    working.send_signal(signal.SIGKILL)
-    assert (working.wait(20), waiting.wait(20)) == (-signal.SIGKILL, 1)
-    working.stdout.close()
-
-
-@pytest.mark.world
-def test_what_a_killed_one_has_left_goes_with_the_next(
-    process: Callable[[str, str], subprocess.Popen[str]], tmp_path: Path
-) -> None:
-    """Whatever their key; where others wait nothing is removed, but for the last of them."""
-    killed, waiting = process(WORK, "killed"), process(WAIT, "key")
-    for each in (killed, waiting):
-        assert each.stdout is not None
-        each.stdout.readline()
-        each.stdout.close()
-    killed.kill()
-    killed.wait()
-    with turn_of("another"):
-        pass
-    folder = tmp_path / f"nbdist-join-{os.geteuid()}"
-    assert [each.name for each in folder.iterdir()] == ["key"]
-    with turn_of("key") as mine:
-        mine.begin()
-        mine.ended(0)
-    assert waiting.wait(20) == 0
-    wait_until(lambda: not folder.exists(), "the folder is gone")
-
-
-def test_where_nobody_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is printed after a while."""
-    monkeypatch.setattr(join.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(join, "LEADER_TIMEOUT", 0.2)
-    with (
-        pytest.raises(UsageError, match="no process with local rank 0 connected"),
-        turn_of("k") as mine,
-    ):
-        mine.outcome(0.0)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_an_earlier_one_has_left_is_none(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """All processes of it were killed; the same job is started again."""
-    monkeypatch.setattr(join.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(join, "LEADER_TIMEOUT", 0.2)
-    with turn_of("k") as earlier, turn_of("k") as mine:
-        earlier.begin()
-        earlier.ended(3)
-        assert mine.outcome(0.0) == 3
-        with pytest.raises(UsageError, match="no process with local rank 0 connected"):
-            mine.outcome(time.time() + 1.0)
-
-
-def test_a_folder_of_others_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Another user may have made one of that name, to see or steer what happens."""
-    monkeypatch.setattr(join.tempfile, "tempdir", str(tmp_path))
-    (tmp_path / f"nbdist-join-{os.geteuid()}").mkdir(mode=0o777)
-    (tmp_path / f"nbdist-join-{os.geteuid()}").chmod(0o777)
-    with pytest.raises(UsageError, match="is not a folder that only this user"), turn_of("k"):
-        pass
