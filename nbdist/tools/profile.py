@@ -101,10 +101,13 @@ def write(path: Path, parts: Mapping[int, TracePart]) -> Path:
     if sum(part.size for part in parts.values()) > LARGE:
         path = _compressed(path)
     unfinished = path.with_name(f".{path.name}.part")
+    is_compressed = path.suffix == ".gz"
     try:
-        with _opened(unfinished, is_compressed=path.suffix == ".gz") as file:
-            for piece in _pieces(parts):
-                file.write(piece)
+        with gzip.open(unfinished, "wb", 5) if is_compressed else open(unfinished, "wb") as file:
+            file.write(HEAD)
+            for number, part in enumerate(part for part in parts.values() if part.events):
+                file.write((b",\n" if number else b"") + zlib.decompress(part.events))
+            file.write(b"\n]}\n")
         os.replace(unfinished, path)
     except OSError as error:
         raise UsageError(f"`--profile {path}`: {error.strerror or error}.") from None
@@ -113,25 +116,8 @@ def write(path: Path, parts: Mapping[int, TracePart]) -> Path:
     return path
 
 
-def _pieces(parts: Mapping[int, TracePart]) -> Iterator[bytes]:
-    yield HEAD
-    separator = b""
-    for part in parts.values():
-        if part.events:
-            yield separator + zlib.decompress(part.events)
-            separator = b",\n"
-    yield b"\n]}\n"
-
-
 def _compressed(path: Path) -> Path:
     return path if path.suffix == ".gz" else path.with_name(f"{path.name}.gz")
-
-
-def _opened(path: Path, *, is_compressed: bool) -> gzip.GzipFile:
-    """Open it for writing; plain files through the same kind of object."""
-    if is_compressed:
-        return gzip.open(path, "wb", compresslevel=5)
-    return open(path, "wb")  # type: ignore[return-value]
 
 
 def _is_trace(path: Path) -> bool:

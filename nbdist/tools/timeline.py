@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
-from itertools import groupby, pairwise
 
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.display import Shown, below, block, table
 from nbdist.notebook.options import ranks_option
-from nbdist.output.wording import AMBER, BLUE, seconds_text
+from nbdist.output.wording import seconds_text
 from nbdist.wire.ops import Met, RankTimes
 from nbdist.words import count, size_text
 
@@ -32,8 +30,6 @@ MOST_BARS = 32
 ON_GPUS = "nccl collectives are not included: `%%distributed --profile` shows what GPUs do"
 
 COMPUTES, WAITS, MIXED = "█", "░", "▓"
-_COLOURS = {COMPUTES: BLUE, WAITS: AMBER, MIXED: BLUE}
-_BARS = "font-family:monospace;font-size:13px;white-space:pre;line-height:1.3"
 
 
 @command(ranks_option)
@@ -84,18 +80,17 @@ def _table(found: Timeline) -> Shown:
 
 def _bars(found: Timeline) -> Shown:
     """Draw a bar for each rank, and below them what they have met in."""
-    bars = {row.rank: _bar(row, found.seconds) for row in _shown(found)}
+    bars = {row.rank: bar_of(row, found.seconds) for row in _shown(found)}
     width = max(len(str(rank)) for rank in bars)
-    lines = {f"rank {rank:>{width}} ": bar for rank, bar in bars.items()}
-    legend = f"{COMPUTES} computing  {WAITS} in collectives"
-    if any(MIXED in bar for bar in bars.values()):
-        legend += f"  {MIXED} both"
-    more = len(found.rows) - len(bars)
-    said = [legend, *([f"{count(more, 'more rank')}"] if more else []), *_operations_text(found)]
-    text = "\n".join([*(f"{head}{bar}" for head, bar in lines.items()), *said])
-    drawn = "\n".join([*(f"{head}{_coloured(bar)}" for head, bar in lines.items()),
-                       _coloured(legend), *map(escape, said[1:])])  # fmt: skip
-    return Shown(f'<div style="{_BARS}">{drawn}</div>', text)
+    both = f"  {MIXED} both" if any(MIXED in bar for bar in bars.values()) else ""
+    said = [f"{COMPUTES} computing  {WAITS} in collectives{both}"]
+    if more := len(found.rows) - len(bars):
+        said.append(count(more, "more rank"))
+    if found.operations:
+        sizes = (f" ({size_text(each.size)})" if each.size else "" for each in found.operations)
+        parts = zip(found.operations[:4], sizes, strict=False)
+        said.append(" · ".join(f"{each.name} x {each.count}{size}" for each, size in parts))
+    return block("\n".join([*(f"rank {r:>{width}} {bar}" for r, bar in bars.items()), *said]))
 
 
 def _shown(found: Timeline) -> list[Row]:
@@ -106,29 +101,18 @@ def _shown(found: Timeline) -> list[Row]:
     return sorted(order[:MOST_BARS], key=lambda row: row.rank)
 
 
-def _bar(row: Row, seconds: float) -> str:
-    return "".join(
-        " " if share is None else WAITS if share > 0.8 else COMPUTES if share < 0.2 else MIXED
-        for share in shares(row, seconds, SLICES)
-    ).rstrip()
-
-
-def _coloured(bar: str) -> str:
-    runs = ((sign, len([*run])) for sign, run in groupby(bar))
-    return "".join(
-        f'<span style="color:{_COLOURS[sign]}">{sign * length}</span>'
-        if sign in _COLOURS
-        else escape(sign * length)
-        for sign, length in runs
-    )
-
-
-def _operations_text(found: Timeline) -> list[str]:
-    parts = [
-        f"{each.name} x {each.count}" + (f" ({size_text(each.size)})" if each.size else "")
-        for each in found.operations[:4]
-    ]
-    return [" · ".join(parts)] if parts else []
+def bar_of(row: Row, seconds: float, slices: int = SLICES) -> str:
+    """Cut `seconds` into equal slices: a character for each, a space where no cell ran."""
+    step, bar = seconds / slices or 1.0, ""
+    for number in range(slices):
+        begin, end = number * step, (number + 1) * step
+        first, last = max(begin, row.begin), min(end, row.begin + row.seconds)
+        if last - first < step / 2:
+            bar += " "
+        else:
+            share = _overlap(row.spans, first, last) / (last - first)
+            bar += WAITS if share > 0.8 else COMPUTES if share < 0.2 else MIXED
+    return bar.rstrip()
 
 
 def _seconds(seconds: float, whole: float) -> str:
@@ -208,14 +192,15 @@ def timeline_of(times: Mapping[int, RankTimes]) -> Timeline | None:
     meetings = _meetings(times)
     last = {key: max(at.values()) for key, at in meetings.items()}
     spans = {rank: _waits(each, last) for rank, each in times.items()}
+    took = {rank: each.ended_ns - each.began_ns for rank, each in times.items()}
     awaited, came_last = _lateness(meetings, spans)
     others = max(1, len(times) - 1)
     rows = tuple(
         Row(
             rank,
             (each.began_ns - origin) / 1e9,
-            (each.ended_ns - each.began_ns) / 1e9,
-            max(_total(spans[rank]), min(each.waited_ns, each.ended_ns - each.began_ns)) / 1e9,
+            took[rank] / 1e9,
+            max(sum(b - a for a, b in spans[rank]), min(each.waited_ns, took[rank])) / 1e9,
             tuple(((a - origin) / 1e9, (b - origin) / 1e9) for a, b in spans[rank]),
             came_last[rank],
             awaited[rank] / 1e9 / others,
@@ -285,19 +270,15 @@ def _lateness(
     return awaited, came_last
 
 
-def _overlap(spans: list[tuple[int, int]], begin: int, end: int) -> int:
-    """Count what of the time from `begin` to `end` is in these spans."""
-    total = 0
+def _overlap(spans: Sequence[Span], begin: float, end: float) -> float:
+    """Add up what of the time from `begin` to `end` is in these spans."""
+    total = 0.0
     for at in range(max(0, bisect_left(spans, (begin, 0)) - 1), len(spans)):
         first, last = spans[at]
         if first >= end:
             break
         total += max(0, min(last, end) - max(first, begin))
     return total
-
-
-def _total(spans: Iterable[tuple[int, int]]) -> int:
-    return sum(end - begin for begin, end in spans)
 
 
 def _operations(ranks: Iterable[tuple[Met, ...]]) -> tuple[Operation, ...]:
@@ -310,22 +291,3 @@ def _operations(ranks: Iterable[tuple[Met, ...]]) -> tuple[Operation, ...]:
         sizes[each.name] += each.size
     found = (Operation(name, count, sizes[name]) for name, count in counts.items())
     return tuple(sorted(found, key=lambda each: (-each.size, -each.count, each.name)))
-
-
-def shares(row: Row, seconds: float, slices: int) -> list[float | None]:
-    """Cut `seconds` into equal slices: the share of each in which a rank waited.
-
-    None for a slice in which it did not run the cell.
-    """
-    step = seconds / slices or 1.0
-    edges = [number * step for number in range(slices + 1)]
-    spans = [(round(a * 1e9), round(b * 1e9)) for a, b in row.spans]
-    found: list[float | None] = []
-    for begin, end in pairwise(edges):
-        first, last = max(begin, row.begin), min(end, row.begin + row.seconds)
-        if last - first < step / 2:
-            found.append(None)
-            continue
-        waited = _overlap(spans, round(first * 1e9), round(last * 1e9)) / 1e9
-        found.append(min(1.0, waited / (last - first)))
-    return found

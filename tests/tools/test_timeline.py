@@ -15,7 +15,7 @@ from hypothesis import strategies as some
 
 from nbdist.errors import UsageError
 from nbdist.tools import profile
-from nbdist.tools.timeline import Timeline, headline, shares, timeline_of
+from nbdist.tools.timeline import Timeline, bar_of, headline, timeline_of
 from nbdist.tools.timeline_op import trace_events
 from nbdist.wire.ops import Met, RankTimes, TracePart
 from nbdist.world.world import World
@@ -42,7 +42,7 @@ def test_the_straggler_is_named(kernel: Notebook) -> None:
     assert bar.count("░") > 30 > late_bar.count("░")
     assert legend.startswith("█ computing  ░ in collectives")
     assert last == "all_reduce x 3 (3 KiB)"
-    assert "░</span>" in shown.panel["text/html"]
+    assert "░░" in shown.panel["text/html"]
     kernel.run("%%distributed\npass")
     head = kernel.run("%dist_timeline -r 0").text.splitlines()[0]
     assert re.fullmatch(r"1 rank · \d+\.\d s · 0 collectives", head)
@@ -190,6 +190,13 @@ def test_operations_and_what_is_known() -> None:
     assert "the last 0 collectives" in headline(long)
 
 
+def test_slices() -> None:
+    """Waiting, computing or both; nothing where the rank did not run."""
+    late = RankTimes(START + 500 * MS, START + 1000 * MS, (), 0, ())
+    timeline = found(r0=times(ends=750, waits=((0, 250), (250, 350))), r1=late)
+    assert [bar_of(row, timeline.seconds, 4) for row in timeline.rows] == ["░▓█", "  ██"]
+
+
 MOMENTS = some.lists(some.integers(0, 1000), max_size=6).map(sorted)
 SPANS = some.lists(some.tuples(some.integers(0, 900), some.integers(0, 100)), max_size=4)
 
@@ -208,7 +215,6 @@ def test_nobody_waits_longer_than_it_ran(ranks: list[tuple[list[int], list[tuple
         assert 0 <= row.waiting <= row.seconds + 1e-9
         ordered = [edge for span in row.spans for edge in span]
         assert ordered == sorted(ordered)
-        assert all(share is None or 0 <= share <= 1 for share in shares(row, timeline.seconds, 7))
     waited, others = sum(row.waiting for row in timeline.rows), max(1, len(timeline.rows) - 1)
     assert sum(row.awaited for row in timeline.rows) * others <= waited + 1e-6
 
