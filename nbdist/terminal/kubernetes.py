@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import posixpath
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +21,6 @@ MEMORY_FOLDER = "/dev/shm"
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?")
 _MOUNT = re.compile(r"(?P<claim>[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?):(?P<path>/[^:]+)(?P<ro>:ro)?")
-_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9/._-]*")
-_TRUE_OR_NULL = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "n"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,109 +80,76 @@ def mount_asked(text: str) -> Mount:
 
 
 def manifest(pods: Pods) -> str:
-    """Write the manifest, with what makes the secret in its first lines.
+    """Write a service and a job, with the command for the secret in the first lines.
 
-    Raises UsageError for names that there cannot be.
+    What users have named is in quotes: a `y` would be true.  Raises UsageError.
     """
     pods.check()
     secret = pods.secret or f"{pods.name}-key"
-    documents = "---\n".join("\n".join(_lines(each)) + "\n" for each in documents_of(pods))
-    return (
-        f"# The key first, from the machine of the notebook, which waits at {pods.place}:\n"
-        f"#   kubectl create secret generic {secret} --from-file={KEY}="
-        f"{join_key_file(pods.place)}\n"
-        f"{documents}"
-    )
+    name, key = json.dumps(pods.name), json.dumps(f"{KEY_FOLDER}/{KEY}")
+    labels = f"{{app.kubernetes.io/name: {name}, app.kubernetes.io/managed-by: nbdist}}"
+    volumes, mounts = _volumes(pods, secret)
+    return f"""\
+# The key first, from the machine of the notebook, which waits at {pods.place}:
+#   kubectl create secret generic {secret} --from-file={KEY}={join_key_file(pods.place)}
+apiVersion: v1
+kind: Service
+metadata:
+  name: {name}
+  labels: {labels}
+spec:
+  clusterIP: None # it only gives names to the pods
+  selector: {{app.kubernetes.io/name: {name}}}
+---
+apiVersion: batch/v1
+kind: Job
+metadata:
+  name: {name}
+  labels: {labels}
+spec:
+  completionMode: Indexed
+  completions: {pods.nodes}
+  parallelism: {pods.nodes}
+  backoffLimit: 6 # a node that is lost is started again, and joins between two cells
+  ttlSecondsAfterFinished: 3600
+  template:
+    metadata:
+      labels: {labels}
+    spec:
+      subdomain: {name}
+      restartPolicy: Never
+      terminationGracePeriodSeconds: 30 # an agent ends its workers
+      containers:
+        - name: agent
+          image: {json.dumps(pods.image)}
+          command: ["nbdist", "join", {json.dumps(str(pods.place))}, "--key-file", {key}]
+          resources: {json.dumps(_resources(pods))}
+          volumeMounts:{mounts}
+      volumes:{volumes}
+"""
 
 
-def documents_of(pods: Pods) -> list[dict[str, Any]]:
-    """Make the service and the job."""
-    labels = {"app.kubernetes.io/name": pods.name, "app.kubernetes.io/managed-by": "nbdist"}
-    metadata = {"name": pods.name, "labels": labels}
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata,
-        # Without an address of its own: it only gives names to the pods.
-        "spec": {"clusterIP": "None", "selector": {"app.kubernetes.io/name": pods.name}},
-    }
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": metadata,
-        "spec": {
-            "completionMode": "Indexed",
-            "completions": pods.nodes,
-            "parallelism": pods.nodes,
-            # A node that is lost is started again, and joins between two cells.
-            "backoffLimit": 6,
-            "ttlSecondsAfterFinished": 3600,
-            "template": {"metadata": {"labels": labels}, "spec": _pod(pods)},
-        },
-    }
-    return [service, job]
-
-
-def _pod(pods: Pods) -> dict[str, Any]:
-    volumes = [*_volumes(pods)]
-    key_file = f"{KEY_FOLDER}/{KEY}"
-    container = {
-        "name": "agent",
-        "image": pods.image,
-        "command": ["nbdist", "join", str(pods.place), "--key-file", key_file],
-        **_resources(pods),
-        "volumeMounts": [{"name": volume["name"], **at} for volume, at in volumes],
-    }
-    return {
-        "subdomain": pods.name,
-        "restartPolicy": "Never",
-        # As long as an agent takes to end its workers.
-        "terminationGracePeriodSeconds": 30,
-        "containers": [container],
-        "volumes": [volume for volume, _ in volumes],
-    }
-
-
-def _volumes(pods: Pods) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield each with where the container has it."""
-    secret = {"secretName": pods.secret or f"{pods.name}-key", "defaultMode": 0o440}
-    yield {"name": "key", "secret": secret}, {"mountPath": KEY_FOLDER, "readOnly": True}
-    # A container has 64 MB there otherwise, which tensors are lent through.
-    memory = {"name": "shm", "emptyDir": {"medium": "Memory"}}
-    yield memory, {"mountPath": MEMORY_FOLDER}
+def _volumes(pods: Pods, secret: str) -> tuple[str, str]:
+    """Write the volumes, and where the container has them, a line each."""
+    key = {"secret": {"secretName": secret, "defaultMode": 0o440}}
+    # A container has 64 MB of shared memory otherwise, which tensors are lent through.
+    memory = {"emptyDir": {"medium": "Memory"}}
+    found: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"name": "key", **key}, {"name": "key", "mountPath": KEY_FOLDER, "readOnly": True}),
+        ({"name": "shm", **memory}, {"name": "shm", "mountPath": MEMORY_FOLDER}),
+    ]
     for number, mount in enumerate(pods.mounts):
-        claim = {"name": f"mount-{number}", "persistentVolumeClaim": {"claimName": mount.claim}}
-        yield claim, {"mountPath": mount.path, "readOnly": mount.read_only}
+        name = {"name": f"mount-{number}"}
+        claim = {"persistentVolumeClaim": {"claimName": mount.claim}}
+        found.append((name | claim, {**name, "mountPath": mount.path, "readOnly": mount.read_only}))
+    volumes = "".join(f"\n        - {json.dumps(volume)}" for volume, _ in found)
+    return volumes, "".join(f"\n            - {json.dumps(at)}" for _, at in found)
 
 
-def _resources(pods: Pods) -> dict[str, Any]:
+def _resources(pods: Pods) -> dict[str, dict[str, str]]:
     limits = {
         **({"nvidia.com/gpu": str(pods.gpus)} if pods.gpus else {}),
         **({"cpu": str(pods.cpus)} if pods.cpus else {}),
         **({"memory": f"{pods.memory}i"} if pods.memory else {}),
     }
-    return {"resources": {"limits": limits}} if limits else {}
-
-
-# --- YAML ---------------------------------------------------------------------------------
-
-
-def _lines(value: Any, indent: str = "") -> Iterator[str]:
-    """Write mappings and lists a line each; what they hold as JSON, which YAML takes too."""
-    items = value.items() if isinstance(value, Mapping) else ((None, each) for each in value)
-    for key, each in items:
-        head = f"{indent}- " if key is None else f"{indent}{_scalar(key)}:"
-        if isinstance(each, Mapping) and key is None:
-            first, *rest = _lines(each, f"{indent}  ")
-            yield f"{head}{first.lstrip()}"
-            yield from rest
-        elif isinstance(each, Mapping | list):
-            yield head
-            yield from _lines(each, f"{indent}  ")
-        else:
-            yield f"{head} {_scalar(each)}" if key is not None else f"{head}{_scalar(each)}"
-
-
-def _scalar(value: Any) -> str:
-    is_plain = isinstance(value, str) and _PLAIN.fullmatch(value)
-    return value if is_plain and value.lower() not in _TRUE_OR_NULL else json.dumps(value)
+    return {"limits": limits} if limits else {}

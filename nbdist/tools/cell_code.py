@@ -17,6 +17,7 @@ import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -119,7 +120,11 @@ def _without_ipython(
     """Replace calls of IPython and of the process group; also return what is left out."""
     edits: Edits = []
     lost = []
-    for statement in _simple_statements(tree):
+    for statement in ast.walk(tree):
+        parts = ast.iter_child_nodes(statement)
+        inner = any(isinstance(each, ast.stmt | ast.match_case) for each in parts)
+        if inner or not isinstance(statement, ast.stmt):
+            continue
         calls = [node for node in ast.walk(statement) if _is_shell_call(node)]
         try:
             match statement:
@@ -135,13 +140,6 @@ def _without_ipython(
             edits.append((statement, "pass" if b";" in lines[last - 1][end:] else shown))
             lost.append(f"`{typed}`: {why}")
     return edits, lost
-
-
-def _simple_statements(tree: ast.Module) -> Iterator[ast.stmt]:
-    for node in ast.walk(tree):
-        parts = (isinstance(each, ast.stmt | ast.match_case) for each in ast.iter_child_nodes(node))
-        if isinstance(node, ast.stmt) and not any(parts):
-            yield node
 
 
 def _edited(text: str, edits: Edits) -> str:
@@ -252,7 +250,7 @@ class Statements:
         self._imports: dict[str, list[str]] = defaultdict(list)
         for cell in self._cells:
             for node in ast.walk(ast.parse(cell)):
-                for name, _, text in imports_by(node):
+                for name, text in imports_by(node):
                     self._imports[name].append(text)
 
     def importing(self, name: str, value: Any) -> list[str]:
@@ -292,18 +290,14 @@ def _import_of(name: str, value: Any) -> str:
     return text if own == name else f"{text} as {name}"
 
 
-def imports_by(node: ast.AST) -> Iterator[tuple[str, str, str]]:
-    """Yield for each name that an import binds what it stands for, and that import alone."""
+def imports_by(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield each name that an import binds, and that import alone."""
     match node:
-        case ast.Import(names):
-            for each in names:
-                root = each.name.partition(".")[0]
-                target = each.name if each.asname else root
-                yield each.asname or root, target, ast.unparse(ast.Import([each]))
-        case ast.ImportFrom(str(module), names, 0) if names[0].name != "*":
-            for each in names:
-                text = ast.unparse(ast.ImportFrom(module, [each], 0))
-                yield each.asname or each.name, f"{module}.{each.name}", text
+        case ast.Import() | ast.ImportFrom(level=0) if node.names[0].name != "*":
+            for each in node.names:
+                alone = copy(node)
+                alone.names = [each]
+                yield each.asname or each.name.partition(".")[0], ast.unparse(alone)
 
 
 def _gives(statement: str, name: str, value: Any) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from IPython.core.magic_arguments import argument
 
@@ -124,8 +125,10 @@ class Comparison:
         found: dict[int, tuple[list[int], list[str]]] = {}
         for path in self.paths:
             (part, same), *others = self.groups(path)
-            apart = [rank for other, ranks in others if _is_alike(part, other) for rank in ranks]
-            if part is None or not apart or not 0 < part.size <= left:
+            if part is None or not 0 < part.size <= left:
+                continue
+            alike = (ranks for other, ranks in others if other and other.kind == part.kind)
+            if not (apart := [*chain.from_iterable(alike)]):
                 continue
             left -= part.size
             ranks, paths = found.setdefault(same[0], ([], []))
@@ -185,11 +188,6 @@ def _grouped(parts: Mapping[int, Part | None]) -> list[Group]:
     return sorted(groups, key=lambda group: (-len(group[1]), group[1][0]))
 
 
-def _is_alike(part: Part | None, other: Part | None) -> bool:
-    """Say whether they differ in their contents alone."""
-    return part is not None and other is not None and part.kind == other.kind
-
-
 def _difference(groups: list[Group], apart: Mapping[int, Distance]) -> str:
     """Say `ranks 0-2 agree, rank 3 differs by at most 3.1e-2 (12 of 4,096)`."""
     if len({part.kind if part else "" for part, _ in groups}) > 1:
@@ -202,18 +200,14 @@ def _difference(groups: list[Group], apart: Mapping[int, Distance]) -> str:
     ranks = [rank for _, those in others for rank in those]
     said = fold_ranks({rank: _distance_text(apart.get(rank), total) for rank in ranks})
     if len(said) > MOST_DISTANCES and all(rank in apart for rank in ranks):
-        most = Distance(*(max(each) for each in zip(*map(_numbers, apart.values()), strict=True)))
-        said = {_distance_text(most, total): ranks}
+        numbers = ((each.most, each.differing, each.odd) for each in apart.values())
+        said = {_distance_text(Distance(*map(max, *numbers)), total): ranks}
     differ = (f"{name_ranks(r)} differ{'s' if len(r) == 1 else ''}{how}" for how, r in said.items())
     return ", ".join([begin, *differ])
 
 
 def _listed(said: Iterable[tuple[str, list[int]]]) -> str:
     return ", ".join(f"{text} on {name_ranks(ranks)}" for text, ranks in said)
-
-
-def _numbers(distance: Distance) -> tuple[float, int, int]:
-    return distance.most, distance.differing, distance.odd
 
 
 def _distance_text(distance: Distance | None, total: int) -> str:

@@ -13,7 +13,6 @@ import dataclasses
 import enum
 import hashlib
 import pickle
-import sys
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 def diff(context: Context, expression: str) -> Looked:
     """Describe each part of the value, with a digest of its contents."""
     try:
-        found = leaves(_value(context, expression))
+        found = leaves(eval(expression, context.names))
         return Looked({path: part_of(leaf) for path, leaf in found.items()})
     except NameError as error:
         return Looked(missing=error.name or expression)
@@ -47,23 +46,19 @@ def diff(context: Context, expression: str) -> Looked:
 
 def lend(context: Context, expression: str, paths: Sequence[str]) -> Brought:
     """Pack these parts for other ranks to compare theirs with."""
-    found = leaves(_value(context, expression))
+    found = leaves(eval(expression, context.names))
     return Brought(packed=context.lend({path: comparable(found.get(path)) for path in paths}))
 
 
 def compare(context: Context, expression: str, packed: Payload) -> dict[str, Distance]:
     """Say how far this rank's parts are from those."""
-    found, theirs = leaves(_value(context, expression)), context.open(packed)
+    found, theirs = leaves(eval(expression, context.names)), context.open(packed)
     both = {path: (comparable(found.get(path)), tensor) for path, tensor in theirs.items()}
     return {
         path: distance(mine, other)
         for path, (mine, other) in both.items()
         if mine is not None and other is not None and mine.shape == other.shape
     }
-
-
-def _value(context: Context, expression: str) -> Any:
-    return eval(expression, context.names)
 
 
 ROW = 1 << 16
@@ -106,16 +101,16 @@ def _part_of_tensor(tensor: torch.Tensor) -> Part:
     kind = f"{str(tensor.dtype).removeprefix('torch.')} {shape}"
     where = tensor.device.type
     kind = kind if where == "cpu" else f"{kind} on {where}"
-    size, count = tensor.numel() * tensor.element_size(), tensor.numel()
+    digest = ""
     if _is_sharded(tensor):
-        return Part(f"{kind}, sharded", "", size=size, count=count)
-    if tensor.is_sparse:
-        both = tensor.coalesce()
-        digest = "".join(map(digest_of, (both.indices(), both.values())))
-        return Part(f"{kind}, sparse", digest, size=size, count=count)
-    if not _is_dense(tensor):
-        return Part(kind, "", size=size, count=count)
-    return Part(kind, digest_of(_local(tensor)), size=size, count=count)
+        kind += ", sharded"
+    elif tensor.is_sparse:
+        kind, both = f"{kind}, sparse", tensor.coalesce()
+        digest = digest_of(both.indices()) + digest_of(both.values())
+    elif _is_dense(tensor):
+        digest = digest_of(_local(tensor))
+    size = tensor.numel() * tensor.element_size()
+    return Part(kind, digest, size=size, count=tensor.numel())
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -178,24 +173,16 @@ def distance(ours: torch.Tensor, theirs: torch.Tensor) -> Distance:
         b = other[start : start + COMPARED_AT_ONCE].to(a.device)
         if torch.equal(a, b):
             continue
-        a, b = _exactly(a), _exactly(b)
+        if a.dtype.is_floating_point and a.element_size() < 4:  # torch cannot compare them all
+            a, b = a.float(), b.float()
         differs = (a != b) & ~((a != a) & (b != b))
-        apart = (_to_subtract(a[differs]) - _to_subtract(b[differs])).abs()
+        wide = torch.complex128 if a.is_complex() else torch.float64
+        apart = (a[differs].to(wide) - b[differs].to(wide)).abs()
         finite = apart[apart.isfinite()]
         most = max(most, finite.max().item() if finite.numel() else 0.0)
         differing += int(differs.sum())
         odd += apart.numel() - finite.numel()
     return Distance(float(most), differing, odd)
-
-
-def _exactly(tensor: torch.Tensor) -> torch.Tensor:
-    """Give the same values in a dtype that torch can compare."""
-    is_small = tensor.dtype.is_floating_point and tensor.element_size() < 4
-    return tensor.to(torch.float32) if is_small else tensor
-
-
-def _to_subtract(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 # --- everything else --------------------------------------------------------------------
@@ -216,15 +203,14 @@ def _part_of_plain(leaf: Any) -> Part:
         return Part(f"{kind} of {len(leaf)}", digest_of_data(said.encode()))
     if isinstance(leaf, bytes | bytearray | str):
         data = leaf.encode("utf-8", "surrogatepass") if isinstance(leaf, str) else leaf
-        return Part(kind, digest_of_data(data), _short(repr(leaf[:LONGEST_TEXT])), len(data))
+        return Part(
+            kind, digest_of_data(data), one_line(repr(leaf[:LONGEST_TEXT]), LONGEST_TEXT), len(data)
+        )
     if "__repr__" in {name for each in type(leaf).__mro__[:-1] for name in vars(each)}:
         text = repr(leaf)
-        return Part(kind, digest_of_data(text.encode("utf-8", "surrogatepass")), _short(text))
+        digest = digest_of_data(text.encode("utf-8", "surrogatepass"))
+        return Part(kind, digest, one_line(text, LONGEST_TEXT))
     return Part(kind, _pickled(leaf))
-
-
-def _short(text: str) -> str:
-    return one_line(text, LONGEST_TEXT)
 
 
 def _pickled(leaf: Any) -> str:
@@ -248,6 +234,8 @@ LONG = 32
 ATOMS = (type(None), bool, int, float, complex, str, bytes, bytearray, range, slice, enum.Enum)
 WHOLE = (torch.dtype, torch.device, torch.Size, np.dtype, np.generic, type, types.ModuleType)
 CALLABLE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+LEAVES = (torch.Tensor, np.ndarray, *ATOMS, *WHOLE, *CALLABLE, frozenset, set)
+"""What is compared as it is."""
 
 
 class TooManyLeaves(Exception):
@@ -271,12 +259,6 @@ class Again:
     """Stands for a container that holds itself: what it leads to is being looked at already."""
 
 
-def is_leaf(value: Any) -> bool:
-    """Say whether it is compared as it is."""
-    plain = (*ATOMS, *WHOLE, *CALLABLE, frozenset, set)
-    return isinstance(value, (torch.Tensor, np.ndarray, *plain))
-
-
 def _walk(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     if id(value) in above or len(above) > DEEPEST:
         yield path, Again()
@@ -285,7 +267,7 @@ def _walk(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, 
         value = value.tolist()
     if (numbers := _as_numbers(value)) is not None:
         value = numbers
-    steps = None if is_leaf(value) else _steps(value)
+    steps = None if isinstance(value, LEAVES) else _steps(value)
     if steps is None:
         yield path, value
         return
@@ -307,8 +289,11 @@ def _steps(value: Any) -> list[tuple[str, Any]] | None:
             return [(f".{name}", part) for name, part in zip(fields, value, strict=True)]
         case list() | tuple() | deque():
             return [(f"[{number}]", part) for number, part in enumerate(value)]
-    if _is_of_pandas(value):
-        return _columns(value)
+    if hasattr(type(value), "to_numpy"):  # of pandas
+        index = [(".index", value.index)] if hasattr(value, "index") else []
+        if hasattr(value, "columns"):
+            return [*((_key(each), value[each].to_numpy()) for each in value.columns), *index]
+        return [("", value.to_numpy()), *index]
     if callable(getattr(value, "state_dict", None)):
         return [("." + str(key), part) for key, part in value.state_dict().items()]
     if dataclasses.is_dataclass(value):
@@ -337,18 +322,3 @@ def _as_numbers(value: Any) -> np.ndarray[Any, Any] | None:
     except OverflowError:
         return None
     return None if found.dtype == object else found
-
-
-def _is_of_pandas(value: Any) -> bool:
-    pandas = sys.modules.get("pandas")
-    kinds = (getattr(pandas, name, None) for name in ("DataFrame", "Series", "Index"))
-    return pandas is not None and isinstance(value, tuple(kind for kind in kinds if kind))
-
-
-def _columns(value: Any) -> list[tuple[str, Any]]:
-    if hasattr(value, "columns"):
-        columns = [(_key(name), value.iloc[:, at]) for at, name in enumerate(value.columns)]
-        return [*((step, column.to_numpy()) for step, column in columns), (".index", value.index)]
-    if hasattr(value, "index"):
-        return [("", value.to_numpy()), (".index", value.index)]
-    return [("", value.to_numpy())]

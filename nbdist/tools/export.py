@@ -58,9 +58,7 @@ def dist_export(line: Line) -> Shown:
     and small values of the notebook that the cells use are in it, others in train_values.pt.
     The lines below the summary say what it could not carry over.
     """
-    path = _path(line.options.file)
-    file = values_file(path)
-    _check_free(path, file, force=line.options.force)
+    path, file = free_paths(line.options.file, force=line.options.force)
     world, shell = line.world, line.pool.shell
     session = world.session
     history = shell.history_manager.input_hist_parsed  # type: ignore[union-attr]
@@ -82,7 +80,8 @@ def dist_export(line: Line) -> Shown:
     return block("\n".join([" · ".join(parts), *lost]))
 
 
-def _path(text: str | None) -> Path:
+def free_paths(text: str | None, *, force: bool) -> tuple[Path, Path]:
+    """Return where the script and its values go; raises UsageError where they cannot."""
     path = Path(text or "").expanduser()
     if not text or path.suffix != ".py":
         name = f"`%dist_export {text}`" if text else "`%dist_export`"
@@ -91,19 +90,16 @@ def _path(text: str | None) -> Path:
         )
     if not path.parent.is_dir():
         raise UsageError(f"`%dist_export {text}`: there is no folder {path.parent}.")
-    return path
+    paths = path, values_file(path)
+    if there := [each for each in paths if each.exists() and not (force and each.is_file())]:
+        hint = "" if force else f" `%dist_export --force {path}` overwrites it."
+        raise UsageError(f"`%dist_export`: {' and '.join(map(str, there))} already exists.{hint}")
+    return paths
 
 
 def values_file(path: Path) -> Path:
     """Name the file beside a script."""
     return path.with_name(f"{path.stem}_values.pt")
-
-
-def _check_free(*paths: Path, force: bool) -> None:
-    there = [each for each in paths if each.exists() and not (force and each.is_file())]
-    if there:
-        hint = "" if force else f" `%dist_export --force {paths[0]}` overwrites it."
-        raise UsageError(f"`%dist_export`: {' and '.join(map(str, there))} already exists.{hint}")
 
 
 def _write(script: Script, path: Path, file: Path, names: Mapping[str, object]) -> int:
@@ -178,19 +174,12 @@ if torch.cuda.is_available():
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
 else:
-    device = torch.device("cpu")
-"""
+    device = torch.device("cpu")"""
+"""What cells find on every worker; the group comes after it."""
 
-CHOSEN = 'dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")\n'
+CHOSEN = '"cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"'
 
 IMPORTS = ("import os", "import torch", "import torch.distributed as dist")
-
-
-def prologue(backend: str) -> str:
-    """Write what cells find on every worker: `rank`, `device` and the others, the group."""
-    if backend == "none":
-        return PROLOGUE
-    return PROLOGUE + (f'dist.init_process_group("{backend}")\n' if backend else CHOSEN)
 
 
 # --- the cells and the variables that they use -----------------------------------------------
@@ -272,12 +261,16 @@ class Composer:
             self._give_variables()
         self._lost += [*self._missing(), *_left_out(self._past), *setting.lost]
         lost = tuple(dict.fromkeys(self._lost))
+        backend = f'"{setting.backend}"' if setting.backend else CHOSEN
+        begin, end = f"dist.init_process_group({backend})", "dist.destroy_process_group()"
+        if setting.backend == "none":
+            begin = end = ""
         parts = [
             docstring(setting, lost),
             "\n".join(sorted(self._imports, key=lambda line: "__future__" not in line)),
-            prologue(setting.backend),
+            f"{PROLOGUE}\n{begin}",
             *map(_shown, self._sections),
-            "" if setting.backend == "none" else "dist.destroy_process_group()",
+            end,
         ]
         text = "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
         return Script(text, (*saved,), len(self._sections), lost)
@@ -305,7 +298,7 @@ class Composer:
             taken = set[int]()
             body = ast.parse(section.text).body
             for node in body:
-                text, found = ast.unparse(node), {name for name, *_ in imports_by(node)}
+                text, found = ast.unparse(node), {name for name, _ in imports_by(node)}
                 lines = {*range(node.lineno, (node.end_lineno or 0) + 1)}
                 shares = any({each.lineno, each.end_lineno} & lines for each in {*body} - {node})
                 is_new = found.isdisjoint(seen | self._imported())
@@ -339,21 +332,27 @@ class Composer:
         As it was when it was sent if that is known.  A set-up cell has brought variables to new
         workers, of which no task is known to have sent them.
         """
-        record, is_here = sent.get(name), name in self._names.namespace
-        if name in seen or not _is_users(name) or not (record or is_here):
+        record = sent.get(name)
+        if name in seen or SYSTEM_NAMES.fullmatch(name):
+            return
+        if record is None and name not in self._names.namespace:
             return
         seen.add(name)
-        if self._is_rebound(name, record.task if record else 0, section.task.last):
-            return
-        version = record.shipped.version if record else self._version_of(name)
-        text = _atom(version)
-        origin = self._origin_of(name) if text is None else _Origin(f"{name} = {text}")
+        since, until = record.task if record else 0, section.task.last
+        if any(name in each.made for each in self._past.tasks if since <= each.last < until):
+            return  # workers have bound it since it was sent
+        now = self._version_of(name)
+        version = record.shipped.version if record else now
+        if (text := _atom(version)) is not None:
+            origin = _Origin(f"{name} = {text}")
+        else:
+            origin = self._origins[name] = self._origins.get(name) or self._find_origin(name)
         for need in sorted(origin.needs.union(record.shipped.needs if record else ())):
             self._give(need, section, sent, seen)
         if self._there.get(name, self) == version:
             return
         self._there[name] = version
-        is_old = text is None and version != self._version_of(name)
+        is_old = text is None and version != now
         if not record:
             is_old = name in names_used(section.text) and not origin.is_import
         if is_old:
@@ -366,22 +365,12 @@ class Composer:
         elif origin.text:
             section.before.append(origin.text)
 
-    def _is_rebound(self, name: str, since: int, until: int) -> bool:
-        """Return True if a task has bound a variable on the workers, after it was sent to them."""
-        tasks = (each for each in self._past.tasks if since <= each.last < until)
-        return any(name in each.made for each in tasks)
-
     def _version_of(self, name: str) -> object:
         """Return a variable as it is now, as `Shipped.version` has what was sent."""
         try:
             return version_now(name, self._names)
         except (NbdistError, KeyError):
             return None
-
-    def _origin_of(self, name: str) -> _Origin:
-        if name not in self._origins:
-            self._origins[name] = self._find_origin(name)
-        return self._origins[name]
 
     def _find_origin(self, name: str) -> _Origin:
         if name not in self._names.namespace:
@@ -405,8 +394,6 @@ class Composer:
             return _Origin(text, names_used(text) - self._made)
         return _Origin("", problem=problem)
 
-    # --- what is missing ------------------------------------------------------------------------
-
     def _missing(self) -> list[str]:
         """Say which names are used and not there, and have `display` print."""
         there = _KNOWN | self._imported()
@@ -417,17 +404,12 @@ class Composer:
                 if name == "display":
                     self._imports["display = print"] = None
                 elif name in self._made:
-                    said.append(
-                        f"{title_of(section.task)} uses {name}, which no cell before it binds"
-                    )
+                    title = title_of(section.task)
+                    said.append(f"{title} uses {name}, which no cell before it binds")
                 else:
                     said.append(f"`{name}` is used and not there")
             there |= names_used(text) | names_bound(text)
         return said
-
-
-def _is_users(name: str) -> bool:
-    return not SYSTEM_NAMES.fullmatch(name) and name not in WORKERS_OWN
 
 
 def _atom(version: object) -> str | None:
@@ -475,8 +457,6 @@ _MAGICS = {
 }
 """What people have typed, by op, or the op's module."""
 
-_TITLES = {"script": "`%dist_run {}`", "push": "`%dist_push`"}
-
 
 def title_of(task: PastTask) -> str:
     """Name a task as people see it: `In [5]`."""
@@ -484,5 +464,5 @@ def title_of(task: PastTask) -> str:
         op, module = task.text, task.text.partition(".")[0]
         return f"`{_MAGICS.get(op) or _MAGICS.get(module, op)}`"
     if task.kind != "cell":
-        return _TITLES[task.kind].format(task.text)
+        return f"`%dist_run {task.text}`" if task.kind == "script" else "`%dist_push`"
     return f"cell {task.last}" if task.number is None else f"In [{task.number}]"

@@ -171,12 +171,6 @@ def test_ranks_that_begin_at_different_times() -> None:
     assert timeline_of({0: RankTimes(0, 0, (), 0, ())}) is None
 
 
-def test_slices() -> None:
-    """The share of waiting in each; nothing where the rank did not run."""
-    timeline = found(r0=times(ends=500, waits=((0, 250),)), r1=times(ends=1000))
-    assert shares(timeline.rows[0], timeline.seconds, 4) == [1.0, 0.0, None, None]
-
-
 def test_operations_and_what_is_known() -> None:
     """By bytes; who cannot tell says so."""
     timeline = found(r0=times(1, 2, name="all_reduce"), r1=RankTimes(START, START, (), 0, (),
