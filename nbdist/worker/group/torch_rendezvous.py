@@ -14,16 +14,11 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable
 from http.client import HTTPConnection, HTTPException
-from typing import Any
+from typing import Any, TypeVar, cast
 
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousParameters,
-)
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from nbdist.wire.spec import TorchStore
@@ -86,7 +81,11 @@ class TorchRendezvous:
                 )
             )
             store = handler.next_rendezvous().store
-            self._part(handler, store, size)
+            # The handler would watch over the ranks: it ends once all have what it is for.
+            if store.add("nbdist/parted", 1) == size:
+                store.set("nbdist/all", "")
+            store.wait(["nbdist/all"])
+            handler.shutdown()
             if where.backend in ETCD:
                 store = _EtcdStore(store, where)
         except Exception as error:  # whatever package the handler is of
@@ -96,46 +95,34 @@ class TorchRendezvous:
         self.compares = _compares(store)
         return store
 
-    def _part(self, handler: RendezvousHandler, store: Any, size: int) -> None:
-        """End the handler, which would watch over the ranks, once all have what it is for."""
-        if store.add("nbdist/parted", 1) == size:
-            store.set("nbdist/all", "")
-        store.wait(["nbdist/all"])
-        handler.shutdown()
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _naming(method: Method) -> Method:
+    """Make a method of `_EtcdStore` that says where the etcd is that does not answer."""
+
+    def named(store: _EtcdStore, *args: Any, **options: Any) -> Any:
+        try:
+            return method(store, *args, **options)
+        except store.error as error:
+            raise _no_store(store.where, f"no etcd answers there ({error}); start it") from None
+
+    return cast("Method", named)
 
 
 class _EtcdStore(AbortableStore):
-    """Says where the etcd is that does not answer: what user code makes groups in."""
+    """The store that user code makes groups in, whose errors name its etcd."""
 
     def __init__(self, store: Any, where: TorchStore) -> None:
         super().__init__(store)
-        self._where = where
-        self._error = importlib.import_module("etcd").EtcdException
+        self.where = where
+        self.error = importlib.import_module("etcd").EtcdException
 
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
-        try:
-            yield
-        except self._error as error:
-            raise _no_store(self._where, f"no etcd answers there ({error}); start it") from None
-
-    def awaited(
-        self, keys: Sequence[str], timeout: timedelta | None, *, values: bool
-    ) -> list[bytes]:
-        with self._naming():
-            return super().awaited(keys, timeout, values=values)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        with self._naming():
-            return super().check(keys)
-
-    def set(self, key: str, value: Any) -> None:
-        with self._naming():
-            super().set(key, value)
-
-    def add(self, key: str, value: int) -> int:
-        with self._naming():
-            return super().add(key, value)
+    awaited = _naming(AbortableStore.awaited)
+    check = _naming(AbortableStore.check)
+    set = _naming(AbortableStore.set)
+    add = _naming(AbortableStore.add)
 
 
 def _no_store(where: TorchStore, why: str) -> NoStore:
