@@ -18,7 +18,6 @@ import types
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -40,18 +39,10 @@ _GROUP = ("init_process_group", "destroy_process_group")
 _LOOK_ON = ("time", "prun", "memit", "mprun", "lprun", "capture")
 
 
-@dataclass(frozen=True, slots=True)
-class CellCode:
-    """A cell's code, and what of the cell it does not do, a sentence each."""
-
-    text: str
-    lost: tuple[str, ...] = ()
-
-
 def cell_code(
     source: str, transform: Transform, known: Collection[str] = (), *, shows_value: bool = False
-) -> CellCode:
-    """Make a script's code of a cell as it was sent to the workers.
+) -> tuple[str, list[str]]:
+    """Make a script's code of a cell as it was sent, and say what of the cell it does not do.
 
     `known` are variables that `$name` in a command can stand for; with `shows_value` the last
     line's value is printed.
@@ -66,7 +57,7 @@ def cell_code(
         tree, is_async = ast.parse(text), awaits(text)
     except SyntaxError:
         why = "it cannot be read as Python"
-        return CellCode("\n".join(f"# {line}" for line in [f"{why}:", *source.split("\n")]), (why,))
+        return "\n".join(f"# {line}" for line in [f"{why}:", *source.split("\n")]), [why]
     edits, lost = _without_ipython(tree, text.encode().split(b"\n"), known)
     match tree.body:
         case [*_, ast.Expr(value)] if shows_value and not any(map(_is_shell_call, ast.walk(value))):
@@ -78,7 +69,7 @@ def cell_code(
     modules = [each for each in ("subprocess", "pathlib") if f"{each}." in news]
     if is_async:
         lost.append("tasks that it leaves running end with its event loop")
-    return CellCode("\n".join([*(f"import {each}" for each in modules), text]), (*lost,))
+    return "\n".join([*(f"import {each}" for each in modules), text]), lost
 
 
 def guarded(text: str, ranks: Iterable[int]) -> str:

@@ -283,12 +283,11 @@ class Composer:
         tasks = [each for each in self._past.tasks if (each.kind, each.status) == ("cell", "ok")]
         known = {each.name for each in self._past.sent} | self._made | WORKERS_OWN
         for task in sorted(tasks, key=lambda task: task.last):
-            code = cell_code(task.text, transform, known, shows_value=task.shows_value)
-            lost = [*code.lost, *(["its figures are drawn and not shown"] if task.draws else [])]
+            text, lost = cell_code(task.text, transform, known, shows_value=task.shows_value)
+            lost += ["its figures are drawn and not shown"] if task.draws else []
             self._lost += [f"{title_of(task)}: {each}" for each in lost]
-            if awaits(code.text):
-                self._imports["import asyncio"] = None
-            yield _Section(task, code.text)
+            self._imports |= {"import asyncio": None} if awaits(text) else {}
+            yield _Section(task, text)
 
     def _hoist_imports(self) -> None:
         """Move the imports of cells to the top, where nothing before them can tell."""
