@@ -34,7 +34,7 @@ def train_for(net, steps=3):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """A notebook with two workers; `net` is something else here."""
-    first = ("%load_ext nbdist", "here_only = 'text'", ON_WORKERS)
+    first = ("%load_ext nbdist", "here_only = net_here = 'text'", ON_WORKERS)
     env = {"NBDIST_SNAPSHOT_DIR": str(tmp_path_factory.mktemp("snapshots"))}
     notebook = Notebook(*first, env=env)
     notebook.run("%%rank 1\nnet_of_one = 1")
@@ -77,14 +77,13 @@ def tells(notebook: Notebook, code: str, *texts: str) -> None:
 
 def test_names_and_attributes(two: Notebook) -> None:
     """Of the workers in their cells, beside the notebook's names; in plain cells of neither."""
-    has(two, "%%rank 1\nne", "net", "net_of_one")
+    has(two, "%%rank 1\nne", "net", "net_of_one", "net_here")
     assert "net_of_one" not in complete(two, "%%rank 0\nne")
     has(two, "# a comment\n%%distributed\ntrai", "train_for")
     offers(two, "%%distributed\nnet.enc", "encoder")
     first = "%%distributed\nnet."  # before all that torch has
     wait_until(lambda: complete(two, first)[:1] == ["encoder"], first)
     has(two, "%%distributed\nnet.encoder.we", "weight")
-    has(two, "%%distributed\nhe", "here_only", "help")
     has(two, "%%distributed\nhere_only.isd", "isdigit")
     assert "train_for" not in complete(two, "trai")
     assert "encoder" not in complete(two, "net.enc")
