@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
-import psutil
 import pytest
 import zmq
 
@@ -140,18 +139,6 @@ def test_the_next_notebook_gets_all(notebook: Notebook) -> None:
         notebook.send(Received())
     notebook.agent.terminate()
     assert notebook.agent.wait(SOON) == 0
-
-
-@pytest.mark.own_agent
-def test_an_agent_that_is_killed(notebook: Notebook) -> None:
-    """Leaves nothing, though its notebook has gone before."""
-    end_notebook(notebook)
-    workers = [*notebook.workers]
-    (agent,) = psutil.Process(notebook.agent.pid).children()
-    agent.kill()
-    notebook.agent.wait(SOON)
-    assert psutil.wait_procs(workers, timeout=SOON)[1] == []
-    assert not notebook.runtime.exists()
 
 
 @pytest.mark.own_agent
