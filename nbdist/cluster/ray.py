@@ -30,6 +30,11 @@ from nbdist.words import count
 PLACED_TIMEOUT = 60.0
 """Seconds until Ray has placed all actors: it is imported, asked, and starts interpreters."""
 
+ARRIVE_TIMEOUT = 180.0
+"""Seconds for the agents to come then: on each node Ray starts an interpreter before, which imports
+Ray; beside four spinning processes on two cores that took more than 60.
+"""
+
 TOKEN = re.compile("authentication token", re.IGNORECASE)
 TOKEN_WANTED = (
     "the Ray cluster takes only whom it knows by its token: set RAY_AUTH_MODE=token before the "
@@ -95,7 +100,7 @@ class RayLauncher:
         hosts = driver.place(Order(wanted, ticket.to_line()))
         agents = [RayAgent(driver, number, host, wanted) for number, host in enumerate(hosts)]
         driver.watch(agents)
-        return Launched(agents, len(agents), hosts)
+        return Launched(agents, len(agents), hosts, arrive_timeout=ARRIVE_TIMEOUT)
 
 
 class Driver:
