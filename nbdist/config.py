@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from difflib import get_close_matches
 from inspect import Signature
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, cast, get_args
 
 from nbdist.errors import UnknownArgument, UsageError
 from nbdist.hosts import LOCAL as LOCAL
@@ -445,11 +445,15 @@ def takes_options(
     return decorate
 
 
-@dataclass(frozen=True, eq=False)
-class Changes(WorldConfig):
-    """The arguments of a restart, for type checkers alone."""
+if TYPE_CHECKING:
 
-    keep: Sequence[str] = ()
+    @dataclass(frozen=True, eq=False)
+    class Changes(WorldConfig):
+        """The arguments of a restart."""
+
+        keep: Sequence[str] = ()
+else:
+    Changes = WorldConfig  # a class of so many fields takes a millisecond of `%load_ext`
 
 
 def takes_changes(

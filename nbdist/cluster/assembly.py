@@ -162,9 +162,9 @@ class Assembly:
     async def _gather(self, wanted: WorldConfig) -> NodePool:
         """Have agents on the machines that are wanted; those that are there may be enough."""
         pool = self._pool
-        if pool is None or not pool.will_do(wanted) or wanted.machines != self._who:
+        if pool is None or not pool.will_do(wanted) or _who(wanted) != self._who:
             await self.dismiss()
-            self._who = wanted.machines
+            self._who = _who(wanted)
             pool = self._pool = NodePool(
                 self._runtime, self._take, self._lose, self._admit, self._tell
             )
@@ -281,6 +281,25 @@ def _torch_store(wanted: WorldConfig) -> TorchStore:
     """Name a new place in the user's own rendezvous."""
     name = f"nbdist-{wanted.name}-{secrets.token_hex(8)}"
     return TorchStore(str(wanted.rdzv_backend), str(wanted.rdzv_endpoint), name)
+
+
+def _who(wanted: WorldConfig) -> tuple[object, ...]:
+    """Return what decides which machines there are, and what runs there; not how many ranks.
+
+    A restart after a change of size keeps its machines, and an allocation that was waited for.
+    """
+    return (
+        wanted.launched_by,
+        wanted.named_hosts,
+        wanted.min_nodes,
+        wanted.max_nodes,
+        wanted.python,
+        wanted.salloc,
+        wanted.wrap,
+        wanted.fork,
+        wanted.address,
+        wanted.link_timeout,
+    )
 
 
 CODE_TIMEOUT = 60.0

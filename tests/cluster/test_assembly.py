@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -142,8 +143,10 @@ def test_other_sizes(world: World) -> None:
         world.execute(DIES)
     assert world.gather("globals().get('kept')") == [0, None, None, None]
     world.scale(1)
+    forks_here = psutil.Process(world.pids[0]).ppid()
     world.restart()
     assert [row.host for row in world.status()] == ["node0"]
+    assert psutil.Process(world.pids[0]).ppid() == forks_here  # the machines' agents stay
     world.scale(4)
     world.restart()
     assert [row.host for row in world.status()] == ["node0", "node0", "node1", "node1"]
