@@ -125,7 +125,7 @@ class CodeFolder:
                 raise OSError(f"{path!r} was refused: {why}")
         for path in self._files.keys() - self._wanted.keys():
             _unlink(folder, path)
-        # Before they are there: what a killed agent has left is told by it.
+        # First: the next agent removes by it what one that was killed had written.
         _replace(folder, MANIFEST, b"\0".join(map(os.fsencode, self._wanted)))
         self._files = self._wanted
         for path, file in self._new.items():

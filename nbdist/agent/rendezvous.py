@@ -325,7 +325,7 @@ class CallOff:
             worker.kill()
             await asyncio.wait({start}, timeout=KILL_STEP)
         error = start.exception()
-        if error is None or (self._event.is_set() and not in_time):  # what called it off is told
+        if error is None or (self._event.is_set() and not in_time):  # the cause is another rank's
             return ""
         self._call_off()
         if not isinstance(error, ChildProcessError):

@@ -1,4 +1,4 @@
-"""What can be seen of a rank from outside, whatever it is doing: place, stack and status.
+"""The place, stack and status of a rank, read from outside while it runs anything.
 
 `CallLayout` says where a worker's memory has the calls of its main thread.  The worker tells it as
 it starts (`nbdist.worker.compat.cpython`), for the agent, which reads that memory

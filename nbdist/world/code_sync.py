@@ -59,7 +59,7 @@ QUIET = _any_of(
     *("node_modules/", ".venv/", ".tox/", ".nox/", ".eggs/", "*.egg-info/", ".idea/", ".vscode/"),
     *("*.py[co]", "*.ipynb", "*.sw[op]", ".~*", "*~", ".DS_Store", *OWN_NAMES),
 )
-"""Stay here, as nobody misses them there; folders end with a slash."""
+"""Files that ranks do not need, left out without a word; folders end with a slash."""
 HEAVY = _any_of(
     *("checkpoints/", "lightning_logs/", "wandb/", "mlruns/"),
     *("*.pt", "*.pth", "*.ckpt", "*.safetensors", "*.gguf"),
