@@ -120,6 +120,15 @@ def _command(pid: str) -> str:
         return "ended just now"
 
 
+def shows(pid: int, secret: str) -> str | None:
+    """Where in sight a process has the secret; None for one that has ended."""
+    try:
+        texts = {name: Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ")}
+    except OSError:
+        return None
+    return "".join(name for name, text in texts.items() if secret.encode() in text)
+
+
 def _is_spare(pid: str) -> bool:
     """Whether Ray or Chromium keeps it for what may come, as long as they are up; no actor."""
     spares = r"ray::IDLE|workers/default_worker\.py|/chrom(e|ium) --type="

@@ -23,6 +23,7 @@ from tests.hosts.launched import OnRay, lives
 from tests.hosts.network import Host, Network
 from tests.hosts.ray_cluster import RayCluster
 from tests.hosts.worlds import agent_on, lose, new_world
+from tests.traces import shows
 from tests.waiting import SOON, wait_until
 
 pytestmark = pytest.mark.shared_world
@@ -115,12 +116,7 @@ def test_agents_that_end(
 def is_in_no_text(secret: str, cluster: RayCluster) -> None:
     """Not in arguments, variables, or what Ray writes to its logs."""
     for process in psutil.process_iter():
-        for name in ("cmdline", "environ"):
-            try:
-                text = Path(f"/proc/{process.pid}/{name}").read_bytes()
-            except OSError:
-                continue
-            assert secret.encode() not in text, f"{name} of {process}"
+        assert not (name := shows(process.pid, secret)), f"{name} of {process}"
     texts = cluster.texts()
     assert "Agent" in texts
     assert secret not in texts
