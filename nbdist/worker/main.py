@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
 import socket
@@ -62,7 +63,9 @@ def run_worker(start: WorkerStart) -> None:
     if group is not None:
         group.form()
     app.kernel.around = Around(start, own_path)
-    write_all(mark(start.token, "ready"))
+    # Once the kernel reads from its sockets: the agent then writes to them, and until then they are
+    # this thread's, which zmq does not let two threads use at once.
+    asyncio.get_event_loop().call_soon(write_all, mark(start.token, "ready"))
     app.start()
     tasks.close()
     if group is not None:
