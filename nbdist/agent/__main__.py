@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbdist.agent.startup import begin
+from nbdist.agent.fork_server import begin
 
 if TYPE_CHECKING:
     from nbdist.cluster.ticket import Ticket

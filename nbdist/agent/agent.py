@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from nbdist.agent.fork_server import ForkServerProcess
 from nbdist.agent.forming import Forming
-from nbdist.agent.inspect import UsageWatch, consulted, stack_of, status_of
+from nbdist.agent.inspect import MemoryGauge, UsageWatch, consulted, stack_of, status_of
 from nbdist.agent.listener import Listener, with_ranks
 from nbdist.agent.notebook_link import Serving, Tether, run
 from nbdist.agent.outbox import Outbox
 from nbdist.agent.processes import Children, Forker
 from nbdist.agent.rendezvous import AskStore, StoreWindow
-from nbdist.agent.startup import ForkServerProcess, Guard
 from nbdist.agent.stopping import Stopping
 from nbdist.agent.worker import Emit, Worker
 from nbdist.agent.worker_group import PartCalls, WorkerGroup
-from nbdist.system.proc import MemoryGauge
+from nbdist.system.processes import Guard
 from nbdist.wire import control
 from nbdist.wire.door import WorldInfo
 from nbdist.wire.logs import GetLogs, read_logs

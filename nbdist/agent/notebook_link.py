@@ -28,10 +28,9 @@ from zmq.eventloop.zmqstream import ZMQStream
 
 from nbdist import __version__
 from nbdist.agent.record import Record
-from nbdist.agent.startup import Guard, end_descendants
 from nbdist.output.events import Died
 from nbdist.system import folders
-from nbdist.system.prctl import adopt_orphans
+from nbdist.system.processes import Guard, adopt_orphans, end_descendants
 from nbdist.values.shared_memory import Segment, SegmentGone, SegmentRef
 from nbdist.wire.door import SOCKET, Accepted, Attach, Refused, WorldInfo
 from nbdist.wire.messages import (

@@ -22,7 +22,7 @@ from nbdist.output.events import (
     Update,
     size_of,
 )
-from nbdist.system.proc import trim_memory
+from nbdist.system.processes import trim_memory
 from nbdist.wire.messages import Outputs
 
 # --- what is kept -----------------------------------------------------------------------------

@@ -23,8 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from nbdist.agent.startup import (
-    END_TIMEOUT,
+from nbdist.agent.fork_server import (
     Fork,
     Forked,
     ForkFailed,
@@ -32,16 +31,13 @@ from nbdist.agent.startup import (
     FromForkServer,
     Imported,
     WorkerExited,
-    await_end,
-    end_group,
     log_file,
     start_fork_server,
     to_frame,
 )
-from nbdist.system import prctl
+from nbdist.system import processes
 from nbdist.system.limits import Lack, word_lack
-from nbdist.system.proc import OwnTime
-from nbdist.system.processes import safe_environ
+from nbdist.system.processes import END_TIMEOUT, OwnTime, await_end, end_group, safe_environ
 from nbdist.wire.frames import FrameCutter
 from nbdist.wire.spec import WorkerStart, WorldSpec
 from nbdist.words import word_exit
@@ -241,7 +237,7 @@ def command_of(spec: WorldSpec, path: str | None) -> list[str]:
     wrapper = shutil.which(spec.wrap[0], path=path)
     if wrapper is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-    return [sys.executable, "-IS", prctl.__file__, wrapper, *spec.command[1:]]
+    return [sys.executable, "-IS", processes.__file__, wrapper, *spec.command[1:]]
 
 
 # --- forked workers ---------------------------------------------------------------------------

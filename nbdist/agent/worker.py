@@ -20,8 +20,7 @@ from nbdist.agent.worker_logs import WorkerLog
 from nbdist.agent.worker_output import WorkerOutput
 from nbdist.output.events import Died, Done, Failure, InputRequest, Output, Text, Typed
 from nbdist.system.limits import Lack, OomKills, lack_in
-from nbdist.system.prctl import cpu_seconds
-from nbdist.system.proc import is_exiting, is_stopped
+from nbdist.system.processes import cpu_seconds, is_exiting, is_stopped
 from nbdist.wire import control
 from nbdist.wire.frames import BadFrame
 from nbdist.wire.messages import Run

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.agent.inspect import status_of
-from nbdist.system.proc import MemoryGauge, thread_state
+from nbdist.agent.inspect import MemoryGauge, status_of
+from nbdist.system.processes import thread_state
 from nbdist.wire.views import Place, Stack, WorkerStatus
 from nbdist.world.running import RunningTask
 from nbdist.world.states import State
