@@ -12,7 +12,7 @@ from itertools import pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from nbdist.agent.stack_file import frames_of, own_frames, with_code
+from nbdist.agent.stacks import frames_of, own_frames, with_code
 from nbdist.system.processes import is_stopped
 from nbdist.wire import control
 from nbdist.wire.control import Completions, Description, Question

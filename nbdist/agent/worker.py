@@ -15,9 +15,8 @@ from typing import Any
 
 from nbdist.agent.kernel_link import KernelClient, Message, TaskConnection, as_shown, output_from
 from nbdist.agent.processes import ProcessSource, WorkerProcess
-from nbdist.agent.stack_file import StackFile
-from nbdist.agent.worker_logs import WorkerLog
-from nbdist.agent.worker_output import WorkerOutput
+from nbdist.agent.stacks import StackFile
+from nbdist.agent.worker_output import WorkerLog, WorkerOutput
 from nbdist.output.events import Died, Done, Failure, InputRequest, Output, Text, Typed
 from nbdist.system.limits import Lack, OomKills, lack_in
 from nbdist.system.processes import cpu_seconds, is_exiting, is_stopped

@@ -22,7 +22,7 @@ from nbdist.agent.code_folder import CodeFolder
 from nbdist.agent.processes import Children, Forker, ProcessSource, Spawner, can_fork_with
 from nbdist.agent.rendezvous import CallOff, Rendezvous, StoreWindow
 from nbdist.agent.worker import Emit, Worker
-from nbdist.agent.worker_logs import RunFolder
+from nbdist.agent.worker_output import RunFolder
 from nbdist.system.limits import lack_in, word_lack_of_files
 from nbdist.topology import parse_gpus, usable_cores, visible_gpus
 from nbdist.wire import control
