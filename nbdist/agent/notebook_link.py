@@ -1,8 +1,8 @@
 """What ties a process to the notebook that it serves: messages, the notebook's end, the next one.
 
 A world that is to be detached outlives its notebook: its tether then has nobody at the other
-end, what comes up is kept (`Record`), and a notebook that asks (`Listener`) gets all of it.  Any
-other world ends with its notebook.  For whoever serves a notebook: the agent of a world on one
+end, what comes up is kept (`WorldRecord`), and a notebook that asks (`Listener`) gets all of it.
+Any other world ends with its notebook.  For whoever serves a notebook: the agent of a world on one
 machine, or the head of several agents.  Calls are answered one at a time, much else beside.
 """
 
@@ -21,13 +21,13 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 from zmq.eventloop.zmqstream import ZMQStream
 
 from nbdist import __version__
-from nbdist.agent.record import Record
+from nbdist.agent.outbox import WorldRecord
 from nbdist.output.events import Died
 from nbdist.system import folders
 from nbdist.system.processes import Guard, adopt_orphans, end_descendants
@@ -51,11 +51,10 @@ from nbdist.wire.messages import (
 from nbdist.wire.spec import versions_here
 from nbdist.wire.work import Task, unpack
 
+Result = TypeVar("Result")
+
 # --- the end of the link ----------------------------------------------------------------------
 
-
-NOTEBOOK_SOCKET = "notebook.sock"
-"""The name of the notebook's socket in the runtime folder."""
 
 LINK_LINGER = 500
 """Milliseconds that the last messages may take to reach the notebook."""
@@ -68,7 +67,7 @@ class NotebookEnd:
     """
 
     def __init__(
-        self, runtime: Path, receive: Callable[[Down], None], name: str = NOTEBOOK_SOCKET
+        self, runtime: Path, receive: Callable[[Down], None], name: str = folders.SOCKET
     ) -> None:
         self._hand_on = receive
         link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -77,9 +76,6 @@ class NotebookEnd:
         link.connect(f"ipc://{runtime}/{name}")
         self._link = ZMQStream(link)
         self._link.on_recv(self._receive)
-
-    def __repr__(self) -> str:
-        return f"<NotebookEnd {'closed' if self._link.closed() else 'open'}>"
 
     def say_hello(self) -> None:
         """Say who this is: the first of all messages."""
@@ -139,7 +135,7 @@ class Tether:
         self._guard = guard
         self._hand_on, self._leave = receive, leave
         self._has_machines = has_machines
-        self._record = Record()
+        self._record = WorldRecord()
         self._end: NotebookEnd | None = NotebookEnd(runtime, self._receive)
         self.notebook_pid = notebook_pid
         self._ends: list[int] = []
@@ -366,7 +362,7 @@ class Tether:
         self._watch_process()
 
 
-def _line_of(record: Record) -> str:
+def _line_of(record: WorldRecord) -> str:
     """Return the first line of what runs that says something; "" for nothing."""
     if record.run is None or not record.unfinished:
         return ""
@@ -399,10 +395,6 @@ class Serving:
         self._gone = asyncio.Event()
         self._fault: BaseException | None = None
 
-    def __repr__(self) -> str:
-        state = "leaves" if self._gone.is_set() else "serves"
-        return f"<Serving {state}, {self._asked.qsize()} calls wait>"
-
     async def until_left(self) -> None:
         """Work until `leave` is called; what is under way then is cancelled.
 
@@ -427,7 +419,7 @@ class Serving:
         """Do this once all calls before it have been answered."""
         self._asked.put_nowait(ask)
 
-    def do(self, work: Coroutine[Any, Any, None]) -> None:
+    def do(self, work: Coroutine[Any, Any, object]) -> None:
         """Do something beside the calls, until it is to leave."""
         if self._gone.is_set():
             work.close()
@@ -450,14 +442,14 @@ class Serving:
             self._send(Answer(ask.id, await self._answer(ask.request)))
 
 
-def run(runtime: Path, serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def run(runtime: Path, serve: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
     """Serve until that is over; returns with nothing left behind."""
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     adopt_orphans()
     # Until the end: what cleans up after dead agents finds that this one runs.
     folders.join(runtime, folders.runtime(runtime))
     try:
-        asyncio.run(serve())
+        return asyncio.run(serve())
     finally:
         end_descendants()
         shutil.rmtree(runtime, ignore_errors=True)
