@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from nbdist.agent import rendezvous, worker_group
+from nbdist.agent import worker_group
+from nbdist.agent.agent import PartCalls
 from nbdist.agent.forming import Part
-from nbdist.agent.rendezvous import StoreWindow
-from nbdist.agent.worker_group import PartCalls, WorkerGroup
+from nbdist.agent.listener import StoreWindow
+from nbdist.agent.worker_group import WorkerGroup
 from nbdist.cluster.node import Node
 from nbdist.seats import Position
 from nbdist.wire.control import HeldGroups
@@ -184,7 +185,7 @@ async def test_a_silent_survivor(
 ) -> None:
     """It is ended after a while, so that it is restarted alone, and the world goes on."""
     monkeypatch.setattr(worker_group, "HEAL_TIMEOUT", 0.1)
-    monkeypatch.setattr(rendezvous, "CALLED_OFF_GRACE", 0.1)
+    monkeypatch.setattr(worker_group, "CALLED_OFF_GRACE", 0.1)
     alone = replace(spec, world_size=1, seats=spec.seats[:1])
     started = await tried.part.start_part(alone, (0,), 1)
     assert isinstance(started, WorldStarted)
