@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nbdist.agent.stacks import frames_of, own_frames, with_code
@@ -281,82 +280,67 @@ class GpuGauge:
     """Reads GPUs by the names that CUDA_VISIBLE_DEVICES has for them."""
 
     def __init__(self) -> None:
-        self._nvml: ModuleType | None = None
-        self._is_open: bool | None = None
+        self._nvml: Any = None
+        self._has_tried = False
         self._handles: dict[str, Any] = {}
 
     def read(self, names: Iterable[str], environ: Mapping[str, str]) -> dict[str, Gpu]:
         """Return what is known of these; takes a millisecond each, and the first time more."""
-        wanted = sorted({*names})
-        if not wanted or not self._open():
-            return {}
-        found = {}
-        for name in wanted:
-            try:
-                found[name] = self._gpu(self._handle(name, environ))
-            except (self._nvml.NVMLError, LookupError):  # type: ignore[union-attr]
-                continue
+        found: dict[str, Gpu] = {}
+        if not self._has_tried:
+            self._open()
+        if self._nvml is None:
+            return found
+        for name in sorted({*names}):
+            # LookupError: it is not known which one CUDA means.
+            with suppress(self._nvml.NVMLError, LookupError):
+                if name not in self._handles:
+                    self._handles[name] = self._find(name, environ)
+                found[name] = self._gpu(self._handles[name])
         return found
 
     def close(self) -> None:
         """Let go of the driver."""
-        if self._is_open and self._nvml is not None:
+        if self._nvml is not None:
             self._nvml.nvmlShutdown()
-        self._is_open = False
+        self._nvml, self._has_tried = None, True
 
-    def _open(self) -> bool:
-        if self._is_open is None:
-            self._is_open = False
-            try:
-                import pynvml
-            except ImportError:
-                return False
+    def _open(self) -> None:
+        self._has_tried = True
+        try:
+            import pynvml
+        except ImportError:
+            return
+        with suppress(pynvml.NVMLError):  # there is no driver
+            pynvml.nvmlInit()
             self._nvml = pynvml
-            try:
-                pynvml.nvmlInit()
-                self._is_open = True
-            except pynvml.NVMLError:
-                pass  # there is no driver
-        return self._is_open
-
-    def _handle(self, name: str, environ: Mapping[str, str]) -> Any:
-        """Find the device; LookupError where it is not known which one CUDA means."""
-        if name not in self._handles:
-            self._handles[name] = self._find(name, environ)
-        return self._handles[name]
 
     def _find(self, name: str, environ: Mapping[str, str]) -> Any:
-        nvml: Any = self._nvml
+        nvml = self._nvml
         if name.startswith("MIG-"):
             return nvml.nvmlDeviceGetHandleByUUID(name)
         every = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         if not name.isdigit():  # the beginning of an UUID is enough for CUDA
-            return next(
-                (each for each in every if _text(nvml.nvmlDeviceGetUUID(each)).startswith(name)),
-                None,
-            ) or _unknown(name)
+            for each in every:
+                if _text(nvml.nvmlDeviceGetUUID(each)).startswith(name):
+                    return each
+            raise LookupError(name)
         # CUDA counts the fastest first, unless told otherwise; the driver by their places.
         in_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
         if in_order or len({_text(nvml.nvmlDeviceGetName(each)) for each in every}) == 1:
             return every[int(name)]
-        return _unknown(name)
+        raise LookupError(name)
 
     def _gpu(self, handle: Any) -> Gpu:
-        nvml: Any = self._nvml
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        try:
-            busy = int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-        except nvml.NVMLError:  # a slice of a GPU counts no time
-            busy = None
+        memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+        busy = None
+        with suppress(self._nvml.NVMLError):  # a slice of a GPU counts no time
+            busy = int(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
         return Gpu(int(memory.used), int(memory.total), busy)
 
 
 def _text(said: str | bytes) -> str:
     return said.decode() if isinstance(said, bytes) else said
-
-
-def _unknown(name: str) -> Any:
-    raise LookupError(name)
 
 
 # --- telling it -------------------------------------------------------------------------------

@@ -222,9 +222,6 @@ class TaskConnection(asyncio.Protocol):
         self._cutter = FrameCutter(MOST_BYTES)
         self._is_lost = False
 
-    def __repr__(self) -> str:
-        return f"<TaskConnection {'lost' if self._is_lost else self._cutter}>"
-
     def data_received(self, data: bytes) -> None:
         """Take it; called by asyncio."""
         if self._is_lost:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from nbdist.agent.fork_server import (
     Fork,
@@ -57,9 +57,6 @@ class Children:
 
     def __init__(self) -> None:
         self._expected: dict[int, OnExit] = {}
-
-    def __repr__(self) -> str:
-        return f"<Children {sorted(self._expected)}>"
 
     def attach(self) -> None:
         """Begin to reap."""
@@ -163,25 +160,6 @@ class WorkerProcess:
             self.exited.set_result(exit_code)
 
 
-class ProcessSource(Protocol):
-    """Starts worker processes."""
-
-    def last_lines(self) -> tuple[str, ...]:
-        """Return what the source itself has written: why it could start none."""
-
-    async def prepare(self) -> None:
-        """Be ready to start some, which can take as long as torch's import.
-
-        Raises ChildProcessError when there is no way to be.
-        """
-
-    async def start(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
-        """Start a process that becomes the worker; it gets copies of the descriptors.
-
-        Raises ChildProcessError when there is no way to start one.
-        """
-
-
 class Spawner:
     """Starts each worker as a new interpreter: slower, and free of all that fork inherits."""
 
@@ -189,12 +167,17 @@ class Spawner:
         self._children = children
 
     def last_lines(self) -> tuple[str, ...]:
+        """Return none: what each of them writes is its worker's."""
         return ()
 
     async def prepare(self) -> None:
         """Do nothing: nothing has to be there."""
 
     async def start(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
+        """Start a process that becomes the worker; it gets copies of the descriptors.
+
+        Raises ChildProcessError when there is no way to start one.
+        """
         environ = {**start.world.environ, **start.environ}
         try:
             with _file_of(start) as stdin:
@@ -315,6 +298,10 @@ class Forker:
         return tuple(log.read_text(errors="replace").splitlines()) if log.exists() else ()
 
     async def prepare(self) -> None:
+        """Be ready to start some, which can take as long as torch's import.
+
+        Raises ChildProcessError when there is no way to be.
+        """
         if self._server is None:
             try:
                 self._server = start_fork_server(self._runtime)
@@ -326,6 +313,7 @@ class Forker:
         self._imported.result()
 
     async def start(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
+        """Fork a process that becomes the worker, as `Spawner.start` says."""
         await self.prepare()
         try:
             return await self._ask(start, stdout, stderr)
@@ -464,3 +452,6 @@ class Forker:
         """Expect their ends here: they have become this process's children."""
         for pid in list(self._workers):
             self._children.adopted(pid)
+
+
+ProcessSource = Spawner | Forker

@@ -71,9 +71,6 @@ class StackFile:
         self._path = Path(path)
         self._reading: asyncio.Future[tuple[Call, ...]] | None = None
 
-    def __repr__(self) -> str:
-        return f"<StackFile {self._path}>"
-
     async def sample(self, pid: int, timeout: float) -> tuple[Call, ...]:
         """Return the main thread's calls now, as file, line and function, from the innermost out.
 

@@ -70,23 +70,19 @@ class WorkerGroup:
         self._spawner = Spawner(children)
         self._store = store
         self._rendezvous = Rendezvous(runtime, str(store.path) if store else "", address)
-        self._spec: WorldSpec | None = None
+        self.spec: WorldSpec | None = None
+        """What the workers have in common, None before the first start."""
         self._run: RunFolder | None = None
         self._logs: Path | None = None
         self._aborting: set[asyncio.Task[control.Answer | None]] = set()
 
     def __repr__(self) -> str:
-        return f"<WorkerGroup {sorted(self.all)} {self._rendezvous}>"
+        return f"<WorkerGroup {sorted(self.all)} generation {self._rendezvous.generation}>"
 
     @property
     def port(self) -> int:
         """The MASTER_PORT that is held on this machine."""
-        return self._rendezvous.port
-
-    @property
-    def spec(self) -> WorldSpec | None:
-        """What the workers have in common, None before the first start."""
-        return self._spec
+        return self._rendezvous.port.number
 
     def alive(self, ranks: Iterable[int]) -> list[Worker]:
         """Return those of them whose process is there and ready."""
@@ -103,7 +99,7 @@ class WorkerGroup:
         self, spec: WorldSpec, ranks: Sequence[int], attempt: int
     ) -> WorldStarted | StartFailure:
         """Start these ranks at once; when one fails, or it is called off, end the others."""
-        self._spec = spec = self.code.moved(spec)
+        self.spec = spec = self.code.moved(spec)
         if lack := word_lack_of_files(spec.world_size):
             return _failure(spec, ranks[0], lack, ())
         self._begin(spec, attempt)
@@ -115,12 +111,20 @@ class WorkerGroup:
             lines = worker.output.last_lines or source.last_lines()
             await self.stop(grace=0.0)
             return _failure(spec, worker.rank, why, lines)
-        return WorldStarted(*self._whereabouts(), await self._lacks(ranks[0]))
+        # All have the same libraries.
+        checked = await self.all[ranks[0]].ask(control.Check(), CHECK_TIMEOUT)
+        lacks = checked.sentences if isinstance(checked, control.Lacks) else ()
+        return WorldStarted(*self._whereabouts(), lacks)
 
     def _begin(self, spec: WorldSpec, attempt: int) -> None:
         """Have a store and a log folder for this start of the world."""
         self._rendezvous.begin_world(attempt)
-        self._logs = self._log_folder(spec)
+        if self._run:
+            self._run.close()
+        # Machines can have one home folder, and each numbers its starts by itself.
+        name = spec.name if spec.node is None else f"{spec.name}/{socket.gethostname()}"
+        self._run = RunFolder(Path(spec.log_dir).expanduser(), name) if spec.log_dir else None
+        self._logs = self._run.new_attempt(attempt - 1) if self._run else None
 
     async def _make_folder(self) -> None:
         """Have the runtime folder, and the store's socket there, also where they were removed."""
@@ -144,11 +148,6 @@ class WorkerGroup:
         await worker.output.up.wait()
         self._report(Starting(sum(each.output.up.is_set() for each in self.all.values())))
 
-    async def _lacks(self, rank: int) -> tuple[str, ...]:
-        """Say what the libraries of the workers lack; all have the same ones."""
-        answer = await self.all[rank].ask(control.Check(), CHECK_TIMEOUT)
-        return answer.sentences if isinstance(answer, control.Lacks) else ()
-
     async def stop(self, grace: float) -> None:
         """End all workers."""
         await self.end(tuple(self.all), grace)
@@ -165,13 +164,9 @@ class WorkerGroup:
         """
         if self._run is not None:
             self._logs = self._run.new_attempt(self._rendezvous.attempt)
-        self._have({became[rank]: worker for rank, worker in self.all.items()})
+        self.all = dict(sorted((became[rank], worker) for rank, worker in self.all.items()))
         for rank, worker in self.all.items():
             worker.renumber(rank, self._logs_of(rank))
-
-    def _have(self, workers: Mapping[int, Worker]) -> None:
-        """Have these, in the order of their numbers: what is said of all has that too."""
-        self.all = dict(sorted(workers.items()))
 
     def close(self) -> None:
         """Let go of what is kept from world to world; the workers have been stopped."""
@@ -203,18 +198,19 @@ class WorkerGroup:
 
     async def form(self, plan: Plan, ranks: Sequence[int]) -> Formed:
         """Start those of its ranks that are missing, and have the others meet them."""
-        self._spec = spec = self.code.moved(plan.spec)
+        self.spec = spec = self.code.moved(plan.spec)
         if plan.attempt != self._rendezvous.attempt:
             self._begin(spec, plan.attempt)
         await self._make_folder()
-        self._rendezvous.go_on(plan.generation, plan.sized_in)
+        self._rendezvous.generation, self._rendezvous.sized_in = plan.generation, plan.sized_in
         missing = [rank for rank in ranks if rank in plan.missing]
         await self.end(missing, 0.0)
         survivors = [self.all[rank] for rank in ranks if rank in self.all]
         for worker in survivors:
             worker.sit(spec)
         new = {rank: self._worker(spec, rank, plan.groups or {}) for rank in missing}
-        self._have({**self.all, **new})
+        # In the order of their numbers: what is said of all has that too.
+        self.all = dict(sorted({**self.all, **new}.items()))
         forms = {each: self._form(plan, each.rank) for each in survivors}
         problem = await self._have_meet(forms, [*new.values()], self._source(spec))
         alive = tuple(worker.rank for worker in self.alive(ranks))
@@ -286,14 +282,6 @@ class WorkerGroup:
     def _logs_of(self, rank: int) -> Path | None:
         return self._logs and self._logs / str(rank)
 
-    def _log_folder(self, spec: WorldSpec) -> Path | None:
-        if self._run:
-            self._run.close()
-        # Machines can have one home folder, and each numbers its starts by itself.
-        name = spec.name if spec.node is None else f"{spec.name}/{socket.gethostname()}"
-        self._run = RunFolder(Path(spec.log_dir).expanduser(), name) if spec.log_dir else None
-        return self._run.new_attempt(self._rendezvous.attempt - 1) if self._run else None
-
     def _whereabouts(self) -> tuple[dict[int, int], dict[int, str]]:
         """Return process and log folder of each rank."""
         pids = {rank: worker.pid for rank, worker in self.all.items()}
@@ -355,9 +343,6 @@ class HeldPort:
         self._socket.bind((address, 0))
         self.number = int(self._socket.getsockname()[1])
 
-    def __repr__(self) -> str:
-        return f"<HeldPort {self.number}>"
-
     def close(self) -> None:
         """Let other programs have it."""
         self._socket.close()
@@ -366,6 +351,7 @@ class HeldPort:
 class Rendezvous:
     """What the ranks of a world meet by: store, port, files, and the generation of their group.
 
+    Which has its size since the generation `sized_in`.
     One after the other for all worlds that the agent starts, which are counted by `attempt`.
     With `store_socket` the ranks ask there for what is else in a file.
     """
@@ -373,26 +359,19 @@ class Rendezvous:
     def __init__(self, runtime: Path, store_socket: str = "", address: str = "127.0.0.1") -> None:
         """`address` is that on which user code's own rank 0 can listen."""
         self._store_socket = store_socket
-        self.attempt = self.generation = 0
-        self._sized_in = 0
+        self.attempt = self.generation = self.sized_in = 0
         self._runtime = runtime
-        self._port = HeldPort(address)
+        self.port = HeldPort(address)
+        self._over = runtime / "world0"
         self._store = -1
-
-    def __repr__(self) -> str:
-        return f"<Rendezvous world {self.attempt} generation {self.generation}>"
-
-    @property
-    def port(self) -> int:
-        """The MASTER_PORT that is held here."""
-        return self._port.number
 
     def begin_world(self, attempt: int) -> None:
         """Have a new store, and the first generation of a group."""
         self.make_folder()
         self._drop_store()
         self.attempt = attempt
-        self.generation = self._sized_in = 1
+        self.generation = self.sized_in = 1
+        self._over = self._runtime / f"world{attempt}"
         # A file without a name: the world must outlive the cleaning of /tmp.
         self._store = os.memfd_create(f"nbdist-store{self.attempt}")
 
@@ -408,13 +387,9 @@ class Rendezvous:
         else:
             folders.claim(self._runtime, folders.runtime(self._runtime))
 
-    def go_on(self, generation: int, sized_in: int) -> None:
-        """Have this generation of the group, which has its size since that one."""
-        self.generation, self._sized_in = generation, sized_in
-
     def close(self) -> None:
         """End; the workers have been stopped."""
-        self._port.close()
+        self.port.close()
         self._drop_store()
 
     def _drop_store(self) -> None:
@@ -426,10 +401,6 @@ class Rendezvous:
     def over_file(self) -> Path:
         """The file by which the forming of this generation is called off."""
         return over_file(self._over, self.generation)
-
-    @property
-    def _over(self) -> Path:
-        return self._runtime / f"world{self.attempt}"
 
     def start_of(
         self, spec: WorldSpec, rank: int, log_folder: Path | None, joins: Groups | None = None
@@ -449,7 +420,7 @@ class Rendezvous:
             environ=self.environ_of(spec, rank, log_folder),
             joins=joins,
             gpus=spec.gpus_of(rank),
-            sized_in=self._sized_in,
+            sized_in=self.sized_in,
             store_socket=self._store_socket,
         )
 
@@ -457,7 +428,7 @@ class Rendezvous:
         """Work out the rank's part of the environment."""
         in_logs = log_folder and str(log_folder / "error.json")
         error_file = in_logs or f"{self._name_of(rank)}.error.json"
-        variables = torchrun_variables(spec, rank, self._port.number, error_file)
+        variables = torchrun_variables(spec, rank, self.port.number, error_file)
         return {**variables, **ASKS_ONCE} if self._store_socket else variables
 
     def _name_of(self, rank: int) -> str:
@@ -476,9 +447,6 @@ class CallOff:
         self._file = file
         self._ends = ends
         self._event = asyncio.Event()
-
-    def __repr__(self) -> str:
-        return f"<CallOff {self._file.name} {'called off' if self._event.is_set() else 'open'}>"
 
     def __enter__(self) -> CallOff:
         for end in self._ends:

@@ -68,9 +68,6 @@ class WorkerOutput:
         self._stdout, self._stderr = OutputPipe(self._read_stdout), OutputPipe(self._read_stderr)
         self._retry: asyncio.TimerHandle | None = None
 
-    def __repr__(self) -> str:
-        return f"<WorkerOutput {self._merger}>"
-
     @property
     def last_lines(self) -> tuple[str, ...]:
         """The end of what the worker has written, to say why it ended."""
@@ -228,9 +225,6 @@ class Merger(Generic[Message]):
             name: codecs.getincrementaldecoder("utf-8")("replace")
             for name in ("stdout", "stderr", "pipe")
         }
-
-    def __repr__(self) -> str:
-        return f"<Merger {len(self._queue)} queued, {len(self._messages)} messages early>"
 
     def receive_stdout(self, data: bytes, now: float) -> None:
         """Take in what was read from the worker's file descriptor 1."""
@@ -459,9 +453,6 @@ class RunFolder:
                     self._enter(folder)
         with suppress(OSError):  # also where the disk is full
             drop_old_runs(root)
-
-    def __repr__(self) -> str:
-        return f"<RunFolder {self.path}>"
 
     def close(self) -> None:
         """Let go of it: it may be removed from now on, when it is old."""
