@@ -24,7 +24,7 @@ def main() -> None:
     guard, fork_server = begin(runtime, notebook_pid, fork_server="--no-fork" not in sys.argv)
     from nbdist.agent.agent import run_agent
 
-    run_agent(runtime, notebook_pid, fork_server, guard=guard)
+    run_agent(runtime, notebook_pid, fork_server, guard)
 
 
 def serve_head(number: int) -> str:
@@ -46,7 +46,7 @@ def serve_head(number: int) -> str:
         return str(error)
     from nbdist.agent.agent import run_agent
 
-    return run_agent(runtime, 0, fork_server, coming=Coming(ticket, way, number), guard=guard)
+    return run_agent(runtime, 0, fork_server, guard, Coming(ticket, way, number))
 
 
 main()

@@ -16,8 +16,8 @@ import psutil
 
 from nbdist.agent.fork_server import ForkServerProcess
 from nbdist.agent.forming import Forming
-from nbdist.agent.inspect import MemoryGauge, UsageWatch, consulted, stack_of, status_of
-from nbdist.agent.listener import AskStore, Listener, StoreWindow, with_ranks
+from nbdist.agent.inspect import UsageWatch, consulted, stack_of, status_of
+from nbdist.agent.listener import Listener, StoreWindow, with_ranks
 from nbdist.agent.notebook_link import Serving, Tether, run
 from nbdist.agent.outbox import Outbox
 from nbdist.agent.processes import Children, Forker
@@ -49,27 +49,25 @@ BIND_TIMEOUT = 60.0
 class Agent:
     """Does what the notebook calls for, one call at a time, and reports as things happen.
 
-    With `coming` it is one of several, and has a head in the notebook's place.  With `ask_store`
-    its ranks meet in a store that this leads to, else in a file.
+    With `coming` it is one of several, and has a head in the notebook's place.  Its ranks meet in
+    a store that this keeps, else in a file.
     """
 
     def __init__(
         self,
         runtime: Path,
         notebook_pid: int,
-        children: Children,
-        forker: Forker | None,
-        ask_store: AskStore | None = None,
-        coming: Coming | None = None,
-        guard: Guard | None = None,
+        fork_server: ForkServerProcess | None,
+        guard: Guard,
+        coming: Coming | None,
     ) -> None:
-        self._children = children
-        self._forker = forker
+        self._children = Children()
+        self._forker = Forker(runtime, self._children, fork_server) if fork_server else None
         self._serving = Serving(self._answer, self._send)
-        self._gauge = MemoryGauge()
         self._outbox = Outbox(self._send)
         self._head: HeadEnd | None = None
         self._returns: Uploads | None = None
+        self._store: StoreWindow | None = None
         emit: Emit = self._outbox.add
         if coming:
             # For worlds on several machines alone.
@@ -77,15 +75,15 @@ class Agent:
             from nbdist.cluster.transfer import Uploads
 
             self._returns = Uploads(emit, self._send_head)
-            emit, ask_store = self._returns.add, self._ask_head
-        self._store = StoreWindow(runtime, ask_store) if ask_store else None
+            self._store = StoreWindow(runtime, self._ask_head)
+            emit = self._returns.add
         address = coming.way.own if coming else "127.0.0.1"
         self._workers = WorkerGroup(
-            runtime, children, forker, emit, self._send, self._store, address
+            runtime, self._children, self._forker, emit, self._send, self._store, address
         )
         self._part = PartCalls(self._workers, address)
         self._forming = Forming({0: self._workers})
-        self._usage = UsageWatch(self._gauge, self._send)
+        self._usage = UsageWatch(self._send)
         self._stopping = Stopping(
             lambda: self._workers.abort(self._workers.all),
             lambda places: self._send(messages.Aborted(places)),
@@ -156,7 +154,7 @@ class Agent:
                 self._run(run)
             case Ask(number, messages.GetStatus()):
                 workers = tuple(self._workers.all.values())
-                do(self._report(number, status_of, workers, self._gauge, self._usage))
+                do(self._report(number, status_of, workers, self._usage))
             case Ask(number, messages.GetStacks(ranks)):
                 do(self._report(number, self._stacks, ranks))
             case Ask(number, GetLogs() as get):
@@ -239,8 +237,8 @@ class Agent:
         await asyncio.gather(*(worker.ask(let_go, LET_GO_TIMEOUT) for worker in alive))
 
     async def _look(self, info: WorldInfo) -> WorldInfo:
-        workers, fresh = tuple(self._workers.all.values()), self._usage.fresh_seconds
-        rows = await status_of(workers, self._gauge, self._usage, fresh)
+        workers = tuple(self._workers.all.values())
+        rows = await status_of(workers, self._usage, self._usage.fresh_seconds)
         return with_ranks(info, self._workers.spec, rows)
 
     def _bind_workers(self) -> None:
@@ -255,20 +253,16 @@ def run_agent(
     runtime: Path,
     notebook_pid: int,
     fork_server: ForkServerProcess | None,
-    *,
+    guard: Guard,
     coming: Coming | None = None,
-    guard: Guard | None = None,
 ) -> str:
     """Run an agent until its world, or its head, ends; returns with nothing left behind.
 
     What it returns is why it ended before that, else "".
     """
-    children = Children()
-    forker = Forker(runtime, children, fork_server) if fork_server else None
 
     async def serve() -> str:
-        agent = Agent(runtime, notebook_pid, children, forker, coming=coming, guard=guard)
-        return await agent.serve()
+        return await Agent(runtime, notebook_pid, fork_server, guard, coming).serve()
 
     return run(runtime, serve)
 

@@ -43,8 +43,8 @@ from nbdist.system.processes import (
     Guard,
     adopt_orphans,
     end_descendants,
-    end_group,
     go_below_guard,
+    reap,
 )
 from nbdist.wire.frames import FrameCutter, framed
 
@@ -378,15 +378,9 @@ class ForkServer:
 
     def _report_exits(self) -> None:
         """Reap every child; orphans that were adopted are reaped in silence."""
-        with suppress(ChildProcessError):  # there are none
-            while child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                pid = child.si_pid
-                if pid in self._workers:
-                    # Before it is reaped: until then no other group can have its number.
-                    end_group(pid)
-                exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                if (number := self._workers.pop(pid, None)) is not None:
-                    self.send(WorkerExited(number, pid, exit_code))
+        for pid, exit_code in reap(self._workers):
+            if (number := self._workers.pop(pid, None)) is not None:
+                self.send(WorkerExited(number, pid, exit_code))
 
 
 def main() -> None:

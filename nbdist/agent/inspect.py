@@ -1,4 +1,7 @@
-"""What the agent says of where a worker is: it asks, and samples one that does not answer."""
+"""What the agent says of where a worker is, and of what it uses.
+
+It asks, and samples one that does not answer; memory and GPUs it reads itself.
+"""
 
 from __future__ import annotations
 
@@ -76,10 +79,7 @@ async def consulted(
 
 
 async def status_of(
-    workers: Sequence[Worker],
-    gauge: MemoryGauge,
-    watch: UsageWatch,
-    fresh: float = FRESH_SECONDS,
+    workers: Sequence[Worker], usage: UsageWatch, fresh: float = FRESH_SECONDS
 ) -> tuple[WorkerStatus, ...]:
     """Return what `%dist_status` shows of them; memory that was counted `fresh` seconds ago.
 
@@ -87,8 +87,8 @@ async def status_of(
     wait for a processor.
     """
     memory, gpus, rows = await asyncio.gather(
-        gauge.read([worker.pid for worker in workers], STATUS_TIMEOUT, fresh),
-        watch.gpus(workers, STATUS_TIMEOUT),
+        usage.memory.read([worker.pid for worker in workers], STATUS_TIMEOUT, fresh),
+        usage.gpus(workers, STATUS_TIMEOUT),
         asyncio.gather(*map(_status_of, workers)),
     )
     # A rank that was replaced meanwhile has another process, whose memory is not known yet.
@@ -358,8 +358,8 @@ FEWEST_SECONDS = 10.0
 class UsageWatch:
     """Reads it, on a timer of the agent's loop, and has it sent."""
 
-    def __init__(self, gauge: MemoryGauge, send: Callable[[Used], None]) -> None:
-        self._gauge = gauge
+    def __init__(self, send: Callable[[Used], None]) -> None:
+        self.memory = MemoryGauge()
         self._gpus = GpuGauge()
         self._send = send
         self._reading: asyncio.Future[dict[str, Gpu]] | None = None
@@ -379,12 +379,12 @@ class UsageWatch:
     @property
     def fresh_seconds(self) -> float:
         """For how long a count of pages stands where it is asked for again and again."""
-        return max(FEWEST_SECONDS, self._gauge.fresh_seconds)
+        return max(FEWEST_SECONDS, self.memory.fresh_seconds)
 
     async def read(self, workers: Sequence[Worker]) -> dict[int, Usage]:
         """Return what they use, by rank."""
         pids = {worker.rank: worker.pid for worker in workers}
-        memory = await self._gauge.read([*pids.values()], COUNT_TIMEOUT, self.fresh_seconds)
+        memory = await self.memory.read([*pids.values()], COUNT_TIMEOUT, self.fresh_seconds)
         gpus = await self.gpus(workers, COUNT_TIMEOUT)
         return {rank: Usage(memory[pid], gpus.get(rank)) for rank, pid in pids.items()}
 

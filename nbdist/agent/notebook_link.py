@@ -126,7 +126,7 @@ class Tether:
         self,
         runtime: Path,
         notebook_pid: int,
-        guard: Guard | None,
+        guard: Guard,
         receive: Callable[[Down], None],
         leave: Callable[[], None],
         has_machines: Callable[[], object] = lambda: True,
@@ -206,7 +206,7 @@ class Tether:
                 return
             case Remember():
                 message = self._holding(message)
-                if message.options.get("detach") != self._record.detach and self._guard:
+                if message.options.get("detach") != self._record.detach:
                     self._guard.tell(stays=bool(message.options.get("detach")))
         self._record.take_down(message)
         if not isinstance(message, Remember):
@@ -307,11 +307,6 @@ class Tether:
 
     # --- for `Listener` -----------------------------------------------------------------------
 
-    @property
-    def _last(self) -> int:
-        """The process that ends last of all that is the world's."""
-        return self._guard.pid if self._guard else os.getpid()
-
     def describe(self) -> WorldInfo:
         """Return what is known without asking the ranks."""
         record, spec = self._record, self._record.spec
@@ -327,7 +322,7 @@ class Tether:
             notebook=self.notebook_pid if self._notebook_lives() else 0,
             since=self._since,
             detach=record.detach,
-            guard=self._last,
+            guard=self._guard.pid,
             versions=versions_here(),
         )
 
@@ -348,7 +343,7 @@ class Tether:
         if not SOCKET.fullmatch(wanted.socket):
             return Refused("that is no notebook's socket")
         self._give_to(wanted)
-        return Accepted(os.getpid(), self._last)
+        return Accepted(os.getpid(), self._guard.pid)
 
     def _give_to(self, notebook: Attach) -> None:
         self.notebook_pid = notebook.pid

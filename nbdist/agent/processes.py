@@ -37,7 +37,7 @@ from nbdist.agent.fork_server import (
 )
 from nbdist.system import processes
 from nbdist.system.limits import Lack, word_lack
-from nbdist.system.processes import END_TIMEOUT, OwnTime, await_end, end_group, safe_environ
+from nbdist.system.processes import END_TIMEOUT, OwnTime, await_end, end_group, reap, safe_environ
 from nbdist.wire.frames import FrameCutter
 from nbdist.wire.spec import WorkerStart, WorldSpec
 from nbdist.words import word_exit
@@ -106,18 +106,9 @@ class Children:
         return not self._expected
 
     def _reap(self) -> None:
-        with suppress(ChildProcessError):  # there are none
-            while child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                self._reap_one(child.si_pid)
-
-    def _reap_one(self, pid: int) -> None:
-        on_exit = self._expected.pop(pid, None)
-        if on_exit is not None:
-            # Before it is reaped: until then no other group can have its number.
-            end_group(pid)
-        _, status = os.waitpid(pid, 0)
-        if on_exit is not None:
-            on_exit(os.waitstatus_to_exitcode(status))
+        for pid, exit_code in reap(self._expected):
+            if on_exit := self._expected.pop(pid, None):
+                on_exit(exit_code)
 
 
 class WorkerProcess:
@@ -262,12 +253,10 @@ class Forker:
     When that ends, its workers live on, and another one is started when it is needed.
     """
 
-    def __init__(
-        self, runtime: Path, children: Children, started: ForkServerProcess | None
-    ) -> None:
+    def __init__(self, runtime: Path, children: Children, started: ForkServerProcess) -> None:
         self._runtime = runtime
         self._children = children
-        self._server = started
+        self._server: ForkServerProcess | None = started
         self._exit_code: int | None = None
         self._replies = FrameCutter()
         self._imported: asyncio.Future[None] | None = None

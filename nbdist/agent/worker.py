@@ -71,7 +71,9 @@ class Worker:
         self._busy_since = 0.0
         self._oom_kills: OomKills | None = None
         self._counting: asyncio.TimerHandle | None = None
-        self._killed = self._is_ending = False
+        self.is_killed = False
+        """Whether its agent has ended it, though its process may still be there."""
+        self._is_ending = False
         self._why = ""
         self._died: Died | None = None
         self._kernel = KernelClient(start, self._read_message)
@@ -84,11 +86,6 @@ class Worker:
     def pid(self) -> int:
         """The worker's process, 0 before it has one."""
         return self.process.pid if self.process else 0
-
-    @property
-    def is_killed(self) -> bool:
-        """Whether its agent has ended it, though its process may still be there."""
-        return self._killed
 
     @property
     def state(self) -> RankState:
@@ -108,7 +105,7 @@ class Worker:
         """
         self.process = process = await self._process_from(source)
         process.exited.add_done_callback(lambda _: self.output.ready.set())
-        if self._killed:  # before it had a process
+        if self.is_killed:  # before it had a process
             process.kill()
         await self.output.ready.wait()
         if process.exited.done():
@@ -206,7 +203,7 @@ class Worker:
 
     def kill(self, why: str = "") -> None:
         """End the process; `Died` follows, and says why."""
-        self._killed, self._why = True, self._why or why
+        self.is_killed, self._why = True, self._why or why
         if self.process is not None:
             self.process.kill()
 
@@ -296,7 +293,7 @@ class Worker:
         self.output.drain()
         code = exited.result()
         found = self.stacks.crash_text(code, self.task)
-        if self._oom_kills is not None and not self._killed:
+        if self._oom_kills is not None and not self.is_killed:
             found += self._oom_kills.text(code)
         if found:
             self.say(found)

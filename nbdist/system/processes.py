@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -260,6 +260,20 @@ def end_group(pid: int) -> None:
     """Kill the process group that a worker leads: itself and what it started."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def reap(leaders: Container[int]) -> Iterator[tuple[int, int]]:
+    """Reap children that have ended: yields process and exit code, negative for a signal.
+
+    What is left in the groups of `leaders` is killed.
+    """
+    with suppress(ChildProcessError):  # there are none
+        while child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            pid = child.si_pid
+            if pid in leaders:
+                # Before it is reaped: until then no other group can have its number.
+                end_group(pid)
+            yield pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def end_descendants() -> None:
