@@ -32,22 +32,8 @@ from nbdist.output.events import Died
 from nbdist.system import folders
 from nbdist.system.processes import Guard, adopt_orphans, end_descendants
 from nbdist.values.shared_memory import Segment, SegmentGone, SegmentRef
+from nbdist.wire import messages
 from nbdist.wire.door import SOCKET, Accepted, Attach, Refused, WorldInfo
-from nbdist.wire.messages import (
-    Abort,
-    Answer,
-    Ask,
-    Down,
-    Hello,
-    Outputs,
-    Received,
-    Remember,
-    Reply,
-    Request,
-    Up,
-    down_from,
-    to_bytes,
-)
 from nbdist.wire.spec import versions_here
 from nbdist.wire.work import Task, unpack
 
@@ -67,7 +53,7 @@ class NotebookEnd:
     """
 
     def __init__(
-        self, runtime: Path, receive: Callable[[Down], None], name: str = folders.SOCKET
+        self, runtime: Path, receive: Callable[[messages.Down], None], name: str = folders.SOCKET
     ) -> None:
         self._hand_on = receive
         link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -79,11 +65,11 @@ class NotebookEnd:
 
     def say_hello(self) -> None:
         """Say who this is: the first of all messages."""
-        self.send(Hello(__version__, os.getpid(), socket.gethostname()))
+        self.send(messages.Hello(__version__, os.getpid(), socket.gethostname()))
 
-    def send(self, message: Up) -> None:
+    def send(self, message: messages.Up) -> None:
         """Send a message, now or as soon as the notebook takes it."""
-        self._link.send(to_bytes(message))
+        self._link.send(messages.to_bytes(message))
 
     def drain(self) -> None:
         """Hand on all that has come so far."""
@@ -94,7 +80,7 @@ class NotebookEnd:
         self._link.close()
 
     def _receive(self, frames: list[bytes]) -> None:
-        self._hand_on(down_from(frames[0]))
+        self._hand_on(messages.down_from(frames[0]))
 
 
 # --- the notebook and the next one ------------------------------------------------------------
@@ -127,7 +113,7 @@ class Tether:
         runtime: Path,
         notebook_pid: int,
         guard: Guard,
-        receive: Callable[[Down], None],
+        receive: Callable[[messages.Down], None],
         leave: Callable[[], None],
         has_machines: Callable[[], object] = lambda: True,
     ) -> None:
@@ -162,25 +148,25 @@ class Tether:
         self._watch(sys.stdin.fileno())
         self._watch_process()
 
-    def send(self, message: Up) -> None:
+    def send(self, message: messages.Up) -> None:
         """Send a message to the notebook; where there is none, keep what the next one needs."""
         self._record.take_up(message)
-        if isinstance(message, Outputs):
+        if isinstance(message, messages.Outputs):
             self._live += 1
         if self._end is not None:
             self._end.send(message)
-        elif isinstance(message, Outputs):
+        elif isinstance(message, messages.Outputs):
             self._live -= 1
-            asyncio.get_running_loop().call_soon(self._hand_on, Received())
+            asyncio.get_running_loop().call_soon(self._hand_on, messages.Received())
             self._free_from_dead(message)
         self._end_if_empty()
 
-    def _free_from_dead(self, outputs: Outputs) -> None:
+    def _free_from_dead(self, outputs: messages.Outputs) -> None:
         """Free ranks that may wait for one that has died: no notebook is there to do it."""
         died = any(isinstance(output, Died) for _, _, output in outputs.items)
         if died and self._record.unfinished:
             everyone = tuple(self._record.pids)
-            asyncio.get_running_loop().call_soon(self._hand_on, Abort(everyone))
+            asyncio.get_running_loop().call_soon(self._hand_on, messages.Abort(everyone))
 
     async def close(self) -> None:
         """End the link; what was sent has a moment to arrive."""
@@ -193,9 +179,9 @@ class Tether:
 
     # --- messages ------------------------------------------------------------------------
 
-    def _receive(self, message: Down) -> None:
+    def _receive(self, message: messages.Down) -> None:
         match message:
-            case Received():
+            case messages.Received():
                 if self._replayed:
                     self._replayed -= 1
                 else:
@@ -204,15 +190,15 @@ class Tether:
                 if not (self._replayed or self._live):
                     self._record.seen()
                 return
-            case Remember():
+            case messages.Remember():
                 message = self._holding(message)
                 if message.options.get("detach") != self._record.detach:
                     self._guard.tell(stays=bool(message.options.get("detach")))
         self._record.take_down(message)
-        if not isinstance(message, Remember):
+        if not isinstance(message, messages.Remember):
             self._hand_on(message)
 
-    def _holding(self, memory: Remember) -> Remember:
+    def _holding(self, memory: messages.Remember) -> messages.Remember:
         """Hold the memory in which names of set-up cells lie: its owner may end."""
         held: dict[str, Segment] = {}
         setup = tuple((key, self._held(task, held)) for key, task in memory.setup)
@@ -277,7 +263,7 @@ class Tether:
         notebook.close()
         self._end, self.notebook_pid, self._since = None, 0, time.time()
         for _ in range(self._live):
-            self._hand_on(Received())
+            self._hand_on(messages.Received())
         for let_go in self._record.unread():
             self._hand_on(let_go)
         self._live = self._replayed = 0
@@ -382,11 +368,13 @@ class Serving:
     """The tasks of such a process; `answer` does what a call asks for, `send` its answer."""
 
     def __init__(
-        self, answer: Callable[[Request], Awaitable[Reply]], send: Callable[[Answer], None]
+        self,
+        answer: Callable[[messages.Request], Awaitable[messages.Reply]],
+        send: Callable[[messages.Answer], None],
     ) -> None:
         self._answer = answer
         self._send = send
-        self._asked: asyncio.Queue[Ask] = asyncio.Queue()
+        self._asked: asyncio.Queue[messages.Ask] = asyncio.Queue()
         self._gone = asyncio.Event()
         self._fault: BaseException | None = None
 
@@ -410,7 +398,7 @@ class Serving:
         if self._fault is not None:
             raise self._fault
 
-    def call(self, ask: Ask) -> None:
+    def call(self, ask: messages.Ask) -> None:
         """Do this once all calls before it have been answered."""
         self._asked.put_nowait(ask)
 
@@ -434,7 +422,7 @@ class Serving:
     async def _answer_asked(self) -> None:
         while True:
             ask = await self._asked.get()
-            self._send(Answer(ask.id, await self._answer(ask.request)))
+            self._send(messages.Answer(ask.id, await self._answer(ask.request)))
 
 
 def run(runtime: Path, serve: Callable[[], Coroutine[Any, Any, Result]]) -> Result:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from nbdist.agent.fork_server import (
+    READ_SIZE,
     Fork,
     Forked,
     ForkFailed,
@@ -216,8 +217,6 @@ def command_of(spec: WorldSpec, path: str | None) -> list[str]:
 
 # --- forked workers ---------------------------------------------------------------------------
 
-
-READ_SIZE = 1 << 16
 
 IMPORT_TIMEOUT = 180.0
 FORK_TIMEOUT = 20.0
