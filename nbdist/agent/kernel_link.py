@@ -184,7 +184,8 @@ def _failure(message: Message) -> Failure:
 
 def as_shown(failure: Failure) -> Failure:
     """Return the same without what is not of interest."""
-    traceback = tuple(frame for frame in failure.traceback if not _is_ours(frame))
+    plain = ((frame, ANSI.sub("", frame)) for frame in failure.traceback)
+    traceback = tuple(frame for frame, said in plain if not any(part in said for part in OURS))
     if failure.name != "SystemExit":
         return replace(failure, traceback=traceback)
     # IPython explains at length how to leave a terminal.
@@ -192,11 +193,6 @@ def as_shown(failure: Failure) -> Failure:
     said = f"sys.exit({message}) ended the cell on this rank; the worker is still running."
     traceback = (f"{said} {ENDING}",)
     return replace(failure, message=message, traceback=traceback)
-
-
-def _is_ours(frame: str) -> bool:
-    plain = ANSI.sub("", frame)
-    return any(part in plain for part in OURS)
 
 
 # --- connections ------------------------------------------------------------------------------

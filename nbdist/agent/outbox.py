@@ -86,8 +86,9 @@ class Backlog:
             case Text():
                 self._add_text(rank, cell_id, output)
                 return
-            case Update():
-                self._drop_older(rank, output)
+            case Update(display_id=display) if (rank, display) in self._updated:
+                # Of several updates of one display only the last is to be seen.
+                self._drop(rank, lambda it: isinstance(it, Update) and it.display_id == display)
         self._append(rank, cell_id, output)
         self._shown += size_of(output)
         if self._shown > self._most_shown:
@@ -95,13 +96,7 @@ class Backlog:
 
     def answered(self, rank: int, number: int) -> None:
         """Leave out what this rank wanted typed, by its number: it has been."""
-        self._keep(
-            item
-            for item in self._items
-            if not (
-                item[0] == rank and isinstance(item[2], InputRequest) and item[2].number == number
-            )
-        )
+        self._drop(rank, lambda it: isinstance(it, InputRequest) and it.number == number)
 
     def take(self, most: int) -> list[Item]:
         """Take the oldest away, of so many characters, and those of the one that exceeds it."""
@@ -172,19 +167,8 @@ class Backlog:
                 kept.append(item)
         self._keep(kept)
 
-    def _drop_older(self, rank: int, update: Update) -> None:
-        """Keep of several updates of one display only the last, the only one to be seen."""
-        if (rank, update.display_id) not in self._updated:  # there may be many items to look at
-            return
-        self._keep(
-            item
-            for item in self._items
-            if not (
-                item[0] == rank
-                and isinstance(item[2], Update)
-                and item[2].display_id == update.display_id
-            )
-        )
+    def _drop(self, rank: int, is_over: Callable[[Output], bool]) -> None:
+        self._keep(item for item in self._items if item[0] != rank or not is_over(item[2]))
 
     def _leave_out(self) -> None:
         """Leave out the older half of what is no text, where it is still too much."""

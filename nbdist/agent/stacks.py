@@ -163,13 +163,10 @@ def own_frames(frames: Iterable[StackFrame]) -> list[StackFrame]:
     cells = [index for index, frame in enumerate(outwards) if frame.is_cell]
     if cells:
         return outwards[: cells[-1] + 1][::-1]
-    kernels = (index for index, frame in enumerate(outwards) if is_kernels(frame))
+    kernels = (
+        index for index, frame in enumerate(outwards) if any(part in frame.file for part in OURS)
+    )
     return outwards[: next(kernels, len(outwards))][::-1]
-
-
-def is_kernels(frame: StackFrame) -> bool:
-    """Say whether the call is one of those that run cells, whatever the cell."""
-    return any(part in frame.file for part in OURS)
 
 
 def with_code(frames: Iterable[StackFrame]) -> tuple[StackFrame, ...]:
