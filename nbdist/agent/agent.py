@@ -77,11 +77,10 @@ class Agent:
             self._returns = Uploads(emit, self._send_head)
             self._store = StoreWindow(runtime, self._ask_head)
             emit = self._returns.add
-        address = coming.way.own if coming else "127.0.0.1"
+        self._address = coming.way.own if coming else "127.0.0.1"
         self._workers = WorkerGroup(
-            runtime, self._children, self._forker, emit, self._send, self._store, address
+            runtime, self._children, self._forker, emit, self._send, self._store, self._address
         )
-        self._part = PartCalls(self._workers, address)
         self._forming = Forming({0: self._workers})
         self._usage = UsageWatch(self._send)
         self._stopping = Stopping(
@@ -223,7 +222,8 @@ class Agent:
         return tuple(await asyncio.gather(*map(stack_of, asked)))
 
     async def _report_part(self, number: int, request: node_messages.PartRequest) -> None:
-        self._send_head(node_messages.NodeAnswer(number, await self._part.answer(request)))
+        reply = await answer_head(request, self._workers, self._address)
+        self._send_head(node_messages.NodeAnswer(number, reply))
 
     async def _locate(self, ranks: Sequence[int]) -> None:
         alive = self._workers.alive(ranks)
@@ -270,40 +270,36 @@ def run_agent(
 # --- the part of one of several machines ------------------------------------------------------
 
 
-class PartCalls:
-    """Answers the head; `address` is that of this machine by which others reach it."""
+async def answer_head(
+    request: node_messages.PartRequest, workers: WorkerGroup, address: str
+) -> node_messages.PartReply:
+    """Do what the head asks; `address` is that of this machine by which others reach it."""
 
-    def __init__(self, workers: WorkerGroup, address: str) -> None:
-        self._workers = workers
-        self._address = address
+    def here(spec: WorldSpec) -> WorldSpec:
+        return spec_here(workers.code.moved(spec), os.environ, interface_of(address))
 
-    async def answer(self, request: node_messages.PartRequest) -> node_messages.PartReply:
-        """Do what is asked, and return the reply."""
-        match request:
-            case node_messages.GetClock():
-                return time.time_ns()
-            case node_messages.Reach(targets):
-                from nbdist.cluster.client import first_unreached
+    match request:
+        case node_messages.GetClock():
+            return time.time_ns()
+        case node_messages.Reach(targets):
+            from nbdist.cluster.client import first_unreached
 
-                return await first_unreached(targets)
-            case node_messages.StartPart(spec, ranks, attempt):
-                return await self._workers.start_part(self._here(spec), ranks, attempt)
-            case node_messages.GetHeld():
-                return await self._workers.held()
-            case node_messages.Prepare(spec, ranks):
-                return await self._workers.prepare(self._here(spec), ranks)
-            case node_messages.Form(plan, ranks):
-                return await self._workers.form(replace(plan, spec=self._here(plan.spec)), ranks)
-            case node_messages.CallOff(generation):
-                await self._workers.call_off(generation)
-            case node_messages.EndRanks(ranks, grace):
-                await self._workers.end(ranks, grace)
-            case node_messages.Renumber(became):
-                await self._workers.renumber(became)
-        return None
-
-    def _here(self, spec: WorldSpec) -> WorldSpec:
-        return spec_here(self._workers.code.moved(spec), os.environ, interface_of(self._address))
+            return await first_unreached(targets)
+        case node_messages.StartPart(spec, ranks, attempt):
+            return await workers.start_part(here(spec), ranks, attempt)
+        case node_messages.GetHeld():
+            return await workers.held()
+        case node_messages.Prepare(spec, ranks):
+            return await workers.prepare(here(spec), ranks)
+        case node_messages.Form(plan, ranks):
+            return await workers.form(replace(plan, spec=here(plan.spec)), ranks)
+        case node_messages.CallOff(generation):
+            await workers.call_off(generation)
+        case node_messages.EndRanks(ranks, grace):
+            await workers.end(ranks, grace)
+        case node_messages.Renumber(became):
+            await workers.renumber(became)
+    return None
 
 
 def spec_here(spec: WorldSpec, own: Mapping[str, str], interface: str) -> WorldSpec:

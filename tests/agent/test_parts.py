@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from nbdist.agent import worker_group
-from nbdist.agent.agent import PartCalls
+from nbdist.agent.agent import answer_head
 from nbdist.agent.forming import Part
 from nbdist.agent.listener import StoreWindow
 from nbdist.agent.worker_group import WorkerGroup
@@ -70,10 +70,11 @@ def fake() -> Tried:
 
 def linked(group: WorkerGroup) -> Node:
     """The head's end of a link to an agent that has these workers."""
-    calls, tasks = PartCalls(group, "127.0.0.1"), set[asyncio.Task[None]]()
+    tasks: set[asyncio.Task[None]] = set()
 
     async def answer(asked: NodeAsk) -> None:
-        node.answered(asked.id, await calls.answer(asked.request), of_part=True)
+        reply = await answer_head(asked.request, group, "127.0.0.1")
+        node.answered(asked.id, reply, of_part=True)
 
     def send(message: NodeDown) -> None:
         assert isinstance(message, NodeAsk)
