@@ -253,16 +253,20 @@ class KernelClient:
         return f"<KernelClient of rank {self._start.rank}, {len(self._answers)} asked>"
 
     def write_connection_file(self) -> None:
-        """Write it for the worker's kernel.  Raises OSError."""
+        """Write it for the worker's kernel.  Raises ChildProcessError where that cannot be."""
         ports: dict[str, Any] = {f"{channel}_port": port for channel, port in PORTS.items()}
-        write_connection_file(
-            self._start.connection_file,
-            ip=self._base,
-            key=self._session.key,
-            transport="ipc",
-            signature_scheme=self._session.signature_scheme,
-            **ports,
-        )
+        try:
+            write_connection_file(
+                self._start.connection_file,
+                ip=self._base,
+                key=self._session.key,
+                transport="ipc",
+                signature_scheme=self._session.signature_scheme,
+                **ports,
+            )
+        except OSError as error:  # there is no room, for one
+            folder = Path(self._start.connection_file).parent
+            raise ChildProcessError(f"{error.strerror} in {folder}") from error
 
     async def connect(self, tasks: TaskConnection) -> None:
         """Connect to the kernel; on return no message of it can be missed."""

@@ -159,7 +159,8 @@ class Tether:
             self._live -= 1
             asyncio.get_running_loop().call_soon(self._hand_on, messages.Received())
             self._free_from_dead(message)
-        self._end_if_empty()
+        if self._end is None and not self._is_wanted():
+            self._leave()
 
     def _free_from_dead(self, outputs: messages.Outputs) -> None:
         """Free ranks that may wait for one that has died: no notebook is there to do it."""
@@ -272,10 +273,6 @@ class Tether:
         """Note that the connection of a notebook has ended that had the world, or has it."""
         if pid == self.notebook_pid:
             self._lose()
-
-    def _end_if_empty(self) -> None:
-        if self._end is None and not self._is_wanted():
-            self._leave()
 
     def _is_wanted(self) -> bool:
         """Say whether anything is left that a notebook could want."""

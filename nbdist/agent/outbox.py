@@ -279,19 +279,15 @@ def folded(items: Iterable[Item]) -> tuple[Item, ...]:
             case Text():
                 return texts.setdefault(output, output)
             case Display(data) | Update(data):
-                return replace(output, data=_with(values, data))
+                shared: MimeBundle = {
+                    kind: values.setdefault(value, value) if isinstance(value, str) else value
+                    for kind, value in data.items()
+                }
+                return replace(output, data=shared)
             case _:
                 return output
 
     return tuple((rank, cell_id, one(output)) for rank, cell_id, output in items)
-
-
-def _with(values: dict[str, str], data: MimeBundle) -> MimeBundle:
-    """Give the data with those of the values that are equal to its own."""
-    return {
-        kind: values.setdefault(value, value) if isinstance(value, str) else value
-        for kind, value in data.items()
-    }
 
 
 # --- for the next notebook ----------------------------------------------------------------------

@@ -103,7 +103,12 @@ class Worker:
 
         Raises ChildProcessError when it ends before.
         """
-        self.process = process = await self._process_from(source)
+        try:
+            self._kernel.write_connection_file()
+            process = await source.start(self._start, *self.output.write_ends)
+        finally:
+            self.output.close_write_ends()
+        self.process = process
         process.exited.add_done_callback(lambda _: self.output.ready.set())
         if self.is_killed:  # before it had a process
             process.kill()
@@ -122,20 +127,6 @@ class Worker:
         except OSError as error:  # its process has ended in this moment, or is about to
             self.kill()
             raise ChildProcessError(f"it cannot be reached: {error}") from error
-
-    async def _process_from(self, source: ProcessSource) -> WorkerProcess:
-        try:
-            self._write_connection_file()
-            return await source.start(self._start, *self.output.write_ends)
-        finally:
-            self.output.close_write_ends()
-
-    def _write_connection_file(self) -> None:
-        try:
-            self._kernel.write_connection_file()
-        except OSError as error:  # there is no room, for one
-            folder = Path(self._start.connection_file).parent
-            raise ChildProcessError(f"{error.strerror} in {folder}") from error
 
     # --- run -----------------------------------------------------------------------------
 
