@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from nbdist.system.prctl import cpu_seconds
+from nbdist.system.processes import cpu_seconds
 
 SMOKE = (
     "test_api.py",

@@ -8,68 +8,45 @@ stdin says where the world's head is, and its end ends the agent.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from nbdist.agent.startup import begin
-
-if TYPE_CHECKING:
-    from nbdist.cluster.ticket import Ticket
+from nbdist.agent.fork_server import begin
 
 
 def main() -> None:
     """Start the fork server before anything else: its import of torch takes longest."""
     if "--ticket" in sys.argv:
-        return come(sys.argv)
+        number = int(sys.argv[sys.argv.index("--node") + 1]) if "--node" in sys.argv else -1
+        if problem := serve_head(number):
+            sys.exit(f"nbdist: {problem}")
+        return
     runtime, notebook_pid = Path(sys.argv[1]), int(sys.argv[2])
-    return serve(runtime, notebook_pid, has_fork_server="--no-fork" not in sys.argv)
-
-
-def serve(runtime: Path, notebook_pid: int, *, has_fork_server: bool) -> None:
-    """Serve the notebook that has this number."""
-    guard, fork_server = begin(runtime, notebook_pid, fork_server=has_fork_server)
+    guard, fork_server = begin(runtime, notebook_pid, fork_server="--no-fork" not in sys.argv)
     from nbdist.agent.agent import run_agent
 
-    run_agent(runtime, notebook_pid, fork_server, guard=guard)
+    run_agent(runtime, notebook_pid, fork_server, guard)
 
 
-def come(argv: Sequence[str]) -> None:
-    """Be the agent of this machine, of the world to which the ticket on stdin leads."""
-    from nbdist.cluster.client import read_ticket
-    from nbdist.cluster.ticket import BadTicket
+def serve_head(number: int) -> str:
+    """Serve the head of the ticket on stdin, as the node of this number, -1 for any.
 
-    number = int(argv[argv.index("--node") + 1]) if "--node" in argv else -1
-    try:
-        ticket = read_ticket()
-    except BadTicket as error:
-        sys.exit(f"nbdist: {error}")
-    serve_head(ticket, number)
-
-
-def serve_head(ticket: Ticket, number: int) -> None:
-    """Serve the head of this ticket, as the node of this number, -1 for any.
-
-    While the fork server imports torch the way to the head is found.
+    While the fork server imports torch the way to the head is found.  Returns what went wrong, "".
     """
-    from nbdist.cluster.client import Coming, NoWay, find_way
+    from nbdist.cluster.client import Coming, NoWay, find_way, read_ticket
+    from nbdist.cluster.ticket import BadTicket
     from nbdist.errors import NoRuntimeFolder
     from nbdist.system.folders import RuntimeFolder
 
     try:
+        ticket = read_ticket()
         runtime = RuntimeFolder().path
-    except (NoRuntimeFolder, OSError) as error:
-        sys.exit(f"nbdist: {error}")
-    guard, fork_server = begin(runtime, None, fork_server=ticket.fork)
-    try:
+        guard, fork_server = begin(runtime, None, fork_server=ticket.fork)
         way = find_way(ticket)
-    except NoWay as error:
-        sys.exit(f"nbdist: {error}")
+    except (BadTicket, NoRuntimeFolder, NoWay, OSError) as error:
+        return str(error)
     from nbdist.agent.agent import run_agent
 
-    coming = Coming(ticket, way, number)
-    if problem := run_agent(runtime, 0, fork_server, coming=coming, guard=guard):
-        sys.exit(f"nbdist: {problem}")
+    return run_agent(runtime, 0, fork_server, guard, Coming(ticket, way, number))
 
 
 main()

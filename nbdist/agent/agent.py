@@ -5,57 +5,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
+import psutil
+
+from nbdist.agent.fork_server import ForkServerProcess
 from nbdist.agent.forming import Forming
 from nbdist.agent.inspect import UsageWatch, consulted, stack_of, status_of
-from nbdist.agent.listener import Listener, with_ranks
+from nbdist.agent.listener import Listener, StoreWindow, with_ranks
 from nbdist.agent.notebook_link import Serving, Tether, run
 from nbdist.agent.outbox import Outbox
 from nbdist.agent.processes import Children, Forker
-from nbdist.agent.rendezvous import AskStore, StoreWindow
-from nbdist.agent.startup import ForkServerProcess, Guard
 from nbdist.agent.stopping import Stopping
 from nbdist.agent.worker import Emit, Worker
-from nbdist.agent.worker_group import PartCalls, WorkerGroup
-from nbdist.system.proc import MemoryGauge
-from nbdist.wire import control
+from nbdist.agent.worker_group import WorkerGroup
+from nbdist.system.processes import Guard
+from nbdist.topology import parse_gpus, usable_cores, visible_gpus
+from nbdist.wire import control, messages, node_messages
 from nbdist.wire.door import WorldInfo
 from nbdist.wire.logs import GetLogs, read_logs
-from nbdist.wire.messages import (
-    Abort,
-    Aborted,
-    Answer,
-    Ask,
-    Consult,
-    Enter,
-    GetCode,
-    GetStacks,
-    GetStatus,
-    Heal,
-    Interrupt,
-    Kill,
-    Leave,
-    LetGo,
-    Locate,
-    Located,
-    PutCode,
-    Received,
-    Reply,
-    Request,
-    Run,
-    Scale,
-    Spare,
-    StartWorld,
-    StopWorld,
-    Up,
-)
-from nbdist.wire.node_messages import NodeAnswer, NodeAsk, NodeDown, NodeUp
+from nbdist.wire.messages import Ask
+from nbdist.wire.spec import WorldSpec
 from nbdist.wire.store import Answer as StoreReply
 from nbdist.wire.store import Operation
 from nbdist.wire.transfer import Taken
+from nbdist.wire.views import Stack
 
 if TYPE_CHECKING:
     from nbdist.cluster.client import Coming, HeadEnd
@@ -67,48 +46,28 @@ LET_GO_TIMEOUT = 1.0
 BIND_TIMEOUT = 60.0
 
 
-class LinkEnd(Protocol):
-    """The link to who an agent works for: a notebook, or the head of several agents."""
-
-    @property
-    def problem(self) -> str:
-        """Why the link has ended before its time, "" where nothing was wrong."""
-
-    async def open(self) -> None:
-        """Say hello, and leave when who is at the other end has ended."""
-
-    def send(self, message: Up) -> None:
-        """Send a message."""
-
-    async def close(self) -> None:
-        """End the link; what was sent has a moment to arrive."""
-
-
 class Agent:
     """Does what the notebook calls for, one call at a time, and reports as things happen.
 
-    With `ask_store` its ranks meet in a store that this leads to, else in a file.
+    With `coming` it is one of several, and has a head in the notebook's place.  Its ranks meet in
+    a store that this keeps, else in a file.
     """
 
     def __init__(
         self,
         runtime: Path,
         notebook_pid: int,
-        children: Children,
-        forker: Forker | None,
-        ask_store: AskStore | None = None,
-        coming: Coming | None = None,
-        guard: Guard | None = None,
+        fork_server: ForkServerProcess | None,
+        guard: Guard,
+        coming: Coming | None,
     ) -> None:
-        """With `coming` it is one of several, and has a head in the notebook's place."""
-        self._runtime = runtime
-        self._children = children
-        self._forker = forker
+        self._children = Children()
+        self._forker = Forker(runtime, self._children, fork_server) if fork_server else None
         self._serving = Serving(self._answer, self._send)
-        self._gauge = MemoryGauge()
         self._outbox = Outbox(self._send)
         self._head: HeadEnd | None = None
         self._returns: Uploads | None = None
+        self._store: StoreWindow | None = None
         emit: Emit = self._outbox.add
         if coming:
             # For worlds on several machines alone.
@@ -116,18 +75,20 @@ class Agent:
             from nbdist.cluster.transfer import Uploads
 
             self._returns = Uploads(emit, self._send_head)
-            emit, ask_store = self._returns.add, self._ask_head
-        self._store = StoreWindow(runtime, ask_store) if ask_store else None
-        address = coming.way.own if coming else "127.0.0.1"
+            self._store = StoreWindow(runtime, self._ask_head)
+            emit = self._returns.add
+        self._address = coming.way.own if coming else "127.0.0.1"
         self._workers = WorkerGroup(
-            runtime, children, forker, emit, self._send, self._store, address
+            runtime, self._children, self._forker, emit, self._send, self._store, self._address
         )
-        self._part = PartCalls(self._workers, address)
         self._forming = Forming({0: self._workers})
-        self._usage = UsageWatch(self._gauge, self._send)
-        self._stopping = Stopping(self._abort_all, lambda places: self._send(Aborted(places)))
+        self._usage = UsageWatch(self._send)
+        self._stopping = Stopping(
+            lambda: self._workers.abort(self._workers.all),
+            lambda places: self._send(messages.Aborted(places)),
+        )
         leave, tether = self._serving.leave, None
-        self._end: LinkEnd
+        self._end: Tether | HeadEnd
         if coming:
             self._end = self._head = HeadEnd(
                 coming, self._workers.port, self._receive, leave, guard
@@ -139,8 +100,11 @@ class Agent:
     def __repr__(self) -> str:
         return f"<Agent {os.getpid()} ranks {sorted(self._workers.all)} {self._outbox}>"
 
-    async def serve(self) -> None:
-        """Work until the notebook leaves or ends, then leave nothing behind."""
+    async def serve(self) -> str:
+        """Work until the notebook leaves or ends, then leave nothing behind.
+
+        Returns why it has lost its head, "" for an agent that has not.
+        """
         asyncio.get_running_loop().set_exception_handler(self._serving.fail)
         self._children.attach()
         if self._forker:
@@ -165,160 +129,201 @@ class Agent:
             await self._end.close()
             await self._listener.close()
             self._children.close()
-
-    @property
-    def problem(self) -> str:
-        """Why it has lost its head, "" for an agent that has not."""
         return self._end.problem
 
     # --- messages ------------------------------------------------------------------------
 
-    def _send(self, message: Up) -> None:
+    def _send(self, message: messages.Up) -> None:
         self._end.send(message)
 
-    def _receive(self, message: NodeDown) -> None:
-        match message:
-            case NodeAsk() as of_part:
-                self._serving.do(self._report_part(of_part))
-            case Run() as run:
-                self._run(run)
-            case Ask(number, GetStatus()):
-                self._serving.do(self._report_status(number))
-            case Ask(number, GetStacks(ranks)):
-                self._serving.do(self._report_stacks(number, ranks))
-            case Ask(number, GetLogs() as get):
-                self._serving.do(self._report_logs(number, get))
-            case Ask(number, Consult() as consult):
-                self._serving.do(self._report_answer(number, consult))
-            case Ask() as ask:
-                self._serving.call(ask)
-            case Locate(ranks):
-                self._serving.do(self._locate(ranks))
-            case Abort(ranks):
-                self._serving.do(self._abort(ranks))
-            case Taken() as taken if self._returns:
-                self._returns.taken(taken)
-            case Interrupt(ranks):
-                ranks = self._returns.stop(ranks) if self._returns else ranks
-                for work in self._stopping.begin(self._workers.alive(ranks)):
-                    self._serving.do(work)
-            case Spare(ranks):
-                self._stopping.spare(ranks)
-            case LetGo(task_id, ranks):
-                self._serving.do(self._let_go(task_id, ranks))
-            case Enter(rank, reply):
-                for worker in self._workers.alive([rank]):
-                    worker.enter(reply)
-            case Received():
-                self._outbox.acknowledge()
-            case Leave():
-                self._serving.leave()
-
-    async def _answer(self, request: Request) -> Reply:
-        match request:
-            case StartWorld(spec):
-                return await self._forming.start(spec)
-            case StopWorld(grace):
-                await self._forming.stop(grace)
-            case Heal():
-                return await self._forming.heal()
-            case Scale(spec, keep):
-                return await self._forming.scale(spec, keep)
-            case Kill(ranks, why):
-                for worker in self._workers.alive(ranks):
-                    worker.kill(why)
-            case GetCode() | PutCode():
-                return await asyncio.to_thread(self._workers.code.take, request)
-        return None
+    def _send_head(self, message: node_messages.NodeUp) -> None:
+        assert self._head
+        self._head.send(message)
 
     async def _ask_head(self, operation: Operation) -> StoreReply:
         assert self._head
         return await self._head.ask_store(operation)
 
-    async def _report_part(self, ask: NodeAsk) -> None:
-        self._send_head(NodeAnswer(ask.id, await self._part.answer(ask.request)))
+    def _receive(self, message: node_messages.NodeDown) -> None:
+        do = self._serving.do
+        match message:
+            case node_messages.NodeAsk(number, request):
+                do(self._report_part(number, request))
+            case messages.Run() as run:
+                self._run(run)
+            case Ask(number, messages.GetStatus()):
+                workers = tuple(self._workers.all.values())
+                do(self._report(number, status_of, workers, self._usage))
+            case Ask(number, messages.GetStacks(ranks)):
+                do(self._report(number, self._stacks, ranks))
+            case Ask(number, GetLogs() as get):
+                found = {rank: worker.log.folder for rank, worker in self._workers.all.items()}
+                do(self._report(number, asyncio.to_thread, read_logs, found, get))
+            case Ask(number, messages.Consult(ranks, question)):
+                do(self._report(number, consulted, self._workers.alive(ranks), question))
+            case Ask() as ask:
+                self._serving.call(ask)
+            case messages.Locate(ranks):
+                do(self._locate(ranks))
+            case messages.Abort(ranks):
+                do(self._workers.abort(ranks))
+            case Taken() as taken if self._returns:
+                self._returns.taken(taken)
+            case messages.Interrupt(ranks):
+                ranks = self._returns.stop(ranks) if self._returns else ranks
+                for work in self._stopping.begin(self._workers.alive(ranks)):
+                    do(work)
+            case messages.Spare(ranks):
+                self._stopping.spare(ranks)
+            case messages.LetGo(task_id, ranks):
+                do(self._let_go(task_id, ranks))
+            case messages.Enter(rank, reply):
+                for worker in self._workers.alive([rank]):
+                    worker.enter(reply)
+            case messages.Received():
+                self._outbox.acknowledge()
+            case messages.Leave():
+                self._serving.leave()
 
-    def _send_head(self, message: NodeUp) -> None:
-        assert self._head
-        self._head.send(message)
+    async def _answer(self, request: messages.Request) -> messages.Reply:
+        match request:
+            case messages.StartWorld(spec):
+                return await self._forming.start(spec)
+            case messages.StopWorld(grace):
+                await self._forming.stop(grace)
+            case messages.Heal():
+                return await self._forming.heal()
+            case messages.Scale(spec, keep):
+                return await self._forming.scale(spec, keep)
+            case messages.Kill(ranks, why):
+                for worker in self._workers.alive(ranks):
+                    worker.kill(why)
+            case messages.GetCode() | messages.PutCode():
+                return await asyncio.to_thread(self._workers.code.take, request)
+        return None
 
-    async def _locate(self, ranks: Sequence[int]) -> None:
-        alive = self._workers.alive(ranks)
-        places = await asyncio.gather(*(worker.locate() for worker in alive))
-        found = zip(alive, places, strict=True)
-        self._send(Located({each.rank: place for each, place in found if not each.is_killed}))
-
-    async def _report_status(self, number: int) -> None:
-        workers = tuple(self._workers.all.values())
-        self._send(Answer(number, await status_of(workers, self._gauge, self._usage)))
-
-    async def _look(self, info: WorldInfo) -> WorldInfo:
-        workers, fresh = tuple(self._workers.all.values()), self._usage.fresh_seconds
-        rows = await status_of(workers, self._gauge, self._usage, fresh)
-        return with_ranks(info, self._workers.spec, rows)
-
-    async def _report_stacks(self, number: int, ranks: Sequence[int]) -> None:
-        asked = [self._workers.all[rank] for rank in ranks if rank in self._workers.all]
-        self._send(Answer(number, tuple(await asyncio.gather(*map(stack_of, asked)))))
-
-    async def _report_logs(self, number: int, get: GetLogs) -> None:
-        found = {rank: worker.log.folder for rank, worker in self._workers.all.items()}
-        self._send(Answer(number, await asyncio.to_thread(read_logs, found, get)))
-
-    async def _report_answer(self, number: int, consult: Consult) -> None:
-        alive = self._workers.alive(consult.ranks)
-        self._send(Answer(number, await consulted(alive, consult.question)))
-
-    async def _abort(self, ranks: Sequence[int]) -> None:
-        await self._workers.abort(ranks)
-
-    async def _abort_all(self) -> bool:
-        return await self._workers.abort(self._workers.all)
-
-    def _bind_workers(self) -> None:
-        """Have workers end with this process: without the fork server they are its children."""
-        workers = self._workers.all_alive()
-        log.warning("the fork server has ended; %d workers are left", len(workers))
-        for worker in workers:
-            self._serving.do(self._bind(worker))
-
-    async def _bind(self, worker: Worker) -> None:
-        await worker.ask(control.Bind(os.getpid()), BIND_TIMEOUT)
-
-    def _busy(self) -> list[Worker]:
-        return [worker for worker in self._workers.all_alive() if worker.state == "busy"]
-
-    async def _let_go(self, task_id: str, ranks: Sequence[int]) -> None:
-        let_go, alive = control.LetGo(task_id), self._workers.alive(ranks)
-        await asyncio.gather(*(worker.ask(let_go, LET_GO_TIMEOUT) for worker in alive))
-
-    def _run(self, run: Run) -> None:
+    def _run(self, run: messages.Run) -> None:
         self._outbox.begin(run.ranks)
         if not self._usage.is_on:
             self._serving.do(self._usage.watch(self._busy))
         for rank in run.ranks:
             self._workers.all[rank].run(run)
 
+    def _busy(self) -> list[Worker]:
+        return [worker for worker in self._workers.all_alive() if worker.state == "busy"]
+
+    async def _report(
+        self, number: int, answer: Callable[..., Awaitable[Any]], *arguments: Any
+    ) -> None:
+        self._send(messages.Answer(number, await answer(*arguments)))
+
+    async def _stacks(self, ranks: Sequence[int]) -> tuple[Stack, ...]:
+        asked = (self._workers.all[rank] for rank in ranks if rank in self._workers.all)
+        return tuple(await asyncio.gather(*map(stack_of, asked)))
+
+    async def _report_part(self, number: int, request: node_messages.PartRequest) -> None:
+        reply = await answer_head(request, self._workers, self._address)
+        self._send_head(node_messages.NodeAnswer(number, reply))
+
+    async def _locate(self, ranks: Sequence[int]) -> None:
+        alive = self._workers.alive(ranks)
+        places = await asyncio.gather(*(worker.locate() for worker in alive))
+        found = zip(alive, places, strict=True)
+        there = {each.rank: place for each, place in found if not each.is_killed}
+        self._send(messages.Located(there))
+
+    async def _let_go(self, task_id: str, ranks: Sequence[int]) -> None:
+        let_go, alive = control.LetGo(task_id), self._workers.alive(ranks)
+        await asyncio.gather(*(worker.ask(let_go, LET_GO_TIMEOUT) for worker in alive))
+
+    async def _look(self, info: WorldInfo) -> WorldInfo:
+        workers = tuple(self._workers.all.values())
+        rows = await status_of(workers, self._usage, self._usage.fresh_seconds)
+        return with_ranks(info, self._workers.spec, rows)
+
+    def _bind_workers(self) -> None:
+        """Have workers end with this process: without the fork server they are its children."""
+        workers, bind = self._workers.all_alive(), control.Bind(os.getpid())
+        log.warning("the fork server has ended; %d workers are left", len(workers))
+        for worker in workers:
+            self._serving.do(worker.ask(bind, BIND_TIMEOUT))
+
 
 def run_agent(
     runtime: Path,
     notebook_pid: int,
     fork_server: ForkServerProcess | None,
-    *,
+    guard: Guard,
     coming: Coming | None = None,
-    guard: Guard | None = None,
 ) -> str:
     """Run an agent until its world, or its head, ends; returns with nothing left behind.
 
     What it returns is why it ended before that, else "".
     """
-    children, problems = Children(), []
-    forker = Forker(runtime, children, fork_server) if fork_server else None
 
-    async def serve() -> None:
-        agent = Agent(runtime, notebook_pid, children, forker, coming=coming, guard=guard)
-        await agent.serve()
-        problems.append(agent.problem)
+    async def serve() -> str:
+        return await Agent(runtime, notebook_pid, fork_server, guard, coming).serve()
 
-    run(runtime, serve)
-    return "".join(problems)
+    return run(runtime, serve)
+
+
+# --- the part of one of several machines ------------------------------------------------------
+
+
+async def answer_head(
+    request: node_messages.PartRequest, workers: WorkerGroup, address: str
+) -> node_messages.PartReply:
+    """Do what the head asks; `address` is that of this machine by which others reach it."""
+
+    def here(spec: WorldSpec) -> WorldSpec:
+        return spec_here(workers.code.moved(spec), os.environ, interface_of(address))
+
+    match request:
+        case node_messages.GetClock():
+            return time.time_ns()
+        case node_messages.Reach(targets):
+            from nbdist.cluster.client import first_unreached
+
+            return await first_unreached(targets)
+        case node_messages.StartPart(spec, ranks, attempt):
+            return await workers.start_part(here(spec), ranks, attempt)
+        case node_messages.GetHeld():
+            return await workers.held()
+        case node_messages.Prepare(spec, ranks):
+            return await workers.prepare(here(spec), ranks)
+        case node_messages.Form(plan, ranks):
+            return await workers.form(replace(plan, spec=here(plan.spec)), ranks)
+        case node_messages.CallOff(generation):
+            await workers.call_off(generation)
+        case node_messages.EndRanks(ranks, grace):
+            await workers.end(ranks, grace)
+        case node_messages.Renumber(became):
+            await workers.renumber(became)
+    return None
+
+
+def spec_here(spec: WorldSpec, own: Mapping[str, str], interface: str) -> WorldSpec:
+    """Make of the spec that all nodes share the one for this: its environment, folder and GPUs.
+
+    The agent runs in the interpreter that workers are to have.
+    """
+    environ = {**own, **spec.environ}
+    cwd = spec.cwd if Path(spec.cwd).is_dir() else str(Path.home())
+    here, visible = max(1, len(spec.here)), visible_gpus(environ)
+    return replace(
+        spec,
+        environ=environ,
+        cwd=cwd,
+        gpus=parse_gpus(spec.gpus_asked, visible) if spec.gpus_asked else visible,
+        python=sys.executable,
+        threads=spec.threads or max(1, usable_cores() // here),
+        interface=interface or spec.interface,
+    )
+
+
+def interface_of(address: str) -> str:
+    """Name the network interface that has this address, "" for none."""
+    for name, found in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in found):
+            return name
+    return ""

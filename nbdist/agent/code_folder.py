@@ -53,9 +53,6 @@ class CodeFolder:
         self._contents: dict[CodeFile, bytes] = {}
         self._host = socket.gethostname()
 
-    def __repr__(self) -> str:
-        return f"<CodeFolder {self.path}, {len(self._files)} files>"
-
     def take(self, request: GetCode | PutCode) -> CodeHeld:
         """Take in which files there are, or what was missing; return what is missing still.
 

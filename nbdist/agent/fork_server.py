@@ -1,10 +1,16 @@
-"""A process that has torch imported and forks workers on request.
+"""How an agent begins, below a guard and beside a fork server; and the fork server itself.
 
-Started by `nbdist.agent.startup` with one end of a socket pair and the runtime folder;
-the other end is the agent's (`nbdist.agent.processes`).  It has one thread, no event loop, no zmq
-context and no CUDA context, so that its forks are safe.  When the agent's end of the socket
-closes, it ends, and its workers with it.  When it is killed, they live on as the agent's
-children.
+What is imported here an agent has before it forks.  All else that it is made of is imported once
+the fork server is started: the start of a world waits for the fork server's import of torch, and
+for nothing else as long.
+
+The fork server has torch imported and forks workers on request.  The agent
+(`nbdist.agent.processes`) speaks with it over a socket pair, each message a pickle in a frame.
+The agent sends a `Fork` with the descriptors for stdout and stderr; the new worker answers itself,
+before it does anything else, so that none can live unknown.  The fork server has one thread, no
+event loop, no zmq context and no CUDA context, so that its forks are safe.  When the agent's end
+of the socket closes, it ends, and its workers with it.  When it is killed, they live on as the
+agent's children.
 
 While nothing is asked of it, it imports on, a module at a time: what the first step of a
 training needs, so that workers forked from then on have it, and share its memory.  A
@@ -20,34 +26,157 @@ import selectors
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from nbdist.agent.startup import (
-    DESCRIPTORS,
-    Fork,
-    Forked,
-    ForkFailed,
-    FromForkServer,
-    Imported,
-    WorkerExited,
+from nbdist.system.limits import raise_file_limit, word_lack
+from nbdist.system.processes import (
+    MODULE,
+    Guard,
+    adopt_orphans,
     end_descendants,
-    end_group,
-    to_frame,
+    go_below_guard,
+    reap,
 )
-from nbdist.system.prctl import adopt_orphans
-from nbdist.wire.frames import FrameCutter
-from nbdist.wire.spec import WorkerStart
+from nbdist.wire.frames import FrameCutter, framed
+
+if TYPE_CHECKING:
+    from nbdist.wire.spec import WorkerStart
+
+# --- the beginning ----------------------------------------------------------------------------
+
+
+def begin(
+    runtime: Path, notebook_pid: int | None, *, fork_server: bool, grace: float = 0.0
+) -> tuple[Guard, ForkServerProcess | None]:
+    """Go on below a guard, as `go_below_guard` says, beside a fork server where there is to be one.
+
+    Ends with one line where the machine has no room for these processes.
+    """
+    raise_file_limit()
+    try:
+        guard = go_below_guard(runtime, notebook_pid, grace, _clean_up_after_kill)
+        return guard, start_fork_server(runtime) if fork_server else None
+    except OSError as error:
+        sys.exit(f"nbdist: {word_lack(error.errno)}")
+
+
+def _clean_up_after_kill(last_word: bytes) -> None:
+    """Tell the head of a killed agent, and remove the notebook's files that it has left in /tmp."""
+    # Imported here: an agent has next to nothing before it forks.
+    if last_word.endswith(b"\n"):
+        from nbdist.cluster.ticket import say_ended
+
+        say_ended(last_word)
+    import tempfile
+
+    from nbdist.agent.code_folder import drop_dead
+
+    with suppress(OSError):
+        drop_dead(Path(tempfile.gettempdir()))
+
+
+# --- what is said between agent, fork server and workers ----------------------------------------
+
+
+DESCRIPTORS = 2
+"""That come with each `Fork`: the worker's stdout and stderr."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Agent to fork server: fork a worker; what answers it bears the same number."""
+
+    number: int
+    start: WorkerStart
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """Fork server to agent, first: it has imported torch and can fork.
+
+    Again when there is nothing `more` that it would import while it is idle.
+    """
+
+    more: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """Worker to agent, over the fork server's socket: it is the one that was asked for."""
+
+    number: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForkFailed:
+    """Fork server to agent: there is no further process, for this errno."""
+
+    number: int
+    errno: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExited:
+    """Fork server to agent: a worker has ended; the code is negative for a signal."""
+
+    number: int
+    pid: int
+    exit_code: int
+
+
+FromForkServer = Imported | Forked | ForkFailed | WorkerExited
+
+
+def to_frame(message: Fork | FromForkServer) -> bytes:
+    """Return the bytes to send."""
+    return framed(pickle.dumps(message))
+
+
+@dataclass(frozen=True, slots=True)
+class ForkServerProcess:
+    """A fork server that has been started, and the agent's end of the socket pair."""
+
+    popen: subprocess.Popen[bytes]
+    socket: socket.socket
+
+
+def log_file(runtime: Path) -> Path:
+    """Name what the fork server itself writes to: why it could not import torch."""
+    return runtime / "fork_server.log"
+
+
+def start_fork_server(runtime: Path) -> ForkServerProcess:
+    """Start it, and return while it imports; raises OSError."""
+    ours, theirs = socket.socketpair()
+    with theirs, log_file(runtime).open("wb") as log:
+        end = theirs.fileno()
+        popen = subprocess.Popen(
+            [sys.executable, *MODULE, "nbdist.agent.fork_server", str(end), str(runtime)],
+            pass_fds=[end],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    return ForkServerProcess(popen, ours)
+
+
+# --- the fork server ----------------------------------------------------------------------------
+
 
 READ_SIZE = 1 << 16
 
 IMPORTED_AT_START = (
-    "nbdist.worker.main",
     "nbdist.worker.main",
     "IPython.core.debugger",
     "IPython.core.completerlib",
@@ -127,6 +256,8 @@ def import_if_possible(name: str) -> None:
         except ModuleNotFoundError:
             pass
         except Exception:  # noqa: BLE001 (other people's modules; workers can be forked without)
+            import traceback
+
             traceback.print_exc()
 
 
@@ -247,15 +378,9 @@ class ForkServer:
 
     def _report_exits(self) -> None:
         """Reap every child; orphans that were adopted are reaped in silence."""
-        with suppress(ChildProcessError):  # there are none
-            while child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                pid = child.si_pid
-                if pid in self._workers:
-                    # Before it is reaped: until then no other group can have its number.
-                    end_group(pid)
-                exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                if (number := self._workers.pop(pid, None)) is not None:
-                    self.send(WorkerExited(number, pid, exit_code))
+        for pid, exit_code in reap(self._workers):
+            if (number := self._workers.pop(pid, None)) is not None:
+                self.send(WorkerExited(number, pid, exit_code))
 
 
 def main() -> None:
@@ -280,4 +405,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # By its name: what is pickled here is read in the agent.
+    from nbdist.agent import fork_server
+
+    fork_server.main()

@@ -184,7 +184,8 @@ def _failure(message: Message) -> Failure:
 
 def as_shown(failure: Failure) -> Failure:
     """Return the same without what is not of interest."""
-    traceback = tuple(frame for frame in failure.traceback if not _is_ours(frame))
+    plain = ((frame, ANSI.sub("", frame)) for frame in failure.traceback)
+    traceback = tuple(frame for frame, said in plain if not any(part in said for part in OURS))
     if failure.name != "SystemExit":
         return replace(failure, traceback=traceback)
     # IPython explains at length how to leave a terminal.
@@ -192,11 +193,6 @@ def as_shown(failure: Failure) -> Failure:
     said = f"sys.exit({message}) ended the cell on this rank; the worker is still running."
     traceback = (f"{said} {ENDING}",)
     return replace(failure, message=message, traceback=traceback)
-
-
-def _is_ours(frame: str) -> bool:
-    plain = ANSI.sub("", frame)
-    return any(part in plain for part in OURS)
 
 
 # --- connections ------------------------------------------------------------------------------
@@ -221,9 +217,6 @@ class TaskConnection(asyncio.Protocol):
         self._lose = lose
         self._cutter = FrameCutter(MOST_BYTES)
         self._is_lost = False
-
-    def __repr__(self) -> str:
-        return f"<TaskConnection {'lost' if self._is_lost else self._cutter}>"
 
     def data_received(self, data: bytes) -> None:
         """Take it; called by asyncio."""
@@ -260,16 +253,20 @@ class KernelClient:
         return f"<KernelClient of rank {self._start.rank}, {len(self._answers)} asked>"
 
     def write_connection_file(self) -> None:
-        """Write it for the worker's kernel.  Raises OSError."""
+        """Write it for the worker's kernel.  Raises ChildProcessError where that cannot be."""
         ports: dict[str, Any] = {f"{channel}_port": port for channel, port in PORTS.items()}
-        write_connection_file(
-            self._start.connection_file,
-            ip=self._base,
-            key=self._session.key,
-            transport="ipc",
-            signature_scheme=self._session.signature_scheme,
-            **ports,
-        )
+        try:
+            write_connection_file(
+                self._start.connection_file,
+                ip=self._base,
+                key=self._session.key,
+                transport="ipc",
+                signature_scheme=self._session.signature_scheme,
+                **ports,
+            )
+        except OSError as error:  # there is no room, for one
+            folder = Path(self._start.connection_file).parent
+            raise ChildProcessError(f"{error.strerror} in {folder}") from error
 
     async def connect(self, tasks: TaskConnection) -> None:
         """Connect to the kernel; on return no message of it can be missed."""

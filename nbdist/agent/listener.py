@@ -1,8 +1,10 @@
-"""The socket in the runtime folder at which other processes of the user are answered.
+"""The sockets in the runtime folder at which an agent answers processes of the user.
 
-Only those of the same user are.  They ask what the world is, look at its ranks, and a notebook asks
-for the world.  However many look, the workers are asked once; and those of one kind, or that say
-nothing, take no place from the others.
+At one, others ask what the world is, look at its ranks, and a notebook asks for the world.  However
+many look, the workers are asked once; and those of one kind, or that say nothing, take no place
+from the others.  At the other the agent's workers ask the store in which their groups meet.  What
+they ask is passed on, to a store that is kept here, or to where all nodes' ranks meet; what is no
+operation ends the connection that it came by, and nothing else.
 """
 
 from __future__ import annotations
@@ -16,24 +18,15 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from nbdist import __version__
 from nbdist.agent.notebook_link import Tether
-from nbdist.wire.door import (
-    DOOR,
-    LONGEST_QUESTION,
-    Accepted,
-    Attach,
-    Describe,
-    Look,
-    Said,
-    WorldInfo,
-    from_line,
-    to_line,
-    user_at,
-)
-from nbdist.wire.frames import BadFrame
+from nbdist.wire import door, store
+from nbdist.wire.door import WorldInfo
+from nbdist.wire.frames import BadFrame, FrameCutter
 from nbdist.wire.spec import WorldSpec
+from nbdist.wire.store import MOST_BYTES
 from nbdist.wire.views import WorkerStatus
 
 log = logging.getLogger("nbdist.agent")
@@ -76,10 +69,10 @@ class Listener:
         look: Callable[[WorldInfo], Awaitable[WorldInfo]],
         tether: Tether | None,
     ) -> None:
-        self._path = runtime / DOOR
+        self._path = runtime / door.DOOR
         self._look, self._tether = look, tether
         self._server: asyncio.Server | None = None
-        self._calling: dict[asyncio.Task[None], type[Said] | None] = {}
+        self._calling: dict[asyncio.Task[None], type[door.Said] | None] = {}
         self._seen: WorldInfo | None = None
         self._seen_at = float("-inf")
         self._lock = asyncio.Lock()
@@ -91,7 +84,7 @@ class Listener:
         """Answer from now on; where there can be no socket, the world does without."""
         try:
             self._server = await asyncio.start_unix_server(
-                self._serve, self._path, limit=LONGEST_QUESTION
+                self._serve, self._path, limit=door.LONGEST_QUESTION
             )
         except OSError as error:
             log.warning("%s cannot be opened: %s", self._path, error)
@@ -109,7 +102,7 @@ class Listener:
         task = asyncio.current_task()
         assert task is not None
         try:
-            if user_at(writer.get_extra_info("socket")) == os.geteuid():
+            if door.user_at(writer.get_extra_info("socket")) == os.geteuid():
                 # What does not ask as it should, or does not listen, is sent away.  To asyncio's
                 # streams a task that was cancelled is a fault, and a fault ends the agent.
                 with suppress(OSError, ValueError, BadFrame, asyncio.CancelledError):
@@ -131,7 +124,7 @@ class Listener:
             del self._calling[silent[0]]
         self._calling[task] = None
         async with asyncio.timeout(LINE_TIMEOUT):
-            question = from_line(await reader.readline())
+            question = door.from_line(await reader.readline())
         if len(self._of_kind(type(question))) >= MOST_CALLING:
             return
         self._calling[task] = type(question)
@@ -139,27 +132,27 @@ class Listener:
         if answer is None:
             return
         writer.transport.set_write_buffer_limits(0)  # to wait until all of it is on its way
-        writer.write(to_line(answer))
+        writer.write(door.to_line(answer))
         async with asyncio.timeout(LINE_TIMEOUT):
             await writer.drain()
-        if self._tether and isinstance(question, Attach) and isinstance(answer, Accepted):
+        if self._tether and isinstance(question, door.Attach) and isinstance(answer, door.Accepted):
             try:
-                while await reader.read(LONGEST_QUESTION):
+                while await reader.read(door.LONGEST_QUESTION):
                     pass
             finally:
                 self._tether.let_go_by(question.pid)
 
-    async def _answer_to(self, question: Said) -> Said | None:
+    async def _answer_to(self, question: door.Said) -> door.Said | None:
         match question:
-            case Describe():
+            case door.Describe():
                 return self._describe()
-            case Look():
+            case door.Look():
                 async with self._lock:
                     if time.monotonic() - self._seen_at > FRESH:
                         self._seen = await self._look(self._describe())
                         self._seen_at = time.monotonic()
                     return self._seen
-            case Attach() if self._tether:
+            case door.Attach() if self._tether:
                 return await self._tether.admit(question)
         return None
 
@@ -168,6 +161,112 @@ class Listener:
             return WorldInfo(__version__, socket.gethostname())
         return self._tether.describe()
 
-    def _of_kind(self, kind: type[Said] | None) -> list[asyncio.Task[None]]:
+    def _of_kind(self, kind: type[door.Said] | None) -> list[asyncio.Task[None]]:
         """Return those that have asked this, or nothing yet; the first one first."""
         return [task for task, asked in self._calling.items() if asked is kind]
+
+
+# --- the store that is asked ------------------------------------------------------------------
+
+
+MOST_ASKING = 4096
+"""Connections at a time; each has a descriptor.  A rank has one for each thread that asks."""
+
+PRIVATE_SOCKET = 0o600
+
+AskStore = Callable[[store.Operation], Awaitable[store.Answer]]
+"""Raises ConnectionError where nobody is there any more who could answer."""
+
+
+class StoreWindow:
+    """Answers on a socket in the runtime folder, which only this user can open."""
+
+    def __init__(self, runtime: Path, ask: AskStore) -> None:
+        self.path = runtime / store.SOCKET
+        self._ask = ask
+        self._server: asyncio.Server | None = None
+        self._asking: set[_Asking] = set()
+
+    def __repr__(self) -> str:
+        return f"<StoreWindow {self.path}, {len(self._asking)} connections>"
+
+    async def open(self) -> None:
+        """Answer from now on; anew where the socket has been removed.  Raises OSError.
+
+        A cleaner of /tmp does that; who is connected stays so.
+        """
+        if self._server is not None and self.path.exists():
+            return
+        if self._server is not None:
+            self._server.close()
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(
+            lambda: _Asking(self._ask, self._asking), self.path, backlog=MOST_ASKING
+        )
+        self.path.chmod(PRIVATE_SOCKET)
+
+    async def close(self) -> None:
+        """End all connections, and what is asked by them."""
+        if self._server is not None:
+            self._server.close()
+        works = [asking.end() for asking in [*self._asking]]
+        await asyncio.gather(*filter(None, works), return_exceptions=True)
+        self.path.unlink(missing_ok=True)
+
+
+class _Asking(asyncio.Protocol):
+    """One connection: who has it asks one thing at a time."""
+
+    def __init__(self, ask: AskStore, all_asking: set[_Asking]) -> None:
+        self._ask = ask
+        self._all = all_asking
+        self._cutter = FrameCutter(MOST_BYTES)
+        self._work: asyncio.Task[None] | None = None
+        self._transport: asyncio.WriteTransport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take it; called by asyncio."""
+        self._transport = cast("asyncio.WriteTransport", transport)
+        is_user = door.user_at(transport.get_extra_info("socket")) == os.geteuid()
+        if not is_user or len(self._all) >= MOST_ASKING:
+            self._transport.abort()
+            return
+        self._all.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Take it; called by asyncio."""
+        try:
+            for frame in self._cutter.feed(data):
+                if self._work is not None:
+                    raise BadFrame("more was asked before the answer came")
+                operation = store.operation_from(frame)
+                self._work = asyncio.get_running_loop().create_task(self._answer(operation))
+        except BadFrame as error:
+            log.warning("a process of the world asked the store what cannot be read: %s", error)
+            self.end()
+
+    def connection_lost(self, _: Exception | None) -> None:
+        """Take it; called by asyncio."""
+        self.end()
+
+    def end(self) -> asyncio.Task[None] | None:
+        """End the connection; what it waits for, if there is anything, ends in the next turn."""
+        self._all.discard(self)
+        self._transport.abort()
+        if self._work is not None:
+            self._work.cancel()
+        return self._work
+
+    async def _answer(self, operation: store.Operation) -> None:
+        try:
+            frame = store.to_frame(await self._ask(operation))
+        except ConnectionError as error:
+            log.warning("the store cannot be asked any more: %s", error)
+            self._work = None
+            self.end()
+            return
+        if len(frame) > MOST_BYTES:
+            problem = f"these values have more than {MOST_BYTES >> 20} MiB"
+            frame = store.to_frame(store.Refused(problem))
+        self._work = None
+        self._transport.write(frame)

@@ -1,8 +1,8 @@
 """What ties a process to the notebook that it serves: messages, the notebook's end, the next one.
 
 A world that is to be detached outlives its notebook: its tether then has nobody at the other
-end, what comes up is kept (`Record`), and a notebook that asks (`Listener`) gets all of it.  Any
-other world ends with its notebook.  For whoever serves a notebook: the agent of a world on one
+end, what comes up is kept (`WorldRecord`), and a notebook that asks (`Listener`) gets all of it.
+Any other world ends with its notebook.  For whoever serves a notebook: the agent of a world on one
 machine, or the head of several agents.  Calls are answered one at a time, much else beside.
 """
 
@@ -21,42 +21,26 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 from zmq.eventloop.zmqstream import ZMQStream
 
 from nbdist import __version__
-from nbdist.agent.record import Record
-from nbdist.agent.startup import Guard, end_descendants
+from nbdist.agent.outbox import WorldRecord
 from nbdist.output.events import Died
 from nbdist.system import folders
-from nbdist.system.prctl import adopt_orphans
+from nbdist.system.processes import Guard, adopt_orphans, end_descendants
 from nbdist.values.shared_memory import Segment, SegmentGone, SegmentRef
+from nbdist.wire import messages
 from nbdist.wire.door import SOCKET, Accepted, Attach, Refused, WorldInfo
-from nbdist.wire.messages import (
-    Abort,
-    Answer,
-    Ask,
-    Down,
-    Hello,
-    Outputs,
-    Received,
-    Remember,
-    Reply,
-    Request,
-    Up,
-    down_from,
-    to_bytes,
-)
 from nbdist.wire.spec import versions_here
 from nbdist.wire.work import Task, unpack
 
+Result = TypeVar("Result")
+
 # --- the end of the link ----------------------------------------------------------------------
 
-
-NOTEBOOK_SOCKET = "notebook.sock"
-"""The name of the notebook's socket in the runtime folder."""
 
 LINK_LINGER = 500
 """Milliseconds that the last messages may take to reach the notebook."""
@@ -69,7 +53,7 @@ class NotebookEnd:
     """
 
     def __init__(
-        self, runtime: Path, receive: Callable[[Down], None], name: str = NOTEBOOK_SOCKET
+        self, runtime: Path, receive: Callable[[messages.Down], None], name: str = folders.SOCKET
     ) -> None:
         self._hand_on = receive
         link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -79,16 +63,13 @@ class NotebookEnd:
         self._link = ZMQStream(link)
         self._link.on_recv(self._receive)
 
-    def __repr__(self) -> str:
-        return f"<NotebookEnd {'closed' if self._link.closed() else 'open'}>"
-
     def say_hello(self) -> None:
         """Say who this is: the first of all messages."""
-        self.send(Hello(__version__, os.getpid(), socket.gethostname()))
+        self.send(messages.Hello(__version__, os.getpid(), socket.gethostname()))
 
-    def send(self, message: Up) -> None:
+    def send(self, message: messages.Up) -> None:
         """Send a message, now or as soon as the notebook takes it."""
-        self._link.send(to_bytes(message))
+        self._link.send(messages.to_bytes(message))
 
     def drain(self) -> None:
         """Hand on all that has come so far."""
@@ -99,7 +80,7 @@ class NotebookEnd:
         self._link.close()
 
     def _receive(self, frames: list[bytes]) -> None:
-        self._hand_on(down_from(frames[0]))
+        self._hand_on(messages.down_from(frames[0]))
 
 
 # --- the notebook and the next one ------------------------------------------------------------
@@ -131,8 +112,8 @@ class Tether:
         self,
         runtime: Path,
         notebook_pid: int,
-        guard: Guard | None,
-        receive: Callable[[Down], None],
+        guard: Guard,
+        receive: Callable[[messages.Down], None],
         leave: Callable[[], None],
         has_machines: Callable[[], object] = lambda: True,
     ) -> None:
@@ -140,7 +121,7 @@ class Tether:
         self._guard = guard
         self._hand_on, self._leave = receive, leave
         self._has_machines = has_machines
-        self._record = Record()
+        self._record = WorldRecord()
         self._end: NotebookEnd | None = NotebookEnd(runtime, self._receive)
         self.notebook_pid = notebook_pid
         self._ends: list[int] = []
@@ -167,25 +148,26 @@ class Tether:
         self._watch(sys.stdin.fileno())
         self._watch_process()
 
-    def send(self, message: Up) -> None:
+    def send(self, message: messages.Up) -> None:
         """Send a message to the notebook; where there is none, keep what the next one needs."""
         self._record.take_up(message)
-        if isinstance(message, Outputs):
+        if isinstance(message, messages.Outputs):
             self._live += 1
         if self._end is not None:
             self._end.send(message)
-        elif isinstance(message, Outputs):
+        elif isinstance(message, messages.Outputs):
             self._live -= 1
-            asyncio.get_running_loop().call_soon(self._hand_on, Received())
+            asyncio.get_running_loop().call_soon(self._hand_on, messages.Received())
             self._free_from_dead(message)
-        self._end_if_empty()
+        if self._end is None and not self._is_wanted():
+            self._leave()
 
-    def _free_from_dead(self, outputs: Outputs) -> None:
+    def _free_from_dead(self, outputs: messages.Outputs) -> None:
         """Free ranks that may wait for one that has died: no notebook is there to do it."""
         died = any(isinstance(output, Died) for _, _, output in outputs.items)
         if died and self._record.unfinished:
             everyone = tuple(self._record.pids)
-            asyncio.get_running_loop().call_soon(self._hand_on, Abort(everyone))
+            asyncio.get_running_loop().call_soon(self._hand_on, messages.Abort(everyone))
 
     async def close(self) -> None:
         """End the link; what was sent has a moment to arrive."""
@@ -198,9 +180,9 @@ class Tether:
 
     # --- messages ------------------------------------------------------------------------
 
-    def _receive(self, message: Down) -> None:
+    def _receive(self, message: messages.Down) -> None:
         match message:
-            case Received():
+            case messages.Received():
                 if self._replayed:
                     self._replayed -= 1
                 else:
@@ -209,15 +191,15 @@ class Tether:
                 if not (self._replayed or self._live):
                     self._record.seen()
                 return
-            case Remember():
+            case messages.Remember():
                 message = self._holding(message)
-                if message.options.get("detach") != self._record.detach and self._guard:
+                if message.options.get("detach") != self._record.detach:
                     self._guard.tell(stays=bool(message.options.get("detach")))
         self._record.take_down(message)
-        if not isinstance(message, Remember):
+        if not isinstance(message, messages.Remember):
             self._hand_on(message)
 
-    def _holding(self, memory: Remember) -> Remember:
+    def _holding(self, memory: messages.Remember) -> messages.Remember:
         """Hold the memory in which names of set-up cells lie: its owner may end."""
         held: dict[str, Segment] = {}
         setup = tuple((key, self._held(task, held)) for key, task in memory.setup)
@@ -282,7 +264,7 @@ class Tether:
         notebook.close()
         self._end, self.notebook_pid, self._since = None, 0, time.time()
         for _ in range(self._live):
-            self._hand_on(Received())
+            self._hand_on(messages.Received())
         for let_go in self._record.unread():
             self._hand_on(let_go)
         self._live = self._replayed = 0
@@ -291,10 +273,6 @@ class Tether:
         """Note that the connection of a notebook has ended that had the world, or has it."""
         if pid == self.notebook_pid:
             self._lose()
-
-    def _end_if_empty(self) -> None:
-        if self._end is None and not self._is_wanted():
-            self._leave()
 
     def _is_wanted(self) -> bool:
         """Say whether anything is left that a notebook could want."""
@@ -312,11 +290,6 @@ class Tether:
 
     # --- for `Listener` -----------------------------------------------------------------------
 
-    @property
-    def _last(self) -> int:
-        """The process that ends last of all that is the world's."""
-        return self._guard.pid if self._guard else os.getpid()
-
     def describe(self) -> WorldInfo:
         """Return what is known without asking the ranks."""
         record, spec = self._record, self._record.spec
@@ -332,7 +305,7 @@ class Tether:
             notebook=self.notebook_pid if self._notebook_lives() else 0,
             since=self._since,
             detach=record.detach,
-            guard=self._last,
+            guard=self._guard.pid,
             versions=versions_here(),
         )
 
@@ -353,7 +326,7 @@ class Tether:
         if not SOCKET.fullmatch(wanted.socket):
             return Refused("that is no notebook's socket")
         self._give_to(wanted)
-        return Accepted(os.getpid(), self._last)
+        return Accepted(os.getpid(), self._guard.pid)
 
     def _give_to(self, notebook: Attach) -> None:
         self.notebook_pid = notebook.pid
@@ -367,7 +340,7 @@ class Tether:
         self._watch_process()
 
 
-def _line_of(record: Record) -> str:
+def _line_of(record: WorldRecord) -> str:
     """Return the first line of what runs that says something; "" for nothing."""
     if record.run is None or not record.unfinished:
         return ""
@@ -392,17 +365,15 @@ class Serving:
     """The tasks of such a process; `answer` does what a call asks for, `send` its answer."""
 
     def __init__(
-        self, answer: Callable[[Request], Awaitable[Reply]], send: Callable[[Answer], None]
+        self,
+        answer: Callable[[messages.Request], Awaitable[messages.Reply]],
+        send: Callable[[messages.Answer], None],
     ) -> None:
         self._answer = answer
         self._send = send
-        self._asked: asyncio.Queue[Ask] = asyncio.Queue()
+        self._asked: asyncio.Queue[messages.Ask] = asyncio.Queue()
         self._gone = asyncio.Event()
         self._fault: BaseException | None = None
-
-    def __repr__(self) -> str:
-        state = "leaves" if self._gone.is_set() else "serves"
-        return f"<Serving {state}, {self._asked.qsize()} calls wait>"
 
     async def until_left(self) -> None:
         """Work until `leave` is called; what is under way then is cancelled.
@@ -424,11 +395,11 @@ class Serving:
         if self._fault is not None:
             raise self._fault
 
-    def call(self, ask: Ask) -> None:
+    def call(self, ask: messages.Ask) -> None:
         """Do this once all calls before it have been answered."""
         self._asked.put_nowait(ask)
 
-    def do(self, work: Coroutine[Any, Any, None]) -> None:
+    def do(self, work: Coroutine[Any, Any, object]) -> None:
         """Do something beside the calls, until it is to leave."""
         if self._gone.is_set():
             work.close()
@@ -448,17 +419,17 @@ class Serving:
     async def _answer_asked(self) -> None:
         while True:
             ask = await self._asked.get()
-            self._send(Answer(ask.id, await self._answer(ask.request)))
+            self._send(messages.Answer(ask.id, await self._answer(ask.request)))
 
 
-def run(runtime: Path, serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def run(runtime: Path, serve: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
     """Serve until that is over; returns with nothing left behind."""
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     adopt_orphans()
     # Until the end: what cleans up after dead agents finds that this one runs.
     folders.join(runtime, folders.runtime(runtime))
     try:
-        asyncio.run(serve())
+        return asyncio.run(serve())
     finally:
         end_descendants()
         shutil.rmtree(runtime, ignore_errors=True)

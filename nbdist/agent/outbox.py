@@ -1,10 +1,16 @@
-"""What ranks have shown and the notebook has not got yet: batched by time, bounded in size."""
+"""What a notebook has not got yet: outputs, batched by time and bounded in size; and the world.
+
+The `WorldRecord` has what a notebook has to know that takes a world over: read off the messages
+of the one before, of which `Tether` gives it all, both ways.  No I/O there.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from nbdist.output.events import (
     Clear,
@@ -22,8 +28,13 @@ from nbdist.output.events import (
     Update,
     size_of,
 )
-from nbdist.system.proc import trim_memory
+from nbdist.seats import Seats
+from nbdist.system.processes import trim_memory
+from nbdist.values.payload import Payload
+from nbdist.wire import messages
 from nbdist.wire.messages import Outputs
+from nbdist.wire.node_messages import processes
+from nbdist.wire.spec import WorldSpec
 
 # --- what is kept -----------------------------------------------------------------------------
 
@@ -61,9 +72,6 @@ class Backlog:
         self._most_text, self._most_shown = text, shown
         self._shown = 0
 
-    def __repr__(self) -> str:
-        return f"<Backlog of {len(self._items)} items>"
-
     def __len__(self) -> int:
         return len(self._items)
 
@@ -78,8 +86,9 @@ class Backlog:
             case Text():
                 self._add_text(rank, cell_id, output)
                 return
-            case Update():
-                self._drop_older(rank, output)
+            case Update(display_id=display) if (rank, display) in self._updated:
+                # Of several updates of one display only the last is to be seen.
+                self._drop(rank, lambda it: isinstance(it, Update) and it.display_id == display)
         self._append(rank, cell_id, output)
         self._shown += size_of(output)
         if self._shown > self._most_shown:
@@ -87,13 +96,7 @@ class Backlog:
 
     def answered(self, rank: int, number: int) -> None:
         """Leave out what this rank wanted typed, by its number: it has been."""
-        self._keep(
-            item
-            for item in self._items
-            if not (
-                item[0] == rank and isinstance(item[2], InputRequest) and item[2].number == number
-            )
-        )
+        self._drop(rank, lambda it: isinstance(it, InputRequest) and it.number == number)
 
     def take(self, most: int) -> list[Item]:
         """Take the oldest away, of so many characters, and those of the one that exceeds it."""
@@ -112,9 +115,6 @@ class Backlog:
             if isinstance(output, Update):
                 self._updated.discard((rank, output.display_id))
         return batch
-
-    def _size_shown(self) -> int:
-        return sum(size_of(output) for _, _, output in self._items if not isinstance(output, Text))
 
     def _append(self, rank: int, cell_id: str, output: Output) -> None:
         """Add it; what is skipped is one with what was skipped before it."""
@@ -167,23 +167,15 @@ class Backlog:
                 kept.append(item)
         self._keep(kept)
 
-    def _drop_older(self, rank: int, update: Update) -> None:
-        """Keep of several updates of one display only the last, the only one to be seen."""
-        if (rank, update.display_id) not in self._updated:  # there may be many items to look at
-            return
-        self._keep(
-            item
-            for item in self._items
-            if not (
-                item[0] == rank
-                and isinstance(item[2], Update)
-                and item[2].display_id == update.display_id
-            )
-        )
+    def _drop(self, rank: int, is_over: Callable[[Output], bool]) -> None:
+        self._keep(item for item in self._items if item[0] != rank or not is_over(item[2]))
 
     def _leave_out(self) -> None:
         """Leave out the older half of what is no text, where it is still too much."""
-        self._shown = self._size_shown()  # of updates only the last are there
+        # Of updates only the last are there.
+        self._shown = sum(
+            size_of(output) for _, _, output in self._items if not isinstance(output, Text)
+        )
         most = self._most_shown if self._shown <= self._most_shown else self._most_shown // 2
         newest = {(item[0], item[1], type(item[2])): at for at, item in enumerate(self._items)}
         kept: list[Item] = []
@@ -287,16 +279,244 @@ def folded(items: Iterable[Item]) -> tuple[Item, ...]:
             case Text():
                 return texts.setdefault(output, output)
             case Display(data) | Update(data):
-                return replace(output, data=_with(values, data))
+                shared: MimeBundle = {
+                    kind: values.setdefault(value, value) if isinstance(value, str) else value
+                    for kind, value in data.items()
+                }
+                return replace(output, data=shared)
             case _:
                 return output
 
     return tuple((rank, cell_id, one(output)) for rank, cell_id, output in items)
 
 
-def _with(values: dict[str, str], data: MimeBundle) -> MimeBundle:
-    """Give the data with those of the values that are equal to its own."""
-    return {
-        kind: values.setdefault(value, value) if isinstance(value, str) else value
-        for kind, value in data.items()
-    }
+# --- for the next notebook ----------------------------------------------------------------------
+
+
+TEXT_OF_ALL, TEXT_AT_LEAST = 256 << 20, 1 << 16
+"""Characters of all ranks' text that are kept; of one rank's at least that, at most `TEXT_KEPT`."""
+
+Changing = messages.StartWorld | messages.StopWorld | messages.Heal | messages.Scale | messages.Grow
+"""What makes the workers others."""
+
+
+class WorldRecord:
+    """A world as the agent has it, and what its last task has shown until it was seen to its end.
+
+    `memory` is what the notebook has said of it.
+    """
+
+    def __init__(self) -> None:
+        self.memory = messages.Remember({})
+        self.spec: WorldSpec | None = None
+        self.pids: Mapping[int, int] = {}
+        self.run: messages.Run | None = None
+        self.began = time.time()
+        self.unfinished: set[int] = set()
+        self.is_whole = True
+        self._logs: Mapping[int, str] = {}
+        self._hosts: Mapping[int, str] = {}
+        self._came: dict[str, None] = {}
+        self._lacks: tuple[str, ...] = ()
+        self._dead: dict[int, Died] = {}
+        self._bound: dict[int, dict[str, str | None]] = {}
+        self._changing: dict[int, Changing] = {}
+        self._next_call = 1
+        self._tasks = 0
+        self._backlog = Backlog()
+        self._started, self._started_ns = 0.0, 0
+        self._ended: dict[int, float] = {}
+        self._lent: dict[str, set[int]] = {}
+
+    def __repr__(self) -> str:
+        return f"<WorldRecord of {sorted(self.pids)}, {len(self._backlog)} outputs>"
+
+    @property
+    def detach(self) -> bool:
+        """Whether the world is to outlive its notebook."""
+        return bool(self.memory.options.get("detach"))
+
+    @property
+    def has_world(self) -> bool:
+        """Whether there are workers, or will be."""
+        starts = any(isinstance(each, messages.StartWorld) for each in self._changing.values())
+        return bool(self.pids) or starts
+
+    @property
+    def changes(self) -> bool:
+        """Whether the workers are becoming others just now."""
+        return bool(self._changing)
+
+    @property
+    def state(self) -> str:
+        """What the world is doing, in words."""
+        if self._changing:
+            return "changing"
+        if not self.pids:
+            return "no workers"
+        if self.unfinished:
+            return "busy"
+        return "ready" if self.is_whole and not self._dead else "broken"
+
+    # --- what goes down and comes up ------------------------------------------------------
+
+    def take_down(self, message: messages.Down) -> None:
+        """Take in what the notebook has sent."""
+        match message:
+            case messages.Remember():
+                self.memory = message
+            case messages.Ask(number, request):
+                self._next_call = max(self._next_call, number + 1)
+                if isinstance(request, Changing):
+                    self._changing[number] = request
+            case messages.Run():
+                self._begin(message)
+            case messages.Enter(rank, reply):
+                self._backlog.answered(rank, reply.number)
+            case messages.LetGo(task_id, ranks):
+                self._lent.get(task_id, set()).difference_update(ranks)
+
+    def take_up(self, message: messages.Up) -> None:
+        """Take in what the notebook gets, or would get if there was one."""
+        match message:
+            case messages.Answer(number, reply) if number in self._changing:
+                self._take_change(self._changing.pop(number), reply)
+            case Outputs(items):
+                for item in items:
+                    self._take(*item)
+            case messages.Aborted():
+                self.is_whole = False
+            case messages.Came(host):
+                self._came[host] = None
+
+    def seen(self) -> None:
+        """Note that the notebook has seen all that has come up so far."""
+        if self.detach and not self.unfinished:
+            self._forget()
+
+    def _begin(self, run: messages.Run) -> None:
+        self._forget()
+        self.run, self.unfinished = run, {*run.ranks} - self._dead.keys()
+        self._tasks += 1
+        text = min(TEXT_KEPT, max(TEXT_AT_LEAST, TEXT_OF_ALL // max(1, len(self.pids))))
+        self._backlog = Backlog(text, is_long=True)
+        self._started, self._started_ns = time.monotonic(), time.time_ns()
+        self.began = time.time()
+
+    def _forget(self) -> None:
+        self.run, self._ended = None, {}
+        self._backlog = Backlog()
+
+    def _take(self, rank: int, task_id: str, output: Output) -> None:
+        match output:
+            case Done():
+                self._end(rank, task_id)
+                self._take_done(rank, task_id, output)
+            case Died():
+                self._end(rank, self.run.id if self.run else "")
+                self._dead[rank] = output
+            case Failure() if output.connections:
+                self.is_whole = False
+        if self.detach:
+            self._backlog.add(rank, task_id, output)
+
+    def _end(self, rank: int, task_id: str) -> None:
+        if self.run is not None and task_id == self.run.id and rank in self.unfinished:
+            self.unfinished.discard(rank)
+            self._ended[rank] = time.monotonic()
+
+    def _take_done(self, rank: int, task_id: str, done: Done) -> None:
+        bound = self._bound.setdefault(rank, {})
+        for name in done.gone:
+            bound.pop(name, None)
+        bound.update((name, done.imported.get(name)) for name in done.bound)
+        if isinstance(done.values, Payload) and done.values.segment is not None:
+            self._lent.setdefault(task_id, set()).add(rank)
+        # A note of what nobody has asked for again is of no more use.
+        self._lent = {task: ranks for task, ranks in self._lent.items() if ranks}
+
+    def _take_change(self, request: messages.Request, reply: messages.Reply) -> None:
+        match request, reply:
+            case messages.StartWorld(spec), messages.WorldStarted():
+                self._end_world()
+                self.spec = reply.spec or spec
+                self.pids, self._logs, self._lacks = reply.pids, reply.logs, reply.lacks
+                self._hosts = reply.hosts
+                self.began = time.time()
+            case _, messages.StartFailure():
+                self._end_world()
+            case messages.StopWorld(), _:
+                self._end_world()
+            case messages.Scale(spec), messages.Healed(pids):
+                scaled = spec if len(pids) == spec.world_size else self.spec
+                self._take_healed(scaled, reply)
+            case messages.Heal() | messages.Grow(), messages.Healed():
+                if isinstance(request, messages.Grow):
+                    self._came = {}
+                self._take_healed(self.spec, reply)
+
+    def _take_healed(self, spec: WorldSpec | None, healed: messages.Healed) -> None:
+        spec = healed.spec or spec
+        earlier = processes(self.pids, _seats(self.spec))
+        before = {process: rank for rank, process in earlier.items()}
+        if spec is not None and not healed.spec:
+            spec = replace(spec, seats=healed.seats)
+        now = processes(healed.pids, _seats(spec))
+        was = {rank: before[process] for rank, process in now.items() if process in before}
+        self.spec, self.pids, self._logs = spec, healed.pids, healed.logs
+        self._hosts, self.is_whole = healed.hosts, not healed.problem
+        self._bound = {rank: self._bound.get(old, {}) for rank, old in was.items()}
+        # Those that have died again meanwhile are dead.
+        self._dead = {r: died for r, died in self._dead.items() if died.pid == healed.pids.get(r)}
+
+    def _end_world(self) -> None:
+        self._forget()
+        self.pids, self._logs, self._dead, self._bound = {}, {}, {}, {}
+        self.unfinished, self.is_whole = set(), True
+        self._tasks, self._came = 0, {}
+
+    # --- for the next notebook --------------------------------------------------------------
+
+    def attached(self, since: float) -> messages.Attached:
+        """Make the message that says it all, but for what was shown: `again` has that."""
+        return messages.Attached(
+            memory=self.memory,
+            spec=self.spec,
+            pids=self.pids,
+            logs=self._logs,
+            hosts=self._hosts,
+            came=tuple(self._came),
+            lacks=self._lacks,
+            is_whole=self.is_whole,
+            dead=self._dead,
+            bound=self._bound,
+            run=self.run,
+            started=self._started,
+            started_ns=self._started_ns,
+            ended=self._ended,
+            next_call=self._next_call,
+            forgotten=max(0, self._tasks - (self.run is not None)),
+            since=since,
+        )
+
+    def again(self) -> list[Outputs]:
+        """Return what has been shown and not been seen, in batches."""
+        batches: list[list[Any]] = [[]]
+        size = 0
+        for item in self._backlog.items:
+            if size > ENOUGH_IN_A_BATCH:
+                batches.append([])
+                size = 0
+            batches[-1].append(item)
+            size += size_of(item[2])
+        return [Outputs(tuple(batch)) for batch in batches if batch]
+
+    def unread(self) -> list[messages.LetGo]:
+        """Return what has workers release values that went to a notebook which is gone."""
+        running = self.run.id if self.run else ""
+        over = [task for task in self._lent if task != running]
+        return [messages.LetGo(task, tuple(self._lent.pop(task))) for task in over]
+
+
+def _seats(spec: WorldSpec | None) -> Seats:
+    return spec.seats if spec is not None else ()

@@ -21,10 +21,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
-from nbdist.agent.startup import (
-    END_TIMEOUT,
+from nbdist.agent.fork_server import (
+    READ_SIZE,
     Fork,
     Forked,
     ForkFailed,
@@ -32,16 +32,13 @@ from nbdist.agent.startup import (
     FromForkServer,
     Imported,
     WorkerExited,
-    await_end,
-    end_group,
     log_file,
     start_fork_server,
     to_frame,
 )
-from nbdist.system import prctl
+from nbdist.system import processes
 from nbdist.system.limits import Lack, word_lack
-from nbdist.system.proc import OwnTime
-from nbdist.system.processes import safe_environ
+from nbdist.system.processes import END_TIMEOUT, OwnTime, await_end, end_group, reap, safe_environ
 from nbdist.wire.frames import FrameCutter
 from nbdist.wire.spec import WorkerStart, WorldSpec
 from nbdist.words import word_exit
@@ -61,9 +58,6 @@ class Children:
 
     def __init__(self) -> None:
         self._expected: dict[int, OnExit] = {}
-
-    def __repr__(self) -> str:
-        return f"<Children {sorted(self._expected)}>"
 
     def attach(self) -> None:
         """Begin to reap."""
@@ -113,18 +107,9 @@ class Children:
         return not self._expected
 
     def _reap(self) -> None:
-        with suppress(ChildProcessError):  # there are none
-            while child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                self._reap_one(child.si_pid)
-
-    def _reap_one(self, pid: int) -> None:
-        on_exit = self._expected.pop(pid, None)
-        if on_exit is not None:
-            # Before it is reaped: until then no other group can have its number.
-            end_group(pid)
-        _, status = os.waitpid(pid, 0)
-        if on_exit is not None:
-            on_exit(os.waitstatus_to_exitcode(status))
+        for pid, exit_code in reap(self._expected):
+            if on_exit := self._expected.pop(pid, None):
+                on_exit(exit_code)
 
 
 class WorkerProcess:
@@ -167,25 +152,6 @@ class WorkerProcess:
             self.exited.set_result(exit_code)
 
 
-class ProcessSource(Protocol):
-    """Starts worker processes."""
-
-    def last_lines(self) -> tuple[str, ...]:
-        """Return what the source itself has written: why it could start none."""
-
-    async def prepare(self) -> None:
-        """Be ready to start some, which can take as long as torch's import.
-
-        Raises ChildProcessError when there is no way to be.
-        """
-
-    async def start(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
-        """Start a process that becomes the worker; it gets copies of the descriptors.
-
-        Raises ChildProcessError when there is no way to start one.
-        """
-
-
 class Spawner:
     """Starts each worker as a new interpreter: slower, and free of all that fork inherits."""
 
@@ -193,12 +159,17 @@ class Spawner:
         self._children = children
 
     def last_lines(self) -> tuple[str, ...]:
+        """Return none: what each of them writes is its worker's."""
         return ()
 
     async def prepare(self) -> None:
         """Do nothing: nothing has to be there."""
 
     async def start(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
+        """Start a process that becomes the worker; it gets copies of the descriptors.
+
+        Raises ChildProcessError when there is no way to start one.
+        """
         environ = {**start.world.environ, **start.environ}
         try:
             with _file_of(start) as stdin:
@@ -241,13 +212,11 @@ def command_of(spec: WorldSpec, path: str | None) -> list[str]:
     wrapper = shutil.which(spec.wrap[0], path=path)
     if wrapper is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-    return [sys.executable, "-IS", prctl.__file__, wrapper, *spec.command[1:]]
+    return [sys.executable, "-IS", processes.__file__, wrapper, *spec.command[1:]]
 
 
 # --- forked workers ---------------------------------------------------------------------------
 
-
-READ_SIZE = 1 << 16
 
 IMPORT_TIMEOUT = 180.0
 FORK_TIMEOUT = 20.0
@@ -283,12 +252,10 @@ class Forker:
     When that ends, its workers live on, and another one is started when it is needed.
     """
 
-    def __init__(
-        self, runtime: Path, children: Children, started: ForkServerProcess | None
-    ) -> None:
+    def __init__(self, runtime: Path, children: Children, started: ForkServerProcess) -> None:
         self._runtime = runtime
         self._children = children
-        self._server = started
+        self._server: ForkServerProcess | None = started
         self._exit_code: int | None = None
         self._replies = FrameCutter()
         self._imported: asyncio.Future[None] | None = None
@@ -319,6 +286,10 @@ class Forker:
         return tuple(log.read_text(errors="replace").splitlines()) if log.exists() else ()
 
     async def prepare(self) -> None:
+        """Be ready to start some, which can take as long as torch's import.
+
+        Raises ChildProcessError when there is no way to be.
+        """
         if self._server is None:
             try:
                 self._server = start_fork_server(self._runtime)
@@ -330,6 +301,7 @@ class Forker:
         self._imported.result()
 
     async def start(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
+        """Fork a process that becomes the worker, as `Spawner.start` says."""
         await self.prepare()
         try:
             return await self._ask(start, stdout, stderr)
@@ -468,3 +440,6 @@ class Forker:
         """Expect their ends here: they have become this process's children."""
         for pid in list(self._workers):
             self._children.adopted(pid)
+
+
+ProcessSource = Spawner | Forker

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.agent.inspect import SAMPLE_TIMEOUT, place_from_outside
 from nbdist.output.events import IGNORES_STOP
-from nbdist.system.proc import OwnTime, ignores, schedule
+from nbdist.system.processes import OwnTime, ignores, schedule
 from nbdist.wire.views import Place
 
 if TYPE_CHECKING:
@@ -89,9 +89,6 @@ class _Stopped:
         self._place = Place()
         self._restart_clock()
 
-    def __repr__(self) -> str:
-        return f"<_Stopped {self.rank} {self._own}>"
-
     def interrupt_again(self) -> None:
         """Note that Stop was pressed again."""
         self._again, self.is_spared = True, False
@@ -152,9 +149,6 @@ class Stopping:
         self._abort_all = abort_all
         self._report = report
         self._stopped: dict[int, _Stopped] = {}
-
-    def __repr__(self) -> str:
-        return f"<Stopping {sorted(self._stopped)}>"
 
     def begin(self, ranks: Iterable[Worker]) -> Iterator[Coroutine[Any, Any, None]]:
         """Send SIGINT to these; what is given is to be run beside all else."""

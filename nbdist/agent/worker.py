@@ -15,13 +15,11 @@ from typing import Any
 
 from nbdist.agent.kernel_link import KernelClient, Message, TaskConnection, as_shown, output_from
 from nbdist.agent.processes import ProcessSource, WorkerProcess
-from nbdist.agent.stack_file import StackFile
-from nbdist.agent.worker_logs import WorkerLog
-from nbdist.agent.worker_output import WorkerOutput
+from nbdist.agent.stacks import StackFile
+from nbdist.agent.worker_output import WorkerLog, WorkerOutput
 from nbdist.output.events import Died, Done, Failure, InputRequest, Output, Text, Typed
 from nbdist.system.limits import Lack, OomKills, lack_in
-from nbdist.system.prctl import cpu_seconds
-from nbdist.system.proc import is_exiting, is_stopped
+from nbdist.system.processes import cpu_seconds, is_exiting, is_stopped
 from nbdist.wire import control
 from nbdist.wire.frames import BadFrame
 from nbdist.wire.messages import Run
@@ -73,7 +71,9 @@ class Worker:
         self._busy_since = 0.0
         self._oom_kills: OomKills | None = None
         self._counting: asyncio.TimerHandle | None = None
-        self._killed = self._is_ending = False
+        self.is_killed = False
+        """Whether its agent has ended it, though its process may still be there."""
+        self._is_ending = False
         self._why = ""
         self._died: Died | None = None
         self._kernel = KernelClient(start, self._read_message)
@@ -86,11 +86,6 @@ class Worker:
     def pid(self) -> int:
         """The worker's process, 0 before it has one."""
         return self.process.pid if self.process else 0
-
-    @property
-    def is_killed(self) -> bool:
-        """Whether its agent has ended it, though its process may still be there."""
-        return self._killed
 
     @property
     def state(self) -> RankState:
@@ -108,9 +103,14 @@ class Worker:
 
         Raises ChildProcessError when it ends before.
         """
-        self.process = process = await self._process_from(source)
+        try:
+            self._kernel.write_connection_file()
+            process = await source.start(self._start, *self.output.write_ends)
+        finally:
+            self.output.close_write_ends()
+        self.process = process
         process.exited.add_done_callback(lambda _: self.output.ready.set())
-        if self._killed:  # before it had a process
+        if self.is_killed:  # before it had a process
             process.kill()
         await self.output.ready.wait()
         if process.exited.done():
@@ -127,20 +127,6 @@ class Worker:
         except OSError as error:  # its process has ended in this moment, or is about to
             self.kill()
             raise ChildProcessError(f"it cannot be reached: {error}") from error
-
-    async def _process_from(self, source: ProcessSource) -> WorkerProcess:
-        try:
-            self._write_connection_file()
-            return await source.start(self._start, *self.output.write_ends)
-        finally:
-            self.output.close_write_ends()
-
-    def _write_connection_file(self) -> None:
-        try:
-            self._kernel.write_connection_file()
-        except OSError as error:  # there is no room, for one
-            folder = Path(self._start.connection_file).parent
-            raise ChildProcessError(f"{error.strerror} in {folder}") from error
 
     # --- run -----------------------------------------------------------------------------
 
@@ -208,7 +194,7 @@ class Worker:
 
     def kill(self, why: str = "") -> None:
         """End the process; `Died` follows, and says why."""
-        self._killed, self._why = True, self._why or why
+        self.is_killed, self._why = True, self._why or why
         if self.process is not None:
             self.process.kill()
 
@@ -298,7 +284,7 @@ class Worker:
         self.output.drain()
         code = exited.result()
         found = self.stacks.crash_text(code, self.task)
-        if self._oom_kills is not None and not self._killed:
+        if self._oom_kills is not None and not self.is_killed:
             found += self._oom_kills.text(code)
         if found:
             self.say(found)

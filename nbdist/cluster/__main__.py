@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from nbdist.agent.startup import begin
+from nbdist.agent.fork_server import begin
 
 COMMANDS_GRACE = 3.0
 """Seconds for `srun` and the like to end when a head was killed: agents leave, and so do they;

@@ -28,7 +28,6 @@ from zmq.eventloop.zmqstream import ZMQStream
 from zmq.utils.monitor import parse_monitor_message
 
 from nbdist import __version__
-from nbdist.agent.startup import Guard
 from nbdist.cluster.ticket import (
     AGENTS_WAIT,
     LONGEST_TICKET,
@@ -39,6 +38,7 @@ from nbdist.cluster.ticket import (
     ticket_from,
     what_to_say,
 )
+from nbdist.system.processes import Guard
 from nbdist.topology import usable_cores, visible_gpus
 from nbdist.wire.messages import Leave, Run
 from nbdist.wire.node_messages import (

@@ -14,11 +14,11 @@ from typing import Any
 
 from nbdist.agent.listener import Listener, with_ranks
 from nbdist.agent.notebook_link import Serving, Tether
-from nbdist.agent.startup import Guard
 from nbdist.cluster.assembly import Assembly, in_time_of_head, last_words
 from nbdist.cluster.node import Node, NodeLost
 from nbdist.cluster.transfer import BulkTransfers
 from nbdist.output.events import Died, Done
+from nbdist.system.processes import Guard
 from nbdist.wire.door import WorldInfo
 from nbdist.wire.logs import GetLogs
 from nbdist.wire.messages import (

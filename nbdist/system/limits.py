@@ -1,13 +1,10 @@
-(
-    """The machine's limits: processes and threads, open files, memory.
+"""The machine's limits: processes and threads, open files, memory.
 
 Where one is reached, its name and the remedy are said.  In a container or a Slurm job a control
 group (cgroups(7)) decides how much memory there is, and not the machine: of what goes beyond its
 limit the kernel kills as a rule the biggest process, the notebook.  Asked before memory is shared:
 both versions, and each group above the process's own.
 """
-    ""
-)
 
 from __future__ import annotations
 

@@ -1,20 +1,29 @@
-"""Processes of our own: how interpreters are started, and what is kept of one that was.
+"""Processes of our own: how interpreters are started, what the kernel says of them, their ends.
 
 No interpreter looks into the notebook's folder for what it imports: `random.py` there is a file
-of the user's, and not Python's module.  Next to nothing is imported here, because the agent has
-this before it starts the fork server.
+of the user's, and not Python's module.  Little is imported here, and nothing of nbdist: the agent
+has this before it starts the fork server.  It is also a script, with no package around it:
+`python -IS processes.py COMMAND ...` becomes the command that wraps a worker (`--wrap`), which
+then dies with its agent.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
+import select
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 MODULE = ("-P", "-m")
 """Options before a module to run; with `-P` the working directory is not on `sys.path`."""
@@ -45,6 +54,324 @@ def safe_environ(environ: Mapping[str, str], folder: str) -> dict[str, str]:
     rest = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
     path = safe_path(environ, folder)
     return {**rest, "PYTHONPATH": path} if path else rest
+
+
+# --- parents and children (prctl(2)) -----------------------------------------------------------
+
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def signal_on_parents_end(number: signal.Signals, parent: int) -> bool:
+    """Have the kernel send this process the signal when its parent ends; False if it has.
+
+    Polls for a lost parent in Python need the GIL; this does not.
+    """
+    _prctl(PR_SET_PDEATHSIG, number)
+    return os.getppid() == parent
+
+
+def adopt_orphans(*, adopts: bool = True) -> None:
+    """Have processes whose parents end become children of this one, so that it can end them."""
+    _prctl(PR_SET_CHILD_SUBREAPER, int(adopts))
+
+
+def children_of(pid: int) -> list[int]:
+    """List the processes whose parent it is."""
+    processes = map(int, filter(str.isdigit, os.listdir("/proc")))
+    return [process for process in processes if _stat(process)[1:2] == [str(pid)]]
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value)
+
+
+# --- what the kernel says of a process (proc(5)) ------------------------------------------------
+
+
+PF_EXITING = 0x4
+"""In a thread's flags (include/linux/sched.h): it is being ended, and runs no more code."""
+
+
+def thread_state(pid: int) -> str:
+    """Return `R`: the main thread runs, `S`: sleeps, `T`: is stopped (proc(5)); `X`: has ended."""
+    return _stat(pid)[0]
+
+
+def is_exiting(pid: int) -> bool:
+    """Say whether the kernel is taking the process down, or has, which can take long."""
+    stat = _stat(pid)
+    return len(stat) <= 6 or bool(int(stat[6]) & PF_EXITING)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Read what all threads of a process have run so far; 0 of one that has ended."""
+    stat = _stat(pid)
+    return sum(map(int, stat[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(pid: int) -> list[str]:
+    """Read `stat` from the main thread's state on; that it has ended, if it has."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(") ")[2].split()
+    except OSError:
+        return ["X"]
+
+
+def is_stopped(pid: int) -> bool:
+    """Say whether a signal such as SIGSTOP, or a debugger, has stopped the process."""
+    return thread_state(pid) in "Tt"
+
+
+def ignores(pid: int, number: int) -> bool:
+    """Say whether the signal does nothing to the process; one that has ended ignores none."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as status:
+            found = next((line for line in status if line.startswith("SigIgn:")), "SigIgn: 0")
+        return bool(int(found.split()[1], 16) >> (number - 1) & 1)
+    except (OSError, ValueError):
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Seconds that a thread has run, and has been ready to and has not; how often it has begun."""
+
+    ran: float = 0.0
+    waited: float = 0.0
+    wakes: int = 0
+
+
+def schedule(pid: int, tid: int | str) -> Schedule:
+    """Read what the kernel has counted (sched-stats.rst); zeros where it does not, as gVisor's."""
+    try:
+        with open(f"/proc/{pid}/task/{tid}/schedstat", encoding="ascii") as file:
+            ran, waited, wakes = map(int, file.read().split())
+    except (OSError, ValueError):
+        return Schedule()
+    return Schedule(ran / 1e9, waited / 1e9, wakes)
+
+
+class OwnTime:
+    """Counts the seconds of a process from now on, without those it has waited for a processor.
+
+    A rank that did nothing for two seconds because eight processes shared two cores has had
+    half a second.  Of its threads the one that has waited longest counts: they wait for one
+    another, for the GIL or for gloo's loop.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._since = time.monotonic()
+        self._waits = _waits(pid)
+
+    def seconds(self) -> float:
+        """Count them; all that pass, where the kernel does not count how long threads wait."""
+        passed, now = time.monotonic() - self._since, _waits(self._pid)
+        waited = max((now[tid] - self._waits.get(tid, 0.0) for tid in now), default=0.0)
+        return max(0.0, passed - waited)
+
+
+def _waits(pid: int) -> dict[str, float]:
+    """Read how long each thread has waited."""
+    with suppress(OSError):  # it has ended
+        return {tid: schedule(pid, tid).waited for tid in os.listdir(f"/proc/{pid}/task")}
+    return {}
+
+
+def trim_memory() -> None:
+    """Give back to the machine what the C library keeps of freed memory, where it is glibc."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+# --- the guard above an agent -----------------------------------------------------------------
+
+# The process that a launcher starts forks the agent, or a head, before anything else is imported,
+# and waits for its end: this is the guard, which stays when the agent is killed, and then ends all
+# that is left.  As a child subreaper it becomes the parent of what the agent leaves behind, workers
+# and what they started included, wherever these have gone; of a guard that is killed the agent gets
+# a SIGTERM, and ends in order.  An agent that hangs when its notebook has ended is killed, unless
+# it has said that it stays.
+
+
+END_TIMEOUT, END_STEP = 5.0, 0.005
+"""Seconds for killed processes to be gone, and between two looks."""
+
+AGENT_GRACE, AGENT_GRACES = 5.0, 6
+"""Seconds for an agent to end by itself when its notebook has; so often while it works on."""
+
+AT_WORK = 0.01
+"""The share of a core from which on it does: it may still import, beside others on busy cores."""
+
+STAYS, LEAVES = b"s", b"l"
+"""What an agent tells its guard."""
+
+LONGEST_TOLD = 1 << 16
+"""Bytes; a pipe holds no more."""
+
+
+class Guard:
+    """The guard as the agent has it."""
+
+    def __init__(self, end: int) -> None:
+        self.pid = os.getppid()
+        self._end = end
+
+    def tell(self, *, stays: bool) -> None:
+        """Say whether this process is to be left alone when its notebook has ended."""
+        with suppress(BrokenPipeError):  # it is being killed, and this process is told so
+            os.write(self._end, STAYS if stays else LEAVES)
+
+    def tell_last_word(self, line: bytes) -> None:
+        """Leave what is to be said to the head where this process is killed: `last_word`."""
+        with suppress(BrokenPipeError):
+            os.write(self._end, line)
+
+
+def go_below_guard(
+    runtime: Path,
+    notebook: int | None,
+    grace: float = 0.0,
+    after_kill: Callable[[bytes], None] = lambda last_word: None,
+) -> Guard:
+    """Fork: the parent becomes the guard and never returns, the child is to be the agent.
+
+    What that leaves behind has `grace` seconds to end by itself, as its stdin has, and as many
+    after a SIGTERM; for these the agent itself may wait.  The guard of an agent that is killed
+    calls `after_kill` with its last word.
+    Raises OSError where there can be no further process.
+    """
+    guard = os.getpid()
+    adopt_orphans()
+    told, tell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    agent = os.fork()
+    if agent:
+        os.close(tell)
+        _watch(agent, runtime, notebook, told, grace, after_kill)
+    os.close(told)
+    if not signal_on_parents_end(signal.SIGTERM, guard):
+        sys.exit(1)
+    return Guard(tell)
+
+
+def end_group(pid: int) -> None:
+    """Kill the process group that a worker leads: itself and what it started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def reap(leaders: Container[int]) -> Iterator[tuple[int, int]]:
+    """Reap children that have ended: yields process and exit code, negative for a signal.
+
+    What is left in the groups of `leaders` is killed.
+    """
+    with suppress(ChildProcessError):  # there are none
+        while child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            pid = child.si_pid
+            if pid in leaders:
+                # Before it is reaped: until then no other group can have its number.
+                end_group(pid)
+            yield pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def end_descendants() -> None:
+    """Kill and reap all that descends from this process, which adopts orphans."""
+    await_end(_end_children)
+
+
+def await_end(have_ended: Callable[[], bool], timeout: float = END_TIMEOUT) -> None:
+    """Look until processes have ended, so many seconds at most."""
+    deadline = time.monotonic() + timeout
+    while not have_ended() and time.monotonic() < deadline:
+        time.sleep(END_STEP)
+
+
+def _reap_children() -> bool:
+    """Reap those that have ended; say whether these were all."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return True
+    return False
+
+
+def _signal_children(number: int) -> None:
+    for child in children_of(os.getpid()):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(child, number)
+
+
+def _end_children() -> bool:
+    """Reap those that have ended, and kill the others, whose own become this one's children."""
+    if _reap_children():
+        return True
+    _signal_children(signal.SIGKILL)
+    return False
+
+
+def _watch(
+    agent: int,
+    runtime: Path,
+    notebook: int | None,
+    told: int,
+    grace: float,
+    after_kill: Callable[[bytes], None],
+) -> NoReturn:
+    """Wait for the agent, end what it has left, and end as it did."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(agent, signal.SIGTERM))
+    status, last_word = _wait_for(agent, notebook, told, AGENT_GRACE + 2 * grace)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if grace:
+        await_end(_reap_children, grace)
+        _signal_children(signal.SIGTERM)
+        await_end(_reap_children, grace)
+    end_descendants()
+    shutil.rmtree(runtime, ignore_errors=True)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        after_kill(last_word)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the agent has left one, if any
+        with suppress(OSError):  # it is so already for SIGKILL
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
+def _wait_for(agent: int, notebook: int | None, told: int, grace: float) -> tuple[int, bytes]:
+    """Return the agent's status and what it has told; kill it where it hangs after its notebook.
+
+    But not one that stays, as it has said.
+    """
+    ended, ends = os.pidfd_open(agent), select.poll()
+    ends.register(ended, select.POLLIN)
+    ends.register(sys.stdin, 0)  # a pipe's hang-up
+    try:
+        if notebook is not None:
+            ends.register(os.pidfd_open(notebook), select.POLLIN)
+        ends.poll()
+    except ProcessLookupError:
+        pass  # it has ended already
+    said = b""
+    with suppress(BlockingIOError):  # it has told nothing
+        said = os.read(told, LONGEST_TOLD)
+    if said[-1:] != STAYS and not _ends(agent, ended, grace):
+        os.kill(agent, signal.SIGKILL)
+    return os.waitpid(agent, 0)[1], said
+
+
+def _ends(agent: int, ended: int, grace: float) -> bool:
+    """Wait for its end; not for one that does nothing meanwhile, and not for ever."""
+    for _ in range(AGENT_GRACES):
+        before = cpu_seconds(agent)
+        if select.select([ended], [], [], grace)[0]:
+            return True
+        if cpu_seconds(agent) - before < AT_WORK * grace:
+            break
+    return False
 
 
 # --- a process that connects to this one ------------------------------------------------------
@@ -128,3 +455,22 @@ class Child:
 def left_behind(lines: Sequence[str]) -> str:
     """Return what a log says last that could not be ended, "" for nothing."""
     return next((line.removeprefix(LEFT) for line in [*lines][::-1] if line.startswith(LEFT)), "")
+
+
+# --- the script -------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Become the command that wraps a worker, between it and the agent.
+
+    A worker itself asks for its end with the agent; both settings survive exec.
+    """
+    signal_on_parents_end(signal.SIGKILL, os.getppid())
+    # Stop is not meant for the wrapper, which is in the worker's process group; a kernel has a
+    # handler of its own while it runs a cell.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.execv(sys.argv[1], sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

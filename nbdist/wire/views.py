@@ -2,7 +2,7 @@
 
 `CallLayout` says where a worker's memory has the calls of its main thread.  The worker tells it as
 it starts (`nbdist.worker.compat.cpython`), for the agent, which reads that memory
-(`nbdist.agent.calls_in_memory`).
+(`nbdist.agent.stacks`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
 
-from nbdist.system.prctl import signal_on_parents_end
+from nbdist.system.processes import signal_on_parents_end
 
 PLENTY = 65536
 """More than any data loader needs, and few enough for programs that go through all of them."""

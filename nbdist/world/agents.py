@@ -29,8 +29,7 @@ from nbdist.errors import UsageError
 from nbdist.system import folders
 from nbdist.system.folders import PREFIX, places
 from nbdist.system.limits import OomKills
-from nbdist.system.prctl import children_of
-from nbdist.system.processes import MODULE, Child, last_lines_of, safe_environ
+from nbdist.system.processes import MODULE, Child, children_of, last_lines_of, safe_environ
 from nbdist.wire.door import (
     DOOR,
     MOST_BYTES,

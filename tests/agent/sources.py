@@ -9,9 +9,9 @@ from pathlib import Path
 
 from jupyter_client.connect import write_connection_file
 
+from nbdist.agent.fork_server import start_fork_server
 from nbdist.agent.processes import Children, Forker, ProcessSource, Spawner, WorkerProcess
-from nbdist.agent.startup import start_fork_server
-from nbdist.system.prctl import adopt_orphans
+from nbdist.system.processes import adopt_orphans
 from nbdist.wire.spec import WorkerStart, WorldSpec
 from nbdist.wire.work import mark
 from tests.waiting import until

@@ -44,9 +44,9 @@ pytestmark = pytest.mark.own_agent
 
 WITH_GRACE = """
 import runpy
-from nbdist.agent import startup
+from nbdist.system import processes
 
-startup.AGENT_GRACE = {}
+processes.AGENT_GRACE = {}
 runpy.run_module("nbdist.agent", run_name="__main__")
 """
 

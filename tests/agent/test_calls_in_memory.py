@@ -1,4 +1,4 @@
-"""Tests of `nbdist.agent.calls_in_memory`: stacks of real processes, which notice nothing of it."""
+"""Tests of `nbdist.agent.stacks`: stacks of real processes, which notice nothing of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.agent.calls_in_memory import READS, Call, Torn, calls_in, line_at, settled
+from nbdist.agent.stacks import READS, Call, Torn, calls_in, line_at, settled
 from nbdist.wire.views import LARGEST, CallLayout
 from tests.waiting import wait_until
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from nbdist.agent.startup import (
+from nbdist.agent.fork_server import (
     Fork,
     Forked,
     Imported,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.agent.inspect import status_of
-from nbdist.system.proc import MemoryGauge, thread_state
+from nbdist.agent.inspect import UsageWatch, status_of
+from nbdist.system.processes import thread_state
 from nbdist.wire.views import Place, Stack, WorkerStatus
 from nbdist.world.running import RunningTask
 from nbdist.world.states import State
@@ -331,20 +331,15 @@ class Replaced:
     """A rank that has another process by the time it is asked, on a busy machine."""
 
     pid = rank = 0
+    gpu = ""
 
     def status(self) -> WorkerStatus:
         return WorkerStatus(0, os.getpid(), "vm", "starting", 0.0, 0, "cpu")
 
 
-class NoGpus:
-    """A machine without GPUs."""
-
-    async def gpus(self, *_: object) -> dict[int, object]:
-        return {}
-
-
 @pytest.mark.unit
 def test_a_rank_that_is_replaced_meanwhile() -> None:
     """Is told without its memory; that it had another process just now ends nothing."""
-    rows = asyncio.run(status_of([Replaced()], MemoryGauge(), NoGpus()))  # type: ignore[arg-type, list-item]
+    usage = UsageWatch(lambda used: None)
+    rows = asyncio.run(status_of([Replaced()], usage))  # type: ignore[list-item]
     assert [(row.pid, row.memory) for row in rows] == [(os.getpid(), 0)]

@@ -17,8 +17,9 @@ import pytest
 import zmq
 
 from nbdist import __version__
-from nbdist.agent.notebook_link import NOTEBOOK_SOCKET, NotebookEnd, Serving
+from nbdist.agent.notebook_link import NotebookEnd, Serving
 from nbdist.output.events import Text
+from nbdist.system import folders
 from nbdist.wire.door import Accepted, Attach, Describe, Refused, Said, WorldInfo
 from nbdist.wire.messages import (
     Answer,
@@ -48,7 +49,7 @@ def far_end(runtime: Path) -> Iterator[zmq.Socket[bytes]]:
     """Where a notebook listens."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as far_end:
         far_end.rcvtimeo = SOON * 1000
-        far_end.bind(f"ipc://{runtime}/{NOTEBOOK_SOCKET}")
+        far_end.bind(f"ipc://{runtime}/{folders.SOCKET}")
         yield far_end
 
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from nbdist.agent import rendezvous, worker_group
+from nbdist.agent import worker_group
+from nbdist.agent.agent import answer_head
 from nbdist.agent.forming import Part
-from nbdist.agent.rendezvous import StoreWindow
-from nbdist.agent.worker_group import PartCalls, WorkerGroup
+from nbdist.agent.listener import StoreWindow
+from nbdist.agent.worker_group import WorkerGroup
 from nbdist.cluster.node import Node
 from nbdist.seats import Position
 from nbdist.wire.control import HeldGroups
@@ -69,10 +70,11 @@ def fake() -> Tried:
 
 def linked(group: WorkerGroup) -> Node:
     """The head's end of a link to an agent that has these workers."""
-    calls, tasks = PartCalls(group, "127.0.0.1"), set[asyncio.Task[None]]()
+    tasks: set[asyncio.Task[None]] = set()
 
     async def answer(asked: NodeAsk) -> None:
-        node.answered(asked.id, await calls.answer(asked.request), of_part=True)
+        reply = await answer_head(asked.request, group, "127.0.0.1")
+        node.answered(asked.id, reply, of_part=True)
 
     def send(message: NodeDown) -> None:
         assert isinstance(message, NodeAsk)
@@ -184,7 +186,7 @@ async def test_a_silent_survivor(
 ) -> None:
     """It is ended after a while, so that it is restarted alone, and the world goes on."""
     monkeypatch.setattr(worker_group, "HEAL_TIMEOUT", 0.1)
-    monkeypatch.setattr(rendezvous, "CALLED_OFF_GRACE", 0.1)
+    monkeypatch.setattr(worker_group, "CALLED_OFF_GRACE", 0.1)
     alone = replace(spec, world_size=1, seats=spec.seats[:1])
     started = await tried.part.start_part(alone, (0,), 1)
     assert isinstance(started, WorldStarted)

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.agent.record`: what the next notebook is told, by what the one before was."""
+"""Tests of `nbdist.agent.outbox`: what the next notebook is told, by what the one before was."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.agent.record import Record
+from nbdist.agent.outbox import WorldRecord
 from nbdist.output.events import Died, Display, Done, Failure, InputRequest, Output, Text
 from nbdist.values.payload import Payload, SegmentRef
 from nbdist.wire.messages import (
@@ -44,7 +44,7 @@ class Lab:
     """A record, and the messages that it is fed with."""
 
     def __init__(self, *, detach: bool = True) -> None:
-        self.record = Record()
+        self.record = WorldRecord()
         self._calls = 0
         self.record.take_down(Remember({"detach": detach}))
         self.ask(StartWorld(spec()), STARTED)

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.agent.rendezvous`: a port that is held, and waits that deaths call off.
+"""Tests of how ranks meet: a port that is held, and waits that deaths call off.
 
 And the store's socket: what workers ask there, and what is no question.
 """
@@ -20,9 +20,10 @@ from typing import ClassVar
 import psutil
 import pytest
 
+from nbdist.agent.listener import StoreWindow
 from nbdist.agent.processes import Spawner, WorkerProcess
-from nbdist.agent.rendezvous import CallOff, HeldPort, StoreWindow
 from nbdist.agent.worker import Worker
+from nbdist.agent.worker_group import CallOff, HeldPort
 from nbdist.wire.frames import FrameCutter, framed
 from nbdist.wire.store import (
     Add,
@@ -251,7 +252,7 @@ async def test_values_that_are_too_large(
     monkeypatch: pytest.MonkeyPatch, window: StoreWindow
 ) -> None:
     """It is said, since the one who asks could not read them."""
-    monkeypatch.setattr("nbdist.agent.rendezvous.MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("nbdist.agent.listener.MOST_BYTES", 1 << 20)
     one = await Asking.at(window)
     await one.ask(Set({"key": bytes(600_000)}))
     await one.ask(Append("key", bytes(600_000)))
@@ -262,7 +263,7 @@ async def test_more_than_there_is_room_for(
     monkeypatch: pytest.MonkeyPatch, window: StoreWindow
 ) -> None:
     """They are sent away; those that were there go on."""
-    monkeypatch.setattr("nbdist.agent.rendezvous.MOST_ASKING", 1)
+    monkeypatch.setattr("nbdist.agent.listener.MOST_ASKING", 1)
     one = await Asking.at(window)
     assert await one.ask(Count()) == 0
     assert await (await Asking.at(window)).is_ended()

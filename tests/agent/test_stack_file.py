@@ -1,4 +1,4 @@
-"""Tests of `nbdist.agent.stack_file`: stacks of real processes, which cannot tell them."""
+"""Tests of `nbdist.agent.stacks`: stacks of real processes, which cannot tell them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.agent.stack_file import StackFile, crash_calls, frames_of, own_frames, with_code
+from nbdist.agent.stacks import StackFile, crash_calls, frames_of, own_frames, with_code
 from nbdist.wire.views import CallLayout, StackFrame
 from tests.waiting import SOON
 

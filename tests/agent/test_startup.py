@@ -1,4 +1,4 @@
-"""Tests of `nbdist.agent.startup`: how the process of an agent, or of a head, begins.
+"""Tests of how the process of an agent, or of a head, begins.
 
 What is left when an agent, or its guard, is killed; a fork server that is started; an agent that
 cannot come says so in a line.
@@ -15,19 +15,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.agent.startup import (
-    end_group,
-)
 from nbdist.cluster.ticket import KeyPair, Ticket
+from nbdist.system.processes import end_group
 from tests.waiting import SOON
 
 AGENT = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from nbdist.agent import startup
+from nbdist.system import processes
 
-startup.AGENT_GRACE = 0.2
-above = startup.go_below_guard(Path(sys.argv[1]), int(sys.argv[2]))
+processes.AGENT_GRACE = 0.2
+above = processes.go_below_guard(Path(sys.argv[1]), int(sys.argv[2]))
 # Neither its parent nor its session leads to it.
 command = "setsid sleep 1000 > /dev/null & echo $!"
 shell = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE)
@@ -42,10 +40,10 @@ if sys.stdin.readline():
 SLOW = """
 import os, sys, time
 from pathlib import Path
-from nbdist.agent import startup
+from nbdist.system import processes
 
-startup.AGENT_GRACE, startup.AGENT_GRACES = 1.0, int(sys.argv[1])
-startup.go_below_guard(Path(sys.argv[2]), None)
+processes.AGENT_GRACE, processes.AGENT_GRACES = 1.0, int(sys.argv[1])
+processes.go_below_guard(Path(sys.argv[2]), None)
 while time.process_time() < 1.5:
     pass
 sys.exit(3)
@@ -180,7 +178,7 @@ if files := int(sys.argv[2]):
 else:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-from nbdist.agent.startup import begin
+from nbdist.agent.fork_server import begin
 heavy = {"asyncio", "zmq", "psutil", "torch"} & sys.modules.keys()
 guard, fork_server = begin(Path(sys.argv[1]), None, fork_server=False)
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

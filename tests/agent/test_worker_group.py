@@ -19,7 +19,8 @@ import pytest
 
 from nbdist import topology
 from nbdist.agent import worker_group
-from nbdist.agent.worker_group import WorkerGroup, interface_of, problem_in, spec_here
+from nbdist.agent.agent import interface_of, spec_here
+from nbdist.agent.worker_group import WorkerGroup, problem_in
 from nbdist.seats import Position
 from nbdist.system import folders
 from nbdist.topology import usable_cores

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.agent.worker_logs`: the files of a rank, and what happens on a full disk."""
+"""Tests of `nbdist.agent.worker_output`: the files of a rank, and what happens on a full disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.agent.worker_logs import RUNS_KEPT, RunFolder, WorkerLog, drop_old_runs
+from nbdist.agent.worker_output import RUNS_KEPT, RunFolder, WorkerLog, drop_old_runs
 from nbdist.wire.logs import last_lines
 
 

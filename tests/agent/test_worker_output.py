@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.agent.worker_logs import WorkerLog
-from nbdist.agent.worker_output import LOST_AFTER, Merger, OutputPipe, WorkerOutput
+from nbdist.agent.worker_output import LOST_AFTER, Merger, OutputPipe, WorkerLog, WorkerOutput
 from nbdist.output.events import Clear, Done, Output, Text
 from nbdist.wire.work import Finished, mark
 from tests.waiting import until

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.agent.worker_logs import RUN, RUNS_KEPT
+from nbdist.agent.worker_output import RUN, RUNS_KEPT
 from nbdist.errors import NoRuntimeFolder, ScaleError, UsageError, WorkerDied
 from nbdist.system.folders import MARKER, RuntimeFolder
 from nbdist.wire.logs import last_lines

@@ -22,7 +22,7 @@ from nbdist.errors import AgentLost, NbdistError, RanksReleased, UsageError, Wor
 from nbdist.output.events import Died
 from nbdist.system.folders import RuntimeFolder
 from nbdist.system.limits import control_groups
-from nbdist.system.prctl import children_of
+from nbdist.system.processes import children_of
 from nbdist.wire.views import Place
 from nbdist.world.agents import AgentProcess
 from nbdist.world.running import RunningTask

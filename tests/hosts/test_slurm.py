@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from nbdist.errors import AgentLost, StartError, WorkerDied
-from nbdist.system.prctl import children_of
+from nbdist.system.processes import children_of
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.hosts.launched import Allocated, lives

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.agent.worker_logs import RUN
+from nbdist.agent.worker_output import RUN
 from nbdist.notebook.figures import CHUNK, can_draw, save_figures
 from nbdist.output.events import Display, Done
 from nbdist.output.transcript import Transcript

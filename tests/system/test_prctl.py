@@ -1,4 +1,4 @@
-"""Tests of `nbdist.system.prctl`: real processes whose parents end."""
+"""Tests of `nbdist.system.processes`: real processes whose parents end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.system import prctl
+from nbdist.system import processes
 from tests.waiting import SOON, wait_until
 
 pytestmark = pytest.mark.world
@@ -25,7 +25,7 @@ input()
 
 ASKS = """
 import os, signal, sys
-from nbdist.system.prctl import signal_on_parents_end
+from nbdist.system.processes import signal_on_parents_end
 print(signal_on_parents_end(signal.SIGKILL, os.getppid() + int(sys.argv[1])), flush=True)
 input()
 """
@@ -66,7 +66,7 @@ def test_a_parent_that_has_ended_already() -> None:
 def test_a_wrapper_ends_with_its_parent_and_ignores_stop() -> None:
     """The command itself knows of neither: both settings survive exec."""
     code = "import sys; print('there', flush=True); sys.stdin.read()"
-    wrapper = (sys.executable, "-IS", prctl.__file__, sys.executable, "-c", code)
+    wrapper = (sys.executable, "-IS", processes.__file__, sys.executable, "-c", code)
     with start(*wrapper) as parent:
         child, said = child_of(parent)
         assert said == "there"
@@ -79,7 +79,7 @@ def test_a_wrapper_ends_with_its_parent_and_ignores_stop() -> None:
 
 def test_orphans_are_adopted() -> None:
     """A process whose parent ends becomes a child of the one that adopts."""
-    prctl.adopt_orphans()
+    processes.adopt_orphans()
     try:
         with start("sleep", "1000") as parent:
             assert parent.stdin is not None
@@ -87,8 +87,8 @@ def test_orphans_are_adopted() -> None:
             (orphan,) = psutil.Process(parent.pid).children()
             parent.kill()
         assert orphan.ppid() == os.getpid()
-        assert orphan.pid in prctl.children_of(os.getpid())
+        assert orphan.pid in processes.children_of(os.getpid())
         orphan.kill()
         assert os.waitpid(orphan.pid, 0)[1] == signal.SIGKILL
     finally:
-        prctl.adopt_orphans(adopts=False)
+        processes.adopt_orphans(adopts=False)

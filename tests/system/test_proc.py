@@ -1,4 +1,4 @@
-"""Tests of `nbdist.system.proc`: state, time and memory of real processes, also of ended ones."""
+"""Tests of `nbdist.system.processes`: state, time and memory of real processes, also ended ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from nbdist.system.proc import (
-    MemoryGauge,
+from nbdist.agent.inspect import MemoryGauge
+from nbdist.system.processes import (
     OwnTime,
     ignores,
     is_exiting,

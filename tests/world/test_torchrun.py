@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.agent.rendezvous import HeldPort
+from nbdist.agent.worker_group import HeldPort
 from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world

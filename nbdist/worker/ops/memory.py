@@ -9,7 +9,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from nbdist.system.proc import trim_memory
+from nbdist.system.processes import trim_memory
 from nbdist.wire.ops import Cleaned
 from nbdist.worker.compat import accelerator
 from nbdist.worker.holdings import LAST_VALUE, last_errors

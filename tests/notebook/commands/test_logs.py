@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.agent.worker_logs import WorkerLog
+from nbdist.agent.worker_output import WorkerLog
 from nbdist.notebook.commands.logs import last_lines
 from nbdist.wire import logs
 from nbdist.wire.logs import (

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from nbdist.agent.calls_in_memory import Call, Torn, calls_in
+from nbdist.agent.stacks import Call, Torn, calls_in
 from nbdist.wire.views import CallLayout
 from nbdist.worker.compat.cpython import OFFSETS, call_layout
 from tests.waiting import wait_until

@@ -19,7 +19,7 @@ import pytest
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistStoreError
 
-from nbdist.agent.rendezvous import StoreWindow
+from nbdist.agent.listener import StoreWindow
 from nbdist.wire.store import Answer, HostedStore, Operation
 from nbdist.worker.group import stores
 from nbdist.worker.group.stores import AbortableStore, AgentStore, Connections
