@@ -33,8 +33,8 @@ from nbdist.wire.work import Call, Kind, Script, Task
 from nbdist.world.names import WORKERS_OWN
 from nbdist.world.result import CellResult, raised
 from nbdist.world.running import RunningTask
-from nbdist.world.sent import NOBODY
 from nbdist.world.session import Session
+from nbdist.world.states import NOBODY
 
 
 def find_script(

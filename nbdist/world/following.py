@@ -14,8 +14,7 @@ from nbdist.wire.messages import Kill
 from nbdist.wire.views import Place
 from nbdist.words import name_ranks
 from nbdist.world.hangs import ANSWER_TIMEOUT, differing
-from nbdist.world.running import RunningTask, Step
-from nbdist.world.sent import News
+from nbdist.world.running import News, RunningTask, Step
 from nbdist.world.states import Event, State
 from nbdist.world.workers import Workers
 
@@ -141,7 +140,7 @@ def _take(workers: Workers, running: RunningTask, step: Step) -> None:
         case Step.TIME_OUT:
             _locate(workers, running)
             if running.unfinished:
-                running.time_out()
+                running.timed_out = running.doing
                 interrupt(workers, running)
         case Step.END_SURVIVORS:
             workers.link.call(Kill(running.unfinished))

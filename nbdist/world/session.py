@@ -32,8 +32,7 @@ from nbdist.world.agents import module_of
 from nbdist.world.names import Shipped
 from nbdist.world.result import CellResult
 from nbdist.world.running import RunningTask
-from nbdist.world.sent import NOBODY
-from nbdist.world.states import State
+from nbdist.world.states import NOBODY, State
 from nbdist.world.workers import Workers
 
 LOOK_TIMEOUT = 10.0

@@ -44,9 +44,8 @@ from nbdist.world.link import CALL_TIMEOUT, Link
 from nbdist.world.names import NameTable, Shipped
 from nbdist.world.past import Past
 from nbdist.world.running import RunningTask
-from nbdist.world.sent import NOBODY
 from nbdist.world.spec import wanted_elsewhere
-from nbdist.world.states import Event, State
+from nbdist.world.states import NOBODY, Event, State
 from nbdist.world.world_state import Standing
 
 ROOT = "nbdist"

@@ -30,8 +30,7 @@ from nbdist.world.code_sync import CodeSync
 from nbdist.world.link import Link
 from nbdist.world.names import NameTable
 from nbdist.world.past import Past, Setup
-from nbdist.world.running import RunningTask
-from nbdist.world.sent import Crew
+from nbdist.world.running import Crew, RunningTask
 from nbdist.world.spec import (
     READ_AT_START,
     Here,
