@@ -14,10 +14,10 @@ from nbdist.errors import WorldNotStarted
 from nbdist.seats import Position
 from nbdist.wire.messages import Healed
 from nbdist.wire.work import Surroundings
-from nbdist.world.spec import make_spec
+from nbdist.world.spec import NotebookSurroundings, make_spec
 from nbdist.world.states import State
 from nbdist.world.world import World
-from nbdist.world.world_state import NotebookSurroundings, Standing
+from nbdist.world.world_state import Standing
 
 
 def test_before_the_start() -> None:
@@ -154,7 +154,7 @@ def test_on_other_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     """Only what `--copy-env` names is right there; of all else is said how to set it."""
     monkeypatch.chdir(tmp_path)
     config = WorldConfig(n=2, hosts="node1", copy_env="NBT_A*", env={"NBT_C": "1"})
-    spec, _, _ = make_spec(config)
+    spec, _ = make_spec(config)
     found = NotebookSurroundings(config, spec)
     assert found.now() is None
     for name in "ABC":
