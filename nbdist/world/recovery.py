@@ -150,7 +150,7 @@ def _lacking_text(workers: Workers, running: RunningTask) -> str:
     if not workers.is_elsewhere:
         return ""
     host = workers.machines.name(rank)
-    return missing_text(failure.message, host, workers.folder, sys.path, workers.code)
+    return missing_text(failure.message, host, Path(workers.spec.cwd), sys.path, workers.code)
 
 
 def undefined_name(error: RankError) -> str:
