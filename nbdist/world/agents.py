@@ -35,8 +35,10 @@ from nbdist.wire.door import (
     DOOR,
     MOST_BYTES,
     Accepted,
+    Attach,
     Describe,
     Look,
+    Refused,
     Said,
     WorldInfo,
     connect_to,
@@ -93,6 +95,9 @@ def module_of(launcher: str) -> str:
 ANSWER_TIMEOUT = 15.0
 """Seconds; a world that is only slow, on a busy machine, is not to be missing from the list."""
 
+ADMIT_TIMEOUT = 30.0
+"""Seconds; longer than an agent has a notebook wait while its workers start or heal."""
+
 AGENTS = (AGENT.encode(), HEAD.encode())
 """In the command line of whatever serves a notebook, before its runtime folder."""
 
@@ -120,6 +125,10 @@ class Found:
     def is_detached(self) -> bool:
         """Whether no notebook has it."""
         return not self.info.notebook
+
+    def refusal(self, why: object) -> UsageError:
+        """Return the error that says why it cannot be attached to."""
+        return UsageError(f"World {self.name} cannot be attached to: {why}.")
 
     def is_called(self, name: str) -> bool:
         """Say whether this is its name, its pool's, or the number of its process."""
@@ -313,6 +322,23 @@ class AttachedAgent:
         # The guard is the last to end.
         self._guard = os.pidfd_open(admitted.guard)
         self._agent = os.pidfd_open(admitted.agent)
+
+    @classmethod
+    def admitted(cls, found: Found, socket: str) -> AttachedAgent:
+        """Ask at the door of this world to be connected to; UsageError where it refuses."""
+        try:
+            asking = Asking(found.folder, Attach(__version__, os.getpid(), socket))
+            try:
+                answer = asking.answer(ADMIT_TIMEOUT)
+                if not isinstance(answer, Accepted):
+                    other = "its agent says something else"
+                    raise found.refusal(answer.why if isinstance(answer, Refused) else other)
+                return cls(found, asking, answer)
+            except BaseException:
+                asking.close()
+                raise
+        except (OSError, BadFrame) as error:
+            raise found.refusal(error) from None
 
     def __repr__(self) -> str:
         return f"<AttachedAgent {self.pid}>"
