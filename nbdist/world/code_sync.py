@@ -16,12 +16,14 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import translate
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Protocol
 
 from nbdist.errors import CodeNotSent
 from nbdist.wire.code_tree import OWN_NAMES, CodeFile, landmark, part_of
 from nbdist.wire.messages import CodeHeld, GetCode, PutCode, Reply, Request, Starting
+from nbdist.wire.views import PACKAGES
 from nbdist.words import count, size_text
 
 IGNORE_FILE = ".nbdistignore"
@@ -374,3 +376,38 @@ class CodeSync:
         found = {p: mark for p in paths[:LANDMARKS_LOOKED_AT] if (mark := landmark(p))}
         oldest = sorted(found, key=lambda path: found[path][1])[:LANDMARKS]
         return {path: found[path] for path in oldest}
+
+
+_MISSING = re.compile(r"No module named '([\w.]+)'")
+
+
+def missing_text(
+    message: str, host: str, folder: Path, path: Sequence[str], code: CodeSync | None
+) -> str:
+    """Say where the module lies here that an error's message says `host` lacks; "" for no such.
+
+    `folder` is the notebook's, `path` its `sys.path`; `code` keeps the folder in step there.
+    """
+    found = _MISSING.search(message)
+    if found is None:
+        return ""
+    path_of = found[1].replace(".", "/")
+    files = (f"{path_of}.py", f"{path_of}/__init__.py")
+    if file := next((each for each in files if (folder / each).is_file()), ""):
+        if code is None:
+            where = "is in the notebook's folder, which"
+            return f"`{file}` {where} {host} does not have: `--sync-code` sends it."
+        why = code.listing.why_not(file)
+        return why and (
+            f"`{file}` is in the notebook's folder, but `--sync-code` leaves it out: {why}. "
+            f"`!{file}` in {IGNORE_FILE} sends it."
+        )
+    module = found[1].partition(".")[0]
+    spec = PathFinder.find_spec(module, [entry for entry in path if entry])
+    origin = (spec.origin or next(iter(spec.submodule_search_locations or ()), "")) if spec else ""
+    if not origin:
+        return ""
+    if PACKAGES.match(origin):
+        return f"`{module}` is installed on the notebook's machine, but not on {host}."
+    place = str(Path(origin).parent if spec and spec.submodule_search_locations is None else origin)
+    return f"`{module}` is in {place}, which {host} does not have: install it there."

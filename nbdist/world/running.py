@@ -1,6 +1,6 @@
 """A task that ranks have been given: what they say, what is to be done, what became of it.
 
-No I/O: `Workers` feeds it with what comes up, and the loop of `nbdist.world.following` asks it
+No I/O: `Workers` feeds it with what comes up, and the loop of `nbdist.world.recovery` asks it
 for the next steps, and takes them.
 """
 

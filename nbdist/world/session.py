@@ -1,7 +1,7 @@
 """The engine of a world: a task from `submit` to its end, on workers that it keeps whole.
 
-Runs in the notebook's process, on the thread that has made the world.  Below it are the loop
-over one task (`following`), and what is done about the group (`recovery`).
+Runs in the notebook's process, on the thread that has made the world.  Below it the loop over
+one task, and what is done about the group, are in `nbdist.world.recovery`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nbdist.wire.messages import Consult, Reply, Request
 from nbdist.wire.views import WorkerStatus
 from nbdist.wire.work import Attempt, Call, InputReply, Source, Task, Work
 from nbdist.words import format_ranks
-from nbdist.world import following, recovery
+from nbdist.world import recovery
 from nbdist.world.agents import module_of
 from nbdist.world.names import Shipped
 from nbdist.world.result import CellResult
@@ -108,7 +108,7 @@ class Session(Workers):
             raise BadRanks(format_ranks(task.ranks), self.size, f"there is no rank {missing[0]}")
         return task
 
-    def follow(self, running: RunningTask, *, answers: bool = False) -> following.Following:
+    def follow(self, running: RunningTask, *, answers: bool = False) -> recovery.Following:
         """Yield what its ranks have shown since the last time, until all have finished it.
 
             for news in session.follow(running):
@@ -124,7 +124,7 @@ class Session(Workers):
         for who has more to do than to wait.
         """
         before = running.stops_met
-        steps, longest = following.follow(self, running), None
+        steps, longest = recovery.follow(self, running), None
         with suppress(StopIteration):
             while True:
                 longest = yield steps.send(longest)
@@ -203,7 +203,7 @@ class Session(Workers):
     def interrupt(self) -> None:
         """Have the ranks that run a task leave it; does nothing when none does."""
         if self.running is not None:
-            following.interrupt(self, self.running)
+            recovery.interrupt(self, self.running)
 
     def wait_for_stop(self) -> None:
         """Give ranks time again that had not left yet when Stop gave control back.

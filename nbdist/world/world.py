@@ -25,9 +25,9 @@ from nbdist.world import calling, exchange, snapshots
 from nbdist.world.agents import AttachedAgent, Found, to_attach, worlds
 from nbdist.world.calling import find_script
 from nbdist.world.exchange import Scatter
-from nbdist.world.following import Following
 from nbdist.world.link import Link
 from nbdist.world.parts import Joining
+from nbdist.world.recovery import Following
 from nbdist.world.result import CellResult
 from nbdist.world.running import RunningTask
 from nbdist.world.session import Session

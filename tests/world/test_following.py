@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.following`: Ctrl-C, wherever it comes while a task runs."""
+"""Tests of `nbdist.world.recovery`: Ctrl-C, wherever it comes while a task runs."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from nbdist.errors import (
     WorldBusy,
     WorldNotStarted,
 )
-from nbdist.world.code_sync import CodeSync
-from nbdist.world.recovery import healing_text, missing_text, replaced_text
+from nbdist.world.code_sync import CodeSync, missing_text
+from nbdist.world.recovery import healing_text, replaced_text
 from nbdist.world.spec import scaled
 from nbdist.world.states import State
 from nbdist.world.workers import Workers
