@@ -150,9 +150,6 @@ class Asking:
             self.close()
             raise
 
-    def __repr__(self) -> str:
-        return f"<Asking process {self.process}>"
-
     def answer(self, timeout: float) -> Said:
         """Wait for the answer; raises OSError, and BadFrame for what is none.
 
@@ -178,9 +175,6 @@ class Worlds:
     def __init__(self, question: Describe | Look, timeout: float) -> None:
         self._question, self._timeout = question, timeout
         self._asked: dict[Path, Asking] = {}
-
-    def __repr__(self) -> str:
-        return f"<Worlds, silent {[*map(str, self._asked)]}>"
 
     def found(self) -> list[Found]:
         """Ask each of them.

@@ -13,12 +13,11 @@ import stat
 import subprocess
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import translate
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Protocol
 
 from nbdist.errors import CodeNotSent
 from nbdist.wire.code_tree import OWN_NAMES, CodeFile, landmark, part_of
@@ -118,9 +117,6 @@ class CodeListing:
         self._is_cut_short = False
         self._root = f"{folder}/"
         self._stamps: dict[str, Stamp | None] = {}  # None where another change may not show
-
-    def __repr__(self) -> str:
-        return f"<CodeListing of {self.folder}, {count(len(self.files), 'file')}>"
 
     def look(self) -> bool:
         """Look again; return True if any file differs from the last time.  Raises OSError."""
@@ -302,11 +298,8 @@ LANDMARKS_LOOKED_AT = 100
 """Files by which a node tells whether it shares the folder, and how many these are taken from."""
 
 
-class Asks(Protocol):
-    """What calls a node: `Link.calling`."""
-
-    def __call__(self, request: Request) -> Generator[Starting, None, Reply]:
-        """Return its reply at the end, and come round now and then."""
+Asks = Callable[[Request], Generator[Starting, None, Reply]]
+"""What calls a node, `Link.calling`: it comes round now and then, and returns the reply."""
 
 
 class CodeSync:
@@ -320,10 +313,6 @@ class CodeSync:
         self.is_shared = False
         self._sent: Mapping[str, CodeFile] | None = None
         self._told = ""
-
-    def __repr__(self) -> str:
-        state = "shared" if self.is_shared else "in sync" if self._sent else "not sent"
-        return f"<CodeSync {self.listing} {state}>"
 
     def take_note(self) -> str:
         """Return what is to be said of files that stay here, where it is new; else ""."""

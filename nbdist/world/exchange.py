@@ -235,9 +235,6 @@ class Scatter:
         self._frames = {rank: self._pickle(part).frames for rank, part in cut.items()}
         self.bytes = sum(map(size_of, self._frames.values()))
 
-    def __repr__(self) -> str:
-        return f"<Scatter {self}>"
-
     def __str__(self) -> str:
         """`x: 10 rows, 3 to each of ranks 0-1, 2 to each of ranks 2-3`."""
         shares = fold_ranks(self._sizes).items()

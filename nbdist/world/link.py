@@ -29,35 +29,27 @@ from nbdist.system.folders import JoinedFolder, RuntimeFolder
 from nbdist.system.processes import left_behind
 from nbdist.wire.frames import BadFrame, object_from
 from nbdist.wire.messages import (
-    Abort,
     Aborted,
     Answer,
     Ask,
     Attached,
     Came,
     Down,
-    Enter,
     Hello,
-    Interrupt,
     Leave,
-    LetGo,
-    Locate,
     Located,
     Outputs,
     Received,
     Remember,
     Reply,
     Request,
-    Run,
     Silent,
-    Spare,
     Starting,
     Up,
     Used,
     to_bytes,
     up_from,
 )
-from nbdist.wire.work import InputReply
 from nbdist.world.agents import AGENT, AgentProcess, AttachedAgent, require_open_files
 
 log = logging.getLogger("nbdist.world")
@@ -210,41 +202,18 @@ class Link:
         number = next(self._numbers)
         answer.add_done_callback(lambda _: self._answers.pop(number, None))
         self._answers[number] = answer
-        self._send(Ask(number, request))
+        self.send(Ask(number, request))
         return answer
 
-    def run(self, packed: Run) -> None:
-        """Send a task to the agents; what it shows arrives in `arrived`."""
-        self._send(packed)
-
-    def locate(self, ranks: tuple[int, ...]) -> None:
-        """Ask where these ranks are; `Located` arrives in `arrived`."""
-        self._send(Locate(ranks))
-
-    def abort(self, ranks: tuple[int, ...]) -> None:
-        """Abort the collectives that these ranks wait in."""
-        self._send(Abort(ranks))
-
-    def interrupt(self, ranks: tuple[int, ...]) -> None:
-        """Have these ranks leave what they run."""
-        self._send(Interrupt(ranks))
-
-    def spare(self, ranks: tuple[int, ...]) -> None:
-        """Have none of these be ended because they have not left it, until the next interrupt."""
-        self._send(Spare(ranks))
-
-    def let_go(self, task_id: str, ranks: tuple[int, ...]) -> None:
-        """Have these ranks no longer keep what they sent back of a task."""
-        self._send(LetGo(task_id, ranks))
-
-    def enter(self, rank: int, reply: InputReply) -> None:
-        """Give this rank what was typed for it."""
-        self._send(Enter(rank, reply))
+    def send(self, message: Down) -> None:
+        """Send a message that has no reply; what it leads to arrives in `arrived`."""
+        self._waiting.append(message)
+        self._wake_up()
 
     def remember(self, memory: Remember) -> None:
         """Have the agent keep this for the next notebook."""
         self._is_remembered = True
-        self._send(memory)
+        self.send(memory)
 
     def wait(self, timeout: float) -> None:
         """Wait until something is in `arrived`, at most `timeout` seconds.
@@ -283,7 +252,7 @@ class Link:
         if self._closing or os.getpid() != self.pid:  # a fork of the notebook owns nothing here
             return ""
         self._closing = True
-        self._send(Leave())
+        self.send(Leave())
         if self._opened:
             self._launched.wait(LEAVE_TIMEOUT)
         for agent in self.agents:
@@ -319,10 +288,6 @@ class Link:
             os.close(end)
 
     # --- the notebook's thread ----------------------------------------------------------
-
-    def _send(self, message: Down) -> None:
-        self._waiting.append(message)
-        self._wake_up()
 
     def _wake_up(self) -> None:
         _write_to(self._wake_end)
@@ -390,7 +355,8 @@ class Link:
             if self._is_detached:
                 return
             for end in ends.keys() & ready.keys():
-                self._agent_ended(ends[end])
+                self._read()  # its last messages
+                self._fail(ends[end])
                 return
 
     def _write(self) -> None:
@@ -444,11 +410,6 @@ class Link:
         self._bell.put(None)
         if self.tells_all or any(_is_aside(item) for item in items):
             _write_to(self._asides_end)
-
-    def _agent_ended(self, agent: AgentProcess | AttachedAgent) -> None:
-        """Take in its last messages; called in the link's thread, which ends then."""
-        self._read()
-        self._fail(agent)
 
     def _fail(self, agent: AgentProcess | AttachedAgent) -> None:
         """Fail all calls that wait."""

@@ -87,11 +87,6 @@ class NameTable:
         self._is_found = False
         self._bound_since: set[str] = set()
 
-    def __repr__(self) -> str:
-        owners = [owner for owner, _ in self.owners().values()]
-        ours, theirs = owners.count("notebook"), owners.count("workers")
-        return f"<NameTable {ours} names sent, {theirs} names of the workers>"
-
     def copy(self) -> NameTable:
         """Copy it as it is now; a notice that is given by one is given by both."""
         copied = NameTable(self.namespace)

@@ -40,9 +40,6 @@ class Setup:
         self.is_replaying = False
         self._cells: dict[str, SetupCell] = {}
 
-    def __repr__(self) -> str:
-        return f"<Setup of {len(self._cells)} cells>"
-
     @property
     def tasks(self) -> list[Task]:
         """What is to be run in a new worker, in order."""
@@ -147,9 +144,6 @@ class Past:
         self._tasks: dict[str, PastTask] = {}
         self._characters = 0
         self._count = 0
-
-    def __repr__(self) -> str:
-        return f"<Past of {len(self._tasks)} tasks>"
 
     @property
     def tasks(self) -> list[PastTask]:

@@ -37,7 +37,17 @@ from nbdist.output.events import (
     Failure,
     RankError,
 )
-from nbdist.wire.messages import Grow, Heal, Healed, Kill, Scale
+from nbdist.wire.messages import (
+    Abort,
+    Grow,
+    Heal,
+    Healed,
+    Interrupt,
+    Kill,
+    Locate,
+    Scale,
+    Spare,
+)
 from nbdist.wire.views import Place
 from nbdist.wire.work import Task
 from nbdist.words import name_ranks, one_line
@@ -140,7 +150,7 @@ def interrupt(workers: Workers, running: RunningTask) -> None:
     workers.advance(Event.INTERRUPT)
     running.stop(time.monotonic())
     if not waits:
-        workers.link.interrupt(running.unfinished)
+        workers.link.send(Interrupt(running.unfinished))
 
 
 def _meet_stop(workers: Workers, running: RunningTask, number: int) -> None:
@@ -162,7 +172,7 @@ def _spare(workers: Workers, running: RunningTask) -> None:
     """
     if running.interrupts > 1:
         return
-    workers.link.spare(running.unfinished)
+    workers.link.send(Spare(running.unfinished))
     running.spared = frozenset(_locate(workers, running))
 
 
@@ -176,13 +186,13 @@ def _take(workers: Workers, running: RunningTask, step: Step) -> None:
         case Step.LOCATE:
             # All: with nccl a rank can have finished the task before its collectives have
             # ended, with gloo what it began shows whether the others can meet.
-            workers.link.locate(workers.everyone)
+            workers.link.send(Locate(workers.everyone))
         case Step.ABORT:
             workers.advance(Event.ABORTED)
             running.abort(time.monotonic())
-            workers.link.abort(workers.everyone)
+            workers.link.send(Abort(workers.everyone))
         case Step.ABORT_FOR_DEAD:
-            workers.link.abort(workers.everyone)
+            workers.link.send(Abort(workers.everyone))
         case Step.TIME_OUT:
             _locate(workers, running)
             if running.unfinished:
@@ -199,7 +209,7 @@ def _take(workers: Workers, running: RunningTask, step: Step) -> None:
 def _locate(workers: Workers, running: RunningTask) -> dict[int, Place]:
     """Return where all ranks of the world are."""
     running.places = {}
-    workers.link.locate(workers.everyone)
+    workers.link.send(Locate(workers.everyone))
     deadline = time.monotonic() + ANSWER_TIMEOUT
     while not (running.places or running.lost) and (left := deadline - time.monotonic()) > 0:
         workers.receive(left)
@@ -246,7 +256,7 @@ def _abort_leftovers(workers: Workers, running: RunningTask) -> None:
         if runs_ahead:
             workers.receive(EAGER_TICK)
     workers.advance(Event.ABORTED)
-    workers.link.abort(workers.everyone)
+    workers.link.send(Abort(workers.everyone))
 
 
 def _lacking_text(workers: Workers, running: RunningTask) -> str:

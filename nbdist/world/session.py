@@ -23,7 +23,7 @@ from nbdist.readers import read_restarts
 from nbdist.values.payload import open_payload, pack_frames
 from nbdist.values.shared_memory import Segment
 from nbdist.wire.control import Question
-from nbdist.wire.messages import Consult, Reply, Request
+from nbdist.wire.messages import Consult, Enter, LetGo, Reply, Request
 from nbdist.wire.views import WorkerStatus
 from nbdist.wire.work import Attempt, Call, InputReply, Source, Task, Work
 from nbdist.words import format_ranks
@@ -155,14 +155,14 @@ class Session(Workers):
     def reply(self, running: RunningTask, answers: Mapping[int, str | None]) -> None:
         """Give each of these ranks what was typed for it, None for the end of all input."""
         for rank, text in answers.items():
-            self.link.enter(rank, InputReply(running.prompts[rank].number, text))
+            self.link.send(Enter(rank, InputReply(running.prompts[rank].number, text)))
             running.prompts.answered(rank, time.monotonic())
 
     def refuse(self, running: RunningTask, problem: str) -> None:
         """Tell all ranks that want something typed why nobody can."""
         for rank in running.prompts.ranks:
             number = running.prompts[rank].number
-            self.link.enter(rank, InputReply(number, problem=problem))
+            self.link.send(Enter(rank, InputReply(number, problem=problem)))
             running.prompts.drop(rank, time.monotonic())
 
     def attempts(self, task: Task, most: int = 0) -> Iterator[Task]:
@@ -234,7 +234,7 @@ class Session(Workers):
     def let_go_of(self, task: Task, ranks: Iterable[int]) -> None:
         """The same, of values that were lent inside of what these ranks returned."""
         if lent := tuple(ranks):
-            self.link.let_go(task.id, lent)
+            self.link.send(LetGo(task.id, lent))
 
     # --- the group ------------------------------------------------------------------------
 

@@ -125,9 +125,6 @@ class SnapshotStore:
         self.root = root
         self.owner = owner
 
-    def __repr__(self) -> str:
-        return f"<SnapshotStore {self.root}, {len(self.all())} snapshots>"
-
     # --- reading --------------------------------------------------------------------------
 
     def all(self) -> list[Snapshot]:

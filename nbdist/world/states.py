@@ -64,11 +64,13 @@ class Event(Enum):
     STOPPED = "all stopped"
 
 
+FORMED = (State.READY, State.RUNNING, State.INTERRUPTING, State.STUCK, State.BROKEN)
+"""Those in which the workers have a group, whole or broken."""
+
 TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.STOPPED, Event.START): State.STARTING,
     (State.STARTING, Event.STARTED): State.READY,
     (State.STARTING, Event.START_FAILED): State.STOPPED,
-    (State.STARTING, Event.STOP): State.STOPPING,
     (State.READY, Event.TASK): State.RUNNING,
     (State.RUNNING, Event.TASK_DONE): State.READY,
     (State.RUNNING, Event.INTERRUPT): State.INTERRUPTING,
@@ -79,36 +81,20 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.STUCK, Event.GAVE_UP): State.STUCK,
     # The ranks that did not stop have come back after all.
     (State.STUCK, Event.TASK_DONE): State.READY,
-    (State.READY, Event.RANK_DIED): State.BROKEN,
-    (State.RUNNING, Event.RANK_DIED): State.BROKEN,
-    (State.INTERRUPTING, Event.RANK_DIED): State.BROKEN,
-    (State.STUCK, Event.RANK_DIED): State.BROKEN,
-    (State.BROKEN, Event.RANK_DIED): State.BROKEN,
-    # A failed task had left collectives under way.
-    (State.READY, Event.ABORTED): State.BROKEN,
-    (State.RUNNING, Event.ABORTED): State.BROKEN,
-    (State.INTERRUPTING, Event.ABORTED): State.BROKEN,
-    (State.STUCK, Event.ABORTED): State.BROKEN,
-    (State.BROKEN, Event.ABORTED): State.BROKEN,
     (State.BROKEN, Event.TASK_DONE): State.BROKEN,
     (State.BROKEN, Event.HEAL): State.HEALING,
     (State.READY, Event.SCALE): State.HEALING,
     (State.HEALING, Event.HEALED): State.READY,
     (State.HEALING, Event.HEAL_FAILED): State.BROKEN,
     (State.HEALING, Event.RANK_DIED): State.HEALING,
-    (State.HEALING, Event.STOP): State.STOPPING,
     (State.BROKEN, Event.INTERRUPT): State.BROKEN,
     (State.BROKEN, Event.GAVE_UP): State.BROKEN,
-    (State.READY, Event.STOP): State.STOPPING,
-    (State.RUNNING, Event.STOP): State.STOPPING,
-    (State.INTERRUPTING, Event.STOP): State.STOPPING,
-    (State.STUCK, Event.STOP): State.STOPPING,
-    (State.BROKEN, Event.STOP): State.STOPPING,
-    (State.STOPPING, Event.STOP): State.STOPPING,
     (State.STOPPING, Event.STOPPED): State.STOPPED,
     (State.LOST, Event.START): State.STARTING,
-    (State.LOST, Event.STOP): State.STOPPING,
-    (State.STOPPED, Event.STOP): State.STOPPING,
+    **{(state, Event.RANK_DIED): State.BROKEN for state in FORMED},
+    # A failed task had left collectives under way.
+    **{(state, Event.ABORTED): State.BROKEN for state in FORMED},
+    **{(state, Event.STOP): State.STOPPING for state in State},
     **{(state, Event.AGENT_LOST): State.LOST for state in State},
 }
 

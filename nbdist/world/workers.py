@@ -23,6 +23,7 @@ from nbdist.wire.messages import (
     Aborted,
     Attached,
     Came,
+    Enter,
     Healed,
     Located,
     Received,
@@ -299,7 +300,7 @@ class Workers:
         self.running = running
         self.names.sent(running.shipped)
         with running.counting_stops():  # ranks may have begun when it comes
-            link.run(packed)
+            link.send(packed)
         return running
 
     # --- start and end --------------------------------------------------------------------
@@ -519,7 +520,7 @@ class Workers:
                 running.moved[rank] = output
             return
         if running is None and isinstance(output, InputRequest):
-            self.link.enter(rank, InputReply(output.number, problem=NOBODY))
+            self.link.send(Enter(rank, InputReply(output.number, problem=NOBODY)))
             return
         if running is None:
             self.late.append((rank, output))
