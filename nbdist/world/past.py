@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Literal
 
 from nbdist.output.rank_transcript import Piece, Shown
 from nbdist.values.shared_memory import Segment
-from nbdist.wire.work import Attempt, Call, Source, Task, Work
+from nbdist.wire.work import Attempt, Call, Source, Task
 from nbdist.world.names import Shipped
 from nbdist.world.running import RunningTask
 from nbdist.world.states import Renumbering
@@ -70,22 +69,14 @@ class Setup:
 
     def renumber(self, ranks: Renumbering) -> None:
         """Have cells follow the ranks that they ran on; those for all are for all there are."""
-        self.scale(ranks.before, ranks.after)
-        if not ranks.moved:
-            return  # as for a cell of ranks that there are none of now, but may be again
-        everyone = tuple(range(ranks.after))
-        for key, kept in [*self._cells.items()]:
-            if kept.task.ranks != everyone:
-                task = replace(kept.task, ranks=ranks.of(kept.task.ranks))
-                self._cells[key] = replace(kept, task=task)
-
-    def scale(self, before: int, after: int) -> None:
-        """Have cells that ran on all ranks of a world run on all of them when there are more."""
-        everyone = tuple(range(before))
+        everyone = tuple(range(ranks.before))
         for key, kept in self._cells.items():
-            if kept.task.ranks == everyone:
-                task = replace(kept.task, ranks=tuple(range(after)))
-                self._cells[key] = replace(kept, task=task)
+            on = kept.task.ranks
+            if on == everyone:
+                on = tuple(range(ranks.after))
+            elif ranks.moved:  # else there may be ranks again of which there are none now
+                on = ranks.of(on)
+            self._cells[key] = replace(kept, task=replace(kept.task, ranks=on))
 
 
 MOST_TASKS = 2_000
@@ -159,11 +150,13 @@ class Past:
         now = self._count
         for name, shipped in running.shipped.items():
             self.sent.append(Sent(now, name, replace(shipped, kept=None)))
-        kind = _kind_of(running)
-        if kind is None:
-            self._note_gathered(running.task.work)
+        task = _past(running, now)
+        if task is None:
+            match running.task.work:  # what went home: `nbdist.world.exchange` makes such tasks
+                case Call("values.gather", {"expressions": asked}):
+                    if len(self.gathered) < MOST_TASKS:
+                        self.gathered.update(dict.fromkeys(map(str, asked)))
             return
-        task = _past(running, kind, now)
         key = running.task.key or f"task {now}"
         failed = f"failed {key}"
         if task.status == "ok":
@@ -194,12 +187,6 @@ class Past:
         """Return how each name of the notebook last went along, up to this task."""
         return {each.name: each for each in self.sent if each.task <= task}
 
-    def _note_gathered(self, work: Work) -> None:
-        """Note what went home; `nbdist.world.exchange` makes such tasks."""
-        match work:
-            case Call("values.gather", {"expressions": asked}) if len(self.gathered) < MOST_TASKS:
-                self.gathered.update(dict.fromkeys(map(str, asked)))
-
     def _drop(self, key: str) -> PastTask | None:
         task = self._tasks.pop(key, None)
         if task is not None:
@@ -207,34 +194,19 @@ class Past:
         return task
 
 
-def _kind_of(running: RunningTask) -> Kind | None:
-    """Say what it was; None for what leaves nothing on the workers."""
+def _past(running: RunningTask, now: int) -> PastTask | None:
+    """Note what a task was, and what became of it; None for what leaves nothing on the workers."""
     task = running.task
+    kind: Kind
     match task.work:
         case Source(text):
-            return "cell" if text.strip() else None
-        case Call("values.bind_pushed"):
-            return "push"
-        case Call():
-            return "call" if running.made else None
-    return "script"
-
-
-def _is_figure(piece: Piece) -> bool:
-    return isinstance(piece, Shown) and any(
-        kind.startswith("image/") for kind in piece.display.data
-    )
-
-
-def _past(running: RunningTask, kind: Kind, now: int) -> PastTask:
-    task = running.task
-    match task.work:
-        case Source(text):
-            pass
-        case Call(op):
-            text = op
+            kind = "cell"
+        case Call(text):
+            kind = "push" if text == "values.bind_pushed" else "call"
         case script:
-            text = " ".join([script.name, *script.args])
+            kind, text = "script", " ".join([script.name, *script.args])
+    if not text.strip() or (kind == "call" and not running.made):
+        return None
     cause = running.transcript.root_cause()
     status: Status = "ok"
     if any(each.state != "ok" for each in running.transcript):
@@ -248,8 +220,14 @@ def _past(running: RunningTask, kind: Kind, now: int) -> PastTask:
         status=status,
         made=running.made,
         shows_value=running.shows_value,
-        draws=any(map(_is_figure, chain.from_iterable(each.pieces for each in running.transcript))),
+        draws=any(_is_figure(piece) for each in running.transcript for piece in each.pieces),
         first=now,
         last=now,
         error=getattr(cause[1], "name", "") if cause else "",
+    )
+
+
+def _is_figure(piece: Piece) -> bool:
+    return isinstance(piece, Shown) and any(
+        kind.startswith("image/") for kind in piece.display.data
     )

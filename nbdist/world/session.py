@@ -32,7 +32,7 @@ from nbdist.world.agents import module_of
 from nbdist.world.names import Shipped
 from nbdist.world.result import CellResult
 from nbdist.world.running import RunningTask
-from nbdist.world.states import NOBODY, State
+from nbdist.world.states import NOBODY, Renumbering, State
 from nbdist.world.workers import Workers
 
 LOOK_TIMEOUT = 10.0
@@ -263,7 +263,7 @@ class Session(Workers):
             self.configure(before)
             raise
         # Only now: on other machines it is known late how many there are.
-        self.setup.scale(size, self.size)
+        self.setup.renumber(Renumbering(size, self.size, {}))
         error = recovery.replay(self, self.everyone)
         self.give_back(kept)
         if error:
