@@ -34,7 +34,6 @@ from nbdist.world.names import WORKERS_OWN
 from nbdist.world.result import CellResult, raised
 from nbdist.world.running import RunningTask
 from nbdist.world.session import Session
-from nbdist.world.states import NOBODY
 
 
 def find_script(
@@ -163,7 +162,7 @@ def ask(session: Session, running: RunningTask, rank: int) -> None:
             session.reply(running, {rank: None})
         # Without a box IPython raises NotImplementedError, without a stdin Python these.
         except (NotImplementedError, OSError, RuntimeError, ValueError):
-            session.refuse(running, NOBODY)
+            session.refuse(running)
         else:
             session.reply(running, answers)
         return

@@ -290,7 +290,10 @@ class NameTable:
         return [
             name
             for name, (owner, ranks) in self.owners().items()
-            if owner == "notebook" and ranks and name in self.namespace and self._holds(name)
+            if owner == "notebook"
+            and (ranks and name in self.namespace)
+            and (record := self.record(name))
+            and record.holds_objects
         ]
 
     def owners(self) -> dict[str, tuple[Literal["notebook", "workers"], frozenset[int]]]:
@@ -330,10 +333,6 @@ class NameTable:
         is_first = name not in self._noticed
         self._noticed.add(name)
         return is_first
-
-    def _holds(self, name: str) -> bool:
-        record = self.record(name)
-        return record is not None and record.holds_objects
 
     def _kind(self, name: str) -> int:
         kinds = (entry.kind for _, entry in self._entries(name) if isinstance(entry, Own))

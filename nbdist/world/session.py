@@ -129,7 +129,7 @@ class Session(Workers):
             while True:
                 longest = yield steps.send(longest)
                 if not answers:
-                    self.refuse(running, NOBODY)
+                    self.refuse(running)
         while not (running.unfinished or running.is_over or running.wants_control(before)):
             with running.counting_stops(), running.raising_stops():
                 recovery.end(self, running)
@@ -158,14 +158,14 @@ class Session(Workers):
             self.link.send(Enter(rank, InputReply(running.prompts[rank].number, text)))
             running.prompts.answered(rank, time.monotonic())
 
-    def refuse(self, running: RunningTask, problem: str) -> None:
-        """Tell all ranks that want something typed why nobody can."""
+    def refuse(self, running: RunningTask) -> None:
+        """Tell all ranks that want something typed that nobody can."""
         for rank in running.prompts.ranks:
             number = running.prompts[rank].number
-            self.link.send(Enter(rank, InputReply(number, problem=problem)))
+            self.link.send(Enter(rank, InputReply(number, problem=NOBODY)))
             running.prompts.drop(rank, time.monotonic())
 
-    def attempts(self, task: Task, most: int = 0) -> Iterator[Task]:
+    def attempts(self, task: Task, most: int) -> Iterator[Task]:
         """Yield the task, to be submitted and followed; again where it is to be run again.
 
         At most `most` times more: torchrun's `--max-restarts`.  `running.restart` says why.
@@ -175,14 +175,10 @@ class Session(Workers):
             if self.running is None or not self.running.restart:
                 return
 
-    def run(self, task: Task, most: int = 0) -> CellResult[Any]:
-        """Send a task and wait for it, again at most `most` times where it fails.
-
-        Raises its error, or KeyboardInterrupt after Stop.
-        """
-        for attempt in self.attempts(task, most):
-            running = self.submit(attempt)
-            self.wait(running)
+    def run(self, task: Task) -> CellResult[Any]:
+        """Send a task and wait for it.  Raises its error, or KeyboardInterrupt after Stop."""
+        running = self.submit(task)
+        self.wait(running)
         self.check(running)
         return running.result()
 

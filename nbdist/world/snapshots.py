@@ -41,7 +41,7 @@ class Wanted:
 
 def wanted_to_save(words: Sequence[str], name: str | None) -> Wanted:
     """Tell variables from a name that comes first, as it once did; only what can be no variable."""
-    if name is not None or not words or _could_be_variable(words[0]):
+    if name is not None or not words or all(map(str.isidentifier, words[0].split("."))):
         return Wanted(tuple(words) or None, name)
     return _name_first("%dist_snapshot", words)
 
@@ -70,10 +70,6 @@ def arguments(
         given, name = given[1:], first
     words = ([each] if isinstance(each, str) else each or () for each in (*given, names))
     return [word for some in words for word in some], name
-
-
-def _could_be_variable(word: str) -> bool:
-    return all(part.isidentifier() for part in word.split("."))
 
 
 def _name_first(magic: str, words: Sequence[str]) -> Wanted:
@@ -128,8 +124,10 @@ def restore(
         raise store.distrusted(snapshot, snapshot.distrust)
     if snapshot.problem:
         raise store.damaged(snapshot, snapshot.problem)
-    _check_names(snapshot, names)
-    on = tuple(range(session.size)) if ranks is None else tuple(ranks)
+    if missing := [name for name in names or () if name not in snapshot.names]:
+        has = ", ".join(snapshot.names)
+        raise UsageError(f"`{snapshot.key}` has no {', '.join(missing)}; it has {has}.")
+    on = session.everyone if ranks is None else tuple(ranks)
     sources = _sources(session, snapshot, on, ranks is not None, from_rank)
     if meshes := _meshes(snapshot, session.size, from_rank):
         session.run(session.task(Call("sharded.meshes", {"instead": meshes})))
@@ -178,13 +176,6 @@ def _problem(parts: Mapping[int, Written | Loaded]) -> str:
     return f"{name_ranks(same)}: {problems[same[0]]}" if problems else ""
 
 
-def _check_names(snapshot: Snapshot, names: Sequence[str] | None) -> None:
-    missing = [name for name in names or () if name not in snapshot.names]
-    if missing:
-        has = ", ".join(snapshot.names)
-        raise UsageError(f"`{snapshot.key}` has no {', '.join(missing)}; it has {has}.")
-
-
 def _sources(
     session: Session,
     snapshot: Snapshot,
@@ -203,10 +194,8 @@ def _sources(
         first = f"`-r {format_ranks(range(min(size, session.size)))}` restores these alone, "
         raise UsageError(
             f"`{snapshot.key}` is of {_of(size)}, and this world has {session.size}. "
-            f"{first}`--from 0` gives every rank the variables of rank 0 and its part of "
-            f"sharded values"
-            ", "
-            f"`%dist_restart -n {size}` starts that many."
+            f"{first}`--from 0` gives every rank the variables of rank 0 and its part of sharded "
+            f"values, `%dist_restart -n {size}` starts that many."
         )
     return {rank: rank for rank in on}
 

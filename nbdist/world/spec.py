@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -363,9 +363,13 @@ def path_for(here: Here, given: str, *, is_foreign: bool) -> tuple[str, ...]:
     first = [entry for entry in given.split(os.pathsep) if entry]
     if not is_foreign:
         return (*first, *here.sys_path)
-    roots = {os.path.realpath(root) for root in here.prefixes}
-    real = ((entry, os.path.realpath(entry)) for entry in here.sys_path)
-    return (*first, *(entry for entry, at in real if not entry or not _is_below(at, roots)))
+    roots = tuple(f"{os.path.realpath(root)}/" for root in here.prefixes)
+    added = (
+        entry
+        for entry in here.sys_path
+        if not entry or not f"{os.path.realpath(entry)}/".startswith(roots)
+    )
+    return (*first, *added)
 
 
 def _argv(argv: Sequence[str]) -> tuple[str, ...]:
@@ -377,10 +381,6 @@ def _argv(argv: Sequence[str]) -> tuple[str, ...]:
         _CONNECTION_FILE.fullmatch(" ".join(argv[at : at + 2])) for at in range(1, len(argv))
     )
     return (*argv[:1],) if is_kernel else (*argv,)
-
-
-def _is_below(path: str, roots: set[str]) -> bool:
-    return any(path == root or path.startswith(f"{root}/") for root in roots)
 
 
 # --- what has changed since the workers were described --------------------------------------
@@ -425,52 +425,44 @@ class NotebookSurroundings:
         return said
 
     def _compare(self) -> Surroundings | None:
-        now, given, path = self._seen, self._given(), None
+        now, path = self._seen, None
+        given: Mapping[str, str] = self._config.env
+        with suppress(UsageError):  # the file of `--env-file` has gone
+            given = given_environ(self._config)
         if now.sys_path != self._start.sys_path:
             first = given.get("PYTHONPATH", "")
             path = path_for(now, first, is_foreign=self._spec.own_path)
-        changes = changed(self._start.environ, now.environ)
-        names = self._followed({**self._said, **changes}, {*NBDIST_SETS, *given})
-        sent = {name: value for name, value in changes.items() if name in names}
-        self._say(changes, names)
+        changes, own = changed(self._start.environ, now.environ), {*NBDIST_SETS, *given}
+        followed = {name: "" for name in {**self._said, **changes} if name not in own}
+        if self._config.launched_by != LOCAL:  # what is right here need not be on others
+            followed = copied(self._config.copy_env or "", followed)
+        sent = {name: value for name, value in changes.items() if name in followed}
+        self._note = self._text(changes, followed) or self._note
+        self._said = changes
         if now.cwd == self._spec.cwd and path is None and not sent:
             return None
         return Surroundings(now.cwd, self._spec.cwd, path, sent)
 
-    def _given(self) -> Mapping[str, str]:
-        """Read what the options set on the workers."""
-        with suppress(UsageError):  # the file of `--env-file` has gone
-            return given_environ(self._config)
-        return self._config.env
-
-    def _followed(self, names: Iterable[str], own: Collection[str]) -> frozenset[str]:
-        """Choose the variables that ranks are to have too, but for those of their `own`."""
-        wanted = dict.fromkeys([name for name in names if name not in own], "")
-        # What is right on this machine need not be on others.
-        return frozenset(wanted if self._is_here else copied(self._config.copy_env or "", wanted))
-
-    @property
-    def _is_here(self) -> bool:
-        return self._config.launched_by == LOCAL
-
-    def _say(self, changes: Mapping[str, str | None], names: Collection[str]) -> None:
+    def _text(self, changes: Mapping[str, str | None], followed: Collection[str]) -> str:
         """Word the line about what has changed since the last one."""
-        new = [name for name in {**self._said, **changes} if _differs(name, self._said, changes)]
-        new = [name for name in new if not SET_ON_IMPORT.fullmatch(name)]
-        self._said = changes
-        restart = [name for name in new if name not in names or READ_AT_START.fullmatch(name)]
-        followed = [name for name in new if name not in restart]
+        before, absent = self._said, object()
+        differ = (
+            n for n in {**before, **changes} if before.get(n, absent) != changes.get(n, absent)
+        )
+        new = [name for name in differ if not SET_ON_IMPORT.fullmatch(name)]
+        restart = [name for name in new if name not in followed or READ_AT_START.fullmatch(name)]
+        too = [name for name in new if name not in restart]
         texts = []
-        if followed:
-            texts.append(f"{_list(followed)} changed in the notebook, and on the ranks too")
+        if too:
+            texts.append(f"{_list(too)} changed in the notebook, and on the ranks too")
         if restart:
-            option = "" if self._is_here else f" --env {min(restart)}=..."
+            is_here = self._config.launched_by == LOCAL
+            option = "" if is_here else f" --env {min(restart)}=..."
             texts.append(
                 f"{_list(restart)} changed in the notebook after the workers started: "
                 f"`%dist_restart{option}` gives it to them"
             )
-        if texts:
-            self._note = " · ".join(texts)
+        return " · ".join(texts)
 
 
 def changed(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
@@ -478,10 +470,6 @@ def changed(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, st
     found: dict[str, str | None] = {n: v for n, v in after.items() if before.get(n) != v}
     found.update(dict.fromkeys(before.keys() - after.keys()))
     return {name: value for name, value in found.items() if not name.startswith("NBDIST_")}
-
-
-def _differs(name: str, before: Mapping[str, str | None], after: Mapping[str, str | None]) -> bool:
-    return (name in before, before.get(name)) != (name in after, after.get(name))
 
 
 def _list(names: Sequence[str]) -> str:

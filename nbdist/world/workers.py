@@ -375,7 +375,12 @@ class Workers:
             self.advance(Event.STOP)
             self._stop(RESTART_GRACE)
             self.advance(Event.STOPPED)
-        self._forget_outputs()
+        self.running = None  # what the workers before had still to say is dropped
+        self.late.clear()
+        while self._link is not None and self._link.arrived:
+            item = self._link.arrived.popleft()
+            if isinstance(item, Received) and self._link.is_up:
+                self._link.received(item)
         if agent_too:
             self.close_link()
         self.start()
@@ -434,15 +439,6 @@ class Workers:
         self.names.let_go()
         link = self.detach_link()
         return link.close() if link is not None else ""
-
-    def _forget_outputs(self) -> None:
-        """Drop what the workers before had still to say."""
-        self.running = None
-        self.late.clear()
-        while self._link is not None and self._link.arrived:
-            item = self._link.arrived.popleft()
-            if isinstance(item, Received) and self._link.is_up:
-                self._link.received(item)
 
     # --- what comes up --------------------------------------------------------------------
 
