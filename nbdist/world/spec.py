@@ -445,11 +445,9 @@ class NotebookSurroundings:
 
     def _text(self, changes: Mapping[str, str | None], followed: Collection[str]) -> str:
         """Word the line about what has changed since the last one."""
-        before, absent = self._said, object()
-        differ = (
-            n for n in {**before, **changes} if before.get(n, absent) != changes.get(n, absent)
-        )
-        new = [name for name in differ if not SET_ON_IMPORT.fullmatch(name)]
+        said, absent = self._said, object()
+        names = [name for name in {**said, **changes} if not SET_ON_IMPORT.fullmatch(name)]
+        new = [name for name in names if said.get(name, absent) != changes.get(name, absent)]
         restart = [name for name in new if name not in followed or READ_AT_START.fullmatch(name)]
         too = [name for name in new if name not in restart]
         texts = []
