@@ -21,7 +21,7 @@ from nbdist.wire.messages import GetStacks, GetStatus
 from nbdist.wire.ops import Cleaned
 from nbdist.wire.views import Stack, WorkerStatus
 from nbdist.wire.work import Call, Task, Work
-from nbdist.world import calling, exchange, snapshots
+from nbdist.world import calling, exchange
 from nbdist.world.agents import AttachedAgent, Found, to_attach, worlds
 from nbdist.world.calling import find_script
 from nbdist.world.exchange import Scatter
@@ -396,9 +396,9 @@ class World:
         states, for `restore` in this world or a later one.  The 3 newest of a name are kept.
         Raises UsageError where it cannot be written, with nothing changed.
         """
-        words, name = snapshots.arguments(variables, names, name)
-        wanted = snapshots.wanted_to_save(words, name)
-        return snapshots.take(self.session, self.snapshot_store, wanted.names, wanted.name)
+        words, name = exchange.snapshot_arguments(variables, names, name)
+        wanted = exchange.wanted_to_save(words, name)
+        return exchange.save(self.session, self.snapshot_store, wanted.names, wanted.name)
 
     def restore(
         self,
@@ -407,7 +407,7 @@ class World:
         names: Sequence[str] | None = None,
         ranks: Sequence[int] | None = None,
         from_rank: int | None = None,
-    ) -> snapshots.Restored:
+    ) -> exchange.Restored:
         """Bind what a snapshot has, by default all of it, on all ranks or some.
 
         By default this notebook's newest, or the newest of a `name`.  With `from_rank` every
@@ -415,10 +415,10 @@ class World:
         or of another size, with nothing bound.
         """
         store = self.snapshot_store
-        words, name = snapshots.arguments(variables, names, name)
-        wanted = snapshots.wanted_to_restore(store, words, name)
+        words, name = exchange.snapshot_arguments(variables, names, name)
+        wanted = exchange.wanted_to_restore(store, words, name)
         found = store.find(wanted.name)  # before workers are started for it
-        return snapshots.restore(self._started, store, found, wanted.names, ranks, from_rank)
+        return exchange.restore(self._started, store, found, wanted.names, ranks, from_rank)
 
     @property
     def snapshot_store(self) -> SnapshotStore:
