@@ -68,6 +68,9 @@ TICK = 0.25
 SHORTEST_WAIT = 0.001
 """A queue's `get` with some microseconds can find them negative, and waits for ever."""
 
+Agent = AgentProcess | AttachedAgent
+"""What serves the world: this machine's agent, or the head of agents on several."""
+
 Item = tuple[int, str, Output]
 Arrived = Item | Received | Located | Aborted | Used | Came | Silent | AgentLost
 
@@ -114,10 +117,11 @@ class Link:
         self._starting = Starting(0)
         self._launched = threading.Event()
         self._identity = b""
-        self.agents: list[AgentProcess | AttachedAgent] = []
+        self._agent: Agent | None = None
         self.module = module
-        self._launch: Callable[[], AgentProcess | AttachedAgent]
-        self._launch = partial(AgentProcess, self._runtime, module, fork_server=fork_server)
+        self._launch: Callable[[], Agent] = partial(
+            AgentProcess, self._runtime, module, fork_server=fork_server
+        )
         self._thread = threading.Thread(target=self._run, name="nbdist-link", daemon=True)
 
     def open(self) -> None:
@@ -131,12 +135,18 @@ class Link:
 
     def __repr__(self) -> str:
         state = "lost" if self._lost else "closed" if self._closing else "up"
-        return f"<Link {state} {self.agents} {len(self._answers)} calls open>"
+        return f"<Link {state} {self._agent} {len(self._answers)} calls open>"
 
     def check_process(self) -> None:
         """Raise ForkedProcess in a fork of the process that made it: its thread is not there."""
         if os.getpid() != self.pid:
             raise ForkedProcess("nbdist")
+
+    @property
+    def agent(self) -> Agent:
+        """What serves the world, once it was started."""
+        assert self._agent is not None
+        return self._agent
 
     @property
     def is_up(self) -> bool:
@@ -177,7 +187,7 @@ class Link:
             yield from self._until_done(answer, timeout, tick)
             return answer.result()
         except FutureTimeoutError:
-            raise _lost(self.agents[0]) from None
+            raise _lost(self.agent) from None
 
     def take_over(self, agent: AttachedAgent) -> Attached:
         """Open it to an agent that is there; return what that says.  Raises as `call` does."""
@@ -188,7 +198,7 @@ class Link:
         try:
             attached = self._attached.result(HELLO_TIMEOUT)
         except FutureTimeoutError:
-            raise self._lost or _lost(self.agents[0]) from None
+            raise self._lost or _lost(self.agent) from None
         self._numbers = itertools.count(attached.next_call)
         return attached
 
@@ -255,12 +265,13 @@ class Link:
         self.send(Leave())
         if self._opened:
             self._launched.wait(LEAVE_TIMEOUT)
-        for agent in self.agents:
-            agent.end(LEAVE_TIMEOUT)
-        left = [said for agent in self.agents if (said := left_behind(agent.last_lines()))]
+        left = ""
+        if self._agent is not None:
+            self._agent.end(LEAVE_TIMEOUT)
+            left = left_behind(self._agent.last_lines())
         self._end()
         self._folder.close()
-        return "; ".join(left)
+        return left
 
     def detach(self) -> None:
         """End the link alone: agents that outlive their notebook go on, and others end."""
@@ -279,8 +290,8 @@ class Link:
         # First: what was said last is to come before the end.
         self._socket.close(DETACH_LINGER if self._is_detached else 0)
         self._context.term()
-        for agent in self.agents:
-            agent.close()
+        if self._agent is not None:
+            self._agent.close()
         ends = (self._wake, self._wake_end, self.asides, self._asides_end)
         # Who wakes it later is not to write to what has these numbers then.
         self._wake_end = self._asides_end = CLOSED
@@ -314,36 +325,33 @@ class Link:
             yield self._starting
 
     def _start_error(self, why: str) -> StartError:
-        if not self.agents:
+        if (agent := self._agent) is None:
             return StartError(None, os.uname().nodename, self.module, why)
-        agent = self.agents[0]
         return StartError(None, agent.host, agent.command, why, agent.last_lines())
 
     # --- the link's thread ---------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            self.agents = [self._launch()]
+            agent = self._agent = self._launch()
         except OSError as error:
             self._hello.set_exception(error)
             return
         finally:
             self._launched.set()
         try:
-            self._serve()
+            self._serve(agent)
         except Exception:
             # A fault of ours; callers that wait must not do so for ever.
-            log.exception("the link to %s has failed", self.agents[0].host)
-            self._fail(self.agents[0])
+            log.exception("the link to %s has failed", agent.host)
+            self._fail(agent)
 
-    def _serve(self) -> None:
+    def _serve(self, agent: Agent) -> None:
         """Pass messages on, both ways, until the agent has ended."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
-        for agent in self.agents:
-            poller.register(agent.fileno(), zmq.POLLIN)
-        ends = {agent.fileno(): agent for agent in self.agents}
+        poller.register(agent.fileno(), zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
             if self._socket in ready:
@@ -354,9 +362,9 @@ class Link:
             self._write()
             if self._is_detached:
                 return
-            for end in ends.keys() & ready.keys():
+            if agent.fileno() in ready:
                 self._read()  # its last messages
-                self._fail(ends[end])
+                self._fail(agent)
                 return
 
     def _write(self) -> None:
@@ -411,7 +419,7 @@ class Link:
         if self.tells_all or any(_is_aside(item) for item in items):
             _write_to(self._asides_end)
 
-    def _fail(self, agent: AgentProcess | AttachedAgent) -> None:
+    def _fail(self, agent: Agent) -> None:
         """Fail all calls that wait."""
         lost = _lost(agent)
         log.debug("agent ended: %s", lost)
@@ -425,7 +433,7 @@ class Link:
         self._arrive(lost)
 
 
-def _lost(agent: AgentProcess | AttachedAgent) -> AgentLost:
+def _lost(agent: Agent) -> AgentLost:
     return AgentLost(agent.host, agent.exit_code(), "".join(agent.last_lines()[-1:]))
 
 

@@ -336,7 +336,7 @@ class Workers:
         assert isinstance(started, WorldStarted)
         self.pids, self.logs, self.lacks = started.pids, started.logs, started.lacks
         self.spec = started.spec or self.spec  # what other machines decide
-        self._place(started.hosts, self._link.agents[0].host)
+        self._place(started.hosts, self._link.agent.host)
         if self.code is not None and self.is_elsewhere:  # now that it is known who shares it
             yield from self.code.bringing(self._link.calling, anew=True)
         self.advance(Event.STARTED)
@@ -414,7 +414,7 @@ class Workers:
         self.have_come = dict.fromkeys(there.came)
         self.past.forgotten = there.forgotten
         self.setup.take_over(there.memory.setup)
-        self._place(there.hosts, link.agents[0].host)
+        self._place(there.hosts, link.agent.host)
         self.advance(Event.START)
         self.advance(Event.STARTED)
         if there.run is not None:

@@ -151,7 +151,7 @@ def displays_that_nobody_takes(world: World, guard: int, file: Path) -> None:
 
 def test_displays_that_nobody_takes(world: World, tmp_path: Path) -> None:
     """They are kept up to a limit; then the notebook gets the newest, and how many it does not."""
-    displays_that_nobody_takes(world, world.session.link.agents[0].pid, tmp_path / "shown")
+    displays_that_nobody_takes(world, world.session.link.agent.pid, tmp_path / "shown")
 
 
 @pytest.mark.own_agent
