@@ -444,7 +444,7 @@ def _run(workers: Workers, task: Task) -> NbdistError | None:
 
 def refusal(workers: Workers) -> NbdistError | None:
     """Return why no task can be sent now, with the remedy; None where one can."""
-    if workers.state.takes_tasks:
+    if workers.state is State.READY:
         return None
     if workers.state in (State.STOPPED, State.STARTING, State.STOPPING):
         return WorldNotStarted("The cell")
@@ -476,7 +476,7 @@ def _restart_text(workers: Workers, running: RunningTask) -> str:
     """Write `rank 2 was killed by SIGKILL: restart 1 of 3`; "" for no further attempt."""
     done, most = running.task.attempt.number, running.task.attempt.most
     cause = running.transcript.root_cause()
-    if done >= most or cause is None or running.stops or not workers.state.takes_tasks:
+    if done >= most or cause is None or running.stops or workers.state is not State.READY:
         return ""
     error = running.error()
     if not isinstance(error, WorkerError) or isinstance(error, RanksReleased):

@@ -11,7 +11,6 @@ what ranks write is shown.
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import sys
 import traceback
@@ -435,28 +434,21 @@ def _writes_here(handler: logging.Handler) -> bool:
 
 def as_logged(record: Record) -> logging.LogRecord:
     """Return it as logging has it, with the worker's `host`, `rank` and `local_rank`."""
-    file = os.path.basename(record.pathname)
-    return logging.makeLogRecord(
-        {
-            "name": record.name,
-            "msg": record.message,
-            "args": None,
-            "levelno": record.level,
-            "levelname": record.level_name,
-            "pathname": record.pathname,
-            "filename": file,
-            "module": os.path.splitext(file)[0],
-            "lineno": record.line,
-            "funcName": record.function,
-            "created": record.created,
-            "msecs": record.created % 1 * 1000,
-            "threadName": record.thread,
-            "process": record.pid,
-            "processName": f"rank{record.rank}",
-            "exc_text": record.exception or None,
-            "stack_info": record.stack or None,
-            "host": record.host,
-            "rank": record.rank,
-            "local_rank": record.local_rank,
-        }
+    make, where = logging.getLogRecordFactory(), (record.pathname, record.line)
+    stack = record.stack or None
+    logged = make(
+        *(record.name, record.level, *where, record.message, None, None, record.function, stack)
     )
+    vars(logged).update(
+        levelname=record.level_name,
+        created=record.created,
+        msecs=record.created % 1 * 1000,
+        threadName=record.thread,
+        process=record.pid,
+        processName=f"rank{record.rank}",
+        exc_text=record.exception or None,
+        host=record.host,
+        rank=record.rank,
+        local_rank=record.local_rank,
+    )
+    return logged

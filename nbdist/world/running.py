@@ -102,9 +102,6 @@ class RunningTask:
     `was_stalled`: when Stop came a network between them was.
     """
 
-    def __repr__(self) -> str:
-        return f"<RunningTask {self.task.id[:8]} unfinished {self.unfinished}>"
-
     def __init__(
         self,
         task: Task,
@@ -148,6 +145,9 @@ class RunningTask:
         self._ended = dict(ended or {})
         self._watch = hangs.Watch(self._started, patience.hang_timeout)
         self.transcript.start(self._started)
+
+    def __repr__(self) -> str:
+        return f"<RunningTask {self.task.id[:8]} unfinished {self.unfinished}>"
 
     @classmethod
     def found(cls, there: Attached, crew: Crew) -> Self:

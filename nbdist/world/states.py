@@ -33,11 +33,6 @@ class State(Enum):
     STOPPING = "stopping"
 
     @property
-    def takes_tasks(self) -> bool:
-        """Whether a task can start now."""
-        return self is State.READY
-
-    @property
     def has_workers(self) -> bool:
         """Whether there are worker processes to look at or to end."""
         return self not in (State.STOPPED, State.STOPPING, State.STARTING, State.LOST)
