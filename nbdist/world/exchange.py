@@ -10,7 +10,7 @@ too late.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -129,26 +129,20 @@ def refusal(session: Session, found: Mapping[int, Brought]) -> UsageError | None
 
 def _missing_text(session: Session, name: str, found: Mapping[int, Brought]) -> str:
     lack = [rank for rank, each in found.items() if each.missing == name]
+    lacking = f"{name_ranks(lack)} {'has no' if len(lack) == 1 else 'have no'}"
     had = session.names.ranks_that_own(name) | session.names.ranks_that_have(name)
     have = {rank for rank, each in found.items() if each.packed is not None}
     have |= {rank for rank in had if rank not in found}
     if have:
         options = f"`-r {format_ranks(have)}`"
         verb = "has" if len(have) == 1 else "have"
-        return (
-            f"{name_ranks(lack)} {_has_no(lack)} `{name}`; {name_ranks(have)} {verb} it: {options}."
-        )
-    everyone = len(lack) == session.size
-    who = "no rank has" if everyone else f"{name_ranks(lack)} {_has_no(lack)}"
+        return f"{lacking} `{name}`; {name_ranks(have)} {verb} it: {options}."
+    who = "no rank has" if len(lack) == session.size else lacking
     here = ""
     if name in session.namespace and name not in WORKERS_OWN:
         here = f"; the notebook has it: `%dist_push {name}`"
     known = [each for rank in found for each in session.names.bound(rank)]
     return f"{who} `{name}`{here}.{'' if here else did_you_mean(name, known)}"
-
-
-def _has_no(ranks: Iterable[int]) -> str:
-    return "has no" if len([*ranks]) == 1 else "have no"
 
 
 def binding(

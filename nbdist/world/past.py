@@ -20,14 +20,6 @@ from nbdist.world.running import RunningTask
 from nbdist.world.states import Renumbering
 
 
-@dataclass(frozen=True)
-class SetupCell:
-    """A cell to run again; the segment holds its names, and is kept open for that."""
-
-    task: Task
-    segment: Segment | None
-
-
 class Setup:
     """The set-up cells of a world, in the order in which they first ran.
 
@@ -37,46 +29,48 @@ class Setup:
     def __init__(self) -> None:
         self.problem = ""
         self.is_replaying = False
-        self._cells: dict[str, SetupCell] = {}
+        self._tasks: dict[str, Task] = {}
+        self._segments: dict[str, Segment] = {}  # with the names of a cell, open as long as it is
 
     @property
     def tasks(self) -> list[Task]:
         """What is to be run in a new worker, in order."""
-        return [kept.task for kept in self._cells.values()]
+        return [*self._tasks.values()]
 
     @property
     def kept(self) -> tuple[tuple[str, Task], ...]:
         """The same, with their keys."""
-        return tuple((key, each.task) for key, each in self._cells.items())
+        return (*self._tasks.items(),)
 
     def take_over(self, kept: Iterable[tuple[str, Task]]) -> None:
         """Run these too, whose names the agent holds."""
-        self._cells |= {key: SetupCell(task, None) for key, task in kept}
+        self._tasks |= dict(kept)
 
     def keep(self, key: str, task: Task, segment: Segment | None) -> None:
         """Run this cell too from now on; in the place of the one with the same key."""
-        old = self._cells.get(key)
-        self._cells[key] = SetupCell(replace(task, attempt=Attempt()), segment)
-        if old is not None and old.segment is not None:
-            old.segment.close()
+        self._tasks[key] = replace(task, attempt=Attempt())
+        if (old := self._segments.pop(key, None)) is not None:
+            old.close()
+        if segment is not None:
+            self._segments[key] = segment
 
     def forget(self) -> None:
         """Run none any more."""
-        for kept in self._cells.values():
-            if kept.segment is not None:
-                kept.segment.close()
-        self._cells.clear()
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
+        self._tasks.clear()
 
     def renumber(self, ranks: Renumbering) -> None:
         """Have cells follow the ranks that they ran on; those for all are for all there are."""
         everyone = tuple(range(ranks.before))
-        for key, kept in self._cells.items():
-            on = kept.task.ranks
+        for key, task in self._tasks.items():
+            on = task.ranks
             if on == everyone:
                 on = tuple(range(ranks.after))
             elif ranks.moved:  # else there may be ranks again of which there are none now
                 on = ranks.of(on)
-            self._cells[key] = replace(kept, task=replace(kept.task, ranks=on))
+            self._tasks[key] = replace(task, ranks=on)
 
 
 MOST_TASKS = 2_000

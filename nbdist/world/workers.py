@@ -67,7 +67,6 @@ STOP_TIMEOUT = 20.0
 QUIET_SECONDS = 2.0
 """Of a start, before anything is said of it."""
 
-
 LATE_KEPT = 1000
 """Outputs of threads that outlived their task; all text is in the log files too."""
 
